@@ -11,12 +11,11 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
+from commands import Command
 from commands import run as run_command
 from run_job import Job, events, metrics, until
 
@@ -133,21 +132,21 @@ def test_a_server_that_is_killed_is_replaced_and_never_serves_what_it_does_not_h
     assert servers_of(run_dir) == []
 
 
-def attached(job: Job, key: str, log: Path) -> tuple[str, subprocess.Popen[bytes]]:
+def attached(job: Job, key: str, log: Path) -> tuple[str, Command]:
     """A server of somebody else's."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     keys = job.folder / "keys.yaml"
     keys.write_text(json.dumps({"api-key": key, "admin-api-key": key}))
-    command = [
-        sys.executable, "-m", "sglang.launch_server", "--model-path", str(job.folder / "model"), "--host", "127.0.0.1",
-        "--port", str(port), "--skip-tokenizer-init", "--incremental-streaming-output", "--dtype", "float32",
-        "--max-running-requests", "32", "--stream-interval", "4", "--random-seed", str(port), "--config", str(keys),
+    words = [
+        "--model-path", str(job.folder / "model"), "--host", "127.0.0.1", "--port", str(port), "--skip-tokenizer-init",
+        "--incremental-streaming-output", "--dtype", "float32", "--max-running-requests", "32", "--stream-interval", "4",
+        "--random-seed", str(port), "--config", str(keys),
     ]  # fmt: skip
     env = os.environ | {"PYTHONPATH": str(STAND_IN)}
-    with log.open("wb") as out:
-        process = subprocess.Popen(command, env=env, stdout=out, stderr=out)
+    with log.open("w") as out:
+        process = Command(words, job.folder, env=env, log=out, program=STAND_IN / "sglang" / "launch_server.py")
     return f"http://127.0.0.1:{port}", process
 
 

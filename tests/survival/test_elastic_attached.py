@@ -8,11 +8,10 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import Command  # pyright: ignore[reportMissingImports]
 from run_job import Job, audit, events, make_job, until  # pyright: ignore[reportMissingImports]
 
 from myxa.actors.ledger.audit import audit_ledger
@@ -22,23 +21,32 @@ pytestmark = pytest.mark.timeout(300)
 STAND_IN = Path(__file__).parents[1] / "engines" / "stand_in"
 
 
-def server(job: Job) -> tuple[str, subprocess.Popen[bytes]]:
+def server(job: Job) -> tuple[str, Command]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [
-        sys.executable, "-m", "sglang.launch_server", "--model-path", str(job.folder / "model"), "--host", "127.0.0.1",
-        "--port", str(port), "--skip-tokenizer-init", "--incremental-streaming-output", "--dtype", "float32",
-        "--max-running-requests", "32", "--stream-interval", "4", "--random-seed", "1",
+    words = [
+        "--model-path", str(job.folder / "model"), "--host", "127.0.0.1", "--port", str(port), "--skip-tokenizer-init",
+        "--incremental-streaming-output", "--dtype", "float32", "--max-running-requests", "32", "--stream-interval", "4",
+        "--random-seed", "1",
     ]  # fmt: skip
-    with (job.folder / f"server.{port}.log").open("wb") as out:
-        env = os.environ | {"PYTHONPATH": str(STAND_IN)}
-        return f"http://127.0.0.1:{port}", subprocess.Popen(command, env=env, stdout=out, stderr=out)
+    env = os.environ | {"PYTHONPATH": str(STAND_IN)}
+    with (job.folder / f"server.{port}.log").open("w") as out:
+        process = Command(words, job.folder, env=env, log=out, program=STAND_IN / "sglang" / "launch_server.py")
+    return f"http://127.0.0.1:{port}", process
+
+
+def listens(url: str) -> bool:
+    """Whether it accepts connections: a run waits some seconds only for a server that does not."""
+    host, port = url.removeprefix("http://").split(":")
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0
 
 
 def test_a_server_comes_and_the_first_one_goes(tmp_path: Path):
     job = make_job(tmp_path)
     (first, first_process), (second, second_process) = server(job), server(job)
+    until(lambda: listens(first) and listens(second), "the servers")
     run = job.start(
         'roles.rollout.kind="sglang"', f'engine.attach=["{first}"]', "run.num_steps=100000", "async.max_staleness=8",
         *job.paced(),
