@@ -1,12 +1,13 @@
-"""The command line's parser: argparse that knows its sub-commands, and says which one was probably meant.
+"""The command line's parser: argparse that knows its sub-commands and suggests the nearest one; argument types.
 
-click and typer were considered: argparse is at hand, imports in a few milliseconds and is all that is needed.
+click and typer were considered: argparse is in the standard library, imports in a few milliseconds and suffices.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ...core.errors import ConfigError
@@ -84,3 +85,31 @@ def mistaken_flag(parser: Parser, words: Sequence[str], unknown: Sequence[str]) 
     near = nearest(first, command.flags) if first.startswith("--") else None
     hint = f"did you mean {near}?" if near else f"`myxa {' '.join([*name, '--help'])}` tells what it takes"
     return f"{' '.join(name) or 'myxa'} does not take {' '.join(unknown)} -- {hint}"
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """For argparse: what reads such a number. Raises ArgumentTypeError."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} on")
+        return value
+
+    return read
+
+
+_STRETCH = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>s|sec|m|min|h)?")
+_SECONDS = {None: 1.0, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+
+
+def stretch_s(text: str) -> float:
+    """Seconds. For argparse: raises ArgumentTypeError."""
+    found = _STRETCH.fullmatch(text.strip())
+    seconds = float(found["number"]) * _SECONDS[found["unit"]] if found is not None else 0.0
+    if seconds <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no stretch of time; write 60s, 5min or 1h")
+    return seconds

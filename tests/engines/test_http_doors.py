@@ -13,7 +13,7 @@ from myxa.actors.engines.http_server import serve
 from myxa.actors.http_guard import Door, Head, is_loopback
 from myxa.core.errors import ConfigError
 from myxa.launch.cli import make_parser
-from myxa.launch.commands.engine import read_key
+from myxa.launch.commands.offline import read_key
 
 OPTIONS = EmbeddedOptions(max_running=4, stream_interval=4, seed=5)
 KEY = "a-key-of-some-length"

@@ -38,7 +38,7 @@ from myxa.launch.views.report import page_template
 from myxa.transport.codec import compile_loaded
 
 MODULES = (
-    *("myxa.core.config", "myxa.launch.cli", "myxa.launch.commands.up", "myxa.launch.control.client"),
+    *("myxa.core.config", "myxa.launch.cli", "myxa.launch.commands.run_life", "myxa.launch.control.client"),
     *("myxa.launch.launcher", "myxa.launch.lives.origin", "uvloop"),
     *(module for kit in (LIGHT, SERVED, TORCH) for module in KITS[kit].modules),
 )

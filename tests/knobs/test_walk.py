@@ -26,7 +26,7 @@ from walk import (
 )
 
 from myxa.actors.audit import AUDIT_FILE, read_audit, verify_audit
-from myxa.launch.commands.replay import replay, trajectory
+from myxa.launch.commands.history import replay, trajectory
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -260,7 +260,7 @@ async def test_quitting_does_not_wait_for_a_run_that_hangs(planting, seat) -> No
 def test_without_textual_the_pip_line_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("myxa.launch.commands.top.find_spec", lambda name: None)
+    monkeypatch.setattr("myxa.launch.commands.views.find_spec", lambda name: None)
     assert main(["top"]) == ConfigError.exit_code
     assert "pip install 'myxa[tui]'" in capsys.readouterr().err
 

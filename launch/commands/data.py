@@ -1,4 +1,6 @@
-"""`myxa samples`: the newest finished groups, as people read them."""
+"""Groups and samples of a run: `dump` writes groups with their tokens into a file, `samples` shows answers as people
+read them.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +9,52 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .output import Verbs, add_run_flags, show
-from .which_run import client_or_folder
-from .whole import at_least
+from .output import Verbs, add_run_flags, client_of, client_or_folder, show, table
+from .parser import at_least
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-def add(verbs: Verbs) -> None:
+DUMP_S = 1815.0
+
+
+def add_dump(verbs: Verbs) -> None:
+    """The command and its flags."""
+    dump = verbs.add_parser("dump", help="write groups with their tokens into a file of the run")
+    what = dump.add_mutually_exclusive_group()
+    what.add_argument("--next", type=at_least(1), default=0, metavar="N", dest="next_groups",
+                      help="the next N that are claimed for training (all that was not trained yet)")  # fmt: skip
+    what.add_argument("--end", action="store_true", help="end an earlier --next before it has all its groups")
+    what.add_argument("--list", action="store_true", help="files that were written, or are being written")
+    dump.add_argument(
+        "--max-mb", type=at_least(1), default=1024, metavar="MB", help="largest file, in MiB (%(default)s)"
+    )
+    dump.set_defaults(run=_dump)
+    add_run_flags(dump)
+
+
+def _dump(options: argparse.Namespace) -> int:
+    if options.list:
+        show(options, client_of(options).ask("dumps"), _files)
+        return 0
+    client = client_of(options, changes=True)
+    wanted = -1 if options.end else options.next_groups
+    show(options, client.ask("dump", DUMP_S, next_groups=wanted, max_mb=options.max_mb), _dump_sentence)
+    return 0
+
+
+def _dump_sentence(told: dict[str, Any]) -> str:
+    text = f"{told['num_groups']} groups, {told['num_bytes']:,} bytes in {told['path']}"
+    return f"{text}: {told['reason']}" if told["reason"] else text
+
+
+def _files(told: list[dict[str, Any]]) -> RenderableType:
+    rows = [(d["path"], d["num_groups"], f"{d['num_bytes']:,}", d["reason"] or "whole") for d in told]
+    return table(("file", "groups", "bytes", ""), rows, right=("groups", "bytes"))
+
+
+def add_samples(verbs: Verbs) -> None:
     """The command and its flags."""
     samples = verbs.add_parser(
         "samples",
@@ -96,11 +135,11 @@ def _group(group: dict[str, Any]) -> Iterator[str]:
     yield f"group {group['group_id']}: {group['outcome']}{why}, {group['state']}{step}, knobs {group['knobs']}"
     yield f"  {group['prompt']}"
     for sample in group["samples"]:
-        yield f"  [{sample['index']}] reward {sample['reward']:g}, {_facts(sample)}"
+        yield f"  [{sample['index']}] reward {sample['reward']:g}, {_samples_facts(sample)}"
         yield f"      {''.join(sample['tokens'])}"
 
 
-def _facts(sample: dict[str, Any]) -> str:
+def _samples_facts(sample: dict[str, Any]) -> str:
     stamped = sorted({version for version in sample["versions"] if version >= 0})
     versions = f"versions {stamped[0]} to {stamped[-1]}" if stamped else "no engine"
     gap = _gap(sample)

@@ -1,0 +1,238 @@
+"""Commands that need no run: `plan`, `doctor`, `convert`, `engine serve`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from ...core.errors import ConfigError
+from ...core.file_entry import read_regular
+from ...transport.descriptors import raise_limit
+from .output import Verbs, add_json_flag, show
+from .parser import Parser
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from ...actors.engines.http_server import Served
+
+
+def add_plan(verbs: Verbs) -> None:
+    """The command and its flags."""
+    plan = verbs.add_parser(
+        "plan",
+        help="what a run file comes to, and all that is wrong with it; starts nothing",
+        description="Placement, memory of each device, batch, staleness, disk, commands: without a GPU, without "
+        "starting anything. Exit status 2 if the run could not start.",
+    )
+    plan.add_argument("file", nargs="+", metavar="RUN.TOML", help="run file; of several, later ones win key by key")
+    plan.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides",
+                      help="overrule a value of the file; may be repeated")  # fmt: skip
+    plan.add_argument("--nnodes", type=_positive, default=1, metavar="N", help="number of machines (%(default)s)")
+    plan.add_argument("--device-gib", type=_gib, default=0.0, metavar="GIB",
+                      help="memory of one GPU (what NVML says, where there is one)")  # fmt: skip
+    plan.add_argument("--elsewhere", action="store_true",
+                      help="the run will be started on another machine: do not look at this one's packages, "
+                      "interpreters, devices, ports and disk")  # fmt: skip
+    plan.add_argument("--brief", action="store_true", help="leave commands, ports and files out")
+    add_json_flag(plan)
+    plan.set_defaults(run=_plan)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 4096:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of machines")
+    return int(text)
+
+
+def _gib(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is not a size in GiB")
+    return value
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from ..plan.plan_page import plan_json, plan_text
+    from ..plan.run_plan import PlanOptions, make_plan
+
+    plan = make_plan(
+        PlanOptions(
+            files=tuple(options.file),
+            overrides=tuple(options.overrides),
+            num_nodes=options.nnodes,
+            device_gib=options.device_gib,
+            is_this_machine=not options.elsewhere,
+        )
+    )
+
+    def page(value: Any) -> Text | str:
+        text = plan_text(plan, shows_commands=not options.brief)
+        return _plan_coloured(text) if sys.stdout.isatty() else text
+
+    show(options, plan_json(plan), page)
+    return 2 if plan.errors else 0
+
+
+def _plan_coloured(text: str) -> Text:
+    from rich.text import Text
+
+    from ..plan.plan_page import styled_lines
+
+    return Text("\n").join(Text(line, style=style) for line, style in styled_lines(text))
+
+
+STYLES = {"FAIL": "bold red", "warn": "yellow"}
+
+
+def add_doctor(verbs: Verbs) -> None:
+    """The command and its flags."""
+    doctor = verbs.add_parser(
+        "doctor",
+        help="what of this machine will bite",
+        description="Python, driver, packages, memory, limits, ports, rights, leftovers of earlier runs; each with "
+        "what to do. Exit status 1 if something must be mended.",
+    )
+    doctor.add_argument("--dir", default="runs", metavar="DIR", help="where run directories will be made (%(default)s)")
+    add_json_flag(doctor)
+    doctor.set_defaults(run=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from ..doctor.gather import gather
+    from ..doctor.judgement import checks_json, checks_text, judge
+
+    checks = judge(gather(options.dir))
+
+    def page(value: Any) -> Text | str:
+        text = checks_text(checks)
+        return _doctor_coloured(text) if sys.stdout.isatty() else text
+
+    show(options, checks_json(checks), page)
+    return 1 if any(check.status == "error" for check in checks) else 0
+
+
+def _doctor_coloured(text: str) -> Text:
+    from rich.text import Text
+
+    return Text("\n").join(Text(line, style=STYLES.get(line[:4], "")) for line in text.splitlines())
+
+
+RUN_FILE = "config.toml"
+
+
+def add_convert(verbs: Verbs) -> None:
+    """The command and its flags."""
+    verb = verbs.add_parser(
+        "convert",
+        help="write a checkpoint as a HuggingFace folder",
+        description="Write the weights of a checkpoint, of either trainer and any layout, as a HuggingFace folder. "
+        "Needs no GPU and no megatron-core. (Trainers load HuggingFace folders by themselves.)",
+    )
+    verb.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="its folder, or a run's: the newest is taken")
+    verb.add_argument("folder", type=Path, metavar="FOLDER", help="where the model goes; empty, or not there yet")
+    verb.add_argument("--model", type=Path, default=None, metavar="DIR",
+                      help="folder that the run started from (model.path of the run's own config.toml)")  # fmt: skip
+    verb.add_argument("--dtype", default="", choices=("", "float32", "bfloat16", "float16"), metavar="TYPE",
+                      help="float32, bfloat16 or float16 (as in the checkpoint)")  # fmt: skip
+    add_json_flag(verb)
+    verb.set_defaults(run=_convert)
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from ...actors.backends.convert import convert  # torch is needed here only
+    from ..lives.named_checkpoint import named_checkpoint
+
+    model = options.model or _model_of_run(options.checkpoint)
+    done = convert(named_checkpoint(options.checkpoint, reads_all=True), model, options.folder, dtype=options.dtype)
+    facts = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(done).items()}
+    show(options, facts, _convert_sentence)
+    return 0
+
+
+def _convert_sentence(done: dict[str, Any]) -> str:
+    return (
+        f"{done['folder']}: {done['num_tensors']} weights, {done['num_parameters']:,} values of {done['dtype']}, "
+        f"from {done['checkpoint']} ({done['backend']}, {done['num_updates']} updates)"
+    )
+
+
+def _model_of_run(checkpoint: Path) -> Path:
+    """`model.path` of the run that the checkpoint lies in."""
+    from ...core.config import load_config
+
+    for place in (checkpoint, *checkpoint.absolute().parents[:2]):
+        if (place / RUN_FILE).is_file():
+            return Path(load_config([place / RUN_FILE], []).model.path)
+    raise ConfigError(
+        f"{checkpoint} does not lie in a run directory, so nothing says which model it is of",
+        remedy="name the folder that the run started from with --model",
+    )
+
+
+MAX_KEY_BYTES = 4096
+
+
+def add_engine(verbs: Verbs) -> None:
+    """The command, its sub-command and flags."""
+    engine = cast(Parser, verbs.add_parser("engine", help="rollout engines by themselves"))
+    serve = engine.add_commands().add_parser("serve", help="serve a model folder over HTTP, with SGLang's routes")
+    serve.add_argument("folder", type=Path, metavar="DIR", help="HuggingFace model folder")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    serve.add_argument("--port", type=port, default=30000, help="port to listen on, 0 = any (%(default)s)")
+    serve.add_argument("--key-env", default="", metavar="NAME", help="variable that holds the key to ask for")
+    serve.add_argument("--key-file", type=Path, metavar="FILE", help="file that holds the key to ask for")
+    serve.set_defaults(run=_engine_serve)
+
+
+def port(text: str) -> int:
+    """A port; 0 means any free one."""
+    value = int(text)
+    if not 0 <= value < 65536:
+        raise argparse.ArgumentTypeError(f"{text} is not a port: ports are 0 to 65535")
+    return value
+
+
+def read_key(options: argparse.Namespace) -> str:
+    """The key to ask for; empty: none. It is no flag, since command lines can be read by other users.
+
+    Raises ConfigError for a variable or a file that holds none.
+    """
+    if options.key_env and options.key_file:
+        raise ConfigError("--key-env and --key-file were both given", remedy="leave one of them out")
+    if options.key_env:
+        place, text = f"--key-env: the variable {options.key_env}", os.environ.get(options.key_env, "")
+    elif options.key_file:
+        place = f"--key-file: {options.key_file}"
+        try:
+            text = read_regular(options.key_file, MAX_KEY_BYTES).decode()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{place} cannot be read: {error}", remedy="name a file with one key in it") from error
+    else:
+        return ""
+    key = text.strip()
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        why = "holds no key" if not key else "holds something else than one key of ASCII characters without spaces"
+        raise ConfigError(f"{place} {why}", remedy="make one: openssl rand -hex 32")
+    return key
+
+
+def _engine_serve(options: argparse.Namespace) -> int:
+    import asyncio
+
+    from ..preflight.port import check_port
+
+    key = read_key(options)
+    raise_limit()
+    check_port("--port", options.host, options.port, "choose another one, or 0 for any free one")
+    from ...actors.engines.http_server import serve_engine  # the engine needs torch
+
+    def ready(served: Served) -> None:
+        print(f"serving {options.folder} at {served.url}", flush=True)
+
+    asyncio.run(serve_engine(options.folder, options.host, options.port, key=key, on_ready=ready))
+    return 0

@@ -1,0 +1,493 @@
+"""A run's life: `up`, `launch`, `demo`, `resume`, `fork`, `pause`, `step`, `ckpt`, `eval`, `down`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...core.errors import ConfigError, LaunchError
+from ..control.client import ControlClient
+from ..control.live_runs import CONFIG, RUNS, ControlNote, find_run
+from ..run_dir import is_run_folder
+from ..supervisor.patience import Patience
+from .output import Verbs, add_json_flag, add_run_flags, client_of, note_of, show, table
+from .parser import at_least
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from ...core.config import RunConfig
+    from ..launcher import LaunchOptions
+    from ..lives.resume_point import ResumePoint
+    from ..run_dir import RunDir
+
+
+PATIENCE = Patience()
+
+
+def add_up(verbs: Verbs) -> None:
+    """The command and its flags."""
+    up = verbs.add_parser("up", help="run on this machine", description="Run everything on this machine.")
+    add_start_flags(up)
+    up.set_defaults(run=_up)
+
+
+def add_start_flags(parser: argparse.ArgumentParser, files: str = "+") -> None:
+    """The run file, and how the run is started. `files`: how many there must be, as argparse says it."""
+    parser.add_argument("file", nargs=files, metavar="RUN.TOML", help="run file; of several, later ones win key by key")
+    add_common_flags(parser)
+
+
+def add_common_flags(parser: argparse.ArgumentParser) -> None:
+    """How a run is started, whatever is known of it."""
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides",
+                        help="overrule a value of the file; may be repeated")  # fmt: skip
+    parser.add_argument("--program", default="", metavar="MODULE:FUNCTION",
+                        help="your own composition root: (ActorSpec, RunConfig, run directory) -> Actor")  # fmt: skip
+    parser.add_argument("--quiet", action="store_true", help="print only how the run ended")
+    parser.add_argument("--start-timeout", type=seconds, default=PATIENCE.start_s, metavar="S",
+                        help="seconds an actor may take to start (%(default)g)")  # fmt: skip
+    parser.add_argument("--finish-timeout", type=seconds, default=PATIENCE.finish_s, metavar="S",
+                        help="seconds to end in good order after Ctrl-C or SIGTERM (%(default)g)")  # fmt: skip
+    parser.add_argument("--stop-timeout", type=seconds, default=PATIENCE.end_s, metavar="S",
+                        help="seconds a process may take to end before it is killed (%(default)g)")  # fmt: skip
+
+
+def seconds(text: str) -> float:
+    """A positive number of seconds."""
+    value = float(text)
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
+    return value
+
+
+def start(options: argparse.Namespace, base: LaunchOptions) -> int:
+    """Read the run file and run this node's part to its end."""
+    from ...core.config import load_config
+    from ..launcher import launch
+
+    config = load_config(options.file, options.overrides)
+    return launch(config, chosen_by(options, base)).exit_code
+
+
+def chosen_by(options: argparse.Namespace, base: LaunchOptions) -> LaunchOptions:
+    """What the flags say of how to launch; the rest as in `base`."""
+    patience = Patience(
+        gather_s=getattr(options, "rdzv_timeout", PATIENCE.gather_s),
+        start_s=options.start_timeout,
+        finish_s=options.finish_timeout,
+        end_s=options.stop_timeout,
+        lost_s=getattr(options, "lost_timeout", PATIENCE.lost_s),
+    )
+    return replace(base, program=options.program or base.program, is_quiet=options.quiet, patience=patience)
+
+
+def _up(options: argparse.Namespace) -> int:
+    from ..launcher import LaunchOptions
+    from ..node_place import find_place
+
+    return start(options, LaunchOptions(place=find_place(1, 0, None, {})))
+
+
+def add_launch(verbs: Verbs) -> None:
+    """The command and its flags."""
+    spread = verbs.add_parser(
+        "launch",
+        help="run on several machines: this command on each of them",
+        description="Run on several machines: the same command on each. Flags that are left out come from torchrun's "
+        "(PET_*) or Slurm's variables.",
+    )
+    add_start_flags(spread, files="*")
+    add_node_flags(spread)
+    _add_join_flags(spread)
+    spread.set_defaults(run=_launch)
+
+
+def add_node_flags(spread: argparse.ArgumentParser) -> None:
+    """Which of several machines this is, and how they meet."""
+    spread.add_argument("--nnodes", type=_num_nodes, metavar="N[:MAX]",
+                        help="number of machines; N:MAX: others may come later, up to so many")  # fmt: skip
+    spread.add_argument("--node-rank", type=at_least(0), metavar="R", help="number of this machine, from 0")
+    spread.add_argument("--rdzv", metavar="HOST:PORT", help="where node 0 is met (on node 0: port 0 = any free port)")
+    spread.add_argument("--rdzv-file", type=Path, metavar="FILE",
+                        help="node 0 writes its HOST:PORT there, the others read it there")  # fmt: skip
+    spread.add_argument("--rdzv-timeout", type=seconds, default=PATIENCE.gather_s, metavar="S",
+                        help="seconds to wait for the other machines (%(default)g)")  # fmt: skip
+    spread.add_argument("--lost-timeout", type=seconds, default=PATIENCE.lost_s, metavar="S",
+                        help="seconds of silence after which another machine is lost (%(default)g)")  # fmt: skip
+    spread.add_argument("--job-key", type=Path, metavar="FILE",
+                        help="secret that lets machines join, the same on all; node 0 makes a missing one")  # fmt: skip
+
+
+def _add_join_flags(spread: argparse.ArgumentParser) -> None:
+    spread.add_argument("--join", nargs="?", const="", metavar="WHERE",
+                        help="lend this machine to a run that goes on: its directory, HOST:PORT or --rdzv-file; "
+                        "without a run file, that of the run is taken")  # fmt: skip
+    spread.add_argument("--rollouts", type=at_least(0), default=0, metavar="K",
+                        help="with --join: so many rollout actors here (roles.rollout.count)")  # fmt: skip
+    spread.add_argument("--devices", default="", metavar="GPUS",
+                        help="with --join: GPUs for them, e.g. 0-3 (roles.rollout.devices)")  # fmt: skip
+
+
+def _num_nodes(text: str) -> tuple[int, int]:
+    from ..node_place import parse_num_nodes
+
+    try:
+        return parse_num_nodes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _launch(options: argparse.Namespace) -> int:
+    if options.join is not None:
+        return _join(options)
+    if not options.file:
+        raise ConfigError("no run file is given", remedy="name one; only with --join that of the run is taken")
+    if options.rollouts or options.devices:
+        raise ConfigError("--rollouts and --devices are for --join", remedy="set roles.rollout in the run file")
+    return start(options, options_of_node(options))
+
+
+def options_of_node(options: argparse.Namespace) -> LaunchOptions:
+    """What flags, torchrun or Slurm say of this machine. Raises ConfigError for what does not go together."""
+    from ..launcher import LaunchOptions
+    from ..node_place import find_place
+
+    has_file = options.rdzv_file is not None
+    place = find_place(options.nnodes, options.node_rank, options.rdzv, os.environ, has_file=has_file)
+    return LaunchOptions(place=place, rdzv_file=options.rdzv_file, job_key=options.job_key)
+
+
+def _join(options: argparse.Namespace) -> int:
+    from ...core.config import load_config
+    from ..contracts import LateWish
+    from ..launcher import LaunchOptions, launch_late
+    from ..nodes.late_meeting import find_meeting
+
+    if options.nnodes is not None or options.node_rank is not None:
+        raise ConfigError(
+            "--join goes without --nnodes and --node-rank", remedy="the run gives this machine its number"
+        )
+    if options.join.endswith(".toml"):
+        raise ConfigError(
+            f"--join {options.join}: that is a run file, not where the run is met",
+            remedy="name the run's directory, HOST:PORT or the rendezvous file; a run file goes before --join",
+        )
+    if options.rollouts < 0:
+        raise ConfigError(f"--rollouts is {options.rollouts}", remedy="give a positive number, or leave it out")
+    if options.overrides and not options.file:
+        raise ConfigError("--set without a run file", remedy="leave it out: the run's own configuration is taken")
+    met = find_meeting(options.join or options.rdzv or "", options.rdzv_file, options.job_key, os.environ)
+    late = LateWish(num_rollouts=options.rollouts, devices=options.devices)
+    base = LaunchOptions(place=met.place, rdzv_file=met.rdzv_file, job_key=met.job_key, late=late)
+    config = load_config(options.file, options.overrides) if options.file else None
+    return launch_late(config, chosen_by(options, base)).exit_code
+
+
+def add_demo(verbs: Verbs) -> None:
+    """The command and its flags."""
+    demo = verbs.add_parser("demo", help="train a small model from nothing, in minutes, on the CPU")
+    demo.add_argument("--dir", type=Path, metavar="DIR", dest="folder", help="where everything goes (runs/demo-<time>)")
+    demo.add_argument("--seed", type=int, default=0, metavar="N", help="seed of model, data and sampling (%(default)s)")
+    demo.add_argument("--engines", type=at_least(1), default=1, metavar="N", help="rollout engines (%(default)s)")
+    demo.add_argument("--ranks", type=at_least(1), default=1, metavar="N", help="trainer ranks (%(default)s)")
+    demo.add_argument("--quiet", action="store_true", help="print only how the runs ended")
+    demo.set_defaults(run=_demo)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from ..demo.run import DemoOptions, run_demo  # the demo builds models: torch
+
+    return run_demo(
+        DemoOptions(
+            folder=options.folder or DemoOptions.default_folder(datetime.now()),
+            seed=options.seed,
+            engines=options.engines,
+            ranks=options.ranks,
+            is_quiet=options.quiet,
+        )
+    )
+
+
+FIRST_OF_SIGNALS = 128
+"""Exit statuses from here on say that somebody ended it."""
+
+
+def add_resume(verbs: Verbs) -> None:
+    """The command and its flags."""
+    parser = verbs.add_parser(
+        "resume",
+        help="go on: after a pause, or a run that is over or died from its newest checkpoint",
+        description="A run that lives goes on after a pause. One that is over, or died, is started again in its own "
+        "directory from its newest whole checkpoint.",
+    )
+    parser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN", help="run directory; the same as --run")
+    parser.add_argument("-m", "--reason", default="", metavar="WHY",
+                        help="your own words, for the audit log of a run that lives")  # fmt: skip
+    add_point_flags(parser)
+    add_run_flags(parser)
+    parser.set_defaults(run=_resume)
+
+
+def add_point_flags(parser: argparse.ArgumentParser) -> None:
+    """From which checkpoint, and how the run is started."""
+    parser.add_argument("--from", type=at_least(0), default=None, metavar="VERSION", dest="version",
+                        help="of the checkpoint (the newest whole one)")  # fmt: skip
+    add_common_flags(parser)
+    add_node_flags(parser)
+
+
+def _resume(options: argparse.Namespace) -> int:
+    named: Path | None = options.run_dir or options.run_path
+    if options.run_dir is not None and options.run_path not in (None, options.run_dir):
+        raise ConfigError(f"which run, {options.run_dir} or {options.run_path}?", remedy="name one of them")
+    if named is not None and (_is_another_node(options) or _is_over(named)):
+        return start_again(named, options)
+    note = find_run(named) if named is not None else _only_live_run(options)
+    if options.overrides or options.version is not None:
+        raise ConfigError(
+            f"the run in {note.run_dir} lives: --from and --set are for one that is over",
+            remedy="turn knobs with `myxa set`, or go on beside it with `myxa fork`, or end it first with `myxa down`",
+        )
+    answer = ControlClient(note).ask("resume", PAUSE_S, reason=options.reason)
+    show(options, answer, lambda _: "the run goes on")
+    return 0
+
+
+def is_on_several(options: argparse.Namespace) -> bool:
+    """Whether several machines are meant: their number or where they meet was said. What a scheduler has in the
+    environment does not mean it: whoever has several machines may well go on with one of them."""
+    return any(said is not None for said in (options.nnodes, options.node_rank, options.rdzv, options.rdzv_file))
+
+
+def _is_another_node(options: argparse.Namespace) -> bool:
+    """Whether this machine joins a run that node 0 starts again, and may have started by now."""
+    return is_on_several(options) and options_of_node(options).place.rank > 0
+
+
+def _is_over(named: Path) -> bool:
+    """Whether a run directory has no launcher any more. A socket alone says little: one that was killed left it."""
+    from ..run_dir import LOCK, RunDir
+
+    if not is_run_folder(named):
+        return False
+    note = ControlNote.load(named)
+    is_spoken_to = note is not None and note.is_live
+    return not (RunDir(named).is_held if (named / LOCK).exists() else is_spoken_to)
+
+
+def _only_live_run(options: argparse.Namespace) -> ControlNote:
+    try:
+        return note_of(options, changes=True)
+    except LaunchError as error:
+        newest = RUNS / "latest"
+        if "goes on here" in error.message and (newest / CONFIG).is_file():
+            where = RUNS / newest.resolve().name
+            raise LaunchError(error.message, remedy=f"one that is over is named: myxa resume {where}") from error
+        raise
+
+
+def start_again(named: Path, options: argparse.Namespace) -> int:
+    """A run that is over, from a checkpoint of it; returns the exit status that it ends with."""
+    from ..launcher import LaunchOptions
+    from ..lives.next_life import no_longer_alive
+    from ..lives.resume_point import choose_point
+    from ..node_place import find_place
+    from ..run_dir import RunDir
+
+    several = is_on_several(options)
+    base = options_of_node(options) if several else LaunchOptions(place=find_place(1, 0, None, {}))
+    run_dir = RunDir(named.resolve())
+    if base.place.rank:  # node 0 chooses, and makes the directory ready; checkpoint and ledger are its business
+        return _resume_launch(run_dir, None, options, base)
+    with no_longer_alive(run_dir):
+        # whoever names one means that one: it is known to be whole before what is newer is put away for it
+        point = choose_point(run_dir.path, options.version, reads_all=options.version is not None)
+        return _resume_launch(run_dir, point, options, base)
+
+
+def _resume_launch(run_dir: RunDir, point: ResumePoint | None, options: argparse.Namespace, base: LaunchOptions) -> int:
+    """`point` None: node 0 has it."""
+    from dataclasses import replace
+
+    from ...core.config import load_config
+    from ...core.config.dumping import toml_value
+    from ..launcher import launch
+    from ..lives.next_life import begin_next_life, put_config_back
+    from ..lives.origin import Origin
+    from ..lives.start_files import config_of
+
+    place = f"trainer.resume={toml_value(str(run_dir.path))}"  # the same on all nodes; node 0 says which checkpoint
+    text, torn = config_of(run_dir.path)
+    origin, lost = Origin.found(run_dir.path)
+    for said in filter(None, (torn, lost)):
+        print(said, flush=True)
+    config = load_config(run_dir.config, [*options.overrides, place], text=text)
+    if config.run.name != load_config(run_dir.config, [place], text=text).run.name:
+        raise ConfigError("run.name: a run that goes on keeps its name", remedy="`myxa fork` makes another run of it")
+    base = replace(base, program=origin.program)
+    chosen = replace(chosen_by(options, base), run_dir=run_dir)
+    if point is not None:
+        for text in point.passed_over:
+            print(f"passed over: {text}", flush=True)
+        print(f"from version {point.version} of {run_dir.path}, with {point.ledger_words}", flush=True)
+        chosen = replace(chosen, start=point.place, prepare=lambda: begin_next_life(run_dir, point, text))
+    ending = launch(config, chosen)
+    came_to_nothing = 0 < ending.exit_code < FIRST_OF_SIGNALS and point is not None and ending.version <= point.version
+    if came_to_nothing and put_config_back(run_dir):
+        print(f"{run_dir.config} is again what it was: nothing was trained with the new values", flush=True)
+    return ending.exit_code
+
+
+def add_fork(verbs: Verbs) -> None:
+    """The command and its flags."""
+    parser = verbs.add_parser(
+        "fork",
+        help="a new run from a checkpoint of another one, which may live",
+        description="Make a new run directory with a checkpoint of RUN, and go on from there. RUN stays as it is.",
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="run directory; the run may live")
+    parser.add_argument("--name", default="", metavar="NAME", help="of the new run (that of RUN)")
+    parser.add_argument(
+        "--no-start", action="store_true", help="only make the directory; `myxa resume DIRECTORY` starts it"
+    )
+    add_point_flags(parser)
+    add_json_flag(parser)
+    parser.set_defaults(run=_fork)
+
+
+def _fork(options: argparse.Namespace) -> int:
+    from datetime import datetime
+
+    from ..lives.fork_run import fork_run
+
+    if is_on_several(options) and not options.no_start:
+        raise ConfigError(
+            "fork makes a directory, on one machine", remedy="--no-start, then `myxa resume DIRECTORY` on each machine"
+        )
+    run_dir = fork_run(
+        options.run_dir, options.version, options.name, options.overrides, datetime.now(), _check_of(options)
+    )
+    if options.no_start:
+        show(
+            options,
+            {"run_dir": str(run_dir)},
+            lambda told: f"made {told['run_dir']}; start it: myxa resume {told['run_dir']}",
+        )
+        return 0
+    options.version, options.overrides = None, []
+    return start_again(run_dir, options)
+
+
+def _check_of(options: argparse.Namespace) -> Callable[[RunConfig], None]:
+    """What can be seen to be wrong before a directory is made: all, or only what does not depend on the machine."""
+    from ..launcher import LaunchOptions
+    from ..lives.origin import Origin
+    from ..node_place import find_place
+    from ..nodes.launch_options import check_own
+    from ..preflight.preflight import RESUME_CHECKS, check_node
+    from ..supervisor.placement import place
+
+    def check(config: RunConfig) -> None:
+        actors = place(config, 1)
+        if options.no_start:
+            check_node(config, actors, RESUME_CHECKS)
+            return
+        program = options.program or Origin.load(options.run_dir).program
+        check_own(config, actors, LaunchOptions(place=find_place(1, 0, None, {}), program=program), 0)
+
+    return check
+
+
+PAUSE_S = 45.0
+"""More than the run waits for its own parts, so that it can say which of them did not answer."""
+
+
+def add_pause(verbs: Verbs) -> None:
+    """The commands and their flags."""
+    pause = verbs.add_parser("pause", help="no new work and no new step; the step in hand ends")
+    pause.set_defaults(run=_pause)
+    step = verbs.add_parser("step", help="so many training steps, then pause")
+    step.add_argument("num_steps", nargs="?", type=at_least(1), default=1, metavar="N", help="how many (%(default)s)")
+    step.set_defaults(run=_step)
+    for parser in (pause, step):
+        parser.add_argument("-m", "--reason", default="", metavar="WHY", help="your own words, for the audit log")
+        add_run_flags(parser)
+
+
+def _pause(options: argparse.Namespace) -> int:
+    answer = client_of(options, changes=True).ask("pause", PAUSE_S, reason=options.reason)
+    show(options, answer, lambda told: f"paused: the trainer rests at version {told['rests_at']}")
+    return 0
+
+
+def _step(options: argparse.Namespace) -> int:
+    answer = client_of(options, changes=True).ask("step", PAUSE_S, reason=options.reason, num_steps=options.num_steps)
+    show(options, answer, lambda told: f"the run goes on to version {told['pauses_at']}, then pauses")
+    return 0
+
+
+CHECKPOINT_S = 1815.0
+EVALUATION_S = 615.0
+
+
+def add_ckpt(verbs: Verbs) -> None:
+    """The commands and their flags."""
+    ckpt = verbs.add_parser("ckpt", help="a checkpoint at the next step boundary")
+    ckpt.add_argument("--export", action="store_true", help="a HuggingFace folder instead of a checkpoint")
+    ckpt.add_argument("--list", action="store_true", dest="is_list",
+                      help="write none; check every byte of those that are there (also when it is over)")  # fmt: skip
+    ckpt.set_defaults(run=_ckpt)
+    evaluation = verbs.add_parser("eval", help="held-out reward now, beside training")
+    evaluation.add_argument("eval_set", nargs="?", default="", metavar="SET",
+                            help="one of [eval.sets] (left out: all of them)")  # fmt: skip
+    evaluation.set_defaults(run=_eval)
+    down = verbs.add_parser("down", help="end the run in good order, as Ctrl-C does")
+    down.set_defaults(run=_down)
+    for parser in (ckpt, evaluation, down):
+        parser.add_argument("-m", "--reason", default="", metavar="WHY", help="your own words, for the audit log")
+        add_run_flags(parser)
+
+
+def _ckpt(options: argparse.Namespace) -> int:
+    if options.is_list:
+        return _ckpt_list(options)
+    client = client_of(options, changes=True)
+    answer = client.ask("ckpt", CHECKPOINT_S, reason=options.reason, export=options.export)
+    show(options, answer, lambda told: told["folder"])
+    return 0
+
+
+def _ckpt_list(options: argparse.Namespace) -> int:
+    from ..lives.checkpoint_list import checkpoints_of
+
+    run_dir: Path = options.run_path or Path(note_of(options).run_dir)
+    show(options, checkpoints_of(run_dir), _ckpt_page)
+    return 0
+
+
+def _ckpt_page(rows: list[dict[str, Any]]) -> RenderableType:
+    cells = [(row["version"], row["folder"], row["stays"], row["problem"] or row["lacks"] or "whole") for row in rows]
+    return table(("version", "folder", "stays", "it is"), cells, right=("version",))
+
+
+def _eval(options: argparse.Namespace) -> int:
+    answer = client_of(options, changes=True).ask("eval", EVALUATION_S, reason=options.reason, name=options.eval_set)
+    show(options, answer, _eval_page)
+    return 0
+
+
+def _eval_page(told: dict[str, float]) -> str:
+    lines = [f"  {key.removeprefix('eval/')} {value:.4g}" for key, value in told.items() if key != "eval_reward"]
+    return "\n".join([f"held-out reward {told['eval_reward']:.4g}", *lines])
+
+
+def _down(options: argparse.Namespace) -> int:
+    answer = client_of(options, changes=True).ask("down", reason=options.reason)
+    show(options, answer, lambda told: f"the run ends: {told['ending']}")
+    return 0

@@ -1,0 +1,405 @@
+"""Looking at a run: `ps`, `top`, `dashboard`, `why`, `watch`, `report`, `mem`, `trace`, `grafana`."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import sys
+from collections.abc import Iterator
+from datetime import datetime
+from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...core.errors import ConfigError, LaunchError
+from .knobs import change_line, change_words
+from .output import (
+    Verbs,
+    add_json_flag,
+    add_run_flags,
+    client_of,
+    client_or_folder,
+    folder_of,
+    note_of,
+    say_now,
+    show,
+    table,
+)
+from .parser import at_least, stretch_s
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from ..tui.feed import Feed
+
+
+COLUMNS = ("actor", "state", "pid", "node", "host", "attempt", "epoch", "up", "memory", "doing")
+
+
+def add_ps(verbs: Verbs) -> None:
+    """The command and its flags."""
+    parser = verbs.add_parser("ps", help="every actor, where it runs and what it does")
+    add_run_flags(parser)
+    parser.set_defaults(run=_ps)
+
+
+def _ps(options: argparse.Namespace) -> int:
+    found = client_or_folder(options)
+    show(options, _ps_from_files(found) if isinstance(found, Path) else found.ask("ps"), _ps_page)
+    return 0
+
+
+def _ps_from_files(folder: Path) -> list[dict[str, Any]]:
+    """The actors of a run that is over, and what each did most."""
+    import msgspec
+
+    from ..control.ps_verbs import ActorRow, doing
+    from ..views.run_files import load_run
+
+    return [
+        msgspec.to_builtins(
+            ActorRow(
+                name=name, role=name.partition("/")[0], node=0, host="", state="ended", pid=0, attempt=0, epoch=0,
+                restarts_left=0, devices=(), uptime_s=0.0, memory_bytes=0, doing=doing(shares),
+            )
+        )
+        for name, shares in sorted(load_run(folder).shares().items())
+    ]  # fmt: skip
+
+
+def _ps_page(rows: list[dict[str, Any]]) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    from ..views.numbers import duration
+
+    cells = [
+        (
+            row["name"], row["state"], row["pid"] or "", row["node"], row["host"], row["attempt"], row["epoch"] or "",
+            duration(row["uptime_s"]) if row["uptime_s"] else "", _size(row["memory_bytes"]), row["doing"],
+        )
+        for row in rows
+    ]  # fmt: skip
+    notes = [Text(f"{row['name']}: {row['note']}") for row in rows if row.get("note")]
+    return Group(table(COLUMNS, cells, right=("pid", "node", "attempt", "epoch", "up", "memory")), *notes)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 20):.0f} MiB" if num_bytes else ""
+
+
+def add_top(verbs: Verbs) -> None:
+    """Add the command."""
+    top = verbs.add_parser(
+        "top",
+        help="the run in a terminal: look at it and turn its knobs",
+        description="Nodes, actors, queues, staleness, engines, knobs, history, logs and stacks of a run that goes on.",
+    )
+    top.add_argument("--run", type=Path, default=None, metavar="RUN", dest="run_path",
+                     help="run directory (the only run that goes on)")  # fmt: skip
+    top.add_argument("--read-only", action="store_true", help="look only: no knob can be turned by mistake")
+    top.set_defaults(run=_top)
+
+
+def _top(options: argparse.Namespace) -> int:
+    if find_spec("textual") is None:
+        raise ConfigError("myxa top needs textual, which is not installed", remedy="pip install 'myxa[tui]'")
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise ConfigError("myxa top needs a terminal", remedy="`myxa ps`, `myxa get` and `myxa why` print to a pipe")
+    _make_lossy()
+    from ..tui.app import TopApp  # textual is needed here only
+    from ..tui.feed import Feed
+
+    TopApp(Feed.of(options.run_path, only_view=options.read_only)).run()
+    return 0
+
+
+def _make_lossy() -> None:
+    """In a terminal without Unicode each odd letter becomes one question mark, which keeps columns in place."""
+    for stream in (sys.__stdout__, sys.__stderr__):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def add_dashboard(verbs: Verbs) -> None:
+    """Add the command."""
+    parser = verbs.add_parser(
+        "dashboard",
+        help="the run in a browser of this machine",
+        description="Serves a dashboard of the run on 127.0.0.1 until Ctrl-C and prints its URL, which holds a secret: "
+        "whoever has it may look. Of a run that is over it shows what its files hold.",
+    )
+    add_run_flags(parser)
+    parser.add_argument("--port", type=int, default=0, metavar="PORT", help="port on 127.0.0.1 (any free one)")
+    parser.add_argument("--operate", action="store_true", help="let whoever has the URL turn knobs, too")
+    parser.set_defaults(run=_dashboard)
+
+
+def _dashboard(options: argparse.Namespace) -> int:
+    import asyncio  # commands start without it
+
+    from ..tui.feed import Feed
+
+    try:
+        feed = Feed.of(options.run_path, only_view=not options.operate)
+    except LaunchError:
+        if options.run_path is None or not (options.run_path / "metrics.jsonl").is_file():
+            raise
+        feed = Feed.of_files(options.run_path)
+    return asyncio.run(_dashboard_serve(feed, options))
+
+
+async def _dashboard_serve(feed: Feed, options: argparse.Namespace) -> int:
+    import asyncio
+
+    from ..web.dashboard import Dashboard  # aiohttp is needed here only
+    from ..web.guard import Guard
+
+    dashboard = Dashboard(feed, Guard(may_operate=options.operate))
+    async with dashboard.serving(options.port) as url:
+        if options.json:
+            print(json.dumps({"url": url, "run_dir": str(feed.run_dir), "operate": options.operate}), flush=True)
+        else:
+            can = "look, and turn knobs" if options.operate else "look"
+            print(f"{url}\nWhoever has this URL may {can}. Ctrl-C ends it.", flush=True)
+        await asyncio.Event().wait()
+    return 0
+
+
+def add_why(verbs: Verbs) -> None:
+    """The command and its flags."""
+    parser = verbs.add_parser("why", help="what holds the run back, and the knob to turn")
+    parser.add_argument("target", nargs="?", default="", metavar="TARGET",
+                        help="actor: rollout/1, rollout, trainer/0 (the run as a whole)")  # fmt: skip
+    parser.add_argument("--window", type=stretch_s, default=60.0, metavar="T", dest="window_s",
+                        help="the last so many seconds, at most 10min (60s)")  # fmt: skip
+    add_run_flags(parser)
+    parser.set_defaults(run=_why)
+
+
+def _why(options: argparse.Namespace) -> int:
+    found = client_or_folder(options)
+    if isinstance(found, Path):
+        reason = _why_from_files(found, options.target)
+    else:
+        reason = found.ask("why", target=options.target, window_s=options.window_s)
+    show(options, reason, _why_page)
+    return 0
+
+
+def _why_from_files(folder: Path, target: str) -> dict[str, Any]:
+    """Of a run that is over, over all of it."""
+    import msgspec
+
+    from ..views.why import explain_files
+
+    return msgspec.to_builtins(explain_files(folder, target))
+
+
+def _why_page(reason: dict[str, Any]) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    from ...core.activity import ACTIVITY_KINDS
+
+    parts: list[RenderableType] = [Text(reason["sentence"])]
+    if reason["remedy"]:
+        parts.append(Text(f"because: {reason['remedy']}" if change_words(reason) else f"try: {reason['remedy']}"))
+    if words := change_words(reason):
+        parts.append(Text(f"try: {words}", style="bold"))
+    rows = [
+        (name, *(_percent(kinds, kind) for kind in ACTIVITY_KINDS)) for name, kinds in sorted(reason["shares"].items())
+    ]
+    parts += [Text(""), table(("actor", *ACTIVITY_KINDS), rows, right=ACTIVITY_KINDS)]
+    return Group(*parts)
+
+
+def _percent(kinds: dict[str, float], kind: str) -> str:
+    share = kinds.get(kind, 0.0)
+    return f"{share * 100:.0f} %" if share >= 0.005 else ("" if kinds else "?")
+
+
+MAX_METRICS = 8
+FIRST = ("reward/raw_mean", "reward/mean", "train/loss", "lag/max", "train/grad_norm", "train/entropy")
+"""Metrics that are shown first where none was named."""
+
+
+def add_watch(verbs: Verbs) -> None:
+    """The command and its flags."""
+    parser = verbs.add_parser("watch", help="changes, step metrics and events as they come; Ctrl-C ends it")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help='only these knobs, metrics and kinds of events ("lag/*")'
+    )
+    parser.add_argument("--past", action="store_true", help="from the beginning of the run")
+    parser.add_argument("--count", type=at_least(1), default=0, metavar="N", help="end after N lines")
+    add_run_flags(parser)
+    parser.set_defaults(run=_watch)
+
+
+def _watch(options: argparse.Namespace) -> int:
+    client = client_of(options)
+    say_now()
+    items = client.follow("watch", names=options.names, past=options.past)
+    for number, item in enumerate(items, start=1):
+        print(json.dumps(item) if options.json else _line(item, is_chosen=bool(options.names)), flush=True)
+        if number == options.count:
+            break
+    return 0
+
+
+def _line(item: dict[str, Any], *, is_chosen: bool) -> str:
+    if item["kind"] == "change":
+        return f"change   {change_line(item)}"
+    when = datetime.fromtimestamp(item["wall_s"]).strftime("%H:%M:%S")
+    if item["kind"] == "event":
+        return f"event    {when} {item['source']} {item['event']}: {' '.join(str(item['text']).split())}"
+    step = f"step {item['step']}" if item["step"] >= 0 else ""
+    return f"metrics  {when} {item['source']} {step} {_values(item['values'], is_chosen=is_chosen)}".rstrip()
+
+
+def _values(values: dict[str, float], *, is_chosen: bool) -> str:
+    first = [name for name in FIRST if name in values]
+    names = list(values) if is_chosen else [*first, *(name for name in values if name not in first)][:MAX_METRICS]
+    more = f" (+{len(values) - len(names)})" if len(values) > len(names) else ""
+    return "  ".join(f"{name} {values[name]:.5g}" for name in names) + more
+
+
+def add_report(verbs: Verbs) -> None:
+    """The command and its flags."""
+    report = verbs.add_parser("report", help="write report.html of a run")
+    report.add_argument("folder", type=Path, nargs="?", metavar="RUN",
+                        help="run directory (the only run that goes on, else the newest of this folder)")  # fmt: skip
+    report.add_argument("--run", type=Path, default=None, metavar="RUN", dest="run_path", help="the same")
+    report.add_argument("--out", type=Path, default=None, metavar="FILE", help="write there (RUN/report.html)")
+    add_json_flag(report)
+    report.set_defaults(run=_report)
+
+
+def _report(options: argparse.Namespace) -> int:
+    from ..views.report import write_report  # templates are needed here only
+
+    folder = options.folder or options.run_path or folder_of(options)
+    page = write_report(folder, options.out)
+    show(options, {"report": str(page)}, lambda told: told["report"])
+    return 0
+
+
+def add_mem(verbs: Verbs) -> None:
+    """The command and its flags."""
+    mem = verbs.add_parser("mem", help="who holds which device memory in a run that goes on")
+    mem.add_argument("folder", type=Path, nargs="?", metavar="RUN", help="the same as --run")
+    add_run_flags(mem)
+    mem.set_defaults(run=_mem)
+
+
+def _mem(options: argparse.Namespace) -> int:
+    options.run_path = options.run_path or options.folder
+    view = client_of(options).ask("mem")
+    show(options, view, _mem_page)
+    return 0
+
+
+def _mem_page(view: Any) -> str:
+    import msgspec
+
+    from ...core.device_memory import MemoryView
+    from ..views.memory_view import memory_text
+
+    return memory_text(msgspec.convert(view, MemoryView)).rstrip("\n")
+
+
+def add_trace(verbs: Verbs) -> None:
+    """The command and its flags."""
+    parser = verbs.add_parser("trace", help="the timeline up to now, for ui.perfetto.dev")
+    parser.add_argument("--last", type=stretch_s, default=None, metavar="T", dest="last_s",
+                        help="only the last so many seconds: 60s, 5min (everything)")  # fmt: skip
+    parser.add_argument("-o", type=Path, default=Path("trace.json"), metavar="FILE", dest="to",
+                        help="where to write it (%(default)s)")  # fmt: skip
+    add_run_flags(parser)
+    parser.set_defaults(run=_trace)
+
+
+def _trace(options: argparse.Namespace) -> int:
+    source = _source(options)
+    import orjson  # slow to import, and the last thing needed
+
+    from ...actors.sinks.chrome_trace import read_trace, trace_parts
+    from ..views.trace_tail import trace_tail
+
+    target: Path = options.to
+    parts = {part: part.stat().st_size for part in trace_parts(source)}  # a live run goes on writing meanwhile
+    if target.resolve() in {part.resolve() for part in parts}:
+        raise ConfigError(f"{target} is the run's own trace", remedy="write to another file: -o FILE")
+
+    def read() -> Iterator[dict[str, Any]]:
+        return chain.from_iterable(read_trace(part, num_bytes) for part, num_bytes in parts.items())
+
+    events = trace_tail(read, options.last_s)
+    try:
+        target.write_bytes(b"[\n" + b",\n".join(orjson.dumps(event) for event in events) + b"\n]\n")
+    except OSError as error:
+        raise ConfigError(
+            f"{target} cannot be written: {error.strerror}", remedy="name another file: -o FILE"
+        ) from error
+    show(options, {"file": str(target), "num_events": len(events)}, _trace_words)
+    return 0
+
+
+def _source(options: argparse.Namespace) -> Path:
+    """The trace of a live run, written up to now; or that of a run that is over."""
+    found = client_or_folder(options)
+    if not isinstance(found, Path):
+        return Path(found.ask("trace")["file"])
+    path = found / "trace.json"
+    if not path.is_file():
+        raise ConfigError(f"there is no {path}", remedy="it is written with monitor.trace = true")
+    return path
+
+
+def _trace_words(told: dict[str, Any]) -> str:
+    return f"{told['num_events']} events in {told['file']}: open it in https://ui.perfetto.dev or chrome://tracing"
+
+
+DASHBOARD = "dashboard.json"
+SCRAPE = "prometheus.yml"
+
+
+def add_grafana(verbs: Verbs) -> None:
+    """The command and its flags."""
+    parser = verbs.add_parser("grafana", help="a Grafana dashboard and a Prometheus configuration for a run")
+    parser.add_argument("-o", type=Path, default=Path("grafana"), metavar="DIR", dest="to",
+                        help="folder to write them to (%(default)s)")  # fmt: skip
+    add_run_flags(parser)
+    parser.set_defaults(run=_grafana)
+
+
+def _grafana(options: argparse.Namespace) -> int:
+    from ...actors.sinks.prometheus import PORT_FILE
+    from ..views.grafana import dashboard, scrape_config
+
+    run_dir = Path(note_of(options).run_dir)
+    try:
+        port = int((run_dir / PORT_FILE).read_text())
+    except (OSError, ValueError):
+        raise ConfigError(
+            f"{run_dir.name} serves no metrics for Prometheus", remedy="set monitor.prometheus_port to 0 or a port"
+        ) from None
+    folder: Path = options.to
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / DASHBOARD).write_text(dashboard(f"myxa: {run_dir.name}"))
+    (folder / SCRAPE).write_text(scrape_config(port, run_dir.name))
+    show(
+        options,
+        {"dashboard": str(folder / DASHBOARD), "prometheus": str(folder / SCRAPE), "port": port},
+        _grafana_words,
+    )
+    return 0
+
+
+def _grafana_words(told: dict[str, Any]) -> str:
+    return (
+        f"prometheus --config.file={told['prometheus']}\n"
+        f"Grafana: Dashboards, New, Import, {told['dashboard']}; its data source is that Prometheus"
+    )
