@@ -1,26 +1,39 @@
-"""A checkpoint of either trainer as a HuggingFace folder: by one process, without a GPU, without starting a run.
+"""A checkpoint of either trainer as a HuggingFace folder: one process, no GPU, no run.
 
-The way in needs no command: both trainers load a HuggingFace folder into any layout by themselves. Knows both kinds of
-checkpoint folder; reads what their manifests vouch for, digests first.
+The other direction needs no command: both trainers load a HuggingFace folder into any layout. Only files whose digests
+match the checkpoint's manifest are read.
+
+A Megatron gang's shards know their place in tensors of the whole model, so the checkpoint of any layout reads alike:
+what lies in layers is one tensor with the layers in front, what lies in experts has the experts behind them. The cuts
+that loading uses (`megatron/weight_cut.py`) say where each row belongs; nothing of megatron-core is imported.
+torch.distributed.checkpoint reads the format; its index is a pickle, so convert checkpoints of your own runs only.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from ...core.errors import ModelError, TrainError
 from ...core.protocols import NamedArray
 from ..checkpoints.folder import Manifest, check_digest, find_checkpoint, read_manifest
 from ..checkpoints.whose_model import check_model
-from ..models.hf_folder import ModelConfig, read_config, write_folder
+from ..models.hf_folder import read_config, write_folder
+from ..models.model_config import ModelConfig
 from ..models.safetensors_file import open_safetensors
+from .megatron.families import HEAD, Family, Rule, family_of
+from .megatron.weight_cut import CutRequest
 from .torch_backend.checkpoint import KINDS
 from .torch_backend.export import named_array
 from .torch_backend.tensors import DTYPE_OF, NAME_OF, from_bytes, largest_beyond
@@ -103,8 +116,6 @@ def _tensors(path: Path, manifest: Manifest, config: ModelConfig, dtype: str) ->
 
 def _read(path: Path, manifest: Manifest, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     if manifest.backend == "megatron":
-        from .megatron.whole_weights import read_whole_weights  # torch's checkpoint reader takes a second to import
-
         yield from read_whole_weights(path, config)
         return
     with ExitStack() as stack:
@@ -113,3 +124,78 @@ def _read(path: Path, manifest: Manifest, config: ModelConfig) -> Iterator[tuple
             rows = [from_bytes(file[key]) for file in files if (key := f"{KINDS[0]}/{name}") in file]
             if rows:
                 yield name, torch.cat(rows)
+
+
+_LAYERS = re.compile(r"decoder\.layers\.(?:(?P<layer>\d+)\.)?(?P<name>.+)")
+"""Layers that are alike lie in one tensor; a mixture of experts has each by itself."""
+
+
+def read_whole_weights(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """(HuggingFace name, whole CPU tensor), one Megatron parameter of the file read at a time; no order is promised.
+
+    Raises TrainError naming the parameter that is missing or that no rule knows.
+    """
+    reader = FileSystemReader(folder)
+    index = cast("Mapping[str, Any]", reader.read_metadata().state_dict_metadata)
+    shapes = config.tensor_shapes()
+    cutter = _Cutter(config, shapes)
+    for key, entry in index.items():
+        if not hasattr(entry, "size") or key.startswith(("optimizer.", "rng_state", "rerun_state")):
+            continue
+        rule, has_experts = _rule_of(family_of(config.model_type), key)
+        if rule.names == (HEAD,) and config.tie_word_embeddings:
+            continue
+        tensor_of_all = torch.empty(tuple(entry.size), dtype=entry.properties.dtype)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that one process reads is the point
+            cast(Any, checkpoint).load({key: tensor_of_all}, storage_reader=reader, no_dist=True)
+        for prefix, tensor in _parts(key, tensor_of_all, has_experts):
+            yield from cutter.names_and_tensors(rule, prefix, tensor)
+
+
+def _rule_of(family: Family, key: str) -> tuple[Rule, bool]:
+    """The rule of a parameter of the checkpoint, and whether it is one of experts."""
+    match = _LAYERS.fullmatch(key)
+    name = match["name"] if match else key
+    for rule in (*family.layer, *family.expert) if match else family.model:
+        if rule.parameter == name:
+            return rule, rule in family.expert
+    raise TrainError(
+        f"no rule says which HuggingFace weights {key} of the checkpoint is made of",
+        remedy="a bug in backends/megatron/families, or a checkpoint of another model than it says",
+    )
+
+
+def _parts(key: str, tensor: Tensor, has_experts: bool) -> Iterator[tuple[str, Tensor]]:
+    """(prefix of HuggingFace names, the parameter as one layer or one expert has it)."""
+    match = _LAYERS.fullmatch(key)
+    if match is None:
+        yield "", tensor
+        return
+    layers = enumerate(tensor) if match["layer"] is None else [(int(match["layer"]), tensor)]
+    for layer, of_layer in layers:
+        prefix = f"model.layers.{layer}."
+        if not has_experts:
+            yield prefix, of_layer
+            continue
+        for number, of_expert in enumerate(of_layer):
+            gates_apart = of_expert.ndim == 3  # [gate or up, inner, hidden]
+            yield f"{prefix}mlp.experts.{number}.", of_expert.flatten(0, 1) if gates_apart else of_expert
+
+
+class _Cutter:
+    """Puts the rows of one parameter back into the HuggingFace tensors that it was cut from."""
+
+    def __init__(self, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._config = config
+        self._shapes = shapes
+
+    def names_and_tensors(self, rule: Rule, prefix: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        names = [prefix + name for name in rule.names]
+        whole = {name: tensor.new_empty(self._shapes[name]) for name in names}
+        row = 0
+        for piece in rule.cut(CutRequest(names, self._shapes, self._config, 0, 1)):
+            target = whole[piece.name][slice(*piece.rows)]
+            target.copy_(tensor[row : row + target.shape[0]])
+            row += target.shape[0]
+        yield from whole.items()

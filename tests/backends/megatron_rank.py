@@ -34,9 +34,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 from safetensors.torch import load_file  # noqa: E402
 from torch.distributed.distributed_c10d import PrefixStore  # noqa: E402
 
-from myxa.actors.backends.megatron import hf_load  # noqa: E402
+from myxa.actors.backends.megatron import hf_weights  # noqa: E402
 from myxa.actors.backends.megatron.batch import zigzag  # noqa: E402
-from myxa.actors.backends.megatron.hf_export import iter_hf_tensors  # noqa: E402
+from myxa.actors.backends.megatron.hf_weights import iter_hf_tensors  # noqa: E402
 from myxa.actors.backends.megatron.layout import ParallelLayout  # noqa: E402
 from myxa.actors.backends.megatron.provider import build_model_chunks  # noqa: E402
 from myxa.actors.backends.megatron.weight_map import unwrapped  # noqa: E402
@@ -103,7 +103,7 @@ def same(name: str, tensor: torch.Tensor, expected: torch.Tensor) -> None:
 
 def load_counting(chunks: list[Any], folder: str, config: Any, layout: ParallelLayout) -> int:
     """Load the folder; bytes that were copied out of it."""
-    read, counted = hf_load.read_piece, 0
+    read, counted = hf_weights.read_piece, 0
 
     def counting(*args: Any) -> torch.Tensor:
         nonlocal counted
@@ -111,11 +111,11 @@ def load_counting(chunks: list[Any], folder: str, config: Any, layout: ParallelL
         counted += tensor.nbytes
         return tensor
 
-    hf_load.read_piece = counting
+    hf_weights.read_piece = counting
     try:
-        hf_load.load_hf_folder(chunks, folder, config, layout)
+        hf_weights.load_hf_folder(chunks, folder, config, layout)
     finally:
-        hf_load.read_piece = read
+        hf_weights.read_piece = read
     return counted
 
 

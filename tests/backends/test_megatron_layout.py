@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from myxa.actors.backends.megatron.families.table import FAMILIES, family_of
+from myxa.actors.backends.megatron.families import FAMILIES, family_of
 from myxa.actors.backends.megatron.layout import ParallelLayout
 from myxa.actors.backends.megatron.rotary import Rotary
 from myxa.actors.backends.megatron.weight_cut import CutRequest, columns, gate_and_up, heads, vocabulary, whole

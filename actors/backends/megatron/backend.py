@@ -1,6 +1,6 @@
 """The Megatron trainer: one rank of a gang that cuts the model by tensor, pipeline, context and expert parallelism.
 
-Composition only: `world` meets the other ranks, `provider` and `hf_load` make the model, `schedule` runs it, `step`
+Composition only: `world` meets the other ranks, `provider` and `hf_weights` make the model, `schedule` runs it, `step`
 trains, `export` and `checkpoint` write. Fulfils `core.protocols.TrainBackend`; every method blocks and must be called
 in the same order on every rank. Ranks of one replica (same data-parallel rank) are given the same shard.
 """
@@ -26,8 +26,7 @@ from . import mcore
 from .batch import Cutting
 from .checkpoint import PendingCheckpoint, TrainingState, load_checkpoint
 from .export import Exporter
-from .hf_export import iter_hf_tensors
-from .hf_load import load_hf_folder
+from .hf_weights import iter_hf_tensors, load_hf_folder
 from .optimizer import MegatronAdamW, Precision, wrap_chunks
 from .provider import build_model_chunks
 from .residence import MegatronResidence

@@ -1,30 +1,43 @@
-"""A HuggingFace config made into megatron-core's GPT model: its TransformerConfig, and this rank's part of the model.
+"""A HuggingFace config made into megatron-core's GPT model: its TransformerConfig, its layers, and this rank's part of
+it.
 
-Knows which values TransformerConfig needs for a model folder and a layout, and without Transformer Engine and apex.
-Must not know weights, optimizers or the schedule.
+Knows which values TransformerConfig needs for a model folder and a layout, without Transformer Engine and apex. A
+softmax over the head's rows must leave out rows from `vocab_size` on: they only pad the table, so that it divides over
+the tensor-parallel ranks. They are zero and stay zero.
 
-What a softmax over the head's rows must leave out: rows from `vocab_size` on only pad the table, so that it divides
-over the tensor-parallel ranks. They are zero and stay zero.
+The layers are megatron-core's own parts where they work without Transformer Engine, and ours where they refuse sequence
+parallelism, packed sequences or context parallelism. With Transformer Engine linears and norms are its own; attention
+stays ours, so that what a packed sequence means never depends on what is installed.
 
-Library considered: Megatron-Bridge has providers of many families. It needs Transformer Engine and NeMo's stack.
+The experts of a layer are two tensors, multiplied by torch's grouped product where it runs: `w1` [experts here, 2 *
+inner, hidden] holds each expert's gate rows, then its up rows; `w2` [experts here, hidden, inner]. With expert-tensor
+parallelism `inner` is this rank's part; the dispatcher gathers tokens before and adds up results after.
+
+Libraries considered: Megatron-Bridge has providers of many families; it needs Transformer Engine and NeMo's stack.
+megatron-core's SequentialMLP runs one small product per expert (on an H200 a fifth slower for Qwen3-30B-A3B); its
+GroupedMLP needs the grouped_gemm package, its TEGroupedMLP Transformer Engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
-from ....core.errors import ConfigError
+from ....core.errors import ConfigError, TrainError
 from ...models.model_config import ModelConfig
+from ..fusing import fused
+from ..torch_backend.tensors import integers, pieces
 from . import mcore
-from .layer_spec import chosen_engine, decoder_spec
 from .layout import ParallelLayout
+from .rotary import Rotary
+from .varlen_attention import VarlenAttention
 from .verbatim import OWNED_MODEL, check_table
 
 
@@ -192,3 +205,178 @@ def _expert_fields(config: ModelConfig) -> dict[str, Any]:
         "moe_grouped_gemm": False,  # our experts group their products themselves
         "moe_permute_fusion": False,
     }
+
+
+RowParallelLinear: Any = mcore.module("tensor_parallel").RowParallelLinear
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's norm with what megatron-core's wrapper of it refuses: sequence parallelism, and weights in the
+    model's number type."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        if config.normalization != "RMSNorm":
+            raise TrainError(f"there is no {config.normalization} here", remedy="a bug: all known families use RMSNorm")
+        device = None if config.use_cpu_initialization else mcore.default_device()
+        cast(Any, super()).__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
+        cast(Any, self.weight).sequence_parallel = config.sequence_parallel
+
+
+class NormedRowParallelLinear(RowParallelLinear):
+    """A projection back to the stream whose result is normalised before it is added (GLM-4)."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
+        base: Any = super()
+        base.__init__(input_size, output_size, config=config, **options)
+        self.post_norm = RMSNorm(config, output_size, eps=config.layernorm_epsilon)
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        base: Any = super()
+        output, bias = cast("tuple[Tensor, Tensor | None]", base.forward(input_))
+        return self.post_norm(output), bias
+
+
+def decoder_spec(config: ModelConfig, settings: Any, *, virtual_stage: int | None, uses_engine: bool) -> Any:
+    """Specs of the layers of this rank's (virtual) stage. `settings`: the TransformerConfig."""
+    specs = mcore.module("models.gpt.gpt_layer_specs")
+    block = specs.get_gpt_decoder_block_spec(
+        settings, use_transformer_engine=uses_engine, normalization="RMSNorm", vp_stage=virtual_stage
+    )
+    for layer in block.layer_specs:
+        _equip(config, settings, layer.submodules, uses_engine=uses_engine)
+    if not uses_engine:
+        block.layer_norm = RMSNorm
+    return block
+
+
+def _equip(config: ModelConfig, settings: Any, parts: Any, *, uses_engine: bool) -> None:
+    attention = mcore.submodules_of(parts.self_attention)
+    attention.core_attention = partial(VarlenAttention, rotary=Rotary(config))
+    mlp = mcore.submodules_of(parts.mlp)
+    if hasattr(mlp, "experts"):
+        mlp.experts = _experts_spec()
+    if uses_engine:
+        return
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    if settings.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if config.has_post_norms:
+        attention.linear_proj = mlp.linear_fc2 = NormedRowParallelLinear
+
+
+def _experts_spec() -> Any:
+    """megatron-core wants a ModuleSpec until 0.17 and a builder since."""
+    layer = mcore.module("transformer.moe.moe_layer")
+    takes_builder = "Builder" in str(layer.MoESubmodules.__annotations__.get("experts"))
+    return GroupedExperts if takes_builder else mcore.module("transformer.spec_utils").ModuleSpec(GroupedExperts)
+
+
+def chosen_engine(choice: str, config: ModelConfig, precision: torch.dtype) -> bool:
+    """Whether to build with Transformer Engine. `choice`: "off", "on", or "auto": if it is installed and helps, that is
+    for dense layers in half precision on a GPU (experts are ours either way; torch's grouped product is faster).
+
+    Raises ConfigError for "on" where it cannot be, and for another word.
+    """
+    if choice == "off":
+        return False
+    if choice not in ("auto", "on"):
+        raise ConfigError(f'megatron.transformer_engine = "{choice}"', remedy='use "auto", "on" or "off"')
+    obstacle = ""
+    if config.has_post_norms:
+        obstacle = f"its linears cannot normalise what a {config.model_type} layer gives"
+    elif not torch.cuda.is_available():
+        obstacle = "it needs a CUDA device"
+    elif precision not in (torch.bfloat16, torch.float16):
+        obstacle = f"nothing is gained in {str(precision).removeprefix('torch.')}"
+    elif not mcore.has_transformer_engine():
+        obstacle = "it is not installed"
+    if obstacle and choice == "on":
+        raise ConfigError(f'megatron.transformer_engine = "on": {obstacle}', remedy='use "auto" or "off"')
+    return not obstacle
+
+
+_grouped_mm: Callable[..., Tensor] | None = getattr(functional, "grouped_mm", None) or getattr(
+    torch, "_grouped_mm", None
+)
+"""torch 2.10 and later; the private name before."""
+
+
+class GroupedExperts(nn.Module):
+    """Drop-in for `experts` of megatron-core's MoE layer; SwiGLU, no bias."""
+
+    def __init__(
+        self, num_local_experts: int, config: Any, submodules: Any = None, pg_collection: Any = None, **_: Any
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self._groups = pg_collection
+        hidden, inner = int(config.hidden_size), int(config.moe_ffn_hidden_size) // int(pg_collection.expt_tp.size())
+        device = torch.device("cpu") if config.use_cpu_initialization else mcore.default_device()
+        options: dict[str, Any] = {"dtype": config.params_dtype, "device": device}
+        self.w1 = nn.Parameter(torch.empty(num_local_experts, 2 * inner, hidden, **options))
+        self.w2 = nn.Parameter(torch.empty(num_local_experts, hidden, inner, **options))
+        set_attributes = mcore.module("tensor_parallel.layers").set_tensor_model_parallel_attributes
+        for weight, dim in ((self.w1, 1), (self.w2, 2)):
+            nn.init.normal_(weight, std=float(config.init_method_std))
+            set_attributes(weight, True, dim, 1)
+            cast(Any, weight).allreduce = False  # megatron-core's mark of an expert: reduced over fewer replicas
+
+    def forward(self, tokens_Th: Tensor, tokens_per_expert: Tensor, probs_T: Tensor) -> tuple[Tensor, None]:
+        """Tokens [T, hidden] sorted by expert, and their routing weights [T] -> what the experts make of them."""
+        runs_grouped = tokens_Th.is_cuda and tokens_Th.dtype == torch.bfloat16 and tokens_Th.shape[0] > 0
+        if _grouped_mm is None or not runs_grouped:
+            return self._one_by_one(tokens_Th, tokens_per_expert, probs_T), None
+        ends = tokens_per_expert.to(tokens_Th.device, torch.int32).cumsum(0, dtype=torch.int32)
+        into = _grouped_mm(tokens_Th, self.w1.transpose(1, 2), offs=ends)
+        return _grouped_mm(_gated_at_once(into, probs_T), self.w2.transpose(1, 2), offs=ends), None
+
+    def _one_by_one(self, tokens_Th: Tensor, tokens_per_expert: Tensor, probs_T: Tensor) -> Tensor:
+        sizes = integers(tokens_per_expert)
+        tokens_of, probs_of = pieces(tokens_Th, sizes), pieces(probs_T, sizes)
+        outs = [
+            functional.linear(_gated(functional.linear(tokens, self.w1[i]), probs), self.w2[i])
+            for i, (tokens, probs) in enumerate(zip(tokens_of, probs_of, strict=True))
+        ]
+        return torch.cat(outs)
+
+    def backward_dw(self) -> None:
+        """Part of the interface; weight gradients are never delayed here."""
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Both tensors for megatron-core's checkpoints: `w1` as [experts, 2, inner, hidden], so that gate and up rows
+        come apart right under any other expert-tensor degree."""
+        mapping = mcore.module("dist_checkpointing.mapping")
+        groups = self._groups
+        replica = (0, 0, int(groups.expt_dp.rank()))
+        lead = len(sharded_offsets)
+        experts = (lead, int(groups.ep.rank()), int(groups.ep.size()))
+        parts = (lead + 2, int(groups.expt_tp.rank()), int(groups.expt_tp.size()))
+
+        def shard(key: str, tensor: Tensor, replica_id: Any) -> Any:
+            return mapping.ShardedTensor.from_rank_offsets(
+                key, tensor, *sharded_offsets, experts, parts, replica_id=replica_id, prepend_axis_num=lead
+            )
+
+        def split(key: str, tensor: Tensor, replica_id: Any, flattened_range: Any = None) -> Any:
+            return shard(key, tensor.view(tensor.shape[0], 2, tensor.shape[1] // 2, tensor.shape[2]), replica_id)
+
+        def join(tensor: Tensor) -> Tensor:
+            return tensor.reshape(tensor.shape[0], tensor.shape[1] * tensor.shape[2], tensor.shape[3])
+
+        first, second = f"{prefix}w1", f"{prefix}w2"
+        return {
+            first: mapping.ShardedTensorFactory(first, self.w1, split, join, replica),
+            second: shard(second, self.w2, replica),
+        }
+
+
+def _gated(into_T2i: Tensor, probs_T: Tensor) -> Tensor:
+    """silu(gate) * up * routing weight, in the type of the input."""
+    gate, up = into_T2i.chunk(2, dim=-1)
+    return (functional.silu(gate) * up * probs_T.unsqueeze(-1)).to(into_T2i.dtype)
+
+
+_gated_at_once = fused(_gated)
+"""For all experts' tokens together; expert by expert there are too many sizes to compile for."""

@@ -1,17 +1,21 @@
-"""Micro-batches through the pipeline: Megatron's own schedules (none, 1F1B, interleaved), with our head at the end.
+"""Micro-batches through the pipeline: Megatron's own schedules (none, 1F1B, interleaved), with a head that returns
+scores.
 
-Knows model chunks, packs and Megatron's schedules. Must not know losses: whoever runs a pass gives a function from
-(micro-batch, scores) to a loss share, which is called on scoring ranks only. Loss shares are parts of one global mean
-already, so Megatron divides by nothing: gradients are summed over micro-batches, replicas and context ranks.
+A caller gives a function from (micro-batch, scores) to a loss share; it runs on scoring ranks only. Loss shares are
+parts of one global mean already, so Megatron divides by nothing: gradients are summed over micro-batches, replicas and
+context ranks. A context rank holds the scores of its own tokens; they are put together before the loss, which sees
+whole samples everywhere, and each rank passes back the gradient of its own part.
 
-A context rank holds the scores of its own tokens; they are put together before the loss, which thus sees whole samples
-everywhere, and each rank passes back the gradient of its own part.
+The decoder's last stage ends in a `ColumnParallelLinear`, called through the model so that Megatron's hooks (parameters
+gathered during the pass) see it. `ScoringHead` is asked beforehand which rows to score; it takes these rows alone and
+returns [M, 1, 2], so the vocabulary's width never meets the width of the batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -21,11 +25,77 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from ....core.chaos import reached
-from ..vocab_scores import TokenScores
+from ....core.errors import TrainError
+from ..vocab_scores import Temperature, TokenScores, VocabSlice, score_rows
 from . import mcore
 from .batch import Pack
 from .routing import Mode, RoutingReplay
-from .scoring_head import HeadRequest, ScoringHead, install_head
+
+parallel_state = mcore.parallel_state
+tensor_parallel = mcore.module("tensor_parallel")
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRequest:
+    """What to score in the pass that comes next."""
+
+    rows_N: Tensor
+    """int64 [N]: positions in this rank's sequence (all of it, whatever sequence parallelism does) that predict."""
+    targets_N: Tensor
+    """int64 [N]: the tokens they are to predict."""
+    temperature: Temperature
+    needs_entropy_grad: bool = False
+
+
+class ScoringHead(tensor_parallel.ColumnParallelLinear):
+    """See the module's head. Made of the model's own head by `install_head`; never constructed."""
+
+    request: HeadRequest | None
+    vocab_size: int
+    """Tokens of the model; rows behind them pad the table."""
+
+    def forward(self, input_: Tensor, weight: Tensor | None = None, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        """[T, 1, h] -> ([N, 1, 2], None): log-probs and entropies of the rows asked for."""
+        request, self.request = self.request, None
+        if request is None:
+            raise TrainError("the head was called without being asked what to score", remedy="a bug in the schedule")
+        table_Vh = cast(Tensor, self.weight) if weight is None else weight
+        group = parallel_state.get_tensor_model_parallel_group()
+        hidden = _whole_rows(input_, is_split=bool(self.sequence_parallel))
+        rows_Nh = hidden.reshape(-1, hidden.shape[-1]).index_select(0, request.rows_N)
+        each = table_Vh.shape[0]
+        start = group.rank() * each
+        scores_N2 = score_rows(
+            rows_Nh,
+            table_Vh,
+            request.targets_N,
+            VocabSlice(start, max(0, min(each, self.vocab_size - start)), group if group.size() > 1 else None),
+            request.temperature,
+            needs_entropy_grad=request.needs_entropy_grad,
+        )
+        return scores_N2.unsqueeze(1), None
+
+
+def install_head(chunk: nn.Module, vocab_size: int) -> ScoringHead | None:
+    """Turn the head of a model chunk, if it has one, into a scoring head; its weight, names and shards stay."""
+    for module in chunk.modules():
+        head = getattr(module, "output_layer", None)
+        if head is not None and isinstance(head, tensor_parallel.ColumnParallelLinear):
+            # GPTModel names the class of its head; changing it afterwards keeps parameters, attributes and state names.
+            head.__class__ = ScoringHead
+            scoring = cast(ScoringHead, head)
+            scoring.request = None
+            scoring.vocab_size = vocab_size
+            return scoring
+    return None
+
+
+def _whole_rows(hidden: Tensor, *, is_split: bool) -> Tensor:
+    """All rows on every tensor-parallel rank; gradients are added up over these ranks."""
+    if is_split:
+        return tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+    return tensor_parallel.copy_to_tensor_model_parallel_region(hidden) if torch.is_grad_enabled() else hidden
+
 
 LossOf = Callable[[int, TokenScores], Tensor]
 """(number of the micro-batch, scores of its M loss tokens) -> 0-dim share of the loss."""

@@ -14,9 +14,7 @@ from torch import Tensor, nn
 
 from ....core.errors import TrainError
 from ...models.model_config import ModelConfig
-from .families.decoder import EMBEDDING, HEAD
-from .families.rule import Family, Rule
-from .families.table import family_of
+from .families import EMBEDDING, HEAD, Family, Rule, family_of
 from .mcore import Grid
 from .weight_cut import CutRequest, Piece, Shape
 

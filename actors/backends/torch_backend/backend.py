@@ -20,7 +20,7 @@ from ...models.value_head import critic_config
 from ..rank_backend import RankBackend, RankSettings
 from .adamw import AdamW
 from .checkpoint import PendingCheckpoint, TrainingState, load_checkpoint
-from .critic import Critic
+from .critic import Critic, ValueModel, load_value_model
 from .export import Exporter
 from .microbatch import Cutting
 from .model import CausalLM, linear_cost, load_weights
@@ -30,7 +30,6 @@ from .schedule import check_schedule
 from .step import Stepper
 from .tensors import DTYPE_OF
 from .token_functions import agree_on_source, load_functions
-from .value_model import ValueModel, load_value_model
 from .world import World
 
 

@@ -1,6 +1,7 @@
 """The critic of a trainer rank: values before the step, the loss of a micro-batch in it, metrics after it.
 
-Knows its replica, its optimizer and the formulas (`algos/values.py`). Must not know the policy, or how a step goes.
+The formulas are in `algos/values.py`. The critic's model is the policy's decoder with one number read off each state,
+in float32; its parameters are named as in the policy's folder, the head is `value_head`.
 """
 
 from __future__ import annotations
@@ -9,18 +10,21 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ....algos.values import value_loss, value_metrics, value_sums
 from ....core.config import CriticConfig, OptimizerConfig
 from ....core.errors import TrainError
-from ...models.hf_folder import ModelConfig
+from ...models.hf_folder import ModelConfig, open_weights
+from ...models.value_head import value_head_in
 from .adamw import AdamW
 from .layout import Layout
 from .microbatch import MicroBatch
+from .model import Linear, PackedModel
 from .parallel import Replica
 from .schedule import learning_rate
 from .tally import Tally
+from .tensors import from_bytes
 
 SUMS = "critic/"
 """Prefix of what `metrics` takes out of a tally's sums."""
@@ -76,3 +80,30 @@ def take_metrics(sums: dict[str, float]) -> dict[str, float]:
     metrics = {f"train/{name}": value for name, value in value_metrics(own).items()}
     metrics["train/value_clip_fraction"] = own["clipped"] / max(1.0, own["count"])
     return metrics
+
+
+class ValueModel(PackedModel):
+    """`forward` gives the value of the state before each of a layout's loss tokens."""
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype = torch.float32, recomputes: bool = False) -> None:
+        super().__init__(config, dtype=dtype, recomputes=recomputes)
+        self.value_head = Linear(config.hidden_size, 1, has_bias=True)
+
+    def exact_parts(self) -> tuple[nn.Module, ...]:
+        return (self.value_head,)
+
+    def forward(self, layout: Layout) -> Tensor:
+        """float32 [M]. No temperature: values are expectations, not draws."""
+        return self.value_head(self.hidden_Mh(layout).float()).squeeze(-1).clone()  # FSDP hooks no views
+
+
+def load_value_model(module: ValueModel, folder: str, layers: ModelConfig) -> None:
+    """Copy a folder's weights into the float32 masters; what its head does not hold begins at zero. Raises ModelError
+    if they do not fit."""
+    parameters = dict(module.named_parameters())
+    with torch.no_grad(), open_weights(folder, layers) as tensors:
+        for name in layers.tensor_shapes():
+            parameters[name].copy_(from_bytes(tensors[name]))
+        head = value_head_in(tensors, layers, folder)
+        for name, parameter in module.value_head.named_parameters():
+            parameter.copy_(from_bytes(head[name])) if name in head else parameter.zero_()
