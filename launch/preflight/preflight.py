@@ -92,7 +92,9 @@ def _check_model(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Fin
         return
     if "rollout" in roles:
         tokenizer = tuple(looked("model.path", load_tokenizer, config.model.path, PlainText()))
-        yield from tokenizer or template_findings(config)
+        yield from tokenizer
+        told = {str(finding.error) for finding in tokenizer}  # both read what the tokenizer was saved with
+        yield from (finding for finding in template_findings(config) if str(finding.error) not in told)
     yield from looked("model.path", _check_weights, config.model.path, model)
     if config.trainer.freeze and "trainer" in roles:
         yield from looked("trainer.freeze", _check_freeze, config, model)
