@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+from pathlib import Path
 
 import psutil
 import pytest
@@ -78,7 +79,7 @@ def test_other_staleness_policies_keep_the_bound(job: Job, policy: str) -> None:
 
 
 def test_killed_engine_costs_no_prompt(job: Job) -> None:
-    process = job.start("roles.rollout.count=2", "run.num_steps=60", *job.paced(8))
+    process = job.start("roles.rollout.count=2", "run.num_steps=30", *job.paced())
     try:
         until(lambda: _steps(job) >= 3, "the third step")
         victim = worker_pids(process.pid, "rollout/1")[0]
@@ -91,7 +92,7 @@ def test_killed_engine_costs_no_prompt(job: Job) -> None:
     assert process.returncode == 0, said
     run_dir = job.run_dir()
     facts = audit(run_dir)
-    assert len(facts.trained) == len(set(facts.trained)) == 60 * 4
+    assert len(facts.trained) == len(set(facts.trained)) == 30 * 4
     assert sum(facts.states.values()) == sum(facts.states.get(s, 0) for s in ("TRAINED", "DURABLE")) + sum(
         facts.states.get(s, 0) for s in ("READY", "DISPATCHED", "REQUEUED", "DROPPED")
     )
@@ -136,17 +137,34 @@ def _steps(job: Job) -> int:
         return 0
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_a_resumed_run_goes_on_where_the_checkpoint_was(job: Job, is_async: bool) -> None:
-    saving = f"trainer.async_save={str(is_async).lower()}"
-    code, said, first = job.run("run.num_steps=4", "trainer.checkpoint_every=2", saving)
+def test_a_resumed_run_goes_on_where_the_checkpoint_was(job: Job) -> None:
+    """From a checkpoint that was written beside training, and from one that training waited for."""
+    code, said, first = job.run("run.num_steps=4", "trainer.checkpoint_every=2", "trainer.async_save=true")
     assert code == 0, said
-    told = [p["step"] for p in metrics(first) if "checkpoint/async_s" in p["values"]]
-    assert told == ([2, 4] if is_async else [])
-    assert sorted(p.name for p in (first / "checkpoints").iterdir()) == ["version_00000002", "version_00000004"]
-    code, said, second = job.run("run.num_steps=7", f'trainer.resume="{first}"', 'run.name="resumed"')
+    assert written_beside(first) == [2, 4]
+    assert checkpoints(first) == ["version_00000002", "version_00000004"]
+    second = resumed(job, first, "second", 5, 6)
+    assert written_beside(second) == []
+    assert checkpoints(second)[-1] == "version_00000006"
+    resumed(job, second, "third", 7)
+
+
+def checkpoints(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+def written_beside(run_dir: Path) -> list[int]:
+    """Steps that tell of a checkpoint written while training went on."""
+    return [p["step"] for p in metrics(run_dir) if "checkpoint/async_s" in p["values"]]
+
+
+def resumed(job: Job, before: Path, name: str, *wanted: int) -> Path:
+    """The run that makes these steps, from the last checkpoint of the one before."""
+    code, said, run_dir = job.run(
+        f"run.num_steps={wanted[-1]}", f'trainer.resume="{before}"', f'run.name="{name}"', "trainer.checkpoint_every=2"
+    )
     assert code == 0, said
-    steps = [p["step"] for p in metrics(second) if "reward/mean" in p["values"]]
-    assert steps == [5, 6, 7]
-    trained = audit(second).trained
-    assert len(trained) == len(set(trained)) == 7 * 4, "the ledger goes on, and no group is trained twice"
+    assert [p["step"] for p in metrics(run_dir) if "reward/mean" in p["values"]] == list(wanted)
+    trained = audit(run_dir).trained
+    assert len(trained) == len(set(trained)) == wanted[-1] * 4, "the ledger goes on, and no group is trained twice"
+    return run_dir
