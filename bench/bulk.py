@@ -36,9 +36,8 @@ import numpy.typing as npt
 from myxa.core.actor import Actor, with_deadline
 from myxa.core.handlers import call
 from myxa.core.tensors import LeasedArray
-from myxa.transport.heap import keep_freed_memory
-from myxa.transport.node import JobKey, Node, Rendezvous
-from myxa.transport.tensors.policy import TensorPolicy
+from myxa.transport.node import JobKey, Node, Rendezvous, keep_freed_memory
+from myxa.transport.tensors.shared_array_transfer import TensorPolicy
 
 MIB = 1 << 20
 POOL = TensorPolicy(pool_bytes=3 << 30, spare_bytes=2 << 30)

@@ -25,20 +25,25 @@ from meter import PAYLOAD  # pyright: ignore[reportMissingImports]
 from typed_call import Echo, EchoContract, Report  # pyright: ignore[reportMissingImports]
 
 import myxa
+from myxa.transport import outbox
 from myxa.transport.node import Node
-from myxa.transport.sending import outbox
 
 HOME = str(Path(myxa.__file__).resolve().parent) + "/"
 STAGES = {
-    "caller: arguments, order, route": ("core/actor.py", "transport/courier.py", "transport/registry/"),
+    "caller: arguments, order, route": ("core/actor.py", "transport/call_client.py", "transport/registry/"),
     "caller: number, credit, pending call, its end": ("transport/session/calls.py", "transport/session/pending.py"),
     "both: types to bytes and back": ("transport/codec.py",),
     "both: header, credit word": ("transport/session/links.py", "transport/session/credit.py"),
     "both: on its way out": ("transport/sending/", "transport/socket_transport.py", "transport/unix/outbox.py"),
-    "both: taken in, cut up": ("transport/unix/", "transport/session/unwrapping.py", "transport/turn_budget.py"),
-    "both: whose it is, what it is": ("transport/session/reception.py", "transport/session/frames.py"),
-    "callee: arrival, answer": ("transport/session/serving.py", "transport/inbound.py"),
-    "callee: mailbox, handler's turn": ("transport/hosting.py", "transport/cell.py", "transport/eager.py", "core/"),
+    "both: taken in, cut up": ("transport/unix/", "transport/session/reassembly.py", "transport/turn_budget.py"),
+    "both: whose it is, what it is": ("transport/session/inbound_router.py", "transport/session/frames.py"),
+    "callee: arrival, answer": ("transport/session/serving.py", "transport/hosting.py"),
+    "callee: mailbox, handler's turn": (
+        "transport/hosting.py",
+        "transport/actor_runner.py",
+        "transport/actor_runner.py",
+        "core/",
+    ),
 }
 """Files, or folders, by the stage that is spent in them; the first that fits."""
 

@@ -30,7 +30,7 @@ from ..core.errors import ConfigError, LaunchError, MyxaError, UserCodeError
 from ..core.lifeline import die_with_parent
 from ..core.registry import load_callable
 from ..transport.descriptors import raise_limit
-from ..transport.heap import CHOSEN_BY, keep_freed_memory
+from ..transport.node import CHOSEN_BY, keep_freed_memory
 from .actor_spec import ActorSpec
 from .child_env import SPEC_VARIABLE
 from .contracts import process_name

@@ -1,28 +1,42 @@
-"""The actors that live in this process: their numbers, the calls that come for them, the events they watch."""
+"""The actors of this process: their numbers, the calls that arrive for them (`Delivery`), the events they watch."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any, Protocol
+
+import msgspec
 
 from ..core.actor import PeerEvent
-from ..core.errors import BadRequest, ConfigError, Draining, MyxaError, NoSuchActor, NoSuchMethod, NotPermitted
+from ..core.errors import (
+    BadRequest,
+    ConfigError,
+    Draining,
+    MyxaError,
+    NoSuchActor,
+    NoSuchMethod,
+    NotPermitted,
+    UserCodeError,
+)
 from ..core.failure_detector import Verdict
 from ..core.handlers import HandlerSpec
 from ..core.ids import PeerKey
-from .cell import ActorCell
+from .actor_runner import ActorRunner
 from .codec import Codecs
-from .inbound import Delivery
+from .payload import UndecodableError, leases
 from .registry.directory import ActorRecord
 from .session.guard import Guard
-from .session.reception import LOOPBACK
-from .session.serving import Arrival, Serving
+from .session.inbound_router import LOOPBACK
+from .session.links import Arrival
+from .session.serving import Serving
 from .session.session import Session
-from .tensors.contract import MEMORY_INDEX
-from .tensors.porter import Porter
+from .tensors.handles import has_handles
+from .tensors.same_host_peers import MEMORY_INDEX
+from .tensors.shared_array_transfer import Packed, SharedArrayTransfer
 from .wire import Lane
 
-Post = tuple[ActorCell, HandlerSpec, Codecs, Serving]
+Post = tuple[ActorRunner, HandlerSpec, Codecs, Serving]
 """What handles a call."""
 
 
@@ -40,20 +54,20 @@ class Hosting:
     """Implements `session_host.SessionHost`."""
 
     def __init__(self, keeper: Keeper) -> None:
-        self._cells: dict[int, ActorCell] = {}
+        self._cells: dict[int, ActorRunner] = {}
         self._next_index = 0
         self._posts: dict[int, Post] = {}
         """By number of the actor and, in the lower 16 bits, of the handler: of calls and streams that came before."""
         self._session: Session | None = None
-        self._watched: list[tuple[str, ActorCell]] = []
+        self._watched: list[tuple[str, ActorRunner]] = []
         self._keeper = keeper
         self.guard: Guard | None = None
         """Knows who may only look."""
         self.retry_after_s: float | None = None
         """Set: this process is shutting down, calls of others are refused with this advice."""
-        self.porter: Porter | None = None
+        self.porter: SharedArrayTransfer | None = None
         """Carries large arrays."""
-        self.memory: ActorCell | None = None
+        self.memory: ActorRunner | None = None
         """Answers for this process's memory; has no name in the registry."""
 
         self._num_delivered = 0
@@ -64,19 +78,19 @@ class Hosting:
 
     # -- actors
 
-    def add(self, cell: ActorCell) -> None:
+    def add(self, cell: ActorRunner) -> None:
         """Give an actor a number; it is never given again in this incarnation."""
         if any(other.name == cell.name for other in self._cells.values()):
             raise ConfigError(f"there is an actor {cell.name!r} in this process already", remedy="names are unique")
         self._cells[self._next_index] = cell
         self._next_index += 1
 
-    def remove(self, cell: ActorCell) -> None:
+    def remove(self, cell: ActorRunner) -> None:
         self._cells = {index: other for index, other in self._cells.items() if other is not cell}
         self._posts = {numbers: post for numbers, post in self._posts.items() if post[0] is not cell}
         self._watched = [(prefix, other) for prefix, other in self._watched if other is not cell]
 
-    def cells(self) -> tuple[ActorCell, ...]:
+    def cells(self) -> tuple[ActorRunner, ...]:
         """In the order in which they were started."""
         return tuple(self._cells.values())
 
@@ -88,13 +102,13 @@ class Hosting:
 
     # -- events
 
-    def watch(self, cell: ActorCell, prefix: str) -> None:
+    def watch(self, cell: ActorRunner, prefix: str) -> None:
         if (prefix, cell) not in self._watched:
             self._watched.append((prefix, cell))
 
     def tell(self, event: PeerEvent) -> None:
         """Give an event to every actor that watches that name, once."""
-        told: list[ActorCell] = []
+        told: list[ActorRunner] = []
         for prefix, cell in self._watched:
             if event.name.startswith(prefix) and cell.name != event.name and cell not in told:
                 told.append(cell)
@@ -180,3 +194,119 @@ class Hosting:
 
     def crashed(self, error: BaseException) -> None:
         self._keeper.node_failed(error)
+
+
+class Delivery(msgspec.Struct, eq=False):
+    """Implements `cell.Inbound` over one `Arrival`."""
+
+    spec: HandlerSpec
+    chain: tuple[str, ...]
+    deadline_at: float | None
+    trace: bytes
+    caller: PeerKey
+    arrival: Arrival
+    codecs: Codecs
+    callee: str
+    serving: Serving
+    porter: SharedArrayTransfer | None = None
+    """Fetches large arrays of the request, brings those of the answer; None: all travel whole."""
+    is_abandoned: bool = False
+    room: asyncio.Event | None = None
+    """Of a stream: its consumer asked for more."""
+
+    def begin(self) -> msgspec.Struct | Awaitable[msgspec.Struct]:
+        arrival = self.arrival
+        self.serving.begin(arrival)
+        envelope = arrival.envelope
+        if envelope.frames and self.porter is not None and has_handles(envelope.body):
+            return self._fetched(self.porter)
+        try:
+            return self.codecs.request.decode(envelope.body, envelope.frames)
+        except UndecodableError as error:
+            raise self._bad(error) from error
+
+    async def _fetched(self, porter: SharedArrayTransfer) -> msgspec.Struct:
+        arrival = self.arrival
+        envelope, may_lease = arrival.envelope, leases(self.spec.request)
+        try:
+            body, frames = await porter.unpack(arrival.peer, envelope.body, envelope.frames, may_lease=may_lease)
+        except UndecodableError as error:
+            raise self._bad(error) from error
+        try:
+            return self.codecs.request.decode(body, tuple(frames))
+        except UndecodableError as error:
+            raise self._bad(error) from error
+
+    def _bad(self, error: UndecodableError) -> BadRequest:
+        return BadRequest(f"{self.callee}.{self.spec.name}: {error}", remedy="see the handler's types")
+
+    def reply(self, value: Any) -> Awaitable[None] | None:
+        arrival = self.arrival
+        try:
+            body, frames = self.codecs.reply.encode(value)
+        except MyxaError as error:
+            raise self._cannot_travel(error) from error
+        # The answer to a put is remembered for those who repeat it, and must hold its arrays itself.
+        if frames and self._is_large(frames) and not (arrival.envelope.key or arrival.is_cast or arrival.is_answered):
+            return self._reply_by_handles(body, frames)
+        self.serving.reply(arrival, body, frames)
+        return None
+
+    async def _reply_by_handles(self, body: bytes, frames: tuple[memoryview, ...]) -> None:
+        packed = await self._packed(body, frames)
+        try:
+            self.serving.reply(self.arrival, packed.body, packed.frames)
+            packed.sent()
+        finally:
+            packed.end()
+
+    def _is_large(self, frames: tuple[memoryview, ...]) -> bool:
+        return bool(frames) and self.porter is not None and self.porter.is_wanted(frames)
+
+    async def _packed(self, body: bytes, frames: tuple[memoryview, ...]) -> Packed:
+        porter, arrival = self.porter, self.arrival
+        if porter is None:
+            return Packed(body, frames)
+        return await porter.pack(arrival.peer, None, body, frames, is_lent=False, left_s=self.serving.left_s(arrival))
+
+    def fail(self, error: BaseException) -> None:
+        self.serving.fail(self.arrival, error)
+
+    async def send_items(self, items: AsyncIterator[Any]) -> None:
+        arrival = self.arrival
+        room = self.room = asyncio.Event()
+        arrival.allowed = max(arrival.allowed, self.spec.declaration.window)
+        try:
+            async for value in items:
+                while arrival.num_items >= arrival.allowed:
+                    room.clear()
+                    await room.wait()
+                await self._send_item(value)
+        finally:
+            close = getattr(items, "aclose", None)
+            if close is not None:
+                await close()
+        self.serving.end(arrival)
+
+    async def _send_item(self, value: Any) -> None:
+        try:
+            body, frames = self.codecs.reply.encode(value)
+        except MyxaError as error:
+            raise self._cannot_travel(error) from error
+        if not self._is_large(frames):
+            self.serving.item(self.arrival, body, frames)
+            return
+        packed = await self._packed(body, frames)
+        try:
+            self.serving.item(self.arrival, packed.body, packed.frames)
+            packed.sent()
+        finally:
+            packed.end()
+
+    def demanded(self) -> None:
+        """The consumer asked for more."""
+        if self.room is not None:
+            self.room.set()
+
+    def _cannot_travel(self, error: MyxaError) -> UserCodeError:
+        return UserCodeError(f"{self.callee}.{self.spec.name} returned what cannot travel: {error}")

@@ -1,45 +1,52 @@
-"""A process's part in the actor system: hosts actors, carries their calls, knows who else is there.
+"""A process's part in the actor system: hosts actors, carries their calls, knows the other processes.
 
 Attaches to a running loop; installs no loop policy, no signal handler, no logging handler. Everything that runs here is
 ended by `close`. Knows transports only through `opening.open_transport`; the rules are in `session.py`.
+
+Its parts: `NodeContext` (what an actor sees of its node), `PeerEvents` and `Monitors` (events of other processes, for
+handlers and for iterators), `failure_counters`, and the guard after a fork.
+
+After a fork the child has a copy of every node, and none of them may be touched: the sockets, their threads' work and
+the loop's epoll set belong to the parent (a child that unregisters a descriptor does so in the parent too). One hook
+for the whole process, registered when the first node attaches, turns the child's copies into objects that raise. It
+opens, closes and locks nothing. All descriptors are close-on-exec.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from contextlib import AbstractContextManager
+import weakref
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager, aclosing
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from ..core.actor import CLOSED, FAILED, Actor, PeerEvent, make_ref, with_deadline
 from ..core.actor_group import ActorGroup, GroupCaller
 from ..core.clock import Clock, SystemClock
-from ..core.errors import CallError, ConfigError, MyxaError, NoSuchActor, StaleEpoch
+from ..core.errors import CallError, ConfigError, LaunchError, MyxaError, NoSuchActor, PeerDied, StaleEpoch
 from ..core.failure_detector import Verdict
 from ..core.ids import PeerKey, check_name
+from ..core.scope import remaining_s
+from ..core.tensors import TensorStore
+from .actor_runner import STOP_LIMIT_S, ActorRunner
 from .address import Rendezvous
-from .cell import STOP_LIMIT_S, ActorCell
-from .context import NodeContext
-from .courier import Courier
-from .fork_guard import guard, release
+from .call_client import CallClient
 from .hosting import Hosting
 from .inproc import InprocNetwork
-from .news import News
 from .opening import Opened, open_transport
-from .registry.directory import NodeRecord
-from .registry.founding import Claim, claim_seat, found_registry
-from .registry.joining import join
+from .registry.bootstrap import RegistryClaim, RegistrySeat, claim_registry, found_registry, join
+from .registry.directory import Directory, NodeRecord
 from .registry.mirror import Mirror
 from .registry.registry import REGISTRY, RegistryActor, RegistryContract
-from .registry.seat import RegistrySeat
 from .security import JobKey, KeyPair
 from .session.session import Session
 from .session.wheel import TICK_S
 from .tensors.tensors import Tensors
-from .troubles import count_troubles
 from .turn_budget import TURN_S, TurnBudget
 
 A = TypeVar("A")
@@ -71,7 +78,7 @@ class Node:
         )
         self._hosting.guard = opened.guard
         self._hosting.serve_with(self._session)
-        self._news = News(name, self._hosting)
+        self._news = PeerEvents(name, self._hosting)
         self._mirror = Mirror(seat, self._session, clock, self._news.tell, self.node_failed, self._describe)
         self.monitors = self._news.read(self._mirror.directory)
         """For `monitor` and `link`."""
@@ -79,7 +86,7 @@ class Node:
         self.tensors = Tensors(self._session, opened.transport.endpoints, clock)
         """Large arrays for processes of this host: `allocate`, `policy`."""
         self._hosting.porter = self.tensors.porter
-        self._courier = Courier(self._session.calls, self._mirror, clock, self.tensors.porter)
+        self._courier = CallClient(self._session.calls, self._mirror, clock, self.tensors.porter)
         self._mirror.call_with(self._courier)
         if (door := opened.guard) is not None:
             self._mirror.on_update = lambda directory: door.follow(directory.nodes())
@@ -125,7 +132,7 @@ class Node:
         """
         check_name(name)
         clock = clock or SystemClock()
-        claim = claim_seat(name, tcp, journal) if rdzv is None else Claim(None, tcp)
+        claim = claim_registry(name, tcp, journal) if rdzv is None else RegistryClaim(None, tcp)
         opened: Opened | None = None
         registry: RegistryActor | None = None
         try:
@@ -165,7 +172,7 @@ class Node:
 
     async def _serve_memory(self) -> None:
         log = logging.getLogger("myxa.memory")
-        cell = self._hosting.memory = ActorCell(self.tensors.actor, "memory", self._key.epoch, log, self._on_failed)
+        cell = self._hosting.memory = ActorRunner(self.tensors.actor, "memory", self._key.epoch, log, self._on_failed)
         self.tensors.actor.ctx = NodeContext(self, cell, self._key.epoch, log)
         await cell.start()
 
@@ -230,7 +237,7 @@ class Node:
         if not isinstance(actor, Actor):
             raise ConfigError(f"{type(actor).__name__} is no actor", remedy="derive it from core.actor.Actor")
         log = logging.getLogger(f"myxa.{name.replace('/', '.')}")
-        cell = ActorCell(actor, check_name(name), self._key.epoch, log, self._on_failed)
+        cell = ActorRunner(actor, check_name(name), self._key.epoch, log, self._on_failed)
         actor.ctx = NodeContext(self, cell, self._key.epoch, log)
         self._hosting.add(cell)
         try:
@@ -276,12 +283,12 @@ class Node:
             endpoints=self._opened.transport.endpoints, actors=self._hosting.records(),
         )  # fmt: skip
 
-    def _on_failed(self, cell: ActorCell, error: BaseException) -> None:
+    def _on_failed(self, cell: ActorRunner, error: BaseException) -> None:
         self._report(cell.name, error)
         if not self._is_closed:
             self._endings.add(self._spawn(self._retire(cell, f"{FAILED}: {error}"), f"end of {cell.name}"))
 
-    async def _retire(self, cell: ActorCell, why: str) -> None:
+    async def _retire(self, cell: ActorRunner, why: str) -> None:
         await cell.stop(why)
         self._hosting.remove(cell)
         self._reasons[cell.name] = why
@@ -319,7 +326,7 @@ class Node:
         """Actor names registered now that start with `prefix`, sorted."""
         return self._mirror.directory.names(prefix)
 
-    def watch(self, cell: ActorCell, prefix: str) -> None:
+    def watch(self, cell: ActorRunner, prefix: str) -> None:
         self._hosting.watch(cell, prefix)
 
     async def wait_for(self, *names: str, timeout_s: float) -> None:
@@ -328,16 +335,16 @@ class Node:
 
     def busy(self, name: str, limit_s: float, why: str) -> AbstractContextManager[None]:
         """See `ActorContext.busy`; `name`: who declares it. For hosts that block their own loop."""
-        return self._session.pulse.busy(name, limit_s, why)
+        return self._session.heartbeat.busy(name, limit_s, why)
 
     @property
     def busy_s(self) -> float:
         """For how long this process has declared to be busy; 0: not at all. May be read from any thread."""
-        return self._session.pulse.busy_s
+        return self._session.heartbeat.busy_s
 
     def counters(self) -> dict[str, int]:
         """What was dropped, refused or repeated, for a monitor: all zero in a healthy run."""
-        return count_troubles(self._opened, self._session, self.tensors, self._registry)
+        return failure_counters(self._opened, self._session, self.tensors, self._registry)
 
     def cut_off(self, name: str, for_s: float) -> None:
         """A drill: for so long nothing that this process sends reaches the one that hosts that actor; 0: it does again.
@@ -394,3 +401,278 @@ class Node:
 
 
 __all__ = ["InprocNetwork", "JobKey", "KeyPair", "Node", "PeerEvent", "Rendezvous"]
+
+
+T = TypeVar("T")
+
+
+class Services(Protocol):
+    """What a node does for its actors."""
+
+    @property
+    def clock(self) -> Clock: ...
+
+    @property
+    def caller(self) -> GroupCaller: ...
+
+    @property
+    def tensors(self) -> TensorStore: ...
+
+    @property
+    def monitors(self) -> Monitors: ...
+
+    def peers(self, prefix: str) -> tuple[str, ...]: ...
+
+    def watch(self, cell: ActorRunner, prefix: str) -> None: ...
+
+    async def wait_for(self, *names: str, timeout_s: float) -> None: ...
+
+    def busy(self, name: str, limit_s: float, why: str) -> AbstractContextManager[None]: ...
+
+
+class NodeContext:
+    """`ActorContext` of an actor hosted by a node."""
+
+    def __init__(self, services: Services, cell: ActorRunner, epoch: int, log: logging.Logger) -> None:
+        self._services = services
+        self._cell = cell
+        self._epoch = epoch
+        self._log = log
+
+    @property
+    def name(self) -> str:
+        return self._cell.name
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    @property
+    def clock(self) -> Clock:
+        return self._services.clock
+
+    @property
+    def log(self) -> logging.Logger:
+        return self._log
+
+    @property
+    def tensors(self) -> TensorStore:
+        return self._services.tensors
+
+    def ref(self, contract: type[A], name: str) -> A:
+        return make_ref(self._services.caller, contract, name)
+
+    def group(self, contract: type[A], members: str | Sequence[str]) -> ActorGroup[A]:
+        return ActorGroup(self._services.caller, contract, members, self._services.peers)
+
+    def monitor(self, name: str) -> AsyncGenerator[PeerEvent, None]:
+        return self._services.monitors.of(name)
+
+    def link(self, name: str) -> None:
+        self.spawn(self._services.monitors.until_down(name, self.name), name=f"link to {name}")
+
+    def spawn(self, coro: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:
+        return self._cell.spawn(coro, name)
+
+    def fail(self, error: BaseException) -> None:
+        self._cell.fail(error)
+
+    def peers(self, prefix: str) -> tuple[str, ...]:
+        return self._services.peers(prefix)
+
+    def watch(self, prefix: str) -> None:
+        self._services.watch(self._cell, prefix)
+
+    async def wait_for(self, *names: str, timeout_s: float) -> None:
+        await self._services.wait_for(*names, timeout_s=timeout_s)
+
+    def deadline(self) -> float | None:
+        return remaining_s(None, self._services.clock.monotonic())
+
+    def busy(self, limit_s: float, why: str) -> AbstractContextManager[None]:
+        return self._services.busy(self._cell.name, limit_s, why)
+
+
+class PeerEvents:
+    """Of one node."""
+
+    def __init__(self, name: str, hosting: Hosting) -> None:
+        self._name = name
+        self._hosting = hosting
+        self._monitors: Monitors | None = None
+        self._directory = Directory()
+
+    def read(self, directory: Directory) -> Monitors:
+        """Who lives where, from now on; returns what iterators are made of."""
+        self._directory = directory
+        self._monitors = Monitors(directory.state_of)
+        return self._monitors
+
+    def tell(self, event: PeerEvent) -> None:
+        """Something happened to an actor elsewhere."""
+        self._hosting.tell(event)
+        if self._monitors is not None:
+            self._monitors.tell(event)
+
+    def judged(self, key: PeerKey, verdict: Verdict, reason: str) -> None:
+        """A process is suspect or hung, or has recovered: told of each of its actors; before there are any, under its
+        node's name."""
+        record = next((node for node in self._directory.nodes() if node.key == key), None)
+        if record is not None:
+            _log.info("%s: %s is %s: %s", self._name, record.name, verdict, reason)
+            for name in tuple(actor.name for actor in record.actors) or (record.name,):
+                self.tell(PeerEvent(verdict, name, key.epoch, reason))
+
+
+def failure_counters(
+    opened: Opened, session: Session, tensors: Tensors, registry: RegistryActor | None
+) -> dict[str, int]:
+    """What was dropped, refused or repeated: all zero in a healthy run."""
+    return {
+        **opened.counters,
+        **session.counters,
+        "arrays_lost": tensors.porter.num_by["lost"],
+        "late_answers": session.calls.num_late,
+        "casts_refused": session.calls.num_casts_refused,
+        "puts_replayed": session.serving.num_replayed,
+        "calls_wrong": session.serving.num_wrong,
+        "rejoins_refused": registry.num_refused if registry is not None else 0,
+    }
+
+
+_guarded: weakref.WeakSet[Any] = weakref.WeakSet()
+_is_hooked = False
+"""Forked children inherit both the hook and this."""
+
+
+def guard(thing: object) -> None:
+    """From now on a forked child's copy of `thing` is unusable. For plain objects (no `__slots__`)."""
+    global _is_hooked
+    if not _is_hooked:
+        os.register_at_fork(after_in_child=_poison_all)
+        _is_hooked = True
+    _guarded.add(thing)
+
+
+def release(thing: object) -> None:
+    """It has ended; nothing of it is left to be inherited."""
+    _guarded.discard(thing)
+
+
+class Inherited:
+    """What a node, a reference's carrier or a facade is in a forked child. Closing it is allowed and does nothing."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("__"):
+            return object.__getattribute__(self, name)
+        return _close if name == "close" else _refuse(name)
+
+
+class _Nothing:
+    """Result of closing: to be awaited or not."""
+
+    def __await__(self) -> Any:
+        return iter(())
+
+
+def _close(*_args: object, **_kwargs: object) -> Awaitable[None]:
+    return _Nothing()
+
+
+def _refuse(name: str) -> NoReturn:
+    raise LaunchError(
+        f"{name}: this node was inherited by a fork and belongs to the parent process",
+        remedy="attach a node of its own in the child, or start the child with the 'spawn' method",
+    )
+
+
+def _poison_all() -> None:
+    """In the child, before anything else runs."""
+    for thing in tuple(_guarded):
+        thing.__class__ = Inherited
+    _guarded.clear()
+
+
+MAX_UNREAD = 1024
+"""Events that an iterator keeps for a reader that does not read; older ones are forgotten."""
+
+StateOf = Callable[[str], PeerEvent | None]
+"""How an actor stands now: up, down (it was there and is gone), or None for a name that was never heard of."""
+
+
+class Monitors:
+    """All iterators over peer events of one node."""
+
+    def __init__(self, state_of: StateOf) -> None:
+        self._state_of = state_of
+        self._open: set[_Feed] = set()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def tell(self, event: PeerEvent) -> None:
+        """Something happened to another actor."""
+        for feed in self._open:
+            if feed.name == event.name:
+                feed.put(event)
+
+    async def of(self, name: str) -> AsyncGenerator[PeerEvent, None]:
+        """How the actor stands now ("up" or "down"; nothing if it was never there), then all that happens to it."""
+        feed = _Feed(name)
+        self._open.add(feed)
+        try:
+            state = self._state_of(name)
+            if state is not None:
+                yield state
+            while True:
+                yield await feed.next()
+        finally:
+            self._open.discard(feed)
+
+    async def until_down(self, name: str, whose: str) -> None:
+        """Raises PeerDied when that incarnation of `name` ends; one that never was there is waited for first."""
+        async with aclosing(self.of(name)) as events:
+            was_up = False
+            async for event in events:
+                if event.kind == "up" and not was_up:
+                    was_up = True
+                elif event.kind in ("down", "restarted"):
+                    reason = event.reason or "another incarnation took its place"
+                    raise PeerDied(f"{name}, to which {whose} is linked, is gone: {reason}")
+
+
+class _Feed:
+    """Events for one reader."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._events: deque[PeerEvent] = deque(maxlen=MAX_UNREAD)
+        self._has_news = asyncio.Event()
+
+    def put(self, event: PeerEvent) -> None:
+        self._events.append(event)
+        self._has_news.set()
+
+    async def next(self) -> PeerEvent:
+        while not self._events:
+            self._has_news.clear()
+            await self._has_news.wait()
+        return self._events.popleft()
+
+
+CHOSEN_BY = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+"""Environment variables by which whoever starts a process decides it."""
+KEPT_BYTES = 64 << 20
+"""Freed memory at the end of a heap that is not given back to the kernel; there is one heap for some threads each."""
+MAPPED_FROM_BYTES = 4 << 20
+"""What is asked for in one piece of this size gets pages of its own and gives them back. Chunks of the bulk lane are
+smaller."""
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+
+
+def keep_freed_memory() -> None:
+    """Set it for this process; nothing happens with a C library that knows no such thing."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, MAPPED_FROM_BYTES)
+        mallopt(_TRIM_THRESHOLD, KEPT_BYTES)

@@ -2,15 +2,25 @@
 hosts ZeroMQ over encrypted tcp for both.
 
 Per lane one inbox per kind of endpoint, and one outbox per peer; replies travel by the replier's own outbox. Knows how
-connections are made and ended; the session decides what is said on them. An address says by its scheme what is spoken
-there, so a process that cannot tell users apart on a Unix socket listens by ZeroMQ's ipc for both lanes.
+connections are made and ended; the session decides what is said on them. The scheme of an address says which protocol
+is spoken there, so a process that cannot tell users apart on a Unix socket listens by ZeroMQ's ipc for both lanes.
+
+`Cuts` breaks the network to a peer on purpose and for a time, for drills. Each side sends on connections that it made
+itself, so both must cut for nothing to pass in either direction. Connections break and cannot be made, as with a broken
+network; what was on its way already still arrives.
+
+Where cores are short, ZeroMQ's bulk thread gets a lower priority than the loop and the thread of small messages: it
+always has work while bulk is under way, and the kernel would let it finish its slice of some milliseconds first.
+ZeroMQ's own option for the priority of its threads is one for all of them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
+import os
 import threading
 import time
 from collections import Counter
@@ -19,22 +29,19 @@ from pathlib import Path
 
 import zmq
 
+from ..core.clock import Clock, SystemClock
 from ..core.errors import LaunchError
 from ..core.ids import PeerKey
 from .address import make_private, socket_paths
-from .cuts import Cuts
+from .outbox import Outbox, WriteCoalescing
 from .security import KeyPair, Keys
-from .sending.departures import Departures
-from .sending.outbox import Outbox
 from .session.guard import Guard
 from .turn_budget import TurnBudget
 from .unix.inbox import UnixInbox
 from .unix.outbox import UnixOutbox
 from .unix.sockets import SCHEME, can_be_told_apart
 from .wire import Endpoints, Lane, Parcel, Sink
-from .zeromq.bulk_thread import lower_bulk_thread, thread_ids
-from .zeromq.handshakes import HandshakeWatch
-from .zeromq.inbox import ZmqInbox
+from .zeromq.inbox import HandshakeWatch, ZmqInbox
 from .zeromq.outbox import ZmqOutbox
 from .zeromq.sockets import Socket, make_context, make_inbox, make_outbox
 from .zeromq.zap import Gatekeeper
@@ -82,7 +89,7 @@ class SocketTransport:
         self._is_plain = can_be_told_apart() if is_plain is None else is_plain
         self._node_rank = node_rank
         self._turn = turn or TurnBudget()
-        self._departures = Departures()
+        self._departures = WriteCoalescing()
         self._folder = folder
         self._listen = listen
         self._keys = keys
@@ -247,7 +254,7 @@ class SocketTransport:
                 outbox.close(linger_s)
 
     def cut_off(self, node_id: int, for_s: float) -> None:
-        """A drill: for so long nothing that this process sends gets to that node (see `cuts.py`)."""
+        """A drill: for so long nothing that this process sends gets to that node (see `Cuts`)."""
         self._cuts.make(node_id, for_s)
         for peer, known in list(self._peers.items()):
             if why := self._cuts.why_not(peer):
@@ -396,3 +403,46 @@ class _Events:
     def closed(self) -> None:
         if self.outbox is not None:
             self._transport.on_closed(self.outbox)
+
+
+class Cuts:
+    """By node, over all its incarnations."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock: Clock = clock or SystemClock()
+        self._until: dict[int, float] = {}
+
+    def make(self, node_id: int, for_s: float) -> None:
+        """From now on, for so long; 0 ends it."""
+        self._until[node_id] = self._clock.monotonic() + for_s
+
+    def why_not(self, peer: PeerKey) -> str:
+        """Why it cannot be reached now; "" if it can."""
+        left_s = self._until.get(peer.node_id, 0.0) - self._clock.monotonic()
+        if left_s <= 0:
+            self._until.pop(peer.node_id, None)
+            return ""
+        return f"cut off on purpose, for {left_s:.1f} s more"
+
+
+NICE = 5
+"""More than the rest of the process: a third of its weight, so bulk goes on beside one that uses all cores."""
+_NAME = "/IO/1"
+_TASKS = Path("/proc/self/task")
+
+
+def thread_ids() -> frozenset[int]:
+    """Of this process; none where they cannot be seen."""
+    try:
+        return frozenset(int(task.name) for task in _TASKS.iterdir())
+    except OSError:
+        return frozenset()
+
+
+def lower_bulk_thread(others: frozenset[int]) -> None:
+    """Of a context that was made after `others` were all threads and has sockets by now. Where it cannot be seen or
+    lowered, nothing happens."""
+    for thread in thread_ids() - others:
+        with contextlib.suppress(OSError):
+            if (_TASKS / str(thread) / "comm").read_text().strip().endswith(_NAME):
+                os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICE))

@@ -6,6 +6,7 @@ with the session's greeting, and says when connections come and go. It knows not
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from enum import IntEnum
 from typing import Protocol
@@ -151,3 +152,11 @@ class Transport(Protocol):
     async def close(self, linger_s: float) -> None:
         """Release everything; never raises."""
         ...
+
+
+_Z85 = re.compile(r"[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
+
+
+def is_public_key(text: str) -> bool:
+    """Whether it looks like the public half of a CURVE pair."""
+    return _Z85.fullmatch(text) is not None

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ...core.errors import ConfigError
 from ...transport.session.guard import Verdict
-from ...transport.session.hello import is_public_key
+from ...transport.wire import is_public_key
 from .verb import Access
 
 MAX_KEYS = 1000

@@ -18,7 +18,7 @@ from growth import check_flat, held
 from myxa.core.actor import with_deadline
 from myxa.core.errors import CallError
 from myxa.transport.node import JobKey, Node
-from myxa.transport.session import replay
+from myxa.transport.session import serving
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(110)]
 
@@ -62,7 +62,9 @@ async def in_flight(num: int, work) -> None:
 @scaled(1_000_000)
 async def test_calls(tmp_path, number, monkeypatch):
     """Calls of all kinds, and calls that end badly: late, refused, cancelled, broken off."""
-    monkeypatch.setattr(replay, "MAX_KEYS", 100)  # what is remembered of puts is bounded; not by how much is the matter
+    monkeypatch.setattr(
+        serving, "MAX_KEYS", 100
+    )  # what is remembered of puts is bounded; not by how much is the matter
     content = np.zeros(10, np.uint8)
     async with pair(tmp_path) as (near, _):
         depot = near.ref(DepotContract, "depot")

@@ -14,7 +14,7 @@ from depot import Depot, DepotContract
 from myxa.actors.ledger.ledger import Ledger
 from myxa.actors.ledger.states import State
 from myxa.core.errors import RemoteError
-from myxa.transport.inbound import Delivery
+from myxa.transport.hosting import Delivery
 from myxa.transport.node import Node
 
 pytestmark = [pytest.mark.timeout(60)]

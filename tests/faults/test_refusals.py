@@ -17,7 +17,7 @@ from raw_unix import RawUnix  # pyright: ignore[reportMissingImports]
 from myxa.core.errors import LaunchError
 from myxa.transport.node import JobKey, Node
 from myxa.transport.session.frames import Envelope, Kind, batch, decode, encode
-from myxa.transport.session.hello import read_hello, write_hello
+from myxa.transport.session.handshake import read_hello, write_hello
 from myxa.transport.wire import Endpoints, Lane
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]

@@ -26,8 +26,8 @@ from myxa.core.handlers import handlers_of
 from myxa.core.ids import PeerKey
 from myxa.transport.node import InprocNetwork, Node
 from myxa.transport.payload import UndecodableError, decode_value
-from myxa.transport.session.assemblies import Assemblies
 from myxa.transport.session.frames import Chunk, Envelope, Kind, Malformed, batch, decode, split
+from myxa.transport.session.reassembly import Assemblies
 from myxa.transport.wire import Endpoints, Lane
 
 CONTRACTS = (stubs.MixedContract, BufferContract, RolloutContract)

@@ -15,11 +15,18 @@ from myxa.core.errors import EngineError, Overloaded
 from myxa.core.handlers import HandlerTable
 from myxa.core.ids import PeerKey
 from myxa.transport.payload import encode_value
-from myxa.transport.session.dialect import PROTOCOL
-from myxa.transport.session.envelope_parts import KEY_BYTES, TRACE_BYTES
 from myxa.transport.session.faults import encode_fault
-from myxa.transport.session.frames import HEADER_BYTES, Envelope, Kind, batch, chunk_header, encode
-from myxa.transport.session.hello import Hello, write_hello
+from myxa.transport.session.frames import (
+    HEADER_BYTES,
+    KEY_BYTES,
+    TRACE_BYTES,
+    Envelope,
+    Kind,
+    batch,
+    chunk_header,
+    encode,
+)
+from myxa.transport.session.handshake import PROTOCOL, Hello, write_hello
 from myxa.transport.wire import Endpoints
 
 HEADER = struct.Struct("<2sBBHHIQIIIIIII")

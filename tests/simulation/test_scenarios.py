@@ -14,7 +14,7 @@ from sim_training import training
 from sim_workload import scenario
 
 from myxa.core.errors import SimulationError
-from myxa.transport.session import calls, credit, repair, replay, serving, session
+from myxa.transport.session import calls, credit, repair, serving, session
 from myxa.transport.simulation import Sim, run, seeds, sweep
 
 REPRO = "python -m pytest tests/simulation -k"
@@ -96,7 +96,7 @@ def no_copies_noticed(patch: pytest.MonkeyPatch) -> None:
 
 
 def puts_not_remembered(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(replay.ReplayCache, "begin", lambda self, key, waiter, now: (True, None))
+    patch.setattr(serving.ReplayCache, "begin", lambda self, key, waiter, now: (True, None))
     patch.setattr(serving.Serving, "_answer", serving.Serving._answer)
 
 

@@ -7,8 +7,8 @@ from collections import Counter, deque
 from typing import Any
 
 from myxa.core.ids import PeerKey
+from myxa.transport.session.inbound_router import LOOPBACK
 from myxa.transport.session.pending import Order, Route
-from myxa.transport.session.reception import LOOPBACK
 from myxa.transport.session.session import Session
 from myxa.transport.wire import Endpoints, Lane
 

@@ -16,7 +16,7 @@ import pytest_asyncio
 from myxa.core.actor import with_deadline
 from myxa.core.errors import NotSent
 from myxa.transport.session.credit import UNIT_BYTES, WINDOW_UNITS
-from myxa.transport.tensors.policy import TensorPolicy
+from myxa.transport.tensors.shared_array_transfer import TensorPolicy
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conftest import World, no_tasks_left

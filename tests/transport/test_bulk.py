@@ -12,7 +12,7 @@ import pytest
 from myxa.core.actor import with_deadline
 from myxa.core.errors import MessageTooLarge
 from myxa.transport.session import frames
-from myxa.transport.tensors.policy import TensorPolicy
+from myxa.transport.tensors.shared_array_transfer import TensorPolicy
 from myxa.transport.wire import Lane
 
 sys.path.insert(0, str(Path(__file__).parent))

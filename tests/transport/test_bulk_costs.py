@@ -16,7 +16,7 @@ from myxa.transport.session.frames import Assembly, Chunk
 FAULTS = """
 import resource, sys
 import numpy as np
-from myxa.transport.heap import keep_freed_memory
+from myxa.transport.node import keep_freed_memory
 if sys.argv[1] == "kept":
     keep_freed_memory()
 def burst():

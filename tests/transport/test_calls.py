@@ -23,9 +23,9 @@ from myxa.core.errors import (
     WouldDeadlock,
 )
 from myxa.core.handlers import call
-from myxa.transport.inbound import Delivery
+from myxa.transport.hosting import Delivery
+from myxa.transport.session.links import Arrival
 from myxa.transport.session.pending import PendingCall
-from myxa.transport.session.serving import Arrival
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cast_of_actors import Echo, EchoContract, Item, Relay, RelayContract

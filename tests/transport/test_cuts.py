@@ -12,7 +12,7 @@ from myxa.core.actor import with_deadline
 from myxa.core.clock import ManualClock
 from myxa.core.errors import CallError, LaunchError, NoSuchActor
 from myxa.core.ids import PeerKey
-from myxa.transport.cuts import Cuts
+from myxa.transport.socket_transport import Cuts
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cast_of_actors import Echo, EchoContract

@@ -10,12 +10,12 @@ import pytest
 
 from myxa.core.actor import Actor, MailboxPolicy
 from myxa.core.handlers import call
+from myxa.transport import outbox as outbox_module
 from myxa.transport.node import Node
-from myxa.transport.sending import outbox as outbox_module
-from myxa.transport.sending.departures import Departures
+from myxa.transport.outbox import WriteCoalescing
 from myxa.transport.session.frames import split
 from myxa.transport.unix.outbox import UnixOutbox
-from myxa.transport.unix.stream import LENGTH_BYTES, length_at
+from myxa.transport.unix.sockets import LENGTH_BYTES, length_at
 
 sys.path.insert(0, str(Path(__file__).parent))
 from unix_parts import Events, Listener, parcel
@@ -27,7 +27,7 @@ def test_all_leave_at_the_release_also_if_one_fails():
     def fail() -> None:
         raise OSError("gone")
 
-    departures = Departures()
+    departures = WriteCoalescing()
     departures.hold()
     departures.add(lambda: left.append(1))
     departures.add(fail)
@@ -82,7 +82,7 @@ async def test_under_load_messages_travel_together_and_alone_they_leave_at_once(
 @pytest.mark.asyncio
 async def test_what_follows_on_something_that_came_in_is_no_burst_however_soon_it_is(tmp_path, monkeypatch):
     monkeypatch.setattr(outbox_module, "BURST_S", 60.0)
-    listener, departures = Listener(tmp_path / "s"), Departures()
+    listener, departures = Listener(tmp_path / "s"), WriteCoalescing()
     outbox = UnixOutbox(listener.endpoint, lambda: "", Events(), departures)
     await asyncio.sleep(0.01)
     parcels = [parcel(number) for number in range(4)]

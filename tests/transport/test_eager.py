@@ -14,7 +14,7 @@ import pytest
 from myxa.core.actor import Actor, MailboxPolicy, with_deadline
 from myxa.core.errors import DeadlineExceeded
 from myxa.core.handlers import call
-from myxa.transport.eager import Eager
+from myxa.transport.actor_runner import Eager
 from myxa.transport.node import InprocNetwork, Node
 
 sys.path.insert(0, str(Path(__file__).parent))

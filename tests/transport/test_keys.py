@@ -16,10 +16,9 @@ from myxa.core.handlers import call
 from myxa.core.ids import PeerKey
 from myxa.transport.node import JobKey, KeyPair, Node
 from myxa.transport.registry.directory import NodeRecord
-from myxa.transport.session.dialect import PROTOCOL
 from myxa.transport.session.frames import Envelope, Kind, batch, encode
 from myxa.transport.session.guard import BAN_S, MAX_CANDIDATES, MAX_PAST, PROVISIONAL, Badge, Guard, Verdict
-from myxa.transport.session.hello import Hello, write_hello
+from myxa.transport.session.handshake import PROTOCOL, Hello, write_hello
 from myxa.transport.wire import Endpoints, Lane
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -23,7 +23,7 @@ from myxa.transport.session.frames import (
     split,
 )
 from myxa.transport.session.lent import Lent, fill_chunk
-from myxa.transport.tensors.policy import TensorPolicy
+from myxa.transport.tensors.shared_array_transfer import TensorPolicy
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conftest import World, no_tasks_left

@@ -15,10 +15,10 @@ from myxa.core.errors import BadRequest
 from myxa.core.ids import PeerKey
 from myxa.transport.descriptors import SPARE
 from myxa.transport.payload import UndecodableError, decode_value, encode_value
-from myxa.transport.session.assemblies import Assemblies
 from myxa.transport.session.frames import LIMITS, Chunk, Envelope, Kind, Malformed, chunk_header, encode, peek, split
-from myxa.transport.session.hello import MAX_HELLO_BYTES, Hello, read_hello, write_hello
-from myxa.transport.session.strikes import BAN_S, MAX_SOURCES, MAX_STRIKES, WINDOW_S, Strikes
+from myxa.transport.session.handshake import MAX_HELLO_BYTES, Hello, read_hello, write_hello
+from myxa.transport.session.inbound_router import BAN_S, MAX_SOURCES, MAX_STRIKES, WINDOW_S, ProtocolViolations
+from myxa.transport.session.reassembly import Assemblies
 from myxa.transport.wire import Endpoints, Lane
 from myxa.transport.zeromq.sockets import max_message
 
@@ -26,7 +26,7 @@ from myxa.transport.zeromq.sockets import max_message
 
 
 def test_a_hundred_and_one_strikes_in_a_minute_are_a_ban_that_ends():
-    strikes = Strikes()
+    strikes = ProtocolViolations()
     assert not any(strikes.strike(b"a", now=i * 0.1) for i in range(MAX_STRIKES))
     assert not strikes.is_banned(b"a", 10.0)
     assert strikes.strike(b"a", now=11.0)
@@ -37,7 +37,7 @@ def test_a_hundred_and_one_strikes_in_a_minute_are_a_ban_that_ends():
 
 
 def test_a_ban_ends_though_its_connection_never_speaks_again():
-    strikes = Strikes()
+    strikes = ProtocolViolations()
     while not strikes.strike(b"gone", 0.0):
         pass
     assert strikes.has_bans
@@ -48,13 +48,13 @@ def test_a_ban_ends_though_its_connection_never_speaks_again():
 
 
 def test_strikes_that_come_slowly_are_no_ban():
-    strikes = Strikes()
+    strikes = ProtocolViolations()
     step = 1.01 * WINDOW_S / MAX_STRIKES
     assert not any(strikes.strike(b"a", now=i * step) for i in range(20 * MAX_STRIKES))
 
 
 def test_connections_are_forgotten_when_there_are_too_many():
-    strikes = Strikes()
+    strikes = ProtocolViolations()
     for i in range(5 * MAX_SOURCES):
         strikes.strike(str(i).encode(), now=0.0)
     for i in range(2 * MAX_SOURCES // 100):

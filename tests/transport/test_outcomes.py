@@ -26,7 +26,7 @@ from myxa.core.errors import (
     StreamBroken,
 )
 from myxa.core.ids import PeerKey
-from myxa.transport.session import dialect, session
+from myxa.transport.session import handshake, session
 from myxa.transport.session.pending import Order, Route
 from myxa.transport.wire import Lane
 
@@ -179,7 +179,7 @@ class Scene:
         self.one.session.close()
 
     def actor_ends(self):
-        """As `cell.py` ends an actor: what waits is refused, what runs is cut short."""
+        """As `actor_runner.py` ends an actor: what waits is refused, what runs is cut short."""
         serving = self.two.session.serving
         if self.one.held is not None or self.net.flying:
             self.two.refusal = Draining("actor3 is shutting down")
@@ -348,7 +348,7 @@ def test_another_version_is_found_out_when_the_two_meet(kind, monkeypatch):
     scene = Scene.__new__(Scene)
     scene.clock, scene.net, scene.one, scene.two, scene.kind, scene.sink = clock, net, one, two, kind, Sink()
     greeting = two.session.greeting(one.key, Lane.CONTROL, 0)
-    monkeypatch.setattr(session, "PROTOCOL", dialect.PROTOCOL)
+    monkeypatch.setattr(session, "PROTOCOL", handshake.PROTOCOL)
     one.held = []
     scene.submit()
     one.accepted.add(b"their way")

@@ -22,7 +22,7 @@ from myxa.transport.registry.state import KEPT_UPDATES, RegistryState
 from myxa.transport.session.credit import UNIT_BYTES, WINDOW_UNITS, Grant, SendWindow, cost_of
 from myxa.transport.session.faults import decode_fault, encode_fault, fault_of
 from myxa.transport.session.pending import Route
-from myxa.transport.session.replay import MAX_AGE_S, ReplayCache
+from myxa.transport.session.serving import MAX_AGE_S, ReplayCache
 from myxa.transport.session.wheel import TICK_S, Wheel
 from myxa.transport.wire import Endpoints
 
@@ -134,9 +134,9 @@ def test_replay_joins_running_and_repeats_done():
 
 
 def test_replay_is_bounded(monkeypatch):
-    from myxa.transport.session import replay
+    from myxa.transport.session import serving
 
-    monkeypatch.setattr(replay, "MAX_KEYS", 10)
+    monkeypatch.setattr(serving, "MAX_KEYS", 10)
     cache: ReplayCache[int] = ReplayCache()
     for i in range(100):
         cache.begin(str(i).encode(), i, 0.0)
@@ -147,9 +147,9 @@ def test_replay_is_bounded(monkeypatch):
 
 
 def test_what_runs_is_never_forgotten(monkeypatch):
-    from myxa.transport.session import replay
+    from myxa.transport.session import serving
 
-    monkeypatch.setattr(replay, "MAX_KEYS", 3)
+    monkeypatch.setattr(serving, "MAX_KEYS", 3)
     cache: ReplayCache[int] = ReplayCache()
     for i in range(10):
         cache.begin(str(i).encode(), i, 0.0)

@@ -18,8 +18,8 @@ import zmq
 from myxa.core.errors import LaunchError
 from myxa.transport import address
 from myxa.transport.node import JobKey, Node
-from myxa.transport.session.dialect import PROTOCOL
 from myxa.transport.session.frames import Envelope, Kind, batch, chunk_header, encode
+from myxa.transport.session.handshake import PROTOCOL
 from myxa.transport.wire import Endpoints, Lane
 from myxa.transport.zeromq import sockets as zmq_sockets
 

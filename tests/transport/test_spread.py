@@ -14,8 +14,8 @@ import pytest_asyncio
 from myxa.core.actor import Actor, MailboxPolicy
 from myxa.core.errors import GatherError, NoSuchActor, Overloaded
 from myxa.core.handlers import call, durable_put
+from myxa.transport.call_client import CallClient
 from myxa.transport.codec import Codec
-from myxa.transport.courier import Courier
 from myxa.transport.node import Node
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.asyncio]
@@ -91,7 +91,7 @@ async def test_it_is_encoded_once_and_has_no_task_of_its_own_for_each(scene: Sce
         raise AssertionError("a call of its own")
 
     monkeypatch.setattr(Codec, "encode", counted)
-    monkeypatch.setattr(Courier, "request", refused)
+    monkeypatch.setattr(CallClient, "request", refused)
     assert await scene.group.all(Member.name, "!") == {name: name + "!" for name in NAMES}
     assert num_encoded == 1
 

@@ -16,20 +16,22 @@ from myxa.transport.tensors.ledger import (
     BLOCK_TABLE,
     LEASE_TABLE,
     NUM_SLOTS,
+    PAGE,
     Block,
+    BlockLedger,
     BlockState,
+    FreeBytes,
     Lease,
     LeaseState,
-    Ledger,
+    whole_pages,
 )
-from myxa.transport.tensors.neighbours import REACH_TABLE, SHUT_S, Reach, ReachState
-from myxa.transport.tensors.shelf import PAGE, Shelf, whole_pages
+from myxa.transport.tensors.same_host_peers import REACH_TABLE, SHUT_S, Reach, ReachState
 
 ANNE, BERT = PeerKey(2, 1), PeerKey(3, 1)
 
 
-def ledger_with(num_pages: int) -> Ledger:
-    made = Ledger(1000)
+def ledger_with(num_pages: int) -> BlockLedger:
+    made = BlockLedger(1000)
     made.add_slab(0, num_pages * PAGE)
     return made
 
@@ -157,7 +159,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = Ledger(0)
+        self.ledger = BlockLedger(0)
         self.ledger.add_slab(0, 12 * PAGE)
         self.ledger.add_slab(1, 5 * PAGE)
         self.owned: list[Block] = []
@@ -269,7 +271,7 @@ TestLedger = LedgerMachine.TestCase
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9 * PAGE)), max_size=60))
 def test_ranges_never_overlap_and_join_again(steps):
-    shelf, taken = Shelf(32 * PAGE), {}
+    shelf, taken = FreeBytes(32 * PAGE), {}
     for is_take, number in steps:
         if is_take or not taken:
             offset = shelf.take(number)
@@ -288,7 +290,7 @@ def test_ranges_never_overlap_and_join_again(steps):
 
 
 def test_a_range_is_given_back_once():
-    shelf = Shelf(4 * PAGE)
+    shelf = FreeBytes(4 * PAGE)
     offset = shelf.take(2 * PAGE)
     assert offset == 0
     shelf.give(0, 2 * PAGE)

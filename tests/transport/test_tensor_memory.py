@@ -16,10 +16,8 @@ import pytest
 from myxa.core.errors import SlabError
 from myxa.transport.tensors import kernel
 from myxa.transport.tensors.copier import INLINE_BYTES, STEP_BYTES, Copier
-from myxa.transport.tensors.landing import IDLE_S, Landing
-from myxa.transport.tensors.loans import MAX_LOANS, Loans
-from myxa.transport.tensors.region import address_of, read_only, region
-from myxa.transport.tensors.slab import DATA_OFFSET, Slab, SlabMapping
+from myxa.transport.tensors.shared_array_transfer import IDLE_S, MAX_LOANS, Landing, Loans
+from myxa.transport.tensors.slab import DATA_OFFSET, Slab, SlabMapping, address_of, read_only, region
 
 pytestmark = pytest.mark.timeout(60)
 

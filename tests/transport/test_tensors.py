@@ -16,10 +16,10 @@ import pytest_asyncio
 from myxa.core.actor import with_deadline
 from myxa.core.errors import BadRequest, CallError, DeadlineExceeded, OutcomeUnknown, SlabError, TensorLost
 from myxa.core.handlers import handlers_of
-from myxa.transport.tensors import kernel, neighbourhood, porter, slab
+from myxa.transport.tensors import kernel, same_host_peers, shared_array_transfer, slab
 from myxa.transport.tensors.handles import PullHandle, SlabHandle, join, part
-from myxa.transport.tensors.neighbours import ReachState
-from myxa.transport.tensors.policy import TensorPolicy
+from myxa.transport.tensors.same_host_peers import ReachState
+from myxa.transport.tensors.shared_array_transfer import TensorPolicy
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conftest import World, no_tasks_left
@@ -271,7 +271,7 @@ async def test_where_pulling_is_forbidden_the_slab_is_used_and_else_the_wire(ipc
     def forbidden(*_):
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(neighbourhood, "read_bytes", forbidden)
+    monkeypatch.setattr(same_host_peers, "read_bytes", forbidden)
     near, far, ref, _ = await neighbours(ipc)
     assert await ref.total(np.ones(LARGE)) == 2 * LARGE
     assert ways_used(near) == {"slab": 1}
@@ -292,10 +292,10 @@ async def test_what_was_permitted_and_is_not_any_more_costs_one_more_try(ipc, mo
 
     near, _, ref, actor = await neighbours(ipc)
     await ref.total(np.ones(LARGE))
-    monkeypatch.setattr(porter, "pull", forbidden)
+    monkeypatch.setattr(shared_array_transfer, "pull", forbidden)
     assert await ref.total(np.ones(LARGE)) == 2 * LARGE
     assert ways_used(near) == {"pull": 2, "slab": 1}
-    monkeypatch.setattr(porter.Porter, "_mapping", forbidden)
+    monkeypatch.setattr(shared_array_transfer.SharedArrayTransfer, "_mapping", forbidden)
     assert await ref.total(np.ones(LARGE)) == 2 * LARGE
     assert ways_used(near) == {"pull": 2, "slab": 2, "wire": 1}
     assert actor.num_runs == 3
@@ -308,11 +308,11 @@ async def test_a_challenge_cannot_be_met_for_another_process(ipc):
     await ref.kept()
     hood = far.tensors._neighbourhood
     victim = await ipc.child("victim")
-    found = await hood.probe(near._key, victim.pid, neighbourhood.boot_id())
+    found = await hood.probe(near._key, victim.pid, same_host_peers.boot_id())
     assert (found.can_pull, found.can_map) == (False, False)
     assert not hood.get(near._key).is_readable
-    assert (await hood.probe(near._key, os.getpid(), neighbourhood.boot_id())).why  # it said another number before
-    assert (await hood.probe(ipc.host._key, 1 << 30, neighbourhood.boot_id())).pid == 0
+    assert (await hood.probe(near._key, os.getpid(), same_host_peers.boot_id())).why  # it said another number before
+    assert (await hood.probe(ipc.host._key, 1 << 30, same_host_peers.boot_id())).pid == 0
     assert (await hood.probe(ipc.host._key, os.getpid(), "another boot")).pid == 0
 
 
@@ -389,7 +389,7 @@ async def test_what_is_lent_no_longer_is_never_used(ipc, monkeypatch):
         near.tensors._loans._words[:] = 0
         return before, pulled(pid, word, target, 8, word)[1]
 
-    monkeypatch.setattr(porter, "pull", late)
+    monkeypatch.setattr(shared_array_transfer, "pull", late)
     assert await ref.total(np.ones(40_000)) == 80_000  # by the wire at last
     assert actor.num_runs == 1
     assert near.tensors.porter.num_by["pull"] == 1
@@ -400,7 +400,7 @@ async def test_an_offer_that_expired_is_not_read(ipc):
     await ref.total(np.ones(LARGE))
     async with near.tensors.allocate(4, "float64") as block:
         found = near.tensors._pool.find(block.array.__array_interface__["data"][0], 32)
-        packed = porter.Packed(b"", ())
+        packed = shared_array_transfer.Packed(b"", ())
         handle = near.tensors.porter._offered(packed, *found, 32, far._key, 0, False, 1.0)
         near.tensors._pool.freed(near.tensors._ledger.expire(near.clock.monotonic() + 1e6))
         await block.reclaim(1)
@@ -416,7 +416,7 @@ async def test_an_answer_that_cannot_be_read_is_an_unknown_outcome(ipc, monkeypa
         raise SlabError("gone")
 
     _, _, ref, actor = await neighbours(ipc)
-    monkeypatch.setattr(porter.Porter, "_mapping", gone)
+    monkeypatch.setattr(shared_array_transfer.SharedArrayTransfer, "_mapping", gone)
     with pytest.raises(OutcomeUnknown, match=r"callee.state ran, but its answer is lost"):
         await ref.state()
     assert actor.sum[0] == 1
@@ -454,7 +454,7 @@ async def test_a_caller_that_leaves_in_the_middle_of_a_copy(ipc, monkeypatch):
         time.sleep(0.02)
         return pulled(*args)
 
-    monkeypatch.setattr(porter, "pull", slow)
+    monkeypatch.setattr(shared_array_transfer, "pull", slow)
     data = np.ones(4 << 20)  # four steps of 8 MiB
     task = asyncio.ensure_future(ref.total(data))
     await begun.wait()

@@ -18,11 +18,11 @@ import pytest
 import uvloop
 
 from myxa.transport.session.frames import LIMITS, Envelope, Kind, batch, chunk_header, encode, sole
-from myxa.transport.session.strikes import MAX_STRIKES
+from myxa.transport.session.inbound_router import MAX_STRIKES
 from myxa.transport.turn_budget import TurnBudget
 from myxa.transport.unix import inbox as unix_inbox
 from myxa.transport.unix.inbox import UnixInbox
-from myxa.transport.unix.stream import MAX_MESSAGE, framed
+from myxa.transport.unix.sockets import MAX_MESSAGE, framed
 
 sys.path.insert(0, str(Path(__file__).parent))
 from raw_unix import RawUnix

@@ -14,9 +14,8 @@ import uvloop
 
 from myxa.transport.session.frames import batch, sole
 from myxa.transport.turn_budget import TurnBudget
-from myxa.transport.unix.connection import PART_BYTES
-from myxa.transport.unix.inbox import UnixInbox
-from myxa.transport.unix.stream import MAX_MESSAGE, framed
+from myxa.transport.unix.inbox import PART_BYTES, UnixInbox
+from myxa.transport.unix.sockets import MAX_MESSAGE, framed
 
 sys.path.insert(0, str(Path(__file__).parent))
 from raw_unix import RawUnix

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from myxa.transport.sending.departures import Departures
+from myxa.transport.outbox import WriteCoalescing
 from myxa.transport.session.frames import Envelope, Kind, encode, split
 from myxa.transport.turn_budget import TurnBudget
 from myxa.transport.unix.inbox import UnixInbox
 from myxa.transport.unix.outbox import UnixOutbox
-from myxa.transport.unix.stream import padded
+from myxa.transport.unix.sockets import padded
 from myxa.transport.wire import Lane, Parcel
 
 GREETING = encode(Envelope(kind=Kind.HELLO, body=b"{}"))
@@ -120,7 +120,7 @@ async def envelopes(made: socket.socket, number: int) -> list[bytes]:
 
 def inbox_at(path: Path, sink: Sink, counters: Counter[str] | None = None, turn: TurnBudget | None = None) -> UnixInbox:
     inbox = UnixInbox(
-        path, Lane.CONTROL, turn or TurnBudget(), Departures(), Counter() if counters is None else counters,
+        path, Lane.CONTROL, turn or TurnBudget(), WriteCoalescing(), Counter() if counters is None else counters,
         lambda *_: None,
     )  # fmt: skip
     inbox.start(sink)  # pyright: ignore[reportArgumentType]

@@ -24,8 +24,7 @@ from typing import Any, ParamSpec, TypeVar, Unpack
 import uvloop
 
 from ...core.errors import CallError, DeadlineExceeded, NotSent, WouldDeadlock
-from ..fork_guard import guard, release
-from ..node import Node
+from ..node import Node, guard, release
 from .sync_node import AttachOptions, HomeCaller, SyncNode, check_options
 
 T = TypeVar("T")

@@ -17,9 +17,9 @@ from ...core.handlers import HandlerSpec
 from ...core.ids import PeerKey
 from ..session.pending import Order, Route
 from ..session.session import Session
+from .bootstrap import RegistrySeat
 from .directory import ActorRecord, Directory, DirectoryUpdate, Location, NodeRecord
 from .registry import REGISTRY, RegistryContract
-from .seat import RegistrySeat
 
 LOOKUP_WAIT_S = 2.0
 """How long a call to a name that was never heard of waits for it to come up."""

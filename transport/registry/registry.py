@@ -1,8 +1,12 @@
-"""The registry: the one well-known actor. Issues epochs, knows who is where, tells everybody who came and went.
+"""The registry: the one well-known actor. Issues epochs, keeps the directory, reports arrivals and exits.
 
-Hosted by the launcher of node 0. The data plane does not need it: nodes call each other directly and go on from their
-mirrors if it is away; only joining and learning of exits wait for it. With a journal it may die and come back: it then
-knows whom it knew, and nobody is said to be gone before he had time to report again.
+Hosted by the launcher of node 0. The data plane does not need it: nodes call each other directly and use their mirrors
+while it is away; only joining and reports of exits wait for it. With a journal it may die and come back: it then has
+its members again, and reports none of them as gone before that member had time to report.
+
+`RegistryRights` says who may tell the registry what; no member speaks in another's name. The caller is known by its
+connection. A caller over ipc or in the process is trusted as far as the operating system trusts it: to the processes of
+one user on one host everything is allowed, as to launchers. Sans-IO.
 """
 
 from __future__ import annotations
@@ -12,17 +16,16 @@ import logging
 from collections.abc import AsyncIterator
 
 from ...core.actor import Actor
-from ...core.errors import LaunchError
+from ...core.errors import LaunchError, NotPermitted, StaleEpoch
 from ...core.handlers import call, stream
 from ...core.ids import PeerKey, check_name
 from ...core.scope import current_caller
 from ...core.supervision import describe_status
-from ..session.guard import Guard
-from ..wire import Endpoints
+from ..session.guard import ANYBODY, ROLES, Badge, Guard, is_provisional
+from ..wire import Endpoints, is_public_key
 from .directory import ActorRecord, DirectoryUpdate, NodeRecord
 from .journal import Entry, Known, Over, RegistryJournal
-from .rights import RegistryRights
-from .state import RegistryState
+from .state import REGISTRY_NODE_ID, RegistryState
 
 REGISTRY = "registry"
 REJOIN_S = 20.0
@@ -201,7 +204,7 @@ class RegistryActor(RegistryContract):
             self._write(Known(record=record))
 
     def _write(self, entry: Entry) -> None:
-        """News: a journal that cannot be written stops grants, but nobody is kept from hearing who has gone."""
+        """A journal that cannot be written stops grants, but nobody is kept from hearing who has gone."""
         if self._journal is None:
             return
         try:
@@ -225,3 +228,84 @@ class RegistryActor(RegistryContract):
     def _wake(self) -> None:
         for changed in self._sleepers:
             changed.set()
+
+
+class RegistryRights:
+    """Each method raises NotPermitted; StaleEpoch for a caller that is over."""
+
+    def __init__(self, state: RegistryState, guard: Guard | None) -> None:
+        self._state = state
+        self._guard = guard
+        self.num_refused = 0
+
+    def to_register(self, name: str, endpoints: Endpoints, caller: PeerKey | None) -> str:
+        """May that caller join as `name`, listening there? Returns the role that it has then."""
+        if self._guard is None:
+            return ANYBODY.role
+        badge = self._guard.stranger(caller) if caller is not None and is_provisional(caller) else None
+        if badge is None:
+            raise self._refusal("only a process that has not joined yet may register")
+        expected = self._guard.expected(endpoints.curve)
+        badge = expected if expected is not None and badge == ANYBODY else badge
+        if badge.name not in ("", name) or badge.key not in ("", endpoints.curve):
+            raise self._refusal(f"the key that was announced for {badge.name} was used to join as {name}")
+        living = self._state.node(name)
+        if living is not None and living.node_id == REGISTRY_NODE_ID:
+            raise self._refusal(f"{name} is the process of the registry itself")
+        self._check_key(name, endpoints)
+        self._guard.joined(endpoints.curve)
+        return badge.role
+
+    def _check_key(self, name: str, endpoints: Endpoints) -> None:
+        key = endpoints.curve
+        if not key:
+            if any(endpoints.tcp):
+                raise self._refusal(f"{name} listens on tcp and has no key")
+            return
+        owner = next((n.name for n in self._state.nodes("") if n.endpoints.curve == key), name)
+        if not is_public_key(key) or owner != name:
+            raise self._refusal(f"{name} gives a key that is {'no key' if owner == name else f'that of {owner}'}")
+
+    def to_speak_for(self, name: str, caller: PeerKey | None) -> None:
+        """About `name` itself."""
+        record = self._record(caller)
+        if record is not None and record.role != "keeper" and record.name != name:
+            raise self._refusal(f"{record.name} spoke for {name}")
+
+    def to_rejoin(self, record: NodeRecord, caller: PeerKey | None) -> None:
+        """Say again what the registry knew of it; nobody gets another key or role that way."""
+        self.to_speak_for(record.name, caller)
+        known = self._record(caller)
+        if known is not None and (known.key, known.role, known.endpoints.curve) != (
+            record.key, record.role, record.endpoints.curve,
+        ):  # fmt: skip
+            raise self._refusal(f"{known.name} came back with another number, key or role")
+
+    def to_keep(self, what: str, caller: PeerKey | None) -> None:
+        """What only launchers may do."""
+        record = self._record(caller)
+        if record is not None and record.role != "keeper":
+            raise self._refusal(f"{record.name} may not {what}")
+
+    def to_expect(self, name: str, public_key: str, role: str, caller: PeerKey | None) -> None:
+        """Announce a key; notes it."""
+        self.to_keep("announce keys", caller)
+        found = ROLES.get(role)
+        if found is None or not is_public_key(public_key):
+            raise self._refusal(f"there is no role {role!r}" if found is None else "that is no public key")
+        if self._guard is not None:
+            self._guard.expect(Badge(name, found, public_key))
+
+    def _record(self, caller: PeerKey | None) -> NodeRecord | None:
+        """Of a member; None: within the process. Somebody who has not joined may say nothing but `register`."""
+        if self._guard is None or caller is None:
+            return None
+        for record in self._state.nodes(""):
+            if record.key == caller:
+                return record
+        self.num_refused += 1
+        raise StaleEpoch(f"{caller} is not registered (any more)")
+
+    def _refusal(self, why: str) -> NotPermitted:
+        self.num_refused += 1
+        return NotPermitted(why, remedy="a process speaks under its own name and key; launchers hold the job's key")

@@ -3,9 +3,14 @@
 Every call ends exactly once: a reply, the handler's error, a refusal (not executed), never sent, or outcome unknown.
 
     WAITING (no credit) -> SENT -> ended            resendable ones also: SENT | WAITING <-> PARKED
+
+A cast has no caller that waits, but its callee may refuse it because its mailbox is full. The refusal comes late, so
+`RefusedCasts` refuses the next casts to that callee here for a moment, and the sender sees the refusal.
 """
 
 from __future__ import annotations
+
+from collections import OrderedDict
 
 from ...core.clock import Clock
 from ...core.errors import (
@@ -16,6 +21,7 @@ from ...core.errors import (
     NoSuchActor,
     NotExecuted,
     NotSent,
+    Overloaded,
     PeerDied,
     StaleEpoch,
     StreamBroken,
@@ -27,7 +33,6 @@ from .faults import decode_fault
 from .frames import HEADER_BYTES, LIMITS, NO_TTL, Envelope, Kind, Limits
 from .links import Link, Links
 from .pending import CallSink, CallState, Order, PendingCall, Route, RouteOf, ttl_ms_of
-from .refused_casts import RefusedCasts
 from .wheel import Wheel
 
 LAST_WORDS_S = 1.0  # by which the news that an actor ended may overtake its last answers
@@ -397,3 +402,37 @@ class Calls:
             outcome.callee = call.order.target
         if tell:
             call.sink.done(outcome)
+
+
+MAX_RECENT = 1024
+
+
+class RefusedCasts:
+    """Of all callees of a process."""
+
+    def __init__(self) -> None:
+        self._recent: OrderedDict[int, str] = OrderedDict()
+        self._refused_until: dict[str, float] = {}
+        self.num_refused = 0
+
+    def check(self, target: str, now: float) -> None:
+        """Raises Overloaded if `target` refused a cast a moment ago."""
+        left_s = self._refused_until.get(target, 0.0) - now
+        if left_s > 0:
+            raise Overloaded(f"{target} refused a cast a moment ago: its mailbox is full", retry_after_s=left_s)
+
+    def sent(self, corr: int, target: str) -> None:
+        """A cast is on its way."""
+        self._recent[corr] = target
+        if len(self._recent) > MAX_RECENT:
+            self._recent.popitem(last=False)
+
+    def target_of(self, corr: int) -> str | None:
+        """Whose refusal it is that came with that number, once; None: of no cast that is remembered."""
+        return self._recent.pop(corr, None)
+
+    def refused(self, target: str, error: Exception, now: float) -> None:
+        """That cast was not executed."""
+        self.num_refused += 1
+        if isinstance(error, Overloaded):
+            self._refused_until[target] = now + error.retry_after_s

@@ -12,8 +12,7 @@ from typing import cast
 
 import msgspec
 
-from .envelope_parts import aligned
-from .frames import CHUNK_HEADER_BYTES, LIMITS, Buffer, Envelope, chunk_header, encode
+from .frames import CHUNK_HEADER_BYTES, LIMITS, Buffer, Envelope, aligned, chunk_header, encode
 
 _NUM_FRAMES = struct.Struct("<I")
 _NUM_FRAMES_OFFSET = 36

@@ -11,7 +11,9 @@ import functools
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from ...core.errors import NotSent, StaleEpoch
 from ...core.ids import PeerKey
@@ -22,7 +24,6 @@ from .lent import Lent
 
 if TYPE_CHECKING:
     from .pending import PendingCall
-    from .serving import Arrival
 
 
 STRANGER_LINGER_S = 1.0
@@ -295,3 +296,29 @@ class Links:
         else:
             self._transport.send(link.key, lane, parcel)
         return parcel
+
+
+class Arrival(msgspec.Struct, eq=False):
+    """One call that came in."""
+
+    link: Link
+    """On which it came; the answer goes by the one that its caller has then."""
+    lane: Lane
+    envelope: Envelope
+    cost: int
+    deadline_at: float | None
+    """On this process's monotonic clock."""
+    is_cast: bool
+    is_taken_up: bool = False
+    is_answered: bool = False
+    handle: Any = None
+    """For the host's use, until it is answered: it refers back to this, and a cycle for every call would be left to the
+    garbage collector."""
+    allowed: int = 0
+    """Items of a stream that may be sent in all."""
+    num_items: int = 0
+
+    @property
+    def peer(self) -> PeerKey:
+        """Who asks."""
+        return self.link.key

@@ -1,34 +1,33 @@
 """The session layer of one process: who the peers are, and where each envelope goes. Sans-IO.
 
 Inputs: envelopes, connections that come and go, the clock's ticks, what the registry says of other processes, and the
-intents of `Calls` and `Serving`. Outputs: envelopes to a `Transport`, work to a `Host`, ends of calls to their sinks.
-Knows no sockets, no loop and no actors; runs unchanged over sockets, over the in-process transport, or in a test.
+intents of `Calls` and `Serving`. Outputs: envelopes to a `Transport`, work to a `SessionHost`, ends of calls to their
+sinks. Knows no sockets, no loop and no actors; runs unchanged over sockets, over the in-process transport, or in a
+test.
 
-Who may speak: the first envelope of a connection is HELLO; until then everything is dropped. An envelope that is not
-meant for this incarnation, or comes from one that is over, has no effect.
+The first envelope of a connection is HELLO; until then everything is dropped. An envelope that is not meant for this
+incarnation, or comes from one that is over, has no effect.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Protocol
 
 from ...core.clock import Clock
 from ...core.errors import LaunchError, MyxaError, StaleEpoch
 from ...core.ids import PeerKey
 from ..wire import Door, Endpoints, Lane, Transport
 from .calls import Calls
-from .dialect import PROTOCOL, Dialect
-from .farewell import read_farewell, write_farewell
 from .faults import decode_fault, encode_fault
 from .frames import LIMITS, VERSION, Buffer, Envelope, Kind, Limits, encode
-from .hello import Hello, read_hello, write_hello
+from .handshake import PROTOCOL, Handshake, Hello, read_goodbye, read_hello, write_goodbye, write_hello
+from .heartbeat import Heartbeat, HeartbeatHost
+from .inbound_router import Handler, InboundRouter
 from .links import Link, Links
-from .pulse import Pulse
-from .reception import Handler, Reception
 from .repair import Repair
-from .serving import Serving
-from .session_host import SessionHost
+from .serving import Host, Serving
 
 ANOTHER = "asked for another incarnation than"
 REPLACED = "was replaced, or was reported dead"
@@ -59,10 +58,10 @@ class Session:
         self.calls = Calls(self._links, clock, limits)
         self.serving = Serving(self._links, host, clock, limits)
         self.repair = Repair(self._links, self.calls, self.serving, clock)
-        self.pulse = Pulse(self._links, host, clock, self.counters)
+        self.heartbeat = Heartbeat(self._links, host, clock, self.counters)
         self._clock = clock
         self._door = door
-        self._dialect = Dialect(self._links, self.calls, self.counters, door, self.peer_over)
+        self._dialect = Handshake(self._links, self.calls, self.counters, door, self.peer_over)
         self._num_greetings = 0
         self.on_greeted: Callable[[PeerKey, Endpoints], object] | None = None
         """Called when a process said who it is, before anything else is done with it."""
@@ -76,11 +75,11 @@ class Session:
             Kind.END: self.calls.on_answer,
             Kind.NACK: self._on_nack,
             Kind.ITEM: self.calls.on_item,
-            Kind.PING: self.pulse.on_ping,
-            Kind.PONG: self.pulse.on_pong,
+            Kind.PING: self.heartbeat.on_ping,
+            Kind.PONG: self.heartbeat.on_pong,
             Kind.GOODBYE: self._on_goodbye,
         }
-        self._reception = Reception(
+        self._reception = InboundRouter(
             self._links, self.calls, self.serving, clock, limits, door, self.counters, self, handlers
         )
         self.received = self._reception.received
@@ -106,7 +105,7 @@ class Session:
             return
         if lane is Lane.CONTROL:
             link.on("connected")
-            self.pulse.reconnected(link)
+            self.heartbeat.reconnected(link)
         if lane in link.broken:
             link.broken.discard(lane)
             self.calls.on_blip(link, lane)
@@ -126,7 +125,7 @@ class Session:
             self._host.fenced(StaleEpoch(f"{peer}: {why}; it {REPLACED}"))
 
     def silence_s(self, peer: PeerKey) -> float:
-        return self.pulse.silence_s(peer)
+        return self.heartbeat.silence_s(peer)
 
     def unreachable(self, peer: PeerKey, why: str) -> None:
         link = self._links.find(peer)
@@ -144,7 +143,7 @@ class Session:
         """Time has passed."""
         self.calls.expire()
         self.repair.tick()
-        self.pulse.tick()
+        self.heartbeat.tick()
 
     def peer_over(self, key: PeerKey, why: str) -> None:
         """That incarnation has ended for good."""
@@ -174,7 +173,7 @@ class Session:
         """Tell everybody that new calls are not taken any more; those under way are finished."""
         for link in self._links.all():
             if link.key != self.own:
-                body = write_farewell(retry_after_s)
+                body = write_goodbye(retry_after_s)
                 self._links.send(link, Lane.CONTROL, encode(self._envelope(Kind.GOODBYE, link.key, body=body)))
 
     def close(self) -> None:
@@ -274,7 +273,7 @@ class Session:
                 self._down(link, f"{found.key} is at its address now")
 
     def _on_goodbye(self, link: Link, _lane: Lane, envelope: Envelope, _num_bytes: int) -> None:
-        farewell = read_farewell(envelope.body)
+        farewell = read_goodbye(envelope.body)
         if farewell is None:
             self.peer_over(link.key, "it said goodbye")
         else:
@@ -298,7 +297,7 @@ class Session:
         self._end_business(link, why)
 
     def _end_business(self, link: Link, why: str) -> None:
-        self.pulse.forget(link.key)
+        self.heartbeat.forget(link.key)
         self.calls.on_gone(link, why)
         self.serving.on_gone(link)
 
@@ -307,3 +306,23 @@ class Session:
             kind=kind, src_node=self.own.node_id, src_epoch=self.own.epoch, dst_epoch=peer.epoch,
             corr=corr, actor=actor, body=body,
         )  # fmt: skip
+
+
+class SessionHost(Host, HeartbeatHost, Protocol):
+    """What the session asks of its surroundings."""
+
+    def unreachable(self, key: PeerKey, why: str) -> None:
+        """A peer was given up."""
+        ...
+
+    def fenced(self, error: MyxaError) -> None:
+        """Another incarnation has taken this process's place."""
+        ...
+
+    def loop_back(self, lane: Lane, data: bytes | bytearray) -> None:
+        """Give an envelope back to `Session.received` as from LOOPBACK, in a later turn of the loop."""
+        ...
+
+    def crashed(self, error: BaseException) -> None:
+        """A bug in this layer; the node cannot be trusted any more."""
+        ...

@@ -9,7 +9,8 @@ Every block that is given out has a generation number that no other block of thi
     lease    OFFERED --hold--> HELD     a message that may arrive / a reader that said so
              OFFERED --release | withdraw | expire | over--> ENDED     HELD --release | over--> ENDED
 
-An offer expires, for its message may be lost. What is held does not: it ends when the holder says so or is over.
+An offer expires, for its message may be lost. A held lease does not: it ends when the holder says so or is over.
+`FreeBytes` says which bytes of one slab are free: first fit, neighbours join when they are given back.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from ...core.ids import PeerKey
-from .shelf import Shelf
 
 NUM_SLOTS = 504
 """Generation words per slab, hence blocks per slab."""
@@ -93,13 +93,13 @@ class Lease:
     state: LeaseState = LeaseState.OFFERED
 
 
-class Ledger:
+class BlockLedger:
     """All blocks and leases of this process. Methods that may free blocks return those that are free now."""
 
     def __init__(self, first_number: int) -> None:
         self._next_number = first_number
         """For tickets and generations; random at the start, so that numbers of another incarnation never fit."""
-        self._shelves: dict[int, Shelf] = {}
+        self._shelves: dict[int, FreeBytes] = {}
         self._slots: dict[int, list[int]] = {}
         self._blocks: dict[int, set[Block]] = {}
         self._leases: dict[int, Lease] = {}
@@ -108,7 +108,7 @@ class Ledger:
 
     def add_slab(self, slab: int, num_bytes: int) -> None:
         """There is a new slab to cut blocks from."""
-        self._shelves[slab] = Shelf(num_bytes)
+        self._shelves[slab] = FreeBytes(num_bytes)
         self._slots[slab] = list(range(NUM_SLOTS))
         self._blocks[slab] = set()
 
@@ -234,3 +234,49 @@ class Ledger:
             self._slots[block.slab].append(block.slot)
             self._shelves[block.slab].give(block.offset, block.num_bytes)
         return freed
+
+
+PAGE = 4096
+
+
+def whole_pages(num_bytes: int) -> int:
+    """Rounded up; never nothing."""
+    return max(PAGE, -(-num_bytes // PAGE) * PAGE)
+
+
+class FreeBytes:
+    """Free ranges of a slab, by offset; none touches the next."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._free: list[tuple[int, int]] = [(0, num_bytes)]
+
+    @property
+    def free_bytes(self) -> int:
+        return sum(size for _, size in self._free)
+
+    def take(self, num_bytes: int) -> int | None:
+        """Offset of a range of so many bytes (rounded up to pages), or None: none is long enough."""
+        wanted = whole_pages(num_bytes)
+        for i, (offset, size) in enumerate(self._free):
+            if size >= wanted:
+                rest = [(offset + wanted, size - wanted)] if size > wanted else []
+                self._free[i : i + 1] = rest
+                return offset
+        return None
+
+    def give(self, offset: int, num_bytes: int) -> None:
+        """A range that was taken is free again. ValueError if part of it is free already."""
+        size = whole_pages(num_bytes)
+        place = sum(1 for start, _ in self._free if start < offset)
+        before = self._free[place - 1] if place else None
+        after = self._free[place] if place < len(self._free) else None
+        if (before and before[0] + before[1] > offset) or (after and offset + size > after[0]):
+            raise ValueError(f"bytes {offset}..{offset + size} are free already")
+        joined = (offset, size)
+        first, last = place, place
+        if before and before[0] + before[1] == offset:
+            joined, first = (before[0], before[1] + size), place - 1
+        if after and offset + size == after[0]:
+            joined, last = (joined[0], joined[1] + after[1]), place + 1
+        self._free[first:last] = [joined]

@@ -8,23 +8,30 @@ process, ZeroMQ cannot carry it, and it works where this does: same user, same h
     page 0: magic, slab id, capacity, then one generation word per block | blocks, on page boundaries
 
 A generation word is 0 while its block is free or being written. A reader looks at it before and after.
+
+`region` gives memory to numpy and calls back when the last array of it is gone: an array keeps its memory's exporter
+alive, and so does every view of it. Python 3.11 has no `__buffer__`, hence a ctypes array over the address.
+`numpy.ndarray` subclasses with a finaliser were considered: numpy shortens chains of bases, and a plain view outlives
+the subclass instance.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
 import struct
+import weakref
+from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 
 from ...core.errors import SlabError
-from ..memory_file import F_SEAL_FUTURE_WRITE, open_to_read, path_of
-from ..shm import available_bytes
+from ..shm import F_SEAL_FUTURE_WRITE, available_bytes, open_to_read, path_of
 from .kernel import populate
 from .ledger import NUM_SLOTS
-from .region import Bytes, address_of
 
 DATA_OFFSET = 4096
 _MAGIC = b"myxapool"
@@ -137,3 +144,35 @@ def _map_to_read(descriptor: int, path: str) -> Bytes:
     memory = np.frombuffer(mapping, dtype=np.uint8)
     populate(address_of(memory), size, for_writing=False)
     return memory
+
+
+Bytes = npt.NDArray[np.uint8]
+
+_ends: dict[int, weakref.ref[ctypes.Array[ctypes.c_ubyte]]] = {}
+"""By the exporter's identity. Not `weakref.finalize`: it registers an exit function, and we may be guests."""
+
+
+def region(address: int, num_bytes: int, when_gone: Callable[[], None]) -> Bytes:
+    """Writable bytes at that address. `when_gone` is called, in whatever thread, once no view of them is left.
+
+    `when_gone` must itself hold what keeps the address valid.
+    """
+    exporter = (ctypes.c_ubyte * num_bytes).from_address(address)
+    key = id(exporter)
+
+    def gone(_: object) -> None:
+        del _ends[key]
+        when_gone()
+
+    _ends[key] = weakref.ref(exporter, gone)
+    return np.frombuffer(memoryview(exporter), dtype=np.uint8)
+
+
+def read_only(memory: Bytes) -> Bytes:
+    """The same bytes; no view of them can be made writable."""
+    return np.frombuffer(memory.data.toreadonly(), dtype=np.uint8)
+
+
+def address_of(memory: npt.NDArray[np.uint8]) -> int:
+    """Where an array's first byte lies."""
+    return int(memory.__array_interface__["data"][0])

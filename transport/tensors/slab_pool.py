@@ -10,10 +10,8 @@ from collections.abc import Iterable
 
 from ...core.errors import SlabError
 from .copier import Copier
-from .ledger import Block, Ledger
-from .region import Bytes, region
-from .shelf import whole_pages
-from .slab import Slab
+from .ledger import Block, BlockLedger, whole_pages
+from .slab import Bytes, Slab, region
 
 SLAB_BYTES = 64 << 20
 """Of a slab for blocks that are no larger; a larger block has a slab of its own size."""
@@ -23,9 +21,9 @@ _log = logging.getLogger("myxa.transport")
 
 
 class SlabPool:
-    """Owns the memory; `Ledger` decides who has it."""
+    """Owns the memory; `BlockLedger` decides who has it."""
 
-    def __init__(self, ledger: Ledger, copier: Copier, pool_bytes: int) -> None:
+    def __init__(self, ledger: BlockLedger, copier: Copier, pool_bytes: int) -> None:
         self.pool_bytes = pool_bytes
         """All slabs together, at most."""
         self._ledger = ledger

@@ -1,6 +1,6 @@
 """A process's part in the exchange of large arrays on its host: what a node and its actors see of it.
 
-Users need not know it: arrays in messages take the best way by themselves. To produce data where others can read it:
+Arrays in messages take the best way without the user's help. To produce data where others can read it (`TensorBlock`):
 
     async with node.tensors.allocate((4096, 4096), "float32") as block:
         np.matmul(a, b, out=block.array)
@@ -9,11 +9,12 @@ Users need not know it: arrays in messages take the best way by themselves. To p
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 import secrets
 from collections.abc import AsyncGenerator
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,19 +23,13 @@ from ...core.clock import Clock
 from ...core.errors import SlabError
 from ...core.ids import PeerKey
 from ...core.scope import current_caller
-from ..courier import Courier
+from ..call_client import CallClient
 from ..session.calls import Calls
 from ..wire import Endpoints
-from .block import TensorBlock
-from .contract import Findings, MemoryContract, Shown
 from .copier import Copier
-from .landing import Landing
-from .ledger import Ledger
-from .loans import Loans
-from .neighbourhood import Directions, Neighbourhood, Peers
-from .policy import TensorPolicy
-from .porter import Porter
-from .releases import Releases
+from .ledger import Block, BlockLedger, BlockState
+from .same_host_peers import Directions, Findings, Peers, SameHostPeers, Shown, TensorMemoryContract
+from .shared_array_transfer import Landing, Loans, Releases, SharedArrayTransfer, TensorPolicy
 from .slab_pool import SlabPool
 
 HOUSEKEEPING_S = 0.5
@@ -57,16 +52,16 @@ class Tensors:
         self._clock = clock
         self._ways = ways
         self._copier = Copier()
-        self._ledger = Ledger(secrets.randbits(60))
+        self._ledger = BlockLedger(secrets.randbits(60))
         self._pool = SlabPool(self._ledger, self._copier, TensorPolicy().pool_bytes)
         self._loans = Loans(secrets.randbits(60))
         self._landing = Landing(TensorPolicy().spare_bytes)
         directions = Directions(ways.own, endpoints, ways)
-        courier = Courier(ways.calls, directions, clock)
-        self._neighbourhood = Neighbourhood(endpoints, directions, courier, clock)
+        courier = CallClient(ways.calls, directions, clock)
+        self._neighbourhood = SameHostPeers(endpoints, directions, courier, clock)
         self._neighbourhood.when_gone = self._on_gone
         self._releases = Releases(self._neighbourhood)
-        self.porter = Porter(
+        self.porter = SharedArrayTransfer(
             clock, self._copier, self._ledger, self._pool, self._loans, self._landing, self._neighbourhood,
             self._releases,
         )  # fmt: skip
@@ -155,10 +150,10 @@ class Tensors:
         self._landing.close()
 
 
-class MemoryActor(MemoryContract):
+class MemoryActor(TensorMemoryContract):
     """Answers other processes. Who they are, their connections have proved."""
 
-    def __init__(self, neighbourhood: Neighbourhood, ledger: Ledger, pool: SlabPool) -> None:
+    def __init__(self, neighbourhood: SameHostPeers, ledger: BlockLedger, pool: SlabPool) -> None:
         self._neighbourhood = neighbourhood
         self._ledger = ledger
         self._pool = pool
@@ -178,3 +173,54 @@ class MemoryActor(MemoryContract):
         caller = current_caller()
         if caller is not None:
             self._pool.freed(self._ledger.release(tickets, caller))
+
+
+LOOK_S = 0.01
+
+
+class TensorBlock:
+    """See `Tensors.allocate`. Fill `array`, then send it or contiguous parts of it, to as many as wanted."""
+
+    def __init__(self, block: Block, array: npt.NDArray[Any], ledger: BlockLedger, pool: SlabPool) -> None:
+        self._block = block
+        self._array = array
+        self._ledger = ledger
+        self._pool = pool
+        self._is_left = False
+
+    @property
+    def array(self) -> npt.NDArray[Any]:
+        """Writable. Leave it alone while it is lent: until a call with it has returned, and see `reclaim`."""
+        if self._is_left:
+            raise SlabError("the block was left; its memory may be another's now")
+        return self._array
+
+    @property
+    def is_lent(self) -> bool:
+        """Somebody reads it, or may begin to."""
+        return self._block.state is not BlockState.OWNED
+
+    async def reclaim(self, timeout_s: float) -> None:
+        """Wait until nobody reads it any more, then it may be written again.
+
+        Raises SlabError after `timeout_s`, naming who still does.
+        """
+        if self._is_left:
+            raise SlabError("the block was left; its memory may be another's now")
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.is_lent:
+                    await asyncio.sleep(LOOK_S)
+        except TimeoutError:
+            names = ", ".join(map(str, self._ledger.holders_of(self._block)))
+            raise SlabError(f"a block is still read after {timeout_s:g} s by {names}") from None
+        self._pool.unpublish(self._block)
+        self._ledger.renew(self._block)
+
+    def leave(self) -> None:
+        """Its producer is done; what is lent stays until its readers are."""
+        if not self._is_left:
+            self._is_left = True
+            self._array.flags.writeable = False
+            self._array = np.empty(0)
+            self._pool.freed(self._ledger.let_go(self._block))

@@ -1,9 +1,9 @@
 """The sending half over a Unix socket: the loop itself writes, and no thread is in between.
 
-When what leaves is for `sending/outbox.py` to say; here is how: a message behind its length (`stream.py`). What the
-kernel does not take of one waits, and everything behind it stays in our queue, where it can still be withdrawn; credit
-bounds that. The other side never writes, so something to read is the end. asyncio's transports were considered: a
-buffer of their own behind ours, which nobody could withdraw anything from, and a third more time for a message.
+When what leaves is for `outbox.py` of the floor to say; here is how: a message behind its length (`sockets.py`). What
+the kernel does not take of one waits, and everything behind it stays in our queue, where it can still be withdrawn;
+credit bounds that. The other side never writes, so something to read is the end. asyncio's transports were considered:
+a buffer of their own behind ours, which nobody could withdraw anything from, and a third more time for a message.
 """
 
 from __future__ import annotations
@@ -16,11 +16,8 @@ from collections.abc import Callable
 
 from ...core.errors import LaunchError
 from ..descriptors import check_room
-from ..sending.departures import Departures
-from ..sending.outbox import Outbox, OutboxState
-from ..sending.outbox_events import OutboxEvents
-from .sockets import connect, credentials, is_stuck, path_of, shut, why_not
-from .stream import framed, framed_sole
+from ..outbox import Outbox, OutboxEvents, OutboxState, WriteCoalescing
+from .sockets import connect, credentials, framed, framed_sole, is_stuck, path_of, shut, why_not
 
 _BROKE = "the connection broke"
 
@@ -31,7 +28,7 @@ class UnixOutbox(Outbox):
     STEADY_S = 0.02  # the kernel makes a connection before anybody has looked at it: one dropped at once was none
 
     def __init__(
-        self, endpoint: str, cut: Callable[[], str], events: OutboxEvents, departures: Departures | None = None
+        self, endpoint: str, cut: Callable[[], str], events: OutboxEvents, departures: WriteCoalescing | None = None
     ) -> None:
         """`cut`: why no connection may be made now (a drill); "" if one may."""
         self._path = path_of(endpoint)

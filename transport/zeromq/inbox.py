@@ -4,22 +4,26 @@
 descriptor is only a hint and edge-like, so look once after registering it; take messages until there are none, at most
 `BUDGET` per turn of the loop and no longer than the node's turn may take, be it in the middle of a batch; never send
 on a socket that is polled; never wait.
+
+`HandshakeWatch` counts the connections to a bound tcp endpoint that failed: no key, no ZeroMQ at all, dropped half-way.
+Those with a key that is not admitted are the gatekeeper's to count.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import zmq
 
-from ..sending.departures import Departures
+from ..outbox import WriteCoalescing
 from ..session.frames import SOLE_BYTES, is_sole
-from ..session.unwrapping import Unwrapping
+from ..session.reassembly import Unwrapping
 from ..turn_budget import TurnBudget
 from ..wire import Lane, Sink
-from .sockets import Socket
+from .sockets import Socket, read_event
 
 BUDGET = 256
 BULK_BUDGET = 8
@@ -74,10 +78,10 @@ class ZmqInbox:
     """One bound endpoint of one lane."""
 
     def __init__(
-        self, socket: Socket, lane: Lane, turn: TurnBudget | None = None, departures: Departures | None = None
+        self, socket: Socket, lane: Lane, turn: TurnBudget | None = None, departures: WriteCoalescing | None = None
     ) -> None:
         self._socket = socket
-        self._departures = departures or Departures()
+        self._departures = departures or WriteCoalescing()
         self._lane = lane
         self._turn = turn or TurnBudget()
         self._turn.add_inbox()
@@ -184,3 +188,48 @@ class ZmqInbox:
             self._socket.recv(zmq.NOBLOCK, copy=False)
         sink.malformed(source, self._lane, "several frames")
         return iter(())
+
+
+WATCHED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_ACCEPT_FAILED
+_NAMES = {
+    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "handshake_wrong",
+    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "handshake_unfinished",
+    int(zmq.EVENT_ACCEPT_FAILED): "accept_failed",
+}
+_REMEDIES = {
+    "handshake_wrong": "a client without a key, or something that does not speak ZeroMQ; who connects to this port?",
+    "handshake_unfinished": "something connects to this port and says nothing or hangs up",
+    "accept_failed": "are there free file descriptors? raise the limit (ulimit -n)",
+}
+
+
+class HandshakeWatch:
+    """Of one bound socket."""
+
+    def __init__(self, socket: Socket, counters: Counter[str], note: Callable[[str, str, str], None]) -> None:
+        self._socket = socket
+        self._counters = counters
+        self._note = note
+        self._monitor: Socket | None = socket.get_monitor_socket(WATCHED)
+        self._pump = Pump(self._monitor, self._take, 64)
+
+    def close(self) -> None:
+        """Before the socket itself is closed."""
+        self._pump.stop()
+        if self._monitor is not None:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self._monitor = None
+
+    def _take(self) -> bool:
+        if self._monitor is None:
+            return False
+        try:
+            event, _, endpoint = read_event(self._monitor)
+        except zmq.Again:
+            return False
+        name = _NAMES.get(event)
+        if name is not None:
+            self._counters[name] += 1
+            self._note(name, endpoint, _REMEDIES[name])
+        return True

@@ -11,9 +11,7 @@ from collections.abc import Callable
 
 import zmq
 
-from ..sending.departures import Departures
-from ..sending.outbox import Outbox, OutboxState
-from ..sending.outbox_events import OutboxEvents
+from ..outbox import Outbox, OutboxEvents, OutboxState, WriteCoalescing
 from .inbox import Pump
 from .sockets import MONITORED, Socket, read_event
 
@@ -36,7 +34,7 @@ class ZmqOutbox(Outbox):
         endpoint: str,
         make_socket: Callable[[], Socket],
         events: OutboxEvents,
-        departures: Departures | None = None,
+        departures: WriteCoalescing | None = None,
     ) -> None:
         self._endpoint = endpoint
         self._make_socket = make_socket

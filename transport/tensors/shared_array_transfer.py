@@ -7,33 +7,43 @@ Ways, best first, and what each costs:
     slab       copied into a block here, read in place or copied out there: casts, replies, items, and where pulling is
                not permitted
     wire       everything else: other hosts, no shared memory (in-process transport, simulator), no room in time
+
+`Landing` is where pulled arrays are put: a fresh array of 64 MiB costs as much in page faults and zeroing as in
+copying, so freed memory is kept for a few seconds, up to a limit, and given to the next array of about the same size.
+
+`Loans` are arrays of callers that others may pull while a call is under way. Each loan has a generation word that the
+reader copies before and after the data. The word is cleared when the loan ends, before the caller gets its array back;
+a reader that is late or in the middle therefore knows that what it read may have changed, and throws it away.
+
+`Releases` tell the owners of blocks that we keep one, and that we need it no longer. They are gathered per turn of the
+loop and repeated until they are answered: a lost release would keep a block for as long as we live.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
+import mmap
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from ...core.clock import Clock
-from ...core.errors import SlabError, TensorLost
+from ...core.errors import CallError, MyxaError, SlabError, TensorLost
 from ...core.ids import PeerKey
 from ..payload import Buffer
+from ..shm import available_bytes
 from ..wire import Endpoints
 from .copier import Copier
 from .handles import Handle, PullHandle, SlabHandle, has_handles, join, part
-from .kernel import pull
-from .landing import Landing
-from .ledger import Block, Ledger
-from .loans import Loans
-from .neighbourhood import Neighbourhood
-from .neighbours import Neighbour, Reach
-from .policy import TensorPolicy
-from .region import Bytes, address_of, read_only, region
-from .releases import Releases
-from .slab import SlabMapping
+from .kernel import anonymous, prefer_huge_pages, pull
+from .ledger import Block, BlockLedger
+from .same_host_peers import Neighbour, Reach, SameHostPeers
+from .slab import Bytes, SlabMapping, address_of, read_only, region
 from .slab_pool import SlabPool
 
 OFFER_GRACE_S = 5.0
@@ -69,12 +79,12 @@ class Packed:
         self.if_unsent.clear()
 
 
-class Porter:
+class SharedArrayTransfer:
     """See the module's head."""
 
     def __init__(
-        self, clock: Clock, copier: Copier, ledger: Ledger, pool: SlabPool, loans: Loans, landing: Landing,
-        neighbourhood: Neighbourhood, releases: Releases,
+        self, clock: Clock, copier: Copier, ledger: BlockLedger, pool: SlabPool, loans: Loans, landing: Landing,
+        neighbourhood: SameHostPeers, releases: Releases,
     ) -> None:  # fmt: skip
         self.policy = TensorPolicy()
         self.num_by = {"in place": 0, "pull": 0, "slab": 0, "wire": 0, "lost": 0}
@@ -286,3 +296,206 @@ def _check(mapping: SlabMapping, handle: SlabHandle) -> None:
     now = mapping.generation(handle.slot)
     if now != handle.generation:
         raise SlabError(f"its block was written again (generation {now}, wanted {handle.generation})")
+
+
+IDLE_S = 3.0
+MAX_WASTE = 1.25
+"""Spare memory may be so many times larger than what is asked for."""
+_SMALL_STEP = 64 << 10
+_LARGE_STEP = 2 << 20
+_LARGE_FROM = 16 << 20
+_ASK_FROM = 64 << 20
+"""From this size on, the host is asked whether it has the memory."""
+
+
+class Landing:
+    """Gives out memory. `take` and `trim` belong to the loop's thread; memory may come back in any."""
+
+    def __init__(self, spare_bytes: int) -> None:
+        self.spare_bytes = spare_bytes
+        """Kept at most."""
+        self._spare: list[tuple[float, mmap.mmap]] = []
+        self._back: deque[mmap.mmap] = deque()
+        self._is_closed = False
+
+    def take(self, num_bytes: int, now: float) -> Bytes:
+        """Writable memory of that size, its content undefined. Raises MemoryError."""
+        self._collect(now)
+        memory = self._warm(num_bytes) or self._fresh(num_bytes)
+        whole = np.frombuffer(memory, dtype=np.uint8)
+        return region(address_of(whole), num_bytes, lambda: self._give_back(memory))
+
+    def trim(self, now: float) -> None:
+        """Free what nobody wanted for a while."""
+        self._collect(now)
+        self._spare = [(since, memory) for since, memory in self._spare if now - since < IDLE_S]
+
+    def close(self) -> None:
+        """Keep nothing; memory in use is freed with its arrays."""
+        self._is_closed = True
+        self._spare.clear()
+        self._back.clear()
+
+    @property
+    def num_spare_bytes(self) -> int:
+        return sum(len(memory) for _, memory in self._spare)
+
+    def _give_back(self, memory: mmap.mmap) -> None:
+        if not self._is_closed:
+            self._back.append(memory)
+
+    def _collect(self, now: float) -> None:
+        while self._back:
+            self._spare.append((now, self._back.popleft()))
+        while self.num_spare_bytes > self.spare_bytes:
+            del self._spare[0]
+
+    def _warm(self, num_bytes: int) -> mmap.mmap | None:
+        fitting = [i for i, (_, m) in enumerate(self._spare) if num_bytes <= len(m) <= MAX_WASTE * num_bytes]
+        return self._spare.pop(min(fitting, key=lambda i: len(self._spare[i][1])))[1] if fitting else None
+
+    def _fresh(self, num_bytes: int) -> mmap.mmap:
+        step = _SMALL_STEP if num_bytes < _LARGE_FROM else _LARGE_STEP
+        size = -(-num_bytes // step) * step
+        if size >= _ASK_FROM and size > available_bytes():
+            raise MemoryError(f"{size} bytes are more than the host has free")
+        try:
+            memory = anonymous(size)
+        except (OSError, ValueError, OverflowError) as error:
+            raise MemoryError(f"{size} bytes: {error}") from error
+        prefer_huge_pages(address_of(np.frombuffer(memory, dtype=np.uint8)), size)
+        return memory
+
+
+MAX_LOANS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """One array on loan."""
+
+    slot: int
+    address: int
+    num_bytes: int
+    word: int
+    """Address of the generation word."""
+    generation: int
+
+
+class Loans:
+    """All loans of this process."""
+
+    def __init__(self, first_generation: int) -> None:
+        self._next_generation = first_generation
+        self._words = np.zeros(MAX_LOANS, dtype=np.uint64)
+        self._base = int(self._words.__array_interface__["data"][0])
+        self._free = list(range(MAX_LOANS))
+        self._lent: dict[int, memoryview] = {}
+
+    def __len__(self) -> int:
+        return len(self._lent)
+
+    def lend(self, memory: memoryview) -> Loan | None:
+        """From now until `end` these bytes may be read by others; they stay in memory. None: too many loans."""
+        if not self._free:
+            return None
+        slot = self._free.pop()
+        self._next_generation += 1
+        self._lent[slot] = memory
+        self._words[slot] = self._next_generation
+        address = address_of(np.frombuffer(memory, dtype=np.uint8))
+        return Loan(slot, address, memory.nbytes, self._base + 8 * slot, self._next_generation)
+
+    def end(self, loan: Loan) -> None:
+        """What is read from now on is void."""
+        self._words[loan.slot] = 0
+        del self._lent[loan.slot]
+        self._free.append(loan.slot)
+
+
+RETRY_S = 1.0
+MAX_ATTEMPTS = 60
+
+_log = logging.getLogger("myxa.transport")
+
+
+class Releases:
+    """Tells. `add_from_anywhere` may be called in any thread, all else on the loop."""
+
+    def __init__(self, neighbourhood: SameHostPeers) -> None:
+        self._neighbourhood = neighbourhood
+        self._loop = asyncio.get_running_loop()
+        self._due: dict[PeerKey, list[int]] = {}
+        self._is_closed = False
+
+    async def hold(self, owner: PeerKey, ticket: int) -> bool:
+        """Keep a block; False: its offer is over, or its owner cannot be asked."""
+        try:
+            return await self._neighbourhood.ref(owner).hold(ticket)
+        except CallError:
+            return False
+
+    def add_from_anywhere(self, owner: PeerKey, ticket: int, _mapping: SlabMapping) -> None:
+        """The last array over a block is gone (the mapping was kept until now)."""
+        if self._is_closed or self._loop.is_closed():
+            return
+        try:
+            self._loop.call_soon_threadsafe(self.add, owner, ticket)
+        except RuntimeError:
+            return  # the loop was closed meanwhile; the owner hears of our end
+
+    def add(self, owner: PeerKey, ticket: int) -> None:
+        """We have read that block."""
+        if self._is_closed:
+            return
+        waiting = self._due.get(owner)
+        if waiting is not None:
+            waiting.append(ticket)
+            return
+        self._due[owner] = [ticket]
+        self._neighbourhood.spawn(self._tell(owner), f"releases blocks of {owner}")
+
+    async def _tell(self, owner: PeerKey) -> None:
+        try:
+            for _ in range(MAX_ATTEMPTS):
+                while due := self._due[owner]:
+                    self._due[owner] = []
+                    if not await self._told(owner, tuple(due)):
+                        self._due[owner] += due
+                        break
+                else:
+                    return
+                if self._neighbourhood.is_over(owner):
+                    return
+                await asyncio.sleep(RETRY_S)
+            _log.warning("%s was not told that %d of its blocks are not needed", owner, len(self._due[owner]))
+        finally:
+            del self._due[owner]
+
+    async def _told(self, owner: PeerKey, tickets: tuple[int, ...]) -> bool:
+        try:
+            await self._neighbourhood.ref(owner).release(tickets)
+        except MyxaError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Tell nobody any more: our end says it all."""
+        self._is_closed = True
+
+
+class TensorPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of one process; sizes in bytes."""
+
+    threshold_bytes: int = 256 << 10
+    """Arrays from this size on travel as a handle; 0: none does."""
+    pool_bytes: int = 512 << 20
+    """Shared memory for blocks, at most."""
+    spare_bytes: int = 1 << 30
+    """Memory of received arrays that is kept warm for the next ones for a few seconds, at most."""
+    wait_s: float = 0.2
+    """How long a message waits for room in the pool before its array goes over the wire."""
+    may_pull: bool = True
+    """Let others read arrays of ours that are lent, where the kernel permits it."""
+    may_map: bool = True
+    """Let others read our slabs."""

@@ -11,7 +11,7 @@ import pytest
 from myxa.core.clock import ManualClock
 from myxa.core.errors import ConfigError
 from myxa.transport.session.frames import Envelope, Kind, Malformed, decode, encode
-from myxa.transport.session.pulse import MAX_UNANSWERED
+from myxa.transport.session.heartbeat import MAX_UNANSWERED
 from myxa.transport.session.wheel import TICK_S
 from myxa.transport.wire import Lane
 
@@ -104,19 +104,19 @@ def test_who_hangs_does_not_find_an_inbox_full_of_questions(both):
 def test_declared_busy_time_is_sent_ahead_and_believed(both):
     both.live(5)
     before = both.two.num_flushes
-    with both.two.session.pulse.busy("actor3", 600, "torch.compile"):
+    with both.two.session.heartbeat.busy("actor3", 600, "torch.compile"):
         assert both.two.num_flushes == before + 2, "it leaves before the block begins"
         both.net.run()
         both.live(599, frozen=[both.two])  # the loop is blocked
         assert both.told(both.one) == []
-        assert both.two.session.pulse.busy_s == pytest.approx(1, abs=0.1)
+        assert both.two.session.heartbeat.busy_s == pytest.approx(1, abs=0.1)
     both.net.run()
     both.live(14, frozen=[both.two])
     assert both.told(both.one) == ["suspect", "hung"], "after the block the usual bounds hold again"
 
 
 def test_who_blocks_longer_than_declared_is_found(both):
-    busy = both.two.session.pulse.busy("actor3", 60, "first forward")
+    busy = both.two.session.heartbeat.busy("actor3", 60, "first forward")
     busy.__enter__()
     both.net.run()
     both.live(59, frozen=[both.two])
@@ -128,19 +128,22 @@ def test_who_blocks_longer_than_declared_is_found(both):
 
 
 def test_the_longest_declaration_counts(both):
-    pulse = both.two.session.pulse
-    with pulse.busy("actor3", 600, "load"):
-        with pulse.busy("actor3", 10, "forward"):
+    heartbeat = both.two.session.heartbeat
+    with heartbeat.busy("actor3", 600, "load"):
+        with heartbeat.busy("actor3", 10, "forward"):
             both.net.run()
         both.net.run()
         both.live(300, frozen=[both.two])
         assert both.told(both.one) == []
-    assert pulse.busy_s == 0
+    assert heartbeat.busy_s == 0
 
 
 @pytest.mark.parametrize("limit_s", [0, -1, float("nan"), float("inf"), 1e9])
 def test_a_limit_that_is_none_is_refused(both, limit_s):
-    with pytest.raises(ConfigError, match="a limit is more than 0 s"), both.two.session.pulse.busy("a", limit_s, "x"):
+    with (
+        pytest.raises(ConfigError, match="a limit is more than 0 s"),
+        both.two.session.heartbeat.busy("a", limit_s, "x"),
+    ):
         raise AssertionError
 
 
@@ -179,11 +182,11 @@ def test_vitals_tell_progress_and_lag(both):
     heard = []
     for _ in range(10):
         both.live(0.25)
-        heard.append(both.one.session.pulse.vitals_of(both.two.key))
+        heard.append(both.one.session.heartbeat.vitals_of(both.two.key))
     assert max(vitals.lag_s for vitals in heard) == pytest.approx(0.35, abs=0.06)
     assert (heard[-1].num_done, heard[-1].num_waiting) == (41, 3)
     both.live(5)
-    assert both.one.session.pulse.vitals_of(both.two.key).lag_s < 0.01, "a lag that is over is forgotten"
+    assert both.one.session.heartbeat.vitals_of(both.two.key).lag_s < 0.01, "a lag that is over is forgotten"
     both.live(15, frozen=[both.two])
     assert "3 messages were waiting" in both.one.verdicts[-1][2]
 
@@ -193,7 +196,7 @@ def test_who_is_gone_is_not_judged(both):
     both.one.session.peer_over(both.two.key, "its process exited")
     both.live(30, frozen=[both.two])
     assert both.told(both.one) == []
-    assert both.one.session.pulse.vitals_of(both.two.key) is None
+    assert both.one.session.heartbeat.vitals_of(both.two.key) is None
 
 
 def test_a_broken_connection_is_no_recovery(both):

@@ -1,9 +1,17 @@
-"""Who can read whose memory: found out by really reading, once per pair of processes, when a large array first asks.
+"""The other processes of this host that can read our memory, or whose memory we read.
 
-The reader chooses a random challenge, the other process writes it into its private memory and into a slab, and the
-reader looks for it in both. So nobody can have us read the memory of a process that is not its own, be it by a wrong
-number from another container or by malice; whether the kernel, Yama or seccomp permit it needs no knowledge of them.
-At HELLO, for every pair, was considered: most pairs never exchange a large array.
+    reach   UNKNOWN --ask--> ASKING --found--> OPEN         by which ways that process can read our memory
+            ASKING --nothing--> SHUT    OPEN --failed--> SHUT    SHUT --retry--> UNKNOWN
+
+Reach is found by really reading, once per pair of processes, when a large array first asks. The reader chooses a
+random challenge, the other process writes it into its private memory and into a slab, and the reader looks for it in
+both. So no process can have us read the memory of another, be it by a wrong number from another container or by
+malice; whether the kernel, Yama or seccomp permit it needs no knowledge of them. At HELLO, for every pair, was
+considered: most pairs never exchange a large array.
+
+Each peer has a pidfd from before the first look at its memory: so a number that the kernel gives to another process is
+noticed, and its exit is reported at once. Peers talk by ordinary small calls (`TensorMemoryContract`), which every node
+answers under a number outside the registry's tables: they belong to a process, not to a name.
 """
 
 from __future__ import annotations
@@ -14,20 +22,21 @@ import os
 import secrets
 from collections import deque
 from collections.abc import Callable, Coroutine
+from enum import Enum
 from typing import Any, Protocol
 
-from ...core.actor import Caller, make_ref
+import msgspec
+
+from ...core.actor import Actor, Caller, make_ref
 from ...core.clock import Clock
 from ...core.errors import CallError, MyxaError, NoSuchActor, SlabError
-from ...core.handlers import HandlerSpec
+from ...core.handlers import HandlerSpec, call
 from ...core.host import boot_id
 from ...core.ids import PeerKey
 from ...core.scope import NO_SCOPE, fresh_context
 from ..session.pending import Route
 from ..wire import Endpoints
-from .contract import MEMORY_INDEX, Findings, MemoryContract, Shown, memory_name
-from .kernel import IS_LINUX, admit_reader, read_bytes
-from .neighbours import Neighbour, Reach, ReachState
+from .kernel import IS_LINUX, admit_reader, has_exited, read_bytes, watch_process
 from .slab import Slab, SlabMapping
 
 CHALLENGE_BYTES = 32
@@ -76,7 +85,7 @@ class Directions:
         return False
 
 
-class Neighbourhood:
+class SameHostPeers:
     """All other processes of this host that we have to do with."""
 
     def __init__(self, endpoints: Endpoints, directions: Directions, caller: Caller, clock: Clock) -> None:
@@ -92,9 +101,9 @@ class Neighbourhood:
         self.when_gone: Callable[[PeerKey], None] = self.forget
         """Called when a process that we read, or that reads us, has exited."""
 
-    def ref(self, key: PeerKey) -> MemoryContract:
+    def ref(self, key: PeerKey) -> TensorMemoryContract:
         """The memory part of that process."""
-        return make_ref(self._caller, MemoryContract, memory_name(key))
+        return make_ref(self._caller, TensorMemoryContract, memory_name(key))
 
     # -- asking
 
@@ -136,7 +145,7 @@ class Neighbourhood:
     # -- being asked
 
     async def probe(self, caller: PeerKey, pid: int, host: str) -> Findings:
-        """See `MemoryContract`."""
+        """See `TensorMemoryContract`."""
         if host != boot_id() or not IS_LINUX:
             return Findings(why="another host")
         neighbour = self._neighbours.get(caller) or self._add(caller)
@@ -153,7 +162,7 @@ class Neighbourhood:
         return Findings(pid=os.getpid(), can_pull=neighbour.is_readable, can_map=not mapped, why=why)
 
     def show(self, challenge: str, reader: int) -> Shown:
-        """See `MemoryContract`."""
+        """See `TensorMemoryContract`."""
         if len(challenge) != CHALLENGE_BYTES or not challenge.isascii():
             raise SlabError(f"a challenge has {CHALLENGE_BYTES} characters")
         admit_reader(reader)
@@ -228,3 +237,181 @@ def _failure(look: Callable[[], bytes], challenge: str) -> str:
         return "" if look() == challenge.encode() else "something else lies there"
     except (OSError, SlabError) as error:
         return str(error)
+
+
+SHUT_S = 30.0
+"""How long nothing is tried with a process that could not read our memory."""
+MAPPING_IDLE_S = 10.0
+
+
+class ReachState(Enum):
+    """What we know of a process's ability to read our memory."""
+
+    UNKNOWN = "unknown"
+    ASKING = "being asked"
+    OPEN = "open"
+    SHUT = "shut"
+
+
+REACH_TABLE: dict[tuple[ReachState, str], ReachState] = {
+    (ReachState.UNKNOWN, "ask"): ReachState.ASKING,
+    (ReachState.ASKING, "found"): ReachState.OPEN,
+    (ReachState.ASKING, "nothing"): ReachState.SHUT,
+    (ReachState.OPEN, "found"): ReachState.OPEN,
+    (ReachState.OPEN, "failed"): ReachState.SHUT,
+    (ReachState.SHUT, "failed"): ReachState.SHUT,
+    (ReachState.SHUT, "retry"): ReachState.UNKNOWN,
+}
+
+
+class Reach:
+    """How one other process can read our memory. Sans-IO."""
+
+    def __init__(self) -> None:
+        self.state = ReachState.UNKNOWN
+        self.can_pull = False
+        self.can_map = False
+        self._shut_until = 0.0
+
+    def on(self, event: str) -> None:
+        """KeyError for an event that the table does not know in this state: a bug."""
+        self.state = REACH_TABLE[self.state, event]
+
+    def found(self, *, can_pull: bool, can_map: bool, now: float) -> None:
+        """It was tried."""
+        self.can_pull, self.can_map = can_pull, can_map
+        self._settle("found" if can_pull or can_map else "nothing", now)
+
+    def lost(self, *, pull: bool, now: float) -> None:
+        """It could not read what it was promised, by pulling or else from a slab."""
+        if pull:
+            self.can_pull = False
+        else:
+            self.can_map = False
+        if not (self.can_pull or self.can_map) and self.state in (ReachState.OPEN, ReachState.SHUT):
+            self._settle("failed", now)
+
+    def is_due(self, now: float) -> bool:
+        """Whether it should be asked (again)."""
+        if self.state is ReachState.SHUT and now >= self._shut_until:
+            self.on("retry")
+        return self.state is ReachState.UNKNOWN
+
+    def _settle(self, event: str, now: float) -> None:
+        self.on(event)
+        if self.state is ReachState.SHUT:
+            self._shut_until = now + SHUT_S
+
+
+class Neighbour:
+    """One other incarnation on this host."""
+
+    def __init__(self, key: PeerKey) -> None:
+        self.key = key
+        self.reach = Reach()
+        self.asking: asyncio.Task[None] | None = None
+        self.pid = 0
+        """0: not known yet."""
+        self.is_readable = False
+        """We may pull from its memory: tried."""
+        self._watch = -1
+        self._mappings: dict[int, tuple[float, SlabMapping]] = {}
+
+    def meet(self, pid: int, when_gone: Callable[[PeerKey], None]) -> None:
+        """It says that it is this process. Raises OSError if there is none, ValueError if it said another before."""
+        if self.pid:
+            if pid != self.pid:
+                raise ValueError(f"{self.key} was process {self.pid} and now says {pid}")
+            return
+        self._watch = watch_process(pid)
+        self.pid = pid
+        asyncio.get_running_loop().add_reader(self._watch, when_gone, self.key)
+
+    @property
+    def is_alive(self) -> bool:
+        """What was just read under its number was read from it and no other."""
+        return self._watch >= 0 and not has_exited(self._watch)
+
+    def check_path(self, path: str) -> str:
+        """A slab's path, if it is one of this process. Raises SlabError."""
+        if not self.pid or not path.startswith(f"/proc/{self.pid}/fd/"):
+            raise SlabError(f"{self.key} points at {path}, which is not of process {self.pid}")
+        return path
+
+    def mapping(self, slab_id: int, now: float) -> SlabMapping | None:
+        """A slab that is mapped already."""
+        found = self._mappings.get(slab_id)
+        if found is not None:
+            self._mappings[slab_id] = now, found[1]
+        return found[1] if found is not None else None
+
+    def keep(self, slab_id: int, mapping: SlabMapping, now: float) -> None:
+        self._mappings[slab_id] = now, mapping
+
+    def trim(self, now: float) -> None:
+        """Unmap slabs that were not used for a while; their owner may want the memory back."""
+        self._mappings = {n: (t, m) for n, (t, m) in self._mappings.items() if now - t < MAPPING_IDLE_S}
+
+    def leave(self) -> None:
+        """Forget all of it. What is in use stays mapped until its last array is gone."""
+        self._mappings.clear()
+        if self.asking is not None:
+            self.asking.cancel()
+        if self._watch >= 0:
+            asyncio.get_running_loop().remove_reader(self._watch)
+            os.close(self._watch)
+            self._watch = -1
+        self.is_readable = False
+
+
+MEMORY_INDEX = 0xFFFF_FFFF
+"""Number of this actor in every process."""
+
+
+class Findings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the process that was asked can read the memory of the one that asked."""
+
+    pid: int = 0
+    """Of the one that was asked; 0: another host."""
+    can_pull: bool = False
+    can_map: bool = False
+    why: str = ""
+    """What is not possible, and why not."""
+
+
+class Shown(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a challenge was written: in private memory and in a slab."""
+
+    address: int
+    path: str
+    slab_id: int
+    offset: int
+
+
+class TensorMemoryContract(Actor):
+    """See the module's head."""
+
+    @call(deadline=3, reentrant=True)
+    async def probe(self, pid: int, boot_id: str) -> Findings:
+        """The caller is process `pid` of host `boot_id`: try to read its memory."""
+        raise NotImplementedError
+
+    @call(deadline=2, reentrant=True)
+    async def show(self, challenge: str, reader: int) -> Shown:
+        """Write the challenge where process `reader` is going to look for it."""
+        raise NotImplementedError
+
+    @call(deadline=5, reentrant=True)
+    async def hold(self, ticket: int) -> bool:
+        """The caller keeps a block until it releases it. False: the offer is over; do not look."""
+        raise NotImplementedError
+
+    @call(deadline=10, reentrant=True, idempotent=True)
+    async def release(self, tickets: tuple[int, ...]) -> None:
+        """The caller has read these blocks, or keeps them no longer."""
+        raise NotImplementedError
+
+
+def memory_name(key: PeerKey) -> str:
+    """Under which a reference to that process's memory part goes."""
+    return f"memory/{key.node_id}.{key.epoch}"

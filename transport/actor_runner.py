@@ -1,18 +1,26 @@
-"""The life of one hosted actor: its mailbox, the order of its handlers, its background tasks, its end.
+"""Runs one hosted actor: its mailbox, the order of its handlers, its background tasks, its end.
 
-Serial handlers run one after another, re-entrant ones beside them. A handler begins at once when its turn comes, and
-becomes a task, which can be cancelled alone, when it first waits for something (`eager.py`). Knows messages only as
-`Inbound`; never sees a socket.
+Serial handlers run one after another, re-entrant ones beside them. A handler's first step runs at once; a handler that
+suspends becomes a task, which can be cancelled alone. Knows messages only as `Inbound`; never sees a socket.
 
-Its states are in `cell_states.py`.
+    NEW -> STARTING -> RUNNING -> DRAINING -> STOPPED       (also STARTING | RUNNING | DRAINING -> STOPPED by failure)
+
+Most handlers answer without waiting for anything; a task for each of them would cost more than the rest of the call.
+`asyncio.current_task()` is right in the first step already (`asyncio.timeout`, task groups and the like need it):
+`Eager` keeps a *stand-in* task ready, which takes over a coroutine that suspends, as if it had run it from the start.
+Python 3.12's eager tasks were considered: they are made before it is known whether they are needed, and 3.11 has none.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
+from asyncio import tasks
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from enum import Enum
+from types import FrameType
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -23,9 +31,7 @@ from ..core.handlers import HandlerSpec, handlers_of
 from ..core.ids import PeerKey
 from ..core.mailbox import Mailbox
 from ..core.scope import NO_SCOPE, CallScope, enter_scope, fresh_context
-from .cell_states import NEXT, CellState
 from .codec import codecs_of
-from .eager import Eager
 
 T = TypeVar("T")
 
@@ -33,6 +39,25 @@ MAX_PER_TURN = 64
 """Waiting messages handled before the loop's other work gets its turn. A number, not a time: simulations repeat."""
 STOP_LIMIT_S = 10.0
 """How long `on_stop`, or a task that was cancelled, may take before it is given up and named in the log."""
+
+
+class RunnerState(Enum):
+    """Where an actor stands."""
+
+    NEW = "new"
+    STARTING = "starting"
+    RUNNING = "running"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+
+
+NEXT: dict[RunnerState, tuple[RunnerState, ...]] = {
+    RunnerState.NEW: (RunnerState.STARTING,),
+    RunnerState.STARTING: (RunnerState.RUNNING, RunnerState.STOPPED),
+    RunnerState.RUNNING: (RunnerState.DRAINING, RunnerState.STOPPED),
+    RunnerState.DRAINING: (RunnerState.STOPPED,),
+    RunnerState.STOPPED: (),
+}
 
 
 class Inbound(Protocol):
@@ -64,15 +89,15 @@ class Inbound(Protocol):
         ...
 
 
-_RUNNING = CellState.RUNNING  # members of an Enum are looked up in Python
-_TAKES = (CellState.RUNNING, CellState.DRAINING)
-_REFUSES = (CellState.DRAINING, CellState.STOPPED)
+_RUNNING = RunnerState.RUNNING  # members of an Enum are looked up in Python
+_TAKES = (RunnerState.RUNNING, RunnerState.DRAINING)
+_REFUSES = (RunnerState.DRAINING, RunnerState.STOPPED)
 _as_arguments = msgspec.structs.astuple
 
-OnFailed = Callable[["ActorCell", BaseException], None]
+OnFailed = Callable[["ActorRunner", BaseException], None]
 
 
-class ActorCell:
+class ActorRunner:
     """Runs one actor."""
 
     def __init__(self, actor: Actor, name: str, epoch: int, log: logging.Logger, on_failed: OnFailed) -> None:
@@ -81,7 +106,7 @@ class ActorCell:
         self.tag = f"{name}@{epoch}"
         self.table = handlers_of(type(actor))
         self.codecs = tuple(codecs_of(spec) for spec in self.table.specs)
-        self.state = CellState.NEW
+        self.state = RunnerState.NEW
         self.error: BaseException | None = None
         self._log = log
         self._on_failed = on_failed
@@ -113,7 +138,7 @@ class ActorCell:
 
     async def start(self) -> None:
         """Run `on_start`; what it raises (or what failed the actor meanwhile) passes through and the actor is gone."""
-        self._become(CellState.STARTING)
+        self._become(RunnerState.STARTING)
         task = asyncio.get_running_loop().create_task(
             self.actor.on_start(), name=f"{self.name}: on_start", context=fresh_context(CallScope(chain=(self.tag,)))
         )
@@ -123,15 +148,15 @@ class ActorCell:
             task.cancel()
             await self._end(f"on_start failed: {error}", has_started=False)
             raise
-        if self.state is not CellState.STARTING:
+        if self.state is not RunnerState.STARTING:
             raise self.error or Draining(f"{self.name} was stopped while it started")
-        self._become(CellState.RUNNING)
+        self._become(RunnerState.RUNNING)
         self._turn_soon()
 
     async def drain(self, grace_s: float) -> bool:
         """Refuse new messages, finish those accepted; False if `grace_s` was not enough."""
-        if self.state is CellState.RUNNING:
-            self._become(CellState.DRAINING)
+        if self.state is RunnerState.RUNNING:
+            self._become(RunnerState.DRAINING)
         if self._is_quiet():
             return True
         self._quiet.clear()
@@ -148,26 +173,26 @@ class ActorCell:
     async def stop(self, why: str) -> None:
         """Cancel what runs, refuse what waits, call `on_stop`. Never raises; a second call waits for the first one's
         end, so that whoever closes the node does not cut an actor's `on_stop` short."""
-        if self.state is CellState.STOPPED:
+        if self.state is RunnerState.STOPPED:
             await self._has_ended.wait()
-        elif self.state is not CellState.NEW:
+        elif self.state is not RunnerState.NEW:
             await self._end(why)
 
     def fail(self, error: BaseException) -> None:
         """The actor cannot go on; its node hears of it once and stops it."""
-        if self.error is not None or self.state is CellState.STOPPED:
+        if self.error is not None or self.state is RunnerState.STOPPED:
             return
         self.error = error
         self._log.error("%s failed: %s", self.name, error, exc_info=error)
         self._on_failed(self, error)
 
-    def _become(self, state: CellState) -> None:
+    def _become(self, state: RunnerState) -> None:
         if state not in NEXT[self.state]:
             raise RuntimeError(f"{self.name}: an actor that is {self.state.value} cannot become {state.value}")
         self.state = state
 
     async def _end(self, why: str, *, has_started: bool = True) -> None:
-        self._become(CellState.STOPPED)
+        self._become(RunnerState.STOPPED)
         try:
             await self._wind_up(why, has_started=has_started)
         finally:
@@ -201,7 +226,7 @@ class ActorCell:
     # -- background tasks
 
     def spawn(self, coro: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-        if self.state is CellState.STOPPED:
+        if self.state is RunnerState.STOPPED:
             coro.close()
             raise Draining(f"{self.name} has stopped; it starts no task {name!r}")
         loop = asyncio.get_running_loop()
@@ -238,7 +263,7 @@ class ActorCell:
 
     def post(self, event: PeerEvent) -> None:
         """Queue a peer event; never refused while the actor lives."""
-        if self.state in (CellState.STARTING, CellState.RUNNING):
+        if self.state in (RunnerState.STARTING, RunnerState.RUNNING):
             self._mailbox.put_event(event)
             self._turn_soon()
 
@@ -383,3 +408,126 @@ class _Turn:
 
 def _label(item: Inbound | PeerEvent) -> str:
     return f"on_peer {item.name}" if isinstance(item, PeerEvent) else item.spec.name
+
+
+Coro = Coroutine[Any, Any, Any]
+
+# Documented for those who make tasks of their own ("Extending asyncio"), but not in the stubs.
+_enter: Callable[[asyncio.AbstractEventLoop, Any], None] = getattr(tasks, "_enter_task")  # noqa: B009
+_current = asyncio.current_task
+_leave: Callable[[asyncio.AbstractEventLoop, Any], None] = getattr(tasks, "_leave_task")  # noqa: B009
+
+
+class Eager:
+    """Starts coroutines of one loop."""
+
+    __slots__ = ("_is_closed", "_loop", "_stand_in")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._stand_in: _StandIn | None = None
+        self._is_closed = False
+
+    def start(self, coro: Coro, context: contextvars.Context) -> asyncio.Task[Any] | None:
+        """Step `coro` in `context`: None if it has ended (or was cancelled), else the task that goes on with it.
+
+        What it raises in its first step passes through.
+        """
+        loop, stand_in = self._loop, self._stand_in
+        self._stand_in = None
+        if stand_in is None or (task := stand_in.task).done() or task.cancelling():
+            stand_in = _StandIn(loop)
+            task = stand_in.task
+        outer: asyncio.Task[Any] | None = None
+        try:
+            _enter(loop, task)
+        except RuntimeError:  # it is called from within a task
+            outer = _current(loop)
+            if outer is None:
+                raise
+            _leave(loop, outer)
+            _enter(loop, task)
+        try:
+            waits_for = context.run(coro.send, None)
+        except (StopIteration, asyncio.CancelledError):
+            if self._stand_in is None and not self._is_closed:
+                self._stand_in = stand_in
+            else:
+                stand_in.task.cancel()
+            return None
+        except BaseException:
+            stand_in.task.cancel()
+            raise
+        finally:
+            _leave(loop, task)
+            if outer is not None:
+                _enter(loop, outer)
+        stand_in.take_over(coro, context, waits_for)
+        return task
+
+    def close(self) -> None:
+        """Let the task that stands ready end."""
+        self._is_closed = True
+        stand_in, self._stand_in = self._stand_in, None
+        if stand_in is not None:
+            stand_in.task.cancel()
+
+
+class _StandIn(Coroutine[Any, Any, Any]):
+    """What the task in readiness runs: nothing, until there is a suspended coroutine to go on with."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._idle: asyncio.Future[None] = loop.create_future()
+        self._coro: Coro | None = None
+        self._context = contextvars.Context()
+        self._waits_for: Any = None
+        self._has_gone_on = False
+        # The surroundings' context, not an empty one: a simulation tells by it whose task this is.
+        self.task: asyncio.Task[Any] = loop.create_task(self, name="stands ready", context=fresh_context())
+
+    def take_over(self, coro: Coro, context: contextvars.Context, waits_for: Any) -> None:
+        """`coro` is suspended and waits for that future, or (None) for the next turn of the loop."""
+        self._coro, self._context, self._waits_for = coro, context, waits_for
+        if asyncio.isfuture(waits_for):
+            waits_for._asyncio_future_blocking = False  # others may await it before our task comes to it
+        if not self._idle.done():
+            self._idle.set_result(None)
+        del self.task  # it holds on to us: the two would wait for the collector, with all that the coroutine has held
+
+    def send(self, value: Any) -> Any:
+        if self._coro is None:
+            return _awaited(self._idle)
+        if not self._has_gone_on:
+            self._has_gone_on = True
+            waits_for = self._waits_for
+            if asyncio.isfuture(waits_for) and not waits_for.done():
+                return _awaited(waits_for)
+            if waits_for is not None and not asyncio.isfuture(waits_for):
+                return waits_for  # nonsense; the task says so
+        return self._context.run(self._coro.send, value)
+
+    def throw(self, typ: Any, val: Any = None, tb: Any = None) -> Any:
+        if self._coro is None:
+            raise typ
+        if not self._has_gone_on:  # cancelled before its task came to it
+            self._has_gone_on = True
+            if asyncio.isfuture(self._waits_for) and self._waits_for.cancel():
+                return _awaited(self._waits_for)
+        return self._context.run(self._coro.throw, typ)
+
+    def close(self) -> None:
+        if self._coro is not None:
+            self._coro.close()
+
+    def __await__(self) -> Any:
+        raise TypeError("only its own task runs it")
+
+    @property
+    def cr_frame(self) -> FrameType | None:
+        """For `Task.get_stack`: where the coroutine stands."""
+        return getattr(self._coro, "cr_frame", None)
+
+
+def _awaited(future: Any) -> Any:
+    future._asyncio_future_blocking = True  # as `Future.__await__` marks it
+    return future

@@ -54,8 +54,8 @@ class Vitals(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     """Messages that wait for its actors, or are being handled."""
 
 
-class PulseHost(Protocol):
-    """Whose pulse it is."""
+class HeartbeatHost(Protocol):
+    """Whose heartbeat it is."""
 
     def load(self) -> tuple[int, int]:
         """Messages finished so far, and messages waiting or running now."""
@@ -78,13 +78,13 @@ class _Heart:
         self.num_unanswered = 0
 
 
-class Pulse:
+class Heartbeat:
     """See the module's head."""
 
     def __init__(
         self,
         links: Links,
-        host: PulseHost,
+        host: HeartbeatHost,
         clock: Clock,
         counters: Counter[str],
         policy: DetectorPolicy = DEFAULT_POLICY,

@@ -1,13 +1,14 @@
-"""What comes in: which of it is an envelope for this incarnation, from one who has said who it is. Sans-IO.
+"""What arrives: which of it is an envelope for this incarnation, from a peer that has said HELLO. Sans-IO.
 
-Nearly all of it is small, has neither options nor arrays, and comes from somebody known: the first word of its header,
-who is meant by whom (one comparison) and lengths that add up tell that. Whatever else comes is examined: it is counted,
-and refused or dropped, and its sender banned if there is no end to it.
+Nearly all of it is small, has neither options nor arrays, and comes from a known peer: the first word of its header,
+one comparison of addresses, and lengths that add up tell that. Everything else is examined, counted, and refused or
+dropped. `ProtocolViolations` bans a connection with too many of them within a minute, for a while. Its memory is
+bounded, because connections are cheap to make: the oldest are forgotten first.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -20,7 +21,6 @@ from .credit import cost_of
 from .frames import HEADER_BYTES, WORDS, Envelope, Kind, Limits, Malformed, decode, peek, read_head
 from .links import Link, Links
 from .serving import Serving
-from .strikes import Strikes
 
 LOOPBACK = b"self"
 """Source of what a process sends to itself."""
@@ -46,7 +46,7 @@ class Desk(Protocol):
         ...
 
 
-class Reception:
+class InboundRouter:
     """See the module's head. The part of `wire.Sink` that takes bytes."""
 
     def __init__(
@@ -74,7 +74,7 @@ class Reception:
         self._plain = {WORDS[kind]: (kind, handle) for kind, handle in handlers.items()}
         """The same by the first word of an envelope."""
         self._epoch = links.own.epoch
-        self._strikes = Strikes()
+        self._strikes = ProtocolViolations()
         self._is_wary = False
         """Examine everything: somebody is banned, or this process is closing."""
         self._sources: tuple[dict[bytes, Link], dict[bytes, Link]] = ({}, {})
@@ -198,3 +198,53 @@ class Reception:
             return False
         self._counters["from_banned"] += 1
         return True
+
+
+MAX_STRIKES = 100
+WINDOW_S = 60.0
+BAN_S = 60.0
+MAX_SOURCES = 4096
+
+
+class ProtocolViolations:
+    """Of all connections of one process."""
+
+    def __init__(self) -> None:
+        self._strikes: OrderedDict[bytes, deque[float]] = OrderedDict()
+        self._banned: OrderedDict[bytes, float] = OrderedDict()
+        self.has_bans = False
+        """Whether asking for a ban is worth it."""
+        self.num_bans = 0
+
+    def __len__(self) -> int:
+        return len(self._strikes) + len(self._banned)
+
+    def strike(self, source: bytes, now: float) -> bool:
+        """One more; True if this one was too many: the source is banned from now on."""
+        times = self._strikes.get(source)
+        if times is None:
+            times = self._strikes[source] = deque(maxlen=MAX_STRIKES + 1)
+            if len(self._strikes) > MAX_SOURCES:
+                self._strikes.popitem(last=False)
+        times.append(now)
+        if len(times) <= MAX_STRIKES or now - times[0] > WINDOW_S:
+            return False
+        del self._strikes[source]
+        self._banned[source] = now + BAN_S
+        self._banned.move_to_end(source)
+        if len(self._banned) > MAX_SOURCES:
+            self._banned.popitem(last=False)
+        self.num_bans += 1
+        self.has_bans = True
+        return True
+
+    def is_banned(self, source: bytes, now: float) -> bool:
+        """Whether it is not listened to."""
+        while self._banned and next(iter(self._banned.values())) <= now:  # the oldest ban ends first
+            self._banned.popitem(last=False)
+        self.has_bans = bool(self._banned)
+        return source in self._banned
+
+    def forgive(self, source: bytes) -> None:
+        """That connection is over."""
+        self._strikes.pop(source, None)

@@ -1,9 +1,9 @@
-r"""The sending half, whatever it sends on: one connection at a time to one peer on one lane, kept up as long as the
-peer is wanted. Knows what leaves when, and when a connection is made again; `zeromq/outbox.py`, `unix/outbox.py`: how.
+r"""The sending half of every wire: one connection at a time to one peer on one lane, kept up as long as the peer is
+wanted. Decides what leaves when, and when to reconnect; `zeromq/outbox.py` and `unix/outbox.py` know how.
 
 The first envelope of a burst leaves at once, the rest of the turn of the loop leaves together (if the last turn had
-several, all of them together); answers to what is just being taken in wait for its end. Large ones go in chunks, a few
-per turn.
+several, all of them together). While messages are taken in, their answers are held and leave together
+(`WriteCoalescing`): a message of the network costs as much as several of ours. Large ones go in chunks, a few per turn.
 
     CONNECTING --ready--> READY --broken--> BACKOFF --timer--> CONNECTING
          \--refused, timer--> BACKOFF           any --close--> CLOSED (may linger in CONNECTING to say what is queued)
@@ -16,14 +16,14 @@ import random
 import time
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from enum import Enum
+from typing import Protocol
 
-from ...core.errors import LaunchError
-from ..session.frames import LIMITS, batch, sole
-from ..session.lent import fill_chunk, lent_of
-from ..wire import Parcel
-from .departures import Departures
-from .outbox_events import OutboxEvents
+from ..core.errors import LaunchError
+from .session.frames import LIMITS, batch, sole
+from .session.lent import fill_chunk, lent_of
+from .wire import Parcel
 
 BACKOFF_S = (0.05, 2.0)
 MAX_BACKDATED_S = 5.0
@@ -56,9 +56,9 @@ class Outbox(ABC):
     STEADY_S = 0.0
     """A connection that lasted so long was a good one: the next attempts begin with the shortest pause again."""
 
-    def __init__(self, events: OutboxEvents, departures: Departures | None = None) -> None:
+    def __init__(self, events: OutboxEvents, departures: WriteCoalescing | None = None) -> None:
         """Begins to connect: whatever `_open` needs is there before."""
-        self._departures = departures or Departures()
+        self._departures = departures or WriteCoalescing()
         self._events = events
         self._loop = asyncio.get_running_loop()
         self._state = OutboxState.CLOSED
@@ -359,3 +359,63 @@ class Outbox(ABC):
         if self._timer is not None:
             self._timer.cancel()
         self._timer = timer
+
+
+class OutboxEvents(Protocol):
+    """What an outbox reports."""
+
+    def greeting(self, sent_units: int) -> bytearray: ...
+
+    def ready(self) -> None: ...
+
+    def turned_away(self, why: str) -> None:
+        """The other side holds this incarnation to be over."""
+        ...
+
+    def broken(self, why: str) -> None:
+        """A connection that was ready is gone."""
+        ...
+
+    def failing(self, why: str, since_s: float) -> None:
+        """An attempt failed; there has been no connection, and no sign of the other side's host, for `since_s`."""
+        ...
+
+    def silence_s(self) -> float:
+        """How long ago the peer should have been heard; 0: nobody knows."""
+        ...
+
+    def closed(self) -> None: ...
+
+
+class WriteCoalescing:
+    """Shared by the inboxes and outboxes of a process."""
+
+    __slots__ = ("due", "is_holding", "num_intakes")
+
+    def __init__(self) -> None:
+        self.is_holding = False
+        """Messages are being taken in now."""
+        self.num_intakes = 0
+        """How often messages were taken in; counts on while they are."""
+        self.due: list[Callable[[], None]] = []
+        """To be called when the messages have been taken in."""
+
+    def hold(self) -> None:
+        """From now on whoever has something to send calls `add` instead."""
+        self.is_holding = True
+        self.num_intakes += 1
+
+    def add(self, flush: Callable[[], None]) -> None:
+        """Call it when the messages have been taken in."""
+        self.due.append(flush)
+
+    def release(self) -> None:
+        """They have, or enough of them."""
+        self.is_holding = False
+        while self.due:
+            flush = self.due.pop()
+            try:
+                flush()
+            except BaseException:
+                self.release()  # one that fails must not keep the others' answers back
+                raise

@@ -1,0 +1,178 @@
+"""HELLO and GOODBYE: who speaks, to whom, in which version of the runtime, and when it comes back. Pure.
+
+HELLO is the first envelope of every connection. Its `protocol` is one fingerprint over everything that both ends must
+agree on, so processes of different versions find out when they meet and not at some later message. The types of
+handlers are not part of it: they are compared per handler, when a call looks its callee up.
+
+The body of a GOODBYE is empty if the process ends now, else it says when its next incarnation may be there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Annotated
+
+import msgspec
+import orjson
+
+from ...core.errors import LaunchError, ProtocolMismatch
+from ...core.handlers import handlers_of
+from ...core.ids import MAX_NAME_LENGTH, NAME_PATTERN, PeerKey
+from ...core.schema import fingerprint
+from ..payload import Buffer
+from ..registry.registry import RegistryContract
+from ..wire import Door, Endpoints, Lane, is_public_key
+from .calls import Calls
+from .credit import UNIT_BYTES, WINDOW_UNITS
+from .faults import Fault, encode_fault
+from .frames import HEADER_BYTES, VERSION, Envelope, Kind, encode
+from .heartbeat import Vitals
+from .links import Links
+
+MAX_HELLO_BYTES = 4096
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of a HELLO."""
+
+    name: str
+    """Node name."""
+    protocol: str
+    """The speaker's fingerprint, see `Handshake`."""
+    wire: int
+    to_node: int
+    to_epoch: int
+    endpoints: Endpoints
+    """Where the sender listens, so that it can be answered without asking the registry."""
+    sent_units: int
+    """Credit spent on this lane before this connection."""
+    attempt: int = 1
+    """Grows with every connection that the sender makes: a HELLO that was recorded and comes again is an old one."""
+
+
+def write_hello(hello: Hello) -> bytes:
+    return orjson.dumps(msgspec.to_builtins(hello))
+
+
+def read_hello(body: Buffer) -> Hello:
+    """Raises ValueError for anything that is no HELLO."""
+    if len(body) > MAX_HELLO_BYTES:
+        raise ValueError(f"{len(body)} bytes are too many")
+    try:
+        hello = msgspec.convert(orjson.loads(body), Hello)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+    if len(hello.name) > MAX_NAME_LENGTH or NAME_PATTERN.fullmatch(hello.name) is None:
+        raise ValueError("that is no node's name")
+    if not (0 <= hello.sent_units <= 0xFFFF and 0 < hello.attempt < 1 << 63):
+        raise ValueError("numbers out of range")
+    _check_endpoints(hello.endpoints)
+    return hello
+
+
+def _check_endpoints(endpoints: Endpoints) -> None:
+    """We will connect there: to what listens as nodes do, and to nothing else."""
+    for schemes, pair in ((("unix://", "ipc://"), endpoints.ipc), (("tcp://",), endpoints.tcp)):
+        if any(address and not address.startswith(schemes) for address in pair):
+            raise ValueError(f"an address that does not begin with {' or '.join(schemes)}")
+    if endpoints.curve and not is_public_key(endpoints.curve):
+        raise ValueError("that is no public key")
+    if any(endpoints.tcp) and not endpoints.curve:
+        raise ValueError("tcp without a public key")
+
+
+def protocol_of(*records: type[msgspec.Struct]) -> str:
+    """The fingerprint, with these records as the session's own."""
+    kinds = ",".join(f"{kind.name}={kind.value}" for kind in Kind)
+    registry = ",".join(f"{name}={schema}" for name, schema in handlers_of(RegistryContract).schema.items())
+    numbers = f"{VERSION}/{HEADER_BYTES}/{WINDOW_UNITS}/{UNIT_BYTES}"
+    return fingerprint(numbers, kinds, registry, *records)
+
+
+MAX_RETRY_S = 3600.0
+
+
+class Goodbye(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """It drains: what it has accepted is finished, new calls are answered with `Draining`."""
+
+    retry_after_s: Annotated[float, msgspec.Meta(ge=0.0, le=MAX_RETRY_S)]
+    """When its next incarnation may be there."""
+
+
+PROTOCOL = protocol_of(Hello, Fault, Vitals, Goodbye)
+
+
+class _Stranger(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a HELLO must stay readable for ever, whatever else changes in it."""
+
+    protocol: str = ""
+    name: str = ""
+    endpoints: Endpoints | None = None
+
+
+class Handshake:
+    """Of one session: looks at every HELLO first, and turns those away that it could not understand."""
+
+    def __init__(
+        self,
+        links: Links,
+        calls: Calls,
+        counters: Counter[str],
+        door: Door | None,
+        over: Callable[[PeerKey, str], None],
+    ) -> None:
+        self._links = links
+        self._calls = calls
+        self._counters = counters
+        self._door = door
+        self._over = over
+
+    def objection(self, source: bytes, lane: Lane, key: PeerKey, body: Buffer) -> str:
+        """Why we cannot talk to whoever sent this HELLO; "" if we can, or if it is no HELLO at all. Calls to it that
+        wait end as not executed: it takes nothing from us either."""
+        try:
+            stranger = msgspec.convert(orjson.loads(body), _Stranger)
+        except (msgspec.ValidationError, ValueError, RecursionError):
+            return ""
+        if stranger.protocol in ("", PROTOCOL):
+            return ""
+        if self._door is not None and (objection := self._door.objection(source, lane, key, stranger.name)):
+            return objection
+        self._counters["hello_of_another_version"] += 1
+        error = ProtocolMismatch(
+            f"{stranger.name[:MAX_NAME_LENGTH]} speaks protocol {stranger.protocol[:16]}, this process {PROTOCOL}",
+            remedy="run the same version of myxa in all processes of a job",
+        )
+        link = self._links.find(key)
+        if link is not None:
+            self._calls.on_refused(link, error)
+            self._over(key, error.message)
+        elif stranger.endpoints is not None:
+            self._tell(key, stranger.endpoints, error)
+        return error.message
+
+    def _tell(self, key: PeerKey, endpoints: Endpoints, error: ProtocolMismatch) -> None:
+        """With our own HELLO in front, from which it sees the same."""
+        own = self._links.own
+        refusal = Envelope(
+            kind=Kind.NACK, src_node=own.node_id, src_epoch=own.epoch, dst_epoch=key.epoch, body=encode_fault(error)
+        )
+        try:
+            self._links.tell_stranger(key, endpoints, encode(refusal))
+        except LaunchError:
+            self._counters["cannot_answer"] += 1
+
+
+def write_goodbye(retry_after_s: float) -> bytes:
+    return msgspec.json.encode(Goodbye(retry_after_s=min(MAX_RETRY_S, max(0.0, retry_after_s))))
+
+
+def read_goodbye(body: Buffer) -> Goodbye | None:
+    """None: it is going now. A body that cannot be read says no more than that it drains."""
+    if not body:
+        return None
+    try:
+        return msgspec.json.decode(body, type=Goodbye)
+    except msgspec.DecodeError:
+        return Goodbye(retry_after_s=0.0)
