@@ -112,8 +112,7 @@ def _coordinator(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock
 
 def _buffer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
     from ..actors.buffer.buffer import Buffer
-    from ..actors.buffer.group_filter import load_group_filters
-    from ..actors.buffer.sample_filter import load_sample_filter
+    from ..actors.buffer.filters import load_group_filters, load_sample_filter
     from ..actors.data.mixed import open_data
     from ..algos.staleness import Admission
     from .composition.checkpoint_parts import earlier_ledger

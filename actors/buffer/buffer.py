@@ -1,18 +1,19 @@
 """The buffer role: hands out prompts, takes finished groups, forms batches; the ledger behind it survives everything.
 
-Who waits for whom: `draw` and `claim` are long polls that hold until something changes, until their own time is over
-or shortly before the caller's deadline; everything else answers at once. Decisions are made in `store.py`,
-which never waits. Knows contracts, ledger and admission; knows no concrete dataset, engine or trainer, and no torch.
+`draw` and `claim` are long polls: they hold until something changes, until their own time is over or shortly before the
+caller's deadline. All other calls answer at once. `store.py` decides and never waits. Knows contracts, ledger and
+admission; knows no concrete dataset, engine or trainer, and no torch.
 
-A disk that refuses to be written is a pause. Whatever was made from the ledger is put away, and is made again as by the
-next process of the buffer once the file can be opened and written. Until then draws and claims find no work, and every
-other call that needs the ledger raises DiskRefused, which callers repeat.
+A disk that refuses to be written is a pause. All parts that were made from the ledger are dropped, and are made again,
+as by the next process of the buffer, once the file can be opened and written. Until then draws and claims find no work,
+and every other call that needs the ledger raises DiskRefused, which callers repeat.
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy
+import math
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ import msgspec
 
 from ...algos.staleness import Admission
 from ...core.activity import ActivityMeter, TelemetryBuffer
-from ...core.actor import MailboxPolicy, PeerEvent
+from ...core.actor import ActorContext, MailboxPolicy, PeerEvent
 from ...core.chaos import reached
 from ...core.disk import REFUSED_EVENT, WAITS, WRITTEN_EVENT, may_have_room, naming_disk, pauses, refusal, refused
 from ...core.errors import BadRequest, CallError, DataError, DiskRefused, Draining, LedgerError, UserCodeError
@@ -36,14 +37,16 @@ from ...core.messages import (
     DrawBlock,
     DrawReply,
     DrawRequest,
+    DumpReport,
     GroupDropped,
     GroupReturned,
     PutResult,
+    RecentGroup,
     SamplingParams,
 )
 from ...core.prompt_sources import MixedSources, PromptSource
-from ...core.samples import Group, ScoredSample
-from ..contracts.roles import BufferContract, MonitorContract
+from ...core.samples import Group, Prompt, ScoredSample
+from ..contracts.roles import BufferContract, DataContract, MonitorContract
 from ..engine_versions import EngineVersions, Rewind, Weights
 from ..knobs.joining import catch_up
 from ..knobs.owner import OwnsKnobs
@@ -54,37 +57,27 @@ from ..ledger.resume import continue_ledger
 from ..own_thread import in_own_thread
 from ..telemetry import ReportPace, report_forever
 from .dumps import BufferDumps
+from .filters import GroupFilters
 from .finished_groups import FinishedGroups
-from .gauges import buffer_gauges, inventory
-from .group_filter import GroupFilters
-from .held_out import HeldOutPrompts
 from .knobs import BufferKnobs, BufferLimits
-from .long_poll import LongPolls
 from .quarantine import open_quarantine
-from .recent_groups import RecentGroups
-from .sample_log import SampleLog
+from .recent_groups import RecentGroups, SampleLog
 from .settings import BufferValues, LiveSettings
-from .shown_groups import ShownGroups
 from .sources import Sources
 from .store import BufferStore
 
+LONGEST_WAIT_S = 600.0
+DEADLINE_SHARE = 0.9
+"""A long poll ends after this share of the caller's time, so that the answer arrives before the caller gives up."""
+CANARY_ID = -1_000_000
+"""Group id of the first canary prompt; the others follow downwards, far from held-out prompts."""
 _REWINDS = "rewinds"
 _NO_STATS = BufferStats(
     states={}, drawn=0, trained=0, dropped={}, slots_total=0, slots_used=0, max_staleness=0, policy=""
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Books:
-    """Whatever is made from the ledger, each time that it is opened."""
-
-    ledger: Ledger
-    store: BufferStore
-    versions: EngineVersions
-    knobs: BufferKnobs
-
-
-class Buffer(OwnsKnobs, ShownGroups, HeldOutPrompts, BufferContract):
+class Buffer(OwnsKnobs, DataContract, BufferContract):
     """Prompt cursor, ledger, finished groups, admission; and the held-out prompts."""
 
     mailbox = MailboxPolicy(size=4096)
@@ -376,18 +369,18 @@ class Buffer(OwnsKnobs, ShownGroups, HeldOutPrompts, BufferContract):
         self._polls.ring()
 
     def _mind_losses(self) -> None:
-        for text in self._store.suspects.take_news():
+        for text in self._store.poison.take_news():
             self._tell("group-suspected", text)
         for kind, text in self._store.cursor.take_news():
             self._tell(kind, text)
-        drought = self._store.drought
-        if (error := drought.verdict) is not None:
+        starvation = self._store.starvation
+        if (error := starvation.verdict) is not None:
             self.ctx.fail(error)
-        elif text := drought.news():
+        elif text := starvation.news():
             self._tell("all-left-out", text)
 
     async def return_group(self, returned: GroupReturned) -> None:
-        was_suspect = self._store.suspects.must_be_alone(returned.group_id)
+        was_suspect = self._store.poison.must_be_alone(returned.group_id)
         with self._at_work("return"):
             self._store.take_back(returned, self.ctx.clock.monotonic())
         self._mind_losses()
@@ -440,7 +433,7 @@ class Buffer(OwnsKnobs, ShownGroups, HeldOutPrompts, BufferContract):
             return Claim(step=step, groups=groups, max_staleness=bound)
         if not self._store.is_finished:
             return Claim(step=step, blocked_by="wait-data")
-        reason = inventory(self._store)
+        reason = self._store.inventory()
         self._tell("data-finished", f"no whole batch is left for step {step}: {reason}")
         self._polls.ring()
         return Claim(step=step, finished=True, reason=reason)
@@ -516,6 +509,34 @@ class Buffer(OwnsKnobs, ShownGroups, HeldOutPrompts, BufferContract):
         last, why = self._last_stats or _NO_STATS, str(self._refused)
         return msgspec.structs.replace(last, complaint=why, disk=why)
 
+    # ---- the data's prompts that are no draws
+
+    async def num_held_out(self, name: str = "") -> int:
+        return self._source.num_held_out(name)
+
+    async def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
+        return self._source.eval_prompts(max(limit, 0), name)
+
+    async def canary_prompts(self, limit: int) -> tuple[Prompt, ...]:
+        found = Sources(self._source).first_prompts(max(limit, 0))
+        return tuple(
+            msgspec.structs.replace(prompt, group_id=CANARY_ID - number) for number, prompt in enumerate(found)
+        )
+
+    # ---- samples for people
+
+    async def recent(self, num_groups: int) -> tuple[RecentGroup, ...]:
+        return self._recent.newest(num_groups)
+
+    async def dump(self, max_bytes: int) -> DumpReport:
+        return await self._dumps.whole(max_bytes)
+
+    async def dump_next(self, num_groups: int, max_bytes: int) -> DumpReport:
+        return await self._dumps.begin_next(num_groups, max_bytes)
+
+    async def dumps(self) -> tuple[DumpReport, ...]:
+        return self._dumps.reports()
+
     # ---- telling
 
     @contextmanager
@@ -548,6 +569,56 @@ class Buffer(OwnsKnobs, ShownGroups, HeldOutPrompts, BufferContract):
             if self._books is None:
                 continue
             self._book_waiting()
-            values = buffer_gauges(self._store)
+            values = self._store.gauges()
             values |= {"buffer/draw_wait_s": self._draw_wait_s, "buffer/claim_wait_s": self._claim_wait_s}
             self._telemetry.metric(-1, values)
+
+
+@dataclass(frozen=True, slots=True)
+class _Books:
+    """All parts that are made from the ledger, each time that it is opened."""
+
+    ledger: Ledger
+    store: BufferStore
+    versions: EngineVersions
+    knobs: BufferKnobs
+
+
+class LongPolls:
+    """The waiting calls of one actor. Made on its loop.
+
+    Each change wakes all of them, and each looks again for itself: conditions differ from caller to caller, and callers
+    are few."""
+
+    def __init__(self, ctx: ActorContext) -> None:
+        self._ctx = ctx
+        self._changed = asyncio.Event()
+
+    def ring(self) -> None:
+        """Wake all waiting calls."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def until_s(self, wait_s: float) -> float:
+        """When the call that is being handled has to answer, on the actor's clock, if it would wait `wait_s`."""
+        left_s = self._ctx.deadline()
+        limit_s = LONGEST_WAIT_S if left_s is None else left_s * DEADLINE_SHARE
+        wanted_s = wait_s if wait_s > 0 else 0.0  # NaN and negative: do not wait
+        return self._ctx.clock.monotonic() + min(wanted_s, limit_s)
+
+    async def wait(self, until_s: float, look_at_s: float = math.inf, *, is_urgent: bool = False) -> float | None:
+        """Seconds waited until something changed, or until `look_at_s`; None if the time was over first. `is_urgent`:
+        only until others had their turn."""
+        started_s = self._ctx.clock.monotonic()
+        if started_s >= until_s:
+            return None
+        if is_urgent:
+            await asyncio.sleep(0)
+            return 0.0
+        try:
+            async with asyncio.timeout(min(until_s, look_at_s) - started_s):
+                await self._changed.wait()
+        except TimeoutError:
+            if self._ctx.clock.monotonic() >= until_s:
+                return None
+        return self._ctx.clock.monotonic() - started_s

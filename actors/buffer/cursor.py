@@ -19,9 +19,8 @@ from ..ledger.draws import Stretch
 from ..ledger.ledger import Ledger
 from ..ledger.states import OUT_OF_WINDOW, QUARANTINED, Row, State
 from .difficulty import NO_WINDOW, Difficulty, Window
-from .mix import mix_text, next_source, parse_mix, shares_of
 from .quarantine import Quarantine
-from .sources import Sources
+from .sources import Sources, mix_text, next_source, parse_mix, shares_of
 
 MAX_PASSED_OVER = 1000
 """Quarantined prompts in a row; then there is nothing to train on."""

@@ -1,8 +1,8 @@
-"""The live knobs of the buffer: how work is drawn, admitted and judged from a moment on.
+"""The live knobs of the buffer: how prompts are drawn, admitted and judged from a moment on.
 
 All are used at once ("request": the next draw; "now": the next finished group). Values that only make sense together
-(bound, policy and window; group size and filter) are judged together and come into force together, and the ledger keeps
-them before the first group is dispatched under them: a buffer that is started anew never goes back to older values.
+(bound, policy and window; group size and filter) are judged together and come into force together. The ledger keeps
+them before the first group is dispatched under them: a buffer that starts again never goes back to older values.
 Knows the store's settings. Must not know messages, rollout actors or the trainer.
 """
 
@@ -17,13 +17,13 @@ from ...algos.staleness import POLICIES, Admission
 from ...algos.staleness_policy import make_policy
 from ...core.activity import TelemetryBuffer
 from ...core.clock import Clock
+from ...core.config.data import MAX_SKIPS
 from ...core.errors import BadRequest, ConfigError
 from ...core.knobs import KnobChange, KnobCommit, KnobSheet, KnobValue, KnobVote, Tunable
 from ..knobs.owner import Knob, KnobOwner
 from .difficulty import NO_WINDOW, Window
-from .draw_tunables import draw_tunables
-from .mix import parse_mix
 from .settings import MAX_ID, NO_IDS, BufferValues, LiveSettings, stop_ids
+from .sources import parse_mix
 
 OWNER = "buffer"
 MAX_TOKENS = 1 << 20
@@ -202,7 +202,7 @@ def buffer_tunables(filters: Sequence[str], limits: BufferLimits, sources: Seque
         *_sampling_tunables(),
         *_size_tunables(limits),
         _filter_tunable(filters),
-        *draw_tunables(is_mixed=bool(sources), has_rewards=limits.has_rewards),
+        *_draw_tunables(is_mixed=bool(sources), has_rewards=limits.has_rewards),
     )
 
 
@@ -332,4 +332,54 @@ def _filter_tunable(filters: Sequence[str]) -> Tunable:
         choices=tuple(filters),
         help="Which finished groups are left out: a built-in, or the run file's own function. Judges groups that are "
         "finished from now on, whenever they were dispatched; groups that were kept stay.",
+    )
+
+
+def _draw_tunables(*, is_mixed: bool, has_rewards: bool) -> tuple[Tunable, ...]:
+    """`is_mixed`: there are several sources. `has_rewards`: prompts can be judged by them."""
+    return (*((_mix_tunable(),) if is_mixed else ()), *(_window_tunables() if has_rewards else ()))
+
+
+def _mix_tunable() -> Tunable:
+    return Tunable(  # without a key: there each source has its own
+        name="mix",
+        kind="text",
+        boundary="request",
+        owner=OWNER,
+        help="Shares of the sources among the prompts that are drawn from now on: math:0.7,code:0.3, every source "
+        "named, 0 = none for now; in the run file data.sources.NAME.weight.",
+    )
+
+
+def _window_tunables() -> tuple[Tunable, ...]:
+    return (
+        Tunable(
+            name="difficulty_low",
+            kind="float",
+            boundary="request",
+            owner=OWNER,
+            key="data.difficulty_low",
+            help="A prompt whose newest finished group has a mean reward below this is passed over when it comes up "
+            "again; equal to difficulty_high = no window. Set both where one does not fit the other.",
+        ),
+        Tunable(
+            name="difficulty_high",
+            kind="float",
+            boundary="request",
+            owner=OWNER,
+            key="data.difficulty_high",
+            help="The same for mean rewards above this. Both ends are inside the window.",
+        ),
+        Tunable(
+            name="difficulty_skips",
+            kind="int",
+            boundary="request",
+            owner=OWNER,
+            key="data.difficulty_skips",
+            low=0,
+            high=MAX_SKIPS,
+            unit="passes",
+            help="Passes in a row that a prompt outside the window is passed over at most, after which it is tried "
+            "again; 0 = never again.",
+        ),
     )

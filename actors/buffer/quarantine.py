@@ -25,8 +25,8 @@ from ...core.file_entry import sync_folder
 from ...core.prompt_sources import MixedSources, PromptSource
 from ...core.samples import Prompt
 from ..ledger.ledger import Ledger
+from .poison_prompts import POISON
 from .sources import Sources
-from .suspects import POISON
 
 _FILE = "quarantine.jsonl"
 AT_ONCE = ("reward-crash", POISON)

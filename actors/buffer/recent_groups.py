@@ -1,7 +1,8 @@
-"""The groups that were finished last, kept for people who want to look at samples. Bounded by count and by tokens.
+"""Groups for people to read: the ones finished last, and a log of some groups of each step.
 
-A few of every step come back from training with the trainer's log-probs of their tokens. Knows groups and where the
-ledger says they are. Must not know who looks.
+The groups finished last are bounded by count and by tokens; a few of every step come back from training with the
+trainer's log-probs of their tokens. The log goes by telemetry to the monitor, which writes files. Knows groups and
+where the ledger says they are.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from itertools import islice
 import msgspec
 import numpy as np
 
+from ...core.activity import TelemetryBuffer
+from ...core.clock import Clock
 from ...core.errors import LedgerError
 from ...core.messages import PutResult, RecentGroup
 from ...core.samples import F32, Group, Sample, ScoredSample
+from ..group_text import group_text
 from ..ledger.ledger import Ledger
 from ..ledger.payload import decode_group
 
@@ -124,3 +128,39 @@ def _fitting(sample: Sample, logprobs: F32 | None) -> F32:
 
 def _num_tokens(group: Group) -> int:
     return sum(sample.num_tokens for sample in group.samples)
+
+
+class SampleLog:
+    """Some groups of each step: some that were trained on, some that the filter left out."""
+
+    def __init__(self, telemetry: TelemetryBuffer, clock: Clock, per_step: int) -> None:
+        """`per_step`: groups of each step, at most half of them left out by the filter; 0: none."""
+        self._telemetry = telemetry
+        self._clock = clock
+        self._per_step = per_step
+        self._step = -1
+        self._num_left_out = 0
+
+    def left_out(self, group: Group, step: int, reason: str, rollout: str) -> None:
+        """A finished group is not trained on; at once, since a run that keeps none makes no step."""
+        if step != self._step:
+            self._step, self._num_left_out = step, 0
+        if self._num_left_out < self._per_step // 2:
+            self._num_left_out += 1
+            self._tell(group, step, "filtered", rollout, reason)
+
+    def num_wanted(self, step: int) -> int:
+        """Groups of the batch of this step that are to be told."""
+        return self._per_step - (self._num_left_out if step == self._step else 0)
+
+    def trained(self, groups: Iterable[Group], step: int) -> None:
+        """These were trained on."""
+        for group in groups:
+            self._tell(group, step, "kept", "")
+
+    def _tell(self, group: Group, step: int, outcome: str, rollout: str, reason: str = "") -> None:
+        wall_s = self._clock.wall()
+        source = rollout or self._telemetry.source
+        self._telemetry.sample(
+            group_text(group, step=step + 1, outcome=outcome, wall_s=wall_s, source=source, reason=reason)
+        )

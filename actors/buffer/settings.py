@@ -17,7 +17,7 @@ from ...core.knobs import KnobValue
 from ...core.messages import Record, SamplingParams
 from ..ledger.ledger import Ledger
 from .difficulty import Window
-from .mix import mix_text
+from .sources import mix_text
 
 _KNOBS, _PAUSED, _STOPPING = "knobs", "paused", "stopping"
 NO_IDS = "none"

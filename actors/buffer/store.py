@@ -1,43 +1,51 @@
-"""What the buffer decides, without waiting for anybody: the ledger, admission and the prompt source in step.
+"""What the buffer decides, without waiting: the ledger, admission and the prompt source in step.
 
 Every method is one event. The ledger is written first and admission follows; where admission has to answer first
 (draw, claim) and the ledger then cannot be written, admission is rebuilt from the ledger. Knows no actor, no message
-loop, no clock but the one it is told.
+loop, no clock but the time that it is passed.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+import msgspec
+
 from ...algos.staleness import Admission, LinePlace, Overdue, Stage
-from ...core.errors import LedgerError
+from ...core.errors import DataError, LedgerError
 from ...core.knobs import KnobValue
 from ...core.messages import Assignment, BufferStats, DrawBlock, DrawRequest, GroupMeta, GroupReturned, PutResult
 from ...core.prompt_sources import MixedSources, PromptSource
 from ...core.samples import NO_VERSION, Group, Sample
 from ..ledger.ledger import Ledger
-from ..ledger.payload import encode
+from ..ledger.payload import decode_group, decode_partial, encode
 from ..ledger.states import LEFTOVER, OPEN, Row, State
 from ..ledger.tally import masked_text
 from .checks import INVALID, mean_reward, num_response_tokens, num_tokens_of, refusal, wrong_in_partial
 from .cursor import Draft, PromptCursor
-from .drought import Drought
+from .dispatch_queue import DispatchQueue, FairShare
+from .filters import ALL_MASKED, GroupFilters, is_all_masked, mask_members
 from .finished_groups import FinishedGroups
-from .group_filter import GroupFilters
-from .payloads import Payloads, oldest_version
+from .poison_prompts import POISON, PoisonTracker
 from .quarantine import Quarantine
-from .sample_filter import ALL_MASKED, is_all_masked, mask_members
-from .settings import LiveSettings
-from .shares import Shares
-from .suspects import POISON, Suspects
-from .turns import Turns
+from .settings import LiveSettings, Terms
 
 REATTACH_S = 10.0
 """After a restart of the buffer, for so long a group waits for the actor that still has it in hand."""
 
+NUM_BATCHES = 20
+"""A complaint is due after so many batches' worth of groups."""
+UNUSABLE = "prompt-too-long"
+REMEDIES = {
+    "zero_variance": "all samples of each group got the same reward: the task is too hard or too easy, or the reward "
+    "is constant",
+}
+OTHER_REMEDY = "the events of kind group-dropped, the ledger and the actors' logs say more"
+_MAX_REASONS = 8
 _STAGES = {State.DISPATCHED: Stage.UNDER_WAY, State.REQUEUED: Stage.WAITING, State.READY: Stage.READY}
 
 
@@ -58,23 +66,23 @@ class BufferStore:
         max_deaths: int = 3,
     ) -> None:
         """`filters`: the settings say which of them judges groups. `max_deaths`: of actors, that one group
-        may bring about (`suspects.py`)."""
+        may bring about (`poison_prompts.py`)."""
         self.ledger = ledger
         self.admission = admission
         self.settings = settings
         self.payloads = Payloads(ledger, settings)
         self.cursor = PromptCursor(source, ledger, quarantine)
         self.cursor.use(settings.values.mix, settings.values.difficulty)
-        self.suspects = Suspects(ledger, max_deaths)
-        self.shares = Shares()
-        self._turns = Turns(
-            ledger, admission, settings, self.cursor, self.suspects, self.shares, started_s + REATTACH_S
+        self.poison = PoisonTracker(ledger, max_deaths)
+        self.shares = FairShare()
+        self._queue = DispatchQueue(
+            ledger, admission, settings, self.cursor, self.poison, self.shares, started_s + REATTACH_S
         )
         self._filters = filters
         self._log = log
         self.is_finished = False
         """No batch will ever come again."""
-        self.drought = Drought(admission.batch_size)
+        self.starvation = StarvationCheck(admission.batch_size)
         self.finished = FinishedGroups()
         self._rebuild()
 
@@ -98,18 +106,18 @@ class BufferStore:
         """Groups for an engine that serves `version`: first what was handed back, then new draws. `is_undone`: it only
         counts as serving it; see `engine_versions.py`."""
         draft = self.cursor.draft(self.settings.values.num_samples)  # first: no search goes on while nothing is given
-        if not self._turns.is_open:
+        if not self._queue.is_open:
             return []
         again: list[Row] = []
         try:
-            waiting, max_groups = self._turns.turn(request, version, now_s)
+            waiting, max_groups = self._queue.turn(request, version, now_s)
             for row in waiting:
                 if len(again) < max_groups and self.admission.may_dispatch(version, row.group_id):
                     self.admission.dispatched(row.group_id, version, is_undone=is_undone)
                     again.append(row)
-            num_new = min(max_groups - len(again), self._turns.num_new(request, now_s))
+            num_new = min(max_groups - len(again), self._queue.num_new(request, now_s))
             while len(draft.prompts) < num_new and self.admission.may_dispatch(version):
-                drawn = draft.next() if self._turns.wants_new else None
+                drawn = draft.next() if self._queue.wants_new else None
                 if drawn is None:
                     break
                 self.admission.dispatched(drawn.group_id, version, is_undone=is_undone)
@@ -120,7 +128,7 @@ class BufferStore:
         if given:
             self.shares.served(request.rollout)
         num_tokens = {work.prompt.group_id: num_tokens_of(work.partial) for work in given}
-        self.suspects.dispatched((request.rollout, request.epoch), num_tokens, now_s)
+        self.poison.dispatched((request.rollout, request.epoch), num_tokens, now_s)
         return given
 
     def waits(self, request: DrawRequest, blocked_by: DrawBlock, now_s: float) -> float:
@@ -157,7 +165,7 @@ class BufferStore:
 
     def why_no_work(self, request: DrawRequest, version: int, now_s: float) -> DrawBlock:
         """Why an engine that serves `version` got nothing just now."""
-        return "finished" if self.is_finished else self._turns.why_none(request, version, now_s)
+        return "finished" if self.is_finished else self._queue.why_none(request, version, now_s)
 
     # ---- what comes back
 
@@ -170,7 +178,7 @@ class BufferStore:
         is_theirs = (row.attempt, row.rollout) == (attempt, rollout)
         if row.state not in (State.DISPATCHED, State.REQUEUED) or not is_theirs:
             return self._answer_again(row, group, is_theirs)
-        self.suspects.finished((rollout, row.epoch), group_id)
+        self.poison.finished((rollout, row.epoch), group_id)
         group_filter = self._filters.by_name[self.settings.values.group_filter]
         reason, detail = refusal(group, self.cursor.prompt_of(row), row.num_samples, group_filter)
         if reason == INVALID:
@@ -198,7 +206,7 @@ class BufferStore:
         group_id = row.group_id
         self.ledger.refuse(group_id, reason, detail=detail, num_tokens=num_tokens, reward=reward)
         self.admission.filtered(group_id)
-        self.drought.left_out(reason, detail)
+        self.starvation.left_out(reason, detail)
         return PutResult(outcome="filtered", reason=detail or reason)
 
     def _keep(self, group: Group, payload: bytes, announced: int, reward: float | None, note: str) -> PutResult:
@@ -206,7 +214,7 @@ class BufferStore:
         version = announced if stamp == NO_VERSION else self.admission.counted(group_id, stamp)
         self.ledger.finish(group_id, payload, version=version, num_tokens=num_tokens, reward=reward, note=note)
         self.admission.ready(group_id, version)
-        self.drought.kept()
+        self.starvation.kept()
         self.payloads.keep_meta(group, version)
         return PutResult(outcome="ready")
 
@@ -228,8 +236,8 @@ class BufferStore:
     def _give_up(self, row: Row, reason: str, detail: str) -> None:
         self.ledger.drop([(row.group_id, reason)], detail)
         self.admission.filtered(row.group_id)
-        self.suspects.forget(row.group_id)
-        self.drought.left_out(reason, detail)
+        self.poison.forget(row.group_id)
+        self.starvation.left_out(reason, detail)
         self.cursor.failed(row, reason, detail)
 
     def take_back(self, returned: GroupReturned, now_s: float) -> bool:
@@ -241,14 +249,14 @@ class BufferStore:
             return False
         if returned.goes_on:
             if is_saved := self.payloads.save_partial(row, partial):
-                self.suspects.has_tokens(group_id, num_tokens_of(partial))
+                self.poison.has_tokens(group_id, num_tokens_of(partial))
             return is_saved
         if (wrong := wrong_in_partial(partial, group_id, row.num_samples)) is not None:
             self._log.warning("group %d of %s starts again from its prompt: %s", group_id, rollout, wrong)
             partial = ()
-        self.suspects.has_tokens(group_id, num_tokens_of(partial))
+        self.poison.has_tokens(group_id, num_tokens_of(partial))
         if returned.has_died:
-            self.suspects.broke((rollout, row.epoch), now_s)
+            self.poison.broke((rollout, row.epoch), now_s)
         take = self._died if returned.has_died else self._requeue
         take([row], f"handed back by {rollout}", partial)
         return True
@@ -265,8 +273,8 @@ class BufferStore:
         self._requeue(rows, detail, partial)
         in_hand = {row.group_id: row for row in rows if row.state is State.DISPATCHED}
         actors = {group_id: (row.rollout, row.epoch) for group_id, row in in_hand.items()}
-        for group_id in self.suspects.died(actors):
-            self._give_up(in_hand[group_id], POISON, self.suspects.why())
+        for group_id in self.poison.died(actors):
+            self._give_up(in_hand[group_id], POISON, self.poison.why())
 
     def _requeue(self, rows: list[Row], detail: str, partial: tuple[Sample, ...] = ()) -> None:
         if not rows:
@@ -356,7 +364,7 @@ class BufferStore:
             self.ledger.drop([(item.group_id, item.reason) for item in overdue])
         for item in overdue:
             self.payloads.forget(item.group_id)
-            self.suspects.forget(item.group_id)
+            self.poison.forget(item.group_id)
 
     # ---- facts
 
@@ -373,13 +381,50 @@ class BufferStore:
             max_staleness=self.admission.max_staleness,
             policy=self.admission.policy,
             mean_tokens=tally.mean_tokens,
-            complaint=self.drought.complaint,
+            complaint=self.starvation.complaint,
         )
+
+    def gauges(self) -> dict[str, float]:
+        """For the monitor: counts of groups now, and what became of the others so far."""
+        stats = self.stats()
+        values = {
+            "buffer/ready": float(self.admission.num_ready),
+            "buffer/under_way": float(stats.states.get(State.DISPATCHED, 0)),
+            "buffer/requeued": float(stats.states.get(State.REQUEUED, 0)),
+            "buffer/slots_used": float(stats.slots_used),
+            "buffer/slots_total": float(stats.slots_total),
+            "buffer/drawn": float(stats.drawn),
+            "buffer/quarantined": float(len(self.cursor.quarantine or ())),
+        }
+        if self.cursor.chooses:
+            values |= self._gauges_of_sources()
+        values |= self.finished.newest()
+        values |= {f"buffer/masked/{reason}": float(count) for reason, count in self.ledger.tally.masked.items()}
+        values |= {f"buffer/dropped/{reason}": float(count) for reason, count in stats.dropped.items()}
+        return values | {f"buffer/mean_tokens/{name}": mean for name, mean in stats.mean_tokens.items()}
+
+    def _gauges_of_sources(self) -> dict[str, float]:
+        """Prompts drawn, the share since the ratios were last changed, and the mean reward of the newest groups."""
+        draws, values = self.ledger.draws, dict[str, float]()
+        total = draws.in_stretch.total()
+        for name in self.cursor.sources.names:
+            values[f"buffer/source/{name}/drawn"] = float(draws.taken[name])
+            values[f"buffer/source/{name}/share"] = draws.in_stretch[name] / total if total else 0.0
+            if (reward := self.finished.mean_of_source(name)) is not None:
+                values[f"buffer/source/{name}/reward"] = reward
+        return values
+
+    def inventory(self) -> str:
+        """What became of the data, in words."""
+        dropped = self.ledger.tally.dropped
+        reasons = ", ".join(f"{reason} {count}" for reason, count in dropped.items())
+        left_out = f", {sum(dropped.values())} groups left out ({reasons})" if dropped else ""
+        return f"{self.ledger.next_draw} prompts drawn{left_out}"
 
     @property
     def may_draw(self) -> bool:
-        """Is there, or may there come, a prompt that nobody has got?"""
-        return self._turns.may_draw
+        """Whether there is, or may come, a prompt that was not drawn yet."""
+        return self._queue.may_draw
 
     # ---- inside
 
@@ -405,3 +450,147 @@ class BufferStore:
         if row is None or row.state not in (State.DISPATCHED, State.REQUEUED):
             return None
         return row if (row.attempt, row.rollout) == (attempt, rollout) else None
+
+
+class Payloads:
+    """What groups hold, as records, and the short account of each by which the trainer's leader plans. Raises
+    LedgerError naming a group whose payload is damaged or missing."""
+
+    def __init__(self, ledger: Ledger, settings: LiveSettings) -> None:
+        self._ledger = ledger
+        self._settings = settings
+        self._metas: dict[int, GroupMeta] = {}
+        self._terms: dict[int, Terms] = {}
+        self.newest: Group | None = None
+        """The group that was kept last, as it is kept: some of its members may be masked."""
+
+    def partial(self, group_id: int) -> tuple[Sample, ...]:
+        """Unfinished samples; empty if there are none."""
+        data = self._ledger.payload(group_id)
+        return () if data is None else decode_partial(group_id, data)
+
+    def save_partial(self, row: Row, partial: tuple[Sample, ...]) -> bool:
+        """Keep unfinished samples of a group that is under way; False if something is wrong with them."""
+        if not partial or wrong_in_partial(partial, row.group_id, row.num_samples) is not None:
+            return False
+        self._ledger.save_partial(row.group_id, encode(partial))
+        return True
+
+    def group(self, group_id: int) -> Group:
+        """A whole group."""
+        row = self._ledger.find(group_id)
+        if row is None:
+            raise LedgerError(f"group {group_id} was never drawn")
+        if row.state not in (State.READY, State.CLAIMED, State.TRAINED):
+            raise LedgerError(f"group {group_id} is {row.state}: it has no payload to fetch")
+        group = decode_group(group_id, self._ledger.payload(group_id) or b"")
+        return group if row.terms else _at(group, self.terms_of(row).sampling.temperature)
+
+    def meta_of(self, row: Row) -> GroupMeta:
+        """The account of a group that is whole."""
+        meta = self._metas.get(row.group_id)
+        return meta or self.keep_meta(self.group(row.group_id), row.version)
+
+    def keep_meta(self, group: Group, version: int) -> GroupMeta:
+        """A group that has just arrived; `version`: of its oldest token."""
+        meta = self._metas[group.group_id] = _meta(group, version)
+        self.newest = group
+        return meta
+
+    def forget(self, group_id: int) -> None:
+        """No batch will be planned with it."""
+        self._metas.pop(group_id, None)
+
+    def forget_all(self) -> None:
+        """After the rows were changed behind these accounts."""
+        self._metas.clear()
+
+    # ---- terms
+
+    def number_terms(self, terms: Terms) -> int:
+        """Under which number the ledger keeps these terms."""
+        number = self._ledger.number_terms(msgspec.json.encode(terms).decode())
+        self._terms[number] = terms
+        return number
+
+    def terms_of(self, row: Row) -> Terms:
+        """The terms that a group was dispatched under first."""
+        if row.terms not in self._terms:
+            text = self._ledger.terms(row.terms)
+            try:
+                terms = msgspec.json.decode(text, type=Terms) if row.terms else self._settings.first_terms
+            except msgspec.MsgspecError as error:
+                raise LedgerError(f"the terms of group {row.group_id} are damaged: {error}") from error
+            self._terms[row.terms] = terms
+        return self._terms[row.terms]
+
+
+def oldest_version(partial: tuple[Sample, ...], version: int) -> int:
+    """Oldest stamp of unfinished samples, or of what starts now at `version`."""
+    stamps = [stamp for stamp in (sample.oldest_version() for sample in partial) if stamp >= 0]
+    return min([*stamps, version]) if version >= 0 else min(stamps, default=NO_VERSION)
+
+
+def _at(group: Group, temperature: float) -> Group:
+    """A group from before samples told their temperature."""
+    samples = tuple(msgspec.structs.replace(sample, temperature=temperature) for sample in group.samples)
+    return msgspec.structs.replace(group, samples=samples)
+
+
+def _meta(group: Group, version: int) -> GroupMeta:
+    return GroupMeta(
+        group_id=group.group_id,
+        num_tokens=tuple(sample.num_tokens for sample in group.samples),
+        loss_tokens=tuple(int(sample.loss_mask.sum()) for sample in group.samples),
+        rewards=tuple(float(reward) for reward in group.rewards),
+        oldest_version=version,
+    )
+
+
+class StarvationCheck:
+    """Counts groups in a row that gave nothing to train on: says when a person must hear of it, and when to give up.
+
+    A run whose groups are all left out would generate for ever and only look slow. It is not stopped: a model may yet
+    learn to solve a task. Prompts that cannot be used at all are another matter: training makes them no shorter."""
+
+    def __init__(self, batch_size: int) -> None:
+        self._limit = NUM_BATCHES * batch_size
+        self._reasons: Counter[str] = Counter()
+        self._last_detail = ""
+        self._tell_at = self._limit
+
+    def kept(self) -> None:
+        """A group is ready to be trained on."""
+        self._reasons.clear()
+        self._tell_at = self._limit
+
+    def left_out(self, reason: str, detail: str = "") -> None:
+        """A group was filtered or dropped."""
+        is_known = reason in self._reasons or len(self._reasons) < _MAX_REASONS
+        self._reasons[reason if is_known else "other"] += 1
+        self._last_detail = detail
+
+    @property
+    def complaint(self) -> str:
+        """Empty, or what a person should know now."""
+        num = self._reasons.total()
+        if num < self._limit:
+            return ""
+        counts = ", ".join(f"{reason} {count}" for reason, count in self._reasons.most_common())
+        remedy = REMEDIES.get(self._reasons.most_common(1)[0][0], OTHER_REMEDY)
+        return f"the last {num} groups in a row were all left out ({counts}) -- {remedy}"
+
+    def news(self) -> str:
+        """The complaint when it is due: first at the limit, then whenever the number has doubled; else nothing."""
+        if self._reasons.total() < self._tell_at:
+            return ""
+        self._tell_at = 2 * self._reasons.total()
+        return self.complaint
+
+    @property
+    def verdict(self) -> DataError | None:
+        """Why going on is hopeless, if it is."""
+        num = self._reasons.total()
+        if num < self._limit or set(self._reasons) != {UNUSABLE}:
+            return None
+        return DataError(f"none of the last {num} prompts could be used; the last one: {self._last_detail}")

@@ -17,7 +17,7 @@ import orjson
 
 from ...core.errors import DataError
 from ...core.samples import Group, Sample, check_sample
-from ..buffer.group_dump import DumpedGroup, group_of, read_header
+from ..buffer.dumps import DumpedGroup, group_of, read_header
 from .jsonl import JsonlFile
 from .recorded_terms import RecordedTerms
 from .row_file import Columns, RowError

@@ -14,7 +14,7 @@ import pytest
 from waiting import WAIT_S, until  # pyright: ignore[reportMissingImports]
 
 from myxa.actors.buffer.buffer import Buffer
-from myxa.actors.buffer.group_filter import load_group_filters
+from myxa.actors.buffer.filters import load_group_filters
 from myxa.actors.contracts.roles import BufferContract, CoordinatorContract, RolloutContract
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.models.tokenizer import load_tokenizer

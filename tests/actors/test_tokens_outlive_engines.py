@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from myxa.actors.buffer.suspects import POISON
+from myxa.actors.buffer.poison_prompts import POISON
 from myxa.actors.ledger.payload import decode_partial
 from myxa.core.errors import EngineError
 from myxa.core.protocols import Delta, GenerateRequest
@@ -188,8 +188,8 @@ async def test_a_fenced_actor_hands_its_groups_back_before_it_fails(
         await floor.ref().fence(floor.rollouts["rollout/0"].ctx.epoch, "it stood still in a weight update")
         await floor.until_states(lambda states: states.get("REQUEUED") == 2, "handed back")
         assert saved(floor, 0) == saved(floor, 1) == [1, 1]
-        suspects = floor.buffer_actor._store.suspects
-        assert 0 not in suspects and 1 not in suspects, "that was no doing of theirs"
+        poison = floor.buffer_actor._store.poison
+        assert 0 not in poison and 1 not in poison, "that was no doing of theirs"
 
 
 @pytest.mark.asyncio
@@ -208,8 +208,8 @@ async def test_groups_in_hand_when_an_engine_is_lost_are_counted(
         await until(lambda: engine.open == 2 and engine.num_mute == 2, "two groups")
         is_lost.set()
         await floor.until_states(lambda states: states.get("REQUEUED") == 2, "handed back")
-        suspects = floor.buffer_actor._store.suspects
-        assert 0 not in suspects and 1 in suspects, "unless they brought tokens"
+        poison = floor.buffer_actor._store.poison
+        assert 0 not in poison and 1 in poison, "unless they brought tokens"
 
 
 @pytest.mark.asyncio

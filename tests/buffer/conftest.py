@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from myxa.actors.buffer.buffer import Buffer
-from myxa.actors.buffer.group_filter import GroupFilters
+from myxa.actors.buffer.filters import GroupFilters
 from myxa.actors.buffer.knobs import BufferLimits
 from myxa.actors.contracts.roles import BufferContract, DataContract
 from myxa.actors.monitor.monitor import Monitor

@@ -12,7 +12,6 @@ import pytest
 from mixed_rows import mixed
 
 from myxa.actors.buffer.difficulty import Window
-from myxa.actors.buffer.gauges import buffer_gauges
 from myxa.actors.buffer.knobs import BufferLimits
 from myxa.core.config import RunConfig
 from myxa.core.errors import DataError
@@ -42,7 +41,7 @@ async def test_the_mix_is_used_from_the_next_draw_on_and_outlives_the_process(sh
         assert drawn == {"math": 6, "code": 2}
         assert (await desk.change(2, mix="math:1,code:0")).accepted
         assert set(names(await desk.draw(max_groups=3))) == {"math"}
-        gauges = buffer_gauges(desk.buffer._store)
+        gauges = desk.buffer._store.gauges()
         assert (gauges["buffer/source/math/share"], gauges["buffer/source/code/share"]) == (1.0, 0.0)
         assert (gauges["buffer/source/math/drawn"], gauges["buffer/source/code/drawn"]) == (11.0, 4.0)
         assert "buffer/source/math/reward" not in gauges
@@ -116,7 +115,7 @@ async def test_a_window_is_looked_through_within_one_draw(shop: Any, make_group:
         assert (found.prompt.row, found.prompt.pass_index) == (2599, 1)
         stats = await desk.ref.stats()
         assert stats.dropped == {"zero_variance": 2599, "out-of-window": 2599}
-        assert buffer_gauges(desk.buffer._store)["buffer/dropped/out-of-window"] == 2599
+        assert desk.buffer._store.gauges()["buffer/dropped/out-of-window"] == 2599
 
 
 @pytest.mark.asyncio

@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from myxa.actors.buffer import group_dump, recent_groups
-from myxa.actors.buffer.group_dump import DumpedGroup, read_groups, read_header
+from myxa.actors.buffer import dumps, recent_groups
+from myxa.actors.buffer.dumps import DumpedGroup, read_groups, read_header
 from myxa.actors.data.recorded_groups import RecordedGroups
 from myxa.actors.data.row_file import RowError
 from myxa.core.errors import BadRequest, DataError
@@ -99,7 +99,7 @@ async def test_a_dump_ends_at_its_limit_and_before_the_disk_is_full(shop: Any, m
         assert half.num_bytes <= whole.num_bytes // 2
         assert (half.is_whole, "limit" in half.reason) == (False, True)
         assert len(list(read_groups(Path(half.path)))) == half.num_groups
-        monkeypatch.setattr(group_dump, "SPARE_BYTES", 1 << 62)
+        monkeypatch.setattr(dumps, "SPARE_BYTES", 1 << 62)
         none = await desk.ref.dump(MIB)
         assert (none.num_groups, "the ledger needs" in none.reason) == (0, True)
         (shop.path.parent / "dumps").rename(shop.path.parent / "away")

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from myxa.actors.buffer.finished_groups import FinishedGroups
-from myxa.actors.buffer.gauges import buffer_gauges
 from myxa.actors.buffer.knobs import BufferLimits
 from myxa.core.messages import Assignment, SamplingParams
 from myxa.core.samples import Group, Message, Prompt
@@ -30,7 +29,7 @@ async def test_a6_all_finished_groups_count_by_step(shop: Any, make_group: Calla
 
         first = [await put(*each) for each in ((0, 0), (0, 1), (0, 0), (1, 1), (0, 0), (1, 0))]
         assert first == ["filtered", "ready", "filtered", "filtered", "filtered", "ready"]
-        gauges = buffer_gauges(desk.buffer._store)
+        gauges = desk.buffer._store.gauges()
         assert gauges["buffer/newest/left_out"] == pytest.approx(4 / 6), "also before there is a step"
         await desk.train(0)
         for each in ((1, 1), (1, 0), (0, 1)):

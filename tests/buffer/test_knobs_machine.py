@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from myxa.actors.buffer.group_filter import GroupFilters
+from myxa.actors.buffer.filters import GroupFilters
 from myxa.actors.buffer.knobs import BufferKnobs, BufferLimits
 from myxa.actors.buffer.settings import BufferValues, LiveSettings
 from myxa.actors.buffer.store import BufferStore

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from myxa.actors.buffer.group_dump import read_groups
+from myxa.actors.buffer.dumps import read_groups
 from myxa.actors.buffer.knobs import BufferLimits
 from myxa.algos.filters import truncated
 from myxa.core.messages import GroupDropped, GroupReturned

@@ -12,9 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from myxa.actors.buffer.gauges import buffer_gauges
-from myxa.actors.buffer.group_filter import load_group_filters
-from myxa.actors.buffer.sample_filter import load_sample_filter, mask_members
+from myxa.actors.buffer.filters import load_group_filters, load_sample_filter, mask_members
 from myxa.algos.filters import SAMPLE_FILTERS, truncated
 from myxa.core.config import RunConfig
 from myxa.core.config.settings import SAMPLE_FILTER_BUILTINS
@@ -65,7 +63,7 @@ async def test_masked_members_are_told_and_the_rest_is_learnt(shop: Any, make_gr
         lost = await desk.ref.put_group(cut(make_group(third), 0, 1), 1, "rollout/0")
         assert (lost.outcome, lost.reason) == ("filtered", 'masked {"truncated":2}')
         assert (await desk.ref.stats()).dropped == {"all-masked": 1}
-        assert buffer_gauges(desk.buffer._store)["buffer/masked/truncated"] == 1.0, "of groups that are kept"
+        assert desk.buffer._store.gauges()["buffer/masked/truncated"] == 1.0, "of groups that are kept"
         shown = {
             one.group.group_id: [int(s.loss_mask.sum()) for s in one.group.samples] for one in await desk.ref.recent(3)
         }
@@ -83,7 +81,7 @@ async def test_masked_members_are_told_and_the_rest_is_learnt(shop: Any, make_gr
     db.close()
     assert [text for (text,) in found[:2]] == ['masked {"truncated":1}', ""]
     async with shop.open(of_samples=truncated) as desk:
-        gauges = buffer_gauges(desk.buffer._store)
+        gauges = desk.buffer._store.gauges()
         assert gauges["buffer/masked/truncated"] == 1.0, "counted once, also by the next buffer"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from myxa.actors.buffer.group_dump import FORMAT, DumpedGroup, DumpHeader, DumpWriter
+from myxa.actors.buffer.dumps import FORMAT, DumpedGroup, DumpHeader, DumpWriter
 from myxa.actors.data import MixedDataset, open_data, open_prompts
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.core.config import RunConfig, load_config

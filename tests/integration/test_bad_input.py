@@ -29,7 +29,7 @@ import pytest
 from rich.console import Console
 from run_job import Job, audit, events, make_job
 
-from myxa.actors.buffer.drought import NUM_BATCHES, Drought
+from myxa.actors.buffer.store import NUM_BATCHES, StarvationCheck
 from myxa.actors.contracts.roles import BufferContract, CoordinatorContract
 from myxa.actors.models.safetensors_file import open_safetensors
 from myxa.actors.rewards.error_budget import GroupBudget
@@ -311,24 +311,24 @@ def test_a_run_whose_groups_are_all_left_out_says_so_and_goes_on(here: Job) -> N
 
 
 def test_when_a_drought_is_told_and_when_it_is_hopeless() -> None:
-    drought = Drought(batch_size=2)
+    starvation = StarvationCheck(batch_size=2)
     limit, told = 2 * NUM_BATCHES, list[int]()
     for number in range(1, 5 * limit):
-        drought.left_out("zero_variance" if number % 2 else "prompt-too-long", f"row {number}")
-        told += [number] if drought.news() else []
+        starvation.left_out("zero_variance" if number % 2 else "prompt-too-long", f"row {number}")
+        told += [number] if starvation.news() else []
     assert told == [limit, 2 * limit, 4 * limit], "at the limit, then whenever it has doubled"
-    assert drought.verdict is None, "some prompts can be used"
-    assert "zero_variance 100, prompt-too-long 99" in drought.complaint
-    drought.kept()
-    assert (drought.complaint, drought.news()) == ("", "")
+    assert starvation.verdict is None, "some prompts can be used"
+    assert "zero_variance 100, prompt-too-long 99" in starvation.complaint
+    starvation.kept()
+    assert (starvation.complaint, starvation.news()) == ("", "")
     for number in range(limit):
-        assert drought.verdict is None
-        drought.left_out("prompt-too-long", f"row {number} is long")
-    assert isinstance(drought.verdict, DataError)
-    assert str(drought.verdict) == f"none of the last {limit} prompts could be used; the last one: row 39 is long"
+        assert starvation.verdict is None
+        starvation.left_out("prompt-too-long", f"row {number} is long")
+    assert isinstance(starvation.verdict, DataError)
+    assert str(starvation.verdict) == f"none of the last {limit} prompts could be used; the last one: row 39 is long"
     for number in range(1000):
-        drought.left_out(f"a reason of its own, {number}")
-    assert drought.complaint.count(",") < 20, "reasons made from values do not grow without end"
+        starvation.left_out(f"a reason of its own, {number}")
+    assert starvation.complaint.count(",") < 20, "reasons made from values do not grow without end"
 
 
 def test_groups_lost_to_workflow_or_engine_have_a_budget() -> None:

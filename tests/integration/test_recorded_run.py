@@ -14,7 +14,7 @@ from commands import Command
 from msgspec.structs import replace
 from run_job import Job, audit, metrics, until, worker_pids
 
-from myxa.actors.buffer.group_dump import FORMAT, DumpedGroup, DumpHeader, DumpWriter
+from myxa.actors.buffer.dumps import FORMAT, DumpedGroup, DumpHeader, DumpWriter
 from myxa.actors.data import PromptDataset, open_data
 from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
 from myxa.actors.ledger.payload import decode_group

@@ -13,7 +13,7 @@ from knob_maker import Desk, make_desk
 from waiting import until  # pyright: ignore[reportMissingImports]
 
 from myxa.actors.buffer.buffer import Buffer
-from myxa.actors.buffer.group_filter import GroupFilters
+from myxa.actors.buffer.filters import GroupFilters
 from myxa.actors.knobs.owner import OwnsKnobs
 from myxa.actors.monitor.monitor import Monitor
 from myxa.algos.filters import GROUP_FILTERS

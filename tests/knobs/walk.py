@@ -13,7 +13,7 @@ from typing import Any
 
 from run_job import Job, events, metrics, until  # pyright: ignore[reportMissingImports]
 
-from myxa.actors.buffer.group_dump import DumpedGroup, read_groups
+from myxa.actors.buffer.dumps import DumpedGroup, read_groups
 from myxa.core.errors import ConfigError
 from myxa.launch.control.client import ControlClient
 

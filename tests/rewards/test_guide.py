@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from myxa.actors.buffer.sample_filter import load_sample_filter
+from myxa.actors.buffer.filters import load_sample_filter
 from myxa.actors.data import open_prompts
 from myxa.actors.rewards.rewarder import Rewarder
 from myxa.actors.user_code import GROUP_FILTER, WORKFLOW, load_function

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from myxa.actors.buffer.buffer import Buffer
-from myxa.actors.buffer.group_filter import GroupFilters
+from myxa.actors.buffer.filters import GroupFilters
 from myxa.actors.contracts.roles import BufferContract
 from myxa.algos.filters import keep_all
 from myxa.algos.staleness import Admission

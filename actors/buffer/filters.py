@@ -1,23 +1,79 @@
-"""Members of a group from which nothing is learnt: their tokens are masked out, their rewards still count where rewards
-are compared. A built-in filter says which, or a user's `keep(group) -> Sequence[bool | str]`.
+"""The filters of a run: which groups are left out, and which members of a group nothing is learnt from.
 
-Knows how verdicts are read and what a mask is. Must not know the ledger: it is told how many were masked, and why.
+Each is a built-in one or a user's function: `keep(group) -> bool | str` for groups, `keep(group) ->
+Sequence[bool | str]` for members. Tokens of a member that is left out are masked; its reward still counts where rewards
+are compared. Must not know the ledger or what happens to groups that are left out.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set, Sized
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import msgspec
 import numpy as np
 
-from ...algos.filters import SAMPLE_FILTERS, SampleFilter, sample_filter
+from ...algos.filters import (
+    GROUP_FILTERS,
+    SAMPLE_FILTERS,
+    GroupFilter,
+    SampleFilter,
+    group_filter,
+    learn_from_all,
+    sample_filter,
+)
 from ...core.errors import UserCodeError
 from ...core.samples import Group, Sample
-from ..user_code import SAMPLE_FILTER, load_function, what_was_raised
+from ..user_code import GROUP_FILTER, SAMPLE_FILTER, load_function, what_was_raised
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFilters:
+    """The filters that were loaded when the run began, and the one that the run file chose. No other can be chosen
+    while the run goes on: a name that comes by a message never makes anybody import code."""
+
+    chosen: str
+    by_name: Mapping[str, GroupFilter]
+    of_samples: SampleFilter = learn_from_all
+    """Which members of the groups that stay are learnt from. Not to be changed while the run goes on."""
+
+
+def load_group_filters(
+    name: str, args: Mapping[str, Any] | None = None, *, of_samples: SampleFilter = learn_from_all
+) -> GroupFilters:
+    """The filter of that name with its arguments, and the built-in ones. Raises as `load_group_filter`."""
+    return GroupFilters(name, {**GROUP_FILTERS, name: load_group_filter(name, args or {})}, of_samples)
+
+
+def load_group_filter(name: str, args: Mapping[str, Any]) -> GroupFilter:
+    """The filter of that name, with named arguments. Raises ConfigError or UserCodeError when it cannot be loaded;
+    calling one of the user's raises UserCodeError when it raises or answers nonsense."""
+    if name in GROUP_FILTERS:
+        return group_filter(name, args)
+    keep = partial(load_function(name, GROUP_FILTER, args).fn, **args)
+
+    def reason(group: Group) -> str | None:
+        try:
+            verdict: Any = keep(group)
+        except Exception as error:
+            raise UserCodeError(
+                f'group filter "{name}" raised {what_was_raised(error)} (group {group.group_id})',
+                remedy="mend the function",
+            ) from error
+        if isinstance(verdict, str):
+            return verdict or None
+        if isinstance(verdict, bool | np.bool_):
+            return None if verdict else name
+        raise UserCodeError(
+            f'group filter "{name}" returned a value of type {type(verdict).__name__} (group {group.group_id})',
+            remedy="return True to keep the group, False or a reason to leave it out",
+        )
+
+    return reason
+
 
 ALL_MASKED = "all-masked"
 """Reason of groups with no member left to learn from."""

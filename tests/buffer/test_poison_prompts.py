@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from myxa.actors.buffer.knobs import BufferLimits
-from myxa.actors.buffer.suspects import CLEARING_S, MAX_NEW_SUSPECTS, POISON, SUSPECT_AFTER, Suspects
+from myxa.actors.buffer.poison_prompts import CLEARING_S, MAX_NEW_SUSPECTS, POISON, SUSPECT_AFTER, PoisonTracker
 from myxa.actors.ledger.ledger import Ledger
 from myxa.actors.ledger.states import Row, State
 from myxa.core.messages import Assignment, DrawRequest, GroupReturned
@@ -28,37 +28,37 @@ def open_ledger(folder: Path, num_groups: int) -> Ledger:
     return ledger
 
 
-def killed(suspects: Suspects, group_ids: Sequence[int], *, num_tokens: int = 0) -> list[int]:
+def killed(tracker: PoisonTracker, group_ids: Sequence[int], *, num_tokens: int = 0) -> list[int]:
     """An attempt of these groups begins with so many tokens each, brings none and ends with its actor."""
-    suspects.dispatched(("a", 1), dict.fromkeys(group_ids, num_tokens), 0.0)
-    return suspects.died(dict.fromkeys(group_ids, ("a", 1)))
+    tracker.dispatched(("a", 1), dict.fromkeys(group_ids, num_tokens), 0.0)
+    return tracker.died(dict.fromkeys(group_ids, ("a", 1)))
 
 
 def test_only_a_death_alone_convicts_and_a_token_clears(tmp_path: Path) -> None:
     ledger = open_ledger(tmp_path, 4)
-    suspects = Suspects(ledger, MAX_DEATHS)
-    assert not killed(suspects, [0, 1, 2]) and not suspects.must_be_alone(0) and not suspects
-    suspects.dispatched(("a", 1), {2: 0}, 0.0)
-    suspects.has_tokens(2, 1)
-    assert not killed(suspects, [0, 1, 2], num_tokens=1) and suspects
-    assert [suspects.must_be_alone(group_id) for group_id in range(4)] == [True, True, False, False]
-    assert [text.partition(" was")[0] for text in suspects.take_news()] == ["group 0", "group 1"]
-    assert killed(suspects, [0]) == [0]
+    tracker = PoisonTracker(ledger, MAX_DEATHS)
+    assert not killed(tracker, [0, 1, 2]) and not tracker.must_be_alone(0) and not tracker
+    tracker.dispatched(("a", 1), {2: 0}, 0.0)
+    tracker.has_tokens(2, 1)
+    assert not killed(tracker, [0, 1, 2], num_tokens=1) and tracker
+    assert [tracker.must_be_alone(group_id) for group_id in range(4)] == [True, True, False, False]
+    assert [text.partition(" was")[0] for text in tracker.take_news()] == ["group 0", "group 1"]
+    assert killed(tracker, [0]) == [0]
     ledger.close()
 
 
 def test_an_attempt_that_brought_tokens_counts_for_nothing(tmp_path: Path) -> None:
     ledger = open_ledger(tmp_path, 1)
-    suspects = Suspects(ledger, MAX_DEATHS)
-    suspects.dispatched(("a", 1), {0: 0}, 0.0)
-    suspects.has_tokens(0, 1000)
-    assert not suspects.died({0: ("a", 1)}) and 0 not in suspects
-    suspects.dispatched(("a", 2), {0: 1000}, 0.0)
-    suspects.has_tokens(0, 1000)
-    suspects.died({0: ("a", 2)})
-    assert 0 in suspects and not suspects.must_be_alone(0), "no more than it began with: the first death"
-    suspects.died({0: ("a", 2)})
-    assert not suspects.must_be_alone(0), "one attempt dies once"
+    tracker = PoisonTracker(ledger, MAX_DEATHS)
+    tracker.dispatched(("a", 1), {0: 0}, 0.0)
+    tracker.has_tokens(0, 1000)
+    assert not tracker.died({0: ("a", 1)}) and 0 not in tracker
+    tracker.dispatched(("a", 2), {0: 1000}, 0.0)
+    tracker.has_tokens(0, 1000)
+    tracker.died({0: ("a", 2)})
+    assert 0 in tracker and not tracker.must_be_alone(0), "no more than it began with: the first death"
+    tracker.died({0: ("a", 2)})
+    assert not tracker.must_be_alone(0), "one attempt dies once"
     ledger.close()
 
 
@@ -66,37 +66,37 @@ def test_one_death_makes_few_suspects_those_in_hand_longest(tmp_path: Path) -> N
     """And the others are next, whichever way they were lost."""
     num = 3 * MAX_NEW_SUSPECTS
     ledger = open_ledger(tmp_path, num)
-    suspects = Suspects(ledger, MAX_DEATHS)
+    tracker = PoisonTracker(ledger, MAX_DEATHS)
     order = list(reversed(range(num)))
 
     def alone() -> list[int]:
-        return [group_id for group_id in order if suspects.must_be_alone(group_id)]
+        return [group_id for group_id in order if tracker.must_be_alone(group_id)]
 
-    killed(suspects, order)
-    assert not alone() and all(group_id in suspects for group_id in order)
-    killed(suspects, order)
+    killed(tracker, order)
+    assert not alone() and all(group_id in tracker for group_id in order)
+    killed(tracker, order)
     assert alone() == order[:MAX_NEW_SUSPECTS]
     rest, sick = order[MAX_NEW_SUSPECTS:], ("b", 1)
-    suspects.dispatched(sick, dict.fromkeys(rest, 0), 0.0)
+    tracker.dispatched(sick, dict.fromkeys(rest, 0), 0.0)
     for group_id in rest:  # an engine that is lost has them handed back one by one
-        suspects.broke(sick, 1.0)
-        suspects.died({group_id: sick})
+        tracker.broke(sick, 1.0)
+        tracker.died({group_id: sick})
     assert alone() == order[: 2 * MAX_NEW_SUSPECTS]
-    killed(suspects, order[2 * MAX_NEW_SUSPECTS :])
+    killed(tracker, order[2 * MAX_NEW_SUSPECTS :])
     assert alone() == order
-    suspects.finished(("a", 1), order[0])
+    tracker.finished(("a", 1), order[0])
     assert alone() == order[1:]
     ledger.close()
 
 
 def test_what_is_counted_outlives_the_buffer_and_not_the_group(tmp_path: Path) -> None:
     ledger = open_ledger(tmp_path, 3)
-    suspects = Suspects(ledger, MAX_DEATHS)
+    tracker = PoisonTracker(ledger, MAX_DEATHS)
     for _ in range(SUSPECT_AFTER):
-        killed(suspects, [0, 1])
+        killed(tracker, [0, 1])
     ledger.close()
     ledger = open_ledger(tmp_path, 3)
-    again = Suspects(ledger, MAX_DEATHS)
+    again = PoisonTracker(ledger, MAX_DEATHS)
     assert again.must_be_alone(0) and again.must_be_alone(1)
     ledger.drop([(0, "workflow-error")])
     again.finished(("a", 1), 1)
@@ -107,18 +107,18 @@ def test_what_is_counted_outlives_the_buffer_and_not_the_group(tmp_path: Path) -
 
 def test_a_suspect_is_served_to_one_that_has_nothing_else_and_one_runs_dry_for_it(tmp_path: Path) -> None:
     ledger = open_ledger(tmp_path, 4)
-    suspects = Suspects(ledger, MAX_DEATHS)
-    assert suspects.turn(("a", 1), (), (2, 3), 8, 0.0) == ((2, 3), 8)
+    tracker = PoisonTracker(ledger, MAX_DEATHS)
+    assert tracker.turn(("a", 1), (), (2, 3), 8, 0.0) == ((2, 3), 8)
     for _ in range(SUSPECT_AFTER):
-        killed(suspects, [0, 1])
-    assert suspects.turn(("a", 1), (), (0, 1, 2), 8, 0.0) == ([0], 1), "alone"
-    assert suspects.turn(("a", 1), (0,), (1, 2), 8, 0.0) == ((), 0), "and nothing comes to it"
-    assert suspects.turn(("b", 1), (5, 6), (1, 2), 8, 1.0) == ((), 0), "that one shall have the next"
-    assert suspects.turn(("c", 1), (7,), (1, 2), 8, 1.0) == ([2], 8), "others go on"
-    assert suspects.turn(("b", 1), (6,), (1, 2), 8, 1.0 + CLEARING_S) == ((), 0)
-    assert suspects.turn(("b", 1), (), (1, 2), 8, 2.0 + CLEARING_S) == ([1], 1)
+        killed(tracker, [0, 1])
+    assert tracker.turn(("a", 1), (), (0, 1, 2), 8, 0.0) == ([0], 1), "alone"
+    assert tracker.turn(("a", 1), (0,), (1, 2), 8, 0.0) == ((), 0), "and nothing comes to it"
+    assert tracker.turn(("b", 1), (5, 6), (1, 2), 8, 1.0) == ((), 0), "that one shall have the next"
+    assert tracker.turn(("c", 1), (7,), (1, 2), 8, 1.0) == ([2], 8), "others go on"
+    assert tracker.turn(("b", 1), (6,), (1, 2), 8, 1.0 + CLEARING_S) == ((), 0)
+    assert tracker.turn(("b", 1), (), (1, 2), 8, 2.0 + CLEARING_S) == ([1], 1)
     later_s = 3.0 + 3 * CLEARING_S
-    assert suspects.turn(("c", 1), (7,), (1, 2), 8, later_s) == ((), 0), "b was not heard of for too long"
+    assert tracker.turn(("c", 1), (7,), (1, 2), 8, later_s) == ((), 0), "b was not heard of for too long"
     ledger.close()
 
 
@@ -167,26 +167,26 @@ async def test_groups_of_an_actor_that_is_killed_over_and_over_are_kept(shop: An
 
 def test_an_engine_that_fails_one_after_another_convicts_nobody(tmp_path: Path) -> None:
     ledger = open_ledger(tmp_path, 4)
-    suspects = Suspects(ledger, MAX_DEATHS)
-    suspects.dispatched(("a", 1), {0: 0, 1: 0}, 0.0)
+    tracker = PoisonTracker(ledger, MAX_DEATHS)
+    tracker.dispatched(("a", 1), {0: 0, 1: 0}, 0.0)
     for group_id in (0, 1):
-        suspects.broke(("a", 1), 1.0)
-        suspects.died({group_id: ("a", 1)})
-    assert 0 in suspects and 1 in suspects, "both were there when it began"
+        tracker.broke(("a", 1), 1.0)
+        tracker.died({group_id: ("a", 1)})
+    assert 0 in tracker and 1 in tracker, "both were there when it began"
     for now_s in range(2, 50):
-        suspects.dispatched(("a", 1), {0: 0, 2: 0}, float(now_s))
-        suspects.broke(("a", 1), float(now_s))
-        assert not suspects.died(dict.fromkeys((0, 2), ("a", 1)))
-    assert 2 not in suspects and not suspects.must_be_alone(0)
-    suspects.dispatched(("b", 1), {0: 0}, 50.0)
-    suspects.died({0: ("b", 1)})
-    assert suspects.must_be_alone(0)
-    assert suspects.turn(("a", 1), (), (0, 2), 8, 50.0) == ([2], 8), "no suspect for one in doubt"
-    assert suspects.turn(("a", 2), (), (0, 2), 8, 50.0) == ([0], 1), "its next incarnation is not"
-    suspects.finished(("a", 1), 3)
-    assert suspects.turn(("a", 1), (), (0, 2), 8, 50.0) == ([0], 1)
-    suspects.dispatched(("a", 1), {0: 0}, 50.0)
-    assert suspects.died({0: ("a", 1)}) == [0]
+        tracker.dispatched(("a", 1), {0: 0, 2: 0}, float(now_s))
+        tracker.broke(("a", 1), float(now_s))
+        assert not tracker.died(dict.fromkeys((0, 2), ("a", 1)))
+    assert 2 not in tracker and not tracker.must_be_alone(0)
+    tracker.dispatched(("b", 1), {0: 0}, 50.0)
+    tracker.died({0: ("b", 1)})
+    assert tracker.must_be_alone(0)
+    assert tracker.turn(("a", 1), (), (0, 2), 8, 50.0) == ([2], 8), "no suspect for one in doubt"
+    assert tracker.turn(("a", 2), (), (0, 2), 8, 50.0) == ([0], 1), "its next incarnation is not"
+    tracker.finished(("a", 1), 3)
+    assert tracker.turn(("a", 1), (), (0, 2), 8, 50.0) == ([0], 1)
+    tracker.dispatched(("a", 1), {0: 0}, 50.0)
+    assert tracker.died({0: ("a", 1)}) == [0]
     ledger.close()
 
 
@@ -265,14 +265,14 @@ async def test_two_kills_of_an_actor_that_saved_tokens_suspect_nobody(shop: Any,
 
 def test_the_sight_of_suspects_is_free_without_any(tmp_path: Path) -> None:
     ledger = open_ledger(tmp_path, 2)
-    suspects = Suspects(ledger, MAX_DEATHS)
-    killed(suspects, [0, 1])
-    assert not suspects, "one death makes none"
-    killed(suspects, [0, 1])
-    assert suspects
-    suspects.finished(("a", 1), 0)
-    suspects.forget(1)
-    assert not suspects, "nobody is left of them"
+    tracker = PoisonTracker(ledger, MAX_DEATHS)
+    killed(tracker, [0, 1])
+    assert not tracker, "one death makes none"
+    killed(tracker, [0, 1])
+    assert tracker
+    tracker.finished(("a", 1), 0)
+    tracker.forget(1)
+    assert not tracker, "nobody is left of them"
     ledger.close()
 
 

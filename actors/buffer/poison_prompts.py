@@ -1,17 +1,18 @@
-"""Groups that may be what ends the actors that run them: counted, served alone, set aside.
+"""Poison prompts: groups that may be what ends the actors that run them. They are counted, served alone, set aside.
 
     an attempt ended with its actor or engine, and had brought no token   one death more
-    it brought tokens                                                     none so far: the prompt can be served
-    SUSPECT_AFTER deaths        the group is served alone: no neighbour dies with it, or is taken for it
+    it brought tokens                                                     no death: the prompt can be served
+    SUSPECT_AFTER deaths        the group is served alone: no other group dies with it, or is taken for it
     as many as the run bears    it was alone at the last of them: it is given up, its prompt quarantined
 
-Who only stood in the engine's queue brought no token either, and nobody here can tell: one death makes suspects of
-MAX_NEW_SUSPECTS groups at most, those in hand longest, for engines begin with them; the others stay one death short of
-it, and are next. What an engine fails until it has finished one is one death. An engine that fails one group after
-another is itself the suspect (its actor ends it for that): what goes to it meanwhile is not counted. A death in company
-convicts nobody, and a group that is killed by somebody else again and again goes on as long as it gets a little further
-each time. What is counted outlives the buffer, but not the run; an attempt that this buffer did not see begin counts
-for nothing. Knows where counts are kept; must not know admission, messages or actors.
+A group that only waited in the engine's queue brought no token either, and the buffer cannot tell the two apart: one
+death makes suspects of MAX_NEW_SUSPECTS groups at most, the oldest first, for engines begin with them; the others stay
+one death short of it, and are next. All that an engine fails until it has finished one group is one death. An engine
+that fails one group after another is itself the suspect (its actor ends it for that): groups that go to it meanwhile
+are not counted. A crash with several groups in flight is not attributed to any of them, and a group whose actor is
+killed from outside again and again stays in the run as long as it gets a little further each time. The counts outlive
+the buffer, but not the run; an attempt that this buffer did not see begin counts for nothing. Knows where counts are
+kept; must not know admission, messages or actors.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ ActorKey = tuple[str, int]
 """Name and epoch of a rollout actor."""
 
 
-class Suspects:
-    """See the module's head. One per buffer."""
+class PoisonTracker:
+    """Counts deaths against groups. One per buffer."""
 
     def __init__(self, ledger: Ledger, max_deaths: int) -> None:
         """`max_deaths`: at the last of so many a group is given up; the ones before it are borne."""
@@ -58,7 +59,7 @@ class Suspects:
         self._clearing_until_s = 0.0
         self._in_doubt_until_s: dict[ActorKey, float] = {}
         self._num_new: dict[ActorKey, int] = {}
-        """Suspects that an engine in doubt has made."""
+        """PoisonTracker that an engine in doubt has made."""
         self._news: list[str] = []
 
     def __contains__(self, group_id: int) -> bool:

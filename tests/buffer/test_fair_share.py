@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myxa.actors.buffer.shares import OWED_S, Shares
+from myxa.actors.buffer.dispatch_queue import OWED_S, FairShare
 
 FREE = 16
 
 
 def test_one_alone_may_take_all():
-    assert Shares().limit("rollout/0", 100, FREE, dict, 0.0) == FREE
+    assert FairShare().limit("rollout/0", 100, FREE, dict, 0.0) == FREE
 
 
 def test_half_stays_for_the_other_who_waits():
-    shares, held = Shares(), Counter[str]()
+    shares, held = FairShare(), Counter[str]()
     shares.waits("rollout/1", 100)
     assert shares.limit("rollout/0", 100, FREE, lambda: held, 0.0) == FREE // 2
     held["rollout/0"] = FREE // 2
@@ -28,7 +28,7 @@ def test_half_stays_for_the_other_who_waits():
 
 
 def test_who_has_more_in_hand_already_gets_less():
-    shares = Shares()
+    shares = FairShare()
     shares.waits("rollout/1", 100)
     assert shares.limit("rollout/0", 100, FREE, lambda: {"rollout/0": 10}, 0.0) == 3
     assert shares.limit("rollout/0", 100, FREE, lambda: {"rollout/1": 10}, 0.0) == FREE - 3
@@ -36,13 +36,13 @@ def test_who_has_more_in_hand_already_gets_less():
 
 
 def test_no_more_is_kept_than_the_other_has_room_for():
-    shares = Shares()
+    shares = FairShare()
     shares.waits("rollout/1", 2)
     assert shares.limit("rollout/0", 100, FREE, dict, 0.0) == FREE - 2
 
 
 def test_an_engine_that_does_not_follow_holds_nobody_up_for_long():
-    shares = Shares()
+    shares = FairShare()
     shares.waits("rollout/1", 100)
     assert shares.limit("rollout/0", 100, FREE, dict, 5.0) == FREE // 2
     assert shares.next_change_s("rollout/0", 5.0) == 5.0 + OWED_S
@@ -56,7 +56,7 @@ def test_an_engine_that_does_not_follow_holds_nobody_up_for_long():
 
 
 def test_nothing_is_kept_for_one_that_left_or_may_take_none():
-    shares = Shares()
+    shares = FairShare()
     shares.waits("rollout/1", 0)
     assert shares.limit("rollout/0", 100, FREE, dict, 0.0) == FREE
     shares.waits("rollout/1", 100)
@@ -72,7 +72,7 @@ def test_nothing_is_kept_for_one_that_left_or_may_take_none():
     st.randoms(use_true_random=False),
 )
 def test_all_that_is_free_is_taken_in_whatever_order_they_come_and_nobody_is_far_ahead(actors, num_free, lot):
-    shares, held = Shares(), Counter({name: num for name, (_, num) in actors.items()})
+    shares, held = FairShare(), Counter({name: num for name, (_, num) in actors.items()})
     room = {name: room for name, (room, _) in actors.items()}
     for name in actors:
         shares.waits(name, room[name])
@@ -119,7 +119,7 @@ async def test_a_buffer_keeps_slots_for_the_engine_that_has_not_adopted_yet(shop
 
 @pytest.mark.asyncio
 async def test_a_buffer_gives_them_to_others_in_the_end(shop, monkeypatch):
-    monkeypatch.setattr("myxa.actors.buffer.shares.OWED_S", 0.3)
+    monkeypatch.setattr("myxa.actors.buffer.dispatch_queue.OWED_S", 0.3)
     async with shop.open(max_staleness=1, batch_size=8) as desk:
         for assignment in (await desk.draw()).assignments:
             await desk.put(assignment)
