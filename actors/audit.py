@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -24,9 +24,11 @@ from pathlib import Path
 
 import msgspec
 
+from ..core.clock import Clock
 from ..core.errors import ConfigError, LedgerError
 from ..core.file_lock import lock_remedy, lock_within
 from ..core.knobs import AuditRecord
+from .own_thread import in_own_thread
 
 AUDIT_FILE = "audit.jsonl"
 MAX_LINE_BYTES = 256 << 10
@@ -222,3 +224,42 @@ def _write_all(descriptor: int, data: bytes, position: int) -> None:
     while data:
         count = os.pwrite(descriptor, data, position)
         data, position = data[count:], position + count
+
+
+NUM_LOOKED_AT = 1000
+"""Newest records among which one that may be missing is looked for."""
+
+
+class AuditDesk:
+    """Where the coordinator records what operators and rules change: the log, written off the loop."""
+
+    def __init__(self, path: Path, version: Callable[[], int], clock: Clock) -> None:
+        """`version`: where the run stands."""
+        self._log = AuditLog(path)
+        self._version = version
+        self._clock = clock
+
+    def stamp(self, record: AuditRecord) -> AuditRecord:
+        """With time and version of this moment."""
+        return msgspec.structs.replace(record, wall_s=self._clock.wall(), version=self._version())
+
+    async def write(self, record: AuditRecord) -> AuditRecord:
+        """As `append`, stamped."""
+        return await self.append(self.stamp(record))
+
+    async def append(self, record: AuditRecord) -> AuditRecord:
+        """Durable once this returns. Raises as `AuditLog.append` does."""
+        return await in_own_thread(lambda: self._log.append(record), "audit")
+
+    async def complete(self, record: AuditRecord) -> bool:
+        """Append a record, with its time as it is, unless an earlier incarnation came to that; returns whether it was
+        missing. Raises as `AuditLog.append` and `read_audit` do."""
+        there = await self.newest(NUM_LOOKED_AT)
+        if any(msgspec.structs.replace(each, number=0, previous="", digest="") == record for each in there):
+            return False
+        await self.append(record)
+        return True
+
+    async def newest(self, limit: int) -> tuple[AuditRecord, ...]:
+        """The newest records, oldest first."""
+        return await in_own_thread(lambda: read_audit(self._log.path, max(limit, 1)), "audit")

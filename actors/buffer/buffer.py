@@ -48,12 +48,11 @@ from ...core.prompt_sources import MixedSources, PromptSource
 from ...core.samples import Group, Prompt, ScoredSample
 from ..contracts.roles import BufferContract, DataContract, MonitorContract
 from ..engine_versions import EngineVersions, Rewind, Weights
-from ..knobs.joining import catch_up
-from ..knobs.owner import OwnsKnobs
+from ..knobs.owner import OwnsKnobs, catch_up
 from ..knobs.process import process_knobs
-from ..ledger.copy import copy_ledger
 from ..ledger.ledger import Ledger
 from ..ledger.resume import continue_ledger
+from ..ledger.snapshot import copy_ledger
 from ..own_thread import in_own_thread
 from ..telemetry import ReportPace, report_forever
 from .dumps import BufferDumps

@@ -15,7 +15,7 @@ from dataclasses import replace
 from ...core.errors import DataError
 from ...core.prompt_sources import MixedSources, PromptSource
 from ...core.samples import Prompt
-from ..ledger.draws import Stretch
+from ..ledger.counts import Stretch
 from ..ledger.ledger import Ledger
 from ..ledger.states import OUT_OF_WINDOW, QUARANTINED, Row, State
 from .difficulty import NO_WINDOW, Difficulty, Window

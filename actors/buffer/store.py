@@ -21,10 +21,10 @@ from ...core.knobs import KnobValue
 from ...core.messages import Assignment, BufferStats, DrawBlock, DrawRequest, GroupMeta, GroupReturned, PutResult
 from ...core.prompt_sources import MixedSources, PromptSource
 from ...core.samples import NO_VERSION, Group, Sample
+from ..ledger.counts import masked_text
 from ..ledger.ledger import Ledger
 from ..ledger.payload import decode_group, decode_partial, encode
 from ..ledger.states import LEFTOVER, OPEN, Row, State
-from ..ledger.tally import masked_text
 from .checks import INVALID, mean_reward, num_response_tokens, num_tokens_of, refusal, wrong_in_partial
 from .cursor import Draft, PromptCursor
 from .dispatch_queue import DispatchQueue, FairShare

@@ -5,35 +5,46 @@
         rank-00001.safetensors   ... (other trainers keep other files here)
         manifest.json            written last: names, sizes and digests of the files, model, counters, `extra`
         ledger.sqlite, run.json  added by the run (`run_part.py`)
+    .partial-2.0-version_00000040/   grows: of life 2 of the run, attempt 0 of its gang
+    .writing-2.0                     locked as long as that attempt writes something there
 
-A folder is written beside its place under a hidden name (`drafts.py`) and moved there when complete; a manifest that is
-missing or does not fit its files marks a torn one. Knows files; no torch, so launcher and coordinator may import it.
+A manifest that is missing or does not fit its files marks a torn checkpoint. Each writer has hidden names of its own: a
+process of an earlier life may outlive its launcher for a while and write, and neither spoils the other's files. The
+next writer clears away what has no holder.
 
-Library considered: torch.distributed.checkpoint. Not used: its metadata file is a pickle, which runs code of whoever
-wrote it, and it has no digests.
+A complete folder takes an older one's place so that at every instant a whole one is found there. Linux exchanges two
+names in one step (renameat2). A file system that cannot (NFS) leaves an instant between two renames: the older folder
+then has the name `old_of(place)`, by which readers find it.
+
+Readers share a lock on the manifest. A writer that deletes older checkpoints leaves a locked one, or one whose lock
+cannot be told, for the next time.
+
+Knows files; no torch, so launcher and coordinator may import it. Considered: torch.distributed.checkpoint (its metadata
+file is a pickle, which runs code of its writer, and it has no digests); `renameat2` on PyPI (a binding for one call;
+ctypes does it in five lines).
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import hashlib
 import os
-from collections.abc import Callable, Generator, Iterator
+import shutil
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
 from ...core.chaos import reached
 from ...core.errors import TornCheckpoint, TrainError
 from ...core.file_entry import FileEntry, describe_file, sync_folder, write_durably
-from ...core.file_lock import locked_folder
-from .drafts import Writer, partial_of, writer_of
-from .folder_swap import OLD, is_meant, old_of, put_in_place
-from .reading import MANIFEST, being_read
+from ...core.file_lock import has_no_locks, is_locked, lock_remedy, locked_folder, take_lock
 from .run_part import writing_run
 
 FORMAT = 1
@@ -319,3 +330,212 @@ def look_at(path: Path) -> CheckpointInfo:
 
 def _torn(folder: Path, why: str) -> TornCheckpoint:
     return TornCheckpoint(f"checkpoint {folder} is torn: {why}", remedy="use an older one")
+
+
+_AT_FDCWD = -100
+_EXCHANGE = 2
+_CANNOT = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EXDEV})
+OLD = ".old-"
+GONE = ".gone-"
+
+
+def old_of(place: Path) -> Path:
+    """Where the older folder is while `place` is empty."""
+    return place.with_name(OLD + place.name)
+
+
+def is_meant(path: Path) -> bool:
+    """Whether a folder is to be looked at. A crash while one took another's place may have left the older one only."""
+    if path.name.startswith(OLD):
+        return not path.with_name(path.name.removeprefix(OLD)).exists()
+    return not path.name.startswith(".")
+
+
+def put_in_place(fresh: Path, place: Path) -> None:
+    """`fresh` becomes `place`; what was there is deleted afterwards. Raises OSError; then one of the two is there."""
+    old = old_of(place)
+    if place.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        if exchange(fresh, place):
+            fresh.replace(old)
+        else:
+            place.replace(old)
+            fresh.replace(place)
+    else:
+        fresh.replace(place)
+    sync_folder(place.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def take_away(place: Path) -> None:
+    """Delete a folder so that nobody finds half of it; what cannot be deleted stays under a hidden name."""
+    gone = place.with_name(GONE + place.name)
+    shutil.rmtree(gone, ignore_errors=True)
+    try:
+        place.replace(gone)
+    except OSError:
+        return
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Exchange two names in one step. False if system or file system cannot; raises OSError for other failures."""
+    call = _renameat2()
+    if call is None:
+        return False
+    if call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _CANNOT:
+        return False
+    raise OSError(number, os.strerror(number), str(other))
+
+
+@cache
+def _renameat2() -> ctypes._NamedFuncPointer | None:  # pyright: ignore[reportPrivateUsage] - ctypes has no public name
+    try:
+        call = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return None
+    call.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
+    call.restype = ctypes.c_int
+    return call
+
+
+GROWING = ".partial-"
+"""How the names of what is being written begin."""
+WRITING = ".writing-"
+"""How those of its locks begin."""
+
+Writer = tuple[int, int]
+"""Life of the run, and attempt of its gang in it; the later one is the larger."""
+
+
+def writer_of(extra: Mapping[str, Any]) -> Writer | None:
+    """Who writes, or wrote, what has that beside it. None: it does not say, as older ones do not."""
+    life, attempt = extra.get("life"), extra.get("attempt")
+    return (life, attempt) if isinstance(life, int) and isinstance(attempt, int) else None
+
+
+def partial_of(folder: Path, writer: Writer | None = None) -> Path:
+    """Where a checkpoint grows before it is complete."""
+    return folder.with_name(f"{GROWING}{f'{_name_of(writer)}-' if writer else ''}{folder.name}")
+
+
+def begin(folder: Path, writer: Writer | None = None) -> Path:
+    """Make an empty place to write to. Raises TrainError if the disk refuses."""
+    fresh = partial_of(folder, writer)
+    try:
+        if fresh.exists():
+            shutil.rmtree(fresh)
+        fresh.mkdir(parents=True)
+    except OSError as error:
+        raise TrainError(f"cannot make checkpoint folder {fresh}: {error}", remedy="check disk and rights") from error
+    return fresh
+
+
+def hold_drafts(holder: Path, writer: Writer) -> IO[str]:
+    """Until `let_go_drafts`, nobody else clears away what this writer writes there. Raises TrainError if the disk
+    refuses, or somebody else writes under that name."""
+    try:
+        holder.mkdir(parents=True, exist_ok=True)
+        lock = take_lock(_lock_of(holder, writer))
+    except OSError as error:
+        remedy = lock_remedy(error, "check disk and rights")
+        raise TrainError(f"nothing can be written to {holder}: {error}", remedy=remedy) from error
+    if lock is None:
+        raise TrainError(
+            f"another process writes checkpoints to {holder} as life {writer[0]}, attempt {writer[1]}",
+            remedy="end it first",
+        )
+    return lock
+
+
+def let_go_drafts(lock: IO[str]) -> None:
+    """Nothing more is written. What cannot be deleted of the lock is for the next `sweep`."""
+    with lock, suppress(OSError):
+        Path(lock.name).unlink(missing_ok=True)
+
+
+def sweep(holder: Path, own: Writer | None = None) -> None:
+    """Delete what crashes left half written or half deleted, and nobody holds. `own`: whoever asks; what a later writer
+    left is for later ones to clear."""
+    for path in holder.glob(f"{GROWING}*"):
+        writer = _writer_in(path.name.removeprefix(GROWING).partition("-")[0])
+        if writer is None or not ((own and writer > own) or is_locked(_lock_of(holder, writer))):
+            _remove(path)
+    for path in [*holder.glob(f"{GONE}*"), *holder.glob(f"{OLD}*")]:
+        if not path.name.startswith(OLD) or not is_meant(path):
+            _remove(path)
+    for path in holder.glob(f"{WRITING}*"):
+        writer = _writer_in(path.name.removeprefix(WRITING))
+        if writer and own and writer < own and not is_locked(path):  # nobody begins to write under that name any more
+            path.unlink(missing_ok=True)
+
+
+def _remove(path: Path) -> None:
+    if path.is_file():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _lock_of(holder: Path, writer: Writer) -> Path:
+    return holder / f"{WRITING}{_name_of(writer)}"
+
+
+def _name_of(writer: Writer) -> str:
+    return f"{writer[0]}.{writer[1]}"
+
+
+def _writer_in(name: str) -> Writer | None:
+    life, dot, attempt = name.partition(".")
+    return (int(life), int(attempt)) if dot and life.isdecimal() and attempt.isdecimal() else None
+
+
+MANIFEST = "manifest.json"
+
+
+@contextmanager
+def being_read(folder: Path) -> Generator[None]:
+    """Nobody deletes it inside, where the file system has locks. Raises TornCheckpoint if it is not there any more."""
+    path = folder / MANIFEST
+    try:
+        lock = take_lock(path, "r", is_shared=True)
+    except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+        raise _gone(folder, f"its {MANIFEST} cannot be opened: {error.strerror}") from error
+    except OSError:  # it can be read all the same
+        yield
+        return
+    if lock is None:
+        raise _gone(folder, "it is being deleted")
+    with lock:
+        try:
+            is_same = os.path.samestat(os.fstat(lock.fileno()), path.stat())
+        except OSError as error:
+            raise _gone(folder, "it was deleted just now") from error
+        if not is_same:
+            raise _gone(folder, "another one takes its place just now")
+        yield
+
+
+def take_away_unread(folder: Path) -> bool:
+    """Delete it, unless somebody reads it or nobody can tell; returns whether. Where the file system has no locks those
+    who read are on their own."""
+    try:
+        lock = take_lock(folder / MANIFEST, "r+")
+    except OSError as error:
+        is_torn = isinstance(error, (FileNotFoundError, NotADirectoryError))  # without a manifest nobody can read it
+        if not (is_torn or has_no_locks(error)):  # a moment's trouble of the disk is no leave to delete
+            return False
+        take_away(folder)
+        return True
+    if lock is None:
+        return False
+    with lock:
+        take_away(folder)
+    return True
+
+
+def _gone(folder: Path, why: str) -> TornCheckpoint:
+    return TornCheckpoint(f"checkpoint {folder} cannot be read: {why}", remedy="use another one")

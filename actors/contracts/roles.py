@@ -1,13 +1,13 @@
 """What each role answers to: the typed handlers other roles may call. References are typed by these classes.
 
-A contract only declares; the role class derives from it and implements every handler. Deadlines are defaults
-and may be shortened per call with `with_deadline(ref, seconds)`. The contracts of rollout actors and of trainer
-ranks have files of their own; they are found here too.
+A contract only declares; the role class derives from it and implements every handler. Deadlines are defaults and may be
+shortened per call with `with_deadline(ref, seconds)`.
 """
 
 from __future__ import annotations
 
 from ...core.actor import Actor
+from ...core.engine_profile import EngineTrace
 from ...core.file_entry import FileEntry
 from ...core.handlers import call, cast, durable_put
 from ...core.knobs import KnobsInForce, LiveKnobs
@@ -19,19 +19,37 @@ from ...core.messages import (
     DrawRequest,
     DumpReport,
     EngineStatus,
+    EvalRequest,
+    EvalResult,
     GroupDropped,
     GroupReturned,
     PutResult,
     RecentGroup,
     RunStatus,
+    Scores,
     StepReport,
     Telemetry,
+    WeightAck,
+    WeightChannel,
     WeightManifest,
 )
-from ...core.samples import Group, Prompt, ScoredSample
+from ...core.protocols import StepStats
+from ...core.samples import Group, Prompt, ScoredSample, TrainSample, TrainShard
+from ...core.weight_channel import (
+    JoinOffer,
+    JoinRequest,
+    PlanReply,
+    PlanRequest,
+    SampleReply,
+    SampleRequest,
+    SendOrder,
+    SendReport,
+    ShareReply,
+    ShareRequest,
+    WeightProgress,
+)
 from .knobs import ConductContract, KnobsContract
-from .rollout import RolloutContract
-from .trainer import TrainerContract
+from .memory import TenantContract
 
 __all__ = [
     "BufferContract",
@@ -275,4 +293,167 @@ class MonitorContract(KnobsContract):
     @call(deadline=60)
     async def finish(self) -> str:
         """Flush all sinks, close the trace; returns the run directory."""
+        raise NotImplementedError
+
+
+class RolloutContract(TenantContract, KnobsContract):
+    """One engine and the workflows that use it."""
+
+    @call(deadline=120, reentrant=True)
+    async def prepare_weights(self, manifest: WeightManifest) -> WeightAck:
+        """Phase 1 of adoption: bytes arrive beside the old weights."""
+        raise NotImplementedError
+
+    @call(deadline=60, reentrant=True)
+    async def commit_weights(self, version: int) -> WeightAck:
+        """Phase 2: the next token is stamped with `version`."""
+        raise NotImplementedError
+
+    @call(deadline=5, reentrant=True, safe=True)
+    async def weight_progress(self) -> WeightProgress:
+        """How far an adoption that is under way is."""
+        raise NotImplementedError
+
+    @call(deadline=10, reentrant=True, safe=True)
+    async def judge_channel(self, channel: WeightChannel, host: str) -> str:
+        """Why weights that a trainer on `host` (its boot id) publishes by that channel cannot reach this engine; empty:
+        they can."""
+        raise NotImplementedError
+
+    @call(deadline=600, reentrant=True)
+    async def evaluate(self, request: EvalRequest) -> EvalResult:
+        """Answer held-out prompts; does not touch the ledger."""
+        raise NotImplementedError
+
+    @call(deadline=300, reentrant=True)
+    async def answer(self, request: EvalRequest) -> CanaryAnswers:
+        """Answer prompts by the engine alone: one turn each, no workflow, no reward, no ledger."""
+        raise NotImplementedError
+
+    @call(deadline=10, reentrant=True)
+    async def status(self) -> EngineStatus:
+        """Engine version and load."""
+        raise NotImplementedError
+
+    @call(deadline=120, reentrant=True, cancellable=False)
+    async def profile_engine(self, duration_s: float) -> tuple[EngineTrace, ...]:
+        """Have the servers behind this actor profile themselves; empty if the engine is in its own process."""
+        raise NotImplementedError
+
+    @call(deadline=10, reentrant=True)
+    async def fence(self, epoch: int, reason: str) -> bool:
+        """The engine missed a deadline or serves the wrong weights: the actor fails and is built anew. May be told
+        again. False: that was another incarnation, this one goes on."""
+        raise NotImplementedError
+
+    @call(deadline=900, reentrant=True)
+    async def load_engine(self) -> None:
+        """Where engines and trainer take turns: the engine may load. Returns once it has joined the run."""
+        raise NotImplementedError
+
+    @call(deadline=60, reentrant=True)
+    async def drain(self) -> int:
+        """Abort what runs, return it with its tokens to the buffer; returns the number of groups returned."""
+        raise NotImplementedError
+
+
+class TrainerContract(TenantContract, KnobsContract):
+    """One rank of the trainer gang; rank 0 leads."""
+
+    @call(deadline=600)
+    async def train_shard(self, shard: TrainShard, knobs: dict[str, float]) -> StepStats:
+        """This rank's part of one step; returns the metrics (reduced over ranks), and its scores of what is shown."""
+        raise NotImplementedError
+
+    @call(deadline=600)
+    async def score(self, samples: tuple[TrainSample, ...]) -> Scores:
+        """Log-probs of the samples' response tokens under the current weights. Collective, the same on every rank."""
+        raise NotImplementedError
+
+    @call(deadline=600)
+    async def publish(self, version: int, channel: WeightChannel) -> WeightManifest | None:
+        """Gather and write the weights for that channel, the same on every rank; a manifest of its part from every rank
+        that publishes, None from the others."""
+        raise NotImplementedError
+
+    @call(deadline=1800)
+    async def save_checkpoint(self, folder: str, live: LiveKnobs) -> None:
+        """Collective checkpoint of all ranks; the live knobs are kept with it."""
+        raise NotImplementedError
+
+    @call(deadline=1800)
+    async def begin_checkpoint(self, folder: str, live: LiveKnobs) -> None:
+        """Collective: copy what a checkpoint holds and begin to write it; training may go on."""
+        raise NotImplementedError
+
+    @call(deadline=1800, reentrant=True)
+    async def checkpoint_written(self) -> None:
+        """Answered once this rank's files of it are written."""
+        raise NotImplementedError
+
+    @call(deadline=600)
+    async def finish_checkpoint(self) -> None:
+        """Collective, after all ranks have written: the checkpoint is there."""
+        raise NotImplementedError
+
+    @call(deadline=1800)
+    async def export_hf(self, folder: str) -> None:
+        """Collective export to a HuggingFace folder."""
+        raise NotImplementedError
+
+    @call(deadline=30, reentrant=True)
+    async def release_weights(self, version: int) -> None:
+        """No engine reads that version any more. The leader tells the other ranks that sent it."""
+        raise NotImplementedError
+
+    @call(deadline=30, reentrant=True)
+    async def publish_again(self, version: int) -> None:
+        """Leader only: no engine can take that version as it was published. If it is still the newest one, its bytes
+        are written anew as soon as the trainer waits for data."""
+        raise NotImplementedError
+
+    @call(deadline=30, reentrant=True)
+    async def weight_plan(self, request: PlanRequest) -> PlanReply:
+        """How a version that this rank sends is cut into buckets."""
+        raise NotImplementedError
+
+    @call(deadline=60, reentrant=True)
+    async def join_channel(self, request: JoinRequest) -> JoinOffer:
+        """Open the meeting place of a channel."""
+        raise NotImplementedError
+
+    @call(deadline=300, reentrant=True)
+    async def send_weights(self, order: SendOrder) -> SendReport:
+        """Broadcast a version into a channel, while training goes on."""
+        raise NotImplementedError
+
+    @call(deadline=30, reentrant=True)
+    async def leave_channel(self, channel: str, reason: str) -> None:
+        """Give a channel up; a broadcast into it ends with an error."""
+        raise NotImplementedError
+
+    @call(deadline=60, reentrant=True)
+    async def share_weights(self, request: ShareRequest) -> ShareReply:
+        """Handles of a version's memory, for an engine on the same GPUs."""
+        raise NotImplementedError
+
+    @call(deadline=60, reentrant=True)
+    async def sample_weights(self, request: SampleRequest) -> SampleReply:
+        """A few values of a version that this rank sends."""
+        raise NotImplementedError
+
+    @call(deadline=30, reentrant=True)
+    async def run_leader(self, start_version: int) -> None:
+        """Leader only: start the loop claim -> train -> publish from that version."""
+        raise NotImplementedError
+
+    @call(deadline=30, reentrant=True)
+    async def stop_leader(self, reason: str) -> None:
+        """Leader only: end the loop after the step in hand, then save and export as configured."""
+        raise NotImplementedError
+
+    @call(deadline=1800, reentrant=True)
+    async def checkpoint_at_boundary(self, export: bool) -> str:
+        """Leader only: at the next step boundary write a whole checkpoint, or with `export` a HuggingFace folder.
+        Answered with the folder once it is written, also while the run is paused."""
         raise NotImplementedError

@@ -24,8 +24,8 @@ from ...core.errors import CallError, ConfigError, DiskRefused, LedgerError, Myx
 from ...core.knobs import AuditRecord, Operator
 from ...core.messages import EvalResult
 from ...core.patience import until_answered
+from ..audit import AuditDesk
 from ..contracts.roles import BufferContract, TrainerContract
-from .audit_desk import AuditDesk
 from .journal import CoordinatorJournal, PauseKept
 
 T = TypeVar("T")

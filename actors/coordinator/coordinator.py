@@ -22,13 +22,13 @@ from ...core.clock import Clock
 from ...core.errors import MyxaError
 from ...core.knobs import LiveKnobs
 from ...core.messages import EngineStatus, EvalResult, RunStatus, StepReport, WeightManifest
+from ..audit import AuditDesk
 from ..contracts.roles import MonitorContract
 from ..knobs.owner import KnobOwner
 from ..knobs.process import process_knobs
 from ..telemetry import ReportPace, report_forever
 from .adopter import Adopter, AdoptionLimits
 from .adoption import Adoption
-from .audit_desk import AuditDesk
 from .conduct import Conduct
 from .engine_fleet import EngineFleet
 from .evaluator import Evaluator

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from ...core.clock import Clock
 from ...core.errors import MyxaError
 from ...core.knobs import AuditRecord
-from .audit_desk import AuditDesk
+from ..audit import AuditDesk
 from .journal import CoordinatorJournal, KnobsKept
 from .knob_decisions import Decisions
 from .knob_expiry import Expiries

@@ -29,8 +29,8 @@ from ...core.knobs import (
     LiveKnobs,
     Operator,
 )
+from ..audit import AuditDesk
 from ..contracts.knobs import KnobsContract
-from .audit_desk import AuditDesk
 from .journal import CoordinatorJournal, KnobsKept
 from .knob_book import KnobBook
 from .knob_change import ChangeMachine, Delivered, Gone

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...core.activity import TelemetryBuffer
+from ...core.actor import ActorContext
 from ...core.clock import Clock
 from ...core.errors import BadRequest, ConfigError, DeadlineExceeded
 from ...core.knobs import (
@@ -24,13 +25,16 @@ from ...core.knobs import (
     KnobChange,
     KnobCommit,
     KnobSheet,
+    KnobsInForce,
     KnobState,
     KnobValue,
     KnobVote,
     Tunable,
 )
+from ...core.patience import until_answered
 from ...core.suggestion import suggest
 from ..contracts.knobs import KnobsContract
+from ..contracts.roles import CoordinatorContract
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,3 +305,27 @@ class OwnsKnobs(KnobsContract):
 
     async def abort_knobs(self, epoch: int) -> None:
         self.knob_owner.abort(epoch)
+
+
+JOIN_GIVE_UP_S = 60.0
+
+
+async def catch_up(ctx: ActorContext, owner: KnobOwner) -> KnobsInForce:
+    """Bring `owner` to what the coordinator decided so far; returns what there is beside values.
+
+    Called in `on_start`, before the first message. Without a coordinator, as at the start of a run, nothing was decided
+    yet, and there is no wait: it gives everybody that registers what it decides. Raises CallError when one is
+    registered and does not answer, BadRequest for a value that the owner could never have agreed to.
+    """
+    if "coordinator" not in ctx.peers("coordinator"):
+        return KnobsInForce()
+    coordinator = ctx.ref(CoordinatorContract, "coordinator")
+    known = await until_answered(
+        lambda: coordinator.knobs_in_force(ctx.name),
+        who="coordinator",
+        clock=ctx.clock,
+        log=ctx.log,
+        give_up_s=JOIN_GIVE_UP_S,
+    )
+    owner.take_over(known.commits)
+    return known

@@ -16,10 +16,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ...core.errors import LedgerError
-from .draws import Draws, Stretch
+from .counts import Draws, Stretch, Tally
 from .file import LIVE, Change, LedgerFile
 from .states import LEFTOVER, OPEN, REWIND, TRANSITIONS, Row, State, check_path
-from .tally import Tally
 
 _FINISH = (State.FINISHED, State.REWARDED, State.READY)
 _REFUSE = (State.FINISHED, State.REWARDED, State.DROPPED)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...core.errors import LedgerError
-from .copy import copy_ledger
 from .file import FORMAT, LIVE, LedgerReader, lock_ledger
+from .snapshot import copy_ledger
 
 LEDGER = "ledger.sqlite"
 """Its name, in a run directory and in a checkpoint."""

@@ -22,8 +22,7 @@ from ...core.errors import CallError
 from ...core.messages import Event, MetricPoint, Span, Telemetry
 from ...core.sink import Sink
 from ..contracts.roles import MonitorContract
-from ..knobs.joining import catch_up
-from ..knobs.owner import KnobOwner, OwnsKnobs
+from ..knobs.owner import KnobOwner, OwnsKnobs, catch_up
 from ..knobs.process import process_knobs
 from ..telemetry import ReportPace
 from .latest import TIME_PREFIX, Latest

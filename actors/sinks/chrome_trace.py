@@ -23,17 +23,18 @@ from __future__ import annotations
 
 import errno
 import os
+from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import orjson
 
 from ...core.disk import refusal
+from ...core.flow_sampling import Hop
 from ...core.messages import Event, MetricPoint, Span, Telemetry
 from ...core.sink import SinkContext
-from .trace_flows import Arrow, Lanes, Place, TraceFlows
-from .trace_volume import TraceVolume
 
 TRACE_FILE = "trace.json"
 PART_BEFORE = "trace.1.json"
@@ -331,3 +332,160 @@ def _event(text: bytes) -> dict[str, Any] | None:
     except orjson.JSONDecodeError:
         return None
     return cast("dict[str, Any]", event) if isinstance(event, dict) and "ph" in event else None
+
+
+_ORDER: tuple[Hop, ...] = get_args(Hop)
+_MAX_GROUPS = 8192
+_MAX_VERSIONS = 256
+_MAX_ADOPTIONS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A slice of the trace; microseconds of the wall clock."""
+
+    pid: int
+    tid: int
+    start_us: int
+    end_us: int
+    """Behind its last microsecond."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrow:
+    """From inside one slice to inside another; `from_us <= to_us`."""
+
+    name: str
+    category: str
+    source: Place
+    target: Place
+    from_us: int
+    to_us: int
+
+
+class TraceFlows:
+    """Which arrows a trace has: from station to station of a group, from the making of a weight version to each
+    adoption.
+
+    Different actors report stations, in any order and some never. An arrow is given out once both of its ends are
+    known: no arrow of the file is without an end. A group that has all its arrows is forgotten. Arrows that wait for
+    their other end are bounded; the oldest is forgotten first."""
+
+    def __init__(self) -> None:
+        self._groups: OrderedDict[int, dict[int, Place]] = OrderedDict()
+        self._makers: OrderedDict[int, Place] = OrderedDict()
+        self._adoptions: OrderedDict[int, list[Place]] = OrderedDict()
+
+    def station(self, group_id: int, hop: str, place: Place) -> Iterator[Arrow]:
+        """A group passed a station. A later visit (the group was handed out again) replaces an earlier one."""
+        if hop not in _ORDER:
+            return
+        stations = self._groups.setdefault(group_id, {})
+        self._groups.move_to_end(group_id)
+        index = _ORDER.index(hop)
+        known = stations.get(index)
+        if known is not None and known.start_us >= place.start_us:
+            return
+        stations[index] = place
+        name = f"group {group_id}"
+        if (before := stations.get(index - 1)) is not None:
+            yield from _arrow(name, "group", before, place)
+        if (behind := stations.get(index + 1)) is not None:
+            yield from _arrow(name, "group", place, behind)
+        if len(stations) == len(_ORDER):
+            self._groups.pop(group_id, None)
+        while len(self._groups) > _MAX_GROUPS:
+            self._groups.popitem(last=False)
+
+    def made(self, version: int, place: Place) -> Iterator[Arrow]:
+        """A weight version was made; also again, after a restart."""
+        self._makers[version] = place
+        self._makers.move_to_end(version)
+        for adoption in self._adoptions.pop(version, []):
+            yield from _arrow(f"version {version}", "weights", place, adoption)
+        while len(self._makers) > _MAX_VERSIONS:
+            self._makers.popitem(last=False)
+
+    def adopted(self, version: int, place: Place) -> Iterator[Arrow]:
+        """An engine took a version."""
+        maker = self._makers.get(version)
+        if maker is not None:
+            yield from _arrow(f"version {version}", "weights", maker, place)
+            return
+        waiting = self._adoptions.setdefault(version, [])
+        if len(waiting) < _MAX_ADOPTIONS:
+            waiting.append(place)
+        while len(self._adoptions) > _MAX_VERSIONS:
+            self._adoptions.popitem(last=False)
+
+
+def _arrow(name: str, category: str, source: Place, target: Place) -> Iterator[Arrow]:
+    """Nothing where the target was over before the source began: clocks that differ, or a visit that was replaced."""
+    to_us = max(target.start_us, source.start_us)
+    if to_us >= target.end_us:
+        return
+    from_us = min(source.end_us - 1, to_us)
+    yield Arrow(name, category, source, target, from_us, to_us)
+
+
+class Lanes:
+    """Rows for things that overlap: slices of one row must not, or viewers drop them."""
+
+    def __init__(self, max_lanes: int = 32) -> None:
+        self._max_lanes = max_lanes
+        self._free_us: dict[tuple[str, str], list[int]] = {}
+        """(actor, track) -> when each of its rows is free."""
+        self.num_refused = 0
+        """Slices for which there was no row."""
+
+    def take(self, source: str, track: str, start_us: int, end_us: int) -> str | None:
+        """The row's name: the first that is free at `start_us`; None when all of them are taken."""
+        free_us = self._free_us.setdefault((source, track), [])
+        lane = next((lane for lane, free in enumerate(free_us) if free <= start_us), len(free_us))
+        if lane >= self._max_lanes:
+            self.num_refused += 1
+            return None
+        if lane == len(free_us):
+            free_us.append(0)
+        free_us[lane] = end_us
+        return track if lane == 0 else f"{track} {lane + 1}"
+
+
+_SHORT_US = 2_000
+_SLICES_PER_S = 60
+_COUNTER_GAP_US = 100_000
+_SECOND_US = 1_000_000
+
+
+class TraceVolume:
+    """Keeps a trace loadable when a run makes dozens of steps a second: each row gets so many short slices a second,
+    each counter so many points. Long slices are always drawn; what is left out is counted."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[tuple[int, int], tuple[int, int]] = {}
+        """Row -> (second, short slices drawn in it)."""
+        self._newest_us: dict[tuple[int, str], int] = {}
+        self.num_skipped = 0
+        """Slices and points that were left out."""
+
+    def has_room(self, row: tuple[int, int], start_us: int, duration_us: int) -> bool:
+        """Whether a slice is to be drawn."""
+        if duration_us >= _SHORT_US:
+            return True
+        second, num = self._seconds.get(row, (0, 0))
+        now = start_us // _SECOND_US
+        num = num if now == second else 0
+        if num >= _SLICES_PER_S:
+            self.num_skipped += 1
+            return False
+        self._seconds[row] = (now, num + 1)
+        return True
+
+    def is_due(self, pid: int, counter: str, at_us: int) -> bool:
+        """Whether a point of a counter is to be drawn."""
+        before_us = self._newest_us.get((pid, counter))
+        if before_us is not None and 0 <= at_us - before_us < _COUNTER_GAP_US:
+            self.num_skipped += 1
+            return False
+        self._newest_us[pid, counter] = at_us
+        return True

@@ -2,21 +2,28 @@
 
 One JSON object per line, appended, UTF-8. A process killed in mid-write leaves at most one torn last line; the next
 monitor of the same run ends that line first, so it can never swallow a good one. Readers skip what they cannot parse.
-On a disk that is full lines wait for room (`line_file.py`).
+On a full disk lines wait in memory, up to a bound, and are written once it takes them again (`LineFile`;
+`logging.handlers.MemoryHandler` was considered: it keeps records too, but forgets them when writing them fails).
+
+Samples are bounded: when `samples.jsonl` has half of what both files may have, it becomes `samples.1.jsonl`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import orjson
 
+from ...core.disk import REFUSED_EVENT, WRITTEN_EVENT, refusal, refused
 from ...core.messages import GroupText, Telemetry
 from ...core.sink import SinkContext
-from .line_file import LineFile
-from .samples_file import SamplesFile
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
@@ -85,3 +92,109 @@ class JsonlSink:
 def _line(record: dict[str, Any]) -> bytes:
     # `default=str`: an event's data may hold anything when an embedding program made it; a line must come of it.
     return orjson.dumps(record, default=str, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
+
+
+MAX_WAITING_BYTES = 16 << 20
+"""Hours of an ordinary run. Older lines go first."""
+_WRITE_AT_BYTES = 64 << 10
+
+
+class LineFile:
+    """Open from its making to `close`."""
+
+    def __init__(self, path: Path, tell: Callable[[str, str], None]) -> None:
+        """A torn last line of an earlier writer is ended. `tell(kind, text)`: when the disk refuses, and when it takes
+        lines again. Raises OSError if it cannot be opened."""
+        self._path = path
+        self._tell = tell
+        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._waiting: deque[bytes] = deque()
+        self._num_bytes = 0
+        self._is_refused = False
+        self._num_lost = 0
+        size = os.fstat(self._file).st_size
+        if size and os.pread(self._file, 1, size - 1) != b"\n":
+            self.add(b"\n")
+
+    def add(self, line: bytes) -> None:
+        """One line with its end. It is written with others, by `flush` at the latest."""
+        self._waiting.append(line)
+        self._num_bytes += len(line)
+        if self._num_bytes >= _WRITE_AT_BYTES and not self._is_refused:
+            self.flush()
+        while self._num_bytes > MAX_WAITING_BYTES and len(self._waiting) > 1:
+            first = self._waiting.popleft()  # it may be half written: what is left of it ends that line
+            self._num_bytes -= len(self._waiting.popleft())
+            self._waiting.appendleft(first)
+            self._num_lost += 1
+
+    def flush(self) -> None:
+        """Hand the lines to the kernel: from then on they survive the death of this process. Raises OSError for what is
+        no refusal of the disk."""
+        try:
+            while self._waiting:
+                self._write(b"".join(self._waiting))
+        except OSError as error:
+            if refusal(error) is None:
+                raise
+            if not self._is_refused:
+                self._is_refused = True
+                self._tell(REFUSED_EVENT, str(refused(self._path, error)))
+            return
+        if self._is_refused:
+            lost = f"; {self._num_lost} lines were lost meanwhile" if self._num_lost else ""
+            self._is_refused, self._num_lost = False, 0
+            self._tell(WRITTEN_EVENT, f"{self._path.name} goes on{lost}")
+
+    def _write(self, data: bytes) -> None:
+        rest = data[os.write(self._file, data) :]
+        self._waiting = deque(rest.splitlines(keepends=True))
+        self._num_bytes = len(rest)
+
+    def close(self) -> None:
+        """Raises OSError if the disk refuses what still waits; it is closed all the same."""
+        try:
+            self.flush()
+            if self._waiting:
+                raise OSError(f"{len(self._waiting)} lines of {self._path} are lost: its disk refused them to the end")
+        finally:
+            os.close(self._file)
+
+
+SAMPLES_FILE = "samples.jsonl"
+OLDER_SAMPLES_FILE = "samples.1.jsonl"
+
+
+class SamplesFile:
+    """Open from the first line on, to `close`."""
+
+    def __init__(self, run_dir: Path, max_bytes: int, tell: Callable[[str, str], None]) -> None:
+        """`max_bytes`: of both files together. `tell(kind, text)`: see `LineFile`."""
+        self._path, self._older = run_dir / SAMPLES_FILE, run_dir / OLDER_SAMPLES_FILE
+        self._max_bytes = max_bytes // 2
+        self._tell = tell
+        self._file: LineFile | None = None
+        self._num_bytes = 0
+
+    def add(self, line: bytes) -> None:
+        """One line with its end. Raises OSError where the file cannot be opened."""
+        if self._file is not None and self._num_bytes + len(line) > self._max_bytes:
+            with contextlib.suppress(OSError):  # a disk that is full: what waits for room is lost
+                self.close()
+            self._path.replace(self._older)
+        if self._file is None:
+            self._file = LineFile(self._path, self._tell)
+            self._num_bytes = self._path.stat().st_size
+        self._num_bytes += len(line)
+        self._file.add(line)
+
+    def flush(self) -> None:
+        """Hand the lines to the kernel."""
+        if self._file is not None:
+            self._file.flush()
+
+    def close(self) -> None:
+        """Flush and close."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()

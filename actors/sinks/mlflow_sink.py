@@ -20,7 +20,7 @@ from typing import Any
 
 from ...core.messages import MetricPoint, Telemetry
 from ...core.sink import SinkContext
-from .curve_names import curve_name
+from .names import curve_name
 from .public_address import public_address, told_in_public
 
 FOLDER = "mlruns"

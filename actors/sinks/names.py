@@ -1,4 +1,4 @@
-"""How sinks are called in the run file. Nothing of a sink is imported to find out."""
+"""Names of sinks in the run file, and of curves where all actors share one list. Imports no sink."""
 
 from __future__ import annotations
 
@@ -32,3 +32,15 @@ def check_name(name: str) -> None:
         f"no sink is called {name!r}" + (f"; did you mean {near!r}?" if near else ""),
         remedy=f'known are {", ".join(known)}; own code is named "module:attr"',
     )
+
+
+_ALONE = frozenset({"trainer/0", "coordinator", "buffer", "monitor"})
+"""Actors whose metrics keep their names: there is one of each, or it speaks for the others."""
+
+
+def curve_name(source: str, metric: str) -> str:
+    """`train/loss` of trainer/0 stays; `rollout/running` of rollout/1 is `rollout.1/running`."""
+    if source in _ALONE:
+        return metric
+    role = source.partition("/")[0]
+    return f"{source.replace('/', '.')}/{metric.removeprefix(role + '/')}"

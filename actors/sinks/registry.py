@@ -14,7 +14,7 @@ from ...core.errors import ConfigError, UserCodeError
 from ...core.registry import load_callable
 from ...core.sink import Sink
 from ...core.suggestion import suggest
-from .beside import BesideSink
+from ..monitor.sink_thread import BesideSink
 from .chrome_trace import ChromeTraceSink
 from .jsonl import JsonlSink
 from .names import SHIPPED, check_name, installed

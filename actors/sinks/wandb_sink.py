@@ -19,7 +19,7 @@ from typing import Any
 from ...core.errors import ConfigError
 from ...core.messages import Telemetry
 from ...core.sink import SinkContext
-from .curve_names import curve_name
+from .names import curve_name
 
 RUN_ID_FILE = "wandb.run_id"
 """In the run directory: a monitor that is restarted goes on with the same W&B run."""

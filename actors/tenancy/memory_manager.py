@@ -1,8 +1,8 @@
 """The memory manager: one actor that decides who has the memory of all shared devices, and measures before it gives.
 
 Decisions are `memory/ledger`'s, which does no IO; here they are carried out: commands go to tenants by reference, each
-written to the journal before; devices are measured and processes watched by `Sight`, on other nodes than the manager's
-through an agent. The manager holds no device memory and no context, and moves no bytes.
+written to the journal before; devices are measured and processes watched by `NodeWatch`, on other nodes than the
+manager's through an agent. The manager holds no device memory and no context, and moves no bytes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ...memory.ledger.wake import KEY as WATCH
 from ..contracts.memory import MemoryContract, TenantContract
 from ..contracts.roles import MonitorContract
 from ..telemetry import report_forever
-from .sight import Sight
+from .node_agent import NodeWatch
 
 _QUIET_KINDS = frozenset({"state"})
 """For the timeline only; an event for each would drown the others."""
@@ -84,7 +84,7 @@ class MemoryManager(MemoryContract):
         self._meter = ActivityMeter(self.ctx.name, self._clock)
         self._telemetry = TelemetryBuffer(self.ctx.name, self._clock, meter=self._meter)
         self._meter.switch("wait-data", "orders")
-        self._sight = Sight(
+        self._node_watch = NodeWatch(
             self.ctx,
             node=self._options.node,
             agents=self._options.agents,
@@ -107,7 +107,7 @@ class MemoryManager(MemoryContract):
             self._timeline.add(self._clock.wall(), "", tenant, text)
 
     async def on_stop(self, why: str) -> None:
-        self._sight.close()
+        self._node_watch.close()
         self._journal.close()
         for futures in self._waiting.values():
             for future in futures:
@@ -115,7 +115,7 @@ class MemoryManager(MemoryContract):
 
     async def on_peer(self, event: PeerEvent) -> None:
         """The registry's word that a tenant left. Its processes may live on: their end is seen by pidfd alone."""
-        self._sight.on_peer(event)
+        self._node_watch.on_peer(event)
         if event.kind not in ("down", "restarted") or event.name not in self._watched:
             return
         known = self._arbiter.incarnation(event.name)
@@ -127,7 +127,7 @@ class MemoryManager(MemoryContract):
         reason = f"it left: {event.reason or event.kind}"
         left = self._processes.get((event.name, epoch), set())
         now = self._clock.monotonic()
-        if all(self._sight.is_own(process) for process in left):
+        if all(self._node_watch.is_own(process) for process in left):
             self._do(self._arbiter.died(event.name, epoch, reason, now))
         else:
             self._do(self._arbiter.unreachable(event.name, epoch, reason, now))
@@ -136,7 +136,7 @@ class MemoryManager(MemoryContract):
 
     async def register(self, report: TenantReport) -> int:
         check_report(report)
-        if not self._sight.knows(report.node):
+        if not self._node_watch.knows(report.node):
             raise MemoryFault(
                 f"{report.tenant} is on node {report.node}, where {self.ctx.name} sees no devices",
                 remedy="add the node to roles.memory.nodes",
@@ -164,7 +164,7 @@ class MemoryManager(MemoryContract):
             ) from error
 
     async def process_ended(self, process: WatchedProcess) -> None:
-        self._sight.ended(process)
+        self._node_watch.ended(process)
 
     async def view(self) -> MemoryView:
         book = self._arbiter.book
@@ -264,7 +264,7 @@ class MemoryManager(MemoryContract):
             for device in measure.devices:
                 pids = sorted({pid for tenant in book.on(device) for pid in tenant.report.pids})
                 uses.setdefault(book.devices[device].node, []).append(DeviceUse(device, tuple(pids)))
-            readings = await self._sight.measure(uses, within_s=self._options.measure_s)
+            readings = await self._node_watch.measure(uses, within_s=self._options.measure_s)
         except MyxaError as error:
             self.ctx.log.warning("%s could not be measured: %s", ", ".join(measure.devices), error)
             self._do(self._arbiter.unmeasured(measure.key, str(error), self._clock.monotonic()))
@@ -333,7 +333,7 @@ class MemoryManager(MemoryContract):
         living = self._processes.setdefault(key, set())
         for pid, started_at in zip(report.pids, report.started_at, strict=False):
             process = WatchedProcess(report.node, pid, started_at)
-            if process not in living and self._sight.watch(process):
+            if process not in living and self._node_watch.watch(process):
                 living.add(process)
         if is_new and not living:
             self.ctx.log.warning("%s: none of its processes %s is there", report.tenant, report.pids)

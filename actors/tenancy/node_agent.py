@@ -1,25 +1,31 @@
-"""A memory manager's eyes on a node that is not its own: measures devices, watches processes, decides nothing.
+"""Devices measured and processes watched: by the memory manager on its own node, by a node agent on each other node.
 
-It keeps nothing that matters: restarted, it is told again whom to watch. That a process ended it says until the manager
-has heard it, so that no death is lost with a message, nor with the manager.
+    measure   all devices asked about, of all nodes at the same time: half a picture proves nothing
+    watch     repeated until the agent has answered, and again, all of it, when the agent was restarted
+    ended     repeated until the manager has answered: no death is lost with a message, nor with the manager
+
+An agent decides nothing and keeps nothing that matters. Must not know tenants, leases or what a death means.
 """
 
 from __future__ import annotations
 
-from ...core.actor import MailboxPolicy
-from ...core.assets import DeviceMeter
+import asyncio
+import os
+from collections.abc import Callable, Collection, Mapping
+
+from ...core.actor import ActorContext, MailboxPolicy, PeerEvent, with_deadline
+from ...core.assets import DeviceMeter, DeviceReading
 from ...core.clock import Clock
 from ...core.device_memory import DeviceUse, MeasuredDevice, WatchedProcess
-from ...core.errors import MyxaError
+from ...core.errors import MemoryFault, MyxaError
+from ...core.host import start_time
 from ...core.patience import until_answered
 from ..contracts.memory import MemoryContract, NodeAgentContract
 from ..own_thread import in_own_thread
-from .process_watch import ProcessWatch
-from .sight import read_all
 
 
 class NodeAgent(NodeAgentContract):
-    """See the module's head. One on each node with shared devices, but the manager's."""
+    """One on each node with shared devices, except the manager's."""
 
     mailbox = MailboxPolicy(size=1024)
 
@@ -66,3 +72,194 @@ class NodeAgent(NodeAgentContract):
             )
         except MyxaError as error:
             self.ctx.log.warning("%s: that process %d ended is not told: %s", self._manager, process.pid, error)
+
+
+ASK_S = 5.0
+AGAIN_S = 5.0
+"""After an agent refused, or stood still for as long as anybody waits."""
+
+
+class NodeWatch:
+    """The manager's side, for all nodes. Made on the manager's loop."""
+
+    def __init__(
+        self,
+        ctx: ActorContext,
+        *,
+        node: int,
+        agents: Mapping[int, str],
+        meter: DeviceMeter,
+        clock: Clock,
+        on_end: Callable[[WatchedProcess], None],
+    ) -> None:
+        """`node`: the manager's own. `agents`: actor names, by node, of all others. `on_end`: called once for each
+        watched process that ends."""
+        self._ctx = ctx
+        self._node = node
+        self._agents = dict(agents)
+        self._meter = meter
+        self._clock = clock
+        self._on_end = on_end
+        self._own = ProcessWatch(self._own_ended)
+        self._watched: dict[int, set[WatchedProcess]] = {}
+        """By node."""
+        self._told: dict[int, set[WatchedProcess]] = {}
+        """What the present incarnation of an agent has answered for; an answer of an earlier one finds another set."""
+        self._telling: set[int] = set()
+        for name in self._agents.values():
+            ctx.watch(name)
+
+    def knows(self, node: int) -> bool:
+        """Whether somebody can look there."""
+        return node == self._node or node in self._agents
+
+    # -- devices
+
+    async def measure(self, uses: Mapping[int, Collection[DeviceUse]], *, within_s: float) -> dict[str, DeviceReading]:
+        """`uses`: by node. Raises MemoryFault for a device that cannot be read in time, CallError naming the agent that
+        does not answer."""
+        parts = [self._measure_at(node, tuple(of_node), within_s) for node, of_node in uses.items()]
+        found: dict[str, DeviceReading] = {}
+        for part in await asyncio.gather(*parts):
+            found |= part
+        return found
+
+    async def _measure_at(self, node: int, uses: tuple[DeviceUse, ...], within_s: float) -> dict[str, DeviceReading]:
+        if node == self._node:
+            return await self._measure_here(uses, within_s)
+        measured = await with_deadline(self._agent(node), within_s).measure(uses)
+        readings = {m.device: DeviceReading(m.capacity_bytes, m.free_bytes, m.driver_bytes) for m in measured}
+        missing = [use.device for use in uses if use.device not in readings]
+        if missing:
+            raise MemoryFault(f"{self._agents[node]} does not say how full {', '.join(missing)} is", remedy="a bug")
+        return readings
+
+    async def _measure_here(self, uses: tuple[DeviceUse, ...], within_s: float) -> dict[str, DeviceReading]:
+        try:
+            async with asyncio.timeout(within_s):
+                return await in_own_thread(lambda: read_all(self._meter, uses), "measure devices")
+        except TimeoutError as error:
+            names = ", ".join(use.device for use in uses)
+            raise MemoryFault(f"{names} gave no reading within {within_s:g} s", remedy="see `nvidia-smi`") from error
+
+    def _agent(self, node: int) -> NodeAgentContract:
+        name = self._agents.get(node)
+        if name is None:
+            raise MemoryFault(f"node {node} has no agent of {self._ctx.name}", remedy="add it to roles.memory.nodes")
+        return self._ctx.ref(NodeAgentContract, name)
+
+    # -- processes
+
+    def watch(self, process: WatchedProcess) -> bool:
+        """From now on; False if it is known to be gone already."""
+        if process.node == self._node:
+            is_there = self._own.watch(process.pid, process.started_at)
+            if is_there:
+                self._watched.setdefault(self._node, set()).add(process)
+            return is_there
+        watched = self._watched.setdefault(process.node, set())
+        if process not in watched:
+            watched.add(process)
+            self._tell(process.node)
+        return True
+
+    def is_own(self, process: WatchedProcess) -> bool:
+        """The manager's process itself."""
+        return process.node == self._node and process.pid == os.getpid()
+
+    def ended(self, process: WatchedProcess) -> None:
+        """It did; said by the kernel or by an agent, perhaps twice."""
+        watched = self._watched.get(process.node, set())
+        if process in watched:
+            watched.discard(process)
+            self._told.get(process.node, set()).discard(process)
+            self._on_end(process)
+
+    def _own_ended(self, pid: int, started_at: int) -> None:
+        self.ended(WatchedProcess(self._node, pid, started_at))
+
+    def on_peer(self, event: PeerEvent) -> None:
+        """An agent that came anew watches nobody yet."""
+        node = next((node for node, name in self._agents.items() if name == event.name), None)
+        if node is not None and event.kind in ("up", "restarted"):
+            self._told.pop(node, None)
+            self._tell(node)
+
+    def _tell(self, node: int) -> None:
+        if node in self._agents and node not in self._telling:
+            self._telling.add(node)
+            self._ctx.spawn(self._tell_until_known(node), name=f"watch processes of node {node}")
+
+    async def _tell_until_known(self, node: int) -> None:
+        try:
+            while True:
+                told = self._told.setdefault(node, set())
+                new = tuple(self._watched.get(node, set()) - told)
+                if not new:
+                    return
+                await self._tell_once(node, new, told)
+        finally:
+            self._telling.discard(node)
+
+    async def _tell_once(self, node: int, new: tuple[WatchedProcess, ...], told: set[WatchedProcess]) -> None:
+        name = self._agents[node]
+        agent = with_deadline(self._agent(node), ASK_S)
+        try:
+            gone = await until_answered(lambda: agent.watch(new), who=name, clock=self._clock, log=self._ctx.log)
+        except MyxaError as error:  # a fault of its own comes as what it is
+            self._ctx.log.warning("%s watches no processes: %s; it is told again in %g s", name, error, AGAIN_S)
+            await asyncio.sleep(AGAIN_S)
+            return
+        told.update(new)
+        for process in gone:
+            self.ended(process)
+
+    def close(self) -> None:
+        """Watch nothing of this node any more."""
+        self._own.close()
+
+
+def read_all(meter: DeviceMeter, uses: Collection[DeviceUse]) -> dict[str, DeviceReading]:
+    """One reading of each device. Blocks. Raises MemoryFault for a device that is not there."""
+    return {use.device: meter.measure(use.device, use.pids) for use in uses}
+
+
+class ProcessWatch:
+    """Calls `on_end(pid, started_at)` on the loop, once for each watched process that ends.
+
+    The kernel reports the end (pidfd), not silence. A number that is used again is another process: start times tell
+    them apart. psutil was considered: it polls."""
+
+    def __init__(self, on_end: Callable[[int, int], None]) -> None:
+        self._on_end = on_end
+        self._fds: dict[tuple[int, int], int] = {}
+
+    def watch(self, pid: int, started_at: int) -> bool:
+        """From now on; False if that process is gone already. `started_at` 0: whoever has the number now."""
+        if (pid, started_at) in self._fds or pid == os.getpid():
+            return True
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return False
+        if started_at and start_time(pid) != started_at:
+            os.close(fd)
+            return False
+        self._fds[pid, started_at] = fd
+        asyncio.get_running_loop().add_reader(fd, self._ended, pid, started_at)
+        return True
+
+    def _ended(self, pid: int, started_at: int) -> None:
+        self._drop(pid, started_at)
+        self._on_end(pid, started_at)
+
+    def _drop(self, pid: int, started_at: int) -> None:
+        fd = self._fds.pop((pid, started_at), None)
+        if fd is not None:
+            asyncio.get_running_loop().remove_reader(fd)
+            os.close(fd)
+
+    def close(self) -> None:
+        """No more calls."""
+        for pid, started_at in list(self._fds):
+            self._drop(pid, started_at)

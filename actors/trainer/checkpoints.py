@@ -33,17 +33,21 @@ from ...core.clock import Clock
 from ...core.errors import CallError, GatherError, MyxaError, RemoteError, TrainError
 from ...core.file_entry import FileEntry
 from ...core.knobs import LiveKnobs
-from ..checkpoints.drafts import Writer, hold_drafts, let_go_drafts, partial_of, sweep
 from ..checkpoints.folder import (
     CheckpointInfo,
+    Writer,
+    hold_drafts,
+    let_go_drafts,
     list_checkpoints,
     look_at,
     newest_checkpoint,
+    partial_of,
     place_of,
     read_manifest,
+    sweep,
+    take_away_unread,
     version_in,
 )
-from ..checkpoints.reading import take_away_unread
 from ..checkpoints.run_part import RunPart, is_kept, write_run_part
 from ..contracts.roles import BufferContract, CoordinatorContract, TrainerContract
 from ..ledger.resume import LEDGER

@@ -19,8 +19,7 @@ from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor_group import ActorGroup
 from ...core.errors import GatherError, MyxaError
 from ...core.knobs import LiveKnobs
-from ..checkpoints.drafts import sweep
-from ..checkpoints.folder import version_in
+from ..checkpoints.folder import sweep, version_in
 from ..contracts.roles import TrainerContract
 
 REMEDY = "free memory of the host (its /dev/shm), or set trainer.standby_every = 0"

@@ -19,9 +19,8 @@ from ...core.clock import Clock
 from ...core.device_memory import MemoryCommand, MemoryReply, Tag, TagPolicy, TenantReport
 from ...memory.communicators.residency import CommResidency
 from ..contracts.memory import MemoryContract
-from ..tenancy.tenant import Tenant, TenantOptions
+from ..tenancy.tenant import WORKSPACE, Tenant, TenantOptions, WorkspaceRoom
 from ..tenancy.time_share import TRAINER, TimeShareOptions
-from ..tenancy.workspace_room import WORKSPACE, WorkspaceRoom
 
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 

@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ...actors.checkpoints.folder import CheckpointInfo, list_checkpoints
-from ...actors.checkpoints.folder_swap import take_away
+from ...actors.checkpoints.folder import CheckpointInfo, list_checkpoints, take_away
 from ...actors.trainer.start_point import StartPoint
 from ...core.config import RunConfig
 from ...core.errors import LaunchError, TrainError

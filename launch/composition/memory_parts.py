@@ -141,7 +141,7 @@ def trainer_tenancy(spec: ActorSpec, config: RunConfig, comms: MakeComms) -> Tra
     """The rank as a tenant; None where it has its device for itself."""
     if not takes_turns(config):
         return None
-    from ...actors.tenancy.workspace_room import WORKSPACE
+    from ...actors.tenancy.tenant import WORKSPACE
     from ...actors.trainer.tenant import TrainerTenancy
     from ...memory.arenas.torch_cache import vacate
 

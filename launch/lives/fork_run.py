@@ -20,11 +20,8 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-from ...actors.checkpoints.drafts import partial_of
-from ...actors.checkpoints.folder import forget_writer, read_manifest
-from ...actors.checkpoints.reading import MANIFEST, being_read
-from ...actors.checkpoints.run_part import ledger_in, writing_run
-from ...actors.checkpoints.start_copy import START_FILE
+from ...actors.checkpoints.folder import MANIFEST, being_read, forget_writer, partial_of, read_manifest
+from ...actors.checkpoints.run_part import START_FILE, ledger_in, writing_run
 from ...actors.ledger.file import is_in_use
 from ...actors.ledger.resume import LEDGER, continue_ledger
 from ...core.config import RunConfig, dump_config, load_config

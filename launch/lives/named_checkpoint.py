@@ -11,8 +11,7 @@ from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from ...actors.checkpoints.folder import find_checkpoint, version_in
-from ...actors.checkpoints.reading import MANIFEST, being_read
+from ...actors.checkpoints.folder import MANIFEST, being_read, find_checkpoint, version_in
 from ...core.errors import LaunchError, TornCheckpoint, TrainError
 from .origin import Origin
 from .resume_point import CHECKPOINTS

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from ...actors.checkpoints.folder import CheckpointInfo
-from ...actors.checkpoints.start_copy import StartCopy, write_start_copy
+from ...actors.checkpoints.run_part import StartCopy, write_start_copy
 from ...core.errors import LaunchError
 from ...core.file_entry import read_regular, write_durably
 from ..worker_spec import DEFAULT_PROGRAM

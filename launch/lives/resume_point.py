@@ -16,8 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...actors.checkpoints.folder import CheckpointInfo, whole_ones
-from ...actors.checkpoints.folder_swap import OLD
+from ...actors.checkpoints.folder import OLD, CheckpointInfo, whole_ones
 from ...actors.checkpoints.run_part import ledger_in
 from ...actors.ledger.resume import LEDGER, LedgerFacts, read_facts
 from ...core.errors import LaunchError, LedgerError, TrainError

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from ...actors.checkpoints.folder import version_in
-from ...actors.checkpoints.start_copy import MAX_BYTES, StartCopy, read_start_copy
+from ...actors.checkpoints.run_part import MAX_START_BYTES, StartCopy, read_start_copy
 from ...core.file_entry import read_regular
 
 CHECKPOINTS = "checkpoints"
@@ -64,7 +64,7 @@ def config_text(run_dir: Path) -> str:
 
 def _trouble(path: Path, whole: str) -> str:
     try:
-        text = read_regular(path, MAX_BYTES).decode("utf-8-sig")
+        text = read_regular(path, MAX_START_BYTES).decode("utf-8-sig")
     except FileNotFoundError:
         return "is missing"
     except UnicodeDecodeError:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import orjson
 
-from ...actors.sinks.samples_file import OLDER_SAMPLES_FILE, SAMPLES_FILE
+from ...actors.sinks.jsonl import OLDER_SAMPLES_FILE, SAMPLES_FILE
 
 FILES = (OLDER_SAMPLES_FILE, SAMPLES_FILE)
 """Older groups first."""

@@ -13,8 +13,8 @@ from myxa.actors.contracts.memory import MemoryContract
 from myxa.actors.contracts.roles import RolloutContract
 from myxa.actors.coordinator.adoption import Adoption
 from myxa.actors.tenancy import time_share
+from myxa.actors.tenancy.tenant import WorkspaceRoom
 from myxa.actors.tenancy.time_share import ROLLOUT_TAGS, TRAINER_TAGS, TimeShare, TimeShareOptions
-from myxa.actors.tenancy.workspace_room import WorkspaceRoom
 from myxa.core.activity import ActivityMeter, TelemetryBuffer
 from myxa.core.actor import Actor, PeerEvent
 from myxa.core.clock import SystemClock

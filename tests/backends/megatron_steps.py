@@ -133,7 +133,7 @@ def run_case(spec: dict[str, Any], case: dict[str, Any], rank: int) -> dict[str,
 
 def without_its_folder(backend: Any, folder: Path) -> str:
     """What a checkpoint says whose folder goes away before it is written."""
-    from myxa.actors.checkpoints.drafts import partial_of
+    from myxa.actors.checkpoints.folder import partial_of
     from myxa.core.errors import TrainError
 
     pending = backend.begin_save(str(folder), {})

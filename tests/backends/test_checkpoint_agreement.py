@@ -18,8 +18,7 @@ from myxa.actors.backends.torch_backend import checkpoint_agreement
 from myxa.actors.backends.torch_backend.checkpoint_agreement import agreed_checkpoint
 from myxa.actors.backends.torch_backend.world import World
 from myxa.actors.checkpoints import folder as folder_module
-from myxa.actors.checkpoints.drafts import begin
-from myxa.actors.checkpoints.folder import Manifest, commit, rank_file
+from myxa.actors.checkpoints.folder import Manifest, begin, commit, rank_file
 from myxa.core.errors import ModelError, MyxaError, TornCheckpoint, TrainError
 from myxa.core.file_entry import FileEntry, describe_file
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from myxa.actors.audit import read_audit
+from myxa.actors.audit import AuditDesk, read_audit
 from myxa.actors.coordinator import conduct as module
-from myxa.actors.coordinator.audit_desk import AuditDesk
 from myxa.actors.coordinator.conduct import Conduct
 from myxa.actors.coordinator.journal import CoordinatorJournal, Kept
 from myxa.core.activity import ActivityMeter

@@ -17,8 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from knob_maker import Desk, make_desk
 
-from myxa.actors.knobs.joining import catch_up
-from myxa.actors.knobs.owner import OwnsKnobs
+from myxa.actors.knobs.owner import OwnsKnobs, catch_up
 from myxa.actors.rollout.rollout import CoordinatorReport
 from myxa.core.actor import PeerEvent
 from myxa.core.clock import SystemClock

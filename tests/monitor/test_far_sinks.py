@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from otlp_receiver import receiver
 
-from myxa.actors.sinks.beside import BesideSink
-from myxa.actors.sinks.curve_names import curve_name
+from myxa.actors.monitor.sink_thread import BesideSink
+from myxa.actors.sinks.names import curve_name
 from myxa.actors.sinks.otlp import OtlpSink
 from myxa.actors.sinks.registry import choose_sinks, make_sink
 from myxa.actors.sinks.wandb_sink import WandbSink
@@ -53,7 +53,7 @@ def test_names_tell_actors_apart() -> None:
 WRITES = """
 import sys, time
 from pathlib import Path
-from myxa.actors.sinks.beside import BesideSink
+from myxa.actors.monitor.sink_thread import BesideSink
 from myxa.actors.sinks.registry import make_sink
 from myxa.core.clock import SystemClock
 from myxa.core.messages import MetricPoint, Telemetry

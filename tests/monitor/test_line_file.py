@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from myxa.actors.sinks import line_file
-from myxa.actors.sinks.jsonl import JsonlSink
-from myxa.actors.sinks.line_file import LineFile
+from myxa.actors.sinks import jsonl
+from myxa.actors.sinks.jsonl import JsonlSink, LineFile
 from myxa.core.clock import ManualClock
 from myxa.core.messages import Event, MetricPoint, Telemetry
 from myxa.core.sink import SinkContext
@@ -101,7 +100,7 @@ def test_lines_wait_whatever_the_disk_refuses_by(tmp_path: Path, monkeypatch: py
 def test_lines_that_wait_for_too_long_are_lost_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = Told()
     lines = LineFile(tmp_path / "lines", told)
-    monkeypatch.setattr(line_file, "MAX_WAITING_BYTES", 100)
+    monkeypatch.setattr(jsonl, "MAX_WAITING_BYTES", 100)
     quota = OSError(errno.EDQUOT, "Disk quota exceeded")
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", room_for(6, quota))

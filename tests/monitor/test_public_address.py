@@ -92,7 +92,7 @@ ANSWERS = {
 WRITES = """
 import sys
 from pathlib import Path
-from myxa.actors.sinks.beside import BesideSink
+from myxa.actors.monitor.sink_thread import BesideSink
 from myxa.actors.sinks.registry import make_sink
 from myxa.core.clock import SystemClock
 from myxa.core.messages import MetricPoint, Telemetry

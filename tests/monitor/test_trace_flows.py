@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from trace_rules import check_events, follow
 
-from myxa.actors.sinks.chrome_trace import ChromeTraceSink
-from myxa.actors.sinks.trace_flows import Lanes, Place, TraceFlows
+from myxa.actors.sinks.chrome_trace import ChromeTraceSink, Lanes, Place, TraceFlows
 from myxa.core.activity import TelemetryBuffer
 from myxa.core.clock import ManualClock
 from myxa.core.flow_sampling import FlowSampler

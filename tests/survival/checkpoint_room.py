@@ -11,8 +11,7 @@ from typing import Any
 
 from checkpoint_maker import make_checkpoint
 
-from myxa.actors.checkpoints.drafts import Writer, begin, partial_of
-from myxa.actors.checkpoints.folder import version_in
+from myxa.actors.checkpoints.folder import Writer, begin, partial_of, version_in
 from myxa.actors.trainer.checkpoints import CheckpointOptions, CheckpointOrders, Checkpoints, RunSide
 from myxa.core.activity import ActivityMeter, TelemetryBuffer
 from myxa.core.clock import ManualClock

@@ -13,9 +13,19 @@ from checkpoint_maker import RunOnDisk, add_run_part, make_checkpoint
 from checkpoint_room import CheckpointRoom
 
 from myxa.actors.checkpoints import folder
-from myxa.actors.checkpoints.drafts import begin, hold_drafts, let_go_drafts, partial_of, sweep
-from myxa.actors.checkpoints.folder import CheckpointInfo, find_checkpoint, list_checkpoints, look_at
-from myxa.actors.checkpoints.reading import being_read, take_away_unread
+from myxa.actors.checkpoints.folder import (
+    CheckpointInfo,
+    begin,
+    being_read,
+    find_checkpoint,
+    hold_drafts,
+    let_go_drafts,
+    list_checkpoints,
+    look_at,
+    partial_of,
+    sweep,
+    take_away_unread,
+)
 from myxa.actors.checkpoints.run_part import read_run_part
 from myxa.actors.ledger.file import lock_ledger
 from myxa.core.errors import LaunchError, MyxaError, TornCheckpoint, TrainError

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 from checkpoint_maker import RunOnDisk, add_run_part, make_checkpoint
 
-from myxa.actors.checkpoints import folder_swap
+from myxa.actors.checkpoints import folder
 from myxa.actors.checkpoints.folder import (
     MANIFEST,
     find_checkpoint,
     list_checkpoints,
     newest_checkpoint,
     newest_whole,
+    put_in_place,
     rank_file,
 )
-from myxa.actors.checkpoints.folder_swap import put_in_place
 from myxa.actors.trainer.checkpoints import CheckpointOptions, Checkpoints
 from myxa.core.errors import TrainError
 
@@ -109,9 +109,9 @@ def crash_at(monkeypatch: pytest.MonkeyPatch, number: int) -> list[str]:
         return change
 
     monkeypatch.setattr(Path, "replace", counted("rename", Path.replace))
-    monkeypatch.setattr(folder_swap.shutil, "rmtree", counted("delete", folder_swap.shutil.rmtree))
-    if folder_swap.exchange is not _cannot:
-        monkeypatch.setattr(folder_swap, "exchange", counted("exchange", folder_swap.exchange))
+    monkeypatch.setattr(folder.shutil, "rmtree", counted("delete", folder.shutil.rmtree))
+    if folder.exchange is not _cannot:
+        monkeypatch.setattr(folder, "exchange", counted("exchange", folder.exchange))
     return done
 
 
@@ -124,7 +124,7 @@ def test_a_crash_at_any_moment_of_a_replacement_leaves_a_whole_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool
 ):
     if not exchanges:
-        monkeypatch.setattr(folder_swap, "exchange", _cannot)
+        monkeypatch.setattr(folder, "exchange", _cannot)
     seen: set[bytes] = set()
     for moment in range(20):
         place = tmp_path / str(moment) / "version_00000007"
@@ -184,7 +184,7 @@ def test_what_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.Monke
     def refuse(one: Path, other: Path) -> bool:
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(folder_swap, "exchange", refuse)
+    monkeypatch.setattr(folder, "exchange", refuse)
     with pytest.raises(TrainError, match="cannot commit checkpoint"):
         make_checkpoint(place, 7, fill=b"new")
     assert (place / rank_file(0)).read_bytes()[:3] == b"old"

@@ -18,9 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from myxa.actors.audit import read_audit
+from myxa.actors.audit import AuditDesk, read_audit
 from myxa.actors.coordinator import journal as journal_module
-from myxa.actors.coordinator.audit_desk import AuditDesk
 from myxa.actors.coordinator.journal import CoordinatorJournal, Kept, KnobsKept, PauseKept
 from myxa.actors.coordinator.knob_book import KnobBook
 from myxa.actors.coordinator.knob_order import AUTO, Order

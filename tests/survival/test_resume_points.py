@@ -16,8 +16,7 @@ import pytest
 from checkpoint_maker import DATASET, RunOnDisk, make_checkpoint, states
 
 from myxa.actors.checkpoints import folder
-from myxa.actors.checkpoints.folder import look_at, newest_whole
-from myxa.actors.checkpoints.reading import being_read, take_away_unread
+from myxa.actors.checkpoints.folder import being_read, look_at, newest_whole, take_away_unread
 from myxa.actors.checkpoints.run_part import RUN_FILE
 from myxa.actors.ledger.file import lock_ledger
 from myxa.actors.ledger.ledger import Ledger

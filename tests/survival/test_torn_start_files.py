@@ -12,7 +12,7 @@ import pytest
 from checkpoint_maker import RunOnDisk
 from lives import Lives, consumed, make_lives
 
-from myxa.actors.checkpoints.start_copy import START_FILE, read_start_copy
+from myxa.actors.checkpoints.run_part import START_FILE, read_start_copy
 from myxa.core.errors import LaunchError
 from myxa.launch.lives.next_life import begin_next_life
 from myxa.launch.lives.origin import Life, Origin, start_keeper

@@ -10,9 +10,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from myxa.actors.contracts.memory import NodeAgentContract
-from myxa.actors.tenancy import sight
-from myxa.actors.tenancy.process_watch import ProcessWatch
-from myxa.actors.tenancy.sight import Sight
+from myxa.actors.tenancy import node_agent
+from myxa.actors.tenancy.node_agent import NodeWatch, ProcessWatch
 from myxa.core.actor import Actor, PeerEvent
 from myxa.core.clock import SystemClock
 from myxa.core.device_memory import MeasuredDevice, WatchedProcess
@@ -54,7 +53,7 @@ class Manager(Actor):
         self.ended: list[WatchedProcess] = []
 
     async def on_start(self) -> None:
-        self.sight = Sight(
+        self.sight = NodeWatch(
             self.ctx,
             node=0,
             agents={1: "memory/1"},
@@ -108,7 +107,7 @@ async def test_an_answer_of_an_agent_that_is_over_does_not_count_for_the_next_on
 
 
 async def test_an_agent_that_refused_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sight, "AGAIN_S", 0.05)
+    monkeypatch.setattr(node_agent, "AGAIN_S", 0.05)
     async with both() as (manager, agent):
         agent.refusals = 2
         agent.may_answer.set()
