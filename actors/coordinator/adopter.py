@@ -5,6 +5,8 @@
     anything else        it is named, fenced and built anew; the others go on
 
 Knows contracts. Part of the coordinator.
+
+Has an adoption stood still for too long? Pure: what the engine says and the time are passed in.
 """
 
 from __future__ import annotations
@@ -23,7 +25,6 @@ from ...core.messages import WeightAck, WeightChannel
 from ...core.weight_channel import SENT_CHANNELS, WeightProgress
 from ..contracts.roles import RolloutContract, TrainerContract
 from .adoption import Adopt, Adoption
-from .stall import Stall
 
 LOOK_S = 1.0
 """Between two questions how far an engine is, and two looks for engines that may begin."""
@@ -193,7 +194,7 @@ class Adopter:
 
     async def _watched(self, name: str, limit_s: float, work: Awaitable[WeightAck]) -> WeightAck:
         """The engine's answer. Raises StandsStill, and what the call raises."""
-        stall = Stall(self._limits.stall_s, self._clock.monotonic())
+        stall = StallCheck(self._limits.stall_s, self._clock.monotonic())
         try:
             async with asyncio.TaskGroup() as group:
                 watch = group.create_task(self._watch(name, stall))
@@ -207,7 +208,7 @@ class Adopter:
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
-    async def _watch(self, name: str, stall: Stall) -> None:
+    async def _watch(self, name: str, stall: StallCheck) -> None:
         """Asks how far it is, from time to time. Raises StandsStill."""
         engine = with_deadline(self._ctx.ref(RolloutContract, name), LOOK_S)
         while True:
@@ -282,3 +283,36 @@ class Adopter:
                 self._unreleased.discard(told)
         finally:
             self._is_releasing = False
+
+
+SILENT = "it did not say where it is"
+
+
+class StallCheck:
+    """Of one phase of one engine's adoption."""
+
+    def __init__(self, limit_s: float, now_s: float) -> None:
+        """`limit_s`: without any movement at most; 0: as long as it likes."""
+        self._limit_s = limit_s
+        self._moved_s = now_s
+        self._last: WeightProgress | None = None
+        self._is_silent = False
+
+    @property
+    def at(self) -> str:
+        """Where it was when it was heard last, for errors."""
+        where = self._last.at if self._last is not None else SILENT
+        return f"{where}, silent since" if self._is_silent and self._last is not None else where
+
+    def heard(self, progress: WeightProgress | None, now_s: float) -> bool:
+        """What the engine answered, None for no answer; whether it stands still for longer than it may.
+
+        An answer that says that nothing can be counted just now is a sign of life: the phase's deadline has the say.
+        """
+        last, self._last = self._last, progress or self._last
+        self._is_silent = progress is None
+        if progress is not None:
+            is_first = last is None
+            if is_first or not progress.is_counted or progress.num_done != last.num_done:
+                self._moved_s = now_s
+        return bool(self._limit_s) and now_s - self._moved_s > self._limit_s

@@ -1,53 +1,52 @@
 """The coordinator role: run state machine, version clock, adoption of weights, evaluation, knobs, the end of the run.
 
-It moves no data and admits no sample: rollout, buffer and trainer go on without it, up to the admission limit. The
-phases of a run are in `run_state`; the launcher reads them here, and ends the processes of one that is over.
+It moves no data and admits no sample: rollout, buffer and trainer work without it, up to the admission limit. The
+phases of a run are in `run_state`; the launcher reads them here, and ends the processes of a run that is over.
 
-It may die at any time. What only it knows (phase, knobs, pause) is in its journal before anybody acts on it; where the
-trainer stands and what engines serve they tell its next incarnation, which goes on in the same phase:
+It may die at any time. What only it knows (phase, knobs, pause) is in its journal before it takes effect. The trainer's
+version and the engines' versions are reported to its next incarnation, which continues in the same phase:
 
-    start -> journal -> owners, buffer are told what is decided -> trainer and engines report in -> as before
+    start -> journal -> owners and buffer get what is decided -> trainer and engines report in -> as before
 
-What it does beside that is done by parts: `adopter`, `evaluator`, `knob_conductor` (live knobs), `conduct` (pause).
+Its parts: `adopter`, `evaluator`, `knob_conductor` (live knobs), `run_control` (pause, steps, checkpoints), `rejoin`.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 from ...core.activity import ActivityMeter, TelemetryBuffer
-from ...core.actor import MailboxPolicy, PeerEvent
+from ...core.actor import ActorContext, MailboxPolicy, PeerEvent
 from ...core.chaos import reached
 from ...core.clock import Clock
-from ...core.errors import MyxaError
-from ...core.knobs import LiveKnobs
-from ...core.messages import EngineStatus, EvalResult, RunStatus, StepReport, WeightManifest
+from ...core.errors import LedgerError, MyxaError
+from ...core.knobs import AuditRecord, ChangeReply, ChangeRequest, KnobsInForce, KnobTable, LiveKnobs, Operator
+from ...core.messages import CanaryAnswers, EngineStatus, EvalResult, RunPhase, RunStatus, StepReport, WeightManifest
 from ..audit import AuditDesk
-from ..contracts.roles import MonitorContract
-from ..knobs.owner import KnobOwner
+from ..contracts.roles import CoordinatorContract, MonitorContract
+from ..knobs.owner import KnobOwner, OwnsKnobs
 from ..knobs.process import process_knobs
 from ..telemetry import ReportPace, report_forever
 from .adopter import Adopter, AdoptionLimits
 from .adoption import Adoption
-from .conduct import Conduct
 from .engine_fleet import EngineFleet
 from .evaluator import Evaluator
 from .journal import CoordinatorJournal, Kept
 from .knob_conductor import KnobConductor, Surroundings
 from .knob_restoring import restore
 from .knobs import LiveOptions, coordinator_knobs
-from .leader_rein import LeaderRein
-from .operator_handlers import OperatorHandlers
 from .options import CoordinatorOptions
-from .owner_return import OTHER_OWNERS, OwnerReturn
-from .phase_moves import PhaseMoves, keep_in_time
-from .reattachment import Reattachment
-from .run_state import RunState
-from .wall_clock import WallClock
+from .rejoin import OTHER_OWNERS, LeaderControl, OwnerRejoin, Rejoin
+from .run_control import RunControl
+from .run_state import NextPhase, RunState
+
+KEEP_S = 10.0
+"""How long the journal's disk is waited for where the run goes on without it."""
 
 
-class Coordinator(OperatorHandlers):
-    """See the module's head."""
+class Coordinator(OwnsKnobs, CoordinatorContract):
+    """The run state machine and the parts that it is made of."""
 
     mailbox = MailboxPolicy(size=4096)
 
@@ -127,7 +126,7 @@ class Coordinator(OperatorHandlers):
         self.evaluator = Evaluator(
             self.ctx, options, self._live, self._adoption, self._adopter, self.meter, telemetry, state, self._keep
         )
-        self.conduct = Conduct(
+        self.control = RunControl(
             self.ctx,
             desk,
             self._journal,
@@ -141,22 +140,22 @@ class Coordinator(OperatorHandlers):
         )
         self.conductor = KnobConductor(self.ctx, around, desk, self._journal, self._telemetry, self._clock)
         self.fleet.conductor, self.fleet.adopter = self.conductor, self._adopter
-        self._owners = OwnerReturn(self.ctx, self.conductor, self._event, self._owner_is_broken)
-        self._rein = LeaderRein(self.ctx, self._state, self._owners, self._clock)
-        self._return = Reattachment(self.ctx, self._state, self._owners, self.conduct, self._event)
+        self._owners = OwnerRejoin(self.ctx, self.conductor, self._event, self._owner_is_broken)
+        self._leader = LeaderControl(self.ctx, self._state, self._owners, self._clock)
+        self._rejoin = Rejoin(self.ctx, self._state, self._owners, self.control, self._event)
 
     async def on_peer(self, event: PeerEvent) -> None:
         if event.name.startswith(OTHER_OWNERS):
             if event.kind in ("up", "restarted"):
                 self.ctx.spawn(self._owners.told(event.name), name=f"knobs-for-{event.name}")
-                if event.name == "buffer" and self.conduct.must_tell:
-                    self.ctx.spawn(self.conduct.tell_again(), name="pause-for-buffer")
+                if event.name == "buffer" and self.control.must_tell:
+                    self.ctx.spawn(self.control.tell_again(), name="pause-for-buffer")
         elif event.kind in ("down", "restarted"):
             self.fleet.gone(event)
 
     async def _run(self, *, is_anew: bool) -> None:
         if is_anew:
-            await self._return.run(self.fleet.present)
+            await self._rejoin.run(self.fleet.present)
             self._go_on()
         self.conductor.begin()
         if self._state.is_over:
@@ -173,7 +172,7 @@ class Coordinator(OperatorHandlers):
         return Kept(
             launch=self._options.launch,
             run=self._phases.kept(),
-            pause=self.conduct.kept(),
+            pause=self.control.kept(),
             knobs=self.conductor.kept(),
         )
 
@@ -188,14 +187,14 @@ class Coordinator(OperatorHandlers):
         state = self._state
         self._event("coordinator-restarted", f"the run is {state.phase}, version {state.version}")
         self.conductor.take_up(kept.knobs)
-        self.conduct.take_up(kept.pause)
+        self.control.take_up(kept.pause)
         self.knob_owner.take_over(self.conductor.commits_for(self.ctx.name))
         if state.has_stale_engines:
             self._adoption.rewound()
 
     def _go_on(self) -> None:
         """An evaluation that the end of an earlier incarnation cut off; at start and end it comes anyway."""
-        if self._state.phase == "running" and not self.conduct.paused:
+        if self._state.phase == "running" and not self.control.paused:
             self.meter.switch("wait-data", "orders")
         if self._state.evaluating >= 0:
             self._event("eval-repeated", f"the evaluation at version {self._state.evaluating} was cut off")
@@ -229,7 +228,7 @@ class Coordinator(OperatorHandlers):
         if self._state.phase == "starting":
             self._wall.start()
             if await self._phases.to("running"):
-                self._rein.let_go()
+                self._leader.start()
 
     async def _restore_knobs(self) -> None:
         """Before any engine has weights and draws; with the first of them, which says what knobs such actors have."""
@@ -260,7 +259,7 @@ class Coordinator(OperatorHandlers):
 
     async def rollout_ready(self, status: EngineStatus, epoch: int) -> None:
         await self.fleet.ready(status, epoch)
-        self._return.heard(status.rollout)
+        self._rejoin.heard(status.rollout)
 
     async def trainer_ready(
         self,
@@ -287,10 +286,10 @@ class Coordinator(OperatorHandlers):
             self.fleet.offered(manifest)
         await self._keep()
         self._trainer_is_up.set()
-        self._return.heard("trainer/0")
+        self._rejoin.heard("trainer/0")
         self._changed.set()
         if self._state.phase == "running" and not is_leading:
-            self._rein.let_go()
+            self._leader.start()
         elif self._state.phase == "starting" and self._state.has_restored and is_again:
             self.ctx.spawn(self.fleet.adopt(), name="adopt-again")  # the start may wait for engines at its weights
 
@@ -299,7 +298,7 @@ class Coordinator(OperatorHandlers):
         if self._state.phase == "starting":
             self._wall.start()
             await self._phases.to("running")
-        self._rein.tell_stop()
+        self._leader.tell_stop()
 
     async def _rewind(self, version: int) -> None:
         """The gang was started anew in mid-run, and stands where its newest checkpoint was written. Engines go on with
@@ -324,7 +323,7 @@ class Coordinator(OperatorHandlers):
             return  # told again, since it was not heard whether it arrived
         if self.conductor.version_made(before, report.version):
             await self._keep()  # what is in force stays so when the trainer is thrown back
-        self.conduct.version_made(report.version)
+        self.control.version_made(report.version)
         every = self._live.eval_every
         if every and report.version % every == 0 and report.version != self._num_steps():
             self.ctx.spawn(self._evaluate(), name=f"evaluate-{report.version}")
@@ -353,7 +352,7 @@ class Coordinator(OperatorHandlers):
             try:
                 await self._keep()
             finally:  # whoever asked may go meanwhile
-                self._rein.tell_stop()
+                self._leader.tell_stop()
 
     # -- evaluation
 
@@ -380,6 +379,61 @@ class Coordinator(OperatorHandlers):
         else:
             await self.actor_failed(owner, why)
 
+    # -- operators, owners of knobs, engines: answered by the parts
+
+    async def change_knobs(self, request: ChangeRequest) -> ChangeReply:
+        with self.meter.during("wait-data", "knobs"):
+            return await self.conductor.change(request)
+
+    async def undo(self, who: Operator, reason: str, epoch: int = 0) -> ChangeReply:
+        with self.meter.during("wait-data", "knobs"):
+            return await self.conductor.undo(who, reason, epoch)
+
+    async def knob_table(self) -> KnobTable:
+        return await self.conductor.table()
+
+    async def live_knobs(self) -> LiveKnobs:
+        await self.conductor.until_decided()
+        return self.conductor.live()
+
+    async def knobs_in_force(self, owner: str) -> KnobsInForce:
+        await self.conductor.until_decided()
+        commits = self.conductor.commits_for(owner)
+        return KnobsInForce(commits=commits, is_paused=self.control.is_paused, until_step=self.control.until_step)
+
+    async def history(self, limit: int) -> tuple[AuditRecord, ...]:
+        return await self.control.history(limit)
+
+    async def canary(self, version: int) -> CanaryAnswers:
+        return await self.evaluator.canary(version)
+
+    async def rollout_leaving(self, rollout: str, reason: str) -> None:
+        await self.fleet.leaving(rollout, reason)
+
+    async def weights_lost(self, rollout: str, epoch: int) -> None:
+        self.fleet.lost(rollout, epoch)
+
+    async def weights_offered(self, manifest: WeightManifest) -> None:
+        self.fleet.offered(manifest)
+
+    async def pause(self, reason: str) -> None:
+        await self.control.pause(Operator(user="guard", via="auto"), reason)
+
+    async def pause_run(self, who: Operator, reason: str) -> int:
+        return await self.control.pause(who, reason)
+
+    async def resume_run(self, who: Operator, reason: str) -> None:
+        await self.control.resume(who, reason)
+
+    async def step_run(self, who: Operator, reason: str, num_steps: int) -> int:
+        return await self.control.step(who, reason, num_steps)
+
+    async def checkpoint_now(self, who: Operator, reason: str, export: bool) -> str:
+        return await self.control.checkpoint(who, reason, export=export)
+
+    async def evaluate_now(self, who: Operator, reason: str, name: str) -> EvalResult:
+        return await self.control.evaluate(who, reason, name)
+
     # -- the end
 
     async def _end(self, reason: str) -> None:
@@ -393,8 +447,108 @@ class Coordinator(OperatorHandlers):
 
     async def status(self) -> RunStatus:
         engines = tuple(self.fleet.present.values())
-        return self._state.status(self._options.name, self._num_steps(), engines, self.conduct.paused)
+        return self._state.status(self._options.name, self._num_steps(), engines, self.control.paused)
 
     def _event(self, kind: str, text: str, **data: str) -> None:
         self.ctx.log.info("%s: %s", kind, text)
         self._telemetry.event(kind, text, **data)
+
+
+class PhaseMoves:
+    """How a run comes from one phase to the next: into the journal first, then reported."""
+
+    def __init__(
+        self,
+        ctx: ActorContext,
+        state: RunState,
+        journal: CoordinatorJournal,
+        tell: Callable[[str, str], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        """`tell`: an event, its kind and text. `on_change`: the run is in another phase now."""
+        self._ctx = ctx
+        self._state = state
+        self._next = NextPhase(state)
+        self._journal = journal
+        self._tell = tell
+        self._on_change = on_change
+
+    def kept(self) -> RunState:
+        """For the journal."""
+        return self._next.kept()
+
+    async def to(self, phase: RunPhase) -> bool:
+        """Nobody is told, and nothing of that phase is done, before it is kept; False when something else came between.
+        It is made to its end, whatever becomes of who asked.
+
+        A start that cannot be kept is none: the next incarnation would begin the run again. It waits for a disk that
+        refuses, and raises LedgerError for any other reason. In
+        all other phases the run goes on without, and without a disk that hangs: what ended has ended, and who said so
+        says it again.
+        """
+        if not self._next.propose(phase):
+            return False
+        return await asyncio.shield(self._ctx.spawn(self._move(phase), name=f"to-{phase}"))
+
+    async def _move(self, phase: RunPhase) -> bool:
+        before = self._state.phase
+        try:
+            await (self._journal.until_kept() if phase == "running" else keep_in_time(self._journal))
+        except MyxaError as error:
+            if phase == "running":
+                self._next.withdraw(phase)
+                raise
+            self._tell("journal-not-written", str(error))
+        if not self._next.arrive(phase):
+            return False
+        self._tell("phase", f"{before} -> {phase}")
+        if phase == "finished":
+            self._tell("run-ended", self._state.reason)
+        elif phase == "failed":
+            self._tell("run-failed", self._state.error)
+        self._on_change()
+        return True
+
+
+async def keep_in_time(journal: CoordinatorJournal) -> None:
+    """As `journal.keep`; LedgerError also for a disk that hangs. The write goes on."""
+    try:
+        async with asyncio.timeout(KEEP_S):
+            await journal.keep()
+    except TimeoutError:
+        why = f"{journal.path}: not written within {KEEP_S:g} s"
+        raise LedgerError(why, remedy="check the disk of the run directory") from None
+
+
+class WallClock:
+    """The end of a run by time. It counts from when training began, also while the coordinator is away."""
+
+    def __init__(self, state: RunState, clock: Clock) -> None:
+        self._state = state
+        self._clock = clock
+        gone_s = max(clock.wall() - state.started_wall_s, 0.0) if state.started_wall_s else 0.0
+        self._started_s = clock.monotonic() - gone_s
+        self._moved = asyncio.Event()
+
+    def start(self) -> None:
+        """Training begins now."""
+        self._started_s, self._state.started_wall_s = self._clock.monotonic(), self._clock.wall()
+
+    def move(self) -> None:
+        """The limit is another one now."""
+        self._moved.set()
+
+    def age_s(self) -> float:
+        """Since training began."""
+        return self._clock.monotonic() - self._started_s
+
+    async def run(self, limit_s: Callable[[], float], end: Callable[[str], Awaitable[None]]) -> None:
+        """Until the limit (0: none) is reached, then `end` with the reason."""
+        while True:
+            seconds = limit_s()
+            self._moved.clear()
+            try:
+                async with asyncio.timeout(seconds - self.age_s() if seconds else None):
+                    await self._moved.wait()
+            except TimeoutError:
+                return await end(f"run.max_wall_s = {seconds:g} s is over")

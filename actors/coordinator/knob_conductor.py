@@ -43,7 +43,7 @@ TURN_S = 20.0
 """How long a request waits for the change before it."""
 CONFIRM_S = 10.0
 """How long a reply waits until all owners confirmed; after that it says who has not."""
-RETRY_S = 1.0
+DECIDED_RETRY_S = 1.0
 MAX_RETRIES = 60
 
 Planner = Callable[[], Awaitable[tuple[Order, ChangePlan]]]
@@ -337,7 +337,7 @@ class KnobConductor:
                 else:
                     retries[expiry] += 1
                     self._news.set()
-                    await asyncio.sleep(RETRY_S)
+                    await asyncio.sleep(DECIDED_RETRY_S)
 
     async def _until_due(self) -> None:
         next_s = self._book.expiries.next_s()

@@ -1,6 +1,7 @@
 """How far an engine is with a weight version: set where bytes move, in whichever thread, read when somebody asks.
 
-Knows nothing of engines, channels or deadlines: whoever waits judges whether it moves (`actors/coordinator/stall.py`).
+Knows nothing of engines, channels or deadlines: whoever waits judges whether it moves
+(`actors/coordinator/adopter.py`).
 """
 
 from __future__ import annotations

@@ -18,10 +18,9 @@ import pytest
 from coordinator_room import until  # pyright: ignore[reportMissingImports]
 
 from myxa.actors.contracts.roles import CoordinatorContract, TrainerContract
-from myxa.actors.coordinator.coordinator import Coordinator
-from myxa.actors.coordinator.leader_rein import LeaderRein
+from myxa.actors.coordinator.coordinator import Coordinator, PhaseMoves
 from myxa.actors.coordinator.options import CoordinatorOptions
-from myxa.actors.coordinator.phase_moves import PhaseMoves
+from myxa.actors.coordinator.rejoin import LeaderControl
 from myxa.actors.coordinator.run_state import NextPhase, RunState
 from myxa.actors.monitor.monitor import Monitor
 from myxa.actors.trainer.trainer import Trainer
@@ -175,23 +174,23 @@ class Owners:
         """It uses what is in force."""
 
 
-def rein(leader_of: Callable[[ManualClock], Any]) -> tuple[LeaderRein, Surroundings]:
+def rein(leader_of: Callable[[ManualClock], Any]) -> tuple[LeaderControl, Surroundings]:
     clock, owners = ManualClock(start_s=10.0), Owners()
     around: Any = Surroundings(leader_of(clock))
     anything: Any = owners
-    return LeaderRein(around, RunState(phase="running"), anything, clock), around
+    return LeaderControl(around, RunState(phase="running"), anything, clock), around
 
 
 async def test_a_gang_that_is_gone_is_not_the_coordinator_s_failure() -> None:
     held, around = rein(Away)
     around.there = ()
-    held.let_go()
+    held.start()
     await asyncio.gather(*around.tasks)
 
 
 async def test_a_leader_that_is_there_and_never_answers_is() -> None:
     held, around = rein(Away)
-    held.let_go()
+    held.start()
     with pytest.raises(Exception, match="did not answer for"):
         await asyncio.gather(*around.tasks)
 
@@ -214,10 +213,10 @@ class Deaf:
 
 
 async def test_a_leader_that_is_to_end_is_told_so_before_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("myxa.actors.coordinator.leader_rein.TELL_AGAIN_S", 0.001)
+    monkeypatch.setattr("myxa.actors.coordinator.rejoin.TELL_AGAIN_S", 0.001)
     held, around = rein(Deaf)
     held._state.stop_reason = "enough"
-    held.let_go()
+    held.start()
     held.tell_stop()
     await asyncio.gather(*around.tasks)
     assert around.leader.has_begun and around.leader.num_words == 3
@@ -270,7 +269,7 @@ async def test_an_end_that_cannot_be_kept_is_one_all_the_same(phase: Any) -> Non
 
 @pytest.mark.parametrize("phase", ["draining", "failed"])
 async def test_an_end_does_not_wait_for_a_disk_that_hangs(phase: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("myxa.actors.coordinator.phase_moves.KEEP_S", 0.01)
+    monkeypatch.setattr("myxa.actors.coordinator.coordinator.KEEP_S", 0.01)
     hang = asyncio.Event()
     told: list[str] = []
     state, around = RunState(phase="running"), Surroundings(None)
@@ -283,7 +282,7 @@ async def test_an_end_does_not_wait_for_a_disk_that_hangs(phase: Any, monkeypatc
 
 
 async def test_a_begin_waits_for_a_disk_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("myxa.actors.coordinator.phase_moves.KEEP_S", 0.01)
+    monkeypatch.setattr("myxa.actors.coordinator.coordinator.KEEP_S", 0.01)
     hang = asyncio.Event()
     state, around = RunState(), Surroundings(None)
     ctx: Any = around
@@ -299,7 +298,7 @@ async def test_a_begin_waits_for_a_disk_that_hangs(monkeypatch: pytest.MonkeyPat
 async def test_the_end_of_the_leader_is_seen_while_the_disk_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("myxa.actors.coordinator.phase_moves.KEEP_S", 0.01)
+    monkeypatch.setattr("myxa.actors.coordinator.coordinator.KEEP_S", 0.01)
     async with place(tmp_path) as (_, coordinator, leader, ref):
         await ref.trainer_ready(0, None, {})
         await until(lambda: leader.starts == [0], "the begin")

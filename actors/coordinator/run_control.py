@@ -58,7 +58,7 @@ class _Deed:
         )
 
 
-class Conduct:
+class RunControl:
     """See the module's head."""
 
     def __init__(
@@ -249,7 +249,7 @@ class Conduct:
 
     async def _carried_out(self, deed: _Deed, work: Callable[[], Awaitable[T]], *, is_recorded: bool = True) -> T:
         """To its end, although nobody may wait for it any more. `is_recorded`: `work` does that before it acts."""
-        task = self._ctx.spawn(self._attempt(deed, work, is_recorded=is_recorded), name=f"conduct-{deed.verb}")
+        task = self._ctx.spawn(self._attempt(deed, work, is_recorded=is_recorded), name=f"control-{deed.verb}")
         outcome = await asyncio.shield(task)
         if isinstance(outcome, MyxaError):
             raise outcome

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from myxa.actors.audit import AuditDesk, read_audit
-from myxa.actors.coordinator import conduct as module
-from myxa.actors.coordinator.conduct import Conduct
+from myxa.actors.coordinator import run_control as module
 from myxa.actors.coordinator.journal import CoordinatorJournal, Kept
+from myxa.actors.coordinator.run_control import RunControl
 from myxa.core.activity import ActivityMeter
 from myxa.core.clock import SystemClock
 from myxa.core.errors import CallError, DeadlineExceeded, LedgerError, MyxaError
@@ -57,11 +57,11 @@ class Place:
         self.journal = CoordinatorJournal(folder / "coordinator.journal", "here")
         anything: Any = self
         telemetry: Any = self
-        self.conduct = Conduct(
+        self.control = RunControl(
             anything, AuditDesk(folder / "audit.jsonl", lambda: STANDS_AT, self.clock), self.journal,
             version=lambda: STANDS_AT, evaluate=self._evaluate, meter=ActivityMeter("c", self.clock), telemetry=telemetry,
         )  # fmt: skip
-        self.journal.make = lambda: Kept(launch="here", pause=self.conduct.kept())
+        self.journal.make = lambda: Kept(launch="here", pause=self.control.kept())
 
     def ref(self, contract: type, name: str) -> Any:
         return self.buffer
@@ -95,13 +95,13 @@ class Place:
 
     def agree(self) -> bool:
         """All say the same of whether the run is held back."""
-        return self.kept == self.buffer.holds[0] == self.conduct.is_paused
+        return self.kept == self.buffer.holds[0] == self.control.is_paused
 
 
 async def test_who_asked_may_go_and_it_is_done_and_recorded(tmp_path: Path) -> None:
     place = Place(tmp_path)
     place.buffer.may_answer.clear()
-    asked = asyncio.create_task(place.conduct.pause(WHO, "look"))
+    asked = asyncio.create_task(place.control.pause(WHO, "look"))
     while not place.buffer.num_asked:
         await asyncio.sleep(0.001)
     asked.cancel()
@@ -109,7 +109,7 @@ async def test_who_asked_may_go_and_it_is_done_and_recorded(tmp_path: Path) -> N
         await asked
     place.buffer.may_answer.set()
     await place.settled()
-    assert place.agree() and place.conduct.is_paused
+    assert place.agree() and place.control.is_paused
     assert place.audit == [("pause", "done")]
     assert "run-paused" in place.told
 
@@ -118,13 +118,13 @@ async def test_who_asked_may_go_and_it_is_done_and_recorded(tmp_path: Path) -> N
 async def test_nothing_happens_that_the_audit_log_does_not_take(tmp_path: Path, verb: str) -> None:
     place = Place(tmp_path)
     if verb == "resume":
-        await place.conduct.pause(WHO, "look")
+        await place.control.pause(WHO, "look")
     before = place.buffer.holds
     (tmp_path / "audit.jsonl").write_text("no record\n")
     deeds = {
-        "pause": lambda: place.conduct.pause(WHO, "look"),
-        "resume": lambda: place.conduct.resume(WHO, ""),
-        "step": lambda: place.conduct.step(WHO, "", 3),
+        "pause": lambda: place.control.pause(WHO, "look"),
+        "resume": lambda: place.control.resume(WHO, ""),
+        "step": lambda: place.control.step(WHO, "", 3),
     }
     with pytest.raises(LedgerError, match="no audit record"):
         await deeds[verb]()
@@ -143,11 +143,11 @@ async def test_a_buffer_that_may_have_heard_is_told_that_it_is_as_before(
     # Obeyed, but not heard of: the word itself, and twice that it is taken back.
     place.buffer.errors = [DeadlineExceeded("no answer") for _ in range(3)]
     with pytest.raises(CallError, match="buffer did not answer"):
-        await (place.conduct.pause(WHO, "look") if verb == "pause" else place.conduct.step(WHO, "look", 3))
+        await (place.control.pause(WHO, "look") if verb == "pause" else place.control.step(WHO, "look", 3))
     await place.settled()
     assert place.agree() and place.buffer.holds == (False, None)
     assert place.audit[-1] == (verb, "failed")
-    assert not place.conduct.must_tell, "it has heard"
+    assert not place.control.must_tell, "it has heard"
 
 
 async def test_a_step_that_fails_half_way_does_not_leave_a_running_run_paused(tmp_path: Path) -> None:
@@ -161,9 +161,9 @@ async def test_a_step_that_fails_half_way_does_not_leave_a_running_run_paused(tm
 
     place.buffer.set_paused = set_paused
     with pytest.raises(LedgerError, match="the disk is full"):
-        await place.conduct.step(WHO, "", 3)
+        await place.control.step(WHO, "", 3)
     await place.settled()
-    assert place.agree() and not place.conduct.is_paused
+    assert place.agree() and not place.control.is_paused
 
 
 async def test_a_journal_that_refuses_leaves_all_as_it_was(tmp_path: Path) -> None:
@@ -171,9 +171,9 @@ async def test_a_journal_that_refuses_leaves_all_as_it_was(tmp_path: Path) -> No
     await place.journal.keep()
     (tmp_path / ".coordinator.journal.new").mkdir()
     with pytest.raises(LedgerError, match="check disk and rights"):
-        await place.conduct.pause(WHO, "look")
+        await place.control.pause(WHO, "look")
     await place.settled()
-    assert place.agree() and not place.conduct.is_paused
+    assert place.agree() and not place.control.is_paused
     assert place.audit == [("pause", "failed")]
 
 
@@ -181,13 +181,13 @@ async def test_what_was_done_and_cannot_be_recorded_is_said_to_be_done(tmp_path:
     place = Place(tmp_path)
     (tmp_path / "audit.jsonl").write_text("no record\n")
     with pytest.raises(LedgerError, match=r"eval was done \(held-out reward 0\.5\), but could not be recorded"):
-        await place.conduct.evaluate(WHO, "", "")
+        await place.control.evaluate(WHO, "", "")
 
 
 async def test_steps_are_counted_from_where_the_run_stands(tmp_path: Path) -> None:
     place = Place(tmp_path)
-    assert await place.conduct.step(WHO, "", 3) == STANDS_AT + 3
+    assert await place.control.step(WHO, "", 3) == STANDS_AT + 3
     assert place.buffer.holds == (True, STANDS_AT + 3)
     assert place.audit == [("step", "done")]
-    await place.conduct.resume(WHO, "")
-    assert place.agree() and not place.conduct.is_paused
+    await place.control.resume(WHO, "")
+    assert place.agree() and not place.control.is_paused

@@ -1,0 +1,170 @@
+"""How actors and coordinator find together again after one of them was started anew.
+
+Owners of knobs and the buffer are told what is decided; trainer and engines report in by themselves, as soon as they
+see the new incarnation; the leader gets its orders. Must not know what an owner's failure means for the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection
+
+from ...core.actor import ActorContext
+from ...core.clock import Clock
+from ...core.errors import CallError, MyxaError, NotReady
+from ...core.patience import until_answered
+from ..contracts.roles import TrainerContract
+from .knob_conductor import KnobConductor
+from .run_control import RunControl
+from .run_state import RunState
+
+REJOIN_S = 5.0
+"""How long those that an earlier incarnation knew may take."""
+LEADER = "trainer/0"
+OTHER_OWNERS = ("buffer", "monitor", "trainer/")
+"""Owners of knobs beside the rollout actors, which report in."""
+TELL_TRIES = 4
+"""How often one of them may refuse what is in force."""
+TELL_AGAIN_S = 1.0
+
+
+class OwnerRejoin:
+    """Tells owners of knobs what is in force until they use it."""
+
+    def __init__(
+        self,
+        ctx: ActorContext,
+        conductor: KnobConductor,
+        tell: Callable[[str, str], None],
+        on_broken: Callable[[str, str], Awaitable[None]],
+    ) -> None:
+        """`tell`: an event, its kind and text. `on_broken`: an owner will not use them: name, why."""
+        self._ctx = ctx
+        self._conductor = conductor
+        self._tell = tell
+        self._on_broken = on_broken
+
+    async def told(self, owner: str) -> None:
+        """Who asks at its start is told twice, which changes nothing; who does not is told here. One that cannot be
+        reached is told until it can, or is gone; one that answers and will not use them has failed, since others count
+        on it, but for the monitor."""
+        num_refused, why = 0, ""
+        while num_refused < TELL_TRIES:
+            await self._conductor.until_decided()
+            try:
+                return await self._conductor.joined(owner)
+            except CallError as err:
+                why = str(err)
+                self._tell("knob-not-used", why)
+            await asyncio.sleep(TELL_AGAIN_S)
+            if owner not in self._ctx.peers(owner):
+                return None  # whoever takes its place is told anew
+            num_refused += owner not in (await self._conductor.roster(owner)).silent
+        return await self._on_broken(owner, why) if owner != "monitor" else None
+
+    def others(self) -> list[str]:
+        """Who is there now, of those that do not report in by themselves."""
+        return [name for prefix in OTHER_OWNERS for name in self._ctx.peers(prefix)]
+
+
+class Rejoin:
+    """Of a coordinator that starts again in a run that works. Actors that died at the same time are not waited for."""
+
+    def __init__(
+        self,
+        ctx: ActorContext,
+        state: RunState,
+        owners: OwnerRejoin,
+        control: RunControl,
+        tell: Callable[[str, str], None],
+    ) -> None:
+        """`tell`: an event, its kind and text."""
+        self._ctx = ctx
+        self._state = state
+        self._owners = owners
+        self._control = control
+        self._tell = tell
+        self._wanted = set(state.engines)
+        self._is_trainer_wanted = state.version >= 0
+        self._news = asyncio.Event()
+
+    def heard(self, name: str) -> None:
+        """The trainer, or a rollout actor, has reported in."""
+        if name == "trainer/0":
+            self._is_trainer_wanted = False
+        self._wanted.discard(name)
+        self._news.set()
+
+    async def run(self, joined: Collection[str]) -> None:
+        """Returns when the run can go on as before. `joined`: rollout actors that reported in, as it grows."""
+        began_s = self._ctx.clock.monotonic()
+        for name in self._owners.others():
+            self._ctx.spawn(self._owners.told(name), name=f"knobs-for-{name}")
+        self._ctx.spawn(self._control.tell_again(), name="pause-again")
+        try:
+            async with asyncio.timeout(REJOIN_S):
+                while self._missing() and not self._state.is_over:
+                    self._news.clear()
+                    await self._news.wait()
+        except TimeoutError:
+            self._tell("coordinator-alone", f"not heard within {REJOIN_S:g} s: {', '.join(self._missing())}")
+        took_s = self._ctx.clock.monotonic() - began_s
+        names = ", ".join(joined) or "no rollout actor"
+        self._tell("coordinator-attached", f"version {self._state.version}, {names}; waited {took_s:.2f} s")
+
+    def _missing(self) -> list[str]:
+        engines = sorted(self._wanted.intersection(self._ctx.peers("rollout/")))
+        return ["trainer/0", *engines] if self._is_trainer_wanted else engines
+
+
+class LeaderControl:
+    """Sends start, continue and stop to the trainer's leader; retries until acknowledged.
+
+    An order from before the gang was started anew is void: the new gang gets the next one when it reports in."""
+
+    def __init__(self, ctx: ActorContext, state: RunState, owners: OwnerRejoin, clock: Clock) -> None:
+        self._ctx = ctx
+        self._state = state
+        self._owners = owners
+        self._clock = clock
+        self._leader = ctx.ref(TrainerContract, LEADER)
+        self._starting: asyncio.Task[None] | None = None
+        self._telling: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Have it begin, or go on, from the run's version, once it uses the knobs that were decided."""
+        if self._starting is not None:
+            self._starting.cancel()
+        self._starting = self._ctx.spawn(self._start(), name="run-leader")
+
+    async def _start(self) -> None:
+        await self._owners.told(LEADER)
+        if (telling := self.tell_stop()) is not None:
+            await asyncio.shield(telling)  # before it makes a step too many; whoever takes its place is told too
+        try:
+            await until_answered(self._run_leader, who=LEADER, clock=self._clock, log=self._ctx.log)
+        except CallError as error:
+            if LEADER in self._ctx.peers(LEADER):
+                raise
+            self._ctx.log.warning("%s is gone: %s; the next one is let go when it reports in", LEADER, error)
+
+    async def _run_leader(self) -> None:
+        try:
+            await self._leader.run_leader(self._state.version)
+        except NotReady as error:
+            self._ctx.log.warning("the gang is another one by now: %s; it is let go when it reports in", error)
+
+    def tell_stop(self) -> asyncio.Task[None] | None:
+        """If it was to end, it is told until it has heard, also one that is only coming up. None: it was not."""
+        if self._state.stop_reason and (self._telling is None or self._telling.done()):
+            self._telling = self._ctx.spawn(self._tell_stop(self._state.stop_reason), name="stop-leader")
+        return self._telling
+
+    async def _tell_stop(self, reason: str) -> None:
+        while self._state.leader_reason is None and not self._state.is_over:
+            try:
+                return await self._leader.stop_leader(reason)
+            except MyxaError as error:
+                self._ctx.log.warning("%s was not told to end: %s; it is told again", LEADER, error)
+            await asyncio.sleep(TELL_AGAIN_S)
+        return None
