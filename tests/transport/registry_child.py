@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from myxa.transport.node import JobKey, Node
-from myxa.transport.registry import state as registry_journal
+from myxa.transport.registry import journal as registry_journal
 
 
 def die_after(num_grants: int) -> None:
