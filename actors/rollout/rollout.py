@@ -391,12 +391,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         return replace(status, running=info.running, waiting=info.waiting, usage=info.usage)
 
     async def profile_engine(self, duration_s: float) -> tuple[EngineTrace, ...]:
-        if not isinstance(self._engine, ProfilesItself):
-            return ()
-        try:
-            return await self._engine.profile(duration_s)
-        except EngineError as error:  # the engine serves all the same
-            return (EngineTrace(engine=self.ctx.name, refused=str(error)),)
+        return await profile_engine(self._engine, duration_s, self.ctx.name)
 
     async def _report(self) -> EngineStatus:
         """For a coordinator that must know what needs to be handed over."""
@@ -470,3 +465,13 @@ class CoordinatorReport:
             await self._coordinator.rollout_ready(await self._status(), self._ctx.epoch)
 
         await until_answered(send, who=COORDINATOR, clock=self._ctx.clock, log=self._ctx.log)
+
+
+async def profile_engine(engine: Engine | None, duration_s: float, name: str) -> tuple[EngineTrace, ...]:
+    """Traces of an engine that profiles itself; empty for any other. A refusal is an answer: the engine serves."""
+    if not isinstance(engine, ProfilesItself):
+        return ()
+    try:
+        return await engine.profile(duration_s)
+    except EngineError as error:
+        return (EngineTrace(engine=name, refused=str(error)),)

@@ -21,7 +21,7 @@ from myxa.actors.engines.engine_pool import EnginePool
 from myxa.actors.engines.http_server import serve
 from myxa.actors.engines.sglang import SglangEngine, SglangOptions
 from myxa.actors.engines.sglang_launched import LaunchedSglang, SglangLaunch
-from myxa.actors.rollout.engine_profile import profile_engine
+from myxa.actors.rollout.rollout import profile_engine
 from myxa.core.errors import EngineError
 
 STAND_IN = Path(__file__).parent / "stand_in"
