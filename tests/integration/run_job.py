@@ -133,16 +133,16 @@ def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def worker_pids(launcher_pid: int, name: str) -> list[int]:
-    """Processes that the launcher started for that actor."""
-    found: list[int] = []
+    """Processes that the launcher started for that actor; not those that the actor started in its turn."""
+    found: dict[int, int] = {}
     for child in processes_below(launcher_pid):
         try:
-            spec = child.environ().get("MYXA_WORKER_SPEC", "")
+            spec, parent = child.environ().get("MYXA_WORKER_SPEC", ""), child.ppid()
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
         if Path(spec).name.startswith(name.replace("/", ".") + "."):
-            found.append(child.pid)
-    return found
+            found[child.pid] = parent
+    return [pid for pid, parent in found.items() if parent not in found]
 
 
 def until(condition: Callable[[], bool], what: str, timeout_s: float = 90) -> None:

@@ -69,6 +69,7 @@ def test_a_run_in_turns_trains_what_a_run_trains_that_never_switches(job: Job) -
         'reward.fn="mine.py:score"',
         'rollout.workflow="mine.py:seeded"',
         "engine.max_running=1",
+        "rollout.deterministic=true",
     )
     code, said, never = job.run(*plain, "engine.context_length=64")
     assert code == 0, said

@@ -233,7 +233,7 @@ async def test_an_order_to_the_gang_before_has_no_effect(model: Path, tmp_path: 
         leader, rank = room.trainer._leader, room.node.ref(TrainerContract, "trainer/0")
         assert leader is not None
         with monkeypatch.context() as before:
-            before.setattr(leader._standing, "version", -1)  # has not told yet
+            before.setattr(leader._link, "version", -1)  # has not told yet
             await rank.run_leader(7)
         room.data.allow(1)
         await asyncio.sleep(0.2)
