@@ -166,7 +166,8 @@ async def test_a_plain_program_is_as_it_was_after_the_actor_has_left(run: Run) -
     assert (await rollout.status()).reason == "it was asked to leave"
     after = await settled_traces(before)
     for what, value in before.items():  # what earlier tests of this process left may have gone meanwhile
-        assert after[what] <= value if isinstance(value, set) else after[what] == value, what
+        is_left = not after[what] <= value if isinstance(value, set) else after[what] != value
+        assert not is_left, f"{what}: {after[what]}, before {value}"
     # Files that earlier tests of this process left open may be closed meanwhile; none may be opened.
     assert set(open_files().items()) <= files_before
 
