@@ -35,11 +35,11 @@ from myxa.core.knobs import (
     Tunable,
 )
 from myxa.core.messages import BufferStats, EngineStatus, RunStatus
-from myxa.launch.control.desk import Desk
-from myxa.launch.control.live_runs import ControlNote
+from myxa.launch.control.client import ControlNote
+from myxa.launch.control.dispatcher import Dispatcher
+from myxa.launch.control.look_verbs import StatusReply
 from myxa.launch.control.server import ControlServer
-from myxa.launch.control.status_verbs import StatusReply
-from myxa.launch.control.verb import Arguments, Room, Verb, VerbTable
+from myxa.launch.control.verb import Arguments, Verb, VerbContext, VerbTable
 
 HOSTILE = "<script>window.hacked = true</script><img src=x onerror='window.hacked=true'> \u202egnirts"
 
@@ -129,7 +129,7 @@ class PlantedSeat:
         return VerbTable(table)
 
     def _view(self, name: str, arguments: type[Arguments], answer: Any) -> Verb[Any]:
-        async def run(room: Room, given: Any, who: Operator) -> Any:
+        async def run(context: VerbContext, given: Any, who: Operator) -> Any:
             if name in self.silent:
                 raise DeadlineExceeded(f"{name} was not answered in time", remedy="ask again")
             return answer(given)
@@ -263,7 +263,7 @@ class PlantedSeat:
             "loss_mask": [0 if token == "\n" else 1 for token in tokens], "train_logprobs": [],
         }  # fmt: skip
 
-    async def set(self, room: Room, given: SetArguments, who: Operator) -> ChangeReply:
+    async def set(self, context: VerbContext, given: SetArguments, who: Operator) -> ChangeReply:
         known = {knob.name: knob for knob in KNOBS}
         moves: list[KnobMove] = []
         for name, raw in given.values.items():
@@ -296,10 +296,10 @@ def plant_seat(folder: Path, *, num_steps: int = 120) -> PlantedSeat:
 async def serving(seat: PlantedSeat) -> AsyncIterator[ControlNote]:
     """The control socket of a planted seat, until the block ends."""
     with tempfile.TemporaryDirectory(prefix="seat-") as folder:
-        room: Any = SimpleNamespace(node=SimpleNamespace(clock=SimpleNamespace(wall=time.time)))
-        desk = Desk(room, seat.verbs(), lambda record: None)
+        context: Any = SimpleNamespace(node=SimpleNamespace(clock=SimpleNamespace(wall=time.time)))
+        dispatcher = Dispatcher(context, seat.verbs(), lambda record: None)
         control, view = Path(folder) / "control.sock", Path(folder) / "view.sock"
-        server = ControlServer(desk, control, view)
+        server = ControlServer(dispatcher, control, view)
         await server.open()
         note = ControlNote(run_dir=str(seat.run_dir), control=str(control), view=str(view), pid=os.getpid())
         note.save(seat.run_dir)

@@ -24,8 +24,8 @@ from ..core.errors import CallError, LaunchError
 from ..core.lifeline import adopting_orphans
 from ..transport.descriptors import raise_limit
 from .contracts import SUPERVISOR, AgentContract, RunPlan, agent_name
-from .control.live_runs import NOTE
-from .control.verb import Room
+from .control.client import NOTE
+from .control.verb import VerbContext
 from .frozen_code import freeze
 from .lives.named_checkpoint import kept_meanwhile
 from .lives.origin import Origin
@@ -104,8 +104,8 @@ async def _lead(config: RunConfig, options: LaunchOptions) -> Outcome:
                     screen.say(f"waiting for {options.place.num_nodes} nodes at {meeting.endpoint}")
                 elif not options.place.is_alone:
                     screen.say(f"other nodes may come: myxa launch --join {meeting.endpoint}")
-                room = Room(meeting.node, run_dir, config, supervisor, time.time())
-                ending = await _conduct(room, meeting, runtime, text, options, screen)
+                context = VerbContext(meeting.node, run_dir, config, supervisor, time.time())
+                ending = await _conduct(context, meeting, runtime, text, options, screen)
     screen.finish(ending, options.next_steps)
     version = ending.status.version if ending.status is not None else -1
     return Outcome(ending.exit_code, ending.reason, run_dir.path, version)
@@ -126,11 +126,11 @@ def _run_dir(config: RunConfig, options: LaunchOptions) -> Generator[RunDir]:
 
 
 async def _conduct(
-    room: Room, meeting: Meeting, runtime: RuntimeDir, text: str, options: LaunchOptions, screen: Screen
+    context: VerbContext, meeting: Meeting, runtime: RuntimeDir, text: str, options: LaunchOptions, screen: Screen
 ) -> Ending:
-    supervisor = room.supervisor
+    supervisor = context.supervisor
     clock = SystemClock()
-    own = agent_options(options, options.place, meeting, runtime.path, room.config)
+    own = agent_options(options, options.place, meeting, runtime.path, context.config)
     agent = Agent(own, meeting.exit_seen)
     await meeting.node.start(supervisor, name=SUPERVISOR)
     await meeting.node.start(agent, name=agent_name(0))
@@ -146,7 +146,7 @@ async def _conduct(
 
     ending = Ending(1, "the launcher failed")
     try:
-        async with control_seat(room, runtime.path) as note:
+        async with control_seat(context, runtime.path) as note:
             if note is not None and note.dashboard:
                 screen.say(f"dashboard: {note.dashboard}")
             files = [meeting.rdzv_path, runtime.path / NOTE]

@@ -18,13 +18,13 @@ import msgspec
 from ..actors.audit import AUDIT_FILE, AuditLog
 from ..core.config import RunConfig
 from ..core.errors import ConfigError
-from .chaos.desk import chaos_of
+from .chaos import chaos_of
 from .control.autopilot import autopilot
-from .control.desk import Desk
-from .control.live_runs import NOTE, ControlNote
+from .control.client import NOTE, ControlNote
+from .control.dispatcher import Dispatcher
 from .control.server import ControlServer
 from .control.tcp import TcpServer
-from .control.verb import Room
+from .control.verb import VerbContext
 from .control.verbs import all_verbs
 from .runtime_dir import RuntimeDir
 from .web.in_run import run_dashboard
@@ -35,39 +35,39 @@ _log = logging.getLogger("myxa.control")
 
 
 @contextlib.asynccontextmanager
-async def control_seat(room: Room, runtime: Path) -> AsyncGenerator[ControlNote | None]:
+async def control_seat(context: VerbContext, runtime: Path) -> AsyncGenerator[ControlNote | None]:
     """While this lasts, the run can be spoken to; None: the run file says that it shall not.
 
     Raises ConfigError and LaunchError if the sockets cannot be made as the run file says.
     """
-    if not room.config.control.socket:
+    if not context.config.control.socket:
         yield None
         return
-    desk = Desk(room, all_verbs(), AuditLog(room.run_dir.path / AUDIT_FILE).append)
+    dispatcher = Dispatcher(context, all_verbs(), AuditLog(context.run_dir.path / AUDIT_FILE).append)
     with contextlib.ExitStack() as stack:
-        gid, view_folder = _view_place(room.config, runtime, stack)
+        gid, view_folder = _view_place(context.config, runtime, stack)
         note = ControlNote(
-            run_dir=str(room.run_dir.path.resolve()),
+            run_dir=str(context.run_dir.path.resolve()),
             control=str(runtime / CONTROL_SOCKET),
             view=str(view_folder / VIEW_SOCKET),
             pid=os.getpid(),
         )
-        server = ControlServer(desk, Path(note.control), Path(note.view), view_gid=gid)
-        remote = TcpServer(desk, room.config) if room.config.control.tcp else None
+        server = ControlServer(dispatcher, Path(note.control), Path(note.view), view_gid=gid)
+        remote = TcpServer(dispatcher, context.config) if context.config.control.tcp else None
         try:
             await server.open()
             if remote is not None:
                 note = msgspec.structs.replace(note, tcp=remote.open(), tcp_key=remote.public)
-            for folder in (runtime, room.run_dir.path):
+            for folder in (runtime, context.run_dir.path):
                 note.save(folder)
             async with (
-                autopilot(room),
-                chaos_of(room.chaos, room),
-                run_dashboard(note, room.config.control.dashboard_port) as url,
+                autopilot(context),
+                chaos_of(context.chaos, context),
+                run_dashboard(note, context.config.control.dashboard_port) as url,
             ):
                 yield msgspec.structs.replace(note, dashboard=url)  # not in the file: the URL holds a secret
         finally:
-            (room.run_dir.path / NOTE).unlink(missing_ok=True)
+            (context.run_dir.path / NOTE).unlink(missing_ok=True)
             if remote is not None:
                 await remote.close()
             await server.close()

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import ConfigError, LaunchError, LedgerError
-from ..control.client import ControlClient
-from ..control.live_runs import find_run
+from ..control.client import ControlClient, find_run
 from .knobs import change_line, shown
 from .output import Verbs, add_run_flags, client_of, client_or_folder, show
 from .parser import at_least

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ...core.errors import LaunchError
-from ..control.client import ControlClient
-from ..control.live_runs import CONFIG, RUNS, ControlNote, find_run
+from ..control.client import CONFIG, RUNS, ControlClient, ControlNote, find_run
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ...core.errors import ConfigError
-from ..control.live_runs import ControlNote, find_run
+from ..control.client import ControlNote, find_run
 from .output import Verbs, add_json_flag, add_run_flags, client_of, client_or_folder, say_now, show, table
 from .parser import Parser, at_least, stretch_s
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import ConfigError, LaunchError
-from ..control.client import ControlClient
-from ..control.live_runs import CONFIG, RUNS, ControlNote, find_run
+from ..control.client import CONFIG, RUNS, ControlClient, ControlNote, find_run
 from ..run_dir import is_run_folder
 from ..supervisor.patience import Patience
 from .output import Verbs, add_json_flag, add_run_flags, client_of, note_of, show, table

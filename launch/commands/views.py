@@ -55,7 +55,7 @@ def _ps_from_files(folder: Path) -> list[dict[str, Any]]:
     """The actors of a run that is over, and what each did most."""
     import msgspec
 
-    from ..control.ps_verbs import ActorRow, doing
+    from ..control.look_verbs import ActorRow, doing
     from ..views.run_files import load_run
 
     return [

@@ -1,7 +1,18 @@
-"""The autopilot: approves suggestions by itself, with the damping of `pilot.py`. Off unless the run file wants it.
+"""The autopilot: approves suggestions by itself. Off unless the run file wants it.
 
 It runs in the launcher of node 0, asks what `myxa why` asks, and changes knobs as an operator does: through the
-coordinator, all or none, in the audit log. Pinned knobs and forbidden proposals are left alone.
+coordinator, all or none, in the audit log. It leaves pinned knobs and forbidden proposals alone.
+
+`Pilot` is the damping: it moves a knob rarely, only for a reason that lasts, and never back and forth. Sans-IO.
+
+    look    one verdict after another; a move is due once the same bottleneck was seen `num_looks` times in a row, each
+            time costing at least `least_share`, and `settle_steps` steps after the move before
+    effect  once a move has settled, the time that is not lost must have grown by a factor of `least_speedup`, for that
+            is how much faster the run is; a knob that did not help is left alone from then on
+    no way  a knob goes one way only, and one that a person turned meanwhile is left to the person
+    back
+
+So the number of moves is bounded by what helps.
 """
 
 from __future__ import annotations
@@ -9,34 +20,139 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Container
+from collections.abc import AsyncGenerator, Callable, Container
+from dataclasses import dataclass
 
 from ...actors.contracts.roles import CoordinatorContract
 from ...core.actor import with_deadline
 from ...core.errors import MyxaError
-from ...core.knobs import ChangeRequest, Operator
+from ...core.knobs import ChangeRequest, KnobValue, Operator
 from ..views.advice import Advice, all_advice
-from .evidence import gather_evidence
-from .pilot import Pilot
-from .suggestion_book import SuggestionBook
-from .verb import Room
+from ..views.bottleneck import Verdict
+from .suggestions import SuggestionBook
+from .verb import VerbContext
+from .why_verbs import gather_evidence
+
+Propose = Callable[[Container[str]], Advice | None]
+"""The best advice that does not touch these knobs."""
+
+
+@dataclass(frozen=True, slots=True)
+class PilotOptions:
+    """Damping."""
+
+    settle_steps: int = 5
+    """Steps between two moves at least, and before the effect of one is judged."""
+    num_looks: int = 3
+    least_share: float = 0.3
+    """Above the share at which a verdict speaks of a bottleneck, so that both do not answer to the same noise."""
+    least_speedup: float = 1.05
+
+
+@dataclass(slots=True)
+class _Made:
+    """The newest move."""
+
+    advice: Advice
+    version: int
+    bound: str
+    share: float
+
+
+class Pilot:
+    """See the module's head."""
+
+    def __init__(self, options: PilotOptions | None = None) -> None:
+        self._options = options or PilotOptions()
+        self._streak = 0
+        self._bound = ""
+        self._last: _Made | None = None
+        self._is_judged = True
+        self._goes_up: dict[str, bool] = {}
+        self._set_to: dict[str, KnobValue] = {}
+        self.left_alone: dict[str, str] = {}
+        """Knob -> why the pilot does not touch it any more."""
+        self.num_moves = 0
+
+    def look(self, version: int, verdict: Verdict, propose: Propose) -> Advice | None:
+        """One look at the run at this version; a move to make now, or None. Tell `moved` when it was made."""
+        last, options = self._last, self._options
+        if last is not None and version < last.version + options.settle_steps:
+            self._streak = 0
+            return None
+        self._judge_last(verdict)
+        is_worth_it = verdict.share >= options.least_share
+        self._streak = (self._streak + 1 if verdict.bound == self._bound else 1) if is_worth_it else 0
+        self._bound = verdict.bound
+        if self._streak < options.num_looks:
+            return None
+        return self._chosen(propose)
+
+    def moved(self, version: int, advice: Advice, verdict: Verdict) -> None:
+        """The move was made."""
+        self._last = _Made(advice, version, verdict.bound, verdict.share)
+        self._is_judged = False
+        self._goes_up[advice.knob] = _is_up(advice)
+        self._set_to[advice.knob] = advice.new
+        self._streak = 0
+        self.num_moves += 1
+
+    def refused(self, advice: Advice, why: str) -> None:
+        """The owners did not take it."""
+        self.left_alone[advice.knob] = why
+        self._streak = 0
+
+    def _judge_last(self, verdict: Verdict) -> None:
+        if self._last is None or self._is_judged:
+            return
+        self._is_judged = True
+        made = self._last
+        useful_before, useful_now = max(1.0 - made.share, 0.01), max(1.0 - verdict.share, 0.01)
+        if verdict.bound == made.bound and useful_now < useful_before * self._options.least_speedup:
+            before, now = f"{made.share * 100:.0f} %", f"{verdict.share * 100:.0f} %"
+            self.left_alone[made.advice.knob] = f"{made.advice.new} did not help: {before} before, {now} after"
+
+    def _chosen(self, propose: Propose) -> Advice | None:
+        """The best advice that goes on the way its knob went so far."""
+        while True:
+            advice = propose(self.left_alone)
+            if advice is None or not advice.knob:
+                return None
+            why = self._objection(advice)
+            if not why:
+                return advice
+            self.left_alone[advice.knob] = why
+
+    def _objection(self, advice: Advice) -> str:
+        if advice.knob in self._set_to and self._set_to[advice.knob] != advice.old:
+            return f"a person set it to {advice.old}"
+        if self._goes_up.get(advice.knob, _is_up(advice)) != _is_up(advice):
+            return "it would go back"
+        return ""
+
+
+def _is_up(advice: Advice) -> bool:
+    if isinstance(advice.old, str) or isinstance(advice.new, str):
+        return True
+    return advice.new > advice.old
+
 
 LOOK_S = 2.0
 LONGEST_WINDOW_S = 60.0
-CHANGE_S = 60.0
+MOVE_S = 60.0
 WHO = Operator(user="autopilot", via="auto")
 
 _log = logging.getLogger("myxa.autopilot")
 
 
 @contextlib.asynccontextmanager
-async def autopilot(room: Room) -> AsyncGenerator[None]:
+async def autopilot(context: VerbContext) -> AsyncGenerator[None]:
     """While this lasts, the autopilot flies, if `control.autopilot` is set."""
-    if not room.config.control.autopilot:
+    if not context.config.control.autopilot:
         yield
         return
     # Kept and ended here: the launcher has no actor context of its own to spawn it in.
-    flight = asyncio.get_running_loop().create_task(Autopilot(room).fly())
+    flight = asyncio.get_running_loop().create_task(Autopilot(context).fly())
     try:
         yield
     finally:
@@ -48,11 +164,11 @@ async def autopilot(room: Room) -> AsyncGenerator[None]:
 class Autopilot:
     """One per run."""
 
-    def __init__(self, room: Room, pilot: Pilot | None = None) -> None:
-        self._room = room
+    def __init__(self, context: VerbContext, pilot: Pilot | None = None) -> None:
+        self._context = context
         self._pilot = pilot or Pilot()
         self._seen = -1
-        self._moved_s = room.node.clock.monotonic()
+        self._moved_s = context.node.clock.monotonic()
 
     async def fly(self) -> None:
         """Until cancelled. What goes wrong is logged: a run never fails for its autopilot."""
@@ -65,13 +181,13 @@ class Autopilot:
 
     async def look(self) -> None:
         """One look, and one move if it is due. Only new versions count as looks, so that a look is new evidence."""
-        since_s = self._room.node.clock.monotonic() - self._moved_s
-        evidence = await gather_evidence(self._room, min(LONGEST_WINDOW_S, since_s))
+        since_s = self._context.node.clock.monotonic() - self._moved_s
+        evidence = await gather_evidence(self._context, min(LONGEST_WINDOW_S, since_s))
         if not evidence.is_running or evidence.version <= self._seen:
             return
         self._seen = evidence.version
         verdict = evidence.verdict()
-        book = SuggestionBook(self._room.run_dir.path)
+        book = SuggestionBook(self._context.run_dir.path)
 
         def propose(but_for: Container[str]) -> Advice | None:
             found = all_advice(verdict, evidence.facts, but_for=but_for)
@@ -81,7 +197,7 @@ class Autopilot:
         if advice is None:
             return
         refused = await self._change(advice)
-        self._moved_s = self._room.node.clock.monotonic()
+        self._moved_s = self._context.node.clock.monotonic()
         if refused:
             self._pilot.refused(advice, refused)
         else:
@@ -89,7 +205,7 @@ class Autopilot:
 
     async def _change(self, advice: Advice) -> str:
         """Why the owners refuse it, or nothing."""
-        coordinator = with_deadline(self._room.node.ref(CoordinatorContract, "coordinator"), CHANGE_S)
+        coordinator = with_deadline(self._context.node.ref(CoordinatorContract, "coordinator"), MOVE_S)
         request = ChangeRequest(
             values={advice.knob: advice.new}, expect={advice.knob: advice.old}, who=WHO, reason=advice.why
         )

@@ -1,25 +1,65 @@
-"""One connection to a control socket: which protocol is spoken, and how long and how much the other side may dawdle.
+"""One connection to a control socket: who is at its other end, which protocol is spoken, idle, read and size limits.
 
-The first byte decides: "{" is newline JSON, anything else is HTTP. Every callback of the transport passes through here
-on its way to the protocol that was chosen, so that the limits are the same for both and neither can be held open:
+The first byte decides the protocol: "{" is newline JSON, anything else is HTTP. Every callback of the transport passes
+through here on its way to the chosen protocol. So the limits are the same for both, and neither can be held open:
 
-    silent    nothing was ever asked: the first byte must come in time
-    asking    nothing is in hand; the next request must begin in time, and be whole in time once it has begun
-    in hand   a verb is being carried out, or a stream goes on; what is sent meanwhile is bounded
+    silent    no byte has come: the first one must come in time
+    asking    no request is being served; the next one must begin in time, and be whole in time once it has begun
+    busy      a verb or a stream is being served; the bytes that may come meanwhile are limited
     slow      the other side does not read what it asked for
 
-Knows transports and times. Must not know verbs.
+The kernel says which process and user opened a connection, whatever the caller claims.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import pwd
+import socket
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-from .peer import Peer
+from ...core.knobs import Operator
 from .wire import MAX_REQUEST_BYTES
+
+_CREDENTIALS = struct.Struct("3i")
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Process and user that opened the connection."""
+
+    pid: int
+    uid: int
+    gid: int
+
+    @classmethod
+    def of(cls, link: Any) -> Peer:
+        """By SO_PEERCRED of a connected Unix socket. Raises OSError if the connection is gone already."""
+        raw = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        return cls(*_CREDENTIALS.unpack(raw))
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is the user of this process, or root."""
+        return self.uid in (os.getuid(), 0)
+
+    def operator(self, via: str) -> Operator:
+        """For the audit log."""
+        return Operator(user=_user(self.uid), uid=self.uid, pid=self.pid, host=socket.gethostname(), via=via)
+
+
+@cache
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
 
 LINES = b"{"
 BLANKS = b" \t\r\n"

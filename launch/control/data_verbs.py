@@ -20,7 +20,7 @@ from ...core.messages import DumpReport, RecentGroup, Record
 from ...core.protocols import Tokenizer
 from ...core.samples import F32, Sample
 from ..views.sample_log import Wanted, read_samples
-from .verb import Arguments, Room, Verb
+from .verb import Arguments, Verb, VerbContext
 
 ASK_S = 20.0
 DUMP_S = 1800.0
@@ -97,33 +97,33 @@ class ShownGroup(Record, frozen=True):
     samples: tuple[ShownSample, ...]
 
 
-async def _dump(room: Room, arguments: DumpArguments, who: Operator) -> DumpReport:
+async def _dump(context: VerbContext, arguments: DumpArguments, who: Operator) -> DumpReport:
     del who
     max_bytes = arguments.max_mb * MIB
     if arguments.next_groups:
-        return await _buffer(room, ASK_S).dump_next(max(arguments.next_groups, 0), max_bytes)
-    return await _buffer(room, DUMP_S).dump(max_bytes)
+        return await _buffer(context, ASK_S).dump_next(max(arguments.next_groups, 0), max_bytes)
+    return await _buffer(context, DUMP_S).dump(max_bytes)
 
 
-async def _dumps(room: Room, arguments: Arguments, who: Operator) -> tuple[DumpReport, ...]:
+async def _dumps(context: VerbContext, arguments: Arguments, who: Operator) -> tuple[DumpReport, ...]:
     del arguments, who
-    return await _buffer(room, ASK_S).dumps()
+    return await _buffer(context, ASK_S).dumps()
 
 
-async def _samples(room: Room, arguments: SamplesArguments, who: Operator) -> dict[str, Any]:
+async def _samples(context: VerbContext, arguments: SamplesArguments, who: Operator) -> dict[str, Any]:
     del who
     if arguments.step >= 0 or arguments.held_out:
         wanted = Wanted(arguments.step, arguments.held_out, arguments.eval_set)
-        kept = await asyncio.to_thread(read_samples, room.run_dir.path, wanted, arguments.num_groups)
+        kept = await asyncio.to_thread(read_samples, context.run_dir.path, wanted, arguments.num_groups)
         return {"groups": kept, "num_left_out": 0}
-    found = await _buffer(room, ASK_S).recent(arguments.num_groups)
-    folder = room.config.model.path
+    found = await _buffer(context, ASK_S).recent(arguments.num_groups)
+    folder = context.config.model.path
     groups = await asyncio.to_thread(lambda: _shown(found, _tokenizer(folder), arguments.max_tokens))
     return {"groups": groups, "num_left_out": len(found) - len(groups)}
 
 
-def _buffer(room: Room, seconds: float) -> BufferContract:
-    return with_deadline(room.node.ref(BufferContract, "buffer"), seconds)
+def _buffer(context: VerbContext, seconds: float) -> BufferContract:
+    return with_deadline(context.node.ref(BufferContract, "buffer"), seconds)
 
 
 @lru_cache(maxsize=1)
@@ -210,7 +210,7 @@ def token_texts(ids: Sequence[int], tokenizer: Tokenizer) -> tuple[str, ...]:
     return tuple(texts)
 
 
-VERBS: tuple[Verb[Any], ...] = (
+DATA_VERBS: tuple[Verb[Any], ...] = (
     Verb("dump", "operate", DumpArguments, "write groups with their tokens into a file of the run", run=_dump),
     Verb("dumps", "view", Arguments, "files that `dump` wrote, or is writing", run=_dumps),
     Verb("samples", "view", SamplesArguments, "the newest finished groups, token by token", run=_samples),

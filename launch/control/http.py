@@ -18,7 +18,7 @@ from aiohttp import web
 
 from ...core.errors import CallError, ConfigError, DeadlineExceeded, MyxaError, NotExecuted
 from .connection import Connection
-from .desk import Desk, Entrance, Order
+from .dispatcher import Caller, Dispatcher, Order
 from .verb import Arguments, Verb
 from .wire import MAX_REQUEST_BYTES, arguments_from_text, encode, told
 
@@ -30,16 +30,16 @@ _log = logging.getLogger("myxa.control")
 class HttpServer:
     """Serves connections that were handed to `protocol`."""
 
-    def __init__(self, desk: Desk, entrance: Entrance) -> None:
-        self._desk = desk
-        self._entrance = entrance
+    def __init__(self, dispatcher: Dispatcher, caller: Caller) -> None:
+        self._dispatcher = dispatcher
+        self._caller = caller
         self._connections: dict[Any, Connection] = {}
         app = web.Application(client_max_size=MAX_REQUEST_BYTES, middlewares=[self._guarded])
         app.router.add_get("/v1/{verb}", self._get)
         app.router.add_post("/v1/{verb}", self._post)
         self._runner = web.AppRunner(
             app, handle_signals=False, access_log=None, handler_cancellation=True, auto_decompress=False,
-            logger=_CountedLogger(desk.counters), keepalive_timeout=3600.0,
+            logger=_CountedLogger(dispatcher.counters), keepalive_timeout=3600.0,
             lingering_time=CLOSE_S, shutdown_timeout=CLOSE_S,
         )  # fmt: skip
 
@@ -103,16 +103,16 @@ class HttpServer:
         name = request.match_info["verb"]
         who = self._connections[request.protocol].peer.operator("http")
         try:
-            order = self._desk.order(name, arguments, who, self._entrance, only_shows=only_shows)
+            order = self._dispatcher.order(name, arguments, who, self._caller, only_shows=only_shows)
         except MyxaError as error:
-            await self._desk.refuse(name, who, self._entrance, error)
-            is_unknown = all(verb.name != name for verb in self._desk.verbs)
+            await self._dispatcher.refuse(name, who, self._caller, error)
+            is_unknown = all(verb.name != name for verb in self._dispatcher.verbs)
             return _error(404 if is_unknown else _status(error), error)
         if order.verb.stream is not None:
             return await self._stream(request, order)
         try:
-            return _ok(await self._desk.answer(order))
-        except Exception as error:  # noqa: BLE001 - the desk logged it; the caller must hear of it, whatever it is
+            return _ok(await self._dispatcher.answer(order))
+        except Exception as error:  # noqa: BLE001 - the dispatcher logged it; the caller must hear of it, whatever it is
             return _error(_status(error), error)
 
     async def _stream(self, request: web.Request, order: Order) -> web.StreamResponse:
@@ -125,7 +125,7 @@ class HttpServer:
             return response
         await response.prepare(request)
         try:
-            async with self._desk.items(order) as items:
+            async with self._dispatcher.items(order) as items:
                 async for item in items:
                     await response.write(encode({"ok": True, "item": item}))
             await response.write(encode({"ok": True, "end": True}))
@@ -139,7 +139,7 @@ class HttpServer:
         return response
 
     def _malformed(self, status: int, what: str) -> web.Response:
-        self._desk.counters["malformed"] += 1
+        self._dispatcher.counters["malformed"] += 1
         return _error(status, ConfigError(what, remedy=USAGE))
 
 
@@ -148,7 +148,7 @@ def _from_query(pairs: list[tuple[str, str]], verb: Verb[Any]) -> Arguments:
 
 
 def _from_body(body: bytes, verb: Verb[Any]) -> Arguments:
-    return Desk.decode(verb, body)
+    return Dispatcher.decode(verb, body)
 
 
 def _ok(result: Any) -> web.Response:

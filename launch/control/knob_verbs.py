@@ -10,15 +10,24 @@ import msgspec
 
 from ...actors.audit import AUDIT_FILE, read_audit
 from ...core.config import RunConfig
+from ...core.config.fields import find
 from ...core.errors import ConfigError
-from ...core.knobs import AuditRecord, ChangeReply, ChangeRequest, KnobSheet, KnobState, KnobTable, KnobValue, Operator
+from ...core.knobs import (
+    AuditRecord,
+    ChangeReply,
+    ChangeRequest,
+    KnobSheet,
+    KnobState,
+    KnobTable,
+    KnobValue,
+    Operator,
+    Tunable,
+)
 from ...core.suggestion import nearest, suggest
 from ..config_keys import default_at, flat, value_at
 from ..supervisor.roster import ActorRecord
-from .coordinator_call import coordinator_call
 from .run_verbs import Reason
-from .targets import find_targets
-from .verb import Arguments, Room, Verb
+from .verb import Arguments, Verb, VerbContext, coordinator_call, find_targets
 
 ASK_S = 20.0
 """Less than callers wait, so that they learn who did not answer."""
@@ -98,9 +107,9 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """What became of it, oldest first."""
 
 
-async def knob_table(room: Room) -> KnobTable:
+async def knob_table(context: VerbContext) -> KnobTable:
     """All knobs of the run. Raises CallError while there is no coordinator."""
-    async with coordinator_call(room, ASK_S) as coordinator:
+    async with coordinator_call(context, ASK_S) as coordinator:
         return await coordinator.knob_table()
 
 
@@ -109,7 +118,7 @@ def known_names(table: KnobTable) -> set[str]:
     return {state.tunable.name for sheet in table.sheets for state in sheet.knobs}
 
 
-def check_names(names: Sequence[str], table: KnobTable, room: Room) -> None:
+def check_names(names: Sequence[str], table: KnobTable, context: VerbContext) -> None:
     """Raises ConfigError for a knob that does not exist, with what may be meant: another name, or a key of the file."""
     known = known_names(table)
     keys = {state.tunable.key: state.tunable.name for sheet in table.sheets for state in sheet.knobs}
@@ -121,13 +130,13 @@ def check_names(names: Sequence[str], table: KnobTable, room: Room) -> None:
         if table.silent:  # it may be theirs
             text = f"{name[:MAX_NAME_CHARS]!r} is no knob of any actor that answers"
             raise ConfigError(text, remedy=f"no answer from {', '.join(table.silent)}")
-        fixed = _keys_of_file(name, room.config)
+        fixed = _keys_of_file(name, context.config)
         if live := [keys[key] for key in fixed if key in keys]:
             raise ConfigError(f"{name!r} is a key of the run file", remedy=f"the knob is {live[0]!r}")
         if fixed:
             raise ConfigError(
                 f"{name!r} is no knob: it is {' or '.join(fixed)} of the run file, and fixed while a run lives",
-                remedy=f"`myxa down`, then `myxa resume {room.run_dir.path} --set {fixed[0]}=...`; or `myxa fork`",
+                remedy=f"`myxa down`, then `myxa resume {context.run_dir.path} --set {fixed[0]}=...`; or `myxa fork`",
             )
         raise ConfigError(f"{name[:MAX_NAME_CHARS]!r} is no knob", remedy=_hint(name, table))
 
@@ -149,11 +158,11 @@ def _hint(name: str, table: KnobTable) -> str:
     return "`myxa get --all` lists them all"
 
 
-async def _get(room: Room, arguments: GetArguments, who: Operator) -> KnobTable:
-    table = await knob_table(room)
+async def _get(context: VerbContext, arguments: GetArguments, who: Operator) -> KnobTable:
+    table = await knob_table(context)
     if not arguments.names:
         return table
-    check_names(arguments.names, table, room)
+    check_names(arguments.names, table, context)
     sheets = (
         msgspec.structs.replace(sheet, knobs=tuple(s for s in sheet.knobs if s.tunable.name in arguments.names))
         for sheet in table.sheets
@@ -161,20 +170,20 @@ async def _get(room: Room, arguments: GetArguments, who: Operator) -> KnobTable:
     return msgspec.structs.replace(table, sheets=tuple(sheet for sheet in sheets if sheet.knobs))
 
 
-async def _explain(room: Room, arguments: ExplainArguments, who: Operator) -> Explanation:
+async def _explain(context: VerbContext, arguments: ExplainArguments, who: Operator) -> Explanation:
     name = arguments.name
-    table = await knob_table(room)
-    check_names((name,), table, room)
+    table = await knob_table(context)
+    check_names((name,), table, context)
     owners = {sheet.owner: state for sheet in table.sheets if (state := _state(sheet, name)) is not None}
     knob = next(iter(owners.values()))
-    path = room.run_dir.path / AUDIT_FILE
+    path = context.run_dir.path / AUDIT_FILE
     records = await asyncio.to_thread(read_audit, path, MAX_HISTORY)
     return Explanation(
         knob=knob,
         owners=owners,
-        file_value=value_at(room.config, knob.tunable.key) if knob.tunable.key else None,
+        file_value=value_at(context.config, knob.tunable.key) if knob.tunable.key else None,
         is_default=bool(knob.tunable.key)
-        and value_at(room.config, knob.tunable.key) == default_at(RunConfig, knob.tunable.key),
+        and value_at(context.config, knob.tunable.key) == default_at(RunConfig, knob.tunable.key),
         reverts=table.reverts.get(name, ""),
         history=tuple(record for record in records if any(move.name == name for move in record.moves)),
     )
@@ -184,13 +193,13 @@ def _state(sheet: KnobSheet, name: str) -> KnobState | None:
     return next((state for state in sheet.knobs if state.tunable.name == name), None)
 
 
-async def _set(room: Room, arguments: SetArguments, who: Operator) -> ChangeReply:
+async def _set(context: VerbContext, arguments: SetArguments, who: Operator) -> ChangeReply:
     if arguments.for_steps and arguments.for_s:
         raise ConfigError("the change is to last for steps and for seconds", remedy="say one of them")
     names = (*arguments.values, *arguments.expect)
     target = arguments.target
     if target.startswith("node:"):
-        target = owner_on_node(target, room.supervisor.roster(), names, await knob_table(room))
+        target = owner_on_node(target, context.supervisor.roster(), names, await knob_table(context))
     request = ChangeRequest(
         values=dict[str, KnobValue](arguments.values),
         who=who,
@@ -203,11 +212,11 @@ async def _set(room: Room, arguments: SetArguments, who: Operator) -> ChangeRepl
         dry_run=arguments.dry_run,
         force=arguments.force,
     )
-    async with coordinator_call(room, CHANGE_S) as coordinator:
+    async with coordinator_call(context, CHANGE_S) as coordinator:
         reply = await coordinator.change_knobs(request)
     if reply.refused:
         # says better what was meant; asked only now, a good change is fast
-        check_names(names, await knob_table(room), room)
+        check_names(names, await knob_table(context), context)
     return reply
 
 
@@ -226,20 +235,101 @@ def owner_on_node(target: str, roster: Sequence[ActorRecord], names: Sequence[st
     raise ConfigError(f"{told}: a change is for one owner, a role, or all", remedy="name one owner: --target rollout/1")
 
 
-async def _undo(room: Room, arguments: UndoArguments, who: Operator) -> ChangeReply:
-    async with coordinator_call(room, CHANGE_S) as coordinator:
+async def _undo(context: VerbContext, arguments: UndoArguments, who: Operator) -> ChangeReply:
+    async with coordinator_call(context, CHANGE_S) as coordinator:
         return await coordinator.undo(who, arguments.reason, arguments.epoch)
 
 
-async def _history(room: Room, arguments: HistoryArguments, who: Operator) -> tuple[AuditRecord, ...]:
+async def _history(context: VerbContext, arguments: HistoryArguments, who: Operator) -> tuple[AuditRecord, ...]:
     """From the file: process verbs are in it too, and it can be read while the coordinator is away."""
-    return await asyncio.to_thread(read_audit, room.run_dir.path / AUDIT_FILE, arguments.limit)
+    return await asyncio.to_thread(read_audit, context.run_dir.path / AUDIT_FILE, arguments.limit)
 
 
-VERBS: tuple[Verb[Any], ...] = (
+KNOB_VERBS: tuple[Verb[Any], ...] = (
     Verb("get", "view", GetArguments, "knobs with their values, limits and owners", run=_get),
     Verb("explain", "view", ExplainArguments, "everything about one knob, with its history", run=_explain),
     Verb("set", "operate", SetArguments, "change knobs, all or none", run=_set, is_noted_elsewhere=True),
     Verb("undo", "operate", UndoArguments, "take a change back", run=_undo, is_noted_elsewhere=True),
     Verb("history", "view", HistoryArguments, "the newest records of the audit log", run=_history),
+)
+
+
+MAX_CONFIG_KEYS = 512
+
+
+class ConfigArguments(Arguments, frozen=True, kw_only=True):
+    """Of `config`."""
+
+    patch: dict[str, Any] = {}
+    """Sections as in the run file, to be sorted into what may be changed and what may not."""
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """A knob that is not as the run file says."""
+
+    knob: str
+    owner: str
+    """Actor name."""
+    key: str
+    """In the run file; empty: it has none there."""
+    file: KnobValue
+    live: KnobValue
+    """In force, or decided and soon in force."""
+
+
+class ConfigReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Of `config`."""
+
+    differences: tuple[Difference, ...]
+    values: dict[str, KnobValue]
+    """The patch as knobs; those that the run has already are left out of `needs_restart`, not of this."""
+    needs_restart: tuple[str, ...]
+    """Keys of the patch that are no knobs and differ from the run's."""
+    unknown: tuple[str, ...]
+    """Keys of the patch that no run file has."""
+
+
+async def _config(context: VerbContext, arguments: ConfigArguments, who: Operator) -> ConfigReply:
+    leaves = dict(flat(arguments.patch))
+    if len(leaves) > MAX_CONFIG_KEYS:
+        raise ConfigError(f"the patch has {len(leaves)} keys", remedy=f"at most {MAX_CONFIG_KEYS}")
+    table = await knob_table(context)
+    knobs = {state.tunable.key: state.tunable for sheet in table.sheets for state in sheet.knobs if state.tunable.key}
+    known = {key for key in leaves if find(RunConfig, key.split("."))[1] is not None}
+    needs_restart = [
+        key for key, value in leaves.items()
+        if key not in knobs and key in known and value_at(context.config, key) != value
+    ]  # fmt: skip
+    return ConfigReply(
+        differences=tuple(differences(table)),
+        values={knobs[key].name: _knob_value(knobs[key], value) for key, value in leaves.items() if key in knobs},
+        needs_restart=tuple(needs_restart),
+        unknown=tuple(key for key in leaves if key not in knobs and key not in known),
+    )
+
+
+def differences(table: KnobTable) -> list[Difference]:
+    """Every knob, at every owner, that is not (or will soon not be) as the run file says."""
+    return [
+        Difference(
+            knob=state.tunable.name,
+            owner=sheet.owner,
+            key=state.tunable.key,
+            file=state.first,
+            live=state.value if state.pending is None else state.pending,
+        )
+        for sheet in table.sheets
+        for state in sheet.knobs
+        if (state.value if state.pending is None else state.pending) != state.first
+    ]
+
+
+def _knob_value(knob: Tunable, value: Any) -> KnobValue:
+    if not isinstance(value, bool | int | float | str):
+        raise ConfigError(f"{knob.key}: is no single value", remedy=f"{knob.name} takes {knob.range_text()}")
+    return value
+
+
+CONFIG_VERBS: tuple[Verb[Any], ...] = (
+    Verb("config", "view", ConfigArguments, "knobs that are not as the run file says", run=_config),
 )

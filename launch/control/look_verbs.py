@@ -1,21 +1,28 @@
-"""Verbs that look into the run's processes and change nothing there: logs, stack, facts, profile.
+"""Verbs that look into a run and change nothing: logs, stack, facts, profile; `ps`, `status`, `trace`.
 
-A process that answers tells its stacks itself; of one that does not, its node's agent finds them out.
+A process that answers reports its own stacks; its node's agent finds out those of a process that does not. `ps` asks
+the supervisor, the kernel and the monitor, and leaves blanks where one of them does not answer. `status` is
+everything that the live view knows, in one answer. `trace` has the timeline written up to now and says where the file
+is.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Sequence
+import socket
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
+import psutil
 
-from ...actors.contracts.roles import RolloutContract
+from ...actors.contracts.roles import BufferContract, MonitorContract, RolloutContract
+from ...actors.sinks.chrome_trace import TRACE_FILE
 from ...core.actor import with_deadline
 from ...core.engine_profile import EngineTrace
 from ...core.errors import CallError, ConfigError, LaunchError, MyxaError
 from ...core.knobs import Operator
+from ...core.messages import BufferStats, Record, RunStatus
 from ..contracts import (
     LogChunk,
     LogRequest,
@@ -26,9 +33,9 @@ from ..contracts import (
     StackReply,
     process_name,
 )
+from ..run_watch import RunWatch
 from ..supervisor.roster import ActorRecord
-from .targets import find_targets
-from .verb import Arguments, Room, Verb
+from .verb import Arguments, Verb, VerbContext, find_targets
 
 T = TypeVar("T")
 
@@ -85,13 +92,13 @@ class ProfileArguments(Arguments, frozen=True, kw_only=True):
 # -- logs --------------------------------------------------------------------------------------------------------------
 
 
-async def _logs(room: Room, arguments: LogsArguments, who: Operator) -> list[LogChunk]:
-    return [chunk for _, chunk in await _first_chunks(room, arguments)]
+async def _logs(context: VerbContext, arguments: LogsArguments, who: Operator) -> list[LogChunk]:
+    return [chunk for _, chunk in await _first_chunks(context, arguments)]
 
 
-async def _follow(room: Room, arguments: LogsArguments, who: Operator) -> AsyncIterator[LogChunk]:
+async def _follow(context: VerbContext, arguments: LogsArguments, who: Operator) -> AsyncIterator[LogChunk]:
     """The last lines, then what is added, until the caller goes away."""
-    held = dict(await _first_chunks(room, arguments))
+    held = dict(await _first_chunks(context, arguments))
     for chunk in held.values():
         yield chunk
     while True:
@@ -101,7 +108,7 @@ async def _follow(room: Room, arguments: LogsArguments, who: Operator) -> AsyncI
                 name=name, grep=arguments.grep, engine=arguments.engine, file=last.file, offset=last.offset
             )
             try:
-                chunk = held[node, name] = await room.supervisor.agent(node).read_log(request)
+                chunk = held[node, name] = await context.supervisor.agent(node).read_log(request)
             except MyxaError:  # the node is lost, or the log is; the others go on
                 del held[node, name]
                 continue
@@ -114,10 +121,10 @@ async def _follow(room: Room, arguments: LogsArguments, who: Operator) -> AsyncI
             await asyncio.sleep(FOLLOW_S)
 
 
-async def _first_chunks(room: Room, arguments: LogsArguments) -> list[tuple[tuple[int, str], LogChunk]]:
-    meant = _log_owners(room, arguments.target)
+async def _first_chunks(context: VerbContext, arguments: LogsArguments) -> list[tuple[tuple[int, str], LogChunk]]:
+    meant = _log_owners(context, arguments.target)
     requests = [
-        room.supervisor.agent(node).read_log(
+        context.supervisor.agent(node).read_log(
             LogRequest(name=name, num_lines=arguments.num_lines, grep=arguments.grep, engine=arguments.engine)
         )
         for node, name in meant
@@ -129,18 +136,18 @@ async def _first_chunks(room: Room, arguments: LogsArguments) -> list[tuple[tupl
     return found
 
 
-def _log_owners(room: Room, target: str) -> list[tuple[int, str]]:
+def _log_owners(context: VerbContext, target: str) -> list[tuple[int, str]]:
     """(node, name) of the logs that are meant; also those of actors that have left the run."""
     role, _, number = target.partition("/")
     if role == LAUNCHER and (not number or number.isdigit()):
         node = int(number or "0")
-        if node not in room.supervisor.nodes:
-            raise ConfigError(f"node {node} takes no part", remedy=f"there are {room.supervisor.nodes}")
+        if node not in context.supervisor.nodes:
+            raise ConfigError(f"node {node} takes no part", remedy=f"there are {context.supervisor.nodes}")
         return [(node, LAUNCHER)]
     try:
-        return [(record.node, record.name) for record in find_targets(target, room.supervisor.roster())]
+        return [(record.node, record.name) for record in find_targets(target, context.supervisor.roster())]
     except ConfigError:
-        if "/" in target and (room.run_dir.logs / "latest" / f"{target.replace('/', '.')}.log").exists():
+        if "/" in target and (context.run_dir.logs / "latest" / f"{target.replace('/', '.')}.log").exists():
             return [(0, target)]
         raise
 
@@ -148,19 +155,19 @@ def _log_owners(room: Room, target: str) -> list[tuple[int, str]]:
 # -- stacks and facts --------------------------------------------------------------------------------------------------
 
 
-async def _stack(room: Room, arguments: StackArguments, who: Operator) -> list[StackReply]:
-    meant = find_targets(arguments.target, room.supervisor.roster())
-    looks = [_stack_of(room, record.name, record.node, py_spy=arguments.py_spy) for record in meant]
+async def _stack(context: VerbContext, arguments: StackArguments, who: Operator) -> list[StackReply]:
+    meant = find_targets(arguments.target, context.supervisor.roster())
+    looks = [_stack_of(context, record.name, record.node, py_spy=arguments.py_spy) for record in meant]
     return await _all_or_told(looks, [record.name for record in meant])
 
 
-async def _stack_of(room: Room, name: str, node: int, *, py_spy: bool) -> StackReply:
+async def _stack_of(context: VerbContext, name: str, node: int, *, py_spy: bool) -> StackReply:
     if not py_spy:
         try:
-            return await with_deadline(_process(room, name), LIVE_S).stacks()
+            return await with_deadline(_process(context, name), LIVE_S).stacks()
         except CallError as error:
-            room.supervisor.ctx.log.info("%s does not tell its stacks itself: %s", name, error)
-    return await room.supervisor.agent(node).stacks_from_outside(name, py_spy)
+            context.supervisor.ctx.log.info("%s does not tell its stacks itself: %s", name, error)
+    return await context.supervisor.agent(node).stacks_from_outside(name, py_spy)
 
 
 async def _all_or_told(looks: Sequence[Awaitable[StackReply]], names: list[str]) -> list[StackReply]:
@@ -177,21 +184,21 @@ async def _all_or_told(looks: Sequence[Awaitable[StackReply]], names: list[str])
     return told
 
 
-async def _facts(room: Room, arguments: TargetArguments, who: Operator) -> list[ProcessFacts]:
-    meant = find_targets(arguments.target, room.supervisor.roster())
-    return list(await asyncio.gather(*(_asked(r.name, _process(room, r.name).facts()) for r in meant)))
+async def _facts(context: VerbContext, arguments: TargetArguments, who: Operator) -> list[ProcessFacts]:
+    meant = find_targets(arguments.target, context.supervisor.roster())
+    return list(await asyncio.gather(*(_asked(r.name, _process(context, r.name).facts()) for r in meant)))
 
 
 # -- profile -----------------------------------------------------------------------------------------------------------
 
 
-async def _profile(room: Room, arguments: ProfileArguments, who: Operator) -> list[ProfileReply]:
+async def _profile(context: VerbContext, arguments: ProfileArguments, who: Operator) -> list[ProfileReply]:
     """Of several, one that refuses says why in its place; raises if all of them do."""
-    meant = find_targets(arguments.target, room.supervisor.roster())
+    meant = find_targets(arguments.target, context.supervisor.roster())
     order = ProfileOrder(kind=arguments.kind, duration_s=arguments.for_s, interval_s=arguments.interval_s)
-    is_served = room.config.roles.rollout.kind == "sglang" and arguments.engine and arguments.kind != "memory"
+    is_served = context.config.roles.rollout.kind == "sglang" and arguments.engine and arguments.kind != "memory"
     looks = [
-        (record, look(room, record, order))
+        (record, look(context, record, order))
         for record in meant
         for look in ((_own_profile, _engine_profiles) if is_served and record.role == "rollout" else (_own_profile,))
     ]
@@ -211,14 +218,14 @@ async def _profile(room: Room, arguments: ProfileArguments, who: Operator) -> li
     return told
 
 
-async def _own_profile(room: Room, record: ActorRecord, order: ProfileOrder) -> list[ProfileReply]:
-    ref = with_deadline(_process(room, record.name), order.duration_s + SPARE_S)
+async def _own_profile(context: VerbContext, record: ActorRecord, order: ProfileOrder) -> list[ProfileReply]:
+    ref = with_deadline(_process(context, record.name), order.duration_s + SPARE_S)
     return [await _asked(record.name, ref.profile(order))]
 
 
-async def _engine_profiles(room: Room, record: ActorRecord, order: ProfileOrder) -> list[ProfileReply]:
+async def _engine_profiles(context: VerbContext, record: ActorRecord, order: ProfileOrder) -> list[ProfileReply]:
     """Never raises for a server's sake: what the actor's own process did is told all the same."""
-    ref = with_deadline(room.node.ref(RolloutContract, record.name), order.duration_s + ENGINE_SPARE_S)
+    ref = with_deadline(context.node.ref(RolloutContract, record.name), order.duration_s + ENGINE_SPARE_S)
     try:
         traces = await ref.profile_engine(order.duration_s)
     except CallError as error:
@@ -245,14 +252,166 @@ async def _asked(name: str, answer: Awaitable[T]) -> T:
         raise LaunchError(f"{name}: {error}", remedy="`myxa stack` also works on a process that hangs") from error
 
 
-def _process(room: Room, name: str) -> ProcessContract:
-    return room.node.ref(ProcessContract, process_name(name))
+def _process(context: VerbContext, name: str) -> ProcessContract:
+    return context.node.ref(ProcessContract, process_name(name))
 
 
-VERBS: tuple[Verb[Any], ...] = (
+LOOK_VERBS: tuple[Verb[Any], ...] = (
     Verb("logs", "view", LogsArguments, "the last lines of an actor's log, on whatever node", run=_logs),
     Verb("logs-follow", "view", LogsArguments, "the same, and what is added", stream=_follow),
     Verb("stack", "view", StackArguments, "where an actor's process is: threads and tasks", run=_stack),
     Verb("facts", "view", TargetArguments, "what an actor's process holds: memory, descriptors, threads", run=_facts),
     Verb("profile", "operate", ProfileArguments, "where an actor's process spends its time", run=_profile),
+)
+
+
+PS_ASK_S = 2.0
+TIME_PREFIX = "time/"
+
+
+class ActorRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One actor."""
+
+    name: str
+    role: str
+    node: int
+    host: str
+    state: str
+    """Of the supervision: waiting, starting, up, hung, draining, ending, exited, backing-off, failed, stopped."""
+    pid: int
+    """0: it has no process now."""
+    attempt: int
+    """0 is the first start."""
+    epoch: int
+    """Of its process in the registry; 0: it is not registered."""
+    restarts_left: int
+    """How often it may fail and be started again now."""
+    devices: tuple[int, ...]
+    """GPU numbers on its node."""
+    uptime_s: float
+    """Of its process; 0: it has none."""
+    memory_bytes: int
+    """Resident memory, of processes of this host; 0: not known."""
+    doing: str
+    """What it spent most of the last minute with, such as "wait-data 62 %"."""
+    note: str = ""
+    """What holds it up now, where a person must mend it: its disk."""
+
+
+async def _ps(context: VerbContext, arguments: Arguments, who: Operator) -> list[ActorRow]:
+    roster = context.supervisor.roster()
+    now = context.node.clock.wall()
+    here = socket.gethostname()
+    shares, disk = await asyncio.gather(_shares(context), _disk(context))
+    return [
+        ActorRow(
+            name=actor.name,
+            role=actor.role,
+            node=actor.node,
+            host=actor.host,
+            state=actor.state,
+            pid=actor.pid,
+            attempt=actor.attempt,
+            epoch=actor.epoch,
+            uptime_s=max(0.0, now - actor.started_wall_s) if actor.pid and actor.started_wall_s else 0.0,
+            restarts_left=actor.restarts_left,
+            devices=actor.devices,
+            memory_bytes=_memory(actor.pid) if actor.pid and actor.host in ("", here) else 0,
+            doing=doing(shares.get(f"{TIME_PREFIX}{actor.name}", {})),
+            note=disk if actor.name == "buffer" else "",
+        )
+        for actor in roster
+    ]
+
+
+async def _shares(context: VerbContext) -> Mapping[str, Mapping[str, float]]:
+    if not context.node.peers("monitor"):
+        return {}
+    try:
+        return await with_deadline(context.node.ref(MonitorContract, "monitor"), PS_ASK_S).snapshot()
+    except CallError:
+        return {}
+
+
+async def _disk(context: VerbContext) -> str:
+    if not context.node.peers("buffer"):
+        return ""
+    try:
+        return (await with_deadline(context.node.ref(BufferContract, "buffer"), PS_ASK_S).stats()).disk
+    except CallError:
+        return ""
+
+
+def _memory(pid: int) -> int:
+    try:
+        return psutil.Process(pid).memory_info().rss
+    except psutil.Error:
+        return 0
+
+
+def doing(shares: Mapping[str, float]) -> str:
+    """Parts of a kind ("wait-data/reward") say more than the kind, where they are most of it."""
+    kinds = {name: share for name, share in shares.items() if "/" not in name}
+    if not kinds:
+        return ""
+    kind = max(kinds, key=lambda name: kinds[name])
+    parts = {name: share for name, share in shares.items() if name.startswith(f"{kind}/") and share > kinds[kind] / 2}
+    return f"{max(parts, key=lambda name: parts[name]) if parts else kind} {kinds[kind] * 100:.0f} %"
+
+
+PS_VERBS: tuple[Verb[Any], ...] = (
+    Verb("ps", "view", Arguments, "every actor, where it runs and what it does", run=_ps),
+)
+
+
+class StatusReply(Record, frozen=True):
+    """One look at the run; whoever did not answer in time is None or empty."""
+
+    run_dir: str
+    started_wall_s: float
+    now_wall_s: float
+    status: RunStatus | None
+    """Coordinator."""
+    buffer: BufferStats | None
+    snapshot: dict[str, dict[str, float]]
+    """Monitor: see `MonitorContract.snapshot`."""
+
+
+async def _run_status(context: VerbContext, arguments: Arguments, who: Operator) -> StatusReply:
+    del arguments, who
+    state = await RunWatch(context.node, context.node.clock).look()
+    return StatusReply(
+        run_dir=str(context.run_dir.path),
+        started_wall_s=context.started_wall_s,
+        now_wall_s=state.now_wall_s,
+        status=state.status,
+        buffer=state.buffer,
+        snapshot={source: dict(values) for source, values in state.snapshot.items()},
+    )
+
+
+STATUS_VERBS = (
+    Verb(
+        name="status",
+        access="view",
+        arguments=Arguments,
+        help="phase, step, engines, buffer and newest metrics in one answer",
+        run=_run_status,
+    ),
+)
+
+
+FLUSH_S = 20.0
+
+
+async def _trace(context: VerbContext, arguments: Arguments, who: Operator) -> dict[str, Any]:
+    if not context.config.monitor.trace:
+        raise ConfigError("this run writes no trace", remedy="set monitor.trace = true in the run file")
+    await with_deadline(context.node.ref(MonitorContract, "monitor"), FLUSH_S).finish()
+    path = context.run_dir.path.resolve() / TRACE_FILE
+    return {"file": str(path), "num_bytes": path.stat().st_size}
+
+
+TRACE_VERBS: tuple[Verb[Any], ...] = (
+    Verb("trace", "view", Arguments, "write the trace up to now; the file opens in ui.perfetto.dev", run=_trace),
 )

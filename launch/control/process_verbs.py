@@ -1,27 +1,32 @@
-"""Verbs that start and end the run's processes: scale, drain, restart, kill.
+"""Verbs that start and end the run's processes (scale, drain, restart, kill), and `chaos`, which makes them fail on
+purpose.
 
-Decides what may be asked of whom; the run supervisor and its rules carry it out.
+Decides what may be asked of which actor; the run supervisor and its rules carry it out. `chaos` works only in runs
+with `run.chaos = true`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 
+from ...core.chaos import MARKS, POINTS
 from ...core.config import RoleName
+from ...core.config.chaos import FaultName
 from ...core.errors import ConfigError, MyxaError
 from ...core.knobs import Operator
 from ...core.suggestion import suggest
 from ..actor_spec import ActorSpec
+from ..chaos import LAUNCHER, RandomFaults
 from ..supervisor.late_place import check_leaver, staff
 from ..supervisor.placement import START_ORDER
 from ..supervisor.roster import ActorRecord
 from ..supervisor.signalling import send_signal
-from .targets import find_targets, node_of
-from .verb import Arguments, Room, Verb
+from .verb import Arguments, Verb, VerbContext, find_targets, node_of
 
 LOOK_S = 0.1
 MAX_ACTORS = 4096
@@ -76,11 +81,11 @@ class KillArguments(Arguments, frozen=True, kw_only=True):
 # -- scale -------------------------------------------------------------------------------------------------------------
 
 
-async def _scale(room: Room, arguments: ScaleArguments, who: Operator) -> dict[str, Any]:
-    supervisor = room.supervisor
+async def _scale(context: VerbContext, arguments: ScaleArguments, who: Operator) -> dict[str, Any]:
+    supervisor = context.supervisor
     role = _role(arguments.role)
     wish = arguments.devices, arguments.attach
-    staffing = staff(room.config, role, arguments.count, supervisor.present(), *wish)
+    staffing = staff(context.config, role, arguments.count, supervisor.present(), *wish)
     for actor in staffing.joining:
         supervisor.hire(actor)
     for name in staffing.leaving:
@@ -111,15 +116,15 @@ def _role(name: str) -> RoleName:
 # -- drain -------------------------------------------------------------------------------------------------------------
 
 
-async def _drain(room: Room, arguments: DrainArguments, who: Operator) -> dict[str, Any]:
-    supervisor = room.supervisor
+async def _drain(context: VerbContext, arguments: DrainArguments, who: Operator) -> dict[str, Any]:
+    supervisor = context.supervisor
     node = node_of(arguments.target)
     is_node = node is not None and node != 0 and node in supervisor.nodes
-    meant = () if is_node and not _lives_on(room, node) else find_targets(arguments.target, supervisor.roster())
+    meant = () if is_node and not _lives_on(context, node) else find_targets(arguments.target, supervisor.roster())
     roles: set[RoleName] = {record.role for record in meant}
     for role in roles:
         staying = [r for r in supervisor.roster() if r.role == role and not (r.is_over or r.is_leaving)]
-        check_leaver(room.config, role, len({r.name for r in staying} - {r.name for r in meant}))
+        check_leaver(context.config, role, len({r.name for r in staying} - {r.name for r in meant}))
     names = [record.name for record in meant]
     if is_node and node is not None:
         supervisor.dismiss(node, _why(who, arguments.reason))
@@ -134,27 +139,29 @@ async def _drain(room: Room, arguments: DrainArguments, who: Operator) -> dict[s
     return {"leaving": names, "is_done": await _until(is_done, arguments.wait_s)}
 
 
-def _lives_on(room: Room, node: int | None) -> bool:
-    return any(record.node == node for record in room.supervisor.roster())
+def _lives_on(context: VerbContext, node: int | None) -> bool:
+    return any(record.node == node for record in context.supervisor.roster())
 
 
 # -- restart -----------------------------------------------------------------------------------------------------------
 
 
-async def _restart(room: Room, arguments: RestartArguments, who: Operator) -> dict[str, Any]:
-    meant = find_targets(arguments.target, room.supervisor.roster())
+async def _restart(context: VerbContext, arguments: RestartArguments, who: Operator) -> dict[str, Any]:
+    meant = find_targets(arguments.target, context.supervisor.roster())
     if not arguments.force:
         for record in meant:
-            _check_restart(record, room.supervisor.crew[record.name].spec)
+            _check_restart(record, context.supervisor.crew[record.name].spec)
     for record in meant:
         if record.is_leaving:
             raise ConfigError(f"{record.name} is leaving the run", remedy="`myxa scale` starts a new one")
     names = [record.name for record in meant]
     attempts = {record.name: record.attempt for record in meant}
-    room.supervisor.ctx.spawn(_one_by_one(room, meant, _why(who, arguments.reason)), name=f"restart {arguments.target}")
+    context.supervisor.ctx.spawn(
+        _one_by_one(context, meant, _why(who, arguments.reason)), name=f"restart {arguments.target}"
+    )
 
     def is_done() -> bool:
-        there = {r.name: r for r in room.supervisor.roster()}
+        there = {r.name: r for r in context.supervisor.roster()}
         return all(n in there and there[n].state == "up" and there[n].attempt > attempts[n] for n in names)
 
     return {"restarting": names, "is_done": await _until(is_done, arguments.wait_s)}
@@ -168,9 +175,9 @@ def _check_restart(record: ActorRecord, spec: ActorSpec) -> None:
         )
 
 
-async def _one_by_one(room: Room, meant: Sequence[ActorRecord], reason: str) -> None:
+async def _one_by_one(context: VerbContext, meant: Sequence[ActorRecord], reason: str) -> None:
     """The next one when the one before is back, so that the others go on meanwhile. A gang restarts as a whole."""
-    supervisor = room.supervisor
+    supervisor = context.supervisor
     gangs: set[str] = set()
     for record in meant:
         try:
@@ -186,20 +193,20 @@ async def _one_by_one(room: Room, meant: Sequence[ActorRecord], reason: str) -> 
         except (MyxaError, KeyError) as error:
             supervisor.ctx.log.warning("%s is not restarted: %s", record.name, error)
             continue
-        await _until(lambda name=record.name, before=record.attempt: _is_back(room, name, before), BACK_S)
+        await _until(lambda name=record.name, before=record.attempt: _is_back(context, name, before), BACK_S)
 
 
-def _is_back(room: Room, name: str, before: int) -> bool:
+def _is_back(context: VerbContext, name: str, before: int) -> bool:
     """Also when it has left, or failed: then there is nothing to wait for."""
-    record = next((r for r in room.supervisor.roster() if r.name == name), None)
+    record = next((r for r in context.supervisor.roster() if r.name == name), None)
     return record is None or record.is_over or (record.state == "up" and record.attempt > before)
 
 
 # -- kill --------------------------------------------------------------------------------------------------------------
 
 
-async def _kill(room: Room, arguments: KillArguments, who: Operator) -> dict[str, Any]:
-    supervisor = room.supervisor
+async def _kill(context: VerbContext, arguments: KillArguments, who: Operator) -> dict[str, Any]:
+    supervisor = context.supervisor
     meant = [record for record in find_targets(arguments.target, supervisor.roster()) if record.pid]
     if not meant:
         raise ConfigError(f"{arguments.target!r}: none of them has a process now", remedy="see `myxa ps`")
@@ -225,9 +232,96 @@ async def _until(is_so: Callable[[], bool], wait_s: float) -> bool:
     return True
 
 
-VERBS: tuple[Verb[Any], ...] = (
+PROCESS_VERBS: tuple[Verb[Any], ...] = (
     Verb("scale", "operate", ScaleArguments, "have so many rollout actors", run=_scale),
     Verb("drain", "operate", DrainArguments, "hand an actor's work back and end it for good", run=_drain),
     Verb("restart", "operate", RestartArguments, "end an actor in good order and start it anew", run=_restart),
     Verb("kill", "operate", KillArguments, "send SIGKILL, SIGSTOP or SIGCONT to an actor's processes", run=_kill),
+)
+
+
+MIB = 1 << 20
+MAX_MB = 1 << 20
+Stretch = Annotated[float, msgspec.Meta(gt=0, le=3600)]
+"""Seconds."""
+Pattern = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+
+
+class ChaosArguments(Arguments, frozen=True, kw_only=True):
+    """Of `chaos`."""
+
+    act: Literal["kill", "stop", "cont", "delay", "partition", "fill-disk", "random", "end"]
+    """"stop" is for good (SIGSTOP), "delay" for `for_s`; "random": faults every `every_s`, until "end"."""
+    target: Annotated[str, msgspec.Meta(max_length=200)] = ""
+    """Of "kill", "stop", "cont", "delay" and "partition", which need one."""
+    others: Annotated[str, msgspec.Meta(max_length=200)] = ""
+    """Of "partition": from whom the target is cut off, "launcher" or actors; empty: from everybody."""
+    for_s: Stretch = 2.0
+    """How long "delay" holds a process, "partition" its connections, and "fill-disk" the space."""
+    size_mb: Annotated[int, msgspec.Meta(ge=0, le=MAX_MB)] = 0
+    """Of "fill-disk": so much of the run directory's file system on node 0, or what is left of it."""
+    every_s: Stretch = 10.0
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 1
+    faults: Annotated[tuple[FaultName, ...], msgspec.Meta(min_length=1, max_length=8)] = ("kill",)
+    targets: Annotated[tuple[Pattern, ...], msgspec.Meta(max_length=64)] = ()
+    """Of "random": shell patterns; empty: those of the run file."""
+    reason: Reason = ""
+
+
+async def _chaos(context: VerbContext, arguments: ChaosArguments, who: Operator) -> dict[str, Any]:
+    del who  # the dispatcher notes it
+    context.chaos.check(context.config)
+    match arguments.act:
+        case "random":
+            targets = arguments.targets or context.config.chaos.targets
+            random_faults = RandomFaults(arguments.seed, arguments.faults, targets)
+            context.chaos.begin_series(context, arguments.every_s, random_faults, arguments.for_s)
+            return {"act": "random", "every_s": arguments.every_s, "seed": arguments.seed, "targets": list(targets)}
+        case "end":
+            return {"act": "end", "was_on": context.chaos.end_series()}
+        case "fill-disk":
+            if not arguments.size_mb:
+                raise ConfigError("fill-disk: how much?", remedy="say --mb, such as --mb 64")
+            taken = await context.chaos.fill_disk(context, arguments.size_mb * MIB, arguments.for_s)
+            return {"act": "fill-disk", "num_bytes": taken, "for_s": arguments.for_s}
+        case "kill" | "stop" | "cont" | "delay" | "partition":
+            meant, others = _meant(context, arguments), _others(context, arguments.others)
+            met = await context.chaos.strike(context, arguments.act, meant, arguments.for_s, others)
+            told = {"others": others, "for_s": arguments.for_s} if arguments.act == "partition" else {}
+            return {"act": arguments.act, "actors": list(met), **told}
+
+
+def _meant(context: VerbContext, arguments: ChaosArguments) -> list[ActorRecord]:
+    if not arguments.target:
+        raise ConfigError(f"chaos {arguments.act}: of whom?", remedy="name an actor, such as rollout/1")
+    return [record for record in find_targets(arguments.target, context.supervisor.roster()) if record.pid]
+
+
+def _others(context: VerbContext, text: str) -> list[str]:
+    if text == LAUNCHER:
+        return [LAUNCHER]
+    return [r.name for r in find_targets(text, context.supervisor.roster()) if r.pid] if text else []
+
+
+async def _acts(context: VerbContext, arguments: Arguments, who: Operator) -> dict[str, Any]:
+    del arguments, who
+    marks = sorted((context.run_dir.path / MARKS).glob("*.json"))
+    return {
+        "may_fail": context.config.run.chaos,
+        "has_series": context.chaos.has_series,
+        "acts": tuple(context.chaos.acts),
+        "planned": list(context.config.chaos.strikes),
+        "struck": [json.loads(mark.read_bytes()) for mark in marks],
+    }
+
+
+async def _points(context: VerbContext, arguments: Arguments, who: Operator) -> dict[str, str]:
+    del context, arguments, who
+    return dict(POINTS)
+
+
+CHAOS_VERBS: tuple[Verb[Any], ...] = (
+    Verb("chaos", "operate", ChaosArguments, "make actors fail, now or at random", run=_chaos),
+    Verb("chaos-acts", "view", Arguments, "what was made to fail so far", run=_acts),
+    Verb("chaos-points", "view", Arguments, "points of actors' lives for chaos.strikes", run=_points),
 )

@@ -14,8 +14,7 @@ from ...core.device_memory import MemoryView
 from ...core.errors import ConfigError
 from ...core.knobs import Operator
 from ..composition.memory_parts import manager_name, takes_turns
-from .coordinator_call import coordinator_call
-from .verb import Arguments, Room, Verb
+from .verb import Arguments, Verb, VerbContext, coordinator_call
 
 ASK_S = 10.0
 CONDUCT_S = 30.0
@@ -54,60 +53,53 @@ class EvalArguments(WithReason, frozen=True, kw_only=True):
     """One of the evaluation sets; empty: all of them."""
 
 
-async def _verbs(room: Room, arguments: Arguments, who: Operator) -> list[dict[str, Any]]:
-    from .verbs import all_verbs, describe  # it is made of this module's verbs among others
-
-    return [describe(verb) for verb in all_verbs()]
-
-
-async def _pause(room: Room, arguments: WithReason, who: Operator) -> dict[str, int]:
-    async with coordinator_call(room, CONDUCT_S) as coordinator:
+async def _pause(context: VerbContext, arguments: WithReason, who: Operator) -> dict[str, int]:
+    async with coordinator_call(context, CONDUCT_S) as coordinator:
         return {"rests_at": await coordinator.pause_run(who, arguments.reason)}
 
 
-async def _resume(room: Room, arguments: WithReason, who: Operator) -> dict[str, bool]:
-    async with coordinator_call(room, CONDUCT_S) as coordinator:
+async def _resume(context: VerbContext, arguments: WithReason, who: Operator) -> dict[str, bool]:
+    async with coordinator_call(context, CONDUCT_S) as coordinator:
         await coordinator.resume_run(who, arguments.reason)
     return {"resumed": True}
 
 
-async def _step(room: Room, arguments: StepArguments, who: Operator) -> dict[str, int]:
-    async with coordinator_call(room, CONDUCT_S) as coordinator:
+async def _step(context: VerbContext, arguments: StepArguments, who: Operator) -> dict[str, int]:
+    async with coordinator_call(context, CONDUCT_S) as coordinator:
         return {"pauses_at": await coordinator.step_run(who, arguments.reason, arguments.num_steps)}
 
 
-async def _checkpoint(room: Room, arguments: CheckpointArguments, who: Operator) -> dict[str, str]:
-    async with coordinator_call(room, CHECKPOINT_S) as coordinator:
+async def _checkpoint(context: VerbContext, arguments: CheckpointArguments, who: Operator) -> dict[str, str]:
+    async with coordinator_call(context, CHECKPOINT_S) as coordinator:
         return {"folder": await coordinator.checkpoint_now(who, arguments.reason, arguments.export)}
 
 
-async def _evaluate(room: Room, arguments: EvalArguments, who: Operator) -> dict[str, float]:
-    async with coordinator_call(room, EVALUATION_S) as coordinator:
+async def _evaluate(context: VerbContext, arguments: EvalArguments, who: Operator) -> dict[str, float]:
+    async with coordinator_call(context, EVALUATION_S) as coordinator:
         result = await coordinator.evaluate_now(who, arguments.reason, arguments.name)
     return {"eval_reward": result.mean_reward, **result.metrics}
 
 
-async def _down(room: Room, arguments: WithReason, who: Operator) -> dict[str, str]:
+async def _down(context: VerbContext, arguments: WithReason, who: Operator) -> dict[str, str]:
     """The launcher's own loop ends the run, as after Ctrl-C; here it is only wished for."""
     reason = arguments.reason or f"{who.user} asked for it (myxa down)"
-    room.supervisor.wish_stop(reason, signal.SIGTERM)
+    context.supervisor.wish_stop(reason, signal.SIGTERM)
     return {"ending": reason}
 
 
-async def _memory(room: Room, arguments: Arguments, who: Operator) -> MemoryView:
-    if not takes_turns(room.config):
+async def _memory(context: VerbContext, arguments: Arguments, who: Operator) -> MemoryView:
+    if not takes_turns(context.config):
         raise ConfigError(
             "this run has no memory manager",
             remedy='trainer and engines have their own memory there; see memory.share = "switch"',
         )
-    name = manager_name(room.config)
+    name = manager_name(context.config)
     async with asyncio.timeout(ASK_S):
-        await room.node.wait_for(name, timeout_s=ASK_S)
-        return await with_deadline(room.node.ref(MemoryContract, name), ASK_S).view()
+        await context.node.wait_for(name, timeout_s=ASK_S)
+        return await with_deadline(context.node.ref(MemoryContract, name), ASK_S).view()
 
 
-VERBS: tuple[Verb[Any], ...] = (
-    Verb("verbs", "view", Arguments, "every verb with its arguments", run=_verbs),
+RUN_VERBS: tuple[Verb[Any], ...] = (
     Verb("mem", "view", Arguments, "who holds which device memory", run=_memory),
     Verb(
         "pause", "operate", WithReason, "no new work and no new step; the step in hand ends",

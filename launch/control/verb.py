@@ -1,24 +1,37 @@
-"""What a verb of the control socket is, and what it may use. The server knows only this; verbs know no sockets."""
+"""What a verb of the control socket is, what it may use, which actors a target names, and how a verb calls the
+coordinator.
+
+The server knows only this; verbs know no sockets.
+
+A coordinator that died is back within seconds, so a call waits that long for it. A coordinator that dies during a
+call may have carried it out; the error says so.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import msgspec
 
+from ...actors.contracts.roles import CoordinatorContract
+from ...core.actor import with_deadline
 from ...core.config import RunConfig
-from ...core.errors import ConfigError
+from ...core.errors import ConfigError, LaunchError, NoSuchActor, NotSent, PeerDied
 from ...core.knobs import Operator
 from ...core.suggestion import nearest
 from ...transport.node import Node
-from ..chaos.desk import ChaosDesk
+from ..chaos import FaultInjector
 from ..run_dir import RunDir
-from .proposals import Proposals
+from ..supervisor.roster import ActorRecord
+from .suggestions import Proposals
 
 if TYPE_CHECKING:
     from ..supervisor.run_supervisor import RunSupervisor
+
 
 Access = Literal["view", "operate"]
 """view: changes nothing, also served on the read-only socket; operate: on the control socket only, and audited."""
@@ -32,11 +45,11 @@ A = TypeVar("A", bound=Arguments)
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class VerbContext:
     """What verbs may use. The launcher of node 0 makes it."""
 
     node: Node
-    """Makes references to every actor: `room.node.ref(CoordinatorContract, "coordinator")`."""
+    """Makes references to every actor: `context.node.ref(CoordinatorContract, "coordinator")`."""
     run_dir: RunDir
     config: RunConfig
     """As the run was started."""
@@ -44,7 +57,7 @@ class Room:
     started_wall_s: float
     proposals: Proposals = field(default_factory=Proposals)
     """Suggestions that were shown."""
-    chaos: ChaosDesk = field(default_factory=ChaosDesk)
+    chaos: FaultInjector = field(default_factory=FaultInjector)
     """Faults on purpose."""
 
 
@@ -58,8 +71,8 @@ class Verb(Generic[A]):
     arguments: type[A]
     help: str
     """One line, as `myxa --help` shows it."""
-    run: Callable[[Room, A, Operator], Awaitable[Any]] | None = None
-    stream: Callable[[Room, A, Operator], AsyncIterator[Any]] | None = None
+    run: Callable[[VerbContext, A, Operator], Awaitable[Any]] | None = None
+    stream: Callable[[VerbContext, A, Operator], AsyncIterator[Any]] | None = None
     is_noted_elsewhere: bool = False
     """Of "operate" verbs: whoever carries it out writes it into the audit log (the coordinator does); else the server
     does."""
@@ -87,3 +100,67 @@ class VerbTable:
         if verb.access == "operate" and not may_operate:
             raise ConfigError(f"{name} changes the run, and this socket only shows", remedy="use the control socket")
         return verb
+
+
+SHAPES = 'a role ("rollout"), an actor ("rollout/1"), "rollout/*", "node:0" or "all"'
+MAX_SHOWN = 12
+
+_NODE = re.compile(r"node:(\d{1,6})")
+
+
+def find_targets(target: str, roster: Sequence[ActorRecord]) -> tuple[ActorRecord, ...]:
+    """The actors that `target` means, in start order; never none. Raises ConfigError: nobody is meant, and who is
+    there."""
+    word = target.strip()
+    found = tuple(record for record in roster if _names_actor(record, word))
+    if found:
+        return found
+    names = [record.name for record in roster]
+    words = [*names, *sorted({record.role for record in roster}), *sorted({f"node:{r.node}" for r in roster}), "all"]
+    near = nearest(word.removesuffix("/*"), words)
+    shown = ", ".join(names[:MAX_SHOWN]) + (f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else "")
+    raise ConfigError(
+        f"{word[:64]!r} names no actor of this run; there are {shown or 'none'}",
+        remedy=f"did you mean {near!r}?" if near else f"give {SHAPES}",
+    )
+
+
+def node_of(target: str) -> int | None:
+    """3 for "node:3"; None: it means no node."""
+    match = _NODE.fullmatch(target.strip())
+    return int(match[1]) if match else None
+
+
+def _names_actor(record: ActorRecord, word: str) -> bool:
+    if (node := node_of(word)) is not None:
+        return record.node == node
+    return word in ("all", "*", record.name, record.role, f"{record.role}/*")
+
+
+NAME = "coordinator"
+WAIT_S = 5.0
+
+
+@asynccontextmanager
+async def coordinator_call(context: VerbContext, seconds: float) -> AsyncGenerator[CoordinatorContract]:
+    """A reference with that deadline, to be used inside the block. Raises NotSent while it is away, PeerDied when it
+    ends meanwhile."""
+    try:
+        await context.node.wait_for(NAME, timeout_s=WAIT_S)
+    except LaunchError as error:
+        raise _away(context) from error
+    try:
+        yield with_deadline(context.node.ref(CoordinatorContract, NAME), seconds)
+    except PeerDied as error:
+        raise PeerDied(
+            "the coordinator ended over this request and is being restarted; it may or may not have been carried out",
+            remedy="`myxa history` and `myxa get` tell; then ask again",
+        ) from error
+    except (NoSuchActor, NotSent) as error:
+        raise _away(context) from error
+
+
+def _away(context: VerbContext) -> NotSent:
+    record = next((record for record in context.supervisor.roster() if record.name == NAME), None)
+    state = f"{record.state}, attempt {record.attempt}" if record is not None else "not there"
+    return NotSent(f"the coordinator is restarting ({state}): nothing was asked of it", remedy="ask again in a moment")

@@ -1,26 +1,34 @@
-"""All verbs of the control socket: the union of what the `*_verbs` modules declare."""
+"""All verbs of the control socket, and the verb that lists them."""
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 import msgspec
 
-from .verb import Verb, VerbTable
-
-MODULES = (
-    "run_verbs", "ps_verbs", "status_verbs", "watch_verbs", "knob_verbs", "config_verbs", "process_verbs",
-    "look_verbs", "data_verbs", "why_verbs", "trace_verbs", "chaos_verbs",
-)  # fmt: skip
+from ...core.knobs import Operator
+from .data_verbs import DATA_VERBS
+from .knob_verbs import CONFIG_VERBS, KNOB_VERBS
+from .look_verbs import LOOK_VERBS, PS_VERBS, STATUS_VERBS, TRACE_VERBS
+from .process_verbs import CHAOS_VERBS, PROCESS_VERBS
+from .run_verbs import RUN_VERBS
+from .verb import Arguments, Verb, VerbContext, VerbTable
+from .watch_verbs import WATCH_VERBS
+from .why_verbs import WHY_VERBS
 
 
 def all_verbs() -> VerbTable:
     """The table that the server serves."""
-    verbs: list[Verb[Any]] = []
-    for name in MODULES:
-        verbs.extend(import_module(f".{name}", __package__).VERBS)
-    return VerbTable(verbs)
+    return VerbTable((
+        Verb("verbs", "view", Arguments, "every verb with its arguments", run=_verbs),
+        *RUN_VERBS, *PS_VERBS, *STATUS_VERBS, *WATCH_VERBS, *KNOB_VERBS, *CONFIG_VERBS, *PROCESS_VERBS, *LOOK_VERBS,
+        *DATA_VERBS, *WHY_VERBS, *TRACE_VERBS, *CHAOS_VERBS,
+    ))  # fmt: skip
+
+
+async def _verbs(context: VerbContext, arguments: Arguments, who: Operator) -> list[dict[str, Any]]:
+    del context, arguments, who
+    return [describe(verb) for verb in all_verbs()]
 
 
 def describe(verb: Verb[Any]) -> dict[str, Any]:

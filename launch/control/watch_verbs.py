@@ -15,7 +15,7 @@ import msgspec
 
 from ...actors.audit import AUDIT_FILE
 from ...core.knobs import Operator
-from .verb import Arguments, Room, Verb
+from .verb import Arguments, Verb, VerbContext
 
 LOOK_EVERY_S = 0.2
 MAX_LINE_BYTES = 1 << 20
@@ -74,9 +74,9 @@ class Tail:
             self._file.close()
 
 
-async def _watch(room: Room, arguments: WatchArguments, who: Operator) -> AsyncIterator[dict[str, Any]]:
+async def _watch(context: VerbContext, arguments: WatchArguments, who: Operator) -> AsyncIterator[dict[str, Any]]:
     """Items {"kind": "change" | "metrics" | "event", ...}: a line of the file, with its kind."""
-    tails = {kind: Tail(room.run_dir.path / name, from_start=arguments.past) for kind, name in _FILES.items()}
+    tails = {kind: Tail(context.run_dir.path / name, from_start=arguments.past) for kind, name in _FILES.items()}
     try:
         while True:
             for kind, tail in tails.items():
@@ -127,6 +127,6 @@ def _is_meant(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-VERBS: tuple[Verb[Any], ...] = (
+WATCH_VERBS: tuple[Verb[Any], ...] = (
     Verb("watch", "view", WatchArguments, "changes, step metrics and events as they come", stream=_watch),
 )

@@ -12,7 +12,7 @@ import psutil
 
 from ...core.errors import LaunchError
 from ..child_env import SPEC_VARIABLE, WORKER_MODULE
-from ..control.live_runs import ControlNote
+from ..control.client import ControlNote
 from ..runtime_dir import PREFIX, short_base
 from ..worker_spec import WorkerSpec, read_spec
 from .machine_facts import FoundRun, Server

@@ -19,8 +19,7 @@ import orjson
 from ...actors.sinks.jsonl import EVENTS_FILE
 from ...core.errors import LaunchError, MyxaError
 from ...core.knobs import ChangeReply, KnobValue
-from ..control.client import ControlClient
-from ..control.live_runs import ControlNote
+from ..control.client import ControlClient, ControlNote
 from ..views.picture import ASKED, Answer, Picture, picture_of
 from ..views.sample_log import Wanted, read_samples
 

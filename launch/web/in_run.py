@@ -10,7 +10,7 @@ import os
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
-from ..control.live_runs import ControlNote
+from ..control.client import ControlNote
 
 URL_FILE = "dashboard.url"
 """In the run directory, for its owner's eyes only: the URL holds the secret."""

@@ -17,13 +17,13 @@ from myxa.core.clock import SystemClock
 from myxa.core.errors import ConfigError, DeadlineExceeded
 from myxa.core.knobs import AuditRecord, Operator
 from myxa.launch.control.connection import Limits
-from myxa.launch.control.desk import Desk
+from myxa.launch.control.dispatcher import Dispatcher
 from myxa.launch.control.server import ControlServer
-from myxa.launch.control.verb import Arguments, Room, Verb, VerbTable
+from myxa.launch.control.verb import Arguments, Verb, VerbContext, VerbTable
 
 
 class Place:
-    """What the desk needs of a node."""
+    """What the dispatcher needs of a node."""
 
     clock = SystemClock()
 
@@ -53,7 +53,7 @@ class Bench:
     control: Path
     view: Path
     server: ControlServer
-    desk: Desk
+    dispatcher: Dispatcher
     audit: list[AuditRecord]
     value: int = 0
     streams: int = 0
@@ -68,35 +68,35 @@ async def control_bench(folder: Path, limits: Limits | None = None, gid: int = -
     audit: list[AuditRecord] = []
     bench = cast(Bench, None)
 
-    async def echo(room: Room, arguments: Echo, who: Operator) -> Any:
+    async def echo(context: VerbContext, arguments: Echo, who: Operator) -> Any:
         return {"text": arguments.text, "number": arguments.number, "ratio": arguments.ratio,
                 "flag": arguments.flag, "names": arguments.names, "who": who}  # fmt: skip
 
-    async def put(room: Room, arguments: Put, who: Operator) -> int:
+    async def put(context: VerbContext, arguments: Put, who: Operator) -> int:
         bench.value = arguments.value
         return arguments.value
 
-    async def refuse(room: Room, arguments: Put, who: Operator) -> None:
+    async def refuse(context: VerbContext, arguments: Put, who: Operator) -> None:
         raise ConfigError(f"{arguments.value}: must be nice", remedy="be nice")
 
-    async def unsure(room: Room, arguments: Put, who: Operator) -> None:
+    async def unsure(context: VerbContext, arguments: Put, who: Operator) -> None:
         raise DeadlineExceeded("nobody answered")
 
-    async def crash(room: Room, arguments: Arguments, who: Operator) -> None:
+    async def crash(context: VerbContext, arguments: Arguments, who: Operator) -> None:
         raise ZeroDivisionError("secret insides")
 
-    async def gaze(room: Room, arguments: Arguments, who: Operator) -> int:
+    async def gaze(context: VerbContext, arguments: Arguments, who: Operator) -> int:
         bench.gazes += 1
         await bench.leave.wait()
         return bench.value
 
-    async def slow(room: Room, arguments: Put, who: Operator) -> int:
+    async def slow(context: VerbContext, arguments: Put, who: Operator) -> int:
         bench.entered.set()
         await bench.leave.wait()
         bench.value = arguments.value
         return arguments.value
 
-    async def count(room: Room, arguments: Count, who: Operator) -> AsyncIterator[Any]:
+    async def count(context: VerbContext, arguments: Count, who: Operator) -> AsyncIterator[Any]:
         bench.streams += 1
         try:
             number = 0
@@ -119,11 +119,11 @@ async def control_bench(folder: Path, limits: Limits | None = None, gid: int = -
         Verb("gaze", "view", Arguments, "looks for long", run=gaze),
         Verb("count", "view", Count, "counts", stream=count),
     ]
-    room = cast(Any, Room)(Place(), None, None, None, 0.0)
-    desk = Desk(room, VerbTable(verbs), audit.append)
+    context = cast(Any, VerbContext)(Place(), None, None, None, 0.0)
+    dispatcher = Dispatcher(context, VerbTable(verbs), audit.append)
     control, view = folder / "control.sock", folder / "view.sock"
-    server = ControlServer(desk, control, view, view_gid=gid, limits=limits)
-    bench = Bench(control, view, server, desk, audit)
+    server = ControlServer(dispatcher, control, view, view_gid=gid, limits=limits)
+    bench = Bench(control, view, server, dispatcher, audit)
     await server.open()
     try:
         yield bench

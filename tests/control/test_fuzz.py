@@ -1,7 +1,7 @@
 """Mutations of valid requests, in both framings: nothing crashes, nothing changes, everything that is whole is answered.
 
-The verbs are the real ones of the product. They stand on a room without a run, so whatever a request would change shows
-as a call that must not be made: the room refuses, and counts.
+The verbs are the real ones of the product. They have a context without a run, so whatever a request would change shows
+as a call that must not be made: the context refuses, and counts.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from control_room import Place
 from myxa.core.errors import NoSuchActor
 from myxa.core.knobs import AuditRecord
 from myxa.launch.control.connection import Limits
-from myxa.launch.control.desk import Desk
+from myxa.launch.control.dispatcher import Dispatcher
 from myxa.launch.control.server import ControlServer
-from myxa.launch.control.verb import Room
+from myxa.launch.control.verb import VerbContext
 from myxa.launch.control.verbs import all_verbs
 
 SEED = 20_240_611
@@ -66,65 +66,65 @@ class Nobody:
         raise NoSuchActor(f"{self._name} is not here")
 
 
-def wild(lot: random.Random, depth: int = 0) -> Any:
+def wild(drawn: random.Random, depth: int = 0) -> Any:
     """Any JSON value."""
-    kind = lot.randrange(5 if depth < 4 else 3)
+    kind = drawn.randrange(5 if depth < 4 else 3)
     if kind == 0:
-        return lot.choice(WORDS)
+        return drawn.choice(WORDS)
     if kind in (1, 2):
-        return lot.choice(NUMBERS)
+        return drawn.choice(NUMBERS)
     if kind == 3:
-        return [wild(lot, depth + 1) for _ in range(lot.randrange(4))]
-    return {lot.choice(WORDS): wild(lot, depth + 1) for _ in range(lot.randrange(4))}
+        return [wild(drawn, depth + 1) for _ in range(drawn.randrange(4))]
+    return {drawn.choice(WORDS): wild(drawn, depth + 1) for _ in range(drawn.randrange(4))}
 
 
-def request(lot: random.Random, verbs: list[Any]) -> tuple[str, Any]:
+def request(drawn: random.Random, verbs: list[Any]) -> tuple[str, Any]:
     """A valid verb with its own argument names and wild values, or nearly so."""
-    verb = lot.choice(verbs)
+    verb = drawn.choice(verbs)
     names = list(verb.arguments.__struct_fields__)
-    args: Any = {name: wild(lot) for name in names if lot.random() < 0.7}
-    if lot.random() < 0.1:
-        args[lot.choice(WORDS)] = wild(lot)
-    if lot.random() < 0.1:
-        args = wild(lot)
+    args: Any = {name: wild(drawn) for name in names if drawn.random() < 0.7}
+    if drawn.random() < 0.1:
+        args[drawn.choice(WORDS)] = wild(drawn)
+    if drawn.random() < 0.1:
+        args = wild(drawn)
     return verb.name, args
 
 
-def mutated(lot: random.Random, data: bytes) -> bytes:
+def mutated(drawn: random.Random, data: bytes) -> bytes:
     """Flipped, cut, doubled, spliced bytes."""
     body = bytearray(data)
-    for _ in range(lot.randrange(4)):
-        at = lot.randrange(len(body) + 1)
-        match lot.randrange(5):
+    for _ in range(drawn.randrange(4)):
+        at = drawn.randrange(len(body) + 1)
+        match drawn.randrange(5):
             case 0 if body:
-                body[at % len(body)] ^= 1 << lot.randrange(8)
+                body[at % len(body)] ^= 1 << drawn.randrange(8)
             case 1:
-                del body[at : at + lot.randrange(20)]
+                del body[at : at + drawn.randrange(20)]
             case 2:
-                body[at:at] = body[at : at + lot.randrange(40)]
+                body[at:at] = body[at : at + drawn.randrange(40)]
             case 3:
-                body[at:at] = lot.randbytes(lot.randrange(12))
+                body[at:at] = drawn.randbytes(drawn.randrange(12))
             case _:
-                body[at:at] = lot.choice([b"{", b"[" * 50, b'"', b"\r\n", b"\n", b"\xff", b"null", b"1e999", b":"])
+                body[at:at] = drawn.choice([b"{", b"[" * 50, b'"', b"\r\n", b"\n", b"\xff", b"null", b"1e999", b":"])
     return bytes(body)
 
 
-def line_of(lot: random.Random, verbs: list[Any]) -> bytes:
-    name, args = request(lot, verbs)
-    whole = {"id": wild(lot, 4), "verb": name, "args": args}
-    return mutated(lot, json.dumps(whole).encode()) + b"\n"
+def line_of(drawn: random.Random, verbs: list[Any]) -> bytes:
+    name, args = request(drawn, verbs)
+    whole = {"id": wild(drawn, 4), "verb": name, "args": args}
+    return mutated(drawn, json.dumps(whole).encode()) + b"\n"
 
 
-def http_of(lot: random.Random, verbs: list[Any]) -> bytes:
-    name, args = request(lot, verbs)
+def http_of(drawn: random.Random, verbs: list[Any]) -> bytes:
+    name, args = request(drawn, verbs)
     body = json.dumps(args).encode()
-    length = lot.choice([len(body), len(body), len(body), 0, len(body) * 2, 10**12, -1])
-    method = lot.choice(["POST", "POST", "GET", "PUT", "HEAD", "OPTIONS", "CONNECT", "TRACE"])
-    query = "?" + "&".join(f"{lot.choice(WORDS)[:20]}={lot.choice(WORDS)[:20]}" for _ in range(lot.randrange(3)))
-    extra = lot.choice(["", "", "Transfer-Encoding: chunked\r\n", "Content-Encoding: gzip\r\n", "Expect: 100-continue\r\n",
+    length = drawn.choice([len(body), len(body), len(body), 0, len(body) * 2, 10**12, -1])
+    method = drawn.choice(["POST", "POST", "GET", "PUT", "HEAD", "OPTIONS", "CONNECT", "TRACE"])
+    query = "?" + "&".join(f"{drawn.choice(WORDS)[:20]}={drawn.choice(WORDS)[:20]}" for _ in range(drawn.randrange(3)))
+    extra = drawn.choice(["", "", "Transfer-Encoding: chunked\r\n", "Content-Encoding: gzip\r\n", "Expect: 100-continue\r\n",
                         "Upgrade: websocket\r\nConnection: Upgrade\r\n", "X: " + "y" * 9000 + "\r\n"])  # fmt: skip
     head = f"{method} /v1/{name}{query} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n{extra}\r\n"
-    return mutated(lot, head.encode(errors="replace") + body)
+    return mutated(drawn, head.encode(errors="replace") + body)
 
 
 async def send(path: Path, data: bytes) -> bytes:
@@ -145,27 +145,27 @@ async def send(path: Path, data: bytes) -> bytes:
 @pytest.mark.parametrize("number", [NUM_REQUESTS // 4, pytest.param(NUM_REQUESTS, marks=pytest.mark.soak)])
 async def test_nonsense_neither_crashes_nor_changes_anything(tmp_path: Path, framing: str, number: int):
     print(f"seed {SEED}")
-    lot = random.Random(SEED)
+    drawn = random.Random(SEED)
     touched: list[str] = []
     audit: list[AuditRecord] = []
     node = Nobody(touched, "node")
     cast(Any, node).clock = Place.clock
-    room = cast(Any, Room)(
+    context = cast(Any, VerbContext)(
         node, Nobody(touched, "run_dir"), Nobody(touched, "config"), Nobody(touched, "supervisor"), 0.0
     )
     table = all_verbs()
     verbs = list(table)
-    desk = Desk(room, table, audit.append)
-    server = ControlServer(desk, tmp_path / "c.sock", tmp_path / "v.sock", limits=Limits(request_s=0.5))
+    dispatcher = Dispatcher(context, table, audit.append)
+    server = ControlServer(dispatcher, tmp_path / "c.sock", tmp_path / "v.sock", limits=Limits(request_s=0.5))
     await server.open()
     failures: list[dict[str, Any]] = []
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: failures.append(context))
     try:
         paths = (tmp_path / "c.sock", tmp_path / "v.sock")
-        await burst(lot, verbs, paths, framing, 200)  # warm: caches, lazy imports
+        await burst(drawn, verbs, paths, framing, 200)  # warm: caches, lazy imports
         before = footprint()
-        await burst(lot, verbs, paths, framing, number)
+        await burst(drawn, verbs, paths, framing, number)
         gc.collect()
         after = footprint()
         good = await send(paths[0], b'{"id": 1, "verb": "verbs"}\n')
@@ -180,22 +180,22 @@ async def test_nonsense_neither_crashes_nor_changes_anything(tmp_path: Path, fra
         await server.close()
 
 
-async def burst(lot: random.Random, verbs: list[Any], paths: tuple[Path, ...], framing: str, count: int) -> None:
+async def burst(drawn: random.Random, verbs: list[Any], paths: tuple[Path, ...], framing: str, count: int) -> None:
     """Requests, several connections at a time."""
     jobs: list[bytes] = []
     while count > 0:
         if framing == "lines":
-            jobs.append(b"".join(line_of(lot, verbs) for _ in range(BATCH)))
-            jobs.append(line_of(lot, verbs))
+            jobs.append(b"".join(line_of(drawn, verbs) for _ in range(BATCH)))
+            jobs.append(line_of(drawn, verbs))
             count -= BATCH + 1
         else:
-            jobs.append(http_of(lot, verbs))
+            jobs.append(http_of(drawn, verbs))
             count -= 1
     gate = asyncio.Semaphore(48)
 
     async def one(data: bytes) -> None:
         async with gate:
-            await send(lot.choice(paths), data)
+            await send(drawn.choice(paths), data)
 
     await asyncio.gather(*(one(data) for data in jobs))
 

@@ -199,7 +199,7 @@ async def test_the_view_socket_only_shows(tmp_path: Path):
         status, answer = await http(bench.view, "POST /v1/put", b'{"value": 3}')
         assert status == 400
         assert bench.value == 0
-        assert bench.desk.counters["refused"] == 2
+        assert bench.dispatcher.counters["refused"] == 2
         assert bench.audit == [], "whoever may only look cannot make the audit log grow"
 
 

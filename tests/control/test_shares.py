@@ -21,9 +21,9 @@ from myxa.core.knobs import AuditRecord, KnobState, Operator, Tunable
 from myxa.launch.contracts import LogRequest
 from myxa.launch.control import why_verbs
 from myxa.launch.control.connection import Limits
-from myxa.launch.control.desk import MAX_AT_ONCE
-from myxa.launch.control.evidence import Evidence
-from myxa.launch.control.verb import Room
+from myxa.launch.control.dispatcher import MAX_AT_ONCE
+from myxa.launch.control.verb import VerbContext
+from myxa.launch.control.why_verbs import Evidence
 from myxa.launch.nodes import agent as agent_module
 from myxa.launch.nodes.agent import Agent, AgentOptions
 from myxa.launch.run_dir import RunDir
@@ -110,12 +110,12 @@ async def test_refusals_faster_than_the_audit_log_takes_them_are_counted(tmp_pat
             assert may_write.wait(30)
             noted.append(record)
 
-        cast(Any, bench.desk)._note = note
+        cast(Any, bench.dispatcher)._note = note
         try:
             line = b'{"verb": "put", "args": {"value": "x"}}\n'
             async with callers(bench.control, line, MAX_AT_ONCE + 3):
-                await until(lambda: bench.desk.counters["unnoted"] == 3, "three are too many")
-                assert bench.desk.counters["refused"] == MAX_AT_ONCE + 3
+                await until(lambda: bench.dispatcher.counters["unnoted"] == 3, "three are too many")
+                assert bench.dispatcher.counters["refused"] == MAX_AT_ONCE + 3
                 may_write.set()
                 await until(lambda: len(noted) == MAX_AT_ONCE, "the others are noted")
         finally:
@@ -131,7 +131,7 @@ async def test_refusals_of_those_who_only_look_cost_no_line_of_the_audit_log(tmp
             assert b"only shows" in await asyncio.wait_for(reader.readline(), 20)
         writer.close()
         assert bench.audit == []
-        assert bench.desk.counters["refused"] == 100
+        assert bench.dispatcher.counters["refused"] == 100
 
 
 # -- what looks in the launcher ------------------------------------------------------------------------------------
@@ -150,28 +150,30 @@ async def test_who_asks_for_suggestions_writes_nothing_and_takes_none_from_other
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     config = SimpleNamespace(control=SimpleNamespace(autopilot=False))
-    room = Room(cast(Any, None), cast(Any, SimpleNamespace(path=tmp_path)), cast(Any, config), cast(Any, None), 0.0)
+    context = VerbContext(
+        cast(Any, None), cast(Any, SimpleNamespace(path=tmp_path)), cast(Any, config), cast(Any, None), 0.0
+    )
     who = Operator(user="ada")
     found = evidence(**{"wait-data": 0.7, "compute": 0.3})
 
-    async def gathered(room: Room, window_s: float) -> Evidence:
+    async def gathered(context: VerbContext, window_s: float) -> Evidence:
         return found
 
     monkeypatch.setattr(why_verbs, "gather_evidence", gathered)
-    verbs: dict[str, Any] = {verb.name: verb for verb in why_verbs.VERBS}
-    first = await verbs["suggest"].run(room, why_verbs.SuggestArguments(), who)
+    verbs: dict[str, Any] = {verb.name: verb for verb in why_verbs.WHY_VERBS}
+    first = await verbs["suggest"].run(context, why_verbs.SuggestArguments(), who)
     assert first.open, first.sentence
     found = evidence(compute=0.9)
-    assert not (await verbs["suggest"].run(room, why_verbs.SuggestArguments(window_s=5), who)).open
+    assert not (await verbs["suggest"].run(context, why_verbs.SuggestArguments(window_s=5), who)).open
     assert list(tmp_path.iterdir()) == []
     forbid = why_verbs.DecideArguments(action="forbid", what=first.open[0].id)
-    assert (await verbs["suggest-decide"].run(room, forbid, who))["forbidden"]["id"] == first.open[0].id
+    assert (await verbs["suggest-decide"].run(context, forbid, who))["forbidden"]["id"] == first.open[0].id
     assert [path.name for path in tmp_path.iterdir()] == ["suggestions.json"]
     found = evidence(**{"wait-data": 0.7, "compute": 0.3})
-    again = await verbs["suggest"].run(room, why_verbs.SuggestArguments(), who)
+    again = await verbs["suggest"].run(context, why_verbs.SuggestArguments(), who)
     assert first.open[0] not in again.open
     with pytest.raises(ConfigError, match="no open suggestion"):
-        await verbs["suggest-decide"].run(room, forbid, who)
+        await verbs["suggest-decide"].run(context, forbid, who)
 
 
 async def test_a_log_is_read_beside_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -17,7 +17,7 @@ from control_room import ask, control_bench
 from live import live_run
 from run_job import make_job  # pyright: ignore[reportMissingImports]
 
-from myxa.launch.control.peer import Peer
+from myxa.launch.control.connection import Peer
 from myxa.launch.runtime_dir import RuntimeDir
 
 pytestmark = pytest.mark.asyncio
@@ -98,7 +98,7 @@ async def test_a_group_may_look_and_no_more():
             assert bench.value == 0
             assert f'"user":"nobody","uid":{nobody.pw_uid},' in view, "the kernel said who it is"
             assert bench.audit == []
-            assert bench.desk.counters["refused"] == 1
+            assert bench.dispatcher.counters["refused"] == 1
 
 
 async def test_only_this_user_and_root_are_ours():

@@ -18,10 +18,8 @@ from control_room import Bench, control_bench
 
 from myxa.core.config.control import ControlSettings
 from myxa.core.errors import ConfigError, DeadlineExceeded
-from myxa.launch.control.allow_list import parse_allow_list
-from myxa.launch.control.client import ControlClient
-from myxa.launch.control.live_runs import ControlNote
-from myxa.launch.control.tcp import MAX_IN_HAND, TcpServer
+from myxa.launch.control.client import ControlClient, ControlNote
+from myxa.launch.control.tcp import MAX_IN_HAND, TcpServer, parse_allow_list
 from myxa.transport.security import JobKey
 
 pytestmark = pytest.mark.asyncio
@@ -61,7 +59,7 @@ async def remote_bench(folder: Path) -> AsyncGenerator[Remote]:
         )
         remote = Remote(bench, cast(TcpServer, None), "", folder, keys)
         remote.allow(ada="operate", screen="view")
-        remote.server = TcpServer(bench.desk, cast(Any, SimpleNamespace(control=settings)))
+        remote.server = TcpServer(bench.dispatcher, cast(Any, SimpleNamespace(control=settings)))
         remote.endpoint = remote.server.open()
         try:
             yield remote
@@ -160,14 +158,14 @@ async def test_a_key_that_is_taken_out_is_refused_at_once(tmp_path: Path):
 async def test_nonsense_is_answered_and_changes_nothing(tmp_path: Path):
     seed = 11
     print(f"seed {seed}")
-    lot = random.Random(seed)
+    drawn = random.Random(seed)
     async with remote_bench(tmp_path) as remote:
         with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
             dial(peer, remote, "ada")
             good = json.dumps({"id": 1, "verb": "put", "args": {"value": 7}}).encode()
             for _ in range(500):
                 body = bytearray(good)
-                body[lot.randrange(len(body) - 3)] = lot.randrange(256)
+                body[drawn.randrange(len(body) - 3)] = drawn.randrange(256)
                 peer.send(bytes(body).replace(b"put", b"pot"))
                 if await asyncio.to_thread(peer.poll, 5000):
                     assert not json.loads(peer.recv())["ok"]
@@ -198,7 +196,7 @@ async def test_files_that_others_can_change_or_read_are_refused(tmp_path: Path):
         config = cast(Any, SimpleNamespace(control=settings))
         (tmp_path / "allowed").chmod(0o666)
         with pytest.raises(ConfigError, match="others may write"):
-            TcpServer(remote.bench.desk, config)
+            TcpServer(remote.bench.dispatcher, config)
         (tmp_path / "server.key").chmod(0o644)
         with pytest.raises(ConfigError, match="can be read by others"):
-            TcpServer(remote.bench.desk, config)
+            TcpServer(remote.bench.dispatcher, config)

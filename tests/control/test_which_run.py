@@ -12,7 +12,7 @@ import pytest
 
 from myxa.core.errors import LaunchError
 from myxa.launch.cli import main
-from myxa.launch.control.live_runs import find_run
+from myxa.launch.control.client import find_run
 from myxa.launch.runtime_dir import PREFIX, short_base
 
 

@@ -16,7 +16,7 @@ import pytest
 from myxa.launch.actor_spec import ActorSpec
 from myxa.launch.child_env import SPEC_VARIABLE
 from myxa.launch.cli import main
-from myxa.launch.control.live_runs import ControlNote
+from myxa.launch.control.client import ControlNote
 from myxa.launch.doctor import found_runs, gather, probes
 from myxa.launch.doctor.check import Check
 from myxa.launch.doctor.found_runs import find_runs, server_of

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from myxa.launch.contracts import ChildEnd
-from myxa.launch.control.client import ControlClient
-from myxa.launch.control.live_runs import find_run
+from myxa.launch.control.client import ControlClient, find_run
 from myxa.launch.exit_words import meaning, remedy
 from myxa.launch.first_failure import REPORT_LINES, Failures, FirstFailure
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from myxa.core.knobs import KnobState, Tunable
-from myxa.launch.control.pilot import Pilot, PilotOptions
+from myxa.launch.control.autopilot import Pilot, PilotOptions
 from myxa.launch.views.advice import Advice, Facts, all_advice
 from myxa.launch.views.bottleneck import Verdict, judge
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from myxa.core.errors import ConfigError
-from myxa.launch.control.proposals import MAX_KEPT, Proposals
-from myxa.launch.control.suggestion_book import BOOK_FILE, SuggestionBook
+from myxa.launch.control.suggestions import BOOK_FILE, MAX_KEPT, Proposals, SuggestionBook
 from myxa.launch.views.advice import Advice
 
 CONCURRENCY = Advice("concurrency", 4, 16, "room for more", "rollout.max_groups", "myxa set concurrency=16")

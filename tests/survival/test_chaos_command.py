@@ -14,8 +14,7 @@ from myxa.actors.audit import read_audit
 from myxa.core.chaos import POINTS
 from myxa.core.config import RoleName
 from myxa.core.errors import ConfigError
-from myxa.launch.chaos.ballast import BALLAST, Ballast
-from myxa.launch.chaos.lots import Lots
+from myxa.launch.chaos import BALLAST, DiskFill, RandomFaults
 from myxa.launch.cli import main
 from myxa.launch.supervisor.roster import ActorRecord
 
@@ -30,7 +29,7 @@ CREW = (actor("buffer", "buffer"), *(actor(f"rollout/{n}") for n in range(3)), a
 
 
 def series(seed: int, crew: tuple[ActorRecord, ...] = CREW) -> list[tuple[str, str]]:
-    lots = Lots(seed, ("kill", "stop"), ("rollout/*", "buffer"))
+    lots = RandomFaults(seed, ("kill", "stop"), ("rollout/*", "buffer"))
     return [(lot.fault, lot.actor) for _ in range(40) if (lot := lots.draw(crew)) is not None]
 
 
@@ -49,14 +48,14 @@ def test_who_is_not_up_is_not_struck():
 
 def test_there_must_be_something_to_draw_from():
     with pytest.raises(ConfigError, match="need faults and targets"):
-        Lots(1, (), ("rollout/*",))
+        RandomFaults(1, (), ("rollout/*",))
 
 
 def test_the_machine_s_own_file_system_is_not_filled(tmp_path: Path):
     with pytest.raises(ConfigError, match="machine's own file system"):
-        Ballast(tmp_path, spared=tmp_path.parent).fill(MIB)
+        DiskFill(tmp_path, spared=tmp_path.parent).fill(MIB)
     assert list(tmp_path.iterdir()) == []
-    ballast = Ballast(tmp_path, spared=Path("/proc"))
+    ballast = DiskFill(tmp_path, spared=Path("/proc"))
     assert ballast.fill(MIB) == MIB
     assert (tmp_path / BALLAST).stat().st_size == MIB
     ballast.empty()

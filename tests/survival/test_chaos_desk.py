@@ -14,8 +14,8 @@ import pytest
 
 from myxa.core.clock import SystemClock
 from myxa.core.errors import LaunchError, NotSent
-from myxa.launch.chaos import desk as desk_module
-from myxa.launch.chaos.desk import ChaosDesk, ChaosRun
+from myxa.launch import chaos as desk_module
+from myxa.launch.chaos import FaultContext, FaultInjector
 from myxa.launch.run_dir import RunDir
 from myxa.launch.supervisor.roster import ActorRecord
 
@@ -82,18 +82,18 @@ class Bulk:
 
 
 @asynccontextmanager
-async def desk_in(folder: Path) -> AsyncIterator[tuple[ChaosDesk, Room]]:
-    desk, room = ChaosDesk(), Room(folder)
+async def desk_in(folder: Path) -> AsyncIterator[tuple[FaultInjector, Room]]:
+    desk, room = FaultInjector(), Room(folder)
     try:
         yield desk, room
     finally:
-        await desk.close(cast(ChaosRun, room))
+        await desk.close(cast(FaultContext, room))
 
 
 @pytest.fixture
 def bulk(monkeypatch: pytest.MonkeyPatch) -> Bulk:
     made = Bulk()
-    monkeypatch.setattr(desk_module, "Ballast", made)
+    monkeypatch.setattr(desk_module, "DiskFill", made)
     return made
 
 
@@ -110,7 +110,7 @@ def begin(work: Any) -> asyncio.Task[Any]:
 @pytest.mark.asyncio
 async def test_a_disk_is_emptied_though_whoever_asked_went_while_it_was_filled(tmp_path: Path, bulk: Bulk):
     async with desk_in(tmp_path) as (desk, room):
-        asking = begin(desk.fill_disk(cast(ChaosRun, room), 1000, 0.05))
+        asking = begin(desk.fill_disk(cast(FaultContext, room), 1000, 0.05))
         await until(bulk.is_filling.is_set)
         asking.cancel()
         await asyncio.wait({asking})
@@ -121,9 +121,9 @@ async def test_a_disk_is_emptied_though_whoever_asked_went_while_it_was_filled(t
 @pytest.mark.asyncio
 async def test_a_disk_that_is_being_filled_when_the_run_ends_is_emptied_when_it_is_full(tmp_path: Path, bulk: Bulk):
     async with desk_in(tmp_path) as (desk, room):
-        asking = begin(desk.fill_disk(cast(ChaosRun, room), 1000, FOR_EVER_S))
+        asking = begin(desk.fill_disk(cast(FaultContext, room), 1000, FOR_EVER_S))
         await until(bulk.is_filling.is_set)
-        closing = begin(desk.close(cast(ChaosRun, room)))
+        closing = begin(desk.close(cast(FaultContext, room)))
         await asyncio.sleep(0.05)
         bulk.may_fill.set()
         await closing
@@ -136,12 +136,12 @@ async def test_a_disk_that_is_being_filled_when_the_run_ends_is_emptied_when_it_
 async def test_a_disk_that_refuses_is_told_and_one_that_is_full_is_held(tmp_path: Path, bulk: Bulk):
     bulk.may_fill.set()
     async with desk_in(tmp_path) as (desk, room):
-        assert await desk.fill_disk(cast(ChaosRun, room), 1000, FOR_EVER_S) == 1000
+        assert await desk.fill_disk(cast(FaultContext, room), 1000, FOR_EVER_S) == 1000
         await asyncio.sleep(0.05)
         assert bulk.taken == 1000
         bulk.fails = True
         with pytest.raises(LaunchError, match="the disk refuses"):
-            await desk.fill_disk(cast(ChaosRun, room), 1000, FOR_EVER_S)
+            await desk.fill_disk(cast(FaultContext, room), 1000, FOR_EVER_S)
         assert [act.fault for act in desk.acts] == ["fill-disk"]
 
 
@@ -149,7 +149,7 @@ async def test_a_disk_that_refuses_is_told_and_one_that_is_full_is_held(tmp_path
 async def test_what_was_stopped_for_a_while_goes_on_though_whoever_asked_went(tmp_path: Path):
     async with desk_in(tmp_path) as (desk, room):
         room.may_answer.clear()
-        asking = begin(desk.strike(cast(ChaosRun, room), "delay", MEANT, 0.05))
+        asking = begin(desk.strike(cast(FaultContext, room), "delay", MEANT, 0.05))
         await until(lambda: room.sent == [signal.SIGSTOP])
         asking.cancel()
         await asyncio.wait({asking})
@@ -162,7 +162,7 @@ async def test_what_was_stopped_for_a_while_goes_on_though_whoever_asked_went(tm
 @pytest.mark.asyncio
 async def test_what_is_stopped_when_the_run_ends_goes_on(tmp_path: Path):
     async with desk_in(tmp_path) as (desk, room):
-        assert await desk.strike(cast(ChaosRun, room), "delay", MEANT, FOR_EVER_S) == ("rollout/0",)
+        assert await desk.strike(cast(FaultContext, room), "delay", MEANT, FOR_EVER_S) == ("rollout/0",)
         assert room.sent == [signal.SIGSTOP]
     assert room.sent == [signal.SIGSTOP, signal.SIGCONT]
 
@@ -172,6 +172,6 @@ async def test_what_could_not_be_stopped_is_told_and_goes_on_all_the_same(tmp_pa
     async with desk_in(tmp_path) as (desk, room):
         room.fails = True
         with pytest.raises(LaunchError, match="node 0 was not asked"):
-            await desk.strike(cast(ChaosRun, room), "delay", MEANT, FOR_EVER_S)
+            await desk.strike(cast(FaultContext, room), "delay", MEANT, FOR_EVER_S)
         await until(lambda: room.sent == [signal.SIGSTOP, signal.SIGCONT])
         assert not desk.acts

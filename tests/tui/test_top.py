@@ -17,7 +17,7 @@ from textual.widgets import Input, Static
 
 from myxa.core.errors import ConfigError
 from myxa.launch.cli import main
-from myxa.launch.control.live_runs import ControlNote
+from myxa.launch.control.client import ControlNote
 from myxa.launch.tui.app import TopApp
 from myxa.launch.tui.feed import Feed, last_word
 from myxa.launch.tui.tables import Read, Seen

@@ -1,6 +1,6 @@
-"""Where requests become verbs: finds the verb, decodes its arguments, carries it out, has it audited, counts.
+"""Finds the verb of a request, decodes its arguments, runs it, has it audited, counts.
 
-Knows verbs and the audit log. Must not know sockets or framings: lines, HTTP and TCP all end here.
+Knows verbs and the audit log. Must not know sockets or framings: lines, HTTP and TCP all call this.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import msgspec
 
 from ...core.errors import CallError, MyxaError, Overloaded
 from ...core.knobs import AuditRecord, Operator
-from .verb import Arguments, Room, Verb, VerbTable
+from .verb import Arguments, Verb, VerbContext, VerbTable
 from .wire import check_depth, decode_arguments
 
 MAX_AT_ONCE = 64
-"""Requests in hand, of each entrance."""
+"""Requests in hand, of each caller."""
 CLOSE_S = 5.0
 """For what is in hand to give up, at the end of the run."""
 MAX_NOTED_CHARS = 2000
@@ -32,7 +32,7 @@ _log = logging.getLogger("myxa.control")
 
 
 @dataclass(frozen=True, slots=True)
-class Entrance:
+class Caller:
     """What a caller came in by: a socket, or a key. Each has its own share of what may be in hand, so that callers who
     only look keep nobody from steering."""
 
@@ -47,40 +47,40 @@ class Order:
     verb: Verb[Any]
     arguments: Arguments
     who: Operator
-    entrance: Entrance
+    caller: Caller
 
 
-class Desk:
+class Dispatcher:
     """One per run. `note` appends to the audit log; it is called in a thread of its own, one call at a time."""
 
-    def __init__(self, room: Room, verbs: VerbTable, note: Callable[[AuditRecord], object]) -> None:
+    def __init__(self, context: VerbContext, verbs: VerbTable, note: Callable[[AuditRecord], object]) -> None:
         self.verbs = verbs
         self.counters: Counter[str] = Counter()
         """Absent in a healthy run: "malformed", "refused", "failed", "bug", what connections were closed for, and
         "unnoted": refusals that came faster than the audit log takes them."""
-        self._room = room
+        self._context = context
         self._note = note
         # Not the loop's own threads: verbs that only show may keep all of those busy.
         self._notary = ThreadPoolExecutor(1, thread_name_prefix="audit")
         self._in_hand: set[asyncio.Task[Any]] = set()
         self._shares: Counter[str] = Counter()
 
-    def understand(self, name: str, arguments: msgspec.Raw | bytes, who: Operator, entrance: Entrance) -> Order:
+    def understand(self, name: str, arguments: msgspec.Raw | bytes, who: Operator, caller: Caller) -> Order:
         """Raises ConfigError, with which nothing has happened."""
-        return self.order(name, lambda verb: self.decode(verb, arguments), who, entrance)
+        return self.order(name, lambda verb: self.decode(verb, arguments), who, caller)
 
     def order(
         self,
         name: str,
         arguments: Callable[[Verb[Any]], Arguments],
         who: Operator,
-        entrance: Entrance,
+        caller: Caller,
         *,
         only_shows: bool = False,
     ) -> Order:
-        """The same with arguments that are decoded by the caller. `only_shows`: although the entrance may more."""
-        verb = self.verbs.find(name, may_operate=entrance.may_operate and not only_shows)
-        return Order(verb, arguments(verb), who, entrance)
+        """The same with arguments that are decoded by the caller. `only_shows`: although the caller may more."""
+        verb = self.verbs.find(name, may_operate=caller.may_operate and not only_shows)
+        return Order(verb, arguments(verb), who, caller)
 
     @staticmethod
     def decode(verb: Verb[Any], raw: msgspec.Raw | bytes) -> Arguments:
@@ -92,11 +92,11 @@ class Desk:
         """Carry out a verb that is no stream. It is carried out to its end even if the caller goes meanwhile."""
         if order.verb.run is None:
             raise AssertionError(f"{order.verb.name} is a stream")
-        share = self._share_of(order.entrance)
-        work = order.verb.run(self._room, order.arguments, order.who)
+        share = self._share_of(order.caller)
+        work = order.verb.run(self._context, order.arguments, order.who)
         return await self._kept(self._carried_out(order, work), share)
 
-    async def refuse(self, name: str, who: Operator, entrance: Entrance, error: MyxaError) -> None:
+    async def refuse(self, name: str, who: Operator, caller: Caller, error: MyxaError) -> None:
         """Count a request that was not understood; note it, if it was meant to change something by somebody who may.
 
         Raises nothing: the caller is to hear of the refusal, and of nothing else. Whoever may only look must not be
@@ -104,11 +104,11 @@ class Desk:
         """
         self.counters["refused"] += 1
         verb = next((verb for verb in self.verbs if verb.name == name), None)
-        if not entrance.may_operate or verb is None or verb.access != "operate":
+        if not caller.may_operate or verb is None or verb.access != "operate":
             return
         try:
             # Apart from requests in hand: these are refused also where all of the share is taken.
-            share = self._share_of(entrance, "refused")
+            share = self._share_of(caller, "refused")
         except Overloaded:
             self.counters["unnoted"] += 1
             return
@@ -119,9 +119,9 @@ class Desk:
         """The answers of a stream; leaving the block ends it."""
         if order.verb.stream is None:
             raise AssertionError(f"{order.verb.name} is no stream")
-        stream: Any = order.verb.stream(self._room, order.arguments, order.who)
+        stream: Any = order.verb.stream(self._context, order.arguments, order.who)
         if order.verb.access == "operate":
-            share, asked = self._share_of(order.entrance), _noted_arguments(order.arguments)
+            share, asked = self._share_of(order.caller), _noted_arguments(order.arguments)
             await self._kept(self._noted(order.verb.name, order.who, asked, "done", ""), share)
         async with contextlib.aclosing(stream):
             yield stream
@@ -160,7 +160,7 @@ class Desk:
     async def _noted(self, verb: str, who: Operator, asked: dict[str, Any], result: str, detail: str) -> None:
         reason = str(asked.get("reason", ""))
         record = AuditRecord(
-            number=0, wall_s=self._room.node.clock.wall(), verb=verb, who=who, arguments=asked, result=result,
+            number=0, wall_s=self._context.node.clock.wall(), verb=verb, who=who, arguments=asked, result=result,
             detail=detail[:MAX_NOTED_CHARS], reason=reason,
         )  # fmt: skip
         try:
@@ -168,9 +168,9 @@ class Desk:
         except (OSError, MyxaError) as error:
             _log.error("the audit log did not take %s: %s", verb, error)
 
-    def _share_of(self, entrance: Entrance, what: str = "requests") -> str:
+    def _share_of(self, caller: Caller, what: str = "requests") -> str:
         """What the next request counts towards. Raises Overloaded if all of that is in hand."""
-        share = f"{entrance.name}: {what}"
+        share = f"{caller.name}: {what}"
         if self._shares[share] >= MAX_AT_ONCE:
             raise Overloaded(f"{MAX_AT_ONCE} requests are in hand", remedy="wait for the answers of earlier ones")
         return share

@@ -1,17 +1,20 @@
 """Suggestions of a run: what is proposed now, what is pinned, what was forbidden.
 
     propose   the verdict's advice becomes proposals with names; the same proposal has the same name at any time
-    pin       a knob that nobody but a person turns: not proposed, and the autopilot leaves it
+    pin       a knob that only a person turns: it is not proposed, and the autopilot does not touch it
     forbid    this proposal never again: that knob not to that value, or further in that direction
 
-What a person decided is kept in `suggestions.json`; nothing else is. One writer: the launcher of node 0. Knows no
-sockets and no actors.
+`SuggestionBook` keeps what a person decided in `suggestions.json`; nothing else is kept. One writer: the launcher of
+node 0. `Proposals` keeps what was shown and is not decided yet, in memory, because a caller that may only look asks for
+suggestions too. A later look does not remove earlier proposals: a person approves what that person saw.
+
+Knows no sockets and no actors.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -132,3 +135,34 @@ def _reaches(rule: Forbidden, advice: Advice) -> bool:
         return rule.new == advice.new
     old, new, now, wanted = (float(value) for value in numbers)
     return (wanted >= new and wanted > now) if new > old else (wanted <= new and wanted < now)
+
+
+MAX_KEPT = 256
+
+
+class Proposals:
+    """The newest `MAX_KEPT`."""
+
+    def __init__(self) -> None:
+        self._shown: dict[str, Suggestion] = {}
+
+    def show(self, suggestions: Iterable[Suggestion]) -> None:
+        """They can be decided about from now on."""
+        for suggestion in suggestions:
+            self._shown.pop(suggestion.id, None)  # the newest are the last ones
+            self._shown[suggestion.id] = suggestion
+        for name in list(self._shown)[:-MAX_KEPT]:
+            del self._shown[name]
+
+    def find(self, name: str) -> Suggestion:
+        """The one of that name. Raises ConfigError if it was not shown."""
+        found = self._shown.get(name)
+        if found is None:
+            known = list(self._shown)
+            hint = suggest(name, known) if known else "`myxa suggest` lists what could be turned now"
+            raise ConfigError(f"there is no open suggestion {name[:32]!r}", remedy=hint)
+        return found
+
+    def close(self, name: str) -> None:
+        """It was decided."""
+        self._shown.pop(name, None)
