@@ -81,11 +81,6 @@ def layout_of(config: RunConfig, part: DataSettings, reward: RewardSettings, sou
 def _open(config: RunConfig, name: str, key: str, files: str | tuple[str, ...], limit: PromptLimit | None) -> RowSet:
     skips_bad = config.data.on_bad_line == "skip"
     rows = RowSet(parse_sources(files), held_out_layout(config, name), key=key, skips_bad=skips_bad, limit=limit)
-    if rows.num_overlong:
-        _log.warning(
-            "%s: %d of %d rows are left out because their prompts are too long; the first: %s",
-            key, rows.num_overlong, rows.num_overlong + len(rows), "; ".join(rows.overlong_rows),
-        )  # fmt: skip
     own = config.eval.sets.get(name)
     num_rows = min((own.num_prompts if own is not None else 0) or config.eval.num_prompts, len(rows))
     place = f"eval.sets.{name}" if name else "eval"

@@ -90,13 +90,6 @@ def open_data(config: RunConfig) -> PromptDataset | MixedDataset:
         _log.warning(
             "%d bad rows are left out; the first: %s", found.num_bad, "; ".join(found.bad_rows[:SHOWN_BAD_ROWS])
         )
-    parts = list(found.by_name.values()) if isinstance(found, MixedDataset) else [found]
-    if num_overlong := sum(part.num_overlong for part in parts):
-        rows = [text for part in parts for text in part.overlong_rows]
-        _log.warning(
-            "%d of %d rows are left out because their prompts are too long; the first: %s",
-            num_overlong, num_overlong + sum(len(part) for part in parts), "; ".join(rows[:SHOWN_BAD_ROWS]),
-        )  # fmt: skip
     return found
 
 

@@ -6,6 +6,7 @@ Rows of files that are read forward only (compressed, parquet, Arrow) are kept i
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import tempfile
 import weakref
@@ -22,6 +23,8 @@ from .data_files import open_rows
 from .layout import Item, Layout
 from .overlong import PromptLimit
 from .row_file import RowError, RowFile
+
+_log = logging.getLogger(__name__)
 
 SHOWN_BAD_ROWS = 5
 MAX_ROW_BYTES = 6 << 20
@@ -60,9 +63,9 @@ class RowSet:
         skips_bad: bool = False,
         limit: PromptLimit | None = None,
     ) -> None:
-        """Look at every chosen row. `limit`: of prompts. Raises DataError for the first bad row (unless they are
-        skipped), the first over-long one (unless they are dropped) or if none is left, ConfigError for a file that is
-        not there."""
+        """Look at every chosen row. `limit`: of prompts; a warning counts the rows that it drops. Raises DataError for
+        the first bad row (unless they are skipped), the first over-long one (unless they are dropped) or if none is
+        left, ConfigError for a file that is not there."""
         self._layout = layout
         self._limit = limit
         self._sources = [str(source) for source in sources]
@@ -94,6 +97,11 @@ class RowSet:
                 f"{key}: none of the {self.num_bad} rows is good; the first: {self.bad_rows[0]}",
                 remedy="mend them, or see whether data.preset is right",
             )
+        if self.num_overlong:
+            _log.warning(
+                "%s: %d of %d rows are left out because their prompts are too long; the first: %s",
+                key, self.num_overlong, self.num_overlong + len(self), "; ".join(self.overlong_rows),
+            )  # fmt: skip
 
     def _add(self, source: Source, file: RowFile, *, skips_bad: bool) -> None:
         rows = source.rows(file.num_rows)

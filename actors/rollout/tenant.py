@@ -148,7 +148,7 @@ CALL_S = 600.0
 
 
 class EngineTurn:
-    """See the module's head. Made on the engine's loop; the gate is closed until the first `resume`."""
+    """The gate of an engine that has its device in turns; closed until `resume`. Made on the engine's loop."""
 
     def __init__(
         self,

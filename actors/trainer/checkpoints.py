@@ -462,7 +462,7 @@ class _Order:
 
 
 class CheckpointOrders:
-    """See the module's head. One per leader."""
+    """Checkpoints and exports on request. An order that fails is answered with the error; the run continues."""
 
     def __init__(
         self,

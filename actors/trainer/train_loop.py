@@ -46,7 +46,7 @@ from ..ledger.states import State
 from ..tenancy.time_share import TimeShare
 from ..weights.publish import CHANNEL, ChannelChoice, Publisher
 from .canary import CanaryOptions, Guard
-from .checkpoints import CheckpointOptions, CheckpointOrders, Checkpoints, RunSide
+from .checkpoints import Ask, CheckpointOptions, CheckpointOrders, Checkpoints, RunSide
 from .knobs import TrainerKnobs
 from .standby import Standby, StandbyOptions
 from .step_plan import Batch, PartMetrics, PlanOptions, planned_step
@@ -91,7 +91,7 @@ class TrainLoopOptions:
     """By which weights are published. A live knob, where engines have devices of their own."""
     standby: StandbyOptions = field(default_factory=StandbyOptions)
     step_values: Mapping[str, KnobValue] = field(default_factory=dict[str, KnobValue])
-    """What the run file says of the knobs that ranks use; see `trainer_knobs.step_values`."""
+    """What the run file says of the knobs that ranks use; see `step_values` in `knobs.py`."""
 
     def knobs(self, *, takes_turns: bool) -> TrainerKnobs:
         """The live knobs of a run with these settings. `takes_turns`: with engines on the same devices, which are then
@@ -539,7 +539,7 @@ class CoordinatorLink:
         self,
         ctx: ActorContext,
         publisher: Publisher,
-        ask: Callable[[str, Callable[[], Awaitable[None]]], Awaitable[None]],
+        ask: Ask,
     ) -> None:
         self._ctx = ctx
         self._publisher = publisher

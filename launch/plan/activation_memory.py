@@ -9,7 +9,7 @@ width of the MLP, q, k, v: widths of the projections; attention is flash attenti
               4f   gate, up, silu(gate), their product                3f   gate and up (fused SwiGLU), their product
 
 The scheme is that of Korthikanti et al. (arXiv 2205.05198, section 4), without dropout, biases and attention scores.
-Which copies are kept follows `torch_backend/model.py` and `megatron/layer_spec.py`; the 3 of Megatron's attention is
+Which copies are kept follows `torch_backend/model.py` and `megatron/provider.py`; the 3 of Megatron's attention is
 chosen so that four measurements of docs/benchmarks.md (`train`) come out, see tests/plan/test_memory_estimate.py.
 
 Scoring (`backends/vocab_scores.py`) makes logits in chunks: CHUNK numbers at 2 bytes, once more in float32 and their

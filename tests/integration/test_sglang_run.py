@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import re
 import signal
-import socket
 import time
 from pathlib import Path
 
 import psutil
-from commands import Command
+from attached_server import STAND_IN, listens, start_server
 from commands import run as run_command
 from run_job import Job, events, metrics, until
 
-STAND_IN = Path(__file__).parents[1] / "engines" / "stand_in"
 LAUNCHES = (
     'roles.rollout.kind="sglang"',
     f'roles.rollout.env={{PYTHONPATH="{STAND_IN}"}}',
@@ -132,34 +129,11 @@ def test_a_server_that_is_killed_is_replaced_and_never_serves_what_it_does_not_h
     assert servers_of(run_dir) == []
 
 
-def attached(job: Job, key: str, log: Path) -> tuple[str, Command]:
-    """A server of somebody else's."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    keys = job.folder / "keys.yaml"
-    keys.write_text(json.dumps({"api-key": key, "admin-api-key": key}))
-    words = [
-        "--model-path", str(job.folder / "model"), "--host", "127.0.0.1", "--port", str(port), "--skip-tokenizer-init",
-        "--incremental-streaming-output", "--dtype", "float32", "--max-running-requests", "32", "--stream-interval", "4",
-        "--random-seed", str(port), "--config", str(keys),
-    ]  # fmt: skip
-    env = os.environ | {"PYTHONPATH": str(STAND_IN)}
-    with log.open("w") as out:
-        process = Command(words, job.folder, env=env, log=out, program=STAND_IN / "sglang" / "launch_server.py")
-    return f"http://127.0.0.1:{port}", process
-
-
-def listens(url: str) -> bool:
-    """Whether a server accepts connections: a run waits some seconds only for one that does not."""
-    host, port = url.removeprefix("http://").split(":")
-    with socket.socket() as probe:
-        return probe.connect_ex((host, int(port))) == 0
-
-
 def test_one_actor_in_front_of_a_fleet_goes_on_when_a_server_of_it_dies(job: Job, monkeypatch) -> None:
     monkeypatch.setenv("FLEET_KEY", "between-us")
-    fleet = [attached(job, "between-us", job.folder / f"server{i}.log") for i in range(2)]
+    keys = job.folder / "keys.yaml"
+    keys.write_text(json.dumps({"api-key": "between-us", "admin-api-key": "between-us"}))
+    fleet = [start_server(job, "--config", str(keys)) for _ in range(2)]
     until(lambda: all(listens(url) for url, _ in fleet), "the servers")
     urls = ", ".join(f'"{url}"' for url, _ in fleet)
     run = job.start(

@@ -5,47 +5,22 @@ The servers are tests/engines/stand_in: SGLang's name, flags and routes with the
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
 from pathlib import Path
 
 import pytest
-from commands import Command  # pyright: ignore[reportMissingImports]
-from run_job import Job, audit, events, make_job, until  # pyright: ignore[reportMissingImports]
+from attached_server import listens, start_server  # pyright: ignore[reportMissingImports]
+from run_job import audit, events, make_job, until  # pyright: ignore[reportMissingImports]
 
 from myxa.actors.ledger.audit import audit_ledger
 from myxa.launch.control.client import ControlClient
 
 pytestmark = pytest.mark.timeout(300)
-STAND_IN = Path(__file__).parents[1] / "engines" / "stand_in"
-
-
-def server(job: Job) -> tuple[str, Command]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    words = [
-        "--model-path", str(job.folder / "model"), "--host", "127.0.0.1", "--port", str(port), "--skip-tokenizer-init",
-        "--incremental-streaming-output", "--dtype", "float32", "--max-running-requests", "32", "--stream-interval", "4",
-        "--random-seed", "1",
-    ]  # fmt: skip
-    env = os.environ | {"PYTHONPATH": str(STAND_IN)}
-    with (job.folder / f"server.{port}.log").open("w") as out:
-        process = Command(words, job.folder, env=env, log=out, program=STAND_IN / "sglang" / "launch_server.py")
-    return f"http://127.0.0.1:{port}", process
-
-
-def listens(url: str) -> bool:
-    """Whether it accepts connections: a run waits some seconds only for a server that does not."""
-    host, port = url.removeprefix("http://").split(":")
-    with socket.socket() as probe:
-        return probe.connect_ex((host, int(port))) == 0
 
 
 def test_a_server_comes_and_the_first_one_goes(tmp_path: Path):
     job = make_job(tmp_path)
-    (first, first_process), (second, second_process) = server(job), server(job)
+    (first, first_process), (second, second_process) = start_server(job), start_server(job)
     until(lambda: listens(first) and listens(second), "the servers")
     run = job.start(
         'roles.rollout.kind="sglang"', f'engine.attach=["{first}"]', "run.num_steps=100000", "async.max_staleness=8",

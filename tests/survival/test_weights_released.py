@@ -162,8 +162,8 @@ class Coordinator:
 
 
 def standing_of(gang: Gang, coordinator: Coordinator) -> CoordinatorLink:
-    async def ask(who: str, send: Callable[[], Any]) -> None:
-        await send()
+    async def ask(who: str, send: Callable[[], Any], *, waits_for_disk: bool = True) -> Any:
+        return await send()
 
     gang.coordinator = coordinator
     ctx: Any = gang

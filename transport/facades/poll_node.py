@@ -159,7 +159,7 @@ LONGEST_WAIT_S = 3600.0
 
 
 class SteppedLoop:
-    """See the module's head. Belongs to the thread that made it."""
+    """An asyncio loop that turns only inside `step`. Belongs to the thread that made it."""
 
     def __init__(self, whose: str) -> None:
         self._whose = whose

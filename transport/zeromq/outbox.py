@@ -1,7 +1,7 @@
 """The sending half over ZeroMQ: a send-only DEALER for each connection, watched by its monitor.
 
 libzmq's own reconnecting is off: it would send our next message, not our HELLO, to whoever listens. When what leaves is
-for `sending/outbox.py` to say.
+for `transport/outbox.py` to say.
 """
 
 from __future__ import annotations
