@@ -24,7 +24,6 @@ MyxaError
 │   ├── OutOfDeviceMemory    the device has less free than was asked for
 │   └── LeaseRefused         the memory manager says no; it lists who holds what
 ├── SlabError                shared memory is gone, full, or was written while it was read
-├── SimulationError          a simulated run did what cannot be simulated, stood still, or broke an invariant
 ├── LaunchError              processes could not be started or did not meet             (exit code 3)
 │   └── BudgetSpent          an actor was restarted too often                           (exit code 4)
 └── CallError                a call to another actor did not end in a reply
@@ -182,10 +181,6 @@ class LeaseRefused(MemoryFault):
 
 class SlabError(MyxaError):
     """Shared memory is gone, full, or was written while it was read."""
-
-
-class SimulationError(MyxaError):
-    """A simulated run did what cannot be simulated, came to a standstill, or broke an invariant."""
 
 
 class LaunchError(MyxaError):

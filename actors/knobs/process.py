@@ -19,7 +19,7 @@ LOGGER = "myxa"
 """Parent of every logger of the house; other packages' are left alone."""
 MODULES = (
     "actors", "autopilot", "backends", "chaos", "control", "embed", "embedded", "launcher", "memory", "pool", "sglang",
-    "simulation", "transport", "weights", "worker",
+    "transport", "weights", "worker",
 )  # fmt: skip
 """Loggers below it that have a name of their own, whichever of them a process uses. A closed list, so that a mistyped
 one is refused."""

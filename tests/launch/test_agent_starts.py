@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from simulator import Sim, run
 
 from myxa.core.errors import ConfigError, LaunchError, NotSent
 from myxa.launch.actor_spec import ActorSpec
@@ -31,7 +32,6 @@ from myxa.launch.nodes.agent import Agent, AgentOptions, KeyFor
 from myxa.launch.nodes.child import Child, start_child
 from myxa.launch.nodes.follower import _lend
 from myxa.transport.node import InprocNetwork, Node
-from myxa.transport.simulation import Sim, run
 
 
 def options(folder: Path, node: int = 0, key_for: KeyFor | None = None) -> AgentOptions:

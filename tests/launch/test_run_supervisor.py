@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from simulator import Sim, run
 
 from myxa.core.actor import FAILED, Actor, PeerEvent
 from myxa.core.child_states import ChildState
@@ -33,7 +34,6 @@ from myxa.launch.supervisor.patience import Patience
 from myxa.launch.supervisor.run_place import RunPlace
 from myxa.launch.supervisor.run_supervisor import RunSupervisor
 from myxa.transport.node import Node
-from myxa.transport.simulation import Sim, run
 
 PATIENCE = Patience(start_s=60.0, end_s=5.0, lost_s=20.0, gone_s=30.0)
 SIGKILL = -9

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from sim_network import Net
+from simulator import Nemesis, Sim, carry_out
 
 from myxa.actors.buffer.buffer import Buffer
 from myxa.actors.buffer.filters import GroupFilters
@@ -25,7 +27,6 @@ from myxa.core.errors import CallError, RemoteError
 from myxa.core.messages import Assignment, DrawRequest, GroupDropped, GroupReturned, SamplingParams
 from myxa.core.patience import until_answered
 from myxa.core.samples import Group, Message, Prompt, Sample
-from myxa.transport.simulation import Nemesis, Net, Sim, carry_out
 
 BATCH = 2
 CHECKPOINT_EVERY = 3

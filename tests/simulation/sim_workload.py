@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from sim_loop import Process, ProcessState, current_process
+from sim_network import Net
+from simulator import Nemesis, Sim, carry_out
 
 from myxa.core.actor import Actor, with_deadline
 from myxa.core.errors import (
@@ -28,8 +31,6 @@ from myxa.core.errors import (
 )
 from myxa.core.handlers import call, cast, durable_put, stream
 from myxa.transport.session import credit
-from myxa.transport.simulation import Nemesis, Net, Process, Sim, carry_out
-from myxa.transport.simulation.process import ProcessState, current_process
 
 SLACK_S = 0.25
 BULK = "x" * 300_000

@@ -8,14 +8,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from sim_network import SimNetwork
+from simulator import Sim, run
 
 from myxa.core.actor import Actor, with_deadline
 from myxa.core.errors import StreamBroken
 from myxa.core.handlers import call, cast, durable_put, stream
 from myxa.transport.session import credit
 from myxa.transport.session.frames import Kind
-from myxa.transport.simulation import Sim, run
-from myxa.transport.simulation.network import SimNetwork
 
 
 class Parcel(msgspec.Struct, frozen=True):

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sim_loop import SimulationError
 from sim_training import training
 from sim_workload import scenario
+from simulator import Sim, run, seeds, sweep
 
-from myxa.core.errors import SimulationError
 from myxa.transport.session import calls, credit, repair, serving, session
-from myxa.transport.simulation import Sim, run, seeds, sweep
 
 REPRO = "python -m pytest tests/simulation -k"
 
@@ -68,7 +68,7 @@ def test_a_seed_means_the_same_in_another_process() -> None:
     """Neither the process id nor the order of hashes has a say."""
     code = (
         "import sys, logging; sys.path.insert(0, sys.argv[1]); logging.disable(logging.CRITICAL)\n"
-        "from sim_workload import scenario\nfrom myxa.transport.simulation import run\n"
+        "from sim_workload import scenario\nfrom simulator import run\n"
         "print(*(run(scenario, seed).log.digest for seed in (1, 4, 9)))"
     )
     told: set[str] = set()

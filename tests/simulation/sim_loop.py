@@ -1,23 +1,125 @@
-"""An asyncio event loop without a world: time jumps to the next timer, and nothing comes from outside.
+"""Virtual time for simulated processes: an asyncio loop, processes, their clocks and the log of events.
 
-What runs on it is a pure function of its seed. Callbacks of one process run in the order in which asyncio would run
-them; between processes the order is drawn, since real processes owe each other none. Sockets, threads, subprocesses
-and signals are refused by name. `aiotools.VirtualClock`, `looptime` and `pytest-asyncio`'s loops were considered: they
-patch the clock of a selector loop, know no processes, and let real IO in.
+The loop has no outside world. Time jumps to the next timer, and sockets, threads, subprocesses and signals are refused
+by name, so a run is a pure function of its seed. Callbacks of one process run in asyncio's order; the order between
+processes is drawn at random. `aiotools.VirtualClock`, `looptime` and `pytest-asyncio`'s loops were considered: they
+patch the clock of a selector loop, have no processes, and let real IO in.
+
+asyncio copies the current context into every callback, timer and task. A context variable therefore says to which
+process each of them belongs. A process moves through these states:
+
+    RUNNING <-> PAUSED        RUNNING | PAUSED -> DEAD -> ENDING (its tasks are cancelled and cleared away)
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import hashlib
 import heapq
 import random
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
-from ...core.errors import SimulationError
-from .process import Process, ProcessState, current_process, process_of
+from myxa.core.errors import MyxaError
+
+
+class SimulationError(MyxaError):
+    """A simulated run did what cannot be simulated, came to a standstill, or broke an invariant."""
+
+
+class ProcessState(Enum):
+    """What becomes of a process's callbacks."""
+
+    RUNNING = "running"
+    PAUSED = "paused"
+    """As after SIGSTOP: everything waits."""
+    DEAD = "dead"
+    """As after SIGKILL: nothing runs any more, no `finally` either."""
+    ENDING = "ending"
+
+
+_NEXT: dict[ProcessState, tuple[ProcessState, ...]] = {
+    ProcessState.RUNNING: (ProcessState.PAUSED, ProcessState.DEAD),
+    ProcessState.PAUSED: (ProcessState.RUNNING, ProcessState.DEAD),
+    ProcessState.DEAD: (ProcessState.ENDING,),
+    ProcessState.ENDING: (),
+}
+
+
+class Process:
+    """One incarnation."""
+
+    def __init__(self, name: str, incarnation: int) -> None:
+        self.name = name
+        self.incarnation = incarnation
+        self.state = ProcessState.RUNNING
+        self.backlog: deque[asyncio.Handle] = deque()
+        """Callbacks that were due while it did not run."""
+        self.tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
+        self.paused_s = 0.0
+        """Time it has stood still so far; grows when a pause ends."""
+        self.stopped_at = 0.0
+        """When the last pause began."""
+        self.on_death: list[Callable[[], None]] = []
+
+    def __str__(self) -> str:
+        return f"{self.name}#{self.incarnation}"
+
+    def become(self, state: ProcessState) -> None:
+        """Raises SimulationError for what cannot follow."""
+        if state not in _NEXT[self.state]:
+            raise SimulationError(f"{self} is {self.state.value} and cannot become {state.value}")
+        self.state = state
+
+    def context(self) -> contextvars.Context:
+        """A copy of the current context in which everything belongs to this process."""
+        made = contextvars.copy_context()
+        made.run(_current.set, self)
+        return made
+
+    @staticmethod
+    def outside() -> contextvars.Context:
+        """A copy of the current context that belongs to no process."""
+        made = contextvars.copy_context()
+        made.run(_current.set, None)
+        return made
+
+    def hold(self, handle: asyncio.Handle) -> None:
+        """A callback came due while the process does not run. Of a dead one only the steps of tasks are of use, later,
+        to clear these away."""
+        if self.state is ProcessState.PAUSED or is_step(handle):
+            self.backlog.append(handle)
+
+
+def process_of(handle: asyncio.Handle) -> Process | None:
+    """To whom a callback belongs; None: to the world outside."""
+    context: contextvars.Context = getattr(handle, "_context")  # noqa: B009  # private, and the same since 3.7
+    return context.get(_current)
+
+
+def current_process() -> Process | None:
+    """The process in whose context this code runs."""
+    return _current.get()
+
+
+def is_step(handle: asyncio.Handle) -> bool:
+    """It is a step or a wake-up of a task."""
+    return isinstance(owner_of(handle), asyncio.Task)
+
+
+def owner_of(handle: asyncio.Handle) -> Any:
+    """The object whose method is called back."""
+    callback: Any = getattr(handle, "_callback")  # noqa: B009  # as asyncio's own debug output does
+    return getattr(callback, "__self__", None)
+
+
+_current: contextvars.ContextVar[Process | None] = contextvars.ContextVar("myxa_process", default=None)
+
 
 START_S = 1000.0
 """Virtual time at the beginning; not 0, as it is not on a real machine."""
@@ -28,7 +130,7 @@ _REMEDY = "keep it out of simulated actors, or hand a simulated one in through t
 
 
 class SimLoop(asyncio.BaseEventLoop):
-    """See the module's head."""
+    """The event loop in virtual time, with the tasks and timers of each process."""
 
     _ready: deque[asyncio.Handle]
     _scheduled: list[asyncio.TimerHandle]
@@ -193,7 +295,61 @@ def simulated_loop() -> SimLoop:
     """The running loop. Raises SimulationError if it is a real one."""
     loop = asyncio.get_running_loop()
     if not isinstance(loop, SimLoop):
-        raise SimulationError(
-            f"this runs on a real loop ({type(loop).__name__})", remedy="start it with myxa.transport.simulation.run"
-        )
+        raise SimulationError(f"this runs on a real loop ({type(loop).__name__})", remedy="start it with simulator.run")
     return loop
+
+
+WALL_S = 1_700_000_000.0
+"""Wall time at virtual time 0."""
+
+
+class SimClock:
+    """Implements `core.clock.Clock` over a loop's virtual time."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, offset_s: float = 0.0) -> None:
+        """`offset_s`: by how much this process's clocks are ahead of virtual time."""
+        self._loop = loop
+        self._offset_s = offset_s
+        self._stepped_s = 0.0
+
+    def monotonic(self) -> float:
+        return self._loop.time() + self._offset_s
+
+    def wall(self) -> float:
+        return self._loop.time() + WALL_S + self._offset_s + self._stepped_s
+
+    def step(self, seconds: float) -> None:
+        """Set the wall clock forward or back; the monotonic clock does not change."""
+        self._stepped_s += seconds
+
+
+class EventLog:
+    """Entries carry virtual time and the number of callbacks run so far, so that any difference in what ran shows."""
+
+    def __init__(self, loop: SimLoop) -> None:
+        self._loop = loop
+        self._entries: list[tuple[float, int, str, tuple[object, ...]]] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, kind: str, *words: object) -> None:
+        """Note an event; `words` are names and numbers of the run, nothing of the machine it runs on."""
+        self._entries.append((self._loop.time(), self._loop.num_steps, kind, words))
+
+    def lines(self, kind: str = "") -> list[str]:
+        """Readable, oldest first; only of that kind, if given."""
+        return [
+            " ".join((f"{at:.6f}", str(step), what, *map(str, words)))
+            for at, step, what, words in self._entries
+            if not kind or kind == what
+        ]
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits over all entries."""
+        state = hashlib.blake2b(digest_size=8)
+        for line in self.lines():
+            state.update(line.encode())
+            state.update(b"\n")
+        return state.hexdigest()

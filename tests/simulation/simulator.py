@@ -1,31 +1,128 @@
-"""A whole system of nodes in one thread and in virtual time, with everything that can happen to it at hand.
+"""A whole system of nodes in one thread and in virtual time, with the faults that can hit it.
 
     async with Sim(seed=7, net=Net(drop=0.01, delay_s=(0, 0.2))) as sim:
         shop = await sim.node("shop", boot=open_shop)       # boot(node) starts actors; run again at each restart
         await sim.crash("shop")
         await sim.restart("shop")
 
-Runs on a `SimLoop` only: start it with `run`. The registry lives in a node of its own that is never touched. Whatever
-a node leaves behind at the end (tasks, timers, calls) is an error. Decides nothing at random: `nemesis.py` does.
+`run` starts a scenario on a `SimLoop`; `sweep` runs it for many seeds and names the seed that failed. The registry's
+node is never crashed. `Nemesis` draws a schedule of faults from a seed: a value that can be printed, shortened by hand
+and carried out again. Every fault of a schedule ends, so the system must work again afterwards.
+
+`Audit` checks every run. While it runs, neither side exceeds its credit, so memory is bounded. At the end no call, put
+or stream is under way. After closing, no task and no timer of a process is left. A workload checks what only it can
+know (executed twice, lost, out of order) and reports it by `audit.find`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args
 
-from ...core.errors import CallError, LaunchError, SimulationError, StaleEpoch
-from ..node import Node
-from .audit import Audit
-from .clock import SimClock
-from .event_log import EventLog
-from .loop import simulated_loop
-from .network import Net, SimNetwork
-from .process import Process, ProcessState
+from sim_loop import (
+    LIMIT_S,
+    EventLog,
+    Process,
+    ProcessState,
+    SimClock,
+    SimLoop,
+    SimulationError,
+    owner_of,
+    simulated_loop,
+)
+from sim_network import Net, SimNetwork
+
+from myxa.core.errors import CallError, ConfigError, LaunchError, StaleEpoch
+from myxa.transport.node import Node
+from myxa.transport.registry.registry import REGISTRY
+from myxa.transport.session import credit
+from myxa.transport.wire import Lane
+
+if TYPE_CHECKING:
+    from myxa.transport.session.links import Link
+    from myxa.transport.session.pending import PendingCall
+
+MAX_FINDINGS_SHOWN = 20
+
+
+class Audit:
+    """Collects what is wrong; `verdict` raises."""
+
+    def __init__(self, sim: Sim) -> None:
+        self._sim = sim
+        self.findings: list[str] = []
+
+    def look(self) -> None:
+        """What must hold at any time."""
+        for node in self._sim.nodes.values():
+            if node.current is None:
+                continue
+            for link in _links_of(node.current):
+                for lane in Lane:
+                    out, held = link.windows[lane].outstanding, link.grants[lane].held
+                    if out > credit.WINDOW_UNITS:
+                        self.find(f"{node.name} has {out} units under way to {link.key} on {lane.name}")
+                    if not 0 <= held <= credit.WINDOW_UNITS + self._sim.network.num_doubled:
+                        self.find(f"{node.name} holds {held} units of {link.key} on {lane.name}")
+
+    def before_closing(self) -> None:
+        """What must hold once everything that was asked for has ended."""
+        self.look()
+        self.findings += self.under_way()
+
+    def under_way(self) -> list[str]:
+        """Calls, puts and streams that have not ended, on either side; without the registry's own."""
+        found: list[str] = []
+        for node in self._sim.nodes.values():
+            if node.current is None:
+                continue
+            found += [
+                f"{node.name}: {call} is still {call.state.value}"
+                for call in _calls_of(node.current)
+                if call.order.target != REGISTRY
+            ]
+            for link in _links_of(node.current):
+                callees = [getattr(arrival.handle, "callee", "?") for arrival in link.served.values()]
+                found += [
+                    f"{node.name}: a call of {link.key} to {callee} is still open"
+                    for callee in callees
+                    if callee != REGISTRY
+                ]
+        return found
+
+    def after_closing(self, process: Process, loop: SimLoop) -> None:
+        """A process that was closed has no task and no timer left."""
+        tasks = sorted(task.get_name() for task in process.tasks if not task.done())
+        if tasks:
+            self.find(f"{process} left tasks: {', '.join(tasks)}")
+        timers = [h for h in loop.timers(process) if owner_of(h) is not self._sim.network]
+        if timers:
+            self.find(f"{process} left timers: {', '.join(map(repr, timers))}")
+
+    def find(self, text: str) -> None:
+        """Report a finding; workloads call this too."""
+        self.findings.append(text)
+
+    def verdict(self) -> None:
+        """Raises SimulationError with the findings, if there are any."""
+        if self.findings:
+            shown = "\n  ".join(self.findings[:MAX_FINDINGS_SHOWN])
+            raise SimulationError(f"{len(self.findings)} invariants are broken:\n  {shown}")
+
+
+def _links_of(node: Node) -> list[Link]:
+    return node._session._links.all()
+
+
+def _calls_of(node: Node) -> list[PendingCall]:
+    return list(node._session.calls._pending.values())
+
 
 T = TypeVar("T")
 
@@ -77,7 +174,7 @@ class SimNode:
 
 
 class Sim:
-    """See the module's head."""
+    """One simulation: its nodes, its network, its audit."""
 
     def __init__(self, seed: int | None = None, net: Net | None = None, *, report_s: float | None = 0.05) -> None:
         """`seed` None: that of the loop. `report_s`: after so long the registry hears of a crash, as from a launcher
@@ -201,7 +298,7 @@ class Sim:
         self.network.slow(name, envelopes_per_s)
 
     def step_clock(self, name: str, seconds: float) -> None:
-        """Somebody sets a node's wall clock."""
+        """Set a node's wall clock forward or back."""
         self.log.add("clock", f"{name} {seconds:g}")
         self._known(name).clock.step(seconds)
 
@@ -235,7 +332,7 @@ class Sim:
         return self.nodes[name]
 
     def _within(self, process: Process, work: Coroutine[Any, Any, T], what: str) -> asyncio.Future[T]:
-        """Its end, for somebody outside."""
+        """A future for the end of `work`, for a caller outside the process."""
         ended: asyncio.Future[T] = self._loop.create_future()
         task = self._loop.create_task(work, name=what, context=process.context())
 
@@ -253,7 +350,7 @@ class Sim:
         def died() -> None:
             if not ended.done():
                 ended.set_exception(ProcessCrashed(f"{process} crashed during {what}"))
-                ended.exception()  # not everybody waits
+                ended.exception()  # the future may have no reader
 
         task.add_done_callback(over)
         process.on_death.append(died)
@@ -324,8 +421,8 @@ class Sim:
         node.is_up.clear()
         node.down_s = self._loop.time()
         self.network.process_ended(process)
-        for told in process.on_death:
-            told()
+        for callback in process.on_death:
+            callback()
         process.on_death.clear()
         if node.on_crash is not None:
             node.on_crash()
@@ -390,3 +487,201 @@ class Sim:
             await asyncio.wait(left, timeout=BURIAL_S)
         for process in self._graveyard:
             self._loop.drop_timers(process)
+
+
+SEED_VARIABLE = "SIM_SEED"
+COLLECT_EVERY = 50
+"""Seeds between two rounds of the garbage collector, which rests within a run: its moments are not the seed's."""
+
+
+def run(scenario: Callable[[int], Coroutine[Any, Any, T]], seed: int, *, limit_s: float = LIMIT_S) -> T:
+    """The result of `scenario(seed)` on a fresh simulated loop.
+
+    Raises what it raises, and SimulationError if the run stands still, does not end within `limit_s` virtual seconds,
+    leaves tasks behind, or an exception was never retrieved.
+    """
+    loop = SimLoop(seed, limit_s=limit_s)
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        result = loop.run_until_complete(scenario(seed))
+        left = sorted(task.get_name() for task in asyncio.all_tasks(loop))
+        if left:
+            raise SimulationError(f"tasks are left: {', '.join(left)}")
+        if loop.errors:
+            first = loop.errors[0]
+            raise SimulationError(f"never retrieved: {first.get('message')}") from first.get("exception")
+    except BaseException as error:
+        for context in loop.errors[:3]:
+            error.add_note(f"and never retrieved: {context.get('message')}: {context.get('exception')!r}")
+        raise
+    else:
+        return result
+    finally:
+        _clear(loop)
+        if was_enabled:
+            gc.enable()
+
+
+def _clear(loop: SimLoop) -> None:
+    """End what a failed run left, without a word: its error is on its way already."""
+    tasks = [task for task in asyncio.all_tasks(loop) if not task.done()]
+    for task in tasks:
+        task._log_destroy_pending = False  # pyright: ignore[reportAttributeAccessIssue]  # as asyncio does in run_until_complete
+        task.cancel()
+    if tasks:
+        try:
+            loop.run_until_complete(asyncio.wait(tasks, timeout=60.0))
+        except SimulationError:
+            pass  # they wait for a process that will not run any more
+    loop.close()
+
+
+def sweep(
+    scenario: Callable[[int], Coroutine[Any, Any, Any]], seeds: Iterable[int], *, repro: str, limit_s: float = LIMIT_S
+) -> int:
+    """Run every seed and return how many there were; the first failure carries the line that repeats it alone.
+
+    `repro`: the command that runs this scenario, e.g. "python -m pytest tests/simulation -k durable".
+    """
+    count = 0
+    for seed in seeds:
+        try:
+            run(scenario, seed, limit_s=limit_s)
+        except BaseException as error:
+            error.add_note(f"{SEED_VARIABLE}={seed} {repro}")
+            raise
+        count += 1
+        if count % COLLECT_EVERY == 0:
+            gc.collect()
+    return count
+
+
+def seeds(count: int, environ: Mapping[str, str], *, first: int = 0) -> range:
+    """`count` seeds from `first` on, or only the one that the environment names. Raises ConfigError for nonsense."""
+    chosen = environ.get(SEED_VARIABLE, "")
+    if not chosen:
+        return range(first, first + count)
+    if not chosen.isdecimal():
+        raise ConfigError(f"{SEED_VARIABLE}={chosen!r} is no seed", remedy="give a whole number, 0 or more")
+    return range(int(chosen), int(chosen) + 1)
+
+
+Verb = Literal["crash", "pause", "partition", "one-way", "reset", "slow", "clock"]
+VERBS: tuple[Verb, ...] = get_args(Verb)
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    """One fault."""
+
+    at_s: float
+    """After the beginning of the schedule."""
+    lasts_s: float
+    verb: Verb
+    targets: tuple[str, ...]
+    """crash, pause, slow, clock: the node. Else the nodes of one side; the other side is everybody else."""
+    strength: float = 0.0
+    """slow: envelopes per second; clock: seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Nemesis:
+    """What to draw from, and how often."""
+
+    verbs: tuple[Verb, ...] = VERBS
+    every_s: tuple[float, float] = (0.2, 2.0)
+    """Least and most time between two strikes."""
+    lasts_s: tuple[float, float] = (0.05, 3.0)
+    """Least and most time until it is over (crash: until it is started again)."""
+    slow_per_s: tuple[float, float] = (20.0, 400.0)
+    clock_s: tuple[float, float] = (-3600.0, 3600.0)
+
+    def schedule(self, rng: random.Random, names: Sequence[str], for_s: float) -> tuple[Strike, ...]:
+        """Strikes against the nodes `names` (resets and partitions: from each other and from the rest)."""
+        strikes: list[Strike] = []
+        at_s = rng.uniform(*self.every_s)
+        while at_s < for_s and names and self.verbs:
+            verb = rng.choice(self.verbs)
+            strength = 0.0
+            if verb == "slow":
+                strength = rng.uniform(*self.slow_per_s)
+            elif verb == "clock":
+                strength = rng.uniform(*self.clock_s)
+            num_targets = rng.randint(1, max(1, len(names) // 2)) if verb in ("partition", "one-way") else 1
+            targets = tuple(sorted(rng.sample(list(names), num_targets)))
+            strikes.append(Strike(at_s, rng.uniform(*self.lasts_s), verb, targets, strength))
+            at_s += rng.uniform(*self.every_s)
+        return tuple(strikes)
+
+
+async def carry_out(sim: Sim, schedule: Sequence[Strike]) -> None:
+    """All strikes at their times; returns when the last is over and every node is up again."""
+    deeds = [asyncio.get_running_loop().create_task(_strike(sim, strike), name=str(strike)) for strike in schedule]
+    try:
+        for deed in deeds:
+            await deed
+    finally:
+        for deed in deeds:
+            deed.cancel()
+    sim.heal()
+    for node in sim.nodes.values():
+        if not node.is_wanted:
+            await sim.restart(node.name)
+        await node.is_up.wait()
+
+
+async def _strike(sim: Sim, strike: Strike) -> None:
+    await asyncio.sleep(strike.at_s)
+    await _DEEDS[strike.verb](sim, strike)
+
+
+async def _crash(sim: Sim, strike: Strike) -> None:
+    (name,) = strike.targets
+    await sim.crash(name)
+    await asyncio.sleep(strike.lasts_s)
+    if not sim.nodes[name].is_wanted:  # the scenario may have restarted it meanwhile
+        await sim.restart(name)
+
+
+async def _pause(sim: Sim, strike: Strike) -> None:
+    (name,) = strike.targets
+    sim.pause(name)
+    await asyncio.sleep(strike.lasts_s)
+    sim.resume(name)
+
+
+async def _partition(sim: Sim, strike: Strike) -> None:
+    others = [name for name in sim.nodes if name not in strike.targets]
+    sim.partition(strike.targets, others, one_way=strike.verb == "one-way")
+    await asyncio.sleep(strike.lasts_s)
+    sim.heal()
+
+
+async def _reset(sim: Sim, strike: Strike) -> None:
+    (name,) = strike.targets
+    for other in sim.nodes:
+        if other != name:
+            sim.reset(name, other)
+
+
+async def _slow(sim: Sim, strike: Strike) -> None:
+    (name,) = strike.targets
+    sim.slow(name, strike.strength)
+    await asyncio.sleep(strike.lasts_s)
+    sim.slow(name, 0)
+
+
+async def _clock(sim: Sim, strike: Strike) -> None:
+    sim.step_clock(strike.targets[0], strike.strength)
+
+
+_DEEDS: dict[str, Callable[[Sim, Strike], Awaitable[None]]] = {
+    "crash": _crash,
+    "pause": _pause,
+    "partition": _partition,
+    "one-way": _partition,
+    "reset": _reset,
+    "slow": _slow,
+    "clock": _clock,
+}

@@ -1,9 +1,9 @@
-"""A network that fails on purpose, over the in-process transport: latency, loss, partitions, slow readers.
+"""A simulated network over the in-process transport: latency, loss, partitions, slow readers.
 
-A connection keeps its order within a lane, as on sockets; between lanes everything may overtake. A partition holds
-envelopes back, as TCP would, until it heals or until keepalive gives the connection up. When a connection breaks,
-some of what was under way may still arrive. A greeting is never lost or doubled without its connection: it travels
-with it. Knows bytes and processes, nothing of calls.
+A connection keeps its order within a lane, as on sockets; messages of different lanes may overtake each other. A
+partition holds envelopes back, as TCP would, until it heals or until keepalive breaks the connection. When a
+connection breaks, some envelopes under way may still arrive. A greeting is lost or doubled only with its connection.
+The network handles bytes and processes; it does not interpret calls.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from ...core.errors import SimulationError
-from ..inproc import InprocNetwork, InprocTransport
-from ..session.frames import Kind
-from ..wire import Lane
-from .event_log import EventLog
-from .loop import SimLoop
-from .process import Process, ProcessState, current_process
+from sim_loop import EventLog, Process, ProcessState, SimLoop, SimulationError, current_process
+
+from myxa.transport.inproc import InprocNetwork, InprocTransport
+from myxa.transport.session.frames import Kind
+from myxa.transport.wire import Lane
 
 _TICK_S = 1e-6
 """Between two envelopes of one connection; keeps their order among timers."""
@@ -35,13 +33,13 @@ class Net:
     """How the network behaves all the time. Chances are per envelope."""
 
     drop: float = 0.0
-    """Lost, and the connection lives on: nobody is told."""
+    """The envelope is lost, the connection stays, and neither side is notified."""
     duplicate: float = 0.0
     """Arrives once more, perhaps later than what was sent after it."""
     delay_s: tuple[float, float] = (0.0001, 0.001)
     """Least and most time under way."""
     keepalive_s: float = 2.0
-    """A connection to somebody who is silent (partition, pause) breaks after this time."""
+    """A connection to a silent peer (partition, pause) breaks after this time."""
     reconnect_s: tuple[float, float] = (0.05, 0.3)
     """Least and most pause before the next attempt to connect."""
     unreachable_s: float = 4.0
@@ -71,7 +69,7 @@ class _Flight:
 
 
 class SimNetwork(InprocNetwork):
-    """See the module's head. Names are those of the processes whose transports it made."""
+    """The network of one simulation. Names are those of the processes whose transports it made."""
 
     def __init__(self, loop: SimLoop, net: Net, log: EventLog) -> None:
         super().__init__()
@@ -149,11 +147,11 @@ class SimNetwork(InprocNetwork):
         for other, process in self._alive():
             is_cut_off = self._is_blocked(name, process.name)
             delay_s = self.net.keepalive_s if is_cut_off else self._delay_s()
-            self._loop.call_later(delay_s, self._tell, process, other.cut, address, "the other side is gone")
+            self._loop.call_later(delay_s, self._run_in, process, other.cut, address, "the other side is gone")
 
-    def _tell(self, process: Process, told: Callable[..., None], *args: object) -> None:
-        """Something reaches a process."""
-        self._loop.call_soon(told, *args, context=process.context())
+    def _run_in(self, process: Process, callback: Callable[..., None], *args: object) -> None:
+        """Run a callback in the context of a process."""
+        self._loop.call_soon(callback, *args, context=process.context())
 
     def _give_up(self, pair: tuple[str, str], since: float) -> None:
         if self._blocked.get(pair) == since:
@@ -168,13 +166,13 @@ class SimNetwork(InprocNetwork):
                     self._break(process.name, other.name, "keepalive")
 
     def _break(self, source: str, target: str, why: str) -> None:
-        """The connections that `source` sends on to `target` break; `source` is told in its own context."""
+        """The connections that `source` sends on to `target` break; `source` is notified in its own context."""
         self._log.add("break", f"{source}>{target} {why}")
         addresses = [t.endpoints.inproc for t, process in self._alive() if process.name == target]
         for transport, process in self._alive():
             if process.name == source:
                 for address in addresses:
-                    self._tell(process, transport.cut, address, why)
+                    self._run_in(process, transport.cut, address, why)
 
     # -- as the transports see it
 
