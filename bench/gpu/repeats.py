@@ -58,6 +58,8 @@ def main() -> None:
             found.append(repeat.run(kill_at=kill_at, limit_s=max(give_up_at - began, 5.0)))
         except (RunFailed, Differs) as error:
             report.failed(f"{name}: {error}\n{ends_of_logs(folder / 'run.log', repeat.run_dir())}")
+        if (made := max(found[-1].told, default=0)) != options.steps:
+            report.failed(f"{name}: the run ended after step {made} of {options.steps}")
         parts = (found[-1].weights, found[-1].samples, found[-1].metrics)
         row = (name, f"{time.monotonic() - began:.1f}", found[-1].whole, *(part[:12] for part in parts))
         rows.append(row)
