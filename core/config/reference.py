@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -19,20 +19,29 @@ from .section import Means, Section
 
 HEAD = """# The run file
 
-One TOML file describes a run; `myxa up run.toml` starts it. This page is generated from the section classes in
-`core/config` by `myxa.core.config.reference.render_reference`; a test compares the two.
+One TOML file describes a run; `myxa up run.toml` starts it. The smallest one names `[model] path` and `[data] train`.
+`myxa.core.config.reference.render_reference` makes this page from the section classes in `core/config`.
 
-* The smallest run file names a model and data: `[model] path` and `[data] train` (or `[data.sources.NAME] path`). All
-  else has a default.
-* Several files are merged key by key, later ones winning; `--set section.key=value` wins over files
-  (TOML values; a bare word is text). A table given there, `{}` too, takes the place of the files' whole table.
-* An unknown key, a wrong type or a value out of range is an error, never a warning. All errors of a file are told at
-  once, each with file, line, dotted path, value and cause.
-* A relative path is relative to the folder of its file; in `--set`, to the current folder. `~` is the home folder.
+* Several files are merged key by key, later ones win; `--set section.key=value` wins over files (TOML values; a bare
+  word is text). A table given there replaces the files' table.
+* An unknown key, a wrong type or a value out of range is an error. All errors of a file are reported at once.
+* A relative path is relative to its file; in `--set`, to the current folder. `~` is the home folder.
 * Durations are in seconds, sizes in tokens, log-probs in nats, unless a key says otherwise.
-* With `algo.kind = "sft"` the values left out of `rollout.workflow` and `rollout.num_samples` become `"demonstration"`
-  and `1`.
+* `algo.kind = "sft"` makes `"demonstration"` and `1` the defaults of `rollout.workflow` and `rollout.num_samples`.
+
+A line is: key (values; default): meaning.
 """
+
+ROLES = """What differs from `[roles.<role>]`. Coordinator, buffer, monitor and memory manager are one actor each. The
+memory manager runs on the first of `nodes`, with an agent on each other node; without `memory.share` it is absent."""
+EXPLAINED_BY = {
+    "data.sources.NAME": ("data",),
+    "eval.sets.NAME": ("data", "eval"),
+    "reward.functions.NAME": ("reward",),
+}
+"""Sections whose keys a named table shares: there they are explained, and there is their default."""
+OTHER_MEANING = frozenset({("reward.functions.NAME", "fn")})
+"""Shared keys that mean something of their own in the named table."""
 
 MEANING_TEXT = {"path": "path", "sources": "path, or array of paths", "code": "name", "program": "program"}
 SIMPLE_TEXT: Mapping[Any, str] = {int: "whole number", float: "number", str: "text", bool: "true or false"}
@@ -65,20 +74,35 @@ def _kind_table() -> str:
 
 
 def _named_parts(key: str, section: type[Section]) -> Iterator[str]:
-    """Tables below a section whose names are the user's."""
+    """Tables below a section whose names are the user's. Keys that another section explains are named only."""
     for name, field in keys_of(section).items():
         named = named_section_of(field)
         if named is not None:
-            yield _section_part(f"[{key}.{name}.NAME]", named, keys_of(named))
+            title = f"{key}.{name}.NAME"
+            keys, notes = dict(keys_of(named)), list[str]()
+            for other in EXPLAINED_BY.get(title, ()):
+                explained = keys_of(_section_called(other))
+                shared = [one for one in keys if one in explained and (title, one) not in OTHER_MEANING]
+                notes.append(f"As in `[{other}]`: {', '.join(f'`{one}`' for one in shared)}.")
+                keys = {one: info for one, info in keys.items() if one not in shared}
+            yield _section_part(f"[{title}]", named, keys, notes)
+
+
+def _section_called(name: str) -> type[Section]:
+    section = section_of(keys_of(RunConfig)[name])
+    assert section is not None, name
+    return section
 
 
 def _role_parts() -> Iterator[str]:
     yield _section_part("[roles.<role>]", RoleSettings, keys_of(RoleSettings))
+    rows: list[str] = []
     for name, field in keys_of(RolesSettings).items():
         section = section_of(field)
         if section is not None:
-            own = {key: info for key, info in keys_of(section).items() if _differs(key, info)}
-            yield _section_part(f"[roles.{name}]", section, own)
+            own = {key: info for key, info in keys_of(section).items() if _differs(key, info) and _is_free(info)}
+            rows += [_row(f"{name}.{key}", info) for key, info in own.items()]
+    yield "\n".join(["## [roles] by role", "", ROLES, "", *rows, ""])
 
 
 def _differs(key: str, field: FieldInfo) -> bool:
@@ -90,25 +114,27 @@ def _differs(key: str, field: FieldInfo) -> bool:
     )
 
 
-def _section_part(title: str, section: type[Section], keys: Mapping[str, FieldInfo]) -> str:
+def _is_free(field: FieldInfo) -> bool:
+    """Whether there is anything to choose: more than one word, or more than one number."""
+    bounds = {name: getattr(mark, name) for mark in field.metadata for name in ("ge", "le") if hasattr(mark, name)}
+    is_one_number = "ge" in bounds and bounds.get("ge") == bounds.get("le")
+    return not is_one_number and (get_origin(field.annotation) is not Literal or len(get_args(field.annotation)) > 1)
+
+
+def _section_part(title: str, section: type[Section], keys: Mapping[str, FieldInfo], notes: Sequence[str] = ()) -> str:
     about = inspect.cleandoc(section.__doc__ or "")
     rows = [_row(key, field) for key, field in keys.items()]
-    head = ["| key | value | default | meaning |", "|---|---|---|---|"]
-    return "\n".join([f"## {title}", "", about, "", *head, *rows, ""])
+    return "\n".join([f"## {title}", "", "\n".join([about, *notes]), "", *rows, ""])
 
 
 def _row(key: str, field: FieldInfo) -> str:
     default = "**required**" if field.is_required() else f"`{_default_text(field.default)}`"
     about = " ".join((field.description or "").split())
-    return f"| `{key}` | {_escape(_kind_text(field))} | {_escape(default)} | {_escape(about)} |"
+    return f"* `{key}` ({_kind_text(field)}; {default}): {about}"
 
 
 def _default_text(value: object) -> str:
     return "{}" if value == {} else value_text(value)
-
-
-def _escape(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 def _kind_text(field: FieldInfo) -> str:

@@ -1,6 +1,7 @@
-"""docs/errors.md tells exactly what is said: each row's input is tried, and its message and exit code compared.
+"""Each row of tests/error_cases.md is tried: its input gives its message and its exit code.
 
-The tables of run file, data and user code are checked here; other sections of the page belong to other tests.
+The tables of run file, data and user code are tried here; other sections belong to other tests. Every message that
+docs/errors.md shows is one of the cases.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from myxa.core.completions import Completion
 from myxa.core.config import RewardSettings, RunConfig, load_config
 from myxa.core.errors import MyxaError
 
-PAGE = (Path(__file__).parents[2] / "docs" / "errors.md").read_text()
+PAGE = (Path(__file__).parents[1] / "error_cases.md").read_text()
 Row = tuple[str, str, str, str]
 
 
@@ -96,3 +97,11 @@ def test_user_code(row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             await rewarder.close()
 
     assert told(lambda: asyncio.run(judge()), tmp_path) == (message, code)
+
+
+def test_the_page_shows_messages_of_the_cases() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "errors.md").read_text()
+    tables = page.split("| place | input | message | exit code |\n")[1:]
+    shown = [line for table in tables for line in table.partition("\n\n")[0].splitlines()[1:]]
+    assert len(shown) >= 20
+    assert [line for line in shown if line not in PAGE.splitlines()] == []

@@ -12,7 +12,7 @@ from myxa.core.config.reference import render_reference
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 REMEDY = (
-    "write it anew: python -c \"from myxa.core.config.reference import render_reference as r; open('docs/config.md', 'w')"
+    "update it: python -c \"from myxa.core.config.reference import render_reference as r; open('docs/config.md', 'w')"
     '.write(r())"'
 )
 
@@ -26,9 +26,9 @@ def test_every_key_is_described_and_listed() -> None:
     for path, field in walk(RunConfig):
         assert field.description, f"{'.'.join(path)} has no docstring"
         if path[0] != "roles" and len(path) == 2:
-            assert f"| `{path[1]}` |" in page, path
+            assert f"* `{path[1]}` (" in page, path
 
 
-@pytest.mark.parametrize("row", ["| `lr` | number, above 0 | `0.0001` |", "| `path` | path | **required** |"])
+@pytest.mark.parametrize("row", ["* `lr` (number, above 0; `0.0001`): ", "* `path` (path; **required**): "])
 def test_ranges_and_defaults_are_shown(row: str) -> None:
     assert row in PAGE.read_text()

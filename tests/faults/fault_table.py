@@ -1,6 +1,7 @@
 """What is promised: fault x operation -> how it ends, how often it took effect, by when. The tests hold the runtime to it.
 
-`python tests/faults/fault_table.py` writes the tables into docs/reliability.md; a test compares them.
+`python tests/faults/fault_table.py` writes the tables into tests/faults/README.md and docs/walk-call.md;
+a test compares them.
 """
 
 from __future__ import annotations
@@ -253,7 +254,7 @@ PROCESS: dict[str, Fault] = {
         Plan(join_s=2.0),
     ),
     "memory": Fault(
-        "the callee's process may take 24 MiB more; somebody sends 64 MiB",
+        "the callee's process may take 24 MiB more; a peer sends 64 MiB",
         cells(2.0, bulk=never("Overloaded", "PeerDied", within_s=4.0), join=None),
         Plan(bulk_s=20.0),
     ),
@@ -318,7 +319,7 @@ ADVICE = (
 
 
 def matrix_markdown(faults: dict[str, Fault]) -> str:
-    """The table as docs/reliability.md has it."""
+    """The table of tests/faults/README.md."""
     lines = ["| fault | " + " | ".join(OPERATIONS.values()) + " |", "|---" * (len(OPERATIONS) + 1) + "|"]
     for fault in faults.values():
         row = [str(fault.cells[operation]) if operation in fault.cells else "" for operation in OPERATIONS]
@@ -332,28 +333,33 @@ def advice_markdown() -> str:
     return "\n".join(lines + [f"| {outcome} | {meaning} | {remedy} |" for outcome, meaning, remedy in ADVICE])
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
+PAGE = Path(__file__).parent / "README.md"
+CALL_PAGE = Path(__file__).parents[2] / "docs" / "walk-call.md"
 
 
-def blocks() -> dict[str, str]:
-    """Generated parts of the page by the name in their marks."""
+def blocks() -> dict[Path, dict[str, str]]:
+    """Generated parts of each page by the name in their marks."""
     return {
-        "network": matrix_markdown(NETWORK),
-        "rpc": matrix_markdown(RPC),
-        "process": matrix_markdown(PROCESS),
-        "advice": advice_markdown(),
+        PAGE: {
+            "network": matrix_markdown(NETWORK),
+            "rpc": matrix_markdown(RPC),
+            "process": matrix_markdown(PROCESS),
+        },
+        CALL_PAGE: {"advice": advice_markdown()},
     }
 
 
-def filled(page: str) -> str:
+def filled(path: Path) -> str:
     """The page with every generated part as it has to be."""
-    for name, text in blocks().items():
+    page = path.read_text()
+    for name, text in blocks()[path].items():
         marked = re.compile(f"<!-- begin {name} -->.*?<!-- end {name} -->", re.DOTALL)
         whole = f"<!-- begin {name} -->\n{text}\n<!-- end {name} -->"
         page, num = marked.subn(lambda _, whole=whole: whole, page)
-        assert num == 1, f"{PAGE} has {num} places for {name}"
+        assert num == 1, f"{path} has {num} places for {name}"
     return page
 
 
 if __name__ == "__main__":
-    PAGE.write_text(filled(PAGE.read_text()))
+    for page in blocks():
+        page.write_text(filled(page))

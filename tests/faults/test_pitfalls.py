@@ -1,4 +1,4 @@
-"""What users of pyzmq fall into (docs/reliability.md lists it all): one regression test for each that needs its own."""
+"""What users of pyzmq fall into (README.md lists it all): one regression test for each that needs its own."""
 
 from __future__ import annotations
 

@@ -1,19 +1,21 @@
-"""docs/reliability.md says what the tests hold the runtime to, and names tests that exist."""
+"""tests/faults/README.md and docs/walk-call.md say what the tests assert, and name tests that exist."""
 
 from __future__ import annotations
 
 import ast
 import re
 
-from fault_table import NETWORK, OPERATIONS, PAGE, PROCESS, RPC, filled
+import pytest
+from fault_table import CALL_PAGE, NETWORK, OPERATIONS, PAGE, PROCESS, RPC, filled
 
-ROOT = PAGE.parent.parent
+ROOT = CALL_PAGE.parent.parent
+RELIABILITY = ROOT / "docs" / "reliability.md"
 REFERENCE = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
 
-def test_the_tables_are_those_of_the_tests():
-    page = PAGE.read_text()
-    assert page == filled(page), "run: python tests/faults/fault_table.py"
+@pytest.mark.parametrize("page", [PAGE, CALL_PAGE], ids=lambda page: page.name)
+def test_the_tables_are_those_of_the_tests(page):
+    assert page.read_text() == filled(page), "run: python tests/faults/fault_table.py"
 
 
 def test_every_fault_meets_every_operation_that_it_can_meet():
@@ -22,9 +24,10 @@ def test_every_fault_meets_every_operation_that_it_can_meet():
             assert set(fault.cells) >= set(OPERATIONS) - {"join"}, fault.what
 
 
-def test_every_test_that_the_page_names_exists():
-    named = REFERENCE.findall(PAGE.read_text())
-    assert len(named) > 30
+@pytest.mark.parametrize(("page", "least"), [(PAGE, 30), (RELIABILITY, 10)], ids=["faults", "reliability"])
+def test_every_test_that_the_page_names_exists(page, least):
+    named = REFERENCE.findall(page.read_text())
+    assert len(named) > least
     for path, name in named:
         tree = ast.parse((ROOT / path).read_text())
         functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}

@@ -1,5 +1,5 @@
 """What a person is told who made a mistake: place, cause and remedy on the last line, soon, with the right exit status,
-and with nothing left behind. The tables of docs/errors.md are the cases: each row is tried and its message compared.
+and with nothing left behind. The tables of tests/error_cases.md are the cases: each row is tried and its message compared.
 
 Three ways to try a row: the command line in this process for what is refused before anything is started; all actors of
 a run on one loop of this process for what goes wrong while they work; `myxa up` in a process of its own for some rows
@@ -55,8 +55,8 @@ from myxa.transport.node import InprocNetwork, Node
 
 pytestmark = pytest.mark.timeout(120)
 
-PAGE = (Path(__file__).parents[2] / "docs" / "errors.md").read_text()
-BEFORE, DURING = "Before anything is started", "While a run goes on"
+PAGE = (Path(__file__).parents[1] / "error_cases.md").read_text()
+BEFORE, DURING = "Before anything is started", "While actors work"
 BLOCKED = next(
     flags
     for line in PAGE.splitlines()
@@ -81,7 +81,7 @@ class Row(NamedTuple):
 
 def section(title: str) -> str:
     found = PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
-    assert found, f"docs/errors.md has no section {title}"
+    assert found, f"tests/error_cases.md has no section {title}"
     return found
 
 
@@ -291,11 +291,11 @@ def test_what_shows_while_actors_work(here: Job, row: Row) -> None:
 
 
 def test_a_run_whose_groups_are_all_left_out_says_so_and_goes_on(here: Job) -> None:
-    flags = ("algo.group_filter=mine.py:nobody", "algo.batch_size=1", "run.num_steps=1")
+    flags = ("algo.group_filter=mine.py:rejects", "algo.batch_size=1", "run.num_steps=1")
     stats = asyncio.run(inside(flags, until=lambda stats: bool(stats.complaint)))
     assert isinstance(stats, BufferStats), stats
     said = re.fullmatch(
-        rf"the last (\d+) groups in a row were all left out \({here.folder}/mine.py:nobody \1\) -- .*", stats.complaint
+        rf"the last (\d+) groups in a row were all left out \({here.folder}/mine.py:rejects \1\) -- .*", stats.complaint
     )
     assert said
     assert int(said[1]) >= NUM_BATCHES

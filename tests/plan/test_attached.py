@@ -130,8 +130,8 @@ def test_d06_a_server_of_another_kind_is_refused_by_what_it_answers(name: str) -
 
 
 def documented() -> dict[str, str]:
-    """What answers -> message, of the page."""
-    lines = (Path(__file__).parents[2] / "docs" / "errors.md").read_text().splitlines()
+    """What answers -> message, of the error cases."""
+    lines = (Path(__file__).parents[1] / "error_cases.md").read_text().splitlines()
     cells = [line.strip("| ").split(" | ") for line in lines if "`engine.attach: <url>" in line]
     return {name: message.strip("`") for name, message in cells}
 

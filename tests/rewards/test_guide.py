@@ -75,7 +75,7 @@ def test_workflow_and_filter(file: Path) -> None:
     keep = load_function(f"{file}:keep", GROUP_FILTER).fn
     prompt = Prompt(group_id=0, row=0, pass_index=0, messages=())
     verdicts = [keep(Group(prompt=prompt, samples=(), rewards=np.array(r, np.float32))) for r in ([0, 1], [0, 0])]
-    assert verdicts == [True, "nobody solved it"]
+    assert verdicts == [True, "none solved it"]
 
 
 def test_sample_filter(file: Path) -> None:

@@ -1,4 +1,4 @@
-"""The example of docs/simulation.md runs as it stands there."""
+"""The example of tests/simulation/README.md runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-GUIDE = Path(__file__).resolve().parents[2] / "docs" / "simulation.md"
+GUIDE = Path(__file__).with_name("README.md")
 
 
 def test_the_guides_example_runs() -> None:

@@ -242,6 +242,6 @@ async def test_a_fault_in_a_weight_update(cell: Cell, labs: Labs, fingerprints: 
 
 
 def test_the_page_shows_these_tables() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "weights.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "walk-weights.md").read_text()
     shown = page.partition("<!-- begin faults -->\n")[2].partition("\n<!-- end faults -->")[0]
     assert shown == tables(), "copy what fault_cells.tables() says"

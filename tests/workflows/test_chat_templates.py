@@ -31,7 +31,7 @@ from myxa.core.errors import TemplateError
 from myxa.core.messages import SamplingParams
 from myxa.core.samples import Message, Sample
 
-DOCS = Path(__file__).parents[2] / "docs"
+TESTS = Path(__file__).parents[1]
 CALL_ID = "abcdefghi"
 """Nine characters, as Mistral's format wants them."""
 WORDS = st.text("ab é:\n\"{}<>'中", min_size=1, max_size=12).filter(lambda text: text == text.strip())
@@ -279,4 +279,4 @@ def test_what_cannot_be_appended_is_told_with_place_cause_and_remedy(
     assert cause in str(caught.value)
     if source is GLM4:
         shown = str(caught.value).replace("glm4.jinja", "<file>")
-        assert shown in " ".join((DOCS / "errors.md").read_text().split())
+        assert shown in " ".join((TESTS / "error_cases.md").read_text().split())
