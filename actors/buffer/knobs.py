@@ -239,7 +239,7 @@ def _admission_tunables() -> tuple[Tunable, ...]:
             low=0,
             high=1 << 20,
             unit="groups",
-            help="Groups among which a step may choose under the policy pace; 0 = by the rule of docs/staleness.md. "
+            help="Groups among which a step may choose under the policy pace; 0 = by the rule of docs/walk-prompt.md. "
             "Has to fit max_staleness: set both where it does not.",
         ),
     )

@@ -177,7 +177,7 @@ LEADER_TUNABLES: tuple[Tunable, ...] = (
         "weight_channel",
         "",
         "choice",
-        "How new weights get to the engines, see docs/weights.md; in the run file weights.channel. What was published "
+        "How new weights get to the engines (docs/walk-weights.md); run file: weights.channel. What was published "
         "before stays readable; the old channel's memory, folders and groups go once no engine needs them.",
         boundary="weights",
         choices=get_args(WeightChannel),

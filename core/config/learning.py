@@ -371,7 +371,7 @@ class AsyncSettings(Section, frozen=True):
     oldest), drop (too old groups are thrown away; favours short answers)."""
     window: CountInt = 0
     """Groups behind the oldest that are trained before younger ones; a larger one leaves fewer in flight; 0 = by the
-    rule in docs/staleness.md."""
+    rule in docs/walk-prompt.md."""
 
 
 class OptimizerConfig(Section, frozen=True):

@@ -22,7 +22,7 @@ from .material import prepare
 _NEXT_STEPS = (
     "myxa up {folder}/rl.toml --set async.max_staleness=0     the same without asynchrony: watch the trainer wait",
     "myxa engine serve {folder}/sft/export --port 0           the warm model behind SGLang's HTTP routes",
-    'README.md, "Your own task in five minutes"               your dataset, your reward, your run file',
+    "docs/tutorial.md                                         your dataset, your reward, your run file",
 )
 
 

@@ -1,5 +1,5 @@
 """Whether the staleness bound, the slots and the engines' concurrency go together, and about how long the trainer will
-wait. Pure; the simulation is `algos/staleness_sim.py`, the rule is in docs/staleness.md.
+wait. Pure; the simulation is `algos/staleness_sim.py`, the rule is in docs/walk-prompt.md.
 
 The simulation knows no lengths of this run. It looks at two tails of lengths (the slowest of a hundred samples takes 3
 times, or 10 times as long as the median) and at three lengths of a step, counted in generations: the median time of a

@@ -36,7 +36,7 @@ def test_a_good_run(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     assert (batch["num_rows"], batch["passes"]) == (40, 20 * 8 / 40)
     assert batch["num_replicas"] == 2
     staleness = answer["staleness"]
-    # N = (eta + 1) * B + 1 - W with W = 1 + B // 4, as in docs/staleness.md
+    # N = (eta + 1) * B + 1 - W with W = 1 + B // 4, as in docs/walk-prompt.md
     assert (staleness["num_slots"], staleness["window"], staleness["concurrency"]) == (22, 3, 64)
     assert [tail["skew"] for tail in staleness["waiting"]] == [3.0, 10.0]
     assert [start["actor"] for start in answer["starts"]] == [

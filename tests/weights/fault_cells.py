@@ -1,4 +1,4 @@
-"""The weight update's fault matrix: what is tried, and how each cell ends. `docs/weights.md` shows these tables; the
+"""The weight update's fault matrix: what is tried, and how each cell ends. `docs/walk-weights.md` shows these tables; the
 tests assert them."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every option of ZeroMQ, in one place. See `docs/runtime.md` for the measurements and failures behind them."""
+"""Every option of ZeroMQ, in one place. See `docs/walk-call.md` for the measurements and failures behind them."""
 
 from __future__ import annotations
 

@@ -1,0 +1,78 @@
+"""The documentation as a whole: its links lead somewhere, its files exist, its reading order is complete, it is short."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+FILE = re.compile(r"`((?:core|transport|memory|algos|actors|launch|tests|bench|examples)/[\w./-]*[\w-](?:\.\w+|/))`")
+MOST_LINES = 4500
+
+
+def without_code(page: str) -> str:
+    return re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: str) -> set[str]:
+    """Anchors of the page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", without_code(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in LINK.findall(without_code(path.read_text())):
+        if target.startswith("http"):
+            continue
+        file, _, anchor = target.partition("#")
+        other = (path.parent / file).resolve() if file else path
+        assert other.exists(), f"{path.name}: {target}"
+        assert not anchor or anchor in anchors(other.read_text()), f"{path.name}: {target}"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_files_that_a_page_names_exist(path: Path) -> None:
+    missing = [
+        name
+        for name in FILE.findall(path.read_text())
+        if not any((folder / name).exists() for folder in (ROOT, ROOT / "tests"))
+    ]
+    assert missing == []
+
+
+def test_every_page_is_in_the_reading_order() -> None:
+    index = (ROOT / "docs" / "README.md").read_text().partition("## Glossary")[0]
+    listed = {target for target in LINK.findall(index) if target.endswith(".md")}
+    assert listed == {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"} | {"../README.md"}
+
+
+def test_the_glossary_is_in_order() -> None:
+    rows = (ROOT / "docs" / "README.md").read_text().partition("## Glossary")[2].splitlines()
+    words = [row.split(" | ")[0].strip("| ") for row in rows if row.startswith("| ")][1:]
+    assert words == sorted(words)
+
+
+def test_all_pages_together_are_short() -> None:
+    assert sum(len(path.read_text().splitlines()) for path in PAGES[1:]) <= MOST_LINES
+
+
+def test_the_tutorial_can_be_planned(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "tutorial.md").read_text()
+    (tmp_path / "run.toml").write_text(re.findall(r"```toml\n(.*?)```", page, re.DOTALL)[0])
+    (tmp_path / "my_task.py").write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])
+    row = re.findall(r"```json\n(.*?)```", page, re.DOTALL)[0]
+    (tmp_path / "train.jsonl").write_text(row * 64)
+    (tmp_path / "heldout.jsonl").write_text(row * 8)
+    subprocess.run(
+        [sys.executable, "-m", "myxa.actors.models.tiny", "model"], cwd=tmp_path, check=True, capture_output=True
+    )
+    command = [sys.executable, "-m", "myxa", "plan", "run.toml", "--set", "model.path=model", "--brief"]
+    done = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
