@@ -26,7 +26,7 @@ import msgspec
 
 from ..core.clock import Clock
 from ..core.errors import ConfigError, LedgerError
-from ..core.file_lock import lock_remedy, lock_within
+from ..core.files import lock_remedy, lock_within
 from ..core.knobs import AuditRecord
 from .own_thread import in_own_thread
 

@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 
 from ..core.errors import LaunchError
-from ..core.lifeline import die_with_parent
+from ..core.process import die_with_parent
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PAUSE_S = 0.02

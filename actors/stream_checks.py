@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import orjson
 
-from ..algos.rewards import outcome_of
+from ..algos.rewards.outcome import outcome_of
 from ..core.errors import EngineError, EngineLied, UserCodeError
 from ..core.protocols import Delta, GenerateRequest
 from ..core.samples import Prompt, Sample, check_sample

@@ -22,44 +22,223 @@ Which ratio the loss clips and which weight w multiplies it, by `correction`:
 
 With one optimizer step a batch the proximal policy *is* the live one, no extra pass is needed and the ratio of the
 last four is 1, so their clip never acts. Hence "auto": behaviour with one mini-batch, decoupled with several.
+
+How far the engine's log-probs (behaviour) lie from the trainer's (train) for the same tokens.
+
+The canary of asynchronous learning: with equal weights and a faithful engine all are 0 up to rounding; growth means
+staleness, another precision, or a bug. Knows log-prob tensors. Must not know losses. With x = train - behaviour and
+q = exp(x), exponents bounded to +-20:
+
+    diff_abs   mean |x|
+    k1         mean (behaviour - train)     estimates KL(behaviour || train); signed, so it may hide errors
+    k3         mean (q - 1 - x)             the same, never negative
+    chi2       mean q^2 - 1                 chi-square divergence; variance of the importance weights
+
+Options of the objective with every "auto" resolved, and what the options ask of the trainer.
+
+Knows the run file's `[algo]` section. Must not know tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-from ..core.errors import TrainError
-from . import losses, ratios
-from .kl import kl_terms
-from .mismatch import mismatch_sums
-from .options import (
-    ObjectiveConfig,
-    needs_proximal,
-    needs_reference,
-    objective_config,
+from ..core.config.learning import (
+    LOSS_OF_KIND,
+    AlgoConfig,
+    AlgoKind,
+    Correction,
+    KlKind,
+    KlPlace,
+    LossName,
+    Reduction,
     resolve_correction,
 )
-from .ratios import Weights
+from ..core.errors import ConfigError, TrainError
+from . import losses, ratios
+from .kl import MAX_EXPONENT, kl_terms
+from .ratios import Level, Mode, Weights
 from .segments import Segments
 
-__all__ = [
-    "LossTokens",
-    "Normaliser",
-    "Objective",
-    "ObjectiveConfig",
-    "TokenBatch",
-    "TokenFunctions",
-    "needs_proximal",
-    "needs_reference",
-    "objective_config",
-    "policy_objective",
-    "resolve_correction",
-    "weight_sums",
-]
+
+def mismatch_sums(train_T: Tensor, behaviour_T: Tensor, segments: Segments) -> dict[str, Tensor]:
+    """Masked token sums (0-dim, detached) of diff_abs, k1, k3, chi2; divide by the number of unmasked tokens.
+
+    Additive over micro-batches and ranks.
+    """
+    x_T = segments.kept((train_T - behaviour_T).detach())
+    q_T = torch.exp(x_T.clamp(-MAX_EXPONENT, MAX_EXPONENT))
+    return {
+        "mismatch_diff_abs": x_T.abs().sum(),
+        "mismatch_k1": (-x_T).sum(),
+        "mismatch_k3": segments.kept(q_T - 1 - x_T).sum(),
+        "mismatch_chi2": segments.kept(q_T.square() - 1).sum(),
+    }
+
+
+def mismatch_metrics(train_T: Tensor, behaviour_T: Tensor, segments: Segments) -> dict[str, float]:
+    """All token-level figures plus those that need whole samples, for one scored batch on one rank.
+
+    ppl_ratio       mean over samples of perplexity(train) / perplexity(behaviour)
+    sequence_chi2   mean over samples of (product of q)^2 - 1
+    Fully masked samples are left out; a batch without any token gives zeros (and a ppl_ratio of 1).
+    """
+    num_tokens = max(int(segments.mask_T.sum()), 1)
+    metrics = {name: float(total) / num_tokens for name, total in mismatch_sums(train_T, behaviour_T, segments).items()}
+    present_S = segments.count_S() > 0
+    if not bool(present_S.any()):
+        return {**metrics, "mismatch_ppl_ratio": 1.0, "mismatch_sequence_chi2": 0.0}
+    x_T = (train_T - behaviour_T).detach().double()
+    mean_S = segments.mean_S(x_T)[present_S].clamp(-MAX_EXPONENT, MAX_EXPONENT)
+    total_S = segments.sum_S(x_T)[present_S].clamp(-MAX_EXPONENT, MAX_EXPONENT)
+    metrics["mismatch_ppl_ratio"] = float(torch.exp(-mean_S).mean())
+    metrics["mismatch_sequence_chi2"] = float((torch.exp(2 * total_S) - 1).mean())
+    return metrics
+
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "kind": get_args(AlgoKind),
+    "loss": get_args(LossName),
+    "correction": get_args(Correction),
+    "reduction": get_args(Reduction),
+    "kl_in": get_args(KlPlace),
+    "kl_kind": get_args(KlKind),
+    "mis_level": get_args(Level),
+    "mis_mode": get_args(Mode),
+    "reject_level": get_args(Level),
+}
+NOT_NEGATIVE = ("clip_low", "clip_high", "dual_clip", "tis_cap", "tis_floor", "mis_low", "reject_low", "veto",
+                "kl_coef", "entropy_coef", "opsm_delta")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectiveConfig:
+    """What `policy_objective` does. "auto" for loss and correction is replaced by its meaning on construction.
+
+    Raises ConfigError for values that do not exist or do not go together.
+    """
+
+    kind: AlgoKind = "grpo"
+    loss: LossName = "auto"
+    """auto: the one that belongs to `kind`."""
+    correction: Correction = "auto"
+    """auto: see `resolve_correction`."""
+    minibatches: int = 1
+    """Optimizer steps on one batch."""
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float = 0.0
+    """0 = off, else > 1; for the ppo and gspo losses."""
+    tis_cap: float = 2.0
+    """Upper bound of the weight of decoupled, tis and icepop."""
+    tis_floor: float = 0.0
+    """Lower bound of the weight of tis."""
+    mis_level: Level = "token"
+    """Level of the weights of mis and icepop."""
+    mis_mode: Mode = "mask"
+    mis_low: float = 0.5
+    """Lower bound of the weight of mis and icepop."""
+    mis_high: float = 2.0
+    mis_normalise: bool = False
+    """mis: weights are divided by `Normaliser.mean_weight`."""
+    reject_level: Level = "geometric"
+    reject_low: float = 0.0
+    reject_high: float = 0.0
+    """mis: tokens (samples) whose weight at `reject_level` lies outside the bounds are removed; 0 = off."""
+    veto: float = 0.0
+    """mis: a sample with any token of weight below this is removed; 0 = off."""
+    kl_coef: float = 0.0
+    kl_in: KlPlace = "loss"
+    kl_kind: KlKind = "k2"
+    kl_unbiased: bool = False
+    entropy_coef: float = 0.0
+    reduction: Reduction = "token"
+    opsm_delta: float = 0.0
+    """Off-policy sequence masking: samples of negative advantage further away than this lose their loss; 0 = off."""
+    has_loss_fn: bool = False
+    """The loss per token is a function of the user's; `loss` says what the metrics' ratio is."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ConfigError(f'{name} = "{value}" is not known', remedy=f"use one of {', '.join(allowed)}")
+        for name in NOT_NEGATIVE:
+            value = float(getattr(self, name))
+            if not 0 <= value < float("inf"):
+                raise ConfigError(f"{name} = {value}", remedy="it must be a finite number, not negative")
+        if self.loss == "auto":
+            object.__setattr__(self, "loss", LOSS_OF_KIND.get(self.kind, "ppo"))
+        # A demonstration has no behaviour policy, so there is nothing to correct for.
+        if self.minibatches < 1:
+            raise ConfigError(f"minibatches = {self.minibatches}", remedy="it must be at least 1")
+        resolved = "none" if self.loss == "sft" else resolve_correction(self.correction, self.minibatches)
+        object.__setattr__(self, "correction", resolved)
+        self._check_together()
+
+    def _check_together(self) -> None:
+        for name, low, high in (("mis", self.mis_low, self.mis_high), ("reject", self.reject_low, self.reject_high)):
+            if high and low >= high:
+                raise ConfigError(f"{name}_low = {low} is not below {name}_high = {high}", remedy="swap or widen them")
+        if self.dual_clip and (self.dual_clip <= 1 or self.loss not in ("ppo", "gspo")):
+            raise ConfigError(
+                f'dual_clip = {self.dual_clip} with loss "{self.loss}"', remedy="more than 1, for ppo and gspo only"
+            )
+        if self.mis_normalise and self.mis_level == "geometric":
+            raise ConfigError("geometric weights have no batch mean", remedy='use mis_level = "token" or "sequence"')
+
+
+def needs_proximal(config: ObjectiveConfig) -> bool:
+    """Whether the batch must be scored once under the step's first weights, before its first mini-batch.
+
+    With one mini-batch the live log-probs of the training pass are the same numbers, unless weights must be known
+    before it (`mis_normalise`).
+    """
+    if config.correction in ("none", "behaviour"):
+        return False
+    return config.minibatches > 1 or (config.correction == "mis" and config.mis_normalise)
+
+
+def needs_reference(config: ObjectiveConfig) -> bool:
+    """Whether a reference model must score the batch: there is a KL term, wherever it goes."""
+    return config.kl_coef > 0
+
+
+def objective_config(algo: AlgoConfig, minibatches: int | None = None) -> ObjectiveConfig:
+    """From the run file's `[algo]` section; `minibatches` overrides the section's own number."""
+    return ObjectiveConfig(
+        kind=algo.kind,
+        loss=algo.loss,
+        correction=algo.correction,
+        minibatches=algo.minibatches if minibatches is None else minibatches,
+        clip_low=algo.clip_low,
+        clip_high=algo.clip_high,
+        dual_clip=algo.dual_clip,
+        tis_cap=algo.tis_cap,
+        tis_floor=algo.tis_floor,
+        mis_level=algo.mis_level,
+        mis_mode=algo.mis_mode,
+        mis_low=algo.mis_low,
+        mis_high=algo.mis_high,
+        mis_normalise=algo.mis_normalise,
+        reject_level=algo.reject_level,
+        reject_low=algo.reject_low,
+        reject_high=algo.reject_high,
+        veto=algo.veto,
+        kl_coef=algo.kl_coef,
+        kl_in=algo.kl_in,
+        kl_kind=algo.kl_estimator,
+        kl_unbiased=algo.kl_unbiased,
+        entropy_coef=algo.entropy_coef,
+        reduction=algo.reduction,
+        opsm_delta=algo.opsm_delta,
+        has_loss_fn=bool(algo.loss_fn),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from myxa.core.actor import Actor, with_deadline
+from myxa.core.actor import Actor
 from myxa.core.handlers import call
+from myxa.core.refs import with_deadline
 from myxa.core.tensors import LeasedArray
 from myxa.transport.node import JobKey, Node, Rendezvous, keep_freed_memory
 from myxa.transport.tensors.shared_array_transfer import TensorPolicy

@@ -19,9 +19,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from myxa.core.actor import Actor, PeerEvent, with_deadline
+from myxa.core.actor import Actor, PeerEvent
 from myxa.core.errors import PeerDied
 from myxa.core.handlers import call
+from myxa.core.refs import with_deadline
 from myxa.transport.node import Node, Rendezvous
 
 GOALS_S = {"exit": 0.05, "unreachable": 8.0, "suspect": 15.0, "hung": 15.0, "recovered": 15.0}

@@ -40,7 +40,7 @@ from myxa.actors.torch_store import find_store
 from myxa.actors.weights.channels.process_group import ChannelGroup
 from myxa.actors.weights.channels.sender import DeviceWeightSender
 from myxa.actors.weights.channels.staging import DTYPES
-from myxa.core.host import boot_id
+from myxa.core.process import boot_id
 from myxa.core.weight_channel import JoinRequest, SendOrder
 
 SENDER = "trainer/0"

@@ -2,45 +2,109 @@
 
 Knows no sockets and no loop; a node (`transport/node.py`) hosts actors, gives each its context and carries messages.
 An actor's background tasks live in its task scope (`ctx.spawn`): they end with it, and an error in one fails it.
+
+A bounded first-in-first-out queue of what an actor has still to do. Sans-IO: no loop, no waiting.
+
+Knows nothing of messages. Full means an explicit refusal to the sender, never a silent drop.
+`asyncio.Queue` was considered: it waits, but has no second, unbounded class of items and no way to count what is
+taken but unfinished (re-entrant handlers), which the bound must include.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar, cast
-
-import msgspec
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from .clock import Clock
-from .errors import BadRequest
-from .handlers import HandlerSpec, handlers_of
-from .mailbox import MailboxPolicy
+from .errors import Overloaded
+from .refs import ActorGroup
+from .tensors import TensorStore
 
-if TYPE_CHECKING:
-    from .actor_group import ActorGroup
-    from .tensors import TensorStore
+T = TypeVar("T")
 
-__all__ = [
-    "CLOSED",
-    "FAILED",
-    "Actor",
-    "ActorContext",
-    "Caller",
-    "MailboxPolicy",
-    "PeerEvent",
-    "Ref",
-    "make_ref",
-    "ref_class",
-    "with_deadline",
-]
+
+@dataclass(frozen=True, slots=True)
+class MailboxPolicy:
+    """How much an actor lets others put before it."""
+
+    size: int = 1024
+    """Messages waiting or running at most; further ones are refused with `Overloaded`."""
+    retry_after_s: float = 0.1
+    """What a refused sender is told."""
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"a mailbox needs room for one message, not {self.size}")
+
+
+class Mailbox(Generic[T]):
+    """Bounded queue of one actor. Items of the house itself (peer events) are never refused."""
+
+    def __init__(self, owner: str, policy: MailboxPolicy) -> None:
+        self._owner = owner
+        self._policy = policy
+        self.waiting: deque[T] = deque()
+        """Oldest first. Only this class changes it."""
+        self._num_counted = 0
+        self.num_refused = 0
+
+    def __len__(self) -> int:
+        return len(self.waiting)
+
+    @property
+    def num_held(self) -> int:
+        """Messages waiting or running."""
+        return self._num_counted
+
+    def admit(self) -> None:
+        """Count one more message, or raise Overloaded. Every admitted one is given back by `release`."""
+        if self._num_counted >= self._policy.size:
+            self.num_refused += 1
+            raise Overloaded(
+                f"{self._owner}: mailbox is full ({self._policy.size} messages)",
+                retry_after_s=self._policy.retry_after_s,
+                remedy="come back later, or give it a larger MailboxPolicy",
+            )
+        self._num_counted += 1
+
+    def release(self) -> None:
+        """An admitted message is done with."""
+        self._num_counted -= 1
+
+    def put(self, item: T) -> None:
+        """Queue an admitted message."""
+        self.waiting.append(item)
+
+    def put_event(self, item: T) -> None:
+        """Queue something that does not count and is never refused."""
+        self.waiting.append(item)
+
+    def take(self) -> T | None:
+        """Oldest item, or None."""
+        return self.waiting.popleft() if self.waiting else None
+
+    def remove(self, item: T) -> bool:
+        """Take a waiting message out; False if it is not waiting (any more). The caller releases it."""
+        for place, waiting in enumerate(self.waiting):
+            if waiting is item:
+                del self.waiting[place]
+                return True
+        return False
+
+    def clear(self) -> list[T]:
+        """Take everything; counted messages still have to be released."""
+        items = list(self.waiting)
+        self.waiting.clear()
+        return items
+
 
 A = TypeVar("A")
-T = TypeVar("T")
+
 
 FAILED, CLOSED = "it failed", "it was closed"
 """How a reason begins that a process gave itself when one of its actors, or all of them, ended."""
@@ -152,79 +216,3 @@ class Actor:
 
     async def on_peer(self, event: PeerEvent) -> None:
         """A watched actor came, went or was replaced. In turn with the serial handlers."""
-
-
-class Caller(Protocol):
-    """What carries a proxy's calls."""
-
-    async def request(self, target: str, spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None) -> Any:
-        """Call, put or cast; returns the reply (None for a cast, once it is on its way)."""
-        ...
-
-    def items(
-        self, target: str, spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None
-    ) -> AsyncIterator[Any]:
-        """Open a stream."""
-        ...
-
-
-class Ref:
-    """Proxy of an actor elsewhere. Typed as its contract; made by `ctx.ref` and `node.ref`."""
-
-    __slots__ = ("ref_caller", "ref_contract", "ref_deadline_s", "ref_target")
-
-    def __init__(self, caller: Caller, contract: type, target: str, deadline_s: float | None = None) -> None:
-        self.ref_caller = caller
-        self.ref_contract = contract
-        self.ref_target = target
-        self.ref_deadline_s = deadline_s
-
-    def __repr__(self) -> str:
-        return f"<ref {self.ref_contract.__name__} {self.ref_target!r}>"
-
-
-def make_ref(caller: Caller, contract: type[A], target: str) -> A:
-    """A proxy for `target`, typed as `contract`."""
-    return cast("A", ref_class(contract)(caller, contract, target))
-
-
-def with_deadline(ref: A, seconds: float) -> A:
-    """The same reference with another deadline than the declared ones. An inherited deadline still cuts it."""
-    if not isinstance(ref, Ref):
-        raise TypeError(f"with_deadline wants a reference, not {type(ref).__name__}")
-    if seconds <= 0:
-        raise ValueError(f"a deadline of {seconds} s is over before the call begins")
-    return cast("A", type(ref)(ref.ref_caller, ref.ref_contract, ref.ref_target, seconds))
-
-
-@functools.cache
-def ref_class(contract: type) -> type[Ref]:
-    """What references to such actors are, compiled once. Raises TypeError naming a handler that cannot travel."""
-    methods = {spec.name: _method(spec) for spec in handlers_of(contract).specs}
-    return type(f"Ref[{contract.__name__}]", (Ref,), {"__slots__": (), **methods})
-
-
-def _method(spec: HandlerSpec) -> Callable[..., Any]:
-    declared_s, make_request = spec.declaration.deadline_s, spec.request
-
-    def bind(ref: Ref, args: tuple[Any, ...], kwargs: dict[str, Any]) -> msgspec.Struct:
-        try:
-            return spec.request(*args, **kwargs)
-        except TypeError as error:
-            raise BadRequest(f"{ref.ref_target}.{spec.name}: {error}", remedy="see the handler's signature") from error
-
-    def request(ref: Ref, *args: Any, **kwargs: Any) -> Any:
-        deadline_s = declared_s if ref.ref_deadline_s is None else ref.ref_deadline_s
-        try:
-            bound = make_request(*args, **kwargs)
-        except TypeError:
-            bound = bind(ref, args, kwargs)
-        return ref.ref_caller.request(ref.ref_target, spec, bound, deadline_s)
-
-    def items(ref: Ref, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        deadline_s = declared_s if ref.ref_deadline_s is None else ref.ref_deadline_s
-        return ref.ref_caller.items(ref.ref_target, spec, bind(ref, args, kwargs), deadline_s)
-
-    made = items if spec.declaration.kind == "stream" else request
-    made.__name__ = spec.name  # what tracebacks show, and how `SyncNode.call` knows the handler
-    return made

@@ -7,11 +7,24 @@
 
 Undecorated methods cannot be called from outside. A method that overrides a declared one inherits the declaration:
 a contract class declares, a role implements. Knows nothing of bytes: the transport encodes the compiled types.
+
+A short fingerprint of a type as it travels, so that two processes with different code notice when they meet.
+
+Textual on purpose: field names, their types and whether they are required, recursively. Defaults and docstrings do
+not count. `msgspec.json.schema` was considered: it refuses numpy arrays and knows nothing of tuple order.
+
+What a handler inherits from its caller: the time left, who waits for it, the trace it belongs to.
+
+Travels in a context variable, so nested calls inherit it without being told. Tasks that outlive the handler
+(`ctx.spawn`) start with an empty scope: a background loop has no deadline.
 """
 
 from __future__ import annotations
 
+import contextvars
+import enum
 import functools
+import hashlib
 import inspect
 import typing
 from collections.abc import Callable
@@ -20,7 +33,45 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, overload
 
 import msgspec
 
-from .schema import fingerprint
+from .ids import PeerKey
+
+
+def fingerprint(*parts: Any) -> str:
+    """Eight hexadecimal digits over types and strings."""
+    text = "|".join(part if isinstance(part, str) else describe(part) for part in parts)
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+
+def describe(kind: Any, seen: frozenset[type] = frozenset()) -> str:
+    """One line of text that changes whenever the wire form of `kind` changes."""
+    origin = typing.get_origin(kind)
+    if origin is not None:
+        args = ",".join(describe(a, seen) for a in typing.get_args(kind))
+        return f"{_name(origin)}[{args}]"
+    if not isinstance(kind, type):
+        return repr(kind)
+    if kind in seen:
+        return _name(kind)
+    inner = seen | {kind}
+    if issubclass(kind, msgspec.Struct):
+        fields = ",".join(_field(f, inner) for f in msgspec.structs.fields(kind))
+        return f"{_name(kind)}({fields})"
+    if hasattr(typing.cast("Any", kind), "__dataclass_fields__"):
+        hints = typing.get_type_hints(typing.cast("Any", kind))
+        fields = ",".join(f"{name}:{describe(hint, inner)}" for name, hint in sorted(hints.items()))
+        return f"{_name(kind)}({fields})"
+    if issubclass(kind, enum.Enum):
+        return f"{_name(kind)}({','.join(repr(m.value) for m in kind)})"
+    return _name(kind)
+
+
+def _field(field: msgspec.structs.FieldInfo, seen: frozenset[type]) -> str:
+    return f"{field.encode_name}{'!' if field.required else ''}:{describe(field.type, seen)}"
+
+
+def _name(kind: Any) -> str:
+    return getattr(kind, "__qualname__", None) or repr(kind)
+
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -208,3 +259,53 @@ def _check_coroutine(place: str, implementation: Callable[..., Any], declaration
         raise TypeError(f"{place}: a stream handler is an async generator, or a plain method returning an iterator")
     if declaration.kind != "stream" and not is_async:
         raise TypeError(f"{place}: a handler is `async def`")
+
+
+class CallScope(msgspec.Struct, frozen=True, gc=False):
+    """The call being handled in this task, if any."""
+
+    deadline_at: float | None = None
+    """Seconds on the node's monotonic clock; None: no limit."""
+    chain: tuple[str, ...] = ()
+    """Actors ("name@epoch") that are held up, handling a call serially, until this one returns; oldest first."""
+    trace: bytes = b""
+    """24 bytes (W3C trace id, span id) or nothing."""
+    caller: PeerKey | None = None
+    """Incarnation that made the call, as its connection proved it."""
+
+
+NO_SCOPE = CallScope()
+
+_scope: contextvars.ContextVar[CallScope] = contextvars.ContextVar("myxa_call_scope", default=NO_SCOPE)
+
+
+def current_caller() -> PeerKey | None:
+    """Incarnation that made the call being handled, as its connection proved it; None outside of a handler."""
+    return _scope.get().caller
+
+
+current_scope = _scope.get
+"""The call being handled in this task, or `NO_SCOPE`."""
+
+enter_scope = _scope.set
+"""Make a scope the current one; give the token to `leave_scope`."""
+
+
+def leave_scope(token: contextvars.Token[CallScope]) -> None:
+    _scope.reset(token)
+
+
+def fresh_context(scope: CallScope = NO_SCOPE) -> contextvars.Context:
+    """A copy of the current context with `scope` in place of the current one."""
+    context = contextvars.copy_context()
+    context.run(_scope.set, scope)
+    return context
+
+
+def remaining_s(deadline_s: float | None, now: float) -> float | None:
+    """Seconds for a nested call: its own deadline, cut to what the call being handled has left; None: no limit."""
+    inherited = _scope.get().deadline_at
+    if inherited is None:
+        return deadline_s
+    left = inherited - now
+    return left if deadline_s is None else min(left, deadline_s)

@@ -1,4 +1,13 @@
-"""Contracts between roles and adapters. Roles know these, never a concrete engine, backend or channel."""
+"""Contracts between roles and adapters. Roles know these, never a concrete engine, backend or channel.
+
+What an engine that profiles itself tells about it: a server's profiler is its own, and so is its disk, perhaps.
+
+An engine in the actor's own process needs none of this: a profile of the process has it too.
+
+What the buffer draws prompts from: one source, or several that are mixed.
+
+A source is a pure function from a draw's number to a prompt; which draws were taken is the ledger's to know.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +17,9 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 
-from .assets import AssetStore, MovedBytes
-from .device_memory import Tag, TagReport
-from .engine_usage import EngineUsage
-from .messages import SamplingParams, TensorSpec, WeightManifest
-from .samples import F32, I32, FinishReason, Message, ScoredSample, TrainSample, TrainShard
+from .device_memory import AssetStore, MovedBytes, Tag, TagReport
+from .messages import EngineUsage, Record, SamplingParams, TensorSpec, WeightManifest
+from .samples import F32, I32, FinishReason, Message, Prompt, ScoredSample, TrainSample, TrainShard
 from .weight_channel import (
     JoinOffer,
     JoinRequest,
@@ -400,4 +407,86 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of token ids."""
+        ...
+
+
+class EngineTrace(Record, frozen=True, kw_only=True):
+    """What became of the profile of one server."""
+
+    engine: str
+    """The server: its address, or the actor whose engine it is."""
+    place: str = ""
+    """The folder of the traces on the server's host, or how to find it."""
+    files: tuple[str, ...] = ()
+    """Names in that folder, one for each rank; a pattern where the folder cannot be looked into from here."""
+    refused: str = ""
+    """Why there is none: place, cause, remedy."""
+
+
+@runtime_checkable
+class ProfilesItself(Protocol):
+    """An engine whose servers record what they do, when they are asked to."""
+
+    async def profile(self, duration_s: float) -> tuple[EngineTrace, ...]:
+        """Record for so long, or for as long as is sound if that is shorter, then write. Raises EngineError when the
+        only server refuses or does not answer; of several, those are told in their place."""
+        ...
+
+
+class PromptSource(Protocol):
+    """A dataset as the buffer sees it: a pure function from draw number to prompt. The cursor is the ledger's."""
+
+    def __len__(self) -> int:
+        """Rows in one pass."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal exactly when every draw gives the same prompt: a ledger belongs to one."""
+        ...
+
+    def prompt(self, draw: int) -> Prompt | None:
+        """The prompt of a draw (from 0), `group_id == draw`; None from the first draw on that is beyond the data.
+        Raises DataError if the row cannot be read."""
+        ...
+
+    def row_of(self, draw: int) -> int | None:
+        """Which of the rows of one pass that draw brings, counted from 0, without reading it: draws with equal numbers
+        bring equal prompts. None as `prompt` does."""
+        ...
+
+    def num_held_out(self, name: str = "") -> int:
+        """Held-out rows of the set of that name (the only one is called ""); 0 without such a set."""
+        ...
+
+    def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
+        """The first `limit` held-out prompts of that set (the only one is called ""); empty without such a set."""
+        ...
+
+
+@runtime_checkable
+class MixedSources(Protocol):
+    """Several sources by name. Each counts its own draws, from 0."""
+
+    @property
+    def by_name(self) -> Mapping[str, PromptSource]:
+        """In the order of names."""
+        ...
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """What the run file says of their shares: none negative, not all 0."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal exactly when every draw from every source gives the same prompt, whatever the weights."""
+        ...
+
+    def num_held_out(self, name: str = "") -> int:
+        """Held-out rows of the set of that name (the only one is called ""); 0 without such a set."""
+        ...
+
+    def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
+        """As a single source's."""
         ...

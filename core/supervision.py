@@ -12,18 +12,350 @@ stage after the other: `End` names the next stage only when the one before is go
 
 A person may have a child end for good (`retire`), be started anew (`renew`), or add one (`grow`). Such ends are no
 failures and cost no budget; who can hand work back (`Drain`) does so before it is told to end.
+
+The life of a supervised child: its states, what can happen to it in each, and which of them have a process.
+
+    waiting ──launch──> starting ──up──> up <──recover/hang──> hung       each with a process ──exit──> exited
+                           └──end──> ending <──end──┘ (up, hung, draining)
+                                          up ──drain──> draining          hands its work back before it is told to end
+    exited, waiting ──retry──> backing-off ──launch──> starting
+    waiting, exited, backing-off ──settle──> stopped
+    waiting, exited, backing-off ──give-up──> failed
+
+A library of state machines (`transitions`, `python-statemachine`) was considered: a dictionary is all that is needed.
+
+Children that have to be gone before something is done: stage after stage, each told when the one before is gone.
+
+What the supervisor of a run asks its launcher to do: plain records, carried out in the order in which they come.
+
+How often a branch may restart (intensity per period), and its pause before it does. Pure: time is passed in.
+
+Exit statuses of the run's processes: what they mean for another attempt, and words for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import signal
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal
 
-from .child_states import ChildState, ChildStates, Health, SupervisionError
-from .exit_status import BUDGET_SPENT, HOPELESS, describe_status
-from .restart_budget import Backoff, RestartBudget
-from .supervision_ending import Ending
-from .supervision_orders import Done, Drain, End, FailRun, GangRound, GiveUp, Instruction, Kill, Restart, Retired
-from .supervision_tree import BranchSpec, ChildSpec, Member, SupervisionTree, leaves_of
+from .supervision_tree import BranchSpec, ChildSpec, Member, SupervisionError, SupervisionTree, leaves_of
+
+ChildState = Literal[
+    "waiting", "starting", "up", "hung", "draining", "ending", "exited", "backing-off", "failed", "stopped"
+]
+ChildEvent = Literal["up", "hang", "recover", "drain", "end", "exit", "retry", "launch", "settle", "give-up"]
+Health = Literal["suspect", "hung", "recovered", "given up"]
+
+TRANSITIONS: Final[Mapping[tuple[ChildState, ChildEvent], ChildState]] = {
+    ("waiting", "launch"): "starting",
+    ("waiting", "retry"): "backing-off",  # its group restarts before it was started for the first time
+    ("waiting", "settle"): "stopped",
+    ("waiting", "give-up"): "failed",
+    ("starting", "up"): "up",
+    ("starting", "end"): "ending",
+    ("starting", "exit"): "exited",
+    ("up", "hang"): "hung",
+    ("up", "drain"): "draining",
+    ("up", "end"): "ending",
+    ("up", "exit"): "exited",
+    ("hung", "recover"): "up",
+    ("hung", "end"): "ending",
+    ("hung", "exit"): "exited",
+    ("draining", "end"): "ending",
+    ("draining", "exit"): "exited",
+    ("ending", "up"): "ending",
+    ("ending", "end"): "ending",
+    ("ending", "exit"): "exited",
+    ("exited", "retry"): "backing-off",
+    ("exited", "settle"): "stopped",
+    ("exited", "give-up"): "failed",
+    ("backing-off", "launch"): "starting",
+    ("backing-off", "retry"): "backing-off",
+    ("backing-off", "settle"): "stopped",
+    ("backing-off", "give-up"): "failed",
+}
+"""(state, event) -> next state. A pair that is missing is a mistake of the caller."""
+
+ALIVE: Final[frozenset[ChildState]] = frozenset({"starting", "up", "hung", "draining", "ending"})
+"""States in which a process exists."""
+
+OVER: Final[frozenset[ChildState]] = frozenset({"failed", "stopped"})
+"""States without a way out."""
+
+
+class ChildStates:
+    """Where every child of a run stands."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._states: dict[str, ChildState] = dict.fromkeys(names, "waiting")
+
+    def __getitem__(self, child: str) -> ChildState:
+        if child not in self._states:
+            raise SupervisionError(f"no child is named {child!r}; there are {', '.join(self._states)}")
+        return self._states[child]
+
+    def add(self, child: str) -> None:
+        """One more, which waits to be started."""
+        if child in self._states:
+            raise SupervisionError(f"{child} is there already")
+        self._states[child] = "waiting"
+
+    def remove(self, child: str) -> None:
+        """One less; it must have no process and get none any more."""
+        if not self.is_over(child):
+            raise SupervisionError(f"{child} is {self[child]}: it cannot be forgotten now")
+        del self._states[child]
+
+    def move(self, child: str, event: ChildEvent) -> None:
+        """Take an event. Raises SupervisionError if it cannot happen now."""
+        state = self[child]
+        after = TRANSITIONS.get((state, event))
+        if after is None:
+            raise SupervisionError(f"{child} is {state}: '{event}' cannot happen now")
+        self._states[child] = after
+
+    def can(self, child: str, event: ChildEvent) -> bool:
+        """Whether that event can happen now."""
+        return (self[child], event) in TRANSITIONS
+
+    def is_alive(self, child: str) -> bool:
+        """Whether it has a process."""
+        return self[child] in ALIVE
+
+    def is_over(self, child: str) -> bool:
+        """Whether it will never have a process again."""
+        return self[child] in OVER
+
+    def alive(self, among: Iterable[str] | None = None) -> tuple[str, ...]:
+        """Children that have a process, in start order (or in the order of `among`)."""
+        return tuple(name for name in (self._states if among is None else among) if self._states[name] in ALIVE)
+
+
+@dataclass(slots=True, eq=False)
+class _Ending:
+    """One of them, under way."""
+
+    then: Literal["restart", "renew", "retire", "give up", "over"]
+    stages: list[tuple[str, ...]]
+    """Not told yet, the next one first."""
+    reason: str
+    branch: BranchSpec | None = None
+    """Whose restart it is."""
+    current: tuple[str, ...] = ()
+    scope: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.scope = frozenset(name for stage in self.stages for name in stage)
+
+    @property
+    def grace_s(self) -> float:
+        """Ranks whose mate has failed have nothing to finish, and may hang in a collective with it."""
+        is_broken_gang = self.then == "restart" and self.branch is not None and self.branch.strategy == "gang"
+        return 0.5 if is_broken_gang else math.inf
+
+    @property
+    def is_gentle(self) -> bool:
+        """Whether work is handed back first."""
+        return self.then in ("renew", "retire")
+
+
+@dataclass(frozen=True, slots=True)
+class GangRound:
+    """One common attempt of a gang: its ranks meet under a name that no other attempt has."""
+
+    gang: str
+    attempt: int
+    rendezvous: str
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """Start these children after `delay_s`, in this order, each as its attempt (0 was the first start). Void for a
+    child for which `may_launch` says no by then: another instruction has overtaken it."""
+
+    children: tuple[str, ...]
+    attempts: tuple[int, ...]
+    delay_s: float
+    reason: str
+    branch: str
+    """Whose budget this restart was taken from; empty: somebody wished it, it costs nothing."""
+    rounds: tuple[GangRound, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Have these hand their work back, then say `on_drained` of each, whether or not it could."""
+
+    children: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Tell these children to end, at the same time, and kill those that are still there after their grace."""
+
+    children: tuple[str, ...]
+    graces_s: tuple[float, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """These hang: being told would not help."""
+
+    children: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """The run goes on without this member; its branch has a quorum."""
+
+    member: str
+    reason: str
+    num_left: int
+    quorum: int
+
+
+@dataclass(frozen=True, slots=True)
+class Retired:
+    """They left for good, as somebody wished: they are no children of the run any more."""
+
+    children: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FailRun:
+    """The run is over: `culprit` may not be started again."""
+
+    culprit: str
+    reason: str
+    exit_code: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """No process is left and none will be started."""
+
+
+Instruction = Restart | Drain | End | Kill | GiveUp | Retired | FailRun | Done
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """Pause before a restart: none at first, for others wait for whoever died; for one that fails again and again
+    `first_s`, doubled each time up to `limit_s`, less up to half by lot."""
+
+    first_s: float = 1.0
+    limit_s: float = 30.0
+    calm_s: float = 20.0
+    """Whoever has lived for so long since its last start does not fail again and again."""
+
+    def delay(self, restarts: int, lot: float) -> float:
+        """Seconds before the restart that follows `restarts` earlier ones, one soon after the other; `lot` is in
+        [0, 1)."""
+        if restarts == 0:
+            return 0.0
+        full = min(self.limit_s, self.first_s * 2.0 ** min(restarts - 1, 60))
+        return full * (1.0 - 0.5 * lot)
+
+
+class RestartBudget:
+    """At most `max_restarts` in any `period_s` seconds. A restart is reserved when it is decided and spent when the
+    last process that it has to wait for is gone: one that is decided meanwhile must not find its place free.
+
+    A restart begins to grow old when it has led to work (`prove`), not when it happened: attempts that take long to
+    fail, and never come to work, would be forgotten one after the other and follow each other for ever."""
+
+    def __init__(self, max_restarts: int, period_s: float) -> None:
+        self.max_restarts = max_restarts
+        self.period_s = period_s
+        self._proven: deque[float] = deque()
+        """When restarts that led to work did so."""
+        self._unproven: list[float] = []
+        """When the others happened."""
+        self._num_reserved = 0
+        self._streak = 0
+        """Restarts one soon after the other."""
+        self._calm_at = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.max_restarts} restarts in {self.period_s:g} s"
+
+    def words(self, now: float) -> str:
+        """Which bound it is that was reached."""
+        is_slow = bool(self._unproven) and now - self._unproven[0] >= self.period_s
+        return f"{self.max_restarts} restarts that come to no work" if is_slow else str(self)
+
+    def left(self, now: float) -> int:
+        """How many more are allowed now."""
+        self._forget(now)
+        return max(0, self.max_restarts - self._num_counted)
+
+    def reserve(self, now: float) -> bool:
+        """Whether one more is allowed; then it is reserved."""
+        self._forget(now)
+        if self._num_counted >= self.max_restarts:
+            return False
+        self._num_reserved += 1
+        return True
+
+    def release(self) -> None:
+        """A reserved restart will not happen."""
+        self._num_reserved -= 1
+
+    def spend(self, now: float, backoff: Backoff, lot: float) -> float:
+        """A reserved restart happens; returns the pause before it in seconds."""
+        self._forget(now)
+        self._num_reserved -= 1
+        has_before = bool(self._proven or self._unproven)
+        self._streak = self._streak + 1 if has_before and now < self._calm_at else 0
+        self._unproven.append(now)
+        delay_s = backoff.delay(self._streak, lot)
+        self._calm_at = now + delay_s + backoff.calm_s
+        return delay_s
+
+    @property
+    def has_unproven(self) -> bool:
+        """Whether there are restarts that have led to no work yet."""
+        return bool(self._unproven)
+
+    def prove(self, now: float) -> None:
+        """What was started again is at work: its restarts count for `period_s` from now on."""
+        self._proven.extend(now for _ in self._unproven)
+        self._unproven.clear()
+
+    @property
+    def _num_counted(self) -> int:
+        return len(self._proven) + len(self._unproven) + self._num_reserved
+
+    def _forget(self, now: float) -> None:
+        while self._proven and now - self._proven[0] >= self.period_s:
+            self._proven.popleft()
+
+
+HOPELESS: Final[dict[int, str]] = {
+    2: "its configuration is wrong",
+    5: "its data or a user's function is wrong",
+}
+"""Exit status -> why another attempt would end the same way."""
+
+BUDGET_SPENT: Final = 4
+"""Exit status of a run that ends because a child may not be started again."""
+
+
+def describe_status(status: int) -> str:
+    """Words for a process's return code: negative is a signal, as in `subprocess`."""
+    if status >= 0:
+        return f"exit status {status}"
+    try:
+        return f"signal {signal.Signals(-status).name}"
+    except ValueError:
+        return f"signal {-status}"
 
 
 class Supervisor:
@@ -38,7 +370,7 @@ class Supervisor:
         self._attempts = dict.fromkeys(self._tree.children, 0)
         self._unproven: set[str] = set()
         """Started again after a failure, and not seen at work since."""
-        self._endings: list[Ending] = []
+        self._endings: list[_Ending] = []
         """Their scopes do not overlap: a larger one swallows those within it."""
         self._given_up: set[int] = set()
         self._condemned: dict[str, str] = {}
@@ -122,7 +454,7 @@ class Supervisor:
         wider = self._ending_of(child)
         if wider is not None and len(wider.scope) > 1:
             return []  # it ends with the others, and stays away when they come back
-        return self._begin(Ending("retire", [(child,)], reason), now)
+        return self._begin(_Ending("retire", [(child,)], reason), now)
 
     def renew(self, child: str, reason: str, now: float) -> list[Instruction]:
         """Have it, or its whole gang, end and start again. Raises SupervisionError for one that left or is leaving."""
@@ -134,7 +466,7 @@ class Supervisor:
         scope = self._tree.leaves(branch) if branch is not None and is_gang else (child,)
         if wider is not None and (self._is_over() or wider.scope > set(scope)):
             return []  # it ends anyway, and starts again with the others if they do
-        return self._begin(Ending("renew", [scope[::-1]], reason), now)
+        return self._begin(_Ending("renew", [scope[::-1]], reason), now)
 
     def on_drained(self, child: str, now: float) -> list[Instruction]:
         """It has handed its work back, or could not. It may be late."""
@@ -234,7 +566,7 @@ class Supervisor:
         final = next((e for e in self._endings if e.then == "over"), None)
         if final is not None:
             return self._go_on(final, now)
-        return self._begin(Ending("over", list(self._tree.all_stages(self._tree.root)), reason), now)
+        return self._begin(_Ending("over", list(self._tree.all_stages(self._tree.root)), reason), now)
 
     # -- judging -----------------------------------------------------------------------------------------------
 
@@ -277,7 +609,7 @@ class Supervisor:
     def _give_up(self, branch: BranchSpec, member: Member, what: str, now: float) -> list[Instruction]:
         self._given_up.add(id(member))
         news = GiveUp(member.name, what, self._num_left(branch, member), self._tree.needed(branch, member))
-        return [news, *self._begin(Ending("give up", list(self._tree.all_stages(member)), what), now)]
+        return [news, *self._begin(_Ending("give up", list(self._tree.all_stages(member)), what), now)]
 
     def _fail(self, culprit: str, reason: str, exit_code: int, now: float) -> list[Instruction]:
         self._verdict = FailRun(culprit, reason, exit_code)
@@ -287,14 +619,14 @@ class Supervisor:
 
     # -- ending, and what comes after ----------------------------------------------------------------------------
 
-    def _restart(self, branch: BranchSpec, failed: Member, what: str) -> Ending:
+    def _restart(self, branch: BranchSpec, failed: Member, what: str) -> _Ending:
         """Whom that concerns; members that were given up stay out of it."""
         members = [member for branch in self._tree.branches for member in self._tree.members(branch)]
         out = {name for each in members if id(each) in self._given_up for name in self._tree.leaves(each)}
         stages = (tuple(n for n in stage if n not in out) for stage in self._tree.stages(branch, failed))
-        return Ending("restart", [stage for stage in stages if stage], what, branch)
+        return _Ending("restart", [stage for stage in stages if stage], what, branch)
 
-    def _begin(self, ending: Ending, now: float) -> list[Instruction]:
+    def _begin(self, ending: _Ending, now: float) -> list[Instruction]:
         for other in [e for e in self._endings if e.scope <= ending.scope]:
             self._endings.remove(other)
             if other.branch is not None:
@@ -302,7 +634,7 @@ class Supervisor:
         self._endings.append(ending)
         return self._go_on(ending, now)
 
-    def _go_on(self, ending: Ending, now: float) -> list[Instruction]:
+    def _go_on(self, ending: _Ending, now: float) -> list[Instruction]:
         """Tell the next stage, or do what all this was for."""
         told: list[Instruction] = []
         self._close(ending)
@@ -313,7 +645,7 @@ class Supervisor:
             told += self._tell(ending)
         return told
 
-    def _tell(self, ending: Ending) -> list[Instruction]:
+    def _tell(self, ending: _Ending) -> list[Instruction]:
         """The current stage: who is up and may hand work back does that first."""
         names = [name for name in self._states.alive(ending.current) if self._states[name] != "ending"]
         gentle = tuple(n for n in names if ending.is_gentle and self._states[n] in ("up", "draining"))
@@ -327,7 +659,7 @@ class Supervisor:
         told: list[Instruction] = [Drain(drained, ending.reason)] if drained else []
         return told + ([End(rest, graces, ending.reason)] if rest else [])
 
-    def _close(self, ending: Ending) -> None:
+    def _close(self, ending: _Ending) -> None:
         """Children that have no process and will have none are done with."""
         if ending.then in ("restart", "renew"):
             return
@@ -335,7 +667,7 @@ class Supervisor:
             if not self._states.is_alive(name) and not self._states.is_over(name):
                 self._states.move(name, "give-up" if ending.then == "give up" else "settle")
 
-    def _finish(self, ending: Ending, now: float) -> list[Instruction]:
+    def _finish(self, ending: _Ending, now: float) -> list[Instruction]:
         if ending.then == "over":
             return [Done()]
         self._endings.remove(ending)
@@ -349,7 +681,7 @@ class Supervisor:
             return told + self._farewell()
         return [*told, self._again(children, ending, now)]
 
-    def _again(self, children: tuple[str, ...], ending: Ending, now: float) -> Restart:
+    def _again(self, children: tuple[str, ...], ending: _Ending, now: float) -> Restart:
         delay, payer = 0.0, ""
         if ending.branch is not None:
             payer = ending.branch.name
@@ -388,7 +720,7 @@ class Supervisor:
         attempt = self._attempts[self._tree.leaves(gang)[0]]
         return GangRound(gang.name, attempt, f"{gang.name}.{attempt}")
 
-    def _ending_of(self, child: str) -> Ending | None:
+    def _ending_of(self, child: str) -> _Ending | None:
         return next((ending for ending in self._endings if child in ending.scope), None)
 
     def _is_over(self) -> bool:

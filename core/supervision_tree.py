@@ -19,11 +19,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .child_states import SupervisionError
-
 RestartType = Literal["permanent", "transient", "temporary"]
 Strategy = Literal["one_for_one", "one_for_all", "rest_for_one", "gang"]
 WhenHung = Literal["wait", "kill"]
+
+
+class SupervisionError(ValueError):
+    """A tree that cannot be, or an event that cannot happen in a child's state: the caller is wrong."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..actors.audit import AUDIT_FILE, AuditLog
 from ..actors.contracts.roles import CoordinatorContract, MonitorContract
-from ..core.actor import with_deadline
 from ..core.config import RunConfig
-from ..core.config.chaos import FaultName
+from ..core.config.run import FaultName
 from ..core.errors import CallError, ConfigError, LaunchError, MyxaError, NoSuchActor
 from ..core.knobs import AuditRecord, Operator
 from ..core.messages import Event, Record, Telemetry
+from ..core.refs import with_deadline
 from ..transport.node import Node
 from ..transport.registry.registry import REGISTRY
 from .contracts import ProcessContract, process_name

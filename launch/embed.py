@@ -22,10 +22,11 @@ from typing import Literal
 
 from .. import __version__
 from ..actors.contracts.roles import CoordinatorContract, RolloutContract
-from ..core.actor import Actor, with_deadline
+from ..core.actor import Actor
 from ..core.config import RunConfig, load_config
 from ..core.errors import BadRequest, CallError, ConfigError, LaunchError, MyxaError, NoSuchMethod
 from ..core.messages import EngineStatus, RunStatus
+from ..core.refs import with_deadline
 from ..core.samples import NO_VERSION
 from ..transport.node import Node
 from .actor_spec import ActorSpec

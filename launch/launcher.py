@@ -21,7 +21,7 @@ from .. import __version__
 from ..core.clock import SystemClock
 from ..core.config import RunConfig, dump_config
 from ..core.errors import CallError, LaunchError
-from ..core.lifeline import adopting_orphans
+from ..core.process import adopting_orphans
 from ..transport.descriptors import raise_limit
 from .contracts import SUPERVISOR, AgentContract, RunPlan, agent_name
 from .control.client import NOTE

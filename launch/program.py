@@ -20,7 +20,7 @@ from ..core.actor import Actor
 from ..core.clock import Clock, SystemClock
 from ..core.config import RoleName, RunConfig
 from ..core.errors import ConfigError
-from ..core.host import boot_id, parent_mark
+from ..core.process import boot_id, parent_mark
 from ..core.protocols import Engine
 from .actor_spec import ActorSpec
 from .composition.evaluation import eval_rewarders, eval_sets

@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 
 from ..core.errors import LaunchError
-from ..core.file_lock import is_locked, lock_remedy, take_lock
+from ..core.files import is_locked, lock_remedy, take_lock
 
 LOCK = ".launcher.lock"
 

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
 from ..actors.contracts.roles import BufferContract, CoordinatorContract, MonitorContract
-from ..core.actor import with_deadline
 from ..core.clock import Clock
 from ..core.errors import CallError
+from ..core.refs import with_deadline
 from .views.live_state import LiveState
 
 A = TypeVar("A")

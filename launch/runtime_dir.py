@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ..core.errors import LaunchError
-from ..core.file_lock import lock_now, take_lock
+from ..core.files import lock_now, take_lock
 from ..transport.address import make_private
 
 PREFIX = "myxa-"

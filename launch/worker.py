@@ -27,7 +27,7 @@ from ..core.actor import Actor
 from ..core.chaos import MARKS, Nemesis, arm
 from ..core.config import RunConfig, load_config
 from ..core.errors import ConfigError, LaunchError, MyxaError, UserCodeError
-from ..core.lifeline import die_with_parent
+from ..core.process import die_with_parent
 from ..core.registry import load_callable
 from ..transport.descriptors import raise_limit
 from ..transport.node import CHOSEN_BY, keep_freed_memory

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ..core.assets import DeviceReading
+from ..core.device_memory import DeviceReading
 from ..core.errors import MemoryFault
 from .arenas.resident import HostDevice
 

@@ -25,12 +25,10 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from ..core.actor import Actor, PeerEvent
+from ..core.actor import Actor, Mailbox, PeerEvent
 from ..core.errors import CallError, Draining, PeerDied, WouldDeadlock
-from ..core.handlers import HandlerSpec, handlers_of
+from ..core.handlers import NO_SCOPE, CallScope, HandlerSpec, enter_scope, fresh_context, handlers_of
 from ..core.ids import PeerKey
-from ..core.mailbox import Mailbox
-from ..core.scope import NO_SCOPE, CallScope, enter_scope, fresh_context
 from .codec import codecs_of
 
 T = TypeVar("T")

@@ -30,9 +30,8 @@ from ..core.errors import (
     StreamBroken,
     TensorLost,
 )
-from ..core.handlers import HandlerSpec
+from ..core.handlers import NO_SCOPE, HandlerSpec, current_scope, remaining_s
 from ..core.ids import PeerKey
-from ..core.scope import NO_SCOPE, current_scope, remaining_s
 from .codec import codecs_of
 from .payload import Buffer, UndecodableError, leases
 from .session.calls import Calls

@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..core.actor import Actor, ref_class
+from ..core.actor import Actor
 from ..core.handlers import HandlerSpec, handlers_of
+from ..core.refs import ref_class
 from .payload import ArrayReader, Buffer, UndecodableError, cannot_travel, decode_value, lift, nonfinite
 
 _NO_FRAMES: tuple[memoryview, ...] = ()

@@ -25,13 +25,13 @@ from contextlib import AbstractContextManager, aclosing
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
-from ..core.actor import CLOSED, FAILED, Actor, PeerEvent, make_ref, with_deadline
-from ..core.actor_group import ActorGroup, GroupCaller
+from ..core.actor import CLOSED, FAILED, Actor, PeerEvent
 from ..core.clock import Clock, SystemClock
 from ..core.errors import CallError, ConfigError, LaunchError, MyxaError, NoSuchActor, PeerDied, StaleEpoch
 from ..core.failure_detector import Verdict
+from ..core.handlers import remaining_s
 from ..core.ids import PeerKey, check_name
-from ..core.scope import remaining_s
+from ..core.refs import ActorGroup, GroupCaller, make_ref, with_deadline
 from ..core.tensors import TensorStore
 from .actor_runner import STOP_LIMIT_S, ActorRunner
 from .address import Rendezvous

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import orjson
 
 from ..core.errors import BadRequest
-from ..core.schema import describe
+from ..core.handlers import describe
 from ..core.tensors import LeasedView
 from .session.frames import LIMITS
 

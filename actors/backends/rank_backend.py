@@ -13,9 +13,9 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from torch import Tensor
 
-from ...core.assets import AssetStore
 from ...core.clock import Clock, SystemClock
 from ...core.config import AlgoConfig, CriticConfig, OptimizerConfig, TrainerConfig
+from ...core.device_memory import AssetStore
 from ...core.errors import ConfigError, TrainError
 from ...core.protocols import NamedArray, PendingSave, StepStats
 from ...core.samples import F32, TrainSample, TrainShard

@@ -26,9 +26,18 @@ from ...algos.staleness import Admission
 from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import ActorContext, MailboxPolicy, PeerEvent
 from ...core.chaos import reached
-from ...core.disk import REFUSED_EVENT, WAITS, WRITTEN_EVENT, may_have_room, naming_disk, pauses, refusal, refused
 from ...core.errors import BadRequest, CallError, DataError, DiskRefused, Draining, LedgerError, UserCodeError
-from ...core.file_entry import FileEntry
+from ...core.files import (
+    REFUSED_EVENT,
+    WAITS,
+    WRITTEN_EVENT,
+    FileEntry,
+    may_have_room,
+    naming_disk,
+    pauses,
+    refusal,
+    refused,
+)
 from ...core.knobs import KnobValue
 from ...core.messages import (
     Assignment,
@@ -44,7 +53,7 @@ from ...core.messages import (
     RecentGroup,
     SamplingParams,
 )
-from ...core.prompt_sources import MixedSources, PromptSource
+from ...core.protocols import MixedSources, PromptSource
 from ...core.samples import Group, Prompt, ScoredSample
 from ..contracts.roles import BufferContract, DataContract, MonitorContract
 from ..engine_versions import EngineVersions, Rewind, Weights

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ...core.errors import DataError
-from ...core.prompt_sources import MixedSources, PromptSource
+from ...core.protocols import MixedSources, PromptSource
 from ...core.samples import Prompt
 from ..ledger.counts import Stretch
 from ..ledger.ledger import Ledger

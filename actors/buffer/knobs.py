@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ...algos.staleness import POLICIES, Admission
-from ...algos.staleness_policy import make_policy
+from ...algos.staleness import POLICIES, Admission, make_policy
 from ...core.activity import TelemetryBuffer
 from ...core.clock import Clock
 from ...core.config.data import MAX_SKIPS

@@ -21,8 +21,8 @@ from pathlib import Path
 import msgspec
 
 from ...core.errors import DataError
-from ...core.file_entry import sync_folder
-from ...core.prompt_sources import MixedSources, PromptSource
+from ...core.files import sync_folder
+from ...core.protocols import MixedSources, PromptSource
 from ...core.samples import Prompt
 from ..ledger.ledger import Ledger
 from .poison_prompts import POISON

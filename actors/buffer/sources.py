@@ -19,7 +19,7 @@ import msgspec
 
 from ...core.config.data import MAX_WEIGHT, MIN_WEIGHT
 from ...core.errors import LedgerError
-from ...core.prompt_sources import MixedSources, PromptSource
+from ...core.protocols import MixedSources, PromptSource
 from ...core.samples import Prompt
 from ...core.suggestion import suggest
 from ..ledger.states import Row

@@ -19,7 +19,7 @@ from ...algos.staleness import Admission, LinePlace, Overdue, Stage
 from ...core.errors import DataError, LedgerError
 from ...core.knobs import KnobValue
 from ...core.messages import Assignment, BufferStats, DrawBlock, DrawRequest, GroupMeta, GroupReturned, PutResult
-from ...core.prompt_sources import MixedSources, PromptSource
+from ...core.protocols import MixedSources, PromptSource
 from ...core.samples import NO_VERSION, Group, Sample
 from ..ledger.counts import masked_text
 from ..ledger.ledger import Ledger

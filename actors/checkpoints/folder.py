@@ -43,8 +43,17 @@ import msgspec
 
 from ...core.chaos import reached
 from ...core.errors import TornCheckpoint, TrainError
-from ...core.file_entry import FileEntry, describe_file, sync_folder, write_durably
-from ...core.file_lock import has_no_locks, is_locked, lock_remedy, locked_folder, take_lock
+from ...core.files import (
+    FileEntry,
+    describe_file,
+    has_no_locks,
+    is_locked,
+    lock_remedy,
+    locked_folder,
+    sync_folder,
+    take_lock,
+    write_durably,
+)
 from .run_part import writing_run
 
 FORMAT = 1

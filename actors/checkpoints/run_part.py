@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from ...core.errors import TrainError
-from ...core.file_entry import FileEntry, describe_file, read_regular, write_durably
+from ...core.files import FileEntry, describe_file, read_regular, write_durably
 from ...core.knobs import LiveKnobs
 from ..ledger.resume import LEDGER
 

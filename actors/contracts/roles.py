@@ -7,8 +7,7 @@ shortened per call with `with_deadline(ref, seconds)`.
 from __future__ import annotations
 
 from ...core.actor import Actor
-from ...core.engine_profile import EngineTrace
-from ...core.file_entry import FileEntry
+from ...core.files import FileEntry
 from ...core.handlers import call, cast, durable_put
 from ...core.knobs import KnobsInForce, LiveKnobs
 from ...core.messages import (
@@ -33,7 +32,7 @@ from ...core.messages import (
     WeightChannel,
     WeightManifest,
 )
-from ...core.protocols import StepStats
+from ...core.protocols import EngineTrace, StepStats
 from ...core.samples import Group, Prompt, ScoredSample, TrainSample, TrainShard
 from ...core.weight_channel import (
     JoinOffer,

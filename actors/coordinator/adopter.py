@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...core.activity import ActivityMeter, TelemetryBuffer
-from ...core.actor import ActorContext, with_deadline
+from ...core.actor import ActorContext
 from ...core.chaos import reached
 from ...core.clock import Clock
 from ...core.errors import CallError, Draining, EngineError, MyxaError, NoSuchActor, PeerDied, RemoteError
 from ...core.messages import WeightAck, WeightChannel
+from ...core.refs import with_deadline
 from ...core.weight_channel import SENT_CHANNELS, WeightProgress
 from ..contracts.roles import RolloutContract, TrainerContract
 from .adoption import Adopt, Adoption

@@ -14,7 +14,7 @@ from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import ActorContext
 from ...core.errors import ConfigError, EngineError, MyxaError
 from ...core.messages import CanaryAnswers, EvalRequest, EvalResult
-from ...core.patience import until_answered
+from ...core.retry import until_answered
 from ...core.suggestion import suggest
 from ..contracts.roles import DataContract, RolloutContract
 from .adopter import Adopter

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import msgspec
 
-from ...core.disk import Tell, until_written
 from ...core.errors import ConfigError, LedgerError
+from ...core.files import Tell, until_written
 from ...core.knobs import AuditRecord, LiveKnob
 from ...core.messages import Record
 from ..own_thread import in_own_thread

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Collection
 from ...core.actor import ActorContext
 from ...core.clock import Clock
 from ...core.errors import CallError, MyxaError, NotReady
-from ...core.patience import until_answered
+from ...core.retry import until_answered
 from ..contracts.roles import TrainerContract
 from .knob_conductor import KnobConductor
 from .run_control import RunControl

@@ -23,7 +23,7 @@ from ...core.actor import ActorContext
 from ...core.errors import CallError, ConfigError, DiskRefused, LedgerError, MyxaError, NotExecuted, RemoteError
 from ...core.knobs import AuditRecord, Operator
 from ...core.messages import EvalResult
-from ...core.patience import until_answered
+from ...core.retry import until_answered
 from ..audit import AuditDesk
 from ..contracts.roles import BufferContract, TrainerContract
 from .journal import CoordinatorJournal, PauseKept

@@ -19,7 +19,7 @@ from typing import Any, cast
 import orjson
 
 from ...core.errors import ConfigError, DataError
-from ...core.file_entry import read_regular
+from ...core.files import read_regular
 from .columnar import ColumnarFile, Kind
 from .file_bytes import GZIP_MAGIC, ZSTD_MAGIC, FileBytes
 from .jsonl import BOM, JsonlFile

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 
 from ...core.config import DataSettings, RewardSettings, RunConfig
-from ...core.config.source import parse_sources
+from ...core.config.data import parse_sources
 from ...core.errors import DataError
 from ...core.samples import Prompt
 from .layout import Layout

@@ -10,7 +10,7 @@ import hashlib
 import msgspec
 
 from ...core.config import DataSettings, RunConfig
-from ...core.config.source import parse_sources
+from ...core.config.data import parse_sources
 from ...core.errors import DataError
 from ...core.samples import Prompt
 from .held_out import DATA_SOURCE, NO_SETS, HeldOutSets, layout_of, open_held_out

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...core.config import RunConfig
 from ...core.config.learning import RECORDED_REFERENCE
-from ...core.config.settings import WORKFLOW_BUILTINS
+from ...core.config.rollout import WORKFLOW_BUILTINS
 from ...core.errors import ModelError
 from ..models.hf_folder import read_config
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ...core.config.source import Source
+from ...core.config.data import Source
 from ...core.errors import DataError, MyxaError
 from ...core.samples import Prompt
 from .data_files import open_rows

@@ -18,11 +18,9 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from ...core.engine_profile import EngineTrace
-from ...core.engine_usage import EngineUsage
 from ...core.errors import EngineError, RequestRefused, WeightsRefused
-from ...core.messages import WeightManifest
-from ...core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode
+from ...core.messages import EngineUsage, WeightManifest
+from ...core.protocols import Delta, EngineInfo, EngineTrace, GenerateRequest, PauseMode
 from ...core.samples import F32, I32
 from ...core.weight_channel import WeightProgress
 from .engine_choice import Choice

@@ -16,9 +16,8 @@ from typing import Protocol
 
 import msgspec
 
-from ...core.engine_profile import ProfilesItself
 from ...core.errors import EngineError
-from ...core.protocols import Engine, EngineInfo, TellsProgress
+from ...core.protocols import Engine, EngineInfo, ProfilesItself, TellsProgress
 
 
 class Member(Engine, TellsProgress, ProfilesItself, Protocol):

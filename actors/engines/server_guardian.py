@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any, TypedDict
 
 from ...core.errors import LaunchError
-from ...core.lifeline import die_with_parent
+from ...core.process import die_with_parent
 
 LOG_MODE = 0o600
 """Servers write their arguments into their log, keys included."""

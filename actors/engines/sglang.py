@@ -22,12 +22,10 @@ from contextlib import suppress
 
 import aiohttp
 
-from ...core.assets import Moved, MovedBytes
-from ...core.device_memory import Tag, TagReport
-from ...core.engine_profile import EngineTrace
+from ...core.device_memory import Moved, MovedBytes, Tag, TagReport
 from ...core.errors import EngineError, RequestRefused, WeightsRefused
 from ...core.messages import WeightManifest
-from ...core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode
+from ...core.protocols import Delta, EngineInfo, EngineTrace, GenerateRequest, PauseMode
 from ...core.weight_channel import WeightProgress
 from ..http_client import stream_timeout
 from .embedded.request import check_request

@@ -23,12 +23,10 @@ from typing import Any, TypeVar
 import orjson
 import psutil
 
-from ...core.assets import MovedBytes
-from ...core.device_memory import Tag, TagReport
-from ...core.engine_profile import EngineTrace
+from ...core.device_memory import MovedBytes, Tag, TagReport
 from ...core.errors import ConfigError, EngineError, RequestRefused, WeightsRefused
 from ...core.messages import WeightManifest
-from ...core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode
+from ...core.protocols import Delta, EngineInfo, EngineTrace, GenerateRequest, PauseMode
 from ...core.weight_channel import WeightProgress
 from .server_process import ServerCommand, ServerProcess, start_server
 from .sglang import SglangEngine

@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from ...core.engine_profile import EngineTrace
 from ...core.errors import EngineError
+from ...core.protocols import EngineTrace
 from .sglang_http import SglangHttp
 
 MAX_S = 3.0

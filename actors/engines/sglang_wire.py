@@ -19,9 +19,8 @@ import msgspec
 import numpy as np
 import orjson
 
-from ...core.engine_usage import EngineUsage
 from ...core.errors import EngineError, RequestRefused
-from ...core.messages import SamplingParams
+from ...core.messages import EngineUsage, SamplingParams
 from ...core.protocols import Delta, GenerateRequest
 from ...core.samples import F32, I32, NO_VERSION, FinishReason
 

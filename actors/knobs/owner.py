@@ -31,7 +31,7 @@ from ...core.knobs import (
     KnobVote,
     Tunable,
 )
-from ...core.patience import until_answered
+from ...core.retry import until_answered
 from ...core.suggestion import suggest
 from ..contracts.knobs import KnobsContract
 from ..contracts.roles import CoordinatorContract

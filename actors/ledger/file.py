@@ -17,9 +17,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any
 
-from ...core.disk import refusal
 from ...core.errors import LedgerError
-from ...core.file_lock import is_locked, lock_remedy, take_lock
+from ...core.files import is_locked, lock_remedy, refusal, take_lock
 from .states import AT_REST, PASSED_OVER, REWIND, TRANSITIONS, Row, State
 
 FORMAT = "1"

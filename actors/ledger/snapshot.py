@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import LedgerError
-from ...core.file_entry import FileEntry, describe_file
+from ...core.files import FileEntry, describe_file
 from .states import Row, State
 
 _COLUMNS = tuple(f.name for f in fields(Row))

@@ -16,7 +16,7 @@ from typing import Any, cast
 import numpy as np
 
 from ...core.errors import ModelError
-from ...core.file_entry import read_regular
+from ...core.files import read_regular
 from ...core.protocols import NamedArray
 from .model_config import ModelConfig, parse_model_config, token_ids
 from .safetensors_file import open_safetensors, parse_json, write_safetensors

@@ -21,7 +21,7 @@ import numpy as np
 import safetensors
 
 from ...core.errors import ModelError
-from ...core.file_entry import open_regular
+from ...core.files import open_regular
 from ...core.messages import TensorSpec
 from ...core.protocols import NamedArray
 

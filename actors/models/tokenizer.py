@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 
 from ...core.errors import DataError, ModelError
-from ...core.file_entry import read_regular
+from ...core.files import read_regular
 from ...core.samples import Message
 from .chat_template import ChatTemplate, PlainText, load_chat_template
 from .hf_folder import CONFIG, MAX_TOKENIZER_BYTES, TOKENIZER, find_tokenizer, read_eos_token_ids, read_json

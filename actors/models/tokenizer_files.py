@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from ...core.errors import ModelError
-from ...core.file_entry import read_regular
+from ...core.files import read_regular
 from .hf_folder import CONFIG, MAX_TOKENIZER_BYTES, TEMPLATE_FOLDER, TOKENIZER, read_json
 
 TOKENIZER_CONFIG = "tokenizer_config.json"

@@ -4,10 +4,10 @@ Knows: the `Sink` protocol, a bounded queue. Must not know: any concrete sink, t
 
     put(bundle) -> bounded queue -> thread: write to every sink -> flush at least every `flush_s`
 
-A sink that raises is switched off with one event; the others go on. One whose disk refuses (`core/disk.py`) stays: what
-it could not take is counted, and it is flushed until that can be written. The thread is a daemon: a sink that hangs in
-the kernel costs its data, never the end of the process. `concurrent.futures` was considered: its workers are joined at
-interpreter exit, so a hanging sink would hang the run.
+A sink that raises is switched off with one event; the others go on. One whose disk refuses (`core/files.py`) stays:
+what it could not take is counted, and it is flushed until that can be written. The thread is a daemon: a sink that
+hangs in the kernel costs its data, never the end of the process. `concurrent.futures` was considered: its workers are
+joined at interpreter exit, so a hanging sink would hang the run.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 
 from ...core.clock import Clock
-from ...core.disk import REFUSED_EVENT, WRITTEN_EVENT, refusal, refused
 from ...core.errors import ConfigError, LaunchError
+from ...core.files import REFUSED_EVENT, WRITTEN_EVENT, refusal, refused
 from ...core.messages import Event, Telemetry
 from ...core.sink import Sink, SinkContext
 

@@ -10,15 +10,8 @@ from typing import Any
 
 import msgspec
 
-from ...algos.rewards import (
-    BUILTINS,
-    SCALAR_KEY,
-    RewardOutcome,
-    as_the_only_one,
-    bind_builtin,
-    outcome_of,
-    outcomes_of,
-)
+from ...algos.rewards.builtin import BUILTINS, as_the_only_one, bind_builtin
+from ...algos.rewards.outcome import SCALAR_KEY, RewardOutcome, outcome_of, outcomes_of
 from ...core.completions import Completion
 from ..user_call import is_the_callers
 from ..user_code import load_function, place_of, reward_expected, what_was_raised, words_of

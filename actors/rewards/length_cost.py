@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ...algos.rewards import RewardOutcome, overlong_penalty
+from ...algos.rewards.outcome import RewardOutcome, overlong_penalty
 from ...core.config import RewardSettings
-from ...core.config.rewarding import OVERLONG
+from ...core.config.reward import OVERLONG
 from .call import Answers, Outcomes
 
 

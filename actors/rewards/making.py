@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...algos.rewards import RewardOutcome
+from ...algos.rewards.outcome import RewardOutcome
 from ...core.completions import Completion
 from ...core.config import RunConfig
 from .call import Outcomes

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from ...algos.rewards import RewardOutcome
+from ...algos.rewards.outcome import RewardOutcome
 from ...core.completions import Completion
 from .call import ALONE, Keys
 

@@ -19,7 +19,7 @@ import aiohttp
 import msgspec
 
 from ...core.completions import Completion
-from ...core.config.settings import HTTP_URL
+from ...core.config.section import HTTP_URL
 from ...core.errors import ConfigError
 from ...core.suggestion import suggest
 from ..http_client import client_session

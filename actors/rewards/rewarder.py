@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from ...algos.rewards import RewardOutcome
+from ...algos.rewards.outcome import RewardOutcome
 from ...core.completions import Completion
 from ...core.config import RewardSettings
 from ...core.errors import DeadlyReward, MyxaError, UserCodeError

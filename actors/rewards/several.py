@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from ...algos.rewards import RewardOutcome
+from ...algos.rewards.outcome import RewardOutcome
 from ...core.completions import Completion
 from ...core.config import RewardSettings
 from ...core.errors import UserCodeError

@@ -13,7 +13,7 @@ import os
 import threading
 from typing import Any, BinaryIO
 
-from ...algos.rewards import BUILTINS
+from ...algos.rewards.builtin import BUILTINS
 from ...core.errors import MyxaError
 from ..user_call import TookTooLong, UserRaised, within
 from ..user_loop import CALL, Blocked, DaemonThreads, Outgoing, Watch, read_in_thread

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import msgspec
 
-from ...algos.pass_rate import pass_rates
+from ...algos.rewards.outcome import pass_rates
 from ...core.errors import EngineError
 from ...core.messages import Assignment, CanaryAnswers, EvalRequest, EvalResult, GroupText
 from ...core.protocols import Tokenizer

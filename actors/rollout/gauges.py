@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from ...core.activity import TelemetryBuffer
 from ...core.clock import Clock
-from ...core.engine_usage import EngineUsage
 from ...core.errors import EngineError
-from ...core.messages import EngineStatus
+from ...core.messages import EngineStatus, EngineUsage
 from ..telemetry import ReportPace
 from .group_runner import RunnerStats
 

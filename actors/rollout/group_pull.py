@@ -23,7 +23,7 @@ from ...core.chaos import reached
 from ...core.clock import Clock
 from ...core.errors import CallError, DiskRefused, EngineError, MyxaError, UserCodeError
 from ...core.messages import Assignment, DrawBlock, DrawRequest, GroupDropped, GroupReturned
-from ...core.patience import until_answered
+from ...core.retry import until_answered
 from ...core.samples import Group, Prompt, Sample
 from ..contracts.roles import BufferContract
 from ..engine_versions import Weights

@@ -20,7 +20,9 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 import numpy as np
 
-from ...algos.rewards import RewardOutcome, opens_thought
+from ...algos.rewards.extraction import opens_thought
+from ...algos.rewards.outcome import RewardOutcome
+from ...core.activity import Hop
 from ...core.chaos import reached
 from ...core.clock import Clock
 from ...core.completions import Completion
@@ -38,7 +40,6 @@ from ...core.errors import (
     TemplateError,
     UserCodeError,
 )
-from ...core.flow_sampling import Hop
 from ...core.messages import Assignment, DropReason
 from ...core.protocols import Delta, GenerateRequest, Tokenizer
 from ...core.samples import I32, Group, Prompt, Sample

@@ -19,13 +19,11 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from ...core.activity import ActivityMeter, TelemetryBuffer
+from ...core.activity import ActivityMeter, Hop, TelemetryBuffer
 from ...core.actor import ActorContext, MailboxPolicy, PeerEvent
 from ...core.clock import Clock
 from ...core.device_memory import MemoryCommand, MemoryReply, TenantReport
-from ...core.engine_profile import EngineTrace, ProfilesItself
 from ...core.errors import CallError, EngineError, EngineLied
-from ...core.flow_sampling import Hop
 from ...core.knobs import KnobChange, KnobVote
 from ...core.messages import (
     CanaryAnswers,
@@ -37,8 +35,8 @@ from ...core.messages import (
     WeightChannel,
     WeightManifest,
 )
-from ...core.patience import until_answered
-from ...core.protocols import Engine, PausesAsTold, Tokenizer
+from ...core.protocols import Engine, EngineTrace, PausesAsTold, ProfilesItself, Tokenizer
+from ...core.retry import until_answered
 from ...core.samples import NO_VERSION
 from ...core.weight_channel import WeightProgress
 from ..contracts.roles import BufferContract, CoordinatorContract, MonitorContract, RolloutContract

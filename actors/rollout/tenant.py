@@ -21,12 +21,11 @@ import numpy as np
 
 from ...core.activity import TelemetryBuffer
 from ...core.actor import ActorContext, PeerEvent
-from ...core.assets import MovedBytes
 from ...core.clock import Clock
-from ...core.device_memory import MemoryCommand, MemoryReply, Tag, TagReport, TenantReport
+from ...core.device_memory import MemoryCommand, MemoryReply, MovedBytes, Tag, TagReport, TenantReport
 from ...core.errors import EngineError, MemoryFault, MyxaError
-from ...core.patience import until_answered
 from ...core.protocols import Delta, Engine, EngineMemory, GenerateRequest
+from ...core.retry import until_answered
 from ..contracts.memory import MemoryContract
 from ..contracts.roles import CoordinatorContract
 from ..own_thread import in_own_thread

@@ -31,8 +31,8 @@ from typing import Any, cast, get_args
 
 import orjson
 
-from ...core.disk import refusal
-from ...core.flow_sampling import Hop
+from ...core.activity import Hop
+from ...core.files import refusal
 from ...core.messages import Event, MetricPoint, Span, Telemetry
 from ...core.sink import SinkContext
 

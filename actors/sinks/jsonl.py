@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from ...core.disk import REFUSED_EVENT, WRITTEN_EVENT, refusal, refused
+from ...core.files import REFUSED_EVENT, WRITTEN_EVENT, refusal, refused
 from ...core.messages import GroupText, Telemetry
 from ...core.sink import SinkContext
 

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ...core.activity import ActivityMeter, TelemetryBuffer
-from ...core.actor import MailboxPolicy, PeerEvent, with_deadline
-from ...core.assets import DeviceMeter
+from ...core.actor import MailboxPolicy, PeerEvent
 from ...core.clock import Clock
 from ...core.device_memory import (
+    DeviceMeter,
     DeviceUse,
     LeaseReply,
     LeaseRequest,
@@ -24,6 +24,7 @@ from ...core.device_memory import (
     WatchedProcess,
 )
 from ...core.errors import CallError, MemoryFault, MyxaError
+from ...core.refs import with_deadline
 from ...memory.ledger.arbiter import Arbiter, ArbiterOptions
 from ...memory.ledger.book import check_report
 from ...memory.ledger.instructions import Answer, Ask, Fence, Instruction, Measure, PhaseEnded, Send, Told

@@ -13,13 +13,13 @@ import asyncio
 import os
 from collections.abc import Callable, Collection, Mapping
 
-from ...core.actor import ActorContext, MailboxPolicy, PeerEvent, with_deadline
-from ...core.assets import DeviceMeter, DeviceReading
+from ...core.actor import ActorContext, MailboxPolicy, PeerEvent
 from ...core.clock import Clock
-from ...core.device_memory import DeviceUse, MeasuredDevice, WatchedProcess
+from ...core.device_memory import DeviceMeter, DeviceReading, DeviceUse, MeasuredDevice, WatchedProcess
 from ...core.errors import MemoryFault, MyxaError
-from ...core.host import start_time
-from ...core.patience import until_answered
+from ...core.process import start_time
+from ...core.refs import with_deadline
+from ...core.retry import until_answered
 from ..contracts.memory import MemoryContract, NodeAgentContract
 from ..own_thread import in_own_thread
 

@@ -20,11 +20,13 @@ from typing import Any, Protocol
 
 from ...core.activity import TelemetryBuffer
 from ...core.actor import PeerEvent
-from ...core.assets import AssetStore, Moved, MovedBytes
 from ...core.clock import Clock
 from ...core.device_memory import (
+    AssetStore,
     MemoryCommand,
     MemoryReply,
+    Moved,
+    MovedBytes,
     Tag,
     TagPolicy,
     TagReport,
@@ -33,8 +35,8 @@ from ...core.device_memory import (
     wholes,
 )
 from ...core.errors import MyxaError
-from ...core.host import start_time
-from ...core.patience import until_answered
+from ...core.process import start_time
+from ...core.retry import until_answered
 from ...memory.communicators.residency import CommResidency
 from ...memory.communicators.roll_call import Absent
 from ...memory.ledger.tenant_machine import TenantMachine

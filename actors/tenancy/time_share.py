@@ -16,11 +16,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from ...core.activity import ActivityMeter, TelemetryBuffer
-from ...core.actor import ActorContext, PeerEvent, with_deadline
+from ...core.actor import ActorContext, PeerEvent
 from ...core.clock import Clock
 from ...core.device_memory import OPTIMIZER_PARTS, LeaseRequest, Tag, wholes
 from ...core.errors import CallError, LeaseRefused
-from ...core.patience import until_answered
+from ...core.refs import with_deadline
+from ...core.retry import until_answered
 from ..contracts.memory import MemoryContract
 from ..contracts.roles import RolloutContract, TrainerContract
 

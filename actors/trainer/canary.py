@@ -23,10 +23,10 @@ import numpy as np
 
 from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import ActorContext
-from ...core.actor_group import ActorGroup
 from ...core.errors import MyxaError, TrainError
 from ...core.messages import CanaryAnswers
-from ...core.patience import until_answered
+from ...core.refs import ActorGroup
+from ...core.retry import until_answered
 from ...core.samples import F32, Sample, TrainSample
 from ..contracts.roles import CoordinatorContract, TrainerContract
 

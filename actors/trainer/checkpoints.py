@@ -28,11 +28,11 @@ import msgspec
 
 from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import ActorContext
-from ...core.actor_group import ActorGroup
 from ...core.clock import Clock
 from ...core.errors import CallError, GatherError, MyxaError, RemoteError, TrainError
-from ...core.file_entry import FileEntry
+from ...core.files import FileEntry
 from ...core.knobs import LiveKnobs
+from ...core.refs import ActorGroup
 from ..checkpoints.folder import (
     CheckpointInfo,
     Writer,

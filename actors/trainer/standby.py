@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...core.activity import ActivityMeter, TelemetryBuffer
-from ...core.actor_group import ActorGroup
 from ...core.errors import GatherError, MyxaError
 from ...core.knobs import LiveKnobs
+from ...core.refs import ActorGroup
 from ..checkpoints.folder import sweep, version_in
 from ..contracts.roles import TrainerContract
 

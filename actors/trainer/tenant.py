@@ -14,9 +14,8 @@ from typing import Any
 
 from ...core.activity import TelemetryBuffer
 from ...core.actor import ActorContext, PeerEvent
-from ...core.assets import AssetStore
 from ...core.clock import Clock
-from ...core.device_memory import MemoryCommand, MemoryReply, Tag, TagPolicy, TenantReport
+from ...core.device_memory import AssetStore, MemoryCommand, MemoryReply, Tag, TagPolicy, TenantReport
 from ...memory.communicators.residency import CommResidency
 from ..contracts.memory import MemoryContract
 from ..tenancy.tenant import WORKSPACE, Tenant, TenantOptions, WorkspaceRoom

@@ -22,10 +22,8 @@ from typing import TypeVar
 
 from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import ActorContext, PeerEvent
-from ...core.actor_group import ActorGroup
 from ...core.chaos import reached
 from ...core.clock import Clock
-from ...core.disk import until_written
 from ...core.errors import (
     DataError,
     DeadlineExceeded,
@@ -35,10 +33,12 @@ from ...core.errors import (
     TrainError,
     UserCodeError,
 )
+from ...core.files import until_written
 from ...core.knobs import KnobValue, LiveKnobs
 from ...core.messages import ActivityKind, Claim, GroupMeta, StepReport, WeightChannel, WeightManifest
-from ...core.patience import until_answered
 from ...core.protocols import StepStats
+from ...core.refs import ActorGroup
+from ...core.retry import until_answered
 from ...core.samples import Group, TrainShard
 from ..contracts.roles import BufferContract, CoordinatorContract, TrainerContract
 from ..knobs.owner import KnobOwner

@@ -24,8 +24,8 @@ from ...core.actor import MailboxPolicy, PeerEvent
 from ...core.chaos import reached
 from ...core.clock import Clock
 from ...core.device_memory import MemoryCommand, MemoryReply, TenantReport
-from ...core.disk import naming_disk
 from ...core.errors import NotReady, TrainError
+from ...core.files import naming_disk
 from ...core.knobs import KnobChange, KnobValue, KnobVote, LiveKnobs
 from ...core.messages import Scores, WeightChannel, WeightManifest
 from ...core.protocols import PendingSave, StepStats, TrainBackend

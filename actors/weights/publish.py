@@ -22,12 +22,12 @@ import msgspec
 
 from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import ActorContext
-from ...core.actor_group import ActorGroup
-from ...core.disk import Tell, until_written
 from ...core.errors import GatherError, TrainError
-from ...core.host import boot_id
+from ...core.files import Tell, until_written
 from ...core.knobs import KnobValue, LiveKnob, LiveKnobs
 from ...core.messages import WeightChannel, WeightManifest
+from ...core.process import boot_id
+from ...core.refs import ActorGroup
 from ...core.weight_channel import SENT_CHANNELS, SHARED_CHANNELS
 from ..contracts.roles import RolloutContract, TrainerContract
 from ..knobs.owner import KnobOwner

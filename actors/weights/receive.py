@@ -12,13 +12,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from ...core.activity import TelemetryBuffer
-from ...core.actor import Actor, with_deadline
+from ...core.actor import Actor
 from ...core.chaos import reached
 from ...core.clock import Clock
 from ...core.errors import CallError, EngineError, MyxaError, WeightsRefused
-from ...core.host import boot_id
 from ...core.messages import WeightAck, WeightChannel, WeightManifest
+from ...core.process import boot_id
 from ...core.protocols import Engine, TellsProgress
+from ...core.refs import with_deadline
 from ...core.weight_channel import (
     JoinOffer,
     JoinRequest,

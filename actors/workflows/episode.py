@@ -27,8 +27,7 @@ from ...core.errors import EngineError, PromptTooLong, UserCodeError
 from ...core.messages import SamplingParams
 from ...core.protocols import Delta, GenerateRequest, Tokenizer
 from ...core.samples import I32, U8, FinishReason, Message, Prompt, Sample
-from ...core.sampling_ranges import sampling_fault
-from ...core.stop_strings import StopStrings
+from ...core.sampling import StopStrings, sampling_fault
 from .demonstrated import demonstrate
 from .segments import Segment, joined, split, unstamped
 from .stream_end import closing

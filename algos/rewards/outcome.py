@@ -1,10 +1,24 @@
-"""What a reward function may return, and what becomes of it."""
+"""What a reward function may return, and what becomes of it.
+
+What an answer's length costs: the soft over-long punishment of DAPO (arXiv 2503.14476, equation 13).
+
+L_max - L_buffer >= n              0
+L_max - L_buffer < n <= L_max      (L_max - L_buffer - n) / L_buffer, from 0 down to -1
+L_max < n                          -1
+
+pass@k: the chance that at least one of k answers to a prompt solves it, estimated without bias from n answers.
+
+    1 - C(n - c, k) / C(n, k)    for c solved of n (Chen et al. 2021, arXiv:2107.03374)
+
+The plain estimate 1 - (1 - c/n)^k is biased downwards.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Set, Sized
 from decimal import Decimal
+from math import comb
 from numbers import Real
 from typing import Any, cast
 
@@ -94,3 +108,25 @@ def _shape_of(value: object) -> tuple[int, ...] | None:
 def _type_of(value: object) -> str:
     shape = _shape_of(value)
     return type(value).__name__ + (f" and of shape {shape}" if shape else "")
+
+
+def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer: int) -> float:
+    """Between -1 and 0, for an answer of `num_tokens` tokens where `max_tokens` are L_max. `buffer`, from 1 to
+    `max_tokens`: over how many tokens before it the punishment grows."""
+    return -min(max(num_tokens - (max_tokens - buffer), 0) / buffer, 1.0)
+
+
+def pass_at(k: int, num_solved: int, num_answers: int) -> float:
+    """Of one prompt. Raises ValueError unless 1 <= k <= n and 0 <= c <= n."""
+    if not (1 <= k <= num_answers and 0 <= num_solved <= num_answers):
+        raise ValueError(f"pass@{k} of {num_solved} solved of {num_answers} answers")
+    return 1.0 - comb(num_answers - num_solved, k) / comb(num_answers, k)
+
+
+def pass_rates(counts: Iterable[tuple[int, int]]) -> dict[int, float]:
+    """K -> mean of pass@k over prompts, given (solved, answers) of each: for 1, 2, 4, ... up to the fewest answers that
+    any prompt has. Empty without prompts."""
+    told = list(counts)
+    fewest = min((num_answers for _, num_answers in told), default=0)
+    ks = [1 << power for power in range(fewest.bit_length()) if 1 << power <= fewest]
+    return {k: sum(pass_at(k, solved, answers) for solved, answers in told) / len(told) for k in ks}

@@ -21,8 +21,8 @@ from memory_orders import ENGINE_TAGS, MANAGER, TRAINER_TAGS, StandInContract, W
 from memory_stages import Stage
 
 from myxa.actors.contracts.memory import MemoryContract
-from myxa.core.actor import with_deadline
 from myxa.core.device_memory import DeviceView, LeaseReply, LeaseRequest, MemoryView, Tag
+from myxa.core.refs import with_deadline
 from myxa.memory.ledger.tenant_states import is_mapped
 from myxa.memory.meters import DeviceMeters
 from myxa.transport.node import Node

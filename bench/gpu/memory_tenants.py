@@ -27,8 +27,7 @@ from memory_standins import EngineStandIn, Shape, TrainerStandIn, finish
 from myxa.actors.contracts.memory import MemoryContract
 from myxa.actors.tenancy.tenant import Tenant, TenantOptions
 from myxa.core.actor import PeerEvent
-from myxa.core.assets import Moved
-from myxa.core.device_memory import OPTIMIZER_PARTS, MemoryCommand, MemoryReply, Tag, TagReport, TenantReport
+from myxa.core.device_memory import OPTIMIZER_PARTS, MemoryCommand, MemoryReply, Moved, Tag, TagReport, TenantReport
 from myxa.memory.arenas.arena import Arena
 from myxa.memory.arenas.streams import Restoring, Saving
 

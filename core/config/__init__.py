@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from .conflict import Conflict
-from .critic import CriticConfig
 from .data import DataSettings, SourceSettings
-from .dumping import dump_config
 from .evaluation import EvalSetSettings, EvalSettings
-from .learning import AlgoConfig, AlgoKind, AsyncSettings, OptimizerConfig, TrainerConfig
-from .loading import Inspected, inspect_config, load_config
-from .megatron import MegatronSettings
-from .memory import MemorySettings
-from .presence import missing_paths
-from .rewarding import RewardSettings
+from .learning import (
+    AlgoConfig,
+    AlgoKind,
+    AsyncSettings,
+    CriticConfig,
+    MegatronSettings,
+    OptimizerConfig,
+    TrainerConfig,
+)
+from .loading import Inspected, dump_config, inspect_config, load_config, missing_paths
+from .reward import RewardSettings
 from .roles import (
+    MemorySettings,
     RestartPolicy,
     RoleName,
     RoleSettings,
@@ -23,15 +26,10 @@ from .roles import (
     WhenHung,
     parse_devices,
 )
+from .rollout import EngineSettings, RolloutSettings
 from .root import RunConfig, channel_conflicts
-from .settings import (
-    EngineSettings,
-    GuardSettings,
-    ModelSettings,
-    MonitorSettings,
-    RolloutSettings,
-    RunSettings,
-)
+from .run import GuardSettings, ModelSettings, MonitorSettings, RunSettings
+from .section import Conflict
 
 __all__ = [
     "AlgoConfig",

@@ -1,21 +1,81 @@
 """The section that says what is trained on: one source of prompts, or several with names and weights.
 
 A source is read like `[data]` says, but for the keys that it has itself. Must not know files' contents.
+
+The name of a data file with an optional slice of its rows: `file.jsonl@[10:100]`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from datetime import date, datetime
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from .conflict import Conflict
-from .section import CountInt, NonNegativeFloat, OrElse, Section, SourceText
-from .source import check_sources
-from .tables import Table, as_table, check_json
+from .section import Conflict, CountInt, NonNegativeFloat, OrElse, Section, SourceText, Table, as_table, check_json
+
+SLICED = re.compile(r"(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]", re.DOTALL)
+FORM = "a slice must look like file@[10:100], with whole numbers on either side of the colon"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A data file and which of its rows are meant: Python's slice rules, no step; None = open at that end."""
+
+    path: str
+    start: int | None = None
+    stop: int | None = None
+
+    def rows(self, num_rows: int) -> range:
+        """The chosen rows of a file that has `num_rows`."""
+        return range(num_rows)[self.start : self.stop]
+
+    def __str__(self) -> str:
+        if self.start is None and self.stop is None:
+            return self.path
+        start = "" if self.start is None else self.start
+        stop = "" if self.stop is None else self.stop
+        return f"{self.path}@[{start}:{stop}]"
+
+
+def parse_source(text: str) -> Source:
+    """Split a name from its slice. Raises ValueError saying what is wrong with it."""
+    if not text:
+        raise ValueError("must not be empty")
+    match = SLICED.fullmatch(text)
+    if match is None:
+        if "@[" in text:
+            raise ValueError(FORM)
+        return Source(text)
+    if "-" in (match["start"], match["stop"]):
+        raise ValueError(FORM)
+    start = int(match["start"]) if match["start"] else None
+    stop = int(match["stop"]) if match["stop"] else None
+    return Source(match["path"], start, stop)
+
+
+def parse_sources(value: str | tuple[str, ...]) -> tuple[Source, ...]:
+    """One name or several; empty for an empty text. Raises ValueError."""
+    if isinstance(value, str):
+        return (parse_source(value),) if value else ()
+    return tuple(parse_source(one) for one in value)
+
+
+def check_sources(value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    """The value itself if every name parses; raises ValueError naming the one that does not."""
+    if isinstance(value, tuple):
+        for one in value:
+            try:
+                parse_source(one)
+            except ValueError as error:
+                raise ValueError(f'"{one}": {error}') from error
+    else:
+        parse_sources(value)
+    return value
+
 
 SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 MAX_SOURCES = 64

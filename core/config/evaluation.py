@@ -7,13 +7,21 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from .conflict import Conflict
-from .data import SOURCE_NAME, RowSource
-from .rewarding import REWARD_BUILTINS, check_pattern
-from .section import CodeName, CountInt, MaybeTemperature, PositiveInt, Section, SourceText, Temperature, TopK
-from .settings import check_code_name
-from .source import check_sources
-from .tables import Table
+from .data import SOURCE_NAME, RowSource, check_sources
+from .reward import REWARD_BUILTINS, check_pattern
+from .section import (
+    CodeName,
+    Conflict,
+    CountInt,
+    MaybeTemperature,
+    PositiveInt,
+    Section,
+    SourceText,
+    Table,
+    Temperature,
+    TopK,
+    check_code_name,
+)
 
 MAX_SETS = 32
 TAKEN_NAMES = frozenset(("reward", "response_length", "truncated_ratio", "num_errors"))

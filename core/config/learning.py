@@ -1,4 +1,12 @@
-"""Sections that describe how the model learns: algorithm, staleness, optimizer, trainer."""
+"""Sections that describe how the model learns: algorithm, staleness, optimizer, trainer.
+
+The value model beside the policy.
+
+The `[megatron]` table: how Megatron-core cuts and runs the model, and its own options by their own names.
+
+Knows names and ranges. Must not import megatron-core: the names in the three verbatim tables are checked against the
+installed version where it is needed, before anything is built.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +17,27 @@ from typing import Annotated, Literal, cast
 
 from pydantic import Field, Strict, field_validator, model_validator
 
-from .conflict import Conflict
 from .section import (
     CodeName,
+    Conflict,
     CountInt,
     NonNegativeFloat,
     PathText,
     PositiveFloat,
     PositiveInt,
     Section,
+    Table,
     TextTuple,
     UnitFloat,
+    as_table,
+    check_code_name,
+    check_urls,
 )
-from .settings import FILTER_BUILTINS, SAMPLE_FILTER_BUILTINS, check_code_name, check_urls
-from .tables import Table, as_table
+
+FILTER_BUILTINS = ("zero_variance", "none")
+
+
+SAMPLE_FILTER_BUILTINS = ("none", "truncated")
 
 LossName = Literal["auto", "ppo", "gspo", "cispo", "reinforce", "sft"]
 Correction = Literal["auto", "none", "behaviour", "decoupled", "tis", "icepop", "mis"]
@@ -464,3 +479,62 @@ class TrainerConfig(Section, frozen=True):
             except re.error as error:
                 raise ValueError(f'"{pattern}" is not a regular expression: {error}') from error
         return value
+
+
+class CriticConfig(Section, frozen=True):
+    """A critic for `algo.kind = "ppo"`: a value model that the torch trainer trains beside the policy."""
+
+    enabled: bool = False
+    """Whether advantages are taken against the values of a critic (docs/algorithms.md)."""
+    path: PathText = ""
+    """HuggingFace folder that its layers begin as, of the same vocabulary; a value head in it (`value_head.weight` or
+    `score.weight`) is taken over, else the head begins at zero. Empty = `model.path`."""
+    lr: NonNegativeFloat = 0.0
+    """Its learning rate, constant after `optimizer.warmup_steps` of its updates; 0 = `optimizer.lr`."""
+    value_clip: NonNegativeFloat = 0.2
+    """How far a value may move from that of the step's start before its loss stops pulling; 0 = off."""
+    warmup_steps: CountInt = 0
+    """Steps at the start of the run in which the critic alone is trained; versions count up all the same."""
+
+
+class MegatronSettings(Section, frozen=True):
+    """Megatron-core, for `roles.trainer.kind = "megatron"`."""
+
+    tp: PositiveInt = 1
+    """Tensor parallelism: ranks that share every matrix."""
+    pp: PositiveInt = 1
+    """Pipeline parallelism: stages of consecutive layers."""
+    vpp: PositiveInt = 1
+    """Virtual stages on each pipeline rank (interleaved schedule); 1 = off."""
+    cp: PositiveInt = 1
+    """Context parallelism: ranks that share every sequence."""
+    ep: PositiveInt = 1
+    """Expert parallelism: ranks that share the experts of every layer."""
+    etp: PositiveInt = 1
+    """Tensor parallelism inside each expert."""
+    sequence_parallel: bool = False
+    """Whether activations between the matrices are split over the tensor-parallel ranks."""
+    distributed_optimizer: bool = True
+    """Whether optimizer state is split over data-parallel ranks."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What is computed again in the backward pass instead of kept: nothing, Megatron's selection, or whole layers."""
+    offload_optimizer: UnitFloat = 0.0
+    """Share of the optimizer that lives and runs on the CPU; needs trainer.dtype = "bfloat16", and does
+    not go with checkpoints yet."""
+    routing_replay: bool = False
+    """Whether experts are chosen as they were in the scoring pass of the same step (mixtures of experts)."""
+    transformer_engine: Literal["auto", "on", "off"] = "auto"
+    """Whether layers are built with Transformer Engine; auto = if it is installed and helps."""
+    model: Table = {}
+    """Further fields of megatron-core's TransformerConfig by their own names."""
+    ddp: Table = {}
+    """Fields of megatron-core's DistributedDataParallelConfig by their own names."""
+    optimizer: Table = {}
+    """Fields of megatron-core's OptimizerConfig by their own names."""
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Options that only make sense beside others."""
+        if self.sequence_parallel and self.tp == 1:
+            yield Conflict(("sequence_parallel", "tp"), "needs tp > 1: it splits over tensor-parallel ranks")
+        if self.vpp > 1 and self.pp == 1:
+            yield Conflict(("vpp", "pp"), "needs pp > 1: virtual stages are stages of a pipeline")

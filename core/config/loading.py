@@ -2,30 +2,91 @@
 
 Files are merged left to right, key by key; flags win over files. A relative path in a file is relative to that file's
 folder, in a flag to the current folder.
+
+Which line of a TOML text each key stands on. `tomllib` parses but keeps no positions, and neither does tomlkit.
+
+The text is cut into statements (a header, or a key with its value), each of which `tomllib` parses by itself: a value
+over several lines never parses before its last line, because its bracket or quotes are still open.
+
+A `RunConfig` as TOML text. tomli-w would do, but is one more dependency for forty lines.
+
+Whether what a configuration names is there. Apart from loading, so that a run can be planned on another machine.
 """
 
 from __future__ import annotations
 
 import copy
+import datetime as dt
 import json
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
 
 from ..errors import ConfigError
-from .fields import ANY_NAME, find, paths_with_meaning
-from .key_lines import key_lines
+from .data import parse_sources
 from .problems import Origin, Origins, Problem, described, misspelt_aliases, problems_of, render
 from .root import RunConfig
-from .section import Meaning
-from .tables import KeyPath, Table, as_array, as_table, holds, single_path, table_at, table_made_at
+from .section import (
+    ANY_NAME,
+    KeyPath,
+    Meaning,
+    Table,
+    as_array,
+    as_table,
+    find,
+    holds,
+    paths_with_meaning,
+    single_path,
+    table_at,
+    table_made_at,
+)
+
+
+def key_lines(text: str) -> dict[KeyPath, int]:
+    """Line (from 1) of every table header and key of a text that is valid TOML; the first mention counts."""
+    lines = text.replace("\r\n", "\n").split("\n")
+    found: dict[KeyPath, int] = {}
+    prefix: KeyPath = ()
+    at = 0
+    while at < len(lines):
+        head = lines[at].strip()
+        if not head or head.startswith("#"):
+            at += 1
+            continue
+        parsed, end = _statement(lines, at)
+        if head.startswith("["):
+            prefix = single_path(parsed)
+            found.setdefault(prefix, at + 1)
+        else:
+            _note(found, prefix, parsed, at + 1)
+        at = end
+    return found
+
+
+def _statement(lines: list[str], at: int) -> tuple[Table, int]:
+    for end in range(at + 1, len(lines) + 1):
+        try:
+            return tomllib.loads("\n".join(lines[at:end])), end
+        except tomllib.TOMLDecodeError:
+            continue
+    return {}, len(lines)
+
+
+def _note(found: dict[KeyPath, int], prefix: KeyPath, table: Table, line: int) -> None:
+    for key, value in table.items():
+        path = (*prefix, key)
+        found.setdefault(path, line)
+        below = as_table(value)
+        if below is not None:
+            _note(found, path, below, line)
+
 
 DECODE_PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
 
@@ -266,3 +327,95 @@ def _absolute(text: str, folder: Path) -> str:
         if above.name == "latest" and above.is_symlink():
             return str(above.resolve() / path.relative_to(above))
     return str(path)
+
+
+BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+HEADER = "# Resolved configuration of a run: every value, defaults included. `myxa up` takes it as it is.\n"
+
+
+def dump_config(config: RunConfig) -> str:
+    """TOML text with every value; `load_config` of it gives an equal configuration (paths are absolute then)."""
+    lines: list[str] = [HEADER]
+    for key, value in config.model_dump(by_alias=True).items():
+        _write_table(lines, (key,), value)
+    return "\n".join(lines)
+
+
+def _write_table(lines: list[str], path: tuple[str, ...], table: Mapping[str, Any]) -> None:
+    # `roles` holds tables only; free tables such as `args` and `env` are written inline.
+    below = {key: value for key, value in table.items() if path == ("roles",)}
+    if not below:
+        lines.append(f"[{'.'.join(_key(part) for part in path)}]")
+        lines.extend(f"{_key(key)} = {toml_value(value)}" for key, value in table.items())
+        lines.append("")
+    for key, value in below.items():
+        _write_table(lines, (*path, key), value)
+
+
+def _key(text: str) -> str:
+    return text if BARE_KEY.fullmatch(text) else _string(text)
+
+
+def _string(text: str) -> str:
+    # JSON's escapes are TOML's; DEL is the one character that JSON leaves alone and TOML refuses.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def toml_value(value: object) -> str:
+    """One value in TOML's spelling; raises TypeError for what TOML cannot say."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return _string(value)
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, (dt.datetime, dt.date, dt.time)):
+        return value.isoformat()
+    if isinstance(value, Mapping):
+        table = cast("Mapping[str, object]", value)
+        return "{" + ", ".join(f"{_key(key)} = {toml_value(one)}" for key, one in table.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(toml_value(one) for one in cast("Sequence[object]", value)) + "]"
+    raise TypeError(f"TOML cannot hold a value of type {type(value).__name__}: {value!r}")
+
+
+def missing_paths(config: RunConfig) -> tuple[str, ...]:
+    """One sentence per file or folder that the run will read and that does not exist on this machine."""
+    return tuple(
+        f"{key} = {path}: there is no such {kind}"
+        for key, path, kind in _named_paths(config)
+        if not (Path(path).is_dir() if kind == "folder" else Path(path).is_file())
+    )
+
+
+def _named_paths(config: RunConfig) -> Iterator[tuple[str, str, str]]:
+    yield "model.path", config.model.path, "folder"
+    folders = (
+        ("algo.ref_path", config.algo.ref_path),
+        ("critic.path", config.critic.path),
+        ("trainer.resume", config.trainer.resume),
+        ("weights.served_folder", config.weights.served_folder),
+    )
+    yield from ((key, folder, "folder") for key, folder in folders if folder)
+    for key, value in config.data_files():
+        yield from ((key, source.path, "file") for source in parse_sources(value))
+    code = (
+        ("rollout.workflow", config.rollout.workflow),
+        *config.reward.named_functions(),
+        ("algo.group_filter", config.algo.group_filter),
+        ("algo.sample_filter", config.algo.sample_filter),
+        ("algo.reward_post_process", config.algo.reward_post_process),
+        ("algo.advantage_fn", config.algo.advantage_fn),
+        ("algo.weight_fn", config.algo.weight_fn),
+        ("algo.loss_fn", config.algo.loss_fn),
+        *config.eval.named_functions(),
+    )
+    for key, name in code:
+        file, colon, _ = name.rpartition(":")
+        if colon and file.endswith(".py"):
+            yield key, file, "file"
+    if "/" in config.engine.python:
+        yield "engine.python", config.engine.python, "file"
+    for name, role in config.roles.by_name():
+        if "/" in role.python:
+            yield f"roles.{name}.python", role.python, "file"

@@ -11,11 +11,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ..suggestion import suggest
-from .conflict import CONFLICTS, Conflict
-from .fields import find, keys_of
 from .root import RunConfig
-from .section import OrElse
-from .tables import KeyPath, Table, table_at
+from .section import CONFLICTS, Conflict, KeyPath, OrElse, Table, find, keys_of, table_at
 
 SHOWN_CHARS = 60
 

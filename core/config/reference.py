@@ -10,12 +10,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic.fields import FieldInfo
 
-from .fields import keys_of, named_section_of, section_of
 from .learning import DEFAULTS_OF_KIND, AlgoConfig
 from .problems import value_text
 from .roles import RoleSettings, RolesSettings
 from .root import RunConfig
-from .section import Means, Section
+from .section import Means, Section, keys_of, named_section_of, section_of
 
 HEAD = """# The run file
 

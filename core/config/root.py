@@ -1,38 +1,368 @@
-"""The whole run file as one record, and the checks that need more than one section."""
+"""The whole run file as one record, and the checks that need more than one section.
+
+What is learnt, from which data and by which rewards: keys of several sections that do not go together.
+
+What a run whose trainer and engine take turns on a device must look like: `[memory] share = "switch"`.
+
+What a run must look like whose answers were recorded: `roles.rollout.kind = "recorded"`.
+
+Sampling that does not go with the engine of a run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from pydantic import Field, model_validator
 
-from .chaos import ChaosSettings
-from .conflict import Conflict
-from .control import ControlSettings
-from .critic import CriticConfig
 from .data import DataSettings, plain_conflicts
 from .evaluation import EvalSettings
-from .learning import AlgoConfig, AsyncSettings, OptimizerConfig, TrainerConfig
-from .learning_checks import learning_conflicts
-from .megatron import MegatronSettings
-from .memory import MemorySettings
-from .memory_checks import memory_conflicts
-from .recorded_checks import RECORDED_DEFAULTS, recorded_conflicts
-from .rewarding import RewardSettings
-from .roles import RolesSettings, RolloutRole
-from .sampling_checks import sampling_conflicts
-from .section import Section
-from .settings import (
-    EngineSettings,
-    GuardSettings,
-    ModelSettings,
-    MonitorSettings,
-    RolloutSettings,
-    RunSettings,
+from .learning import (
+    RECORDED_REFERENCE,
+    AlgoConfig,
+    AsyncSettings,
+    CriticConfig,
+    MegatronSettings,
+    OptimizerConfig,
+    TrainerConfig,
 )
-from .sglang import owned_conflicts
-from .tables import Table, as_table
-from .weights import ChannelName, WeightSettings
+from .reward import RewardSettings
+from .roles import MemorySettings, RolesSettings, RolloutRole
+from .rollout import WORKFLOW_BUILTINS, ChannelName, EngineSettings, RolloutSettings, WeightSettings, owned_conflicts
+from .run import ChaosSettings, ControlSettings, GuardSettings, ModelSettings, MonitorSettings, RunSettings
+from .section import Conflict, Section, Table, as_table
+
+
+def _learning_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    """Of all kinds below."""
+    for check in (_sft_conflicts, _workflow_conflicts, _reference_conflicts, _critic_conflicts, _exploration_conflicts):
+        yield from check(config)
+
+
+def _sft_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    learns = config.algo.kind == "sft"
+    shows = config.rollout.workflow == "demonstration"
+    if learns and not shows:
+        yield Conflict(
+            ("rollout.workflow", "algo.kind"),
+            'must be "demonstration": algo.kind = "sft" learns from demonstrations',
+        )
+    if shows and not learns:
+        yield Conflict(
+            ("algo.kind", "rollout.workflow"),
+            'must be "sft": rollout.workflow = "demonstration" gives every sample the same reward',
+        )
+    for name, part in config.data.parts().items() if learns else ():
+        if part.preset != "chat" and not part.answer_key:
+            place = f"data.sources.{name}" if name else "data"
+            yield Conflict(
+                (f"{place}.answer_key", f"{place}.preset", "algo.kind"),
+                'algo.kind = "sft" needs demonstrations: name their column here, or use preset = "chat"',
+            )
+    if learns and config.data.difficulty_low != config.data.difficulty_high:
+        yield Conflict(
+            ("data.difficulty_high", "data.difficulty_low", "algo.kind"),
+            'must be equal to data.difficulty_low: algo.kind = "sft" has no rewards to judge prompts by',
+        )
+    if learns and config.rollout.num_samples != 1:
+        yield Conflict(
+            ("rollout.num_samples", "algo.kind"), 'must be 1: algo.kind = "sft" has one demonstration per prompt'
+        )
+
+
+def _workflow_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    if config.algo.kind == "sft" or config.rollout.workflow not in WORKFLOW_BUILTINS:
+        return
+    for key, fn in (*config.reward.named_functions(), *config.eval.named_functions()):
+        if fn == "workflow":
+            yield Conflict(
+                (key, "rollout.workflow"),
+                f'needs a workflow of your own: rollout.workflow = "{config.rollout.workflow}" says no reward',
+            )
+
+
+def _reference_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    """Here, for a run that began with a KL term may go on without."""
+    if config.algo.ref_path and not config.algo.kl_coef:
+        yield Conflict(
+            ("algo.ref_path", "algo.kl_coef"), "needs algo.kl_coef above 0: without it no reference model is kept"
+        )
+    if not config.algo.ref_urls:
+        return
+    if not config.algo.kl_coef:
+        yield Conflict(
+            ("algo.ref_urls", "algo.kl_coef"), "needs algo.kl_coef above 0: without it nobody looks at the reference"
+        )
+    if config.algo.kind != "sft" and config.rollout.temperature != 1:
+        yield Conflict(
+            ("rollout.temperature", "algo.ref_urls"),
+            "must be 1: the trainer scores samples at the temperature that they were drawn at, and servers tell "
+            "log-probs of given tokens at temperature 1 only; or use algo.ref_path",
+        )
+    if config.algo.ref_urls == RECORDED_REFERENCE and config.roles.rollout.kind != "recorded":
+        yield Conflict(
+            ("algo.ref_urls", "roles.rollout.kind"),
+            'needs roles.rollout.kind = "recorded": log-probs are recorded of those answers only',
+        )
+
+
+def _critic_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    critic, steps = config.critic, config.run.num_steps
+    if not critic.enabled:
+        if critic != CriticConfig():
+            yield Conflict(("critic.enabled", "critic"), "must be true for the table [critic] to matter")
+        return
+    if config.algo.kind != "ppo":
+        yield Conflict(
+            ("critic.enabled", "algo.kind"),
+            f'is for algo.kind = "ppo": algo.kind = "{config.algo.kind}" takes advantages without values',
+        )
+    if config.roles.trainer.kind != "torch":
+        yield Conflict(
+            ("critic.enabled", "roles.trainer.kind"),
+            "is the torch trainer's: Megatron's has no value model; use roles.trainer.kind = \"torch\"",
+        )
+    if 0 < steps <= critic.warmup_steps:
+        yield Conflict(
+            ("critic.warmup_steps", "run.num_steps"),
+            f"is as long as the whole run of {steps} steps: the policy would never be trained",
+        )
+
+
+def _exploration_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    if config.algo.kind == "sft":
+        return
+    if config.rollout.temperature == 0:
+        yield Conflict(
+            ("rollout.temperature", "algo.kind"),
+            f'gives identical samples, from which algo.kind = "{config.algo.kind}" learns nothing; use 1.0',
+        )
+    if config.algo.needs_groups and config.rollout.num_samples < 2:
+        yield Conflict(
+            ("rollout.num_samples", "algo.kind"),
+            f'must be at least 2: algo.kind = "{config.algo.kind}" compares the samples of a group',
+        )
+    elif config.rollout.num_samples < 2 and config.algo.group_filter == "zero_variance":
+        yield Conflict(
+            ("algo.group_filter", "rollout.num_samples"),
+            'would leave out every group of one sample; use "none"',
+        )
+
+
+SHARE = "memory.share"
+
+
+def _memory_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    """Everything in the run file that does not go with taking turns."""
+    if config.memory.share == "none" or config.roles.rollout.kind == "recorded":  # which has no memory at all
+        return
+    yield from _turn_place_conflicts(config)
+    yield from _turn_engine_conflicts(config)
+    yield from _turn_trainer_conflicts(config)
+    if config.roles.trainer.device_ids:
+        yield from _turn_gpu_conflicts(config)
+    else:
+        yield from _turn_host_conflicts(config)
+
+
+def _turn_place_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    trainer, rollout = config.roles.trainer, config.roles.rollout
+    if config.algo.kind == "sft":
+        yield Conflict((SHARE, "algo.kind"), 'must be "none": algo.kind = "sft" has no engine to take turns with')
+    if not _are_shared(trainer.device_ids, rollout.device_ids):
+        yield Conflict(
+            (SHARE, "roles.trainer.devices", "roles.rollout.devices"),
+            f'needs engines on devices that the trainer has, they have "{trainer.devices}" (trainer) and '
+            f'"{rollout.devices}" (rollout): set both alike, or give rollout some of the trainer\'s',
+        )
+    nodes = config.roles.memory.nodes
+    if nodes == "*" or any(role.nodes != nodes for role in (trainer, rollout)):
+        yield Conflict(
+            (SHARE, "roles.trainer.nodes", "roles.rollout.nodes", "roles.memory.nodes"),
+            "needs trainer, rollout and memory manager on the same nodes, all of them named: set their nodes alike",
+        )
+    elif len(nodes) > 1 and config.weights.channel != "disk":
+        yield Conflict(
+            ("weights.channel", SHARE, "roles.rollout.nodes"),
+            'must be "disk" when trainer and engines take turns on several nodes (with the run directory on a file '
+            "system of all): shm and cuda_ipc do not leave the node of the rank that sends",
+        )
+    if config.weights.channel == "nccl":
+        yield Conflict(
+            ("weights.channel", SHARE),
+            'must be "cuda_ipc" ("shm" on the CPU) or "disk" when trainer and engine take turns on a device',
+        )
+
+
+def _are_shared(trainers: Sequence[int], engines: Sequence[int]) -> bool:
+    """Devices of the trainer alone stand idle in the engines' turn; devices of an engine alone would in the trainer's,
+    and need no lease then."""
+    return bool(engines) == bool(trainers) and set(engines) <= set(trainers)
+
+
+def _turn_engine_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    attach, rollout = config.engine.attach, config.roles.rollout
+    if len(attach) > rollout.count or config.engine.router:
+        yield Conflict(
+            ("engine.attach", "engine.router", SHARE),
+            "must be one server for each rollout actor when trainer and engine take turns on a device: name as many in "
+            "engine.attach as roles.rollout.count says, without engine.router",
+        )
+    if "enable_memory_saver" in config.sglang:
+        yield Conflict(
+            ("sglang.enable_memory_saver", SHARE), 'is myxa\'s own; leave it out, memory.share = "switch" sets it'
+        )
+
+
+def _turn_trainer_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    if config.roles.trainer.kind == "torch" and config.trainer.strategy != "ddp":
+        yield Conflict(
+            ("trainer.strategy", SHARE),
+            'must be "ddp": sharded parameters of the torch trainer cannot leave a device; '
+            'or use roles.trainer.kind = "megatron"',
+        )
+    if config.roles.trainer.kind == "torch" and config.memory.params == "rematerialise":
+        yield Conflict(
+            ("memory.params", "roles.trainer.kind"),
+            'must be "backup": parameters of the torch trainer are the float32 masters themselves',
+        )
+    if config.roles.trainer.kind == "torch" and config.memory.backend == "torch_memory_saver":
+        yield Conflict(("memory.backend", "roles.trainer.kind"), 'is for roles.trainer.kind = "megatron"; use "auto"')
+    has_masters = config.trainer.dtype == "bfloat16" and config.megatron.distributed_optimizer
+    if config.roles.trainer.kind == "megatron" and config.memory.params == "rematerialise" and not has_masters:
+        yield Conflict(
+            ("memory.params", "trainer.dtype", "megatron.distributed_optimizer"),
+            'needs trainer.dtype = "bfloat16" and megatron.distributed_optimizer: there are no float32 masters else; '
+            'use "auto"',
+        )
+    if config.megatron.offload_optimizer:
+        yield Conflict(
+            ("megatron.offload_optimizer", SHARE), "must be 0: the optimizer leaves the device as a whole between steps"
+        )
+
+
+def _turn_gpu_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    trainer = config.roles.trainer
+    if len(trainer.device_ids) != trainer.count:
+        yield Conflict(
+            ("roles.trainer.count", "roles.trainer.devices", SHARE),
+            f"must be {len(trainer.device_ids)}, one rank for each GPU: memory of a GPU without a rank is in no turn",
+        )
+    if config.memory.backend == "host_vmm":
+        yield Conflict(("memory.backend", "roles.trainer.devices"), 'is for runs on the CPU; use "auto"')
+    if not config.memory.workspace_mb:
+        yield Conflict(
+            ("memory.workspace_mb", SHARE),
+            "must be set on GPUs: MiB that a step's activations take, e.g. 3072 for every 1024 of "
+            "trainer.max_tokens_per_microbatch (1.7B, no recomputation)",
+        )
+    launches = config.roles.rollout.kind == "sglang" and not config.engine.attach
+    if launches and "mem_fraction_static" not in config.sglang:
+        yield Conflict(
+            ("sglang.mem_fraction_static", SHARE),
+            "must be set, e.g. 0.85: the share of the GPU that weights and cache take in the engine's turn",
+        )
+
+
+def _turn_host_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    if config.roles.trainer.kind == "megatron":
+        yield Conflict(
+            (SHARE, "roles.trainer.kind", "roles.trainer.devices"),
+            'needs GPUs in roles.trainer.devices, or roles.trainer.kind = "torch" on the CPU',
+        )
+    if config.roles.rollout.kind != "embedded":
+        yield Conflict(
+            (SHARE, "roles.rollout.kind", "roles.rollout.devices"),
+            'needs roles.rollout.kind = "embedded" on the CPU, or GPUs for both roles',
+        )
+    if config.memory.backend not in ("auto", "host_vmm"):
+        yield Conflict(
+            ("memory.backend", "roles.trainer.devices"),
+            'needs GPUs in roles.trainer.devices; use "auto"',
+        )
+    trainer, rollout, num_devices = config.roles.trainer, config.roles.rollout, config.memory.host_devices
+    for name, count in (("trainer", trainer.count), ("rollout", rollout.count)):
+        if count % num_devices and num_devices % count:
+            yield Conflict(
+                ("memory.host_devices", f"roles.{name}.count"),
+                f"cannot be dealt out among {count} actors: set it to a divisor or a multiple",
+            )
+    if trainer.count < num_devices:
+        yield Conflict(
+            ("memory.host_devices", "roles.trainer.count"),
+            f"gives {num_devices} devices to {trainer.count} trainer ranks, each of which uses one: lower it",
+        )
+    if not config.memory.capacity_mb:
+        yield Conflict(
+            ("memory.capacity_mb", SHARE), "must be set on the CPU: MiB of the memory that stands for a device"
+        )
+
+
+KIND = "roles.rollout.kind"
+RECORDED_DEFAULTS = (
+    ("data", "preset", "recorded"),
+    ("data", "shuffle", False),
+    ("guard", "every", 0),
+)
+"""Of what is left out in such a run: the dump's groups in the dump's order, and no check that cannot hold."""
+
+
+def _recorded_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    """What needs an engine that generates, and what needs one that does not."""
+    yield from _reward_conflicts(config)
+    if config.roles.rollout.kind != "recorded":
+        return
+    if config.algo.kind == "sft":
+        yield Conflict((KIND, "algo.kind"), 'is an engine, and algo.kind = "sft" has none: leave it out')
+    for name, part in config.data.parts().items():
+        if part.preset != "recorded":
+            place = f"data.sources.{name}.preset" if name else "data.preset"
+            yield Conflict((place, KIND), 'must be "recorded": only prompts of a dump have an answer there')
+    for key in ("data", "sets"):
+        if getattr(config.eval, key):
+            yield Conflict((f"eval.{key}", KIND), "must be empty: to held-out prompts no answers are recorded")
+    if config.guard.every:
+        yield Conflict(
+            ("guard.every", KIND),
+            "must be 0: recorded log-probs are of the weights of then, and the trainer's of those of now",
+        )
+    if config.memory.share != "none":
+        yield Conflict(("memory.share", KIND), 'must be "none": an engine without a model has no turn')
+    if config.roles.rollout.device_ids:
+        yield Conflict(("roles.rollout.devices", KIND), 'must be "cpu": nothing is generated')
+
+
+def _reward_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    for key, fn in config.reward.named_functions():
+        if fn != "recorded":
+            continue
+        if config.roles.rollout.kind != "recorded":
+            yield Conflict((key, KIND), f'needs {KIND} = "recorded": rewards are recorded of those answers only')
+        for more, is_set in (
+            ("truncated", config.reward.truncated != "score"),
+            ("overlong_tokens", config.reward.overlong_tokens > 0),
+        ):
+            if is_set:
+                yield Conflict((f"reward.{more}", key), "is for rewards that are judged anew: leave it out")
+
+
+def _sampling_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    """Seeds need servers that draw by them, and those cannot cut by min-p."""
+    rollout, is_sglang = config.rollout, config.roles.rollout.kind == "sglang"
+    if config.algo.kind == "sft" or not is_sglang:
+        return
+    draws_by_seed = config.sglang.get("enable_deterministic_inference") is True
+    if rollout.deterministic and not config.engine.attach and not draws_by_seed:
+        yield Conflict(
+            ("rollout.deterministic", "sglang.enable_deterministic_inference"),
+            "needs sglang.enable_deterministic_inference = true: SGLang does not look at requests' seeds without",
+        )
+    if rollout.min_p and (rollout.deterministic or draws_by_seed):
+        yield Conflict(
+            ("rollout.min_p", "rollout.deterministic", "sglang.enable_deterministic_inference"),
+            "must be 0 with seeds: SGLang's sampler ends the server when it is to do both; use top_p or top_k",
+        )
+
 
 SFT_DEFAULTS = (
     ("rollout", "workflow", "demonstration"),
@@ -359,18 +689,18 @@ def _bounded_data_conflicts(config: RunConfig) -> Iterator[Conflict]:
 
 
 CHECKS: tuple[Callable[[RunConfig], Iterator[Conflict]], ...] = (
-    learning_conflicts,
+    _learning_conflicts,
     _standby_conflicts,
     _eval_conflicts,
     _end_conflicts,
     _engine_conflicts,
-    sampling_conflicts,
+    _sampling_conflicts,
     _window_conflicts,
     _device_conflicts,
     _megatron_conflicts,
     _weight_conflicts,
-    memory_conflicts,
-    recorded_conflicts,
+    _memory_conflicts,
+    _recorded_conflicts,
     _chaos_conflicts,
     _bounded_data_conflicts,
 )

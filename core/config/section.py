@@ -3,18 +3,50 @@
 Knows pydantic and the markers that say what a string stands for. Must not know any section.
 Library: pydantic (reports all errors in one go, with paths). The layer around it, in `loading.py`, is ours because no
 kept library adds file and line, "did you mean" and all errors at once (pydantic-settings and jsonargparse were tried).
+
+Values that are right one by one and wrong together, and how pydantic carries them to the loader.
+
+Raw TOML tables: typed views of what `tomllib` returns.
+
+What pydantic knows of a section's fields, in the terms of a run file: dotted paths, keys, texts about types.
+
+x
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, Self
+from functools import cache
+from typing import Annotated, Any, Literal, Self, cast, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
-from ..sampling_ranges import MAX_PENALTY, MAX_TOP_K, MIN_FACTOR
-from .conflict import Conflict, conflict_error
+from ..sampling import MAX_PENALTY, MAX_TOP_K, MIN_FACTOR
+from ..suggestion import nearest
+
+CONFLICTS = "conflicts"
+"""Type of the pydantic error whose context holds all conflicts found in one section."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """Dotted paths that cannot go together, relative to the section that found it; the first is the one to change."""
+
+    paths: tuple[str, ...]
+    cause: str
+
+
+def conflict_error(conflicts: tuple[Conflict, ...]) -> PydanticCustomError:
+    """One pydantic error for all of them."""
+    text = "; ".join(f"{conflict.paths[0]}: {conflict.cause}" for conflict in conflicts)
+    # The text goes in through the context: pydantic would read braces in a template as its own.
+    return PydanticCustomError(CONFLICTS, "{text}", {"text": text, "conflicts": conflicts})
+
 
 Meaning = Literal["path", "sources", "code", "program"]
 
@@ -100,3 +132,167 @@ class Section(BaseModel, frozen=True):
         if found:
             raise conflict_error(found)
         return self
+
+
+Table = dict[str, Any]
+KeyPath = tuple[str, ...]
+
+
+def as_table(value: object) -> Table | None:
+    """The value if it is a table, else None. TOML keys are always text."""
+    return cast("Table", value) if isinstance(value, dict) else None
+
+
+def check_json(table: Table) -> Table:
+    """The table, if all that is in it can be written as JSON; raises ValueError naming the first key that cannot: TOML
+    has dates, and numbers that are none."""
+    for path, value in _leaves(table, ""):
+        is_number = isinstance(value, int | float) and math.isfinite(value)
+        if not (isinstance(value, str | bool) or value is None or is_number):
+            raise ValueError(f"must hold JSON values only, and {path} = {value} is none; write it as text")
+    return table
+
+
+def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
+    if (table := as_table(value)) is not None:
+        for key, one in table.items():
+            yield from _leaves(one, f"{path}.{key}" if path else key)
+    elif (array := as_array(value)) is not None:
+        for number, one in enumerate(array):
+            yield from _leaves(one, f"{path}[{number}]")
+    else:
+        yield path, value
+
+
+def as_array(value: object) -> list[Any] | None:
+    """The value if it is an array, else None."""
+    return cast("list[Any]", value) if isinstance(value, list) else None
+
+
+def table_at(table: Table, path: Sequence[str]) -> Table | None:
+    """The table at a path, or None if the way there is not made of tables."""
+    level: Table | None = table
+    for key in path:
+        level = as_table(level.get(key)) if level is not None else None
+    return level
+
+
+def holds(table: Table, path: Sequence[str]) -> bool:
+    """Whether there is a value at that path."""
+    above = table_at(table, path[:-1])
+    return above is not None and path[-1] in above
+
+
+def table_made_at(table: Table, path: Sequence[str]) -> Table:
+    """The table at a path; whatever is in the way is replaced by tables."""
+    level = table
+    for key in path:
+        below = as_table(level.get(key))
+        if below is None:
+            below = {}
+            level[key] = below
+        level = below
+    return level
+
+
+def single_path(parsed: Table) -> KeyPath:
+    """The keys down a nesting in which every table has one key, through arrays of tables; stops at anything else."""
+    path: list[str] = []
+    level: object = parsed
+    while True:
+        array = as_array(level)
+        if array:
+            level = array[0]
+            continue
+        table = as_table(level)
+        if table is None or len(table) != 1:
+            return tuple(path)
+        key, level = next(iter(table.items()))
+        path.append(key)
+
+
+ANY_NAME = "*"
+"""Stands in a path for any key of a table whose keys are names of the user's."""
+
+
+def section_of(field: FieldInfo) -> type[Section] | None:
+    """The section class of a field that is a table with fixed keys, else None."""
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+
+
+def named_section_of(field: FieldInfo) -> type[Section] | None:
+    """The section class of the tables in a field that is a table of tables by names of the user's, else None."""
+    kind: Any = field.annotation
+    inner: Any = get_args(kind)[-1] if get_origin(kind) is dict else None
+    return inner if isinstance(inner, type) and issubclass(inner, Section) else None
+
+
+def keys_of(section: type[Section]) -> dict[str, FieldInfo]:
+    """The keys of a section as they are written in a file."""
+    return {field.alias or name: field for name, field in section.model_fields.items()}
+
+
+def walk(section: type[Section], prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, FieldInfo]]:
+    """Every key of a section and of the sections in it, tables before their keys; `ANY_NAME` stands for names of the
+    user's."""
+    for key, field in keys_of(section).items():
+        path = (*prefix, key)
+        yield path, field
+        below = section_of(field)
+        if below is not None:
+            yield from walk(below, path)
+        named = named_section_of(field)
+        if named is not None:
+            yield from walk(named, (*path, ANY_NAME))
+
+
+def find(section: type[Section], path: Sequence[str]) -> tuple[type[Section], FieldInfo | None, KeyPath]:
+    """The innermost section on the way of `path`, its field (None: unknown, or the section itself), what is left."""
+    at = 0
+    while at < len(path):
+        field = keys_of(section).get(path[at])
+        if field is None:
+            return section, None, tuple(path[at:])
+        below, named = section_of(field), named_section_of(field)
+        at += 1
+        if named is not None and at < len(path):
+            below, at = named, at + 1
+        if below is None:
+            return section, field, tuple(path[at:])
+        section = below
+    return section, None, ()
+
+
+@cache
+def paths_with_meaning(section: type[Section]) -> tuple[tuple[KeyPath, Meaning], ...]:
+    """All keys whose text is a path or holds one."""
+    return tuple(
+        (path, mark.meaning) for path, field in walk(section) for mark in field.metadata if isinstance(mark, Means)
+    )
+
+
+CODE_NAME = re.compile(r"[^:\s][^:]*:[A-Za-z_][A-Za-z0-9_.]*")
+
+
+def check_code_name(value: str, builtins: tuple[str, ...]) -> str:
+    """Accept a built-in name, `module:attr` or `file.py:attr`; raise ValueError otherwise."""
+    if value in builtins or CODE_NAME.fullmatch(value):
+        return value
+    near = nearest(value, builtins)
+    hint = f'; did you mean "{near}"?' if near else ""
+    known = f"one of {', '.join(builtins)}, or " if builtins else ""
+    raise ValueError(f"must be {known}module:function, or file.py:function{hint}")
+
+
+HTTP_URL = re.compile(r"https?://[^\s/]+(/\S*)?")
+
+
+def check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
+    """Addresses of different servers; raises ValueError otherwise."""
+    for url in urls:
+        if not HTTP_URL.fullmatch(url):
+            raise ValueError(f'"{url}" must look like http://host:port')
+    if len({url.rstrip("/") for url in urls}) != len(urls):
+        raise ValueError("names a server twice")
+    return urls

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ...core.errors import ConfigError
-from ...core.file_entry import read_regular
+from ...core.files import read_regular
 from ...transport.descriptors import raise_limit
 from .output import Verbs, add_json_flag, show
 from .parser import Parser

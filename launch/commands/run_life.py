@@ -315,7 +315,7 @@ def _resume_launch(run_dir: RunDir, point: ResumePoint | None, options: argparse
     from dataclasses import replace
 
     from ...core.config import load_config
-    from ...core.config.dumping import toml_value
+    from ...core.config.loading import toml_value
     from ..launcher import launch
     from ..lives.next_life import begin_next_life, put_config_back
     from ..lives.origin import Origin

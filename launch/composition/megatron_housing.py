@@ -6,8 +6,7 @@ from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 
 from ...actors.backends.megatron.residence import Coming
-from ...core.assets import MovedBytes
-from ...core.device_memory import Tag, TagPolicy, TagReport
+from ...core.device_memory import MovedBytes, Tag, TagPolicy, TagReport
 from ...memory.arenas.cuda_vmm import CudaMemory
 from ...memory.arenas.torch_saver import TorchSaver
 

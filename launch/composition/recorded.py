@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...core.config import RunConfig
-from ...core.config.source import parse_sources
+from ...core.config.data import parse_sources
 from ...core.errors import DataError
 from ...core.protocols import Tokenizer
 

@@ -9,8 +9,8 @@ from typing import cast
 
 from ...actors.weights.channel_ends import ChannelEnds, EndMakers
 from ...core.config import RunConfig
-from ...core.host import boot_id
 from ...core.messages import WeightChannel
+from ...core.process import boot_id
 from ...core.protocols import WeightSender, WeightWriter
 from ...core.weight_channel import SHARED_CHANNELS
 from .memory_parts import takes_turns

@@ -24,9 +24,9 @@ from collections.abc import AsyncGenerator, Callable, Container
 from dataclasses import dataclass
 
 from ...actors.contracts.roles import CoordinatorContract
-from ...core.actor import with_deadline
 from ...core.errors import MyxaError
 from ...core.knobs import ChangeRequest, KnobValue, Operator
+from ...core.refs import with_deadline
 from ..views.advice import Advice, all_advice
 from ..views.bottleneck import Verdict
 from .suggestions import SuggestionBook

@@ -14,10 +14,10 @@ import msgspec
 import numpy as np
 
 from ...actors.contracts.roles import BufferContract
-from ...core.actor import with_deadline
 from ...core.knobs import Operator
 from ...core.messages import DumpReport, RecentGroup, Record
 from ...core.protocols import Tokenizer
+from ...core.refs import with_deadline
 from ...core.samples import F32, Sample
 from ..views.sample_log import Wanted, read_samples
 from .verb import Arguments, Verb, VerbContext

@@ -10,7 +10,7 @@ import msgspec
 
 from ...actors.audit import AUDIT_FILE, read_audit
 from ...core.config import RunConfig
-from ...core.config.fields import find
+from ...core.config.section import find
 from ...core.errors import ConfigError
 from ...core.knobs import (
     AuditRecord,

@@ -18,11 +18,11 @@ import psutil
 
 from ...actors.contracts.roles import BufferContract, MonitorContract, RolloutContract
 from ...actors.sinks.chrome_trace import TRACE_FILE
-from ...core.actor import with_deadline
-from ...core.engine_profile import EngineTrace
 from ...core.errors import CallError, ConfigError, LaunchError, MyxaError
 from ...core.knobs import Operator
 from ...core.messages import BufferStats, Record, RunStatus
+from ...core.protocols import EngineTrace
+from ...core.refs import with_deadline
 from ..contracts import (
     LogChunk,
     LogRequest,

@@ -16,7 +16,7 @@ import msgspec
 
 from ...core.chaos import MARKS, POINTS
 from ...core.config import RoleName
-from ...core.config.chaos import FaultName
+from ...core.config.run import FaultName
 from ...core.errors import ConfigError, MyxaError
 from ...core.knobs import Operator
 from ...core.suggestion import suggest

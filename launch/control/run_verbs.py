@@ -9,10 +9,10 @@ from typing import Annotated, Any
 import msgspec
 
 from ...actors.contracts.memory import MemoryContract
-from ...core.actor import with_deadline
 from ...core.device_memory import MemoryView
 from ...core.errors import ConfigError
 from ...core.knobs import Operator
+from ...core.refs import with_deadline
 from ..composition.memory_parts import manager_name, takes_turns
 from .verb import Arguments, Verb, VerbContext, coordinator_call
 

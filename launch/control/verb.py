@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 import msgspec
 
 from ...actors.contracts.roles import CoordinatorContract
-from ...core.actor import with_deadline
 from ...core.config import RunConfig
 from ...core.errors import ConfigError, LaunchError, NoSuchActor, NotSent, PeerDied
 from ...core.knobs import Operator
+from ...core.refs import with_deadline
 from ...core.suggestion import nearest
 from ...transport.node import Node
 from ..chaos import FaultInjector

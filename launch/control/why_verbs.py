@@ -15,11 +15,11 @@ import msgspec
 
 from ...actors.contracts.roles import BufferContract, CoordinatorContract, MonitorContract
 from ...actors.monitor.latest import LONGEST_WINDOW_S
-from ...core.actor import with_deadline
 from ...core.config import RoleName, RunConfig
 from ...core.errors import CallError, ConfigError, LaunchError
 from ...core.knobs import ChangeReply, ChangeRequest, KnobState, KnobTable, Operator
 from ...core.messages import BufferStats, Record, RunStatus
+from ...core.refs import with_deadline
 from ..preflight.gpus import look_at_gpus
 from ..supervisor.late_place import Present, staff
 from ..views.advice import Facts, all_advice, most_on_cores, num_cores

@@ -14,7 +14,7 @@ import msgspec
 from ...actors.checkpoints.folder import CheckpointInfo
 from ...actors.checkpoints.run_part import StartCopy, write_start_copy
 from ...core.errors import LaunchError
-from ...core.file_entry import read_regular, write_durably
+from ...core.files import read_regular, write_durably
 from ..worker_spec import DEFAULT_PROGRAM
 from .start_files import ORIGIN, config_text, newest_copy
 

@@ -13,7 +13,7 @@ import msgspec
 
 from ...actors.checkpoints.folder import version_in
 from ...actors.checkpoints.run_part import MAX_START_BYTES, StartCopy, read_start_copy
-from ...core.file_entry import read_regular
+from ...core.files import read_regular
 
 CHECKPOINTS = "checkpoints"
 CONFIG = "config.toml"

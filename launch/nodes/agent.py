@@ -14,10 +14,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...core.actor import with_deadline
 from ...core.errors import CallError, ConfigError, LaunchError, MyxaError, NoSuchActor, PeerDied
-from ...core.lifeline import adopts_orphans
-from ...core.patience import until_answered
+from ...core.process import adopts_orphans
+from ...core.refs import with_deadline
+from ...core.retry import until_answered
 from ..actor_spec import GangMeeting
 from ..child_env import child_env, worker_command
 from ..contracts import (

@@ -23,7 +23,7 @@ from rich.text import Text
 from ...core.clock import SystemClock
 from ...core.config import RunConfig, dump_config, load_config
 from ...core.errors import CallError, LaunchError, MyxaError
-from ...core.patience import until_answered
+from ...core.retry import until_answered
 from ..contracts import SUPERVISOR, EnlistReply, JoinReply, SupervisorContract, agent_name
 from ..node_place import NodePlace
 from ..runtime_dir import RuntimeDir

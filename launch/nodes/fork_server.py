@@ -5,7 +5,7 @@ is forked must be as if it had just begun. One loop, one request at a time; it e
 
 Python's `multiprocessing.forkserver` was considered: its children are the server's, so that the launcher has neither
 their exit status nor the signal of its own death to them; what they run comes pickled. Here the server forks twice, and
-the kernel makes the launcher, which adopts orphans (core/lifeline.py), the parent of the second: watched by pidfd,
+the kernel makes the launcher, which adopts orphans (core/process.py), the parent of the second: watched by pidfd,
 reaped, and ended with the launcher, as a process that it started itself. The server is needed to start only.
 """
 
@@ -21,7 +21,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from ...core.lifeline import die_with_parent, name_process
+from ...core.process import die_with_parent, name_process
 from .fork_wire import MAX_BYTES, ForkReply, ForkRequest, pack, unpack_request
 from .forked import be_actor, be_born
 from .preloads import KITS, LIGHT

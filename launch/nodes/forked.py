@@ -18,7 +18,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from ...core.lifeline import die_with_parent, name_process
+from ...core.process import die_with_parent, name_process
 from ..child_env import WORKER_MODULE
 from .fork_wire import GO, ForkReply, ForkRequest, pack
 from .preloads import SET_PER_ACTOR

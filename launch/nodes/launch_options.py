@@ -13,7 +13,7 @@ from pathlib import Path
 from ... import __version__
 from ...core.config import RunConfig
 from ...core.errors import ConfigError, TrainError
-from ...core.host import boot_id
+from ...core.process import boot_id
 from ..actor_spec import ActorSpec
 from ..composition.weight_channels import choose_channel
 from ..contracts import LateWish, NodeFacts

@@ -14,7 +14,7 @@ from ...actors.data.layout import Layout
 from ...actors.data.row_file import RowError, RowFile
 from ...actors.data.row_set import encode_item
 from ...core.config import DataSettings, RunConfig
-from ...core.config.source import Source, parse_sources
+from ...core.config.data import Source, parse_sources
 from ...core.errors import DataError, MyxaError
 from ..preflight.finding import Finding
 from ..preflight.interpreters import has_module

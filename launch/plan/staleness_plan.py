@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
-from ...algos.staleness_policy import make_policy
+from ...algos.staleness import make_policy
 from ...algos.staleness_sim import Scenario, simulate
 from ...core.config import RunConfig
 from ...core.errors import ConfigError

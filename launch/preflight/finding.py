@@ -11,7 +11,7 @@ from functools import cache
 from typing import ParamSpec
 
 from ...core.config import RunConfig
-from ...core.config.fields import walk
+from ...core.config.section import walk
 from ...core.errors import MyxaError
 
 P = ParamSpec("P")

@@ -19,7 +19,7 @@ from ...actors.workflows.demonstrated import demonstrate
 from ...actors.workflows.demonstration import shown_turns
 from ...actors.workflows.turn_renderer import TurnRenderer
 from ...core.config import RunConfig
-from ...core.config.source import Source, parse_sources
+from ...core.config.data import Source, parse_sources
 from ...core.errors import DataError, ModelError, MyxaError
 from ...core.samples import Prompt
 from .chat_templates import template_findings

@@ -11,7 +11,7 @@ from ...actors.backends.megatron.verbatim import check_tables
 from ...actors.data.data_files import needs_pyarrow
 from ...actors.sinks.names import SHIPPED
 from ...core.config import RunConfig
-from ...core.config.source import parse_sources
+from ...core.config.data import parse_sources
 from ...core.errors import ConfigError, MyxaError
 from ..actor_spec import ActorSpec
 from .finding import Finding, looked

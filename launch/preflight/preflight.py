@@ -28,7 +28,7 @@ from ...actors.models.tokenizer import load_tokenizer
 from ...actors.models.value_head import check_critic
 from ...actors.sinks.names import SHIPPED, check_name
 from ...core.config import RunConfig
-from ...core.config.source import parse_sources
+from ...core.config.data import parse_sources
 from ...core.errors import ConfigError, LedgerError, ModelError, MyxaError, TrainError
 from ..actor_spec import ActorSpec
 from ..lives.named_checkpoint import named_checkpoint

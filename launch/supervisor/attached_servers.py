@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ...core.config import RunConfig
-from ...core.config.settings import HTTP_URL
+from ...core.config.section import HTTP_URL
 from ...core.errors import ConfigError
 from ..actor_spec import ActorSpec
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ...core.actor import ActorContext, with_deadline
-from ...core.child_states import OVER, SupervisionError
+from ...core.actor import ActorContext
 from ...core.errors import ConfigError, LaunchError, MyxaError
-from ...core.supervision import Supervisor
-from ...core.supervision_orders import Instruction
+from ...core.refs import with_deadline
+from ...core.supervision import OVER, Instruction, Supervisor
+from ...core.supervision_tree import SupervisionError
 from ..contracts import AgentContract, agent_name
 from .crew import Crew
 from .muster import Muster

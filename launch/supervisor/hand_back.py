@@ -7,8 +7,9 @@ back begins again elsewhere, from its prompts.
 from __future__ import annotations
 
 from ...actors.contracts.roles import CoordinatorContract, RolloutContract
-from ...core.actor import ActorContext, with_deadline
+from ...core.actor import ActorContext
 from ...core.errors import MyxaError
+from ...core.refs import with_deadline
 from ..actor_spec import ActorSpec
 
 TELL_S = 5.0

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from ...core.actor import ActorContext, with_deadline
+from ...core.actor import ActorContext
 from ...core.errors import DeadlineExceeded, MyxaError, NoSuchActor, NotSent, PeerDied
-from ...core.supervision_orders import End
+from ...core.refs import with_deadline
+from ...core.supervision import End
 from ..contracts import AgentContract, agent_name
 from .crew import Crew
 

@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from ...core.child_states import ALIVE, ChildState
 from ...core.config import RoleName
-from ...core.supervision import Supervisor
+from ...core.supervision import ALIVE, ChildState, Supervisor
 from .crew import Crew
 
 

@@ -11,12 +11,22 @@ import signal
 from collections.abc import Callable, Sequence
 
 from ...core.actor import PeerEvent
-from ...core.child_states import SupervisionError
 from ...core.errors import ConfigError, LaunchError, MyxaError
-from ...core.exit_status import describe_status
 from ...core.messages import RunStatus
-from ...core.supervision import Supervisor
-from ...core.supervision_orders import Done, Drain, End, FailRun, GiveUp, Instruction, Kill, Restart, Retired
+from ...core.supervision import (
+    Done,
+    Drain,
+    End,
+    FailRun,
+    GiveUp,
+    Instruction,
+    Kill,
+    Restart,
+    Retired,
+    Supervisor,
+    describe_status,
+)
+from ...core.supervision_tree import SupervisionError
 from ..actor_spec import ActorSpec
 from ..contracts import (
     SUPERVISOR,

@@ -4,8 +4,7 @@ nodes that give no sign of life. Pure: time is passed in; the run supervisor act
 
 from __future__ import annotations
 
-from ...core.child_states import ChildState
-from ...core.supervision import Supervisor
+from ...core.supervision import ChildState, Supervisor
 from .crew import Crew
 from .patience import Patience
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from ...core.actor import ActorContext
 from ...core.errors import LaunchError, MyxaError
-from ...core.supervision import Supervisor
-from ...core.supervision_orders import Restart
+from ...core.supervision import Restart, Supervisor
 from ..actor_spec import ActorSpec
 from ..contracts import AgentContract, ChildEnd, RunPlan, StartOrder, StartReply, agent_name
 from ..first_failure import CAUSE

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ...core.disk import WAITS
+from ...core.files import WAITS
 from .numbers import short
 
 FOR_DISK = "/".join(WAITS)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...core.errors import MemoryFault
-from ...core.file_lock import lock_within
+from ...core.files import lock_within
 
 COMPILERS = ("cc", "gcc", "clang", "g++", "c++")
 FLAGS = ("-std=gnu11", "-O2", "-Wall", "-shared", "-fPIC", "-fvisibility=hidden")

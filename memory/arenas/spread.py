@@ -9,8 +9,7 @@ from collections.abc import Collection, Sequence
 
 from msgspec.structs import replace
 
-from ...core.assets import Moved, MovedBytes
-from ...core.device_memory import Tag, TagReport
+from ...core.device_memory import Moved, MovedBytes, Tag, TagReport
 from ...core.errors import MemoryFault
 from .arena import Arena
 from .tag_states import AWAY

@@ -25,7 +25,7 @@ from types import ModuleType
 import torch
 
 from ...core.errors import MemoryFault
-from ...core.file_lock import lock_within
+from ...core.files import lock_within
 
 MODULE = "myxa_proxy_backend"
 SOURCE = Path(__file__).with_name("proxy_backend.cpp")

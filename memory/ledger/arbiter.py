@@ -12,8 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ...core.assets import DeviceReading
-from ...core.device_memory import LeaseReply, LeaseRequest, MemoryReply, TenantReport, wholes
+from ...core.device_memory import DeviceReading, LeaseReply, LeaseRequest, MemoryReply, TenantReport, wholes
 from .book import Book, Incarnation
 from .instructions import Answer, Ask, Fence, Instruction, Send, Told
 from .overrun import overruns

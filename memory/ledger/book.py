@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ...core.assets import DeviceReading
-from ...core.device_memory import DeviceView, Holder, Tag, TagReport, TenantReport, whole_of
+from ...core.device_memory import DeviceReading, DeviceView, Holder, Tag, TagReport, TenantReport, whole_of
 from ...core.errors import MemoryFault
 from .refusal import unproven_words
 from .tenant_states import COUNTED_ONLY, STABLE, held_bytes, is_mapped

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ...core.assets import DeviceReading
-from ...core.device_memory import Holder, TenantReport
+from ...core.device_memory import DeviceReading, Holder, TenantReport
 
 MAX_HOLDERS = 12
 

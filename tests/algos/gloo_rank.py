@@ -15,7 +15,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from myxa.algos.advantages import group_advantages, token_advantages, whiten
+from myxa.algos.advantages import token_advantages, whiten
+from myxa.algos.baselines import group_advantages
 from myxa.algos.objective import Normaliser, ObjectiveConfig, TokenBatch, policy_objective
 from myxa.algos.packing import plan_shards
 from myxa.algos.segments import Segments

@@ -7,8 +7,7 @@ import statistics
 import pytest
 import torch
 
-from myxa.algos.advantages import gae, less_kl, needs_whitening, token_advantages, whiten
-from myxa.algos.returns import CHUNK, discounted_sums
+from myxa.algos.advantages import CHUNK, discounted_sums, gae, less_kl, needs_whitening, token_advantages, whiten
 from myxa.algos.segments import Segments
 from myxa.core.errors import ConfigError, TrainError
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from myxa.algos.filters import GROUP_FILTERS, group_filter, zero_variance
-from myxa.core.config.settings import FILTER_BUILTINS
+from myxa.core.config.learning import FILTER_BUILTINS
 from myxa.core.errors import ConfigError
 from myxa.core.samples import Group, Message, Prompt, Sample
 

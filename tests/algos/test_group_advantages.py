@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from myxa.algos.advantages import group_advantages
-from myxa.algos.baselines import BASELINES
+from myxa.algos.baselines import BASELINES, group_advantages
 from myxa.core.errors import ConfigError, TrainError
 
 COMPARING = ("grpo", "gspo", "cispo", "dr_grpo", "rloo", "reinforce_pp_baseline")

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
-from myxa.algos.lag import lag_statistics
-from myxa.algos.mismatch import mismatch_metrics, mismatch_sums
+from myxa.algos.objective import mismatch_metrics, mismatch_sums
 from myxa.algos.segments import Segments
-from myxa.core.errors import StalenessError
-from myxa.core.samples import NO_VERSION
 
 TRAIN = [-1.0, -0.5, -2.0, -0.3, -4.0, -1.5]
 BEHAVIOUR = [-0.9, -0.6, -2.2, 0.0, -3.5, -1.4]
@@ -79,32 +75,3 @@ def test_fully_masked_or_empty_batches_give_numbers():
     for batch, size in ((hidden, 2), (nothing, 0)):
         got = mismatch_metrics(torch.full((size,), float("nan")), torch.zeros(size), batch)
         assert all(math.isfinite(value) for value in got.values())
-
-
-def i32(*values: int) -> np.ndarray:
-    return np.array(values, np.int32)
-
-
-def test_lag_is_that_of_the_oldest_token():
-    """Pitfall 8: a start stamp hides mixtures, an end stamp understates the age."""
-    got = lag_statistics(10, [i32(7, 7, 9), i32(10, NO_VERSION, 10), i32(NO_VERSION), i32()])
-    assert got == pytest.approx(
-        {
-            "lag_token_mean": (3 + 3 + 1 + 0 + 0) / 5,
-            "lag_token_max": 3.0,
-            "lag_sample_mean": (3 + 0) / 2,
-            "lag_mixed_fraction": 0.5,
-            "lag_span_mean": 1.0,
-        }
-    )
-
-
-def test_lag_without_an_engine_is_zero_and_on_policy_is_zero():
-    assert set(lag_statistics(4, [i32(NO_VERSION, NO_VERSION)]).values()) == {0.0}
-    assert set(lag_statistics(4, [i32(4, 4), i32(4)]).values()) == {0.0}
-    assert set(lag_statistics(4, []).values()) == {0.0}
-
-
-def test_a_token_from_the_future_is_an_error():
-    with pytest.raises(StalenessError, match="version 12"):
-        lag_statistics(10, [i32(9, 12)])

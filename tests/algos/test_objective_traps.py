@@ -15,9 +15,8 @@ from myxa.algos.objective import (
     needs_reference,
     objective_config,
     policy_objective,
-    resolve_correction,
 )
-from myxa.core.config.learning import AlgoConfig
+from myxa.core.config.learning import AlgoConfig, resolve_correction
 from myxa.core.errors import ConfigError, TrainError
 
 ALL_LOSSES = ("ppo", "gspo", "cispo", "reinforce")

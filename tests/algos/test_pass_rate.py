@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from myxa.algos.pass_rate import pass_at, pass_rates
+from myxa.algos.rewards.outcome import pass_at, pass_rates
 
 
 @pytest.mark.parametrize(("solved", "answers"), [(0, 1), (1, 1), (0, 6), (1, 6), (3, 6), (5, 6), (6, 6)])

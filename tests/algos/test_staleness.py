@@ -19,10 +19,10 @@ from myxa.algos.staleness import (
     Admission,
     LinePlace,
     Overdue,
+    Pace,
     Stage,
     default_window,
 )
-from myxa.algos.staleness_policy import Pace
 from myxa.algos.staleness_sim import Scenario, simulate
 from myxa.core.errors import ConfigError, StalenessError
 

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from myxa.algos.advantages import token_advantages
-from myxa.algos.returns import gae
+from myxa.algos.advantages import gae, token_advantages
+from myxa.algos.losses import value_loss, value_metrics, value_sums
 from myxa.algos.segments import Segments
-from myxa.algos.values import value_loss, value_metrics, value_sums
 
 
 def draw(seed: int, num: int = 40) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -20,7 +20,7 @@ import warnings
 from pathlib import Path
 from typing import NoReturn
 
-from myxa.core.lifeline import die_with_parent
+from myxa.core.process import die_with_parent
 
 GRACE_S = 10
 

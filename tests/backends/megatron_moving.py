@@ -77,7 +77,7 @@ class Shelf:
         )
 
     def release(self, tags: Any) -> Any:
-        from myxa.core.assets import Moved
+        from myxa.core.device_memory import Moved
 
         for tag in tags:
             if self.policy[tag] == "backup":

@@ -20,7 +20,7 @@ from myxa.actors.backends.torch_backend.world import World
 from myxa.actors.checkpoints import folder as folder_module
 from myxa.actors.checkpoints.folder import Manifest, begin, commit, rank_file
 from myxa.core.errors import ModelError, MyxaError, TornCheckpoint, TrainError
-from myxa.core.file_entry import FileEntry, describe_file
+from myxa.core.files import FileEntry, describe_file
 
 NUM_RANKS = 3
 

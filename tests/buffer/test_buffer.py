@@ -20,9 +20,9 @@ from myxa.actors.ledger.audit import audit_ledger
 from myxa.actors.trainer.train_loop import GroupFetcher
 from myxa.algos.filters import zero_variance
 from myxa.algos.staleness import STALE_AFTER_RETUNE
-from myxa.core.actor import with_deadline
 from myxa.core.errors import BadRequest, DiskRefused, LedgerError, MessageTooLarge, TrainError, UserCodeError
 from myxa.core.messages import GroupDropped, GroupReturned
+from myxa.core.refs import with_deadline
 from myxa.core.samples import Group
 from myxa.transport.node import Node
 from myxa.transport.session.frames import LIMITS

@@ -15,9 +15,9 @@ import pytest
 import pytest_asyncio
 
 from myxa.actors.contracts.roles import BufferContract
-from myxa.core.actor import with_deadline
 from myxa.core.errors import CallError
 from myxa.core.messages import DrawRequest
+from myxa.core.refs import with_deadline
 from myxa.core.samples import Group
 from myxa.transport.node import Node
 

@@ -15,7 +15,7 @@ import pytest
 from myxa.actors.buffer.filters import load_group_filters, load_sample_filter, mask_members
 from myxa.algos.filters import SAMPLE_FILTERS, truncated
 from myxa.core.config import RunConfig
-from myxa.core.config.settings import SAMPLE_FILTER_BUILTINS
+from myxa.core.config.learning import SAMPLE_FILTER_BUILTINS
 from myxa.core.errors import ConfigError, UserCodeError
 from myxa.core.samples import Group
 from myxa.launch.preflight.user_functions import function_findings

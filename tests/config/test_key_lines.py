@@ -8,8 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myxa.core.config.dumping import toml_value
-from myxa.core.config.key_lines import key_lines
+from myxa.core.config.loading import key_lines, toml_value
 
 TEXT = '''# comment
 top = 1

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from myxa.core.config import RunConfig
-from myxa.core.config.fields import walk
 from myxa.core.config.reference import render_reference
+from myxa.core.config.section import walk
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 REMEDY = (

@@ -18,7 +18,7 @@ from myxa.core.config import (
     load_config,
     parse_devices,
 )
-from myxa.core.config.presence import missing_paths
+from myxa.core.config.loading import missing_paths
 from myxa.core.errors import ConfigError
 
 MINIMAL = '[model]\npath = "model"\n[data]\ntrain = "train.jsonl"\n'

@@ -16,7 +16,7 @@ import pytest
 import zmq
 from control_room import Bench, control_bench
 
-from myxa.core.config.control import ControlSettings
+from myxa.core.config.run import ControlSettings
 from myxa.core.errors import ConfigError, DeadlineExceeded
 from myxa.launch.control.client import ControlClient, ControlNote
 from myxa.launch.control.tcp import MAX_IN_HAND, TcpServer, parse_allow_list

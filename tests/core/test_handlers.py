@@ -12,11 +12,23 @@ import numpy.typing as npt
 import pytest
 
 from myxa.actors.contracts import roles as contracts
-from myxa.core.actor import Actor, Ref, make_ref, with_deadline
+from myxa.core.actor import Actor
 from myxa.core.errors import BadRequest
-from myxa.core.handlers import call, cast, durable_put, handlers_of, stream
-from myxa.core.schema import describe
-from myxa.core.scope import CallScope, current_scope, enter_scope, fresh_context, leave_scope, remaining_s
+from myxa.core.handlers import (
+    CallScope,
+    call,
+    cast,
+    current_scope,
+    describe,
+    durable_put,
+    enter_scope,
+    fresh_context,
+    handlers_of,
+    leave_scope,
+    remaining_s,
+    stream,
+)
+from myxa.core.refs import Ref, make_ref, with_deadline
 
 
 class Point(msgspec.Struct, frozen=True):

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from myxa.core.actor import Mailbox, MailboxPolicy
 from myxa.core.errors import ConfigError, Overloaded
 from myxa.core.ids import PeerKey, check_name
-from myxa.core.mailbox import Mailbox, MailboxPolicy
 from myxa.core.registry import Registry, load_attr, load_callable
 
 

@@ -7,9 +7,11 @@ from typing import TypeVar
 
 import pytest
 
-from myxa.core.child_states import ALIVE, OVER, TRANSITIONS, SupervisionError
-from myxa.core.restart_budget import Backoff, RestartBudget
 from myxa.core.supervision import (
+    ALIVE,
+    OVER,
+    TRANSITIONS,
+    Backoff,
     Done,
     End,
     FailRun,
@@ -18,11 +20,12 @@ from myxa.core.supervision import (
     Instruction,
     Kill,
     Restart,
+    RestartBudget,
     Retired,
     Supervisor,
     describe_status,
 )
-from myxa.core.supervision_tree import BranchSpec, ChildSpec
+from myxa.core.supervision_tree import BranchSpec, ChildSpec, SupervisionError
 
 KILLED = -9
 LATE = 1000.0

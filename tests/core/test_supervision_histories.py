@@ -9,11 +9,31 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from myxa.core.child_states import ALIVE, SupervisionError
-from myxa.core.restart_budget import Backoff
-from myxa.core.supervision import Health, Supervisor
-from myxa.core.supervision_orders import Done, Drain, End, FailRun, GiveUp, Instruction, Kill, Restart, Retired
-from myxa.core.supervision_tree import BranchSpec, ChildSpec, Member, RestartType, Strategy, SupervisionTree, WhenHung
+from myxa.core.supervision import (
+    ALIVE,
+    Backoff,
+    Done,
+    Drain,
+    End,
+    FailRun,
+    GiveUp,
+    Health,
+    Instruction,
+    Kill,
+    Restart,
+    Retired,
+    Supervisor,
+)
+from myxa.core.supervision_tree import (
+    BranchSpec,
+    ChildSpec,
+    Member,
+    RestartType,
+    Strategy,
+    SupervisionError,
+    SupervisionTree,
+    WhenHung,
+)
 
 PERIOD_S = 300.0
 RESTART_TYPES: tuple[RestartType, ...] = ("permanent", "permanent", "transient", "temporary")

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from myxa.core.child_states import SupervisionError
-from myxa.core.restart_budget import Backoff
-from myxa.core.supervision import Supervisor
-from myxa.core.supervision_orders import Done, Drain, End, FailRun, GangRound, GiveUp, Restart, Retired
-from myxa.core.supervision_tree import BranchSpec, ChildSpec
+from myxa.core.supervision import Backoff, Done, Drain, End, FailRun, GangRound, GiveUp, Restart, Retired, Supervisor
+from myxa.core.supervision_tree import BranchSpec, ChildSpec, SupervisionError
 
 KILLED = -9
 WISH = "somebody wished it"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from myxa.actors.data import PromptDataset, open_prompts
 from myxa.actors.data.order import Order
 from myxa.core.config import RunConfig
-from myxa.core.config.source import Source, parse_source, parse_sources
+from myxa.core.config.data import Source, parse_source, parse_sources
 
 
 def dataset(folder: Path, num_rows: int, seed: int = 1, text: str = "q", **data: Any) -> PromptDataset:

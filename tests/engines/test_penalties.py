@@ -8,7 +8,7 @@ import torch
 
 from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.core.errors import RequestRefused
-from myxa.core.stop_strings import StopStrings
+from myxa.core.sampling import StopStrings
 
 END_ID = 257
 WISHES = {

@@ -16,7 +16,7 @@ from myxa.actors.engines.sglang_args import ServerSchema, check_sizes, check_tab
 from myxa.actors.engines.sglang_launched import DEFAULTS, SglangLaunch, server_env, server_values
 from myxa.actors.engines.sglang_needs import SglangNeeds
 from myxa.actors.trainer.canary import BOUNDS
-from myxa.core.config.sglang import OWNED
+from myxa.core.config.rollout import OWNED
 from myxa.core.errors import ConfigError
 
 SERVER_ARGS = Path(__file__).parent / "stand_in" / "sglang" / "srt" / "server_args.py"

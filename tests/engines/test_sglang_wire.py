@@ -17,8 +17,8 @@ from myxa.actors.engines.sglang_wire import (
     spans_of,
     versions_of,
 )
-from myxa.core.engine_usage import EngineUsage
 from myxa.core.errors import EngineError
+from myxa.core.messages import EngineUsage
 
 
 def chunk(ids, total=None, *, finish=None, version="4", spans=None, logprobs=None, matched=None, **meta):

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from depot import Depot
 
-from myxa.core.lifeline import die_with_parent
+from myxa.core.process import die_with_parent
 from myxa.transport.node import JobKey, Node, Rendezvous
 
 LIMITS = {"descriptors": resource.RLIMIT_NOFILE, "file": resource.RLIMIT_FSIZE, "memory": resource.RLIMIT_AS}

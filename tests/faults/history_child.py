@@ -17,10 +17,11 @@ import msgspec
 from put_history import Journal
 
 from myxa.actors.contracts.roles import BufferContract
-from myxa.core.actor import Actor, with_deadline
+from myxa.core.actor import Actor
 from myxa.core.errors import CallError
-from myxa.core.lifeline import die_with_parent
 from myxa.core.messages import Assignment, DrawRequest
+from myxa.core.process import die_with_parent
+from myxa.core.refs import with_deadline
 from myxa.transport.node import Node, Rendezvous
 
 NUM_AT_ONCE = 3

@@ -13,7 +13,7 @@ from fault_lab import FaultLab, LabReport, Rows, begun
 from fault_table import Fault
 from operations import BULK_BYTES, CALLING, Plan, Result, begin, judged
 
-from myxa.core.actor import with_deadline
+from myxa.core.refs import with_deadline
 from myxa.transport.node import JobKey, Node
 from myxa.transport.wire import Endpoints
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from depot import Crate, DepotContract
 
-from myxa.core.actor import with_deadline
 from myxa.core.errors import MyxaError
+from myxa.core.refs import with_deadline
 from myxa.transport.node import Node
 
 BULK_BYTES = 5 << 19

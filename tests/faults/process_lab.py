@@ -21,7 +21,7 @@ from fault_lab import NOTED, FaultLab, LabReport, Rows, begun
 from fault_table import Fault
 from operations import CALLING, Plan, Result, begin, crate, judged
 
-from myxa.core.actor import with_deadline
+from myxa.core.refs import with_deadline
 from myxa.transport.node import JobKey, Node, Rendezvous
 
 CHILD = Path(__file__).with_name("depot_child.py")

@@ -15,8 +15,8 @@ import pytest
 from depot import Crate, Depot, DepotContract
 from growth import check_flat, held
 
-from myxa.core.actor import with_deadline
 from myxa.core.errors import CallError
+from myxa.core.refs import with_deadline
 from myxa.transport.node import JobKey, Node
 from myxa.transport.session import serving
 

@@ -8,7 +8,7 @@ import logging
 import pytest
 from depot import Depot, DepotContract
 
-from myxa.core.actor import with_deadline
+from myxa.core.refs import with_deadline
 from myxa.transport.node import Node
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]

@@ -20,8 +20,8 @@ import zmq
 from depot import Depot, DepotContract
 from growth import check_flat, held
 
-from myxa.core.actor import with_deadline
 from myxa.core.errors import CallError
+from myxa.core.refs import with_deadline
 from myxa.transport.node import JobKey, Node
 from myxa.transport.wire import Lane
 from myxa.transport.zeromq import sockets as zmq_sockets

@@ -17,8 +17,8 @@ import pytest
 from put_history import History, faults_of
 
 from myxa.actors.contracts.roles import BufferContract
-from myxa.core.actor import with_deadline
 from myxa.core.errors import CallError
+from myxa.core.refs import with_deadline
 from myxa.transport.node import Node
 
 CHILD = Path(__file__).with_name("history_child.py")

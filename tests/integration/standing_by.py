@@ -13,7 +13,7 @@ import os
 import socket
 import sys
 
-from myxa.core.lifeline import die_with_parent
+from myxa.core.process import die_with_parent
 from myxa.launch.child_env import server_env
 from myxa.launch.nodes import nursery
 from myxa.launch.nodes.fork_server import serve

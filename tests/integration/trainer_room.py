@@ -27,10 +27,10 @@ from myxa.actors.weights.channels.sender import DeviceWeightSender
 from myxa.core.clock import SystemClock
 from myxa.core.config import AlgoConfig, OptimizerConfig
 from myxa.core.errors import EngineError
-from myxa.core.file_entry import FileEntry, describe_file
-from myxa.core.host import boot_id
+from myxa.core.files import FileEntry, describe_file
 from myxa.core.knobs import KnobChange, KnobCommit, KnobValue, LiveKnobs
 from myxa.core.messages import BufferStats, CanaryAnswers, Claim, GroupMeta, StepReport, WeightManifest
+from myxa.core.process import boot_id
 from myxa.core.samples import Group, Message, Prompt, Sample, ScoredSample
 from myxa.transport.node import Node
 

@@ -12,7 +12,7 @@ import pytest
 from myxa.actors.contracts.knobs import KnobsContract
 from myxa.actors.knob_page import declared, render_table, renewed
 from myxa.core.config import RunConfig
-from myxa.core.config.fields import walk
+from myxa.core.config.section import walk
 from myxa.core.errors import ConfigError
 from myxa.core.knobs import KnobChange, KnobCommit
 from myxa.transport.node import Node

@@ -24,7 +24,7 @@ from myxa.core.clock import SystemClock
 from myxa.core.errors import LedgerError
 from myxa.core.knobs import KnobValue, LiveKnob, LiveKnobs
 from myxa.core.messages import EngineStatus, SamplingParams, WeightAck, WeightManifest
-from myxa.core.patience import until_answered
+from myxa.core.retry import until_answered
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
 

@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from myxa.core.config import load_config
-from myxa.core.lifeline import adopting_orphans, adopts_orphans
+from myxa.core.process import adopting_orphans, adopts_orphans
 from myxa.launch.actor_spec import ActorSpec
 from myxa.launch.child_env import child_env, worker_command
 from myxa.launch.nodes import fork_server, nursery

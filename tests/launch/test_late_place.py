@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from myxa.core.child_states import ChildState
 from myxa.core.config import RunConfig, load_config
 from myxa.core.errors import ConfigError
+from myxa.core.supervision import ChildState
 from myxa.launch.actor_spec import ActorSpec
 from myxa.launch.contracts import LateWish, NameReply, NodeFacts
 from myxa.launch.node_place import NodePlace

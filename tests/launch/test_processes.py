@@ -18,7 +18,7 @@ import pytest
 import uvloop
 
 from myxa.core.errors import ConfigError, LaunchError
-from myxa.core.lifeline import die_with_parent
+from myxa.core.process import die_with_parent
 from myxa.launch.first_failure import FirstFailure, read_end, read_tail
 from myxa.launch.nodes.child import Child, start_child
 from myxa.launch.run_dir import RunDir
@@ -125,7 +125,7 @@ PARENT = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", '''
 import os, time
-from myxa.core.lifeline import die_with_parent
+from myxa.core.process import die_with_parent
 die_with_parent(int(os.environ["PARENT"]))
 print(os.getpid(), flush=True)
 time.sleep(60)

@@ -13,10 +13,10 @@ import pytest
 from simulator import Sim, run
 
 from myxa.core.actor import FAILED, Actor, PeerEvent
-from myxa.core.child_states import ChildState
 from myxa.core.config import RestartPolicy
 from myxa.core.errors import ConfigError, DeadlineExceeded, LaunchError
 from myxa.core.messages import EngineStatus, RunPhase, RunStatus
+from myxa.core.supervision import ChildState
 from myxa.launch.actor_spec import ActorSpec, GangMeeting, RankSpec
 from myxa.launch.contracts import (
     SUPERVISOR,

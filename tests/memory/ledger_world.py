@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from myxa.core.assets import DeviceReading
 from myxa.core.device_memory import (
+    DeviceReading,
     LeaseReply,
     LeaseRequest,
     MemoryCommand,

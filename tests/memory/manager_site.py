@@ -15,9 +15,9 @@ from typing import Any
 from manager_toys import CAPACITY, TAGS, MortalAgent, MortalManager, ToyContract, node_of
 
 from myxa.actors.contracts.memory import MemoryContract
-from myxa.core.actor import with_deadline
 from myxa.core.device_memory import LeaseReply, LeaseRequest, MemoryView
 from myxa.core.errors import CallError
+from myxa.core.refs import with_deadline
 from myxa.memory.arenas.resident import device_bytes, rss_shmem
 from myxa.transport.node import Node
 

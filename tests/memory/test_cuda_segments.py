@@ -14,7 +14,7 @@ import pytest
 from standin_gpu import GRANULE, MIB, StandinGpu
 
 from myxa.core.errors import MemoryFault
-from myxa.core.file_lock import take_lock
+from myxa.core.files import take_lock
 from myxa.memory.arenas import native_build
 from myxa.memory.arenas.native_build import built
 from myxa.memory.arenas.segment_table import SLOTS, SOURCE, SegmentTable, SlotRegister

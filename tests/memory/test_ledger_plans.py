@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from myxa.core.assets import DeviceReading
 from myxa.core.device_memory import (
     OPTIMIZER_PARTS,
     Backing,
+    DeviceReading,
     Holder,
     LeaseRequest,
     MemoryCommand,

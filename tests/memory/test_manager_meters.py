@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from myxa.core.assets import DeviceReading
+from myxa.core.device_memory import DeviceReading
 from myxa.core.errors import MemoryFault
 from myxa.memory.arenas.host_vmm import HostVmmDriver
 from myxa.memory.meters import DeviceMeters

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from myxa.actors.tenancy.memory_manager import ManagerOptions, MemoryManager
-from myxa.core.assets import DeviceReading
 from myxa.core.clock import SystemClock
-from myxa.core.device_memory import MemoryView, TagReport, TenantReport
-from myxa.core.host import start_time
+from myxa.core.device_memory import DeviceReading, MemoryView, TagReport, TenantReport
+from myxa.core.process import start_time
 from myxa.memory.ledger.journal import Journal
 from myxa.transport.node import Node
 

@@ -11,11 +11,10 @@ import pytest
 
 from myxa.actors.own_thread import in_own_thread
 from myxa.actors.tenancy.tenant import Tenant, TenantOptions
-from myxa.core.assets import Moved
 from myxa.core.clock import SystemClock
-from myxa.core.device_memory import CommandKind, MemoryCommand, MemoryReply, Tag, TagReport
+from myxa.core.device_memory import CommandKind, MemoryCommand, MemoryReply, Moved, Tag, TagReport
 from myxa.core.errors import MemoryFault
-from myxa.core.host import start_time
+from myxa.core.process import start_time
 from myxa.memory.communicators.residency import CommStats, ResidencyKind
 from myxa.memory.communicators.roll_call import Absent
 

@@ -16,7 +16,7 @@ from myxa.core.actor import Actor, PeerEvent
 from myxa.core.clock import SystemClock
 from myxa.core.device_memory import MeasuredDevice, WatchedProcess
 from myxa.core.errors import MemoryFault
-from myxa.core.host import start_time
+from myxa.core.process import start_time
 from myxa.memory.meters import DeviceMeters
 from myxa.transport.node import Node
 

@@ -11,9 +11,8 @@ import pytest
 from trace_rules import check_events, follow
 
 from myxa.actors.sinks.chrome_trace import ChromeTraceSink, Lanes, Place, TraceFlows
-from myxa.core.activity import TelemetryBuffer
+from myxa.core.activity import FlowSampler, TelemetryBuffer
 from myxa.core.clock import ManualClock
-from myxa.core.flow_sampling import FlowSampler
 from myxa.core.messages import Event, MetricPoint, Span, Telemetry
 from myxa.core.sink import SinkContext
 

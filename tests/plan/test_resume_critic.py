@@ -10,7 +10,7 @@ from planned import RUN, Site, plan
 from myxa.actors.checkpoints.folder import Manifest, begin, commit, rank_file, writer_of
 from myxa.actors.checkpoints.whose_model import identity_of
 from myxa.actors.models.hf_folder import read_config
-from myxa.core.file_entry import describe_file
+from myxa.core.files import describe_file
 
 
 @pytest.mark.parametrize("enabled", [False, True])

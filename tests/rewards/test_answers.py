@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from myxa.algos.rewards import bind_builtin
+from myxa.algos.rewards.builtin import bind_builtin
 from myxa.algos.rewards.extraction import accepted_labels, after_thought, read_answer
 from myxa.core.completions import Completion
 

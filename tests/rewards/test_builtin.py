@@ -11,9 +11,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from myxa.algos.rewards import BUILTINS, RewardOutcome, as_the_only_one, bind_builtin, outcome_of, overlong_penalty
+from myxa.algos.rewards.builtin import BUILTINS, as_the_only_one, bind_builtin
+from myxa.algos.rewards.outcome import RewardOutcome, outcome_of, overlong_penalty
 from myxa.core.completions import Completion
-from myxa.core.config.rewarding import REWARD_BUILTINS
+from myxa.core.config.reward import REWARD_BUILTINS
 from myxa.core.errors import ConfigError
 
 

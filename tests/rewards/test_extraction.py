@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myxa.algos.rewards import boxed, extract
-from myxa.algos.rewards.extraction import EXTRACTS, Extract
+from myxa.algos.rewards.extraction import EXTRACTS, Extract, boxed, extract
 
 
 @pytest.mark.parametrize(

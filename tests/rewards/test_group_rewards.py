@@ -16,7 +16,7 @@ from myxa.actors.rewards.rewarder import Rewarder
 from myxa.actors.rollout.group_runner import GroupRunner, Partial
 from myxa.actors.workflows.context import WorkflowContext
 from myxa.actors.workflows.episode import Interrupted, ModelAccess
-from myxa.algos.rewards import RewardOutcome
+from myxa.algos.rewards.outcome import RewardOutcome
 from myxa.core.clock import SystemClock
 from myxa.core.completions import Completion
 from myxa.core.config import RewardSettings

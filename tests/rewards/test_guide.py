@@ -14,7 +14,8 @@ from myxa.actors.buffer.filters import load_sample_filter
 from myxa.actors.data import open_prompts
 from myxa.actors.rewards.rewarder import Rewarder
 from myxa.actors.user_code import GROUP_FILTER, WORKFLOW, load_function
-from myxa.algos.rewards import BUILTINS, RewardOutcome
+from myxa.algos.rewards.builtin import BUILTINS
+from myxa.algos.rewards.outcome import RewardOutcome
 from myxa.core.completions import Completion
 from myxa.core.config import RewardSettings, RunConfig
 from myxa.core.samples import Group, Prompt, Sample

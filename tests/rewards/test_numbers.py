@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myxa.algos.rewards import last_number, parse_number
+from myxa.algos.rewards.numbers import last_number, parse_number
 
 WRITTEN = [
     ("3", 3),

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from myxa.actors.rewards.remote import MAX_ANSWER_BYTES, remote_options
 from myxa.actors.rewards.rewarder import Rewarder
-from myxa.algos.rewards import RewardOutcome
+from myxa.algos.rewards.outcome import RewardOutcome
 from myxa.core.completions import Completion
 from myxa.core.config import RewardSettings
 from myxa.core.errors import ConfigError, UserCodeError

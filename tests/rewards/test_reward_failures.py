@@ -19,7 +19,7 @@ from run_job import events, make_job  # pyright: ignore[reportMissingImports]
 
 from myxa.actors.rewards.guard import kind_of_cause
 from myxa.actors.rewards.rewarder import Rewarder
-from myxa.algos.rewards import RewardOutcome, outcome_of
+from myxa.algos.rewards.outcome import RewardOutcome, outcome_of
 from myxa.core.completions import Completion
 from myxa.core.config import RewardSettings
 from myxa.core.errors import UserCodeError

@@ -23,7 +23,7 @@ from myxa.actors.rewards.error_budget import ErrorBudget
 from myxa.actors.rewards.making import FixedReward, make_rewarder
 from myxa.actors.rewards.pool import RewardWorker
 from myxa.actors.rewards.rewarder import Rewarder
-from myxa.algos.rewards import RewardOutcome
+from myxa.algos.rewards.outcome import RewardOutcome
 from myxa.core.completions import Completion
 from myxa.core.config import RewardSettings, RunConfig
 from myxa.core.errors import ConfigError, UserCodeError

@@ -17,7 +17,7 @@ from myxa.actors.rewards.making import make_rewarder
 from myxa.actors.rewards.rewarder import Rewarder
 from myxa.actors.rewards.several import SeveralRewards
 from myxa.actors.rollout.evaluation import Evaluation
-from myxa.algos.rewards import RewardOutcome
+from myxa.algos.rewards.outcome import RewardOutcome
 from myxa.core.completions import Completion
 from myxa.core.config import RewardSettings, RunConfig
 from myxa.core.errors import ConfigError, DataError, UserCodeError

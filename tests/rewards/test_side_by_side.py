@@ -13,7 +13,7 @@ import pytest
 
 from myxa.actors.rewards import side_by_side
 from myxa.actors.rewards.rewarder import Rewarder
-from myxa.algos.rewards import RewardOutcome
+from myxa.algos.rewards.outcome import RewardOutcome
 from myxa.core.completions import Completion
 from myxa.core.config import RewardSettings
 from myxa.core.errors import DeadlyReward, UserCodeError

@@ -22,10 +22,11 @@ from myxa.actors.buffer.filters import GroupFilters
 from myxa.actors.contracts.roles import BufferContract
 from myxa.algos.filters import keep_all
 from myxa.algos.staleness import Admission
-from myxa.core.actor import Actor, with_deadline
+from myxa.core.actor import Actor
 from myxa.core.errors import CallError, RemoteError
 from myxa.core.messages import Assignment, DrawRequest, GroupDropped, GroupReturned, SamplingParams
-from myxa.core.patience import until_answered
+from myxa.core.refs import with_deadline
+from myxa.core.retry import until_answered
 from myxa.core.samples import Group, Message, Prompt, Sample
 
 BATCH = 2

@@ -19,7 +19,7 @@ from sim_loop import Process, ProcessState, current_process
 from sim_network import Net
 from simulator import Nemesis, Sim, carry_out
 
-from myxa.core.actor import Actor, with_deadline
+from myxa.core.actor import Actor
 from myxa.core.errors import (
     CallError,
     NotExecuted,
@@ -30,6 +30,7 @@ from myxa.core.errors import (
     WouldDeadlock,
 )
 from myxa.core.handlers import call, cast, durable_put, stream
+from myxa.core.refs import with_deadline
 from myxa.transport.session import credit
 
 SLACK_S = 0.25

@@ -11,9 +11,10 @@ import pytest
 from sim_network import SimNetwork
 from simulator import Sim, run
 
-from myxa.core.actor import Actor, with_deadline
+from myxa.core.actor import Actor
 from myxa.core.errors import StreamBroken
 from myxa.core.handlers import call, cast, durable_put, stream
+from myxa.core.refs import with_deadline
 from myxa.transport.session import credit
 from myxa.transport.session.frames import Kind
 

@@ -14,9 +14,10 @@ from sim_loop import SimulationError
 from sim_network import Net
 from simulator import VERBS, Nemesis, ProcessCrashed, Sim, carry_out, run, seeds, sweep
 
-from myxa.core.actor import Actor, with_deadline
+from myxa.core.actor import Actor
 from myxa.core.errors import ConfigError, DeadlineExceeded, OutcomeUnknown, PeerDied
 from myxa.core.handlers import call, cast, stream
+from myxa.core.refs import with_deadline
 
 
 class Clerk(Actor):

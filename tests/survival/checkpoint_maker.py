@@ -13,7 +13,7 @@ from myxa.actors.ledger.ledger import Ledger
 from myxa.actors.ledger.resume import LEDGER
 from myxa.actors.ledger.snapshot import copy_ledger
 from myxa.actors.ledger.states import Row
-from myxa.core.file_entry import describe_file
+from myxa.core.files import describe_file
 from myxa.core.knobs import LiveKnobs
 
 BATCH = 2

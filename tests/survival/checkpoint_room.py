@@ -16,7 +16,7 @@ from myxa.actors.trainer.checkpoints import CheckpointOptions, CheckpointOrders,
 from myxa.core.activity import ActivityMeter, TelemetryBuffer
 from myxa.core.clock import ManualClock
 from myxa.core.errors import GatherError, RemoteError
-from myxa.core.file_entry import FileEntry, describe_file
+from myxa.core.files import FileEntry, describe_file
 from myxa.core.knobs import LiveKnobs
 
 LOG = logging.getLogger("checkpoint-room")

@@ -19,7 +19,7 @@ from myxa.actors.monitor.monitor import Monitor
 from myxa.core.actor import PeerEvent
 from myxa.core.clock import SystemClock
 from myxa.core.messages import StepReport
-from myxa.core.patience import until_answered
+from myxa.core.retry import until_answered
 from myxa.transport.node import Node
 
 __all__ = ["Anew", "open_anew", "until"]

@@ -14,7 +14,7 @@ from myxa.actors.coordinator.coordinator import Coordinator
 from myxa.actors.coordinator.options import CoordinatorOptions
 from myxa.core.chaos import Nemesis, Plan, arm, parse_strike
 from myxa.core.clock import SystemClock
-from myxa.core.host import parent_mark
+from myxa.core.process import parent_mark
 from myxa.transport.node import Node, Rendezvous
 
 

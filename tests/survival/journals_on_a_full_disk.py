@@ -16,8 +16,8 @@ from full_disk import Ballast
 
 from myxa.actors.coordinator.journal import CoordinatorJournal, Kept
 from myxa.actors.coordinator.run_state import RunState
-from myxa.core.disk import refusal
 from myxa.core.errors import LedgerError
+from myxa.core.files import refusal
 from myxa.core.ids import NodeId
 from myxa.transport.address import Endpoints
 from myxa.transport.registry.directory import NodeRecord

@@ -29,8 +29,7 @@ from myxa.actors.checkpoints.folder import (
 from myxa.actors.checkpoints.run_part import read_run_part
 from myxa.actors.ledger.file import lock_ledger
 from myxa.core.errors import LaunchError, MyxaError, TornCheckpoint, TrainError
-from myxa.core.file_entry import FileEntry
-from myxa.core.file_lock import is_locked, locked_folder, take_lock
+from myxa.core.files import FileEntry, is_locked, locked_folder, take_lock
 from myxa.launch.lives.named_checkpoint import kept_meanwhile
 from myxa.launch.run_dir import RunDir
 

@@ -17,7 +17,7 @@ from myxa.actors.ledger.file import is_in_use, lock_ledger
 from myxa.actors.ledger.resume import LEDGER, read_facts
 from myxa.actors.ledger.snapshot import copy_ledger
 from myxa.core.errors import LedgerError
-from myxa.core.file_entry import FileEntry, describe_file
+from myxa.core.files import FileEntry, describe_file
 from myxa.launch.lives.resume_point import choose_point
 
 

@@ -14,7 +14,7 @@ import pytest
 from lives import NUM_PROMPTS, Lives, consumed, make_lives
 
 from myxa.actors.models.tiny import make_tiny_model
-from myxa.core.file_lock import take_lock
+from myxa.core.files import take_lock
 from myxa.launch.cli import main
 from myxa.launch.runtime_dir import RuntimeDir
 

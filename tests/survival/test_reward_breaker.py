@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from myxa.actors.rewards.breaker import TRANSITIONS, Breaker, BreakerState
 from myxa.actors.rewards.rewarder import Rewarder
-from myxa.algos.rewards import RewardOutcome
+from myxa.algos.rewards.outcome import RewardOutcome
 from myxa.core.completions import Completion
 from myxa.core.config import RewardSettings
 from myxa.core.errors import UserCodeError

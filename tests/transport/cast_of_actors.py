@@ -15,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 from keepers import Keeper
 
-from myxa.core.actor import Actor, MailboxPolicy, PeerEvent, with_deadline
+from myxa.core.actor import Actor, MailboxPolicy, PeerEvent
 from myxa.core.errors import CallError, EngineError, MyxaError
 from myxa.core.handlers import call, cast, durable_put, stream
+from myxa.core.refs import with_deadline
 
 F32 = npt.NDArray[np.float32]
 

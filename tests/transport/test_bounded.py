@@ -13,8 +13,8 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from myxa.core.actor import with_deadline
 from myxa.core.errors import NotSent
+from myxa.core.refs import with_deadline
 from myxa.transport.session.credit import UNIT_BYTES, WINDOW_UNITS
 from myxa.transport.tensors.shared_array_transfer import TensorPolicy
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from myxa.core.actor import with_deadline
 from myxa.core.errors import MessageTooLarge
+from myxa.core.refs import with_deadline
 from myxa.transport.session import frames
 from myxa.transport.tensors.shared_array_transfer import TensorPolicy
 from myxa.transport.wire import Lane

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from myxa.core.actor import Actor, with_deadline
+from myxa.core.actor import Actor
 from myxa.core.errors import (
     BadRequest,
     DeadlineExceeded,
@@ -23,6 +23,7 @@ from myxa.core.errors import (
     WouldDeadlock,
 )
 from myxa.core.handlers import call
+from myxa.core.refs import with_deadline
 from myxa.transport.hosting import Delivery
 from myxa.transport.session.links import Arrival
 from myxa.transport.session.pending import PendingCall

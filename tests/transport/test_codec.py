@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from myxa.core.actor import Actor, ref_class
+from myxa.core.actor import Actor
 from myxa.core.errors import BadRequest
 from myxa.core.handlers import call, handlers_of
+from myxa.core.refs import ref_class
 from myxa.core.samples import Group, Message, Prompt, Sample
 from myxa.transport.codec import Codec, codecs_of, compile_loaded
 from myxa.transport.node import InprocNetwork, Node

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from myxa.core.actor import with_deadline
 from myxa.core.clock import ManualClock
 from myxa.core.errors import CallError, LaunchError, NoSuchActor
 from myxa.core.ids import PeerKey
+from myxa.core.refs import with_deadline
 from myxa.transport.socket_transport import Cuts
 
 sys.path.insert(0, str(Path(__file__).parent))

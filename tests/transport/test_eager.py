@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from myxa.core.actor import Actor, MailboxPolicy, with_deadline
+from myxa.core.actor import Actor, MailboxPolicy
 from myxa.core.errors import DeadlineExceeded
 from myxa.core.handlers import call
+from myxa.core.refs import with_deadline
 from myxa.transport.actor_runner import Eager
 from myxa.transport.node import InprocNetwork, Node
 

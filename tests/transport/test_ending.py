@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from myxa.core.actor import Actor, with_deadline
+from myxa.core.actor import Actor
 from myxa.core.errors import Draining, NoSuchActor, NotSent
+from myxa.core.refs import with_deadline
 from myxa.transport.node import InprocNetwork, Node
 
 sys.path.insert(0, str(Path(__file__).parent))

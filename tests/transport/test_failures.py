@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from myxa.core.actor import with_deadline
 from myxa.core.errors import CallError, DeadlineExceeded, EngineError, LaunchError, NoSuchActor, PeerDied, StaleEpoch
+from myxa.core.refs import with_deadline
 from myxa.transport import socket_transport
 from myxa.transport.address import Rendezvous
 from myxa.transport.node import JobKey, Node

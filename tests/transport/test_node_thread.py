@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from myxa.core.actor import with_deadline
 from myxa.core.errors import (
     BadRequest,
     CallError,
@@ -26,6 +25,7 @@ from myxa.core.errors import (
     NotSent,
     WouldDeadlock,
 )
+from myxa.core.refs import with_deadline
 from myxa.transport.facades import sync_node
 from myxa.transport.facades.node_thread import NodeThread
 from myxa.transport.node import Node

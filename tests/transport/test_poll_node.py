@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from myxa.core.actor import MailboxPolicy, with_deadline
+from myxa.core.actor import MailboxPolicy
 from myxa.core.errors import CallError, ConfigError, DeadlineExceeded, EngineError, LaunchError, NotSent, WouldDeadlock
+from myxa.core.refs import with_deadline
 from myxa.transport.facades.node_thread import NodeThread
 from myxa.transport.facades.poll_node import PollNode
 

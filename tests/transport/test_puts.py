@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from myxa.core.actor import with_deadline
 from myxa.core.errors import DeadlineExceeded, EngineError, NotSent
+from myxa.core.refs import with_deadline
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cast_of_actors import Echo, EchoContract, Item

@@ -15,8 +15,8 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from myxa.core.actor import with_deadline
 from myxa.core.errors import CallError, LaunchError, StaleEpoch
+from myxa.core.refs import with_deadline
 from myxa.transport.address import Rendezvous
 from myxa.transport.node import JobKey, Node
 from myxa.transport.registry.journal import Known, RegistryJournal

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from myxa.core.actor import Actor, with_deadline
+from myxa.core.actor import Actor
 from myxa.core.errors import CallError, EngineError, StreamBroken
 from myxa.core.handlers import stream
+from myxa.core.refs import with_deadline
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cast_of_actors import Echo, EchoContract

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from myxa.core.actor import with_deadline
 from myxa.core.errors import BadRequest, CallError, DeadlineExceeded, OutcomeUnknown, SlabError, TensorLost
 from myxa.core.handlers import handlers_of
+from myxa.core.refs import with_deadline
 from myxa.transport.tensors import kernel, same_host_peers, shared_array_transfer, slab
 from myxa.transport.tensors.handles import PullHandle, SlabHandle, join, part
 from myxa.transport.tensors.same_host_peers import ReachState

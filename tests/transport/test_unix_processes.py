@@ -14,8 +14,8 @@ import numpy as np
 import psutil
 import pytest
 
-from myxa.core.actor import with_deadline
 from myxa.core.errors import CallError, DeadlineExceeded, NotSent
+from myxa.core.refs import with_deadline
 from myxa.transport import socket_transport
 from myxa.transport.session.credit import WINDOW_UNITS
 from myxa.transport.wire import Lane

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from myxa.core.actor import with_deadline
 from myxa.core.errors import NoSuchActor, PeerDied
+from myxa.core.refs import with_deadline
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cast_of_actors import BlockerContract, EchoContract, Watcher

@@ -38,8 +38,8 @@ from myxa.core.activity import ActivityMeter, TelemetryBuffer
 from myxa.core.actor import Actor
 from myxa.core.clock import SystemClock
 from myxa.core.errors import EngineError, MyxaError, RemoteError
-from myxa.core.host import boot_id
 from myxa.core.messages import WeightAck, WeightManifest
+from myxa.core.process import boot_id
 from myxa.core.weight_channel import WeightProgress
 from myxa.transport.node import Node
 

@@ -19,8 +19,8 @@ from myxa.actors.weights.channels.reader import make_writer
 from myxa.actors.weights.channels.sender import DeviceWeightSender
 from myxa.actors.weights.channels.shm import ShmWeightWriter
 from myxa.core.errors import MyxaError
-from myxa.core.host import boot_id
 from myxa.core.messages import WeightManifest
+from myxa.core.process import boot_id
 from myxa.core.weight_channel import JoinRequest, PlanRequest, SampleRequest, SendOrder
 
 REQUESTS = {"plan": PlanRequest, "join": JoinRequest, "send": SendOrder, "sample": SampleRequest}

@@ -18,7 +18,7 @@ from commands import Command  # pyright: ignore[reportMissingImports]
 
 from myxa.actors.weights.channels.sender import DeviceWeightSender
 from myxa.core.errors import TrainError
-from myxa.core.host import boot_id
+from myxa.core.process import boot_id
 from myxa.core.weight_channel import JoinRequest, PlanRequest, SampleRequest, SendOrder, ShareRequest
 
 MEMBER = Path(__file__).with_name("sglang_member.py")

@@ -19,7 +19,7 @@ from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.weights.channels.sender import DeviceWeightSender
 from myxa.actors.weights.publish import join_parts
 from myxa.core.errors import EngineError
-from myxa.core.host import boot_id
+from myxa.core.process import boot_id
 
 pytestmark = pytest.mark.timeout(120)
 BUCKET_BYTES = 1 << 18

@@ -29,9 +29,9 @@ from myxa.actors.weights.receive import TrainerSenders, channel_refusal
 from myxa.core.actor import Actor
 from myxa.core.clock import SystemClock
 from myxa.core.errors import MyxaError
-from myxa.core.host import boot_id
 from myxa.core.knobs import KnobChange, KnobCommit
 from myxa.core.messages import WeightChannel, WeightManifest
+from myxa.core.process import boot_id
 from myxa.core.protocols import NamedArray, StepStats
 from myxa.core.weight_channel import PlanRequest, ShareRequest
 from myxa.transport.node import Node

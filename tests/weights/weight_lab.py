@@ -22,8 +22,8 @@ from myxa.actors.engines.sglang_weights import DeviceRouteOptions, device_routes
 from myxa.actors.engines.weight_route import ServerControl, WeightRoute
 from myxa.actors.weights.channels.sender import DeviceWeightSender
 from myxa.core.errors import MyxaError, PeerDied, RemoteError
-from myxa.core.host import boot_id
 from myxa.core.messages import WeightManifest
+from myxa.core.process import boot_id
 from myxa.core.protocols import WeightSenders
 from myxa.core.weight_channel import JoinOffer, PlanReply, SampleReply, SendReport
 

@@ -17,11 +17,10 @@ from typing import Any, ParamSpec, Required, Self, TypedDict, TypeVar
 
 import msgspec
 
-from ...core.actor import Ref, make_ref
-from ...core.actor_group import ActorGroup, Spread
 from ...core.clock import Clock
 from ...core.errors import DeadlineExceeded, LaunchError, NotSent
 from ...core.handlers import HandlerSpec, handlers_of
+from ...core.refs import ActorGroup, Ref, Spread, make_ref
 from ..address import Rendezvous
 from ..node import Node
 from ..security import KeyPair

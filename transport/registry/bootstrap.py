@@ -25,12 +25,12 @@ from typing import TypeVar
 
 import msgspec
 
-from ...core.actor import make_ref, with_deadline
 from ...core.clock import Clock
 from ...core.errors import CallError, LaunchError, MyxaError, NoSuchActor, NotExecuted
 from ...core.failure_detector import Verdict
 from ...core.handlers import HandlerSpec, handlers_of
 from ...core.ids import PeerKey
+from ...core.refs import make_ref, with_deadline
 from ..address import Rendezvous, check_socket_dir
 from ..call_client import CallClient
 from ..opening import Opened

@@ -22,9 +22,8 @@ from typing import Final
 
 import msgspec
 
-from ...core.disk import refusal, until_written
 from ...core.errors import LaunchError
-from ...core.file_lock import lock_now
+from ...core.files import lock_now, refusal, until_written
 from .directory import NodeRecord
 
 _log = logging.getLogger("myxa.transport")

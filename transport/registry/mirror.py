@@ -10,11 +10,12 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from ...core.actor import Caller, PeerEvent, make_ref, with_deadline
+from ...core.actor import PeerEvent
 from ...core.clock import Clock
 from ...core.errors import CallError, LaunchError, NotSent, PeerDied, StaleEpoch
 from ...core.handlers import HandlerSpec
 from ...core.ids import PeerKey
+from ...core.refs import Caller, make_ref, with_deadline
 from ..session.pending import Order, Route
 from ..session.session import Session
 from .bootstrap import RegistrySeat

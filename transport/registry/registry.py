@@ -17,9 +17,8 @@ from collections.abc import AsyncIterator
 
 from ...core.actor import Actor
 from ...core.errors import LaunchError, NotPermitted, StaleEpoch
-from ...core.handlers import call, stream
+from ...core.handlers import call, current_caller, stream
 from ...core.ids import PeerKey, check_name
-from ...core.scope import current_caller
 from ...core.supervision import describe_status
 from ..session.guard import ANYBODY, ROLES, Badge, Guard, is_provisional
 from ..wire import Endpoints, is_public_key

@@ -17,9 +17,8 @@ import msgspec
 import orjson
 
 from ...core.errors import LaunchError, ProtocolMismatch
-from ...core.handlers import handlers_of
+from ...core.handlers import fingerprint, handlers_of
 from ...core.ids import MAX_NAME_LENGTH, NAME_PATTERN, PeerKey
-from ...core.schema import fingerprint
 from ..payload import Buffer
 from ..registry.registry import RegistryContract
 from ..wire import Door, Endpoints, Lane, is_public_key

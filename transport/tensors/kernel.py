@@ -16,7 +16,7 @@ import select
 import sys
 from pathlib import Path
 
-from ...core.host import parent_of
+from ...core.process import parent_of
 
 IS_LINUX = sys.platform == "linux"
 

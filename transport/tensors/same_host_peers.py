@@ -27,13 +27,13 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ...core.actor import Actor, Caller, make_ref
+from ...core.actor import Actor
 from ...core.clock import Clock
 from ...core.errors import CallError, MyxaError, NoSuchActor, SlabError
-from ...core.handlers import HandlerSpec, call
-from ...core.host import boot_id
+from ...core.handlers import NO_SCOPE, HandlerSpec, call, fresh_context
 from ...core.ids import PeerKey
-from ...core.scope import NO_SCOPE, fresh_context
+from ...core.process import boot_id
+from ...core.refs import Caller, make_ref
 from ..session.pending import Route
 from ..wire import Endpoints
 from .kernel import IS_LINUX, admit_reader, has_exited, read_bytes, watch_process

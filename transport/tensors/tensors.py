@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 from ...core.clock import Clock
 from ...core.errors import SlabError
+from ...core.handlers import current_caller
 from ...core.ids import PeerKey
-from ...core.scope import current_caller
 from ..call_client import CallClient
 from ..session.calls import Calls
 from ..wire import Endpoints

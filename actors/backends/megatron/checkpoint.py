@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from ....core.chaos import reached
 from ....core.errors import TrainError
-from ....core.file_entry import FileEntry, describe_file
+from ....core.files import FileEntry, describe_file
 from ...checkpoints.folder import FORMAT, Manifest, begin, commit, partial_of, rank_file, writer_of
 from ...checkpoints.whose_model import check_model, identity_of
 from ...models.hf_folder import ModelConfig

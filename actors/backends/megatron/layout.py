@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, fields
 
-from ....core.config.megatron import MegatronSettings
+from ....core.config.learning import MegatronSettings
 from ....core.errors import ConfigError
 from ...models.model_config import ModelConfig
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ....core.config import OptimizerConfig
-from ....core.config.megatron import MegatronSettings
+from ....core.config.learning import MegatronSettings
 from . import mcore
 
 

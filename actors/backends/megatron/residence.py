@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from torch import nn
 
-from ....core.assets import Moved, MovedBytes
 from ....core.clock import Clock
 from ....core.config import TrainerConfig
-from ....core.config.megatron import MegatronSettings
-from ....core.device_memory import OPTIMIZER_PARTS, Tag, TagPolicy, TagReport
+from ....core.config.learning import MegatronSettings
+from ....core.device_memory import OPTIMIZER_PARTS, Moved, MovedBytes, Tag, TagPolicy, TagReport
 from ....core.errors import ConfigError
 
 if TYPE_CHECKING:

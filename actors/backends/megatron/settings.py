@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ....core.config.megatron import MegatronSettings
+from ....core.config.learning import MegatronSettings
 from ....core.errors import ConfigError
 from ..rank_backend import RankSettings
 from .layout import ParallelLayout

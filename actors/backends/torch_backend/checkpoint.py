@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ....core.chaos import reached
 from ....core.errors import TrainError
-from ....core.file_entry import FileEntry, describe_file
+from ....core.files import FileEntry, describe_file
 from ....core.protocols import NamedArray
 from ...checkpoints.folder import FORMAT, Manifest, begin, commit, partial_of, rank_file, writer_of
 from ...checkpoints.whose_model import check_model, identity_of

@@ -1,6 +1,6 @@
 """The critic of a trainer rank: values before the step, the loss of a micro-batch in it, metrics after it.
 
-The formulas are in `algos/values.py`. The critic's model is the policy's decoder with one number read off each state,
+The formulas are in `algos/losses.py`. The critic's model is the policy's decoder with one number read off each state,
 in float32; its parameters are named as in the policy's folder, the head is `value_head`.
 """
 
@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ....algos.values import value_loss, value_metrics, value_sums
+from ....algos.losses import value_loss, value_metrics, value_sums
 from ....core.config import CriticConfig, OptimizerConfig
 from ....core.errors import TrainError
 from ...models.hf_folder import ModelConfig, open_weights

@@ -15,9 +15,8 @@ from collections.abc import Collection, Sequence
 
 from torch import Tensor, nn
 
-from ....core.assets import Moved, MovedBytes
 from ....core.clock import Clock
-from ....core.device_memory import OPTIMIZER_PARTS, Tag, TagPolicy, TagReport
+from ....core.device_memory import OPTIMIZER_PARTS, Moved, MovedBytes, Tag, TagPolicy, TagReport
 from ....memory.arenas.arena import Arena
 from ....memory.arenas.parts import LEAST_GRANULES, shares
 from ....memory.arenas.streams import Restoring

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 
 from pydantic import ValidationError
 
-from ....algos.objective import OPTIONS_OWN, TokenFunctions
-from ....algos.options import objective_config
+from ....algos.objective import OPTIONS_OWN, TokenFunctions, objective_config
 from ....core.config import AlgoConfig, OptimizerConfig
 from ....core.errors import ConfigError
 from .schedule import check_schedule

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from ....core.disk import refusal
 from ....core.errors import DiskRefused, LaunchError, MyxaError, TrainError
+from ....core.files import refusal
 from ...torch_store import find_store, host_store, keep_gloo_within
 from .tensors import integers
 

@@ -23,7 +23,7 @@ from ....core.errors import EngineError, ModelError, RequestRefused
 from ....core.messages import SamplingParams
 from ....core.protocols import Delta, GenerateRequest, PauseMode
 from ....core.samples import I32, FinishReason
-from ....core.stop_strings import Decode
+from ....core.sampling import Decode
 from ...models.model_config import ModelConfig
 from .admission import Admission, plan_admission, take_waiting
 from .allocation import Allocate

@@ -18,8 +18,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
-from ....core.assets import MovedBytes
-from ....core.device_memory import Tag, TagReport
+from ....core.device_memory import MovedBytes, Tag, TagReport
 from ....core.errors import EngineError
 from ....core.messages import WeightManifest
 from ....core.protocols import Delta, EngineInfo, GenerateRequest, NamedArray, PauseMode, WeightReader

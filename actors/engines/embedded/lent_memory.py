@@ -13,8 +13,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ....core.assets import MovedBytes
-from ....core.device_memory import Tag, TagReport
+from ....core.device_memory import MovedBytes, Tag, TagReport
 from ....memory.arenas.arena import Arena
 from ....memory.arenas.spread import SpreadArenas
 from ....memory.arenas.tensors import empty_tensors

@@ -10,8 +10,7 @@ from ....core.errors import RequestRefused
 from ....core.messages import SamplingParams
 from ....core.protocols import GenerateRequest
 from ....core.samples import I32
-from ....core.sampling_ranges import sampling_fault
-from ....core.stop_strings import Decode, StopStrings
+from ....core.sampling import Decode, StopStrings, sampling_fault
 
 MAX_NAME_CHARS = 1024
 

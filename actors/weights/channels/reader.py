@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from ....core.errors import EngineError
-from ....core.host import boot_id
 from ....core.messages import WeightManifest
+from ....core.process import boot_id
 from ....core.protocols import NamedArray, WeightWriter
 from .disk import DiskWeightReader, DiskWeightWriter
 from .shm import ShmWeightReader, ShmWeightWriter

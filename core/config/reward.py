@@ -13,10 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator
 
 from ..suggestion import suggest
-from .conflict import Conflict
-from .section import CodeName, CountInt, PositiveFloat, Section, UnitFloat
-from .settings import check_code_name
-from .tables import Table
+from .section import CodeName, Conflict, CountInt, PositiveFloat, Section, Table, UnitFloat, check_code_name
 
 REWARD_BUILTINS = ("exact", "numeric", "math", "f1", "choice", "regex", "format", "workflow", "recorded", "remote")
 FUNCTION_NAME = re.compile(r"(?=.{1,32}\Z)[A-Za-z0-9][A-Za-z0-9_-]*(/[A-Za-z0-9_-]+)*")

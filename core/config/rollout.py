@@ -1,22 +1,22 @@
-"""Sections that describe the run, its data and how answers are made and judged.
+"""The sections of generation: `[rollout]`, `[engine]`, `[sglang]`, `[weights]`.
 
-Every field's docstring says what it is, its unit and what the special values mean; `docs/config.md` is generated
-from them. Checks inside one section are here, checks between sections in `root.py`.
+Which of SGLang's ServerArgs are myxa's own, and where their value comes from instead. Plain knowledge, no SGLang.
+
+How new weights get from the trainer to the engines.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from ..stop_strings import MAX_STOP_STRINGS, wrong_stop_string
-from ..suggestion import nearest
-from .conflict import Conflict
+from ..sampling import MAX_STOP_STRINGS, wrong_stop_string
 from .section import (
+    HTTP_URL,
     CodeName,
+    Conflict,
     CountInt,
     IntTuple,
     NonNegativeFloat,
@@ -27,65 +27,19 @@ from .section import (
     ProgramName,
     RepetitionPenalty,
     Section,
+    Table,
     Temperature,
     TextTuple,
     TopK,
     UnitFloat,
+    as_array,
+    as_table,
+    check_code_name,
+    check_json,
+    check_urls,
 )
-from .tables import Table, check_json
-
-RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-CODE_NAME = re.compile(r"[^:\s][^:]*:[A-Za-z_][A-Za-z0-9_.]*")
 
 WORKFLOW_BUILTINS = ("single_turn", "demonstration")
-FILTER_BUILTINS = ("zero_variance", "none")
-SAMPLE_FILTER_BUILTINS = ("none", "truncated")
-
-
-def check_code_name(value: str, builtins: tuple[str, ...]) -> str:
-    """Accept a built-in name, `module:attr` or `file.py:attr`; raise ValueError otherwise."""
-    if value in builtins or CODE_NAME.fullmatch(value):
-        return value
-    near = nearest(value, builtins)
-    hint = f'; did you mean "{near}"?' if near else ""
-    known = f"one of {', '.join(builtins)}, or " if builtins else ""
-    raise ValueError(f"must be {known}module:function, or file.py:function{hint}")
-
-
-class RunSettings(Section, frozen=True):
-    """The run as a whole: its name, its folder, when it ends."""
-
-    name: str = "run"
-    """Name of the run; letters, digits, `.`, `_`, `-`, at most 64. The run directory is `<dir>/<name>-<stamp>`."""
-    dir: PathText = "runs"
-    """Folder in which run directories are made; if left out, `runs` in the current folder."""
-    seed: CountInt = 1
-    """Seed of everything random: data order, sampling, initial value head."""
-    num_steps: CountInt = 100
-    """Training steps (weight versions made) after which the run ends; 0 = until the data or `max_wall_s` ends it."""
-    stop_reward: float = 0.0
-    """Mean evaluation reward at which the run ends early; 0 = off."""
-    max_wall_s: NonNegativeFloat = 0.0
-    """Seconds of wall time after which the run ends in good order; 0 = no limit."""
-    chaos: bool = False
-    """Whether the run may be made to fail on purpose: by `myxa chaos`, and as the table [chaos] says."""
-    preload: bool = True
-    """Whether each node keeps a process with the imports done, from which its actors are forked: they start faster and
-    share memory. A role with `python` or `env` of its own always gets a fresh interpreter; false: every actor does."""
-
-    @field_validator("name")
-    @classmethod
-    def _name_is_a_file_name(cls, value: str) -> str:
-        if not RUN_NAME.fullmatch(value):
-            raise ValueError("must be 1 to 64 letters, digits, '.', '_' or '-', beginning with a letter or digit")
-        return value
-
-
-class ModelSettings(Section, frozen=True):
-    """The model that is trained."""
-
-    path: Annotated[PathText, Field(min_length=1)]
-    """HuggingFace folder: config.json, safetensors, tokenizer files."""
 
 
 class RolloutSettings(Section, frozen=True):
@@ -193,19 +147,6 @@ class RolloutSettings(Section, frozen=True):
             )
 
 
-HTTP_URL = re.compile(r"https?://[^\s/]+(/\S*)?")
-
-
-def check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
-    """Addresses of different servers; raises ValueError otherwise."""
-    for url in urls:
-        if not HTTP_URL.fullmatch(url):
-            raise ValueError(f'"{url}" must look like http://host:port')
-    if len({url.rstrip("/") for url in urls}) != len(urls):
-        raise ValueError("names a server twice")
-    return urls
-
-
 class EngineSettings(Section, frozen=True):
     """The rollout engine."""
 
@@ -251,59 +192,105 @@ class EngineSettings(Section, frozen=True):
             yield Conflict(("key_env", "attach"), "is for attached servers; launched ones get a key of their own")
 
 
-class GuardSettings(Section, frozen=True):
-    """Does the engine compute what the trainer computes? A few prompts are answered by an engine and scored by the
-    trainer under the same weight version; their log-probs must agree, or the run is paused."""
+OWNED: Mapping[str, str] = {
+    "model_path": "set model.path",
+    "tokenizer_path": "set model.path: token ids travel, the server needs no tokenizer",
+    "skip_tokenizer_init": "leave it out: token ids travel, the server needs no tokenizer",
+    "host": "leave it out: a launched server listens on loopback only",
+    "port": "leave it out: a free port is taken",
+    "admin_api_key": "leave it out: a key is made for every server",
+    "api_key": "leave it out: a key is made for every server",
+    "weight_version": "leave it out: versions are the trainer's",
+    "incremental_streaming_output": "leave it out: streams are always incremental",
+    "context_length": "set engine.context_length",
+    "dtype": "set engine.dtype",
+    "max_running_requests": "set engine.max_running",
+    "random_seed": "set engine.seed or run.seed",
+    "device": "set roles.rollout.devices",
+    "base_gpu_id": "set roles.rollout.devices",
+    "gpu_id_step": "set roles.rollout.devices",
+    "nnodes": "attach to a server over several nodes with engine.attach",
+    "node_rank": "attach to a server over several nodes with engine.attach",
+    "dist_init_addr": "attach to a server over several nodes with engine.attach",
+    "config": "write the arguments into [sglang]",
+}
+"""ServerArgs field -> what to do instead of setting it in `[sglang]`."""
 
-    every: CountInt = 20
-    """Weight versions between two checks, after one at the start; 0 = never, the default where
-    `roles.rollout.kind = "recorded"`."""
-    prompts: Annotated[int, Field(ge=1, le=1024)] = 8
-    """Prompts per check, taken from the start of the training data."""
-    max_new_tokens: PositiveInt = 64
-    """Tokens per answer at most."""
-    above: Literal["pause", "fail"] = "pause"
-    """What happens above the bound: pause (nothing is generated or trained until the run is resumed or stopped) or
-    fail (the run ends)."""
-    bound: Literal["auto"] | NonNegativeFloat = "auto"
-    """Mean absolute difference of log-probs (nats) above which the run is paused; "auto" = by precision, see
-    docs/engines.md."""
+CANNOT: Mapping[str, str] = {
+    "disaggregation": "a launched server answers requests alone; start servers with prefill-decode disaggregation "
+    "yourself and name them in engine.attach",
+    "encoder_": "a launched server answers requests alone; start such servers yourself and name them in engine.attach",
+    "language_only": "a launched server answers requests alone; start such servers yourself and name them in "
+    "engine.attach",
+    "enable_lora": "the trainer publishes whole weights, never adapters",
+    "lora_": "the trainer publishes whole weights, never adapters",
+    "max_lora": "the trainer publishes whole weights, never adapters",
+    "is_embedding": "a run needs servers that generate",
+    "grpc_mode": "requests and control go over HTTP",
+    "smg_grpc_mode": "requests and control go over HTTP",
+    "ssl_": "a launched server speaks plain HTTP on loopback",
+    "enable_ssl": "a launched server speaks plain HTTP on loopback",
+    "fastapi_root_path": "routes are asked for at the server's root",
+    "enable_multimodal": "prompts and samples are text",
+    "chat_template": "prompts are rendered by the run, token ids travel; set data.chat_template",
+    "preferred_sampling_params": "each request says how it is sampled; set [rollout]",
+    "revision": "model.path is a folder; download that revision into it",
+}
+"""Beginning of a ServerArgs field -> why a run cannot do what it asks for, and what to do instead. The empty value, or
+what switches it off, says nothing and is allowed."""
+OFF = (False, "", "null", 0)
 
 
-class MonitorSettings(Section, frozen=True):
-    """Where metrics, events and traces go."""
+def owned_conflicts(table: Mapping[str, Any]) -> Iterator[Conflict]:
+    """One per key of `[sglang]` that is not the user's to set, and per value that no argument can have."""
+    for key, value in table.items():
+        if key in OWNED:
+            yield Conflict((f"sglang.{key}",), f"is myxa's own; {OWNED[key]}")
+        elif value not in OFF and (why := _why_not(key)):
+            yield Conflict((f"sglang.{key}",), f"is nothing that a run can do: {why}")
+        elif not _is_argument(value):
+            yield Conflict((f"sglang.{key}",), "must be text, a number, a boolean, or an array or table of those")
 
-    tensorboard: bool = True
-    """Whether TensorBoard files are written (needs the `tensorboard` extra; left out if it is not installed)."""
-    prometheus_port: Annotated[int, Field(ge=-1, le=65535)] = 0
-    """Port of the Prometheus page; 0 = any free port (told in the log), -1 = off."""
-    trace: bool = True
-    """Whether a Chrome trace (`trace.json`) is written."""
-    samples_per_step: Annotated[int, Field(ge=0, le=64)] = 8
-    """Groups of each step, and prompts of each set of an evaluation, whose prompt and answers are kept in
-    `samples.jsonl` for `myxa samples`, page and report: at most half of them from those that the filter left out;
-    0 = none."""
-    samples_mb: PositiveInt = 256
-    """MiB that `samples.jsonl` and `samples.1.jsonl` may have together; the oldest groups go."""
-    sinks: TextTuple = ()
-    """Further sinks: wandb, mlflow, the name of an installed package's entry point `myxa.sinks`, or your own
-    `module:Class`. A package that one needs and the monitor's interpreter lacks refuses the start."""
-    options: Table = {}
-    """Named arguments of these sinks, a table for each, for example `[monitor.options.wandb]` with `project = "x"`."""
 
-    @field_validator("sinks")
-    @classmethod
-    def _sinks_are_named_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if len(set(value)) != len(value):
-            raise ValueError("names a sink twice")
-        return value
+def _why_not(key: str) -> str:
+    return next((why for start, why in CANNOT.items() if key.startswith(start)), "")
 
-    def conflicts(self) -> Iterator[Conflict]:
-        """Options without their sink, or not in a table."""
-        for name, table in self.options.items():
-            if name not in self.sinks:
-                near = nearest(name, self.sinks)
-                hint = f'; did you mean "{near}"?' if near else ""
-                yield Conflict(("options", "sinks"), f'"{name}" is not among monitor.sinks{hint}')
-            elif not isinstance(table, dict):
-                yield Conflict(("options",), f'"{name}" must be a table of named arguments')
+
+def _is_argument(value: object) -> bool:
+    array, table = as_array(value), as_table(value)
+    if array is not None:
+        return all(_is_argument(item) for item in array)
+    if table is not None:
+        return all(_is_argument(item) for item in table.values())
+    return isinstance(value, str | bool | int | float)
+
+
+ChannelName = Literal["auto", "shm", "disk", "nccl", "cuda_ipc"]
+
+
+class WeightSettings(Section, frozen=True):
+    """How new weights get from the trainer to the engines."""
+
+    channel: ChannelName = "auto"
+    """shm (shared memory, for embedded engines on the trainer's nodes), disk (folders), nccl (broadcast from the
+    trainer's GPU into the servers'; by gloo where the trainer is on CPUs), cuda_ipc (servers whose GPUs
+    each have a trainer rank read the memory of that rank). "auto": cuda_ipc where both roles name a same GPU and every
+    engine's GPU has a rank (disk where only some have), nccl where the roles' GPUs are others, else shm or disk."""
+    bucket_mb: Annotated[int, Field(ge=1, le=65536)] = 2048
+    """MiB of weights sent at once. A server needs up to twice that beside its weights while it loads."""
+    verify_every: CountInt = 0
+    """Weight versions (nccl, cuda_ipc) after which some weights are read back from each server and compared; 0 =
+    never. Digests of what was received are always compared where the server tells them."""
+    join_s: PositiveFloat = 30.0
+    """Seconds a server may take to join the trainer's process group."""
+    transfer_s: PositiveFloat = 30.0
+    """Seconds one transfer may take; a failed one is repeated once through a new group."""
+    adopt_at_once: PositiveInt = 1
+    """Engines that bring a new version in at the same time; the others serve meanwhile. More: all have it sooner, and
+    fewer generate while they wait for it."""
+    stall_s: NonNegativeFloat = 20.0
+    """Seconds without any progress after which an engine's update is given up and the engine built anew, before the
+    deadline of the whole phase; 0 = the deadlines only."""
+    served_folder: PathText = ""
+    """Model folder that the servers were started with, if it is not `model.path`; if its weights are FP8 in blocks,
+    weights are quantised likewise on the way (nccl, cuda_ipc)."""

@@ -15,21 +15,99 @@ neither waits for the others nor cancels them.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 
 import msgspec
 
-from .actor import Caller, make_ref, with_deadline
 from .errors import BadRequest, CallError, GatherError, NoSuchActor, NotSent
 from .handlers import HandlerSpec, handlers_of
 
+A = TypeVar("A")
 C = TypeVar("C")
 T = TypeVar("T")
 P = ParamSpec("P")
+
+
+class Caller(Protocol):
+    """What carries a proxy's calls."""
+
+    async def request(self, target: str, spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None) -> Any:
+        """Call, put or cast; returns the reply (None for a cast, once it is on its way)."""
+        ...
+
+    def items(
+        self, target: str, spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None
+    ) -> AsyncIterator[Any]:
+        """Open a stream."""
+        ...
+
+
+class Ref:
+    """Proxy of an actor elsewhere. Typed as its contract; made by `ctx.ref` and `node.ref`."""
+
+    __slots__ = ("ref_caller", "ref_contract", "ref_deadline_s", "ref_target")
+
+    def __init__(self, caller: Caller, contract: type, target: str, deadline_s: float | None = None) -> None:
+        self.ref_caller = caller
+        self.ref_contract = contract
+        self.ref_target = target
+        self.ref_deadline_s = deadline_s
+
+    def __repr__(self) -> str:
+        return f"<ref {self.ref_contract.__name__} {self.ref_target!r}>"
+
+
+def make_ref(caller: Caller, contract: type[A], target: str) -> A:
+    """A proxy for `target`, typed as `contract`."""
+    return cast("A", ref_class(contract)(caller, contract, target))
+
+
+def with_deadline(ref: A, seconds: float) -> A:
+    """The same reference with another deadline than the declared ones. An inherited deadline still cuts it."""
+    if not isinstance(ref, Ref):
+        raise TypeError(f"with_deadline wants a reference, not {type(ref).__name__}")
+    if seconds <= 0:
+        raise ValueError(f"a deadline of {seconds} s is over before the call begins")
+    return cast("A", type(ref)(ref.ref_caller, ref.ref_contract, ref.ref_target, seconds))
+
+
+@functools.cache
+def ref_class(contract: type) -> type[Ref]:
+    """What references to such actors are, compiled once. Raises TypeError naming a handler that cannot travel."""
+    methods = {spec.name: _method(spec) for spec in handlers_of(contract).specs}
+    return type(f"Ref[{contract.__name__}]", (Ref,), {"__slots__": (), **methods})
+
+
+def _method(spec: HandlerSpec) -> Callable[..., Any]:
+    declared_s, make_request = spec.declaration.deadline_s, spec.request
+
+    def bind(ref: Ref, args: tuple[Any, ...], kwargs: dict[str, Any]) -> msgspec.Struct:
+        try:
+            return spec.request(*args, **kwargs)
+        except TypeError as error:
+            raise BadRequest(f"{ref.ref_target}.{spec.name}: {error}", remedy="see the handler's signature") from error
+
+    def request(ref: Ref, *args: Any, **kwargs: Any) -> Any:
+        deadline_s = declared_s if ref.ref_deadline_s is None else ref.ref_deadline_s
+        try:
+            bound = make_request(*args, **kwargs)
+        except TypeError:
+            bound = bind(ref, args, kwargs)
+        return ref.ref_caller.request(ref.ref_target, spec, bound, deadline_s)
+
+    def items(ref: Ref, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        deadline_s = declared_s if ref.ref_deadline_s is None else ref.ref_deadline_s
+        return ref.ref_caller.items(ref.ref_target, spec, bind(ref, args, kwargs), deadline_s)
+
+    made = items if spec.declaration.kind == "stream" else request
+    made.__name__ = spec.name  # what tracebacks show, and how `SyncNode.call` knows the handler
+    return made
+
 
 Send = Callable[[Any, int], Awaitable[T]]
 """Calls one member: its reference, its place among the members."""

@@ -1,0 +1,217 @@
+"""Sections that describe the run, its data and how answers are made and judged.
+
+Every field's docstring says what it is, its unit and what the special values mean; `docs/config.md` is generated
+from them. Checks inside one section are here, checks between sections in `root.py`.
+
+How a run is watched and changed while it goes on.
+
+Faults that a run brings about itself, to show that it outlives them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Literal, get_args
+
+from pydantic import Field, field_validator
+
+from ..chaos import Plan, parse_strike
+from ..suggestion import nearest
+from .section import Conflict, CountInt, NonNegativeFloat, PathText, PositiveInt, Section, Table, TextTuple
+
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class RunSettings(Section, frozen=True):
+    """The run as a whole: its name, its folder, when it ends."""
+
+    name: str = "run"
+    """Name of the run; letters, digits, `.`, `_`, `-`, at most 64. The run directory is `<dir>/<name>-<stamp>`."""
+    dir: PathText = "runs"
+    """Folder in which run directories are made; if left out, `runs` in the current folder."""
+    seed: CountInt = 1
+    """Seed of everything random: data order, sampling, initial value head."""
+    num_steps: CountInt = 100
+    """Training steps (weight versions made) after which the run ends; 0 = until the data or `max_wall_s` ends it."""
+    stop_reward: float = 0.0
+    """Mean evaluation reward at which the run ends early; 0 = off."""
+    max_wall_s: NonNegativeFloat = 0.0
+    """Seconds of wall time after which the run ends in good order; 0 = no limit."""
+    chaos: bool = False
+    """Whether the run may be made to fail on purpose: by `myxa chaos`, and as the table [chaos] says."""
+    preload: bool = True
+    """Whether each node keeps a process with the imports done, from which its actors are forked: they start faster and
+    share memory. A role with `python` or `env` of its own always gets a fresh interpreter; false: every actor does."""
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_a_file_name(cls, value: str) -> str:
+        if not RUN_NAME.fullmatch(value):
+            raise ValueError("must be 1 to 64 letters, digits, '.', '_' or '-', beginning with a letter or digit")
+        return value
+
+
+class ModelSettings(Section, frozen=True):
+    """The model that is trained."""
+
+    path: Annotated[PathText, Field(min_length=1)]
+    """HuggingFace folder: config.json, safetensors, tokenizer files."""
+
+
+class GuardSettings(Section, frozen=True):
+    """Does the engine compute what the trainer computes? A few prompts are answered by an engine and scored by the
+    trainer under the same weight version; their log-probs must agree, or the run is paused."""
+
+    every: CountInt = 20
+    """Weight versions between two checks, after one at the start; 0 = never, the default where
+    `roles.rollout.kind = "recorded"`."""
+    prompts: Annotated[int, Field(ge=1, le=1024)] = 8
+    """Prompts per check, taken from the start of the training data."""
+    max_new_tokens: PositiveInt = 64
+    """Tokens per answer at most."""
+    above: Literal["pause", "fail"] = "pause"
+    """What happens above the bound: pause (nothing is generated or trained until the run is resumed or stopped) or
+    fail (the run ends)."""
+    bound: Literal["auto"] | NonNegativeFloat = "auto"
+    """Mean absolute difference of log-probs (nats) above which the run is paused; "auto" = by precision, see
+    docs/engines.md."""
+
+
+class MonitorSettings(Section, frozen=True):
+    """Where metrics, events and traces go."""
+
+    tensorboard: bool = True
+    """Whether TensorBoard files are written (needs the `tensorboard` extra; left out if it is not installed)."""
+    prometheus_port: Annotated[int, Field(ge=-1, le=65535)] = 0
+    """Port of the Prometheus page; 0 = any free port (told in the log), -1 = off."""
+    trace: bool = True
+    """Whether a Chrome trace (`trace.json`) is written."""
+    samples_per_step: Annotated[int, Field(ge=0, le=64)] = 8
+    """Groups of each step, and prompts of each set of an evaluation, whose prompt and answers are kept in
+    `samples.jsonl` for `myxa samples`, page and report: at most half of them from those that the filter left out;
+    0 = none."""
+    samples_mb: PositiveInt = 256
+    """MiB that `samples.jsonl` and `samples.1.jsonl` may have together; the oldest groups go."""
+    sinks: TextTuple = ()
+    """Further sinks: wandb, mlflow, the name of an installed package's entry point `myxa.sinks`, or your own
+    `module:Class`. A package that one needs and the monitor's interpreter lacks refuses the start."""
+    options: Table = {}
+    """Named arguments of these sinks, a table for each, for example `[monitor.options.wandb]` with `project = "x"`."""
+
+    @field_validator("sinks")
+    @classmethod
+    def _sinks_are_named_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(value)) != len(value):
+            raise ValueError("names a sink twice")
+        return value
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Options without their sink, or not in a table."""
+        for name, table in self.options.items():
+            if name not in self.sinks:
+                near = nearest(name, self.sinks)
+                hint = f'; did you mean "{near}"?' if near else ""
+                yield Conflict(("options", "sinks"), f'"{name}" is not among monitor.sinks{hint}')
+            elif not isinstance(table, dict):
+                yield Conflict(("options",), f'"{name}" must be a table of named arguments')
+
+
+ENDPOINT = re.compile(r"(?P<host>[^\s:/]+|\[[0-9A-Fa-f:.]+\]):(?P<port>\d{1,5})")
+NO_DASHBOARD = -1
+
+
+class ControlSettings(Section, frozen=True):
+    """How a run is watched and changed while it goes on; see docs/control.md."""
+
+    socket: bool = True
+    """Whether the launcher of node 0 opens the control sockets that `myxa get`, `set`, `ps` and the others speak to."""
+    view_group: str = ""
+    """Group of this host whose members may use the socket that only shows; empty = only the user of the run."""
+    tcp: str = ""
+    """Endpoint "HOST:PORT" for other hosts, encrypted (CURVE); port 0 takes any free one. Empty = none."""
+    key_file: PathText = ""
+    """Key pair of that endpoint, made by `myxa control keygen FILE`."""
+    allow_file: PathText = ""
+    """Public keys that may use that endpoint, one a line: "operate KEY NAME" or "view KEY NAME"."""
+    dashboard_port: Annotated[int, Field(ge=NO_DASHBOARD, le=65535)] = NO_DASHBOARD
+    """Port of the web dashboard on 127.0.0.1; 0 takes any free one, -1 = no dashboard."""
+
+    autopilot: bool = False
+    """Whether suggestions (`myxa suggest`) are approved by themselves: at most one in five steps, only for what lasts,
+    never back and forth; pinned knobs are left alone."""
+
+    @field_validator("tcp")
+    @classmethod
+    def _is_endpoint(cls, value: str) -> str:
+        found = ENDPOINT.fullmatch(value)
+        if value and (found is None or int(found["port"]) > 65535):
+            raise ValueError('must look like "HOST:PORT"')
+        return value
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """The endpoint needs its keys, and the sockets."""
+        if not self.tcp:
+            return
+        for name in ("key_file", "allow_file"):
+            if not getattr(self, name):
+                yield Conflict((name, "tcp"), f'must be set: tcp = "{self.tcp}" is encrypted')
+        if not self.socket:
+            yield Conflict(("socket", "tcp"), "must be true where tcp is set")
+
+
+FaultName = Literal["kill", "stop", "delay", "partition"]
+FAULTS: tuple[FaultName, ...] = get_args(FaultName)
+
+
+class ChaosSettings(Section, frozen=True):
+    """Faults that a run brings about itself; only with `run.chaos = true`. See `myxa chaos` in docs/control.md."""
+
+    strikes: TextTuple = ()
+    """Faults at points of an actor's life, each once, in this order: "point[@actor]:action[=seconds][:nth]", as in
+    "buffer.put:kill:3"; actions are kill, stop, delay and raise, points are listed by `myxa chaos points`."""
+    rest_s: NonNegativeFloat = 0.0
+    """Seconds between one of these and the next."""
+    every_s: NonNegativeFloat = 0.0
+    """Seconds between faults at random moments, beginning when the run goes; 0 = none."""
+    seed: CountInt = 1
+    """Of the random faults: which actor, which fault."""
+    faults: TextTuple = ("kill",)
+    """What random faults do: "kill", "stop" (SIGSTOP, for good), "delay" (SIGSTOP, and SIGCONT after `delay_s`),
+    "partition" (nothing passes between it and all others, launcher included, for `delay_s`)."""
+    targets: TextTuple = ("rollout/*", "buffer", "coordinator", "monitor", "trainer/*")
+    """Actors that random faults may strike; shell patterns."""
+    delay_s: Annotated[float, Field(gt=0, le=600)] = 2.0
+    """How long "delay" holds a process, and "partition" its connections."""
+
+    @field_validator("strikes")
+    @classmethod
+    def _can_be_read(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for text in value:
+            parse_strike(text)
+        return value
+
+    @field_validator("faults")
+    @classmethod
+    def _are_known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            if name not in FAULTS:
+                near = nearest(name, FAULTS)
+                meant = f'; did you mean "{near}"?' if near else ""
+                raise ValueError(f'"{name}" is not one of {", ".join(FAULTS)}{meant}')
+        return value
+
+    @property
+    def plan(self) -> Plan:
+        """The strikes, read."""
+        return Plan(tuple(map(parse_strike, self.strikes)), self.rest_s)
+
+    @property
+    def faults_named(self) -> tuple[FaultName, ...]:
+        """`faults`, by their type."""
+        return tuple(name for name in FAULTS if name in self.faults)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is to happen by itself."""
+        return not self.strikes and not self.every_s

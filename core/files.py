@@ -1,0 +1,330 @@
+"""A lock on a file (flock): it goes with the process that holds it, however that ends, so nothing has to be cleaned up.
+
+Only whoever asks is kept out; files can be read and written as before. Knows files; must not know what they hold.
+
+Over NFS, Linux makes a lock on the file's bytes at the server out of it: processes of other machines see it, unless the
+mount says `local_lock`, and one for its holder alone needs the file open for writing. A server that cannot reach a
+machine any more gives that machine's locks to others while the process there may still go on.
+
+Library considered: filelock on PyPI. It cannot tell whether a lock is held without taking it, and has none that several
+hold at once; `fcntl` does both in one call.
+
+A file as another file tells of it: name, size, digest; and writing one so that it is there whole or not at all.
+
+Knows bytes on a disk. Must not know what they mean.
+
+A disk that refuses to be written: which errors say so, what to tell a person, and waiting until it can be written.
+
+Full, over a quota, mounted read-only or failing: a person can mend each of these while the run waits, so none of them
+is a reason to end a process. The event `disk-full` names file, file system, cause and remedy; `disk-has-room` follows
+once it can be written again. Knows errors and file systems; must not know what is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import stat
+import threading
+import time
+from collections.abc import Awaitable, Callable, Generator, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, BinaryIO, Literal, TypeVar
+
+import msgspec
+
+from .errors import DiskRefused, GatherError, MyxaError
+
+if TYPE_CHECKING:
+    from .activity import ActivityMeter
+    from .messages import ActivityKind
+
+_RETRY_S = 0.005
+_HAS_NONE = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
+
+
+def take_lock(path: Path, mode: Literal["r", "r+", "w"] = "w", *, is_shared: bool = False) -> IO[str] | None:
+    """Hold the file's lock until what is returned is closed; None: somebody else has it. `is_shared`: together with
+    others who share it. `mode`: how the file is opened ("w": made if it is missing). Raises OSError if it cannot be
+    opened, or the file system has no locks."""
+    handle = path.open(mode)
+    try:
+        if lock_now(handle.fileno(), is_shared=is_shared):
+            return handle
+    except OSError:
+        handle.close()
+        raise
+    handle.close()
+    return None
+
+
+def lock_now(descriptor: int, *, is_shared: bool = False) -> bool:
+    """Take the lock of an open file, which goes when that is closed; False: somebody else has it. Raises OSError if
+    the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def lock_within(descriptor: int, timeout_s: float) -> bool:
+    """The same, waiting for others. Blocks, so a loop calls it in a thread."""
+    deadline_s = time.monotonic() + timeout_s
+    pause = threading.Event()
+    while not lock_now(descriptor):
+        if time.monotonic() >= deadline_s:
+            return False
+        pause.wait(_RETRY_S)
+    return True
+
+
+@contextmanager
+def locked_folder(folder: Path, timeout_s: float) -> Generator[bool]:
+    """Alone among those who ask for this folder, which gets no file for it; False: somebody else has kept it for so
+    long. Where the file system cannot lock folders (NFS) nobody is kept out. Raises OSError if it cannot be opened."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            is_mine = lock_within(descriptor, timeout_s)
+        except OSError as error:
+            if not (has_no_locks(error) or error.errno in (errno.EBADF, errno.EINVAL)):
+                raise
+            is_mine = True
+        yield is_mine
+    finally:
+        os.close(descriptor)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether somebody has the file's lock for itself now, or it cannot be told; leaves nothing behind."""
+    try:
+        handle = take_lock(path, "r", is_shared=True)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    if handle is None:
+        return True
+    handle.close()
+    return False
+
+
+def has_no_locks(error: OSError) -> bool:
+    """Whether a lock was refused because the file system has none."""
+    return error.errno in _HAS_NONE
+
+
+def lock_remedy(error: OSError, otherwise: str) -> str:
+    """What to do about a lock that could not be taken."""
+    if has_no_locks(error):
+        return "its file system has no locks: mount it with them (flock), or use a place on another one"
+    return otherwise
+
+
+class FileEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One file."""
+
+    name: str
+    num_bytes: int
+    sha256: str
+
+
+def describe_file(path: Path) -> FileEntry:
+    """Size and digest of a file, whose bytes are on the disk afterwards. Raises OSError."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        size = os.fstat(file.fileno()).st_size
+    return FileEntry(name=path.name, num_bytes=size, sha256=digest)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """A file opened for reading, at its start. Never waits. Raises OSError, also for a pipe, socket or device."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError("it is a folder, pipe, socket or device, not a regular file")
+        return os.fdopen(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def read_regular(path: Path, max_bytes: int) -> bytes:
+    """All bytes of a regular file. Raises OSError, also when it has more than `max_bytes`, before it reads them."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        data = file.read(max_bytes + 1) if size <= max_bytes else b""
+    if max(size, len(data)) > max_bytes:
+        raise OSError(f"it has {max(size, len(data))} bytes, more than {max_bytes}")
+    return data
+
+
+def sync_folder(folder: Path) -> None:
+    """Names in a folder are on the disk too, so that a power cut does not take back what was told. Raises OSError."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """A file that is there whole or not at all, also after a power cut; an older one is replaced. Raises OSError."""
+    draft = path.with_name(f".{path.name}.part")
+    with draft.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+    sync_folder(path.parent)
+
+
+T = TypeVar("T")
+Tell = Callable[[str, str], None]
+"""(kind, text) of an event."""
+
+REFUSED_EVENT, WRITTEN_EVENT = "disk-full", "disk-has-room"
+WAITS: tuple[ActivityKind, str] = ("paused", "disk")
+"""What the time is booked as."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 5.0
+"""Between two attempts; the pause doubles."""
+MIN_FREE_BYTES = 1 << 20
+"""Less than this, and the next attempt would be the last that succeeds."""
+_MIB = 1 << 20
+
+_REMEDIES = {
+    errno.ENOSPC: "make room there",
+    errno.EDQUOT: "raise the quota, or delete files",
+    errno.EROFS: "mount it for writing again",
+    errno.EIO: "see `dmesg`: the device, or the way to it, fails",
+}
+_UNCLEAR = "is it full, over its quota, mounted read-only or failing?"
+_SQLITE = {13: errno.ENOSPC, 8: 0, 10: 0, 14: 0}
+"""SQLITE_FULL, READONLY, IOERR, CANTOPEN; 0: they do not say what is wrong with the disk."""
+_OF_RUST = re.compile(r"\(os error (\d+)\)")
+"""In the text of what safetensors raises."""
+
+
+def refusal(error: BaseException) -> int | None:
+    """The errno by which a disk refused (0: not known), of the error or what it was raised from; None: no disk did."""
+    for cause in _causes(error):
+        if isinstance(cause, DiskRefused):
+            return 0
+        if isinstance(cause, OSError) and cause.errno in _REMEDIES:
+            return cause.errno
+        if (told := _OF_RUST.search(str(cause))) and int(told[1]) in _REMEDIES:
+            return int(told[1])
+        if (code := getattr(cause, "sqlite_errorcode", 0) & 0xFF) in _SQLITE:  # the rest says where in SQLite
+            return _SQLITE[code]
+    return None
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    waiting, seen = [error], set[int]()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        if one.__cause__ is not None:
+            waiting.append(one.__cause__)
+        if isinstance(one, GatherError):
+            waiting += one.errors.values()
+
+
+def refused(path: Path, error: BaseException) -> DiskRefused:
+    """What to tell of `error`, by which the disk under `path` refused."""
+    known = next((cause for cause in _causes(error) if isinstance(cause, DiskRefused)), None)
+    if known is not None:
+        return known
+    number = refusal(error) or 0
+    what = error.message if isinstance(error, MyxaError) else os.strerror(number) if number else str(error)
+    if str(path) not in what:
+        what = f"{path} cannot be written: {what}"
+    remedy = f"{_REMEDIES.get(number, _UNCLEAR)}; the run waits, and goes on by itself when it can be written"
+    return DiskRefused(f"{what} ({file_system(path)})", remedy=remedy)
+
+
+@contextmanager
+def naming_disk(path: Path) -> Generator[None]:
+    """What is raised inside because the disk under `path` refused is raised as DiskRefused, for callers elsewhere."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, DiskRefused) or refusal(error) is None:
+            raise
+        raise refused(path, error) from error
+
+
+def file_system(path: Path) -> str:
+    """Type, mount point and room of the file system under a path that need not exist."""
+    folder = path.absolute()
+    try:
+        while not folder.exists():
+            folder = folder.parent
+        while not folder.is_mount():
+            folder = folder.parent
+        space = os.statvfs(folder)
+    except OSError as error:
+        return f"its file system does not answer: {error.strerror}"
+    free, size = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
+    return f"{_kind(folder)} at {folder}, {free / _MIB:.1f} of {size / _MIB:.0f} MiB free"
+
+
+def _kind(mount: Path) -> str:
+    try:
+        lines = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return "file system"
+    fields = (line.split(" ") for line in reversed(lines))  # the newest of several on one place is what is seen
+    name = str(mount).replace(" ", "\\040")
+    return next((words[2] for words in fields if len(words) > 2 and words[1] == name), "file system")
+
+
+def may_have_room(path: Path) -> bool:
+    """Whether the next attempt to write there is worth it: False while the file system has next to nothing free."""
+    try:
+        space = os.statvfs(path)
+    except OSError:
+        return True
+    return space.f_bavail * space.f_frsize >= MIN_FREE_BYTES
+
+
+def pauses() -> Iterator[float]:
+    """Seconds before each further attempt."""
+    pause_s = FIRST_PAUSE_S
+    while True:
+        yield pause_s
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+async def until_written(
+    write: Callable[[], Awaitable[T]], *, path: Path, tell: Tell, meter: ActivityMeter | None = None
+) -> T:
+    """The result of `write()`, repeated while the disk under `path` refuses. Raises every other error. `meter`: of an
+    actor that does nothing else meanwhile."""
+    told = ""
+    for pause_s in pauses():
+        try:
+            result = await write()
+        except Exception as error:
+            if refusal(error) is None:
+                raise
+            if not told:
+                told = str(refused(path, error))
+                tell(REFUSED_EVENT, told)
+            with meter.during(*WAITS) if meter is not None else nullcontext():
+                await asyncio.sleep(pause_s)
+            continue
+        if told:
+            tell(WRITTEN_EVENT, f"{path} can be written again")
+        return result
+    raise AssertionError("pauses do not end")
