@@ -40,3 +40,11 @@ def test_min_p_never_reaches_a_server_that_it_would_end(ask):
     for facts in (OURS, {}, {"enable_deterministic_inference": False}):
         SglangNeeds(min_p=True).check(facts, "http://h:1")
         assert ServerSampling.of(facts, (), 320).meant(ask("r", min_p=0.1), "here").sampling.min_p == 0.1
+
+
+def test_who_shares_the_batch_of_a_seeded_server_changes_no_draw(ask):
+    """SGLang sorts a batch before it draws if any of its requests has a top_k, its own health check too."""
+    server = ServerSampling.of(SEEDED, (), 320)
+    assert server.meant(ask("r", seed=1), "here").sampling.top_k == 320
+    assert server.meant(ask("r", seed=1, top_k=5), "here").sampling.top_k == 5
+    assert ServerSampling.of({}, (), 320).meant(ask("r"), "here").sampling.top_k == -1
