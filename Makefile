@@ -17,7 +17,9 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14 p
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.demo-installed
 EXTRAS := cpu,math,megatron,parquet,tensorboard,tui,otel,dev
+DEMO_EXTRAS := cpu
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # Bytecode on all cores at the end, where pip makes it on one; of transformers' models when one is imported.
 COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/transformers/models/' $(VENV)/lib
@@ -31,7 +33,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: demo test check soak fuzz sglang-cpu clean setup
 .DELETE_ON_ERROR:
 
-demo: $(STAMP)
+demo: $(DEMO_STAMP)
 	@$(BIN)/myxa demo
 
 # More workers than cores: most tests wait for processes most of the time. The longest files begin first.
@@ -67,7 +69,7 @@ check: $(STAMP)
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+define install
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or newer found; install one or say make PYTHON=/path/to/python3.11" >&2; exit 2; }
 	@$(PYTHON) -c '$(IS_NEW)' 2>/dev/null || { echo "make: $(PYTHON) is not Python 3.11 or newer" >&2; exit 2; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
@@ -77,9 +79,18 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "make: installing into $(VENV); the first time takes some minutes (torch)"
 	@$(PIP) install -q -c constraints.txt setuptools
 	@$(PIP) install -q --no-compile -c constraints.txt torch
-	@$(PIP) install -q --no-compile -c constraints.txt --no-build-isolation -e ".[$(EXTRAS)]"
+	@$(PIP) install -q --no-compile -c constraints.txt --no-build-isolation -e ".[$(1)]"
 	@$(COMPILE) || true  # some packages bring files that are no Python of this version
+endef
+
+# The demo needs less than the tests do.
+$(DEMO_STAMP): pyproject.toml constraints.txt
+	$(call install,$(DEMO_EXTRAS))
 	@touch $@
+
+$(STAMP): pyproject.toml constraints.txt
+	$(call install,$(EXTRAS))
+	@touch $(DEMO_STAMP) $@
 
 clean:
 	rm -rf $(VENV) $(SGLANG_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
