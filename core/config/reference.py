@@ -101,7 +101,7 @@ def _role_parts() -> Iterator[str]:
         if section is not None:
             own = {key: info for key, info in keys_of(section).items() if _differs(key, info) and _is_free(info)}
             rows += [_row(f"{name}.{key}", info) for key, info in own.items()]
-    yield "\n".join(["## [roles] by role", "", ROLES, "", *rows, ""])
+    yield "\n".join(["## [roles] by role", ROLES, *rows, ""])
 
 
 def _differs(key: str, field: FieldInfo) -> bool:
@@ -123,7 +123,7 @@ def _is_free(field: FieldInfo) -> bool:
 def _section_part(title: str, section: type[Section], keys: Mapping[str, FieldInfo], notes: Sequence[str] = ()) -> str:
     about = inspect.cleandoc(section.__doc__ or "")
     rows = [_row(key, field) for key, field in keys.items()]
-    return "\n".join([f"## {title}", "", "\n".join([about, *notes]), "", *rows, ""])
+    return "\n".join([f"## {title}", *([about] if about else []), *notes, *rows, ""])
 
 
 def _row(key: str, field: FieldInfo) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,8 +18,7 @@ from myxa.core.config import AlgoConfig
 from myxa.core.errors import ConfigError, UserCodeError
 from myxa.core.samples import Group, Message, Prompt, Sample, TrainSample
 
-PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
-(EXAMPLE,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+EXAMPLE = (Path(__file__).parents[2] / "examples" / "own_algorithm.py").read_text()
 OPTIONS = PlanOptions(kind="grpo", normalise_std=True, num_ranks=2, max_tokens=40, minibatches=1)
 WRONG = """
 import math, numpy as np, time

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +15,7 @@ from myxa.actors.backends.torch_backend.backend import TorchBackend
 from myxa.core.errors import ConfigError, UserCodeError
 from myxa.core.samples import TrainShard
 
-PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
-(EXAMPLE,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+EXAMPLE = (Path(__file__).parents[2] / "examples" / "own_algorithm.py").read_text()
 WRONG = """
 import torch
 

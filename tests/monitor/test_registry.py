@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
@@ -99,9 +98,8 @@ def test_a_wrong_name_is_told_with_its_cause(module: str, name: str, error: type
         make_sink(name)
 
 
-def test_the_sink_of_the_documentation_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "observability.md").read_text()
-    code = next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class PrintLoss" in block)
+def test_the_sink_of_the_examples_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = (Path(__file__).parents[2] / "examples" / "own_sink.py").read_text()
     (tmp_path / "documented_sink.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     sink = make_sink("documented_sink:PrintLoss")

@@ -1,4 +1,4 @@
-"""The examples of docs/rewards-and-data.md do what the page says."""
+"""examples/own_functions.py and the rows of docs/rewards-and-data.md do what the page says."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from myxa.core.config import RewardSettings, RunConfig
 from myxa.core.samples import Group, Prompt, Sample
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rewards-and-data.md").read_text()
-REWARD, GROUP_REWARDS, FLOW, FILTER, MEMBERS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+EXAMPLES = (Path(__file__).parents[2] / "examples" / "own_functions.py").read_text()
 JSON_LINES = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)[0].splitlines()
 
 
@@ -51,7 +51,7 @@ def test_rows(tmp_path: Path, line: str, preset: str, label: str, metadata: dict
 
 @pytest.mark.asyncio
 async def test_reward(file: Path) -> None:
-    file.write_text(REWARD)
+    file.write_text(EXAMPLES)
     rewarder = Rewarder(RewardSettings(fn=f"{file}:score", args={"weight": 0.5}))
     right = Completion(group_id=0, index=0, messages=(), prompt="", text=" 5 ", label="5", num_tokens=10)
     assert await rewarder.score(right) == RewardOutcome(1.5, {"is_right": 1.0})
@@ -60,7 +60,7 @@ async def test_reward(file: Path) -> None:
 
 @pytest.mark.asyncio
 async def test_group_reward(file: Path) -> None:
-    file.write_text(GROUP_REWARDS)
+    file.write_text(EXAMPLES)
     rewarder = Rewarder(RewardSettings(fn=f"{file}:rank", scope="group"))
     answers = [
         Completion(group_id=0, index=i, messages=(), prompt="", text=text, label="5", num_tokens=7 + i)
@@ -71,7 +71,7 @@ async def test_group_reward(file: Path) -> None:
 
 
 def test_workflow_and_filter(file: Path) -> None:
-    file.write_text(FLOW + FILTER)
+    file.write_text(EXAMPLES)
     assert load_function(f"{file}:generate", WORKFLOW).is_async
     keep = load_function(f"{file}:keep", GROUP_FILTER).fn
     prompt = Prompt(group_id=0, row=0, pass_index=0, messages=())
@@ -80,7 +80,7 @@ def test_workflow_and_filter(file: Path) -> None:
 
 
 def test_sample_filter(file: Path) -> None:
-    file.write_text(MEMBERS)
+    file.write_text(EXAMPLES)
     prompt = Prompt(group_id=0, row=0, pass_index=0, messages=())
     samples = tuple(
         Sample(
@@ -98,3 +98,10 @@ def test_every_builtin_and_its_arguments_are_on_the_page() -> None:
         row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{name}` |"))
         for argument in set(builtin.fn.__annotations__) - {"completion", "return", "pattern"}:
             assert f"`{argument}`" in row
+
+
+def test_what_the_page_shows_is_in_the_examples() -> None:
+    shown = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert shown
+    for block in shown:
+        assert block.partition("\n\n\n")[2].strip() in EXAMPLES

@@ -1,4 +1,4 @@
-"""docs/walk-call.md: what its feature table claims is shown by tests that exist."""
+"""bench/peers/README.md: what its feature table claims is shown by tests that exist."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
-PAGE = (TESTS.parent / "docs" / "walk-call.md").read_text()
+PAGE = (TESTS.parent / "bench" / "peers" / "README.md").read_text()
 
 
 def test_every_feature_names_a_test_that_exists() -> None:
