@@ -51,7 +51,7 @@ _ERROR_RATE = Tunable(
     low=0.0,
     high=1.0,
     help="Share of failed reward calls, and of groups lost to workflow or engine, above which the run ends; judged "
-    "anew with the next failure.",
+    "again with the next failure.",
 )
 _PAUSE_MODE = Tunable(
     name="pause_mode",

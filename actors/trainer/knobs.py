@@ -82,7 +82,7 @@ STEP_TUNABLES: tuple[Tunable, ...] = (
         "reject_high",
         "algo.reject_high",
         "float",
-        "Importance weight above which mis removes tokens or samples; 0 = nobody is rejected.",
+        "Importance weight above which mis removes tokens or samples; 0 = none is rejected.",
         low=0.0,
     ),
     _knob(
@@ -166,8 +166,8 @@ LEADER_TUNABLES: tuple[Tunable, ...] = (
         "weights_every",
         "",
         "int",
-        "Steps between two weight versions that engines are given; the last one, and one that engines must have to go "
-        "on, is given whenever it is made. Samples grow older by up to so many steps less one.",
+        "Steps between two weight versions that engines are given; the last one, and one without which nothing is "
+        "dispatched, is given whenever it is made. Samples grow older by up to so many steps less one.",
         boundary="weights",
         unit="steps",
         low=1,

@@ -138,7 +138,7 @@ class AlgoConfig(Section, frozen=True):
     """`mis`: tokens (samples) whose importance weight at `reject_level` is below this are removed; needs
     `reject_high`."""
     reject_high: NonNegativeFloat = 0.0
-    """The same above this; 0 = nobody is rejected."""
+    """The same above this; 0 = none is rejected."""
     veto: UnitFloat = 0.0
     """`mis`: a sample with any token whose importance weight is below this is removed; 0 = off."""
     opsm_delta: NonNegativeFloat = 0.0
@@ -449,11 +449,11 @@ class TrainerConfig(Section, frozen=True):
     answered by then hangs, and the gang is restarted. Also the limit of every collective."""
     standby_every: CountInt = 0
     """Steps between two copies of the whole training state in the memory of the trainer's host, from which a gang that
-    is restarted goes on; 0 = none, it goes on from the newest checkpoint."""
+    restarts; 0 = none, it restarts from the newest checkpoint."""
     async_save: bool = False
-    """Whether checkpoints are written while training goes on: it waits for a copy in the host's memory only."""
+    """Whether checkpoints are written beside training, which waits for a copy in the host's memory only."""
     checkpoint_at_stop: bool = True
-    """Whether a run that is told to stop (SIGTERM, Ctrl-C, `myxa down`, `max_wall_s`, `stop_reward`) writes a
+    """Whether a run that is stopped (SIGTERM, Ctrl-C, `myxa down`, `max_wall_s`, `stop_reward`) writes a
     checkpoint of the version it stands at, also with `checkpoint_every = 0`."""
     keep_last: PositiveInt = 2
     """Checkpoints kept, with the samples that going back to any of them would need; older ones are deleted."""
@@ -461,7 +461,7 @@ class TrainerConfig(Section, frozen=True):
     """m: besides, each m-th checkpoint by schedule stays for ever (versions divisible by `keep_every *
     checkpoint_every`); 0 = none."""
     resume: PathText = ""
-    """Checkpoint folder, or run directory (its newest checkpoint), to go on from; empty = start anew."""
+    """Checkpoint folder, or run directory (its newest checkpoint), to continue from; empty = a fresh start."""
     export_at_end: bool = True
     """Whether the trained model is written as a HuggingFace folder when the run ends."""
     export_dtype: Literal["model", "float32", "bfloat16", "float16"] = "model"

@@ -60,8 +60,8 @@ class RoleSettings(Section, frozen=True):
     """After a failure: one (only the failed actor is restarted), gang (all of the role), never (the run ends)."""
     max_restarts: CountInt = 3
     """Restarts of one actor (or gang) within 5 minutes after which the run ends; those that led to no work count
-    however long ago they were. Whoever has run for 20 s is started again at once; one that fails again and again after
-    0.5 s, then 1 s, up to 30 s, less up to half by lot."""
+    however long ago they were. A restart is immediate after 20 s of uptime; otherwise the pause doubles
+    from 0.5 s to 30 s, with up to 50 % jitter."""
     when_hung: WhenHung = "wait"
     """A process whose event loop gives no sign of life: wait (it is named in the log and left alone) or kill (it is
     killed, with its stacks in its log; then `restart` decides)."""
@@ -124,7 +124,7 @@ class CoordinatorRole(SingleRole, frozen=True):
     kind: Literal["coordinator"] = "coordinator"
     """Only "coordinator"."""
     when_hung: WhenHung = "kill"
-    """A process whose event loop gives no sign of life: kill (the next one goes on where it stood within seconds; while
+    """A process whose event loop gives no sign of life: kill (the next one continues within seconds; while
     it hangs, no engine gets new weights and the run comes to stand) or wait (it is named in the log)."""
 
 
@@ -192,7 +192,7 @@ class RolloutRole(RoleSettings, frozen=True):
     to, see `engine.attach`) or recorded (nothing is generated: the prompts are those of dumps, `data.preset`, and the
     answers those that are recorded there; for debugging)."""
     quorum: CountInt = 0
-    """The run goes on without actors that may not be restarted (any more), or whose node is lost, while so many are
+    """The run continues without actors that may not be restarted (any more), or whose node is lost, while so many are
     left; 0 = all that it began with must be. Those that came later (`myxa scale`, `myxa launch --join`) are never
     needed, as long as any is left."""
 
@@ -263,7 +263,7 @@ class MemorySettings(Section, frozen=True):
     reserve_mb: CountInt = 1024
     """MiB of each GPU that are never granted: contexts, workspaces, fragments. The stand-in device has no such."""
     workspace_mb: CountInt = 0
-    """MiB of each device that a trainer rank needs beside parameters, gradients and optimizer while it has its turn:
+    """MiB of each device that a trainer rank needs beside parameters, gradients and optimizer during its turn:
     activations and logits of its largest micro-batch. The engine makes that much room, too. Must be set on GPUs."""
     switch_s: PositiveFloat = 120.0
     """Seconds one change of hands may take; then the lease is refused with who holds what, and asked for again. When

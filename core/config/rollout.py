@@ -98,17 +98,17 @@ class RolloutSettings(Section, frozen=True):
     is interrupted, and the sample fails by its environment."""
     workers: Annotated[int, Field(ge=1, le=256)] = 4
     """Worker processes per rollout actor at most, for a workflow of your own; a further one is started when each has 32
-    samples in hand."""
+    samples."""
     max_retries: CountInt = 2
     """How often a sample is tried again whose workflow failed by its environment, sandbox or network; then the group
-    goes on without it."""
+    continues without it."""
     pause_mode: Literal["in_place", "retract", "abort"] = "in_place"
     """What happens to running generations while weights are swapped: in_place (stand still, keep KV), retract (KV is
     rebuilt), abort (returned to the buffer with their tokens)."""
 
     save_partials_s: NonNegativeFloat = 5.0
     """Seconds between two tellings of the tokens so far to the buffer, so that a rollout actor that is killed costs no
-    more than what came since; 0 = only groups that are handed back go on with their tokens."""
+    more than what came since; 0 = only groups that are handed back keep their tokens."""
 
     @field_validator("stop_token_ids")
     @classmethod
@@ -289,7 +289,7 @@ class WeightSettings(Section, frozen=True):
     """Engines that bring a new version in at the same time; the others serve meanwhile. More: all have it sooner, and
     fewer generate while they wait for it."""
     stall_s: NonNegativeFloat = 20.0
-    """Seconds without any progress after which an engine's update is given up and the engine built anew, before the
+    """Seconds without any progress after which an engine's update is given up and the engine rebuilt, before the
     deadline of the whole phase; 0 = the deadlines only."""
     served_folder: PathText = ""
     """Model folder that the servers were started with, if it is not `model.path`; if its weights are FP8 in blocks,

@@ -37,7 +37,7 @@ class RunSettings(Section, frozen=True):
     stop_reward: float = 0.0
     """Mean evaluation reward at which the run ends early; 0 = off."""
     max_wall_s: NonNegativeFloat = 0.0
-    """Seconds of wall time after which the run ends in good order; 0 = no limit."""
+    """Seconds of wall time after which the run ends in order; 0 = no limit."""
     chaos: bool = False
     """Whether the run may be made to fail on purpose: by `myxa chaos`, and as the table [chaos] says."""
     preload: bool = True
@@ -122,7 +122,7 @@ NO_DASHBOARD = -1
 
 
 class ControlSettings(Section, frozen=True):
-    """How a run is watched and changed while it goes on; see docs/control.md."""
+    """How a live run is watched and changed; see docs/control.md."""
 
     socket: bool = True
     """Whether the launcher of node 0 opens the control sockets that `myxa get`, `set`, `ps` and the others speak to."""

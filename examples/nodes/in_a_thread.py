@@ -8,8 +8,8 @@ no actor is called 'judge/9'
 
 from judge import Judge, JudgeContract
 
-from myxa.core.actor import with_deadline
 from myxa.core.errors import NoSuchActor
+from myxa.core.refs import with_deadline
 from myxa.transport.facades.node_thread import NodeThread
 
 with NodeThread(name="tool") as node:

@@ -103,5 +103,5 @@ def test_the_page_shows_messages_of_the_cases() -> None:
     page = (Path(__file__).parents[2] / "docs" / "errors.md").read_text()
     tables = page.split("| place | input | message | exit code |\n")[1:]
     shown = [line for table in tables for line in table.partition("\n\n")[0].splitlines()[1:]]
-    assert len(shown) >= 20
+    assert len(shown) >= 12
     assert [line for line in shown if line not in PAGE.splitlines()] == []

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FILE = re.compile(r"`((?:core|transport|memory|algos|actors|launch|tests|bench|examples)/[\w./-]*[\w-](?:\.\w+|/))`")
-MOST_LINES = 4500
+MOST_LINES = 3500
 
 
 def without_code(page: str) -> str:

@@ -11,8 +11,8 @@ Channel = Literal["shm", "disk", "nccl"]
 OUTCOMES = {
     "adopted": "the engine adopts the version as if nothing had been",
     "asked again": "it refuses, serves on what it had, whole, and adopts when it is asked again, or the next version",
-    "fenced": "it is named and built anew; until then it serves nothing, or a whole version that it announces",
-    "replaced": "its actor ends by itself and is built anew",
+    "fenced": "it is named and rebuilt; until then it serves nothing, or a whole version that it announces",
+    "replaced": "its actor ends by itself and is rebuilt",
 }
 SIGNALS = ("kill sender", "stop sender", "kill engine", "stop engine")
 BYTES = ("drop every third chunk", "corrupt a byte", "slow")
