@@ -62,7 +62,7 @@ from ..core.config.learning import (
 from ..core.errors import ConfigError, TrainError
 from . import losses, ratios
 from .kl import MAX_EXPONENT, kl_terms
-from .ratios import Level, Mode, Weights
+from .ratios import Level, Mode, TokenWeights
 from .segments import Segments
 
 
@@ -344,7 +344,7 @@ class TokenFunctions:
 
     loss: Callable[[LossTokens], losses.TokenLoss] | None = None
     """L, in place of the one of `loss`."""
-    weight: Callable[[LossTokens], Weights] | None = None
+    weight: Callable[[LossTokens], TokenWeights] | None = None
     """w, in place of the one of `correction`."""
 
 
@@ -453,7 +453,7 @@ def _token_loss(view: LossTokens, ratio_T: Tensor, config: ObjectiveConfig) -> l
     return losses.ppo_clip_loss(ratio_T, view.advantages_T, config.clip_low, config.clip_high, config.dual_clip)
 
 
-def _weights(view: LossTokens, config: ObjectiveConfig, mean_weight: float) -> Weights:
+def _weights(view: LossTokens, config: ObjectiveConfig, mean_weight: float) -> TokenWeights:
     """The weight of the correction, level by level; see the module's table."""
     correction = config.correction
     if correction in ("none", "behaviour"):
@@ -467,7 +467,7 @@ def _weights(view: LossTokens, config: ObjectiveConfig, mean_weight: float) -> W
     return _mis(view, log_q_T, config, mean_weight)
 
 
-def _mis(view: LossTokens, log_q_T: Tensor, config: ObjectiveConfig, mean_weight: float) -> Weights:
+def _mis(view: LossTokens, log_q_T: Tensor, config: ObjectiveConfig, mean_weight: float) -> TokenWeights:
     weights = ratios.mis_weights(log_q_T, config.mis_mode, config.mis_low, config.mis_high)
     keep_T = weights.keep_T
     removed_by: dict[str, Tensor] = {}
@@ -478,7 +478,7 @@ def _mis(view: LossTokens, log_q_T: Tensor, config: ObjectiveConfig, mean_weight
         removed_by["vetoed"] = ~ratios.veto(view.train_T, view.behaviour_T, view.segments, config.veto)
     for removed_T in removed_by.values():
         keep_T = keep_T & ~removed_T
-    weights = Weights(weights.weight_T, keep_T, weights.cut_T | ~keep_T, removed_by)
+    weights = TokenWeights(weights.weight_T, keep_T, weights.cut_T | ~keep_T, removed_by)
     return ratios.normalise(weights, mean_weight) if config.mis_normalise else weights
 
 
@@ -511,7 +511,7 @@ def _metrics(
     view: LossTokens,
     ratio_T: Tensor,
     token_loss: losses.TokenLoss,
-    weights: Weights,
+    weights: TokenWeights,
     config: ObjectiveConfig,
 ) -> dict[str, Tensor]:
     """Sums over unmasked tokens. Supervised runs have no behaviour policy, so they leave out all that compares."""

@@ -39,7 +39,7 @@ ReduceSums = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class TokenWeights:
     """What a correction does to each token."""
 
     weight_T: Tensor
@@ -80,36 +80,36 @@ def log_weight(train_T: Tensor, behaviour_T: Tensor, segments: Segments, level: 
     return log_q_T.clamp(-MAX_EXPONENT, MAX_EXPONENT)
 
 
-def unit_weights(like_T: Tensor) -> Weights:
+def unit_weights(like_T: Tensor) -> TokenWeights:
     """No correction: weight 1 everywhere."""
     whole_T = torch.ones_like(like_T, dtype=torch.bool)
-    return Weights(torch.ones_like(like_T), whole_T, ~whole_T)
+    return TokenWeights(torch.ones_like(like_T), whole_T, ~whole_T)
 
 
-def tis_weights(log_q_T: Tensor, cap: float, floor: float = 0.0) -> Weights:
+def tis_weights(log_q_T: Tensor, cap: float, floor: float = 0.0) -> TokenWeights:
     """Truncated importance sampling; `cap` and `floor` are ratios."""
     q_T = torch.exp(log_q_T)
-    return Weights(q_T.clamp(floor, cap), torch.ones_like(q_T, dtype=torch.bool), (q_T > cap) | (q_T < floor))
+    return TokenWeights(q_T.clamp(floor, cap), torch.ones_like(q_T, dtype=torch.bool), (q_T > cap) | (q_T < floor))
 
 
-def icepop_weights(log_q_T: Tensor, low: float, high: float) -> Weights:
+def icepop_weights(log_q_T: Tensor, low: float, high: float) -> TokenWeights:
     """Zero weight (so zero gradient) outside [low, high]; the token stays in the other terms."""
     q_T = torch.exp(log_q_T)
     outside_T = _outside(q_T, low, high)
-    return Weights(q_T.masked_fill(outside_T, 0), torch.ones_like(outside_T), outside_T)
+    return TokenWeights(q_T.masked_fill(outside_T, 0), torch.ones_like(outside_T), outside_T)
 
 
-def mis_weights(log_q_T: Tensor, mode: Mode, low: float, high: float) -> Weights:
+def mis_weights(log_q_T: Tensor, mode: Mode, low: float, high: float) -> TokenWeights:
     """Masked importance sampling of weights that `log_weight` brought to their level."""
     w_T = torch.exp(log_q_T)
     whole_T = torch.ones_like(w_T, dtype=torch.bool)
     if mode == "truncate":
-        return Weights(w_T.clamp(max=high), whole_T, w_T > high)
+        return TokenWeights(w_T.clamp(max=high), whole_T, w_T > high)
     outside_T = _outside(w_T, low, high)
     if mode == "clip":
-        return Weights(w_T.clamp(low, high), whole_T, outside_T)
+        return TokenWeights(w_T.clamp(low, high), whole_T, outside_T)
     if mode == "mask":
-        return Weights(w_T, ~outside_T, outside_T)
+        return TokenWeights(w_T, ~outside_T, outside_T)
     raise ConfigError(f'mode "{mode}" of masked importance sampling is not known', remedy="truncate, clip or mask")
 
 
@@ -141,7 +141,7 @@ def weight_sums(weight_T: Tensor, segments: Segments, level: Level) -> Tensor:
     return torch.stack([part.double() for part in sums])
 
 
-def normalise(weights: Weights, mean: float | Tensor) -> Weights:
+def normalise(weights: TokenWeights, mean: float | Tensor) -> TokenWeights:
     """Weights divided by their global mean (see `weight_sums`); a mean of 0 leaves them as they are (all are 0)."""
     mean_0 = torch.as_tensor(mean, dtype=weights.weight_T.dtype, device=weights.weight_T.device)
     safe_0 = torch.where(mean_0 > 0, mean_0, torch.ones_like(mean_0))

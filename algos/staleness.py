@@ -64,7 +64,7 @@ NO_TOKEN = 1 << 60
 """Version of a group that holds no engine token: it can start on any weights and is never too old."""
 
 
-class Stage(enum.Enum):
+class LineStage(enum.Enum):
     """Where a group stands, as far as admission cares."""
 
     UNDER_WAY = "under way"
@@ -77,13 +77,13 @@ class Stage(enum.Enum):
 
 
 @dataclass(slots=True)
-class Entry:
+class LineEntry:
     """One group in the line."""
 
     group_id: int
     version: int
     """Lower bound on the version of its oldest token; the exact value once it is ready."""
-    stage: Stage
+    stage: LineStage
     announced: int = 0
     """What the engine said that it serves when the group started there."""
     era: int = 0
@@ -92,7 +92,7 @@ class Entry:
     """Stamps above this belong to weights that a rewind undid; they count as this version."""
 
 
-class Line:
+class GroupLine:
     """Groups from the oldest unconsumed one on. A group that is dropped leaves, and all behind it move up by one.
 
     `base` is the *effective index* of the first entry: the number of groups consumed or in front of it since
@@ -101,11 +101,11 @@ class Line:
 
     __slots__ = ("_entries", "base", "num_open", "num_ready")
 
-    def __init__(self, base: int = 0, entries: Iterable[Entry] = ()) -> None:
+    def __init__(self, base: int = 0, entries: Iterable[LineEntry] = ()) -> None:
         self.base = base
-        self._entries: OrderedDict[int, Entry] = OrderedDict((e.group_id, e) for e in entries)
-        self.num_ready = sum(e.stage is Stage.READY for e in self._entries.values())
-        self.num_open = sum(e.stage is not Stage.TAKEN for e in self._entries.values())
+        self._entries: OrderedDict[int, LineEntry] = OrderedDict((e.group_id, e) for e in entries)
+        self.num_ready = sum(e.stage is LineStage.READY for e in self._entries.values())
+        self.num_open = sum(e.stage is not LineStage.TAKEN for e in self._entries.values())
         self._trim()
 
     def __len__(self) -> int:
@@ -114,10 +114,10 @@ class Line:
     def __contains__(self, group_id: int) -> bool:
         return group_id in self._entries
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[LineEntry]:
         return iter(self._entries.values())
 
-    def get(self, group_id: int) -> Entry:
+    def get(self, group_id: int) -> LineEntry:
         """The entry of a group; raises StalenessError if it is not in the line."""
         entry = self._entries.get(group_id)
         if entry is None:
@@ -136,35 +136,35 @@ class Line:
                 return index
         raise StalenessError(f"group {group_id} is not in the line of the staleness policy")
 
-    def append(self, entry: Entry) -> None:
+    def append(self, entry: LineEntry) -> None:
         """A group starts. Ids must grow: dispatch order is id order, so the ledger can rebuild the line."""
         if self._entries and entry.group_id <= next(reversed(self._entries)):
             raise StalenessError(f"group {entry.group_id} is dispatched after a younger one; ids must grow")
         self._entries[entry.group_id] = entry
         self.num_open += 1
 
-    def set_stage(self, entry: Entry, stage: Stage) -> None:
+    def set_stage(self, entry: LineEntry, stage: LineStage) -> None:
         """Move an open entry to another open stage."""
-        self.num_ready += (stage is Stage.READY) - (entry.stage is Stage.READY)
+        self.num_ready += (stage is LineStage.READY) - (entry.stage is LineStage.READY)
         entry.stage = stage
 
     def remove(self, group_id: int) -> None:
         """A group is dropped or filtered: its place closes up."""
         entry = self.get(group_id)
-        if entry.stage is Stage.TAKEN:
+        if entry.stage is LineStage.TAKEN:
             raise StalenessError(f"group {group_id} is claimed for a step and cannot be dropped")
         del self._entries[group_id]
         self.num_open -= 1
-        self.num_ready -= entry.stage is Stage.READY
+        self.num_ready -= entry.stage is LineStage.READY
         self._trim()
 
     def take(self, group_ids: Iterable[int]) -> None:
         """Groups are claimed for a step."""
         for group_id in group_ids:
             entry = self.get(group_id)
-            if entry.stage is not Stage.READY:
+            if entry.stage is not LineStage.READY:
                 raise StalenessError(f"group {group_id} is {entry.stage.value}, not ready, and cannot be claimed")
-            entry.stage = Stage.TAKEN
+            entry.stage = LineStage.TAKEN
             self.num_ready -= 1
             self.num_open -= 1
         self._trim()
@@ -172,7 +172,7 @@ class Line:
     def _trim(self) -> None:
         while self._entries:
             first = next(iter(self._entries.values()))
-            if first.stage is not Stage.TAKEN:
+            if first.stage is not LineStage.TAKEN:
                 return
             del self._entries[first.group_id]
             self.base += 1
@@ -193,15 +193,15 @@ class Policy(Protocol):
         """Most groups between dispatch and the end of the step that trains them."""
         ...
 
-    def admits(self, line: Line, version: int, next_step: int) -> bool:
+    def admits(self, line: GroupLine, version: int, next_step: int) -> bool:
         """May a new group start on an engine that serves `version`?"""
         ...
 
-    def readmits(self, line: Line, entry: Entry, version: int, next_step: int) -> bool:
+    def readmits(self, line: GroupLine, entry: LineEntry, version: int, next_step: int) -> bool:
         """May a group that was handed back go on there?"""
         ...
 
-    def choose(self, line: Line, step: int) -> list[int] | None:
+    def choose(self, line: GroupLine, step: int) -> list[int] | None:
         """The batch of `step`, or None while it has to wait."""
         ...
 
@@ -216,7 +216,7 @@ def default_window(max_staleness: int, batch_size: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class PacePolicy:
     """Slots paced by adopted versions; oldest first, past the slow."""
 
     max_staleness: int
@@ -230,39 +230,39 @@ class Pace:
         """N, the most that the bound allows beside W."""
         return (self.max_staleness + 1) * self.batch_size + 1 - self.window
 
-    def admits(self, line: Line, version: int, next_step: int) -> bool:
+    def admits(self, line: GroupLine, version: int, next_step: int) -> bool:
         return line.next_index < self.num_slots + self.batch_size * version
 
-    def readmits(self, line: Line, entry: Entry, version: int, next_step: int) -> bool:
+    def readmits(self, line: GroupLine, entry: LineEntry, version: int, next_step: int) -> bool:
         if entry.version <= version:  # it has older tokens already: this engine makes nothing worse
             return True
         return _fits(line, version + self.max_staleness, next_step, self, leaving=entry)
 
-    def choose(self, line: Line, step: int) -> list[int] | None:
+    def choose(self, line: GroupLine, step: int) -> list[int] | None:
         if line.num_ready < self.batch_size:
             return None
         near = self._in_window(line)
         chosen = _chosen(line, step, self, near) if near is not None else None
         return chosen or _chosen(line, step, self)
 
-    def _in_window(self, line: Line) -> list[Entry] | None:
+    def _in_window(self, line: GroupLine) -> list[LineEntry] | None:
         """The oldest that are ready, if a batch of them is near the head."""
-        chosen: list[Entry] = []
+        chosen: list[LineEntry] = []
         limit = NO_TOKEN
         for index, entry in enumerate(line, line.base):
             if index >= limit:
                 return None
-            if entry.stage is Stage.READY:
+            if entry.stage is LineStage.READY:
                 chosen.append(entry)
                 if len(chosen) == self.batch_size:
                     return chosen
-            elif entry.stage is not Stage.TAKEN and limit == NO_TOKEN:
+            elif entry.stage is not LineStage.TAKEN and limit == NO_TOKEN:
                 limit = index + self.window  # head stops here: everything older is taken by this very batch
         return None
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class WaitPolicy:
     """Earliest deadline first; the trainer waits rather than drop."""
 
     max_staleness: int
@@ -273,19 +273,19 @@ class Wait:
     def num_slots(self) -> int:
         return (self.max_staleness + 1) * self.batch_size
 
-    def admits(self, line: Line, version: int, next_step: int) -> bool:
+    def admits(self, line: GroupLine, version: int, next_step: int) -> bool:
         return _fits(line, version + self.max_staleness, next_step, self, leaving=None)
 
-    def readmits(self, line: Line, entry: Entry, version: int, next_step: int) -> bool:
+    def readmits(self, line: GroupLine, entry: LineEntry, version: int, next_step: int) -> bool:
         due = version + self.max_staleness
         return entry.version <= version or _fits(line, due, next_step, self, leaving=entry)
 
-    def choose(self, line: Line, step: int) -> list[int] | None:
+    def choose(self, line: GroupLine, step: int) -> list[int] | None:
         return None if line.num_ready < self.batch_size else _chosen(line, step, self)
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class DropPolicy:
     """Greedy: whatever is ready, oldest first; the too old is dropped by the caller's sweep."""
 
     max_staleness: int
@@ -296,25 +296,27 @@ class Drop:
     def num_slots(self) -> int:
         return (self.max_staleness + 1) * self.batch_size
 
-    def admits(self, line: Line, version: int, next_step: int) -> bool:
+    def admits(self, line: GroupLine, version: int, next_step: int) -> bool:
         has_slot = line.next_index < self.num_slots + self.batch_size * version
         return has_slot and version + self.max_staleness >= next_step
 
-    def readmits(self, line: Line, entry: Entry, version: int, next_step: int) -> bool:
+    def readmits(self, line: GroupLine, entry: LineEntry, version: int, next_step: int) -> bool:
         return min(version, entry.version) + self.max_staleness >= next_step
 
-    def choose(self, line: Line, step: int) -> list[int] | None:
+    def choose(self, line: GroupLine, step: int) -> list[int] | None:
         if line.num_ready < self.batch_size:
             return None
-        ready = [e.group_id for e in line if e.stage is Stage.READY]
+        ready = [e.group_id for e in line if e.stage is LineStage.READY]
         return ready[: self.batch_size]
 
 
-def _has_deadline(entry: Entry) -> bool:
-    return entry.stage is not Stage.TAKEN and entry.version != NO_TOKEN
+def _has_deadline(entry: LineEntry) -> bool:
+    return entry.stage is not LineStage.TAKEN and entry.version != NO_TOKEN
 
 
-def _fits(line: Line, due: int, next_step: int, rules: Pace | Wait, *, leaving: Entry | None) -> bool:
+def _fits(
+    line: GroupLine, due: int, next_step: int, rules: PacePolicy | WaitPolicy, *, leaving: LineEntry | None
+) -> bool:
     """Whether I(next_step) holds with one more group that is due at that step. `leaving`: a group that is handed back,
     and is counted anew."""
     if due < next_step:
@@ -330,16 +332,20 @@ def _fits(line: Line, due: int, next_step: int, rules: Pace | Wait, *, leaving: 
     )
 
 
-def _chosen(line: Line, step: int, rules: Pace | Wait, wanted: Sequence[Entry] | None = None) -> list[int] | None:
+def _chosen(
+    line: GroupLine, step: int, rules: PacePolicy | WaitPolicy, wanted: Sequence[LineEntry] | None = None
+) -> list[int] | None:
     """A batch after which I(step + 1) holds: `wanted`, or the earliest due of those that are ready; None: there is none
     yet. At least a batch is ready."""
     if wanted is None:
-        ready = sorted((e for e in line if e.stage is Stage.READY), key=lambda e: e.version)  # stable: dispatch order
+        ready = sorted(
+            (e for e in line if e.stage is LineStage.READY), key=lambda e: e.version
+        )  # stable: dispatch order
         chosen = ready[: rules.batch_size]
     else:
         chosen = list(wanted)
     taken = {entry.group_id for entry in chosen}
-    unfinished = Counter(e.version for e in line if e.stage is not Stage.READY and _has_deadline(e))
+    unfinished = Counter(e.version for e in line if e.stage is not LineStage.READY and _has_deadline(e))
     if not unfinished and wanted is None:
         return [entry.group_id for entry in chosen]
     left = Counter(e.version for e in line if _has_deadline(e) and e.group_id not in taken)
@@ -370,11 +376,11 @@ def make_policy(name: str, max_staleness: int, batch_size: int, window: int = 0)
                 f"async.window is {window}, but may be 1 to {limit} at this max_staleness and batch_size",
                 remedy="leave it 0 to have it chosen",
             )
-        return Pace(max_staleness, batch_size, chosen)
+        return PacePolicy(max_staleness, batch_size, chosen)
     if name == "wait":
-        return Wait(max_staleness, batch_size)
+        return WaitPolicy(max_staleness, batch_size)
     if name == "drop":
-        return Drop(max_staleness, batch_size)
+        return DropPolicy(max_staleness, batch_size)
     raise ConfigError(f"async.policy is {name!r}", remedy=f"choose one of {', '.join(POLICIES)}")
 
 
@@ -410,7 +416,7 @@ class LinePlace:
     group_id: int
     version: int
     """Oldest token's version, or its lower bound; negative when there is none."""
-    stage: Stage
+    stage: LineStage
 
 
 class Admission:
@@ -429,7 +435,7 @@ class Admission:
         self.newest_version = next_step
         """The newest version that the trainer made."""
         self._era = 0
-        self._line = Line(next_step * batch_size)
+        self._line = GroupLine(next_step * batch_size)
         self._swept_for = -1
 
     # ---- facts
@@ -487,16 +493,16 @@ class Admission:
         version = min(engine_version, self.newest_version)
         ceiling = version if is_undone else NO_TOKEN
         if group_id not in self._line:
-            new = Entry(group_id, version, Stage.UNDER_WAY, era=self._era, announced=version, ceiling=ceiling)
+            new = LineEntry(group_id, version, LineStage.UNDER_WAY, era=self._era, announced=version, ceiling=ceiling)
             self._line.append(new)
             return
         entry = self._line.get(group_id)
-        _expect(entry, Stage.WAITING)
+        _expect(entry, LineStage.WAITING)
         if entry.version == NO_TOKEN:  # it starts again: nothing that it had counts any more
             entry.era, entry.ceiling = self._era, ceiling
         entry.ceiling = min(entry.ceiling, ceiling)
         entry.version = entry.announced = min(entry.version, version)
-        self._line.set_stage(entry, Stage.UNDER_WAY)
+        self._line.set_stage(entry, LineStage.UNDER_WAY)
 
     def counted(self, group_id: int, stamp: int) -> int:
         """What a stamp of an open group counts as; negative where there is none."""
@@ -511,9 +517,9 @@ class Admission:
     def requeued(self, group_id: int, oldest_version: int) -> None:
         """A group was handed back. `oldest_version`: of the tokens that it keeps; negative when it keeps none."""
         entry = self._line.get(group_id)
-        _expect(entry, Stage.UNDER_WAY, Stage.WAITING)
+        _expect(entry, LineStage.UNDER_WAY, LineStage.WAITING)
         entry.version = self._credible(entry, oldest_version)
-        self._line.set_stage(entry, Stage.WAITING)
+        self._line.set_stage(entry, LineStage.WAITING)
         self._swept_for = -1
 
     def filtered(self, group_id: int) -> None:
@@ -526,10 +532,10 @@ class Admission:
         Without any stamp (demonstrations) it is negative, and what was announced at the dispatch counts.
         """
         entry = self._line.get(group_id)
-        _expect(entry, Stage.UNDER_WAY, Stage.WAITING)
+        _expect(entry, LineStage.UNDER_WAY, LineStage.WAITING)
         if oldest_version >= 0:
             entry.version = self._credible(entry, oldest_version)
-        self._line.set_stage(entry, Stage.READY)
+        self._line.set_stage(entry, LineStage.READY)
         self._swept_for = -1
 
     def select(self, step: int) -> Selection:
@@ -579,7 +585,7 @@ class Admission:
     def num_beyond(self, max_staleness: int) -> int:
         """Groups not claimed yet that are too old for the next step under that bound."""
         oldest = self.next_step - max_staleness
-        return sum(entry.version < oldest and entry.stage is not Stage.TAKEN for entry in self._line)
+        return sum(entry.version < oldest and entry.stage is not LineStage.TAKEN for entry in self._line)
 
     def restore(self, places: Iterable[LinePlace], *, next_step: int, newest_version: int) -> tuple[Overdue, ...]:
         """Rebuild the line from the ledger: after a restart of the buffer, and after a rewind of the trainer.
@@ -592,7 +598,7 @@ class Admission:
         self._swept_for = -1
         ceilings = {entry.group_id: min(entry.ceiling, newest_version) for entry in self._line}
         entries = [
-            Entry(
+            LineEntry(
                 place.group_id,
                 _bounded(place.version, newest_version),
                 place.stage,
@@ -602,15 +608,15 @@ class Admission:
             for place in places
         ]
         for entry in entries:
-            if entry.version == NO_TOKEN and entry.stage is not Stage.WAITING:
+            if entry.version == NO_TOKEN and entry.stage is not LineStage.WAITING:
                 entry.version = newest_version
-        num_taken = sum(entry.stage is Stage.TAKEN for entry in entries)
-        self._line = Line(next_step * self.batch_size - num_taken, entries)
+        num_taken = sum(entry.stage is LineStage.TAKEN for entry in entries)
+        self._line = GroupLine(next_step * self.batch_size - num_taken, entries)
         return self._sweep(next_step)
 
     # ---- inside
 
-    def _credible(self, entry: Entry, stamp: int) -> int:
+    def _credible(self, entry: LineEntry, stamp: int) -> int:
         """The version to count for a stamp: none, or at most what can have existed when the tokens were made."""
         return NO_TOKEN if stamp < 0 else min(stamp, entry.ceiling, self.newest_version)
 
@@ -622,23 +628,23 @@ class Admission:
         oldest = step - self.max_staleness
         found: list[Overdue] = []
         for entry in self._line:
-            if entry.stage is Stage.TAKEN:
+            if entry.stage is LineStage.TAKEN:
                 continue
             if entry.version < oldest:
                 found.append(Overdue(entry.group_id, self._reason(entry)))
-            elif found and entry.stage is Stage.WAITING and entry.version == NO_TOKEN:
+            elif found and entry.stage is LineStage.WAITING and entry.version == NO_TOKEN:
                 # It has nothing to lose, and would overtake the prompts in front of it, which are drawn again.
                 found.append(Overdue(entry.group_id, STALE_AFTER_RETUNE))
         for overdue in found:
             self._line.remove(overdue.group_id)
         return tuple(found)
 
-    def _reason(self, entry: Entry) -> str:
+    def _reason(self, entry: LineEntry) -> str:
         if entry.version < entry.announced:
             return STALE_STAMP
         return STALE if self.policy == "drop" and entry.era == self._era else STALE_AFTER_RETUNE
 
-    def _check(self, entry: Entry, step: int) -> None:
+    def _check(self, entry: LineEntry, step: int) -> None:
         lag = step - entry.version
         if lag > self.max_staleness:
             raise StalenessError(
@@ -651,7 +657,7 @@ def _bounded(version: int, newest: int) -> int:
     return NO_TOKEN if version < 0 else min(version, newest)
 
 
-def _expect(entry: Entry, *stages: Stage) -> None:
+def _expect(entry: LineEntry, *stages: LineStage) -> None:
     if entry.stage not in stages:
         wanted = " or ".join(stage.value for stage in stages)
         raise StalenessError(f"group {entry.group_id} is {entry.stage.value}, expected {wanted}")

@@ -43,7 +43,7 @@ class Scenario:
 
 
 @dataclass(slots=True)
-class Outcome:
+class SimOutcome:
     """What happened. Lags per trained group, lengths (time of the slowest member) in order."""
 
     wall_s: float = 0.0
@@ -70,7 +70,7 @@ class _Simulation:
             window=scenario.window,
         )
         self.rng = random.Random(scenario.seed)
-        self.outcome = Outcome()
+        self.outcome = SimOutcome()
         self.events: list[tuple[float, int, EventKind, int]] = []
         self.num_events = 0
         self.now_s = 0.0
@@ -136,7 +136,7 @@ class _Simulation:
         for engine in range(self.scenario.num_engines):
             self.at(self.scenario.adopt_s * (engine + 1) / self.scenario.num_engines, "adopted", engine)
 
-    def run(self) -> Outcome:
+    def run(self) -> SimOutcome:
         self.fill()
         while self.admission.newest_version < self.scenario.num_steps:
             if not self.events:
@@ -154,6 +154,6 @@ class _Simulation:
         return self.outcome
 
 
-def simulate(scenario: Scenario) -> Outcome:
+def simulate(scenario: Scenario) -> SimOutcome:
     """Run the scenario to its last step. Raises StalenessError if the policy deadlocks or breaks its bound."""
     return _Simulation(scenario).run()

@@ -222,7 +222,7 @@ class MemoryView(Record, frozen=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moved:
+class MovedMemory:
     """What one release or restore did."""
 
     copied_bytes: int = 0
@@ -233,7 +233,7 @@ class Moved:
 
 
 class MovedBytes(Protocol):
-    """The same as seen by who reads it; `Moved` fits."""
+    """The same as seen by who reads it; `MovedMemory` fits."""
 
     @property
     def copied_bytes(self) -> int: ...

@@ -149,7 +149,7 @@ class TellsProgress(Protocol):
 
 
 @runtime_checkable
-class EngineMemory(Protocol):
+class ReleasesMemory(Protocol):
     """An engine whose memory leaves its device by tag and comes back. Only after `park`, and until `unpark`, may tags
     be away; nothing is asked to be generated meanwhile."""
 

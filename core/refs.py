@@ -33,7 +33,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
-class Caller(Protocol):
+class RequestSender(Protocol):
     """What carries a proxy's calls."""
 
     async def request(self, target: str, spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None) -> Any:
@@ -52,7 +52,7 @@ class Ref:
 
     __slots__ = ("ref_caller", "ref_contract", "ref_deadline_s", "ref_target")
 
-    def __init__(self, caller: Caller, contract: type, target: str, deadline_s: float | None = None) -> None:
+    def __init__(self, caller: RequestSender, contract: type, target: str, deadline_s: float | None = None) -> None:
         self.ref_caller = caller
         self.ref_contract = contract
         self.ref_target = target
@@ -62,7 +62,7 @@ class Ref:
         return f"<ref {self.ref_contract.__name__} {self.ref_target!r}>"
 
 
-def make_ref(caller: Caller, contract: type[A], target: str) -> A:
+def make_ref(caller: RequestSender, contract: type[A], target: str) -> A:
     """A proxy for `target`, typed as `contract`."""
     return cast("A", ref_class(contract)(caller, contract, target))
 
@@ -126,7 +126,7 @@ class Spread(Protocol):
         ...
 
 
-class GroupCaller(Caller, Protocol):
+class GroupRequestSender(RequestSender, Protocol):
     """What carries a group's calls."""
 
     def spread(
@@ -155,7 +155,7 @@ class ActorGroup(Generic[C]):
 
     def __init__(
         self,
-        caller: GroupCaller,
+        caller: GroupRequestSender,
         contract: type[C],
         members: str | Sequence[str],
         peers: Callable[[str], tuple[str, ...]],
@@ -371,7 +371,7 @@ class _Same:
         del place
         return getattr(member, self.spec.name)(*self.args, **self.kwargs)
 
-    def spread(self, caller: GroupCaller, names: tuple[str, ...], deadline_s: float | None) -> Spread | None:
+    def spread(self, caller: GroupRequestSender, names: tuple[str, ...], deadline_s: float | None) -> Spread | None:
         """Of all members in one."""
         try:
             request = self.spec.request(*self.args, **self.kwargs)

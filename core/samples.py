@@ -1,4 +1,6 @@
-"""The data model: one complete record per stage, `Prompt -> Sample -> Group -> Batch`; no bag of optional fields.
+"""The data model: one complete record per stage; no bag of optional fields.
+
+    Prompt -> Sample -> Group -> TrainSample -> TrainShard
 
 Shapes: P = prompt tokens, R = response tokens (model turns and tool replies in order). Arrays are numpy,
 little-endian, C-contiguous; on the wire they travel as raw frames beside the JSON body.
@@ -199,13 +201,6 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """Oldest engine stamp of any token of any member, or `NO_VERSION`."""
         versions = [v for v in (s.oldest_version() for s in self.samples) if v >= 0]
         return min(versions) if versions else NO_VERSION
-
-
-class Batch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one training step consumes: whole groups, claimed for `step` (the version trained from)."""
-
-    step: int
-    groups: tuple[Group, ...]
 
 
 class TrainSample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -238,11 +238,11 @@ class FailRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class AllEnded:
     """No process is left and none will be started."""
 
 
-Instruction = Restart | Drain | End | Kill | GiveUp | Retired | FailRun | Done
+Instruction = Restart | Drain | End | Kill | GiveUp | Retired | FailRun | AllEnded
 
 
 @dataclass(frozen=True, slots=True)
@@ -669,7 +669,7 @@ class Supervisor:
 
     def _finish(self, ending: _Ending, now: float) -> list[Instruction]:
         if ending.then == "over":
-            return [Done()]
+            return [AllEnded()]
         self._endings.remove(ending)
         if ending.then == "give up":
             return self._farewell()
@@ -714,7 +714,7 @@ class Supervisor:
         self._states.remove(child)
 
     def _farewell(self) -> list[Instruction]:
-        return [Done()] if all(self._states.is_over(name) for name in self._tree.children) else []
+        return [AllEnded()] if all(self._states.is_over(name) for name in self._tree.children) else []
 
     def _round(self, gang: BranchSpec) -> GangRound:
         attempt = self._attempts[self._tree.leaves(gang)[0]]

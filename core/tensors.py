@@ -24,7 +24,7 @@ what should stay. What came another way than by shared memory is read-only too, 
 """
 
 
-class TensorBlock(Protocol):
+class SharedTensor(Protocol):
     """An array in shared memory, to be filled and sent."""
 
     @property
@@ -45,6 +45,6 @@ class TensorStore(Protocol):
 
     def allocate(
         self, shape: tuple[int, ...] | int, dtype: npt.DTypeLike, *, timeout_s: float = 5.0
-    ) -> AbstractAsyncContextManager[TensorBlock]:
+    ) -> AbstractAsyncContextManager[SharedTensor]:
         """Memory that is given back when the context is left and all readers are done. Raises SlabError: no room."""
         ...

@@ -31,7 +31,7 @@ from ..core.errors import CallError, ConfigError, LaunchError, MyxaError, NoSuch
 from ..core.failure_detector import Verdict
 from ..core.handlers import remaining_s
 from ..core.ids import PeerKey, check_name
-from ..core.refs import ActorGroup, GroupCaller, make_ref, with_deadline
+from ..core.refs import ActorGroup, GroupRequestSender, make_ref, with_deadline
 from ..core.tensors import TensorStore
 from .actor_runner import STOP_LIMIT_S, ActorRunner
 from .address import Rendezvous
@@ -314,7 +314,7 @@ class Node:
         return self._clock
 
     @property
-    def caller(self) -> GroupCaller:
+    def caller(self) -> GroupRequestSender:
         return self._courier
 
     @property
@@ -413,7 +413,7 @@ class Services(Protocol):
     def clock(self) -> Clock: ...
 
     @property
-    def caller(self) -> GroupCaller: ...
+    def caller(self) -> GroupRequestSender: ...
 
     @property
     def tensors(self) -> TensorStore: ...

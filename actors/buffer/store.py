@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import msgspec
 
-from ...algos.staleness import Admission, LinePlace, Overdue, Stage
+from ...algos.staleness import Admission, LinePlace, LineStage, Overdue
 from ...core.errors import DataError, LedgerError
 from ...core.knobs import KnobValue
 from ...core.messages import Assignment, BufferStats, DrawBlock, DrawRequest, GroupMeta, GroupReturned, PutResult
@@ -46,7 +46,7 @@ REMEDIES = {
 }
 OTHER_REMEDY = "the events of kind group-dropped, the ledger and the actors' logs say more"
 _MAX_REASONS = 8
-_STAGES = {State.DISPATCHED: Stage.UNDER_WAY, State.REQUEUED: Stage.WAITING, State.READY: Stage.READY}
+_STAGES = {State.DISPATCHED: LineStage.UNDER_WAY, State.REQUEUED: LineStage.WAITING, State.READY: LineStage.READY}
 
 
 class BufferStore:
@@ -431,7 +431,7 @@ class BufferStore:
     def _rebuild(self) -> None:
         """Admission from the ledger: at the start, after a rewind, and when the ledger could not be written."""
         places = [
-            LinePlace(row.group_id, row.version, _STAGES.get(row.state, Stage.TAKEN)) for row in self.ledger.line()
+            LinePlace(row.group_id, row.version, _STAGES.get(row.state, LineStage.TAKEN)) for row in self.ledger.line()
         ]
         known = self.ledger
         overdue = self.admission.restore(places, next_step=known.next_step, newest_version=known.newest_version)

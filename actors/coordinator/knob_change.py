@@ -91,7 +91,7 @@ class Prepare:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class RecordDecision:
     """Make the decision durable; answer with `Recorded` or `NotRecorded`."""
 
     at: int
@@ -113,7 +113,7 @@ class Abort:
     epoch: int
 
 
-Instruction = Prepare | Record | Commit | Abort
+Instruction = Prepare | RecordDecision | Commit | Abort
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ class ChangeMachine:
         if self.options.dry_run:
             return self._abort("")
         self.stage = "deciding"
-        return (Record(self.at),)
+        return (RecordDecision(self.at),)
 
     def on_unanswered(self, event: Unanswered) -> Sequence[Instruction]:
         if event.owner not in self.open:

@@ -23,7 +23,7 @@ from .knob_change import (
     Instruction,
     NotRecorded,
     Prepare,
-    Record,
+    RecordDecision,
     Recorded,
     Unanswered,
     Voted,
@@ -110,7 +110,7 @@ class KnobMessenger:
             match instruction:
                 case Prepare():
                     answers.put_nowait(await self._prepare(instruction))
-                case Record(at=at):
+                case RecordDecision(at=at):
                     answers.put_nowait(await _recorded(record, at))
                 case Commit(owner=owner, commit=commit):
                     answers.put_nowait(await self.tell(owner, lambda ref: ref.commit_knobs(commit)))

@@ -22,7 +22,7 @@ from contextlib import suppress
 
 import aiohttp
 
-from ...core.device_memory import Moved, MovedBytes, Tag, TagReport
+from ...core.device_memory import MovedBytes, MovedMemory, Tag, TagReport
 from ...core.errors import EngineError, RequestRefused, WeightsRefused
 from ...core.messages import WeightManifest
 from ...core.protocols import Delta, EngineInfo, EngineTrace, GenerateRequest, PauseMode
@@ -311,7 +311,7 @@ class SglangEngine:
         return self._memory
 
     def memory_tags(self) -> tuple[TagReport, ...]:
-        """See `core.protocols.EngineMemory`; sizes are the server's own."""
+        """See `core.protocols.ReleasesMemory`; sizes are the server's own."""
         return self._saver().reports()
 
     def memory_pids(self) -> tuple[int, ...]:
@@ -319,22 +319,22 @@ class SglangEngine:
         return ()
 
     async def park(self, within_s: float) -> None:
-        """See `core.protocols.EngineMemory`. Health is no longer asked for by generating."""
+        """See `core.protocols.ReleasesMemory`. Health is no longer asked for by generating."""
         async with self._looking:
             self._is_parked = True
         await self._saver().until_idle(within_s)
 
     async def unpark(self) -> None:
-        """See `core.protocols.EngineMemory`."""
+        """See `core.protocols.ReleasesMemory`."""
         self._is_parked = not self._saver().is_whole
 
     async def release_memory(self, tags: Collection[Tag]) -> MovedBytes:
-        """See `core.protocols.EngineMemory`."""
-        return Moved(dropped_bytes=await self._saver().release(tags))
+        """See `core.protocols.ReleasesMemory`."""
+        return MovedMemory(dropped_bytes=await self._saver().release(tags))
 
     async def restore_memory(self, tags: Collection[Tag]) -> MovedBytes:
-        """See `core.protocols.EngineMemory`."""
-        return Moved(dropped_bytes=await self._saver().resume(tags))
+        """See `core.protocols.ReleasesMemory`."""
+        return MovedMemory(dropped_bytes=await self._saver().resume(tags))
 
     # -- questions
 

@@ -273,7 +273,7 @@ class LaunchedSglang:
     # -- memory
 
     def memory_tags(self) -> tuple[TagReport, ...]:
-        """See `core.protocols.EngineMemory`."""
+        """See `core.protocols.ReleasesMemory`."""
         return self._launch.expects or () if self._client is None else self._client.memory_tags()
 
     def memory_pids(self) -> tuple[int, ...]:
@@ -286,19 +286,19 @@ class LaunchedSglang:
         return ()
 
     async def park(self, within_s: float) -> None:
-        """See `core.protocols.EngineMemory`."""
+        """See `core.protocols.ReleasesMemory`."""
         await self._ask(self._running().park(within_s))
 
     async def unpark(self) -> None:
-        """See `core.protocols.EngineMemory`."""
+        """See `core.protocols.ReleasesMemory`."""
         await self._ask(self._running().unpark())
 
     async def release_memory(self, tags: Collection[Tag]) -> MovedBytes:
-        """See `core.protocols.EngineMemory`."""
+        """See `core.protocols.ReleasesMemory`."""
         return await self._ask(self._running().release_memory(tags))
 
     async def restore_memory(self, tags: Collection[Tag]) -> MovedBytes:
-        """See `core.protocols.EngineMemory`."""
+        """See `core.protocols.ReleasesMemory`."""
         return await self._ask(self._running().restore_memory(tags))
 
 

@@ -24,7 +24,7 @@ from ...core.actor import ActorContext, PeerEvent
 from ...core.clock import Clock
 from ...core.device_memory import MemoryCommand, MemoryReply, MovedBytes, Tag, TagReport, TenantReport
 from ...core.errors import EngineError, MemoryFault, MyxaError
-from ...core.protocols import Delta, Engine, EngineMemory, GenerateRequest
+from ...core.protocols import Delta, Engine, GenerateRequest, ReleasesMemory
 from ...core.retry import until_answered
 from ..contracts.memory import MemoryContract
 from ..contracts.roles import CoordinatorContract
@@ -37,7 +37,7 @@ from ..tenancy.time_share import ROLLOUT
 class Tenancy:
     """Where the engine's memory lies, and who leases it."""
 
-    memory: EngineMemory
+    memory: ReleasesMemory
     devices: tuple[str, ...]
     node: int
     manager: str
@@ -152,7 +152,7 @@ class EngineTurn:
     def __init__(
         self,
         engine: Engine,
-        memory: EngineMemory,
+        memory: ReleasesMemory,
         *,
         on_weights_lost: Callable[[], Awaitable[None]],
         on_change: Callable[[bool], None] = lambda _: None,

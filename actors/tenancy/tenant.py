@@ -25,8 +25,8 @@ from ...core.device_memory import (
     AssetStore,
     MemoryCommand,
     MemoryReply,
-    Moved,
     MovedBytes,
+    MovedMemory,
     Tag,
     TagPolicy,
     TagReport,
@@ -494,9 +494,9 @@ class WorkspaceRoom:
         left, self._is_held = self._is_held and WORKSPACE in tags, self._is_held and WORKSPACE not in tags
         if left:
             self._vacate()
-        return Moved(dropped_bytes=self._num_bytes if left else 0)
+        return MovedMemory(dropped_bytes=self._num_bytes if left else 0)
 
     def restore(self, tags: Collection[Tag]) -> MovedBytes:
         """See the protocol."""
         self._is_held = self._is_held or WORKSPACE in tags
-        return Moved()
+        return MovedMemory()

@@ -19,7 +19,7 @@ import msgspec
 
 from ...core.completions import Completion
 from ..arguments import bind
-from .extraction import Answer, Extract, accepted_labels, after_thought, labels_of_numbers, read_answer
+from .extraction import Extract, JudgedText, accepted_labels, after_thought, labels_of_numbers, read_answer
 from .mathematics import math_equal, prepare
 from .numbers import Quantity, last_quantity, parse_quantity
 from .words import choice, f1
@@ -65,7 +65,7 @@ def numeric(
     return float(any(given.equals(one, relative=limit, absolute=Fraction(absolute)) for one, limit in pairs))
 
 
-def quantity_of(answer: Answer) -> Quantity | None:
+def quantity_of(answer: JudgedText) -> Quantity | None:
     """The number that was answered."""
     whole = parse_quantity(answer.text)
     return last_quantity(answer.text) if whole is None and not answer.is_marked else whole

@@ -66,7 +66,7 @@ LEADING = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class JudgedText:
     """What is judged."""
 
     text: str
@@ -159,15 +159,15 @@ def last_line(text: str) -> str | None:
     return lines[-1].strip() or None
 
 
-def read_answer(text: str, how: Extract = "auto") -> Answer | None:
+def read_answer(text: str, how: Extract = "auto") -> JudgedText | None:
     """The answer in `text`, or None if there is none of that kind. `auto`: boxed, else marker, else tag, else all."""
     if how == "all":
-        return Answer(text.strip(), is_marked=False)
+        return JudgedText(text.strip(), is_marked=False)
     if how == "auto":
         found = _marked(text)
-        return Answer(text.strip(), is_marked=False) if found is None else Answer(found, is_marked=True)
+        return JudgedText(text.strip(), is_marked=False) if found is None else JudgedText(found, is_marked=True)
     found = {"boxed": boxed, "marker": after_marker, "tag": in_tag, "last_line": last_line}[how](text)
-    return Answer(found, is_marked=how != "last_line") if found is not None else None
+    return JudgedText(found, is_marked=how != "last_line") if found is not None else None
 
 
 def extract(text: str, how: Extract) -> str | None:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ...core.completions import Completion
-from .extraction import TAG, Answer, accepted_labels, read_answer
+from .extraction import TAG, JudgedText, accepted_labels, read_answer
 from .numbers import NONE, Unit, are_same, last_quantity, parse_quantity, parse_unit
 
 MAX_MEMORY_BYTES = 2 << 30
@@ -216,7 +216,7 @@ def _compare_all(compare: Compare, pairs: Sequence[_Pair], say: Say) -> None:
         say(WRONG)
 
 
-def _at_once(label: str, answer: Answer) -> bool | _Pair:
+def _at_once(label: str, answer: JudgedText) -> bool | _Pair:
     """The judgement, where it takes no algebra; else what is to be compared."""
     if label and answer.text == label:
         return True

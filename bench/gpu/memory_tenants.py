@@ -27,7 +27,15 @@ from memory_standins import EngineStandIn, Shape, TrainerStandIn, finish
 from myxa.actors.contracts.memory import MemoryContract
 from myxa.actors.tenancy.tenant import Tenant, TenantOptions
 from myxa.core.actor import PeerEvent
-from myxa.core.device_memory import OPTIMIZER_PARTS, MemoryCommand, MemoryReply, Moved, Tag, TagReport, TenantReport
+from myxa.core.device_memory import (
+    OPTIMIZER_PARTS,
+    MemoryCommand,
+    MemoryReply,
+    MovedMemory,
+    Tag,
+    TagReport,
+    TenantReport,
+)
 from myxa.memory.arenas.arena import Arena
 from myxa.memory.arenas.streams import Restoring, Saving
 
@@ -54,7 +62,7 @@ class StreamedStore:
     def report(self) -> tuple[TagReport, ...]:
         return self.arena.report()
 
-    def release(self, tags: Collection[Tag]) -> Moved:
+    def release(self, tags: Collection[Tag]) -> MovedMemory:
         own = self._own(tags)
         self.arrive()
         held = sum(r.num_bytes for r in self.arena.report() if r.tag in own and r.backing.startswith("mapped"))
@@ -64,18 +72,20 @@ class StreamedStore:
         if self._going is not None and own & COPIED:
             copied += self._going.wait_all().copied_bytes  # over: what was begun early is part of this departure
             self._going = None
-        return Moved(copied_bytes=copied, dropped_bytes=held - copied, seconds=moved.seconds)
+        return MovedMemory(copied_bytes=copied, dropped_bytes=held - copied, seconds=moved.seconds)
 
-    def restore(self, tags: Collection[Tag]) -> Moved:
+    def restore(self, tags: Collection[Tag]) -> MovedMemory:
         own = self._own(tags)
         if not self.is_streaming or not own & COPIED:
             moved = self.arena.restore(own)
-            return Moved(copied_bytes=moved.copied_bytes, dropped_bytes=moved.dropped_bytes, seconds=moved.seconds)
+            return MovedMemory(
+                copied_bytes=moved.copied_bytes, dropped_bytes=moved.dropped_bytes, seconds=moved.seconds
+            )
         awaited = own - frozenset(OPTIMIZER_PARTS)
         self._coming = self.arena.begin_restore(own, awaited=awaited)
         for tag in awaited:
             self._coming.wait(tag)
-        return Moved()
+        return MovedMemory()
 
     def arrive(self) -> None:
         """Until all moments are there."""

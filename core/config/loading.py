@@ -31,7 +31,7 @@ from pydantic import ValidationError
 
 from ..errors import ConfigError
 from .data import parse_sources
-from .problems import Origin, Origins, Problem, described, misspelt_aliases, problems_of, render
+from .problems import KeyOrigin, KeyOrigins, Problem, described, misspelt_aliases, problems_of, render
 from .root import RunConfig
 from .section import (
     ANY_NAME,
@@ -95,7 +95,7 @@ DECODE_PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)
 class _Layers:
     """What has been read so far: merged values, where each came from, what could not be read."""
 
-    origins: Origins
+    origins: KeyOrigins
     table: Table = field(default_factory=dict[str, Any])
     problems: list[Problem] = field(default_factory=list[Problem])
     bad: set[KeyPath] = field(default_factory=set[KeyPath])
@@ -109,7 +109,7 @@ class Inspected:
     config: RunConfig | None
     """With the defaults for what is wrong; None if even that makes no run."""
     problems: tuple[Problem, ...]
-    origins: Origins
+    origins: KeyOrigins
     bad: frozenset[KeyPath]
     """Keys whose values could not be used; what `config` says of them is not the user's."""
 
@@ -139,7 +139,7 @@ def inspect_config(
     or is no TOML."""
     if not files:
         raise ConfigError("no run file was given", remedy="name a TOML file")
-    layers = _Layers(Origins(str(files[0])))
+    layers = _Layers(KeyOrigins(str(files[0])))
     for number, file in enumerate(files):
         _read_file(layers, Path(file), text if number == 0 else None)
     for override in overrides:
@@ -204,7 +204,7 @@ def _read_file(layers: _Layers, file: Path, text: str | None) -> None:
     _resolve(table, file.absolute().parent)
     _merge(layers.table, table)
     for key, line in key_lines(text).items():
-        layers.origins.note(key, Origin(str(file), line))
+        layers.origins.note(key, KeyOrigin(str(file), line))
 
 
 def _read_text(file: Path) -> str:
@@ -226,7 +226,7 @@ def _syntax_message(file: Path, text: str, error: str) -> str:
 
 
 def _read_override(layers: _Layers, override: str) -> None:
-    origin = Origin(f"--set {override}", 0)
+    origin = KeyOrigin(f"--set {override}", 0)
     key_text, equals, value_text = override.partition("=")
     path = _override_path(key_text) if equals else None
     if path is None:

@@ -18,7 +18,7 @@ SHOWN_CHARS = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class KeyOrigin:
     """Where a value was written: a file and line, or a flag (line 0)."""
 
     place: str
@@ -28,23 +28,23 @@ class Origin:
         return f"{self.place}:{self.line}" if self.line else self.place
 
 
-class Origins:
+class KeyOrigins:
     """Where every key was written last."""
 
     def __init__(self, first_file: str) -> None:
         self._first_file = first_file
-        self._by_path: dict[KeyPath, Origin] = {}
+        self._by_path: dict[KeyPath, KeyOrigin] = {}
 
-    def note(self, path: KeyPath, origin: Origin) -> None:
+    def note(self, path: KeyPath, origin: KeyOrigin) -> None:
         """A key was written there; earlier places are forgotten."""
         self._by_path[path] = origin
 
-    def of(self, path: KeyPath) -> Origin:
+    def of(self, path: KeyPath) -> KeyOrigin:
         """Where the key, or the innermost table around it, was written; the first file if nowhere."""
         for length in range(len(path), 0, -1):
             if path[:length] in self._by_path:
                 return self._by_path[path[:length]]
-        return Origin(self._first_file, 0)
+        return KeyOrigin(self._first_file, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Problem:
 
     path: KeyPath
     cause: str
-    origin: Origin | None
+    origin: KeyOrigin | None
     shown: str = ""
     """The value as text; empty when there is none to show."""
     involved: tuple[KeyPath, ...] = ()
@@ -86,7 +86,7 @@ def render(problems: Sequence[Problem], files: Sequence[str]) -> str:
     return f"{', '.join(files)}: {len(problems)} problems\n{lines}"
 
 
-def problems_of(error: ValidationError, table: Table, origins: Origins) -> list[Problem]:
+def problems_of(error: ValidationError, table: Table, origins: KeyOrigins) -> list[Problem]:
     """All problems of one validation, in the order of the sections; one per path."""
     found: dict[KeyPath, Problem] = {}
     for detail in error.errors(include_url=False):
@@ -101,7 +101,7 @@ def problems_of(error: ValidationError, table: Table, origins: Origins) -> list[
     return list(found.values())
 
 
-def misspelt_aliases(table: Table, origins: Origins) -> list[Problem]:
+def misspelt_aliases(table: Table, origins: KeyOrigins) -> list[Problem]:
     """Take sections out that are called by their Python name (`asynchrony`) instead of the one in files (`async`)."""
     found: list[Problem] = []
     for name, field in RunConfig.model_fields.items():

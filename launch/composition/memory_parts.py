@@ -15,7 +15,7 @@ from ...core.clock import Clock
 from ...core.config import RunConfig
 from ...core.device_memory import Tag, TagPolicy, TagReport
 from ...core.errors import ConfigError
-from ...core.protocols import Engine, EngineMemory
+from ...core.protocols import Engine, ReleasesMemory
 from ...memory.budget import DEFAULT_SHARE, ITEM_BYTES
 from ..actor_spec import ActorSpec
 
@@ -262,7 +262,7 @@ def rollout_tenancy(spec: ActorSpec, config: RunConfig, engine: Engine | None) -
     give their memory back."""
     if not takes_turns(config):
         return None
-    if not isinstance(engine, EngineMemory):
+    if not isinstance(engine, ReleasesMemory):
         raise ConfigError(f"{spec.name}: this kind of engine keeps its memory", remedy='set memory.share = "none"')
     from ...actors.rollout.tenant import Tenancy
 

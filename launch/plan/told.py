@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...core.config import Inspected
-from ...core.config.problems import Origin, Problem
+from ...core.config.problems import KeyOrigin, Problem
 from ...core.errors import MyxaError
 from ..preflight.finding import Finding
 
@@ -47,7 +47,7 @@ def of_problem(problem: Problem, inspected: Inspected) -> Told:
 
 def of_finding(finding: Finding, inspected: Inspected) -> Told:
     """One of the machine, the files, or what the numbers come to."""
-    origin = inspected.origins.of(tuple(finding.key.split("."))) if finding.key else Origin("", 0)
+    origin = inspected.origins.of(tuple(finding.key.split("."))) if finding.key else KeyOrigin("", 0)
     severity: Severity = "warning" if finding.is_warning else "error"
     return Told(severity, origin.place, origin.line, finding.key, finding.error.message, finding.error.remedy)
 

@@ -14,7 +14,7 @@ from ...core.actor import PeerEvent
 from ...core.errors import ConfigError, LaunchError, MyxaError
 from ...core.messages import RunStatus
 from ...core.supervision import (
-    Done,
+    AllEnded,
     Drain,
     End,
     FailRun,
@@ -357,7 +357,7 @@ class RunSupervisor(SupervisorContract):
                     self.blame(instruction.culprit, instruction.reason)
                     if not self.failed.done():
                         self.failed.set_result(instruction)
-                case GiveUp() | Retired() | Done():
+                case GiveUp() | Retired() | AllEnded():
                     self._take_leave(instruction)
 
     def _kill_hung(self, kill: Kill) -> None:
@@ -366,7 +366,7 @@ class RunSupervisor(SupervisorContract):
             self.signalled(name, signal.SIGKILL, f"the launcher, since {kill.reason}")
         self.ctx.spawn(self._reach.kill_hung(kill.children), name=f"kill {kill.children[0]}")
 
-    def _take_leave(self, news: GiveUp | Retired | Done) -> None:
+    def _take_leave(self, news: GiveUp | Retired | AllEnded) -> None:
         if isinstance(news, Retired):
             for name in news.children:
                 self.ctx.log.info("%s has left the run", name)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 
 from msgspec.structs import replace
 
-from ...core.device_memory import Moved, MovedBytes, Tag, TagReport
+from ...core.device_memory import MovedBytes, MovedMemory, Tag, TagReport
 from ...core.errors import MemoryFault
 from .arena import Arena
 from .tag_states import AWAY
@@ -28,11 +28,11 @@ class SpreadArenas:
         """Of each tag what the fullest device has of it; it is away only where all have it away."""
         return tuple(_fullest(parts) for parts in zip(*(arena.report() for arena in self.arenas), strict=True))
 
-    def release(self, tags: Collection[Tag]) -> Moved:
+    def release(self, tags: Collection[Tag]) -> MovedMemory:
         """See the protocol. A tag that fails on one device stays on the others."""
         return _sum([arena.release(tags) for arena in self.arenas])
 
-    def restore(self, tags: Collection[Tag]) -> Moved:
+    def restore(self, tags: Collection[Tag]) -> MovedMemory:
         """See the protocol. With MemoryFault the tags that were away are away again."""
         moved: list[MovedBytes] = []
         away = {report.tag for report in self.report() if report.backing in AWAY}
@@ -63,8 +63,8 @@ def _fullest(parts: Sequence[TagReport]) -> TagReport:
     return replace(worst, num_bytes=num_bytes, host_bytes=host_bytes)
 
 
-def _sum(moved: Sequence[MovedBytes]) -> Moved:
-    return Moved(
+def _sum(moved: Sequence[MovedBytes]) -> MovedMemory:
+    return MovedMemory(
         copied_bytes=sum(m.copied_bytes for m in moved),
         dropped_bytes=sum(m.dropped_bytes for m in moved),
         seconds=sum(m.seconds for m in moved),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from myxa.algos.staleness import NO_TOKEN, POLICIES, Admission, LinePlace, Overdue, Stage
+from myxa.algos.staleness import NO_TOKEN, POLICIES, Admission, LinePlace, LineStage, Overdue
 
 SEED = 20261
 NUM_SCHEDULES = 10_000
@@ -146,11 +146,11 @@ class Schedule:
             work.oldest = NO_TOKEN
             self.waiting[group_id] = work
         self.under_way.clear()
-        places = [LinePlace(g, 0, Stage.TAKEN) for g in taken]
+        places = [LinePlace(g, 0, LineStage.TAKEN) for g in taken]
         places += [
-            LinePlace(g, -1 if w.oldest == NO_TOKEN else w.oldest, Stage.WAITING) for g, w in self.waiting.items()
+            LinePlace(g, -1 if w.oldest == NO_TOKEN else w.oldest, LineStage.WAITING) for g, w in self.waiting.items()
         ]
-        places += [LinePlace(g, oldest, Stage.READY) for g, oldest in self.ready.items()]
+        places += [LinePlace(g, oldest, LineStage.READY) for g, oldest in self.ready.items()]
         self.waiting = dict(sorted(self.waiting.items()))
         self.admission = Admission(old.policy, max_staleness=old.max_staleness, batch_size=old.batch_size)
         self.drop(
@@ -193,7 +193,7 @@ class Schedule:
         admission = self.admission
         if admission.policy == "drop":
             return
-        open_groups = [e for e in admission._line if e.stage is not Stage.TAKEN and e.version != NO_TOKEN]
+        open_groups = [e for e in admission._line if e.stage is not LineStage.TAKEN and e.version != NO_TOKEN]
         dues = sorted(e.version + admission.max_staleness for e in open_groups)
         for number, due in enumerate(dues, 1):
             assert number <= (due - admission.next_step + 1) * admission.batch_size

@@ -77,7 +77,7 @@ class Shelf:
         )
 
     def release(self, tags: Any) -> Any:
-        from myxa.core.device_memory import Moved
+        from myxa.core.device_memory import MovedMemory
 
         for tag in tags:
             if self.policy[tag] == "backup":
@@ -85,7 +85,7 @@ class Shelf:
             for tensor in self.tensors(tag):
                 tensor.fill_(float("nan"))
             self.backing[tag] = "host" if self.policy[tag] == "backup" else "discarded"
-        return Moved()
+        return MovedMemory()
 
     def begin_restore(self, tags: Any, *, awaited: Any) -> Shelf:
         for tag in tags:

@@ -11,8 +11,8 @@ from myxa.core.supervision import (
     ALIVE,
     OVER,
     TRANSITIONS,
+    AllEnded,
     Backoff,
-    Done,
     End,
     FailRun,
     GangRound,
@@ -111,7 +111,7 @@ def test_the_fourth_end_within_the_period_fails_the_run_and_names_the_budget():
     assert fail.reason == "rollout/0 ended with exit status 1 and its budget of 3 restarts in 300 s is spent"
     assert end == End(("buffer",), (10.0,), fail.reason)
     assert supervisor.state("rollout/0") == "failed"
-    assert supervisor.on_exit("buffer", 0, 41.0) == [Done()]
+    assert supervisor.on_exit("buffer", 0, 41.0) == [AllEnded()]
 
 
 def test_who_has_lived_for_a_while_is_started_again_at_once_and_the_budget_counts_all_the_same():
@@ -132,8 +132,8 @@ def test_restarts_that_led_to_work_do_not_count_a_period_later():
         launch(supervisor, restart)
         supervisor.on_work("rollout/0", 310.0 * n + 10.0)
         supervisor.on_work("rollout/0", 310.0 * n + 20.0)  # it may be seen as often as one likes
-    _, done = both(supervisor.on_exit("rollout/0", 1, 310.0 * 4 + 309.0), FailRun, Done)
-    assert done == Done()
+    _, done = both(supervisor.on_exit("rollout/0", 1, 310.0 * 4 + 309.0), FailRun, AllEnded)
+    assert done == AllEnded()
 
 
 @pytest.mark.parametrize("lasts_s", [120.0, 302.0, 10_000.0])
@@ -147,7 +147,7 @@ def test_attempts_that_take_long_to_fail_and_come_to_no_work_run_out_all_the_sam
             supervisor.on_up("rollout/0")  # its process joined; its model loads
         supervisor.on_work("rollout/0" if not answers else "rollout/9", lasts_s * n)  # of nobody, and too late: nothing
         assert restart.attempts == (n,)
-    fail, _ = both(supervisor.on_exit("rollout/0", 3, lasts_s * 4), FailRun, Done)
+    fail, _ = both(supervisor.on_exit("rollout/0", 3, lasts_s * 4), FailRun, AllEnded)
     told = "3 restarts in 300 s is" if 3 * lasts_s < 300 else "3 restarts that come to no work is"
     assert f"its budget of {told} spent" in fail.reason
 
@@ -313,15 +313,15 @@ def test_transient_children_may_finish_and_temporary_ones_are_never_started_agai
     assert supervisor.state("t") == "stopped"
     assert isinstance(supervisor.on_exit("u", 3, 0.0)[0], Restart)
     never = make(run(alone("coordinator", restart="temporary")))
-    fail, done = both(never.on_exit("coordinator", 0, 1.0), FailRun, Done)
-    assert (fail.exit_code, done) == (4, Done())
+    fail, done = both(never.on_exit("coordinator", 0, 1.0), FailRun, AllEnded)
+    assert (fail.exit_code, done) == (4, AllEnded())
     assert fail.reason == "coordinator ended with exit status 0 and is never restarted"
 
 
 def test_a_run_of_transient_children_is_done_when_the_last_has_finished():
     supervisor = make(run(ChildSpec("a", "transient"), ChildSpec("b", "transient")))
     assert supervisor.on_exit("a", 0, 0.0) == []
-    assert supervisor.on_exit("b", 0, 0.0) == [Done()]
+    assert supervisor.on_exit("b", 0, 0.0) == [AllEnded()]
 
 
 def rollouts(quorum: int, size: int = 3, **options) -> BranchSpec:
@@ -361,14 +361,14 @@ def test_a_lost_node_fails_the_run_and_names_the_node():
     assert fail == FailRun("launcher/1", "launcher/1 is gone", 4)
     assert end.children == ("rollout/2",)
     assert first(supervisor.on_exit("rollout/2", 0, 2.0), End).children == ("buffer",)
-    assert supervisor.on_exit("buffer", 0, 2.0) == [Done()]
+    assert supervisor.on_exit("buffer", 0, 2.0) == [AllEnded()]
 
 
 def test_a_gang_that_lost_a_member_with_its_node_is_not_started_again():
     supervisor = make(run(gang("trainer", 2)))
     supervisor.on_exit("trainer/0", 1, 0.0)
-    _, done = both(supervisor.on_lost("launcher/1", ["trainer/1"], "launcher/1 is gone", 0.1), FailRun, Done)
-    assert done == Done()
+    _, done = both(supervisor.on_lost("launcher/1", ["trainer/1"], "launcher/1 is gone", 0.1), FailRun, AllEnded)
+    assert done == AllEnded()
 
 
 def test_members_that_were_given_up_stay_out_of_later_restarts():
@@ -414,7 +414,7 @@ def test_a_hung_child_is_killed_if_that_is_wanted_and_then_its_restart_rule_deci
     launch(supervisor, restart)
     _, fail = both(supervisor.on_health("rollout/0", "hung", "again", 4.0), Kill, FailRun)
     assert fail.reason.endswith("was killed and its budget of 1 restarts in 300 s is spent")
-    assert supervisor.on_exit("rollout/0", KILLED, 5.0) == [Done()]
+    assert supervisor.on_exit("rollout/0", KILLED, 5.0) == [AllEnded()]
 
 
 def test_one_that_all_others_gave_up_is_ended_whatever_is_wanted_of_hung_ones():
@@ -493,8 +493,8 @@ def test_stop_ends_role_by_role_last_started_first_and_starts_none_again():
     assert first(supervisor.on_exit("rollout/2", 0, 3.0), End).children == ("trainer/1", "trainer/0")
     supervisor.on_exit("trainer/1", 0, 3.0)
     assert first(supervisor.on_exit("trainer/0", 0, 3.0), End).children == ("buffer",)
-    assert supervisor.on_exit("buffer", 0, 3.0) == [Done()]
-    assert supervisor.stop("once more", 4.0) == [Done()]
+    assert supervisor.on_exit("buffer", 0, 3.0) == [AllEnded()]
+    assert supervisor.stop("once more", 4.0) == [AllEnded()]
 
 
 def test_children_that_were_never_started_are_not_waited_for():
@@ -505,14 +505,14 @@ def test_children_that_were_never_started_are_not_waited_for():
     assert supervisor.state("b") == "stopped"
     with pytest.raises(SupervisionError, match="'launch' cannot happen"):
         supervisor.on_launch("b")
-    assert supervisor.on_exit("a", 0, 2.0) == [Done()]
-    assert make(run(ChildSpec("a")), is_launched=False).stop("asked to", 1.0) == [Done()]
+    assert supervisor.on_exit("a", 0, 2.0) == [AllEnded()]
+    assert make(run(ChildSpec("a")), is_launched=False).stop("asked to", 1.0) == [AllEnded()]
 
 
 def test_only_the_first_failure_is_the_verdict():
     supervisor = make(run(alone("a", restart="temporary"), alone("b", restart="temporary")))
     supervisor.on_exit("a", 5, 1.0)
-    assert supervisor.on_exit("b", 1, 1.0) == [Done()]
+    assert supervisor.on_exit("b", 1, 1.0) == [AllEnded()]
     assert supervisor.verdict is not None
     assert (supervisor.verdict.culprit, supervisor.verdict.exit_code) == ("a", 5)
 

@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from myxa.core.supervision import (
     ALIVE,
+    AllEnded,
     Backoff,
-    Done,
     Drain,
     End,
     FailRun,
@@ -128,7 +128,7 @@ class Histories(RuleBasedStateMachine):
                     assert not self.is_over
                     assert instruction.exit_code in (2, 4, 5)
                     self.is_over = True
-                case Done():
+                case AllEnded():
                     assert not self.processes
                     self.is_done = True
 

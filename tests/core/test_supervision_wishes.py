@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from myxa.core.supervision import Backoff, Done, Drain, End, FailRun, GangRound, GiveUp, Restart, Retired, Supervisor
+from myxa.core.supervision import (
+    AllEnded,
+    Backoff,
+    Drain,
+    End,
+    FailRun,
+    GangRound,
+    GiveUp,
+    Restart,
+    Retired,
+    Supervisor,
+)
 from myxa.core.supervision_tree import BranchSpec, ChildSpec, SupervisionError
 
 KILLED = -9
@@ -248,4 +259,4 @@ def test_the_end_of_the_run_waits_for_nobody_who_hands_back_work():
     assert supervisor.stop("over", 2.0) == [End(("rollout/1", "rollout/0"), (7.0, 7.0), "over")]
     for name in ("rollout/1", "rollout/0", "trainer/1", "trainer/0", "buffer"):
         instructions = supervisor.on_exit(name, 0, 3.0)
-    assert instructions == [Done()]
+    assert instructions == [AllEnded()]

@@ -28,7 +28,7 @@ from myxa.core.clock import SystemClock
 from myxa.core.device_memory import TagReport
 from myxa.core.errors import ConfigError, EngineError, MemoryFault
 from myxa.core.messages import SamplingParams
-from myxa.core.protocols import EngineMemory, GenerateRequest
+from myxa.core.protocols import GenerateRequest, ReleasesMemory
 from myxa.core.samples import Message, Prompt
 from myxa.memory.arenas.arena import Arena
 from myxa.memory.arenas.host_pool import HostPool
@@ -60,7 +60,7 @@ async def client(**habits: Any) -> AsyncGenerator[tuple[SaverServer, SglangEngin
 @pytest.mark.asyncio
 async def test_what_it_holds_is_what_the_server_says():
     async with client() as (_, engine):
-        assert isinstance(engine, EngineMemory)
+        assert isinstance(engine, ReleasesMemory)
         held = {report.tag: report for report in engine.memory_tags()}
         assert held["weights"].num_bytes == int(1.5 * GIB)
         assert held["kv_cache"].num_bytes == 4 * GIB

@@ -19,7 +19,7 @@ from myxa.actors.coordinator.knob_change import (
     Instruction,
     NotRecorded,
     Prepare,
-    Record,
+    RecordDecision,
     Recorded,
     Unanswered,
     Voted,
@@ -138,7 +138,7 @@ class World:
             return
         self.dead.append(site)
         # Part of what was on its way to it may have been done before it died.
-        lost = [(m, i) for m, i in self.under_way if not isinstance(i, Record) and i.owner == name]
+        lost = [(m, i) for m, i in self.under_way if not isinstance(i, RecordDecision) and i.owner == name]
         self.under_way = [pair for pair in self.under_way if pair not in lost]
         for machine, instruction in lost:
             event: ChangeEvent = Unanswered(name, "died") if isinstance(instruction, Prepare) else Gone(name, "died")
@@ -190,7 +190,7 @@ class World:
     def _send(self, machine: ChangeMachine, instructions: list[Instruction]) -> None:
         for each in instructions:
             self.under_way.append((machine, each))
-            if not isinstance(each, Record):
+            if not isinstance(each, RecordDecision):
                 self.told.append(each)
             if isinstance(each, Abort):
                 self.aborted += 1
@@ -201,11 +201,11 @@ class World:
         """One of the instructions that are under way arrives, in any order between owners, in order to one owner."""
         firsts: dict[str, int] = {}
         for index, (_, each) in enumerate(self.under_way):
-            firsts.setdefault("" if isinstance(each, Record) else each.owner, index)
+            firsts.setdefault("" if isinstance(each, RecordDecision) else each.owner, index)
         if not firsts:
             return
         machine, each = self.under_way.pop(sorted(firsts.values())[pick % len(firsts)])
-        if isinstance(each, Record):
+        if isinstance(each, RecordDecision):
             self._record(machine, each)
             return
         site = self.sites.get(each.owner)
@@ -224,7 +224,7 @@ class World:
                 site.owner.abort(epoch)
                 self.answers.append((machine, Delivered(each.owner)))
 
-    def _record(self, machine: ChangeMachine, each: Record) -> None:
+    def _record(self, machine: ChangeMachine, each: RecordDecision) -> None:
         if self.disk_is_full:
             self.answers.append((machine, NotRecorded("disk full")))
             return

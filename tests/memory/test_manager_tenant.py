@@ -12,7 +12,7 @@ import pytest
 from myxa.actors.own_thread import in_own_thread
 from myxa.actors.tenancy.tenant import Tenant, TenantOptions
 from myxa.core.clock import SystemClock
-from myxa.core.device_memory import CommandKind, MemoryCommand, MemoryReply, Moved, Tag, TagReport
+from myxa.core.device_memory import CommandKind, MemoryCommand, MemoryReply, MovedMemory, Tag, TagReport
 from myxa.core.errors import MemoryFault
 from myxa.core.process import start_time
 from myxa.memory.communicators.residency import CommStats, ResidencyKind
@@ -48,19 +48,19 @@ class Store:
     def report(self) -> tuple[TagReport, ...]:
         return (TagReport("optimizer", 100, "backup", "mapped_dirty" if self.is_mapped else "host"),)
 
-    def release(self, tags: Collection[Tag]) -> Moved:
+    def release(self, tags: Collection[Tag]) -> MovedMemory:
         return self._move("release", False)
 
-    def restore(self, tags: Collection[Tag]) -> Moved:
+    def restore(self, tags: Collection[Tag]) -> MovedMemory:
         return self._move("restore", True)
 
-    def _move(self, what: str, is_mapped: bool) -> Moved:
+    def _move(self, what: str, is_mapped: bool) -> MovedMemory:
         self.log.append(what)
         self.num_moves += 1
         if self.error is not None:
             raise self.error
         self.is_mapped = is_mapped
-        return Moved(copied_bytes=100, seconds=0.5)
+        return MovedMemory(copied_bytes=100, seconds=0.5)
 
 
 class Comms:

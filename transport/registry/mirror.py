@@ -15,7 +15,7 @@ from ...core.clock import Clock
 from ...core.errors import CallError, LaunchError, NotSent, PeerDied, StaleEpoch
 from ...core.handlers import HandlerSpec
 from ...core.ids import PeerKey
-from ...core.refs import Caller, make_ref, with_deadline
+from ...core.refs import RequestSender, make_ref, with_deadline
 from ..session.pending import Order, Route
 from ..session.session import Session
 from .bootstrap import RegistrySeat
@@ -55,11 +55,11 @@ class Mirror:
         self._fenced = fenced
         self._changed: dict[asyncio.Event, None] = {}  # in order: a simulated run repeats itself
         self._log = logging.getLogger("myxa.transport")
-        self._caller: Caller | None = None
+        self._caller: RequestSender | None = None
         self.on_update: Callable[[Directory], None] | None = None
         """Called first when something has changed: who may speak is decided by the directory."""
 
-    def call_with(self, caller: Caller) -> None:
+    def call_with(self, caller: RequestSender) -> None:
         self._caller = caller
 
     @property

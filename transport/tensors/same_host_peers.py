@@ -33,7 +33,7 @@ from ...core.errors import CallError, MyxaError, NoSuchActor, SlabError
 from ...core.handlers import NO_SCOPE, HandlerSpec, call, fresh_context
 from ...core.ids import PeerKey
 from ...core.process import boot_id
-from ...core.refs import Caller, make_ref
+from ...core.refs import RequestSender, make_ref
 from ..session.pending import Route
 from ..wire import Endpoints
 from .kernel import IS_LINUX, admit_reader, has_exited, read_bytes, watch_process
@@ -88,7 +88,7 @@ class Directions:
 class SameHostPeers:
     """All other processes of this host that we have to do with."""
 
-    def __init__(self, endpoints: Endpoints, directions: Directions, caller: Caller, clock: Clock) -> None:
+    def __init__(self, endpoints: Endpoints, directions: Directions, caller: RequestSender, clock: Clock) -> None:
         self._endpoints = endpoints
         self._directions = directions
         self._caller = caller

@@ -21,7 +21,7 @@ from torch import nn
 from ....core.clock import Clock
 from ....core.config import TrainerConfig
 from ....core.config.learning import MegatronSettings
-from ....core.device_memory import OPTIMIZER_PARTS, Moved, MovedBytes, Tag, TagPolicy, TagReport
+from ....core.device_memory import OPTIMIZER_PARTS, MovedBytes, MovedMemory, Tag, TagPolicy, TagReport
 from ....core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ class MegatronResidence:
             coming.wait(tag)
         if "params" in away and self._params_policy == "rematerialise":
             self._is_stale = True
-        return Moved(
+        return MovedMemory(
             copied_bytes=sum(r.num_bytes for r in away.values() if r.backing == "host"),
             dropped_bytes=sum(r.num_bytes for r in away.values() if r.backing == "discarded"),
             seconds=self._clock.monotonic() - started,

@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from torch import Tensor, nn
 
 from ....core.clock import Clock
-from ....core.device_memory import OPTIMIZER_PARTS, Moved, MovedBytes, Tag, TagPolicy, TagReport
+from ....core.device_memory import OPTIMIZER_PARTS, MovedBytes, MovedMemory, Tag, TagPolicy, TagReport
 from ....memory.arenas.arena import Arena
 from ....memory.arenas.parts import LEAST_GRANULES, shares
 from ....memory.arenas.streams import Restoring
@@ -112,7 +112,7 @@ class TorchResidence:
         self._coming = self._arena.begin_restore(known, awaited=awaited)
         for tag in awaited:
             self._coming.wait(tag)
-        return Moved(copied_bytes=copied, dropped_bytes=dropped, seconds=self._clock.monotonic() - started)
+        return MovedMemory(copied_bytes=copied, dropped_bytes=dropped, seconds=self._clock.monotonic() - started)
 
     def _known(self, tags: Collection[Tag]) -> list[Tag]:
         return [report.tag for report in self.report() if report.tag in tags]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ....algos.losses import TokenLoss
 from ....algos.objective import LossTokens, TokenFunctions
-from ....algos.ratios import Weights
+from ....algos.ratios import TokenWeights
 from ....core.config import AlgoConfig
 from ....core.errors import ConfigError, UserCodeError
 from ...user_code import LOSS_FN, WEIGHT_FN, UserFunction, load_function, source_digest, what_was_raised
@@ -78,13 +78,13 @@ def _loss(named: str, function: UserFunction, tokens: LossTokens) -> TokenLoss:
     return TokenLoss(loss_T, nowhere_T, nowhere_T, rows)
 
 
-def _weight(named: str, function: UserFunction, tokens: LossTokens) -> Weights:
+def _weight(named: str, function: UserFunction, tokens: LossTokens) -> TokenWeights:
     everywhere_T = torch.ones_like(tokens.live_T, dtype=torch.bool)
     if not tokens.live_T.numel():
-        return Weights(tokens.live_T.detach(), everywhere_T, ~everywhere_T)
+        return TokenWeights(tokens.live_T.detach(), everywhere_T, ~everywhere_T)
     weight, keep = _pair(_returned(named, function, tokens), everywhere_T)
     keep_T = _row(named, "what it keeps", keep, tokens, is_flag=True).bool()
-    return Weights(_row(named, "its weight", weight, tokens).detach(), keep_T, ~keep_T)
+    return TokenWeights(_row(named, "its weight", weight, tokens).detach(), keep_T, ~keep_T)
 
 
 def _returned(named: str, function: UserFunction, tokens: LossTokens) -> Any:

@@ -311,18 +311,18 @@ class EmbeddedEngine:
         return self._memory
 
     def memory_tags(self) -> tuple[TagReport, ...]:
-        """See `core.protocols.EngineMemory`."""
+        """See `core.protocols.ReleasesMemory`."""
         if self._state is not None:
             return self._lent().tags()
         _, budget = plan_folder(self._folder, self._options, self._memory)
         return expected(budget.weight_bytes, budget.kv_bytes)
 
     def memory_pids(self) -> tuple[int, ...]:
-        """See `core.protocols.EngineMemory`."""
+        """See `core.protocols.ReleasesMemory`."""
         return self._lent().pids
 
     async def park(self, within_s: float) -> None:
-        """See `core.protocols.EngineMemory`; between two steps nothing runs once no request is left."""
+        """See `core.protocols.ReleasesMemory`; between two steps nothing runs once no request is left."""
         try:
             async with asyncio.timeout(within_s):
                 while await self._started().thread.call(lambda core: core.num_running + core.num_waiting):
@@ -333,10 +333,10 @@ class EmbeddedEngine:
             ) from err
 
     async def unpark(self) -> None:
-        """See `core.protocols.EngineMemory`."""
+        """See `core.protocols.ReleasesMemory`."""
 
     async def release_memory(self, tags: Collection[Tag]) -> MovedBytes:
-        """See `core.protocols.EngineMemory`."""
+        """See `core.protocols.ReleasesMemory`."""
         async with self._preparing:
             state, lent = self._started(), self._lent()
             if "weights" in tags:
@@ -344,7 +344,7 @@ class EmbeddedEngine:
             return await asyncio.get_running_loop().run_in_executor(state.worker, lent.release, tags)
 
     async def restore_memory(self, tags: Collection[Tag]) -> MovedBytes:
-        """See `core.protocols.EngineMemory`."""
+        """See `core.protocols.ReleasesMemory`."""
         state, lent = self._started(), self._lent()
         return await asyncio.get_running_loop().run_in_executor(state.worker, lent.restore, tags)
 
