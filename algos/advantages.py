@@ -1,12 +1,8 @@
-"""From one advantage per sample to one per token: broadcasting, KL in the reward, discounting, whitening.
+"""From one advantage per sample to one per token: broadcasting, KL in the reward, discounting, GAE, whitening.
 
-Knows kinds of algorithm and log-prob tensors. Must not know losses, ranks or how sums travel between ranks.
-Sample-level advantages (`group_advantages`) live in `baselines.py`, which needs no torch.
+Sample-level advantages (`group_advantages`) live in `baselines.py`, which needs no torch. Samples are unpadded. Time
+counts the tokens that the model generated: masked tokens (tool replies) neither discount nor receive.
 
-Sums over the future: discounted returns and generalised advantage estimation, on unpadded samples.
-
-Knows token-level rewards and values. Must not know what they mean. Time counts the tokens that the model generated:
-masked tokens (tool replies) are skipped, they neither discount nor receive.
 Library: scipy.signal.lfilter and torchaudio.functional.lfilter do the same scan, one on the CPU only, the other in a
 package of 100 MB; torch's associative_scan is a prototype. The scan here is a few matrix products per 128 tokens.
 """

@@ -1,12 +1,8 @@
 """Loss of every token, before masks, weights and means: plain functions from tensors to tensors.
 
 Every function returns its loss per token, so that one reducer (in `objective.py`) serves them all and no algorithm
-has a denominator of its own. Notation: A advantage, r ratio live/old. Shapes: [T] throughout.
-
-A critic's loss, and how well it tells returns.
-
-Knows values and returns per token. Must not know models, or how advantages came about (`returns.py`: GAE, arXiv
-1506.02438, whose returns are the targets here).
+has a denominator of its own. Notation: A advantage, r ratio live/old, V value, G return. Shapes: [T] throughout.
+A critic's loss is here too; its targets are the returns of `advantages.gae`.
 """
 
 from __future__ import annotations

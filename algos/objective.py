@@ -1,6 +1,6 @@
 """The objective of a training step: one micro-batch in, its additive share of the global loss out.
 
-Knows log-probs, masks, advantages and the options of the algorithm. Must not know models, ranks or collectives: the
+It takes log-probs, masks, advantages and the options of the algorithm, and uses no model, rank or collective. The
 denominators are global and come from outside (`Normaliser`), so gradients of any cut of the batch into micro-batches
 and ranks simply add up to the gradient of the whole.
 
@@ -23,20 +23,14 @@ Which ratio the loss clips and which weight w multiplies it, by `correction`:
 With one optimizer step a batch the proximal policy *is* the live one, no extra pass is needed and the ratio of the
 last four is 1, so their clip never acts. Hence "auto": behaviour with one mini-batch, decoupled with several.
 
-How far the engine's log-probs (behaviour) lie from the trainer's (train) for the same tokens.
-
-The canary of asynchronous learning: with equal weights and a faithful engine all are 0 up to rounding; growth means
-staleness, another precision, or a bug. Knows log-prob tensors. Must not know losses. With x = train - behaviour and
-q = exp(x), exponents bounded to +-20:
+The mismatch is how far the engine's log-probs (behaviour) lie from the trainer's (train) for the same tokens. With
+equal weights and a faithful engine all are 0 up to rounding; growth means staleness, another precision, or a bug.
+With x = train - behaviour and q = exp(x), exponents bounded to +-20:
 
     diff_abs   mean |x|
     k1         mean (behaviour - train)     estimates KL(behaviour || train); signed, so it may hide errors
     k3         mean (q - 1 - x)             the same, never negative
     chi2       mean q^2 - 1                 chi-square divergence; variance of the importance weights
-
-Options of the objective with every "auto" resolved, and what the options ask of the trainer.
-
-Knows the run file's `[algo]` section. Must not know tensors.
 """
 
 from __future__ import annotations

@@ -1,22 +1,17 @@
-"""Admission: bounds how old the tokens of a training step may be. Events in, decisions out; no clock, no IO.
+"""The staleness rule: how old the tokens of a training step may be. Events in, decisions out; no clock, no IO.
 
 `lag = version being trained from - version of the oldest token of the group`, `max_staleness = eta` bounds it hard:
-the policy (`staleness_policy.py`) prevents violations, and `select` checks every group once more, whatever happened
-before (a lower eta, an engine that stamps older than it announced, a ledger of another batch size).
+the policy prevents violations, and `Admission.select` checks every group once more, because the line may break the
+bound all the same (a lower eta, an engine that stamps older than it announced, a ledger of another batch size).
 
-Knows the line of groups and the policy in force. Must not know the ledger, the clock, engines by name, or payloads.
-The caller reports each event of a group's life and obeys the answers; after a restart it rebuilds the line from its
-ledger with `restore`. Group ids must grow in the order of dispatch.
+The buffer reports each event of a group's life and obeys the answers; after a restart it rebuilds the line from its
+ledger with `restore`. Group ids must grow in the order of dispatch. The line (`GroupLine`) holds groups in that order,
+with the index that each has among the groups that count. An ordered dictionary with a base index is enough for it;
+`sortedcontainers` was considered and not used, because ids only grow and removal is by key.
 
-The line: groups in the order of their dispatch, with the index that each has among the groups that count.
+The policies decide which groups may start, and which ready groups a step takes.
 
-Knows which groups are under way, ready or taken and how old their oldest token is. Knows no policy, no clock, no
-ledger. Hand-written: an ordered dictionary with a base index is the whole mechanism; `sortedcontainers` was
-considered and not used, because ids only ever grow and removal by key is all that is needed.
-
-The three staleness policies: who may start, and which ready groups a step takes. Pure functions of the line.
-
-Words: B = groups a step takes, eta = `max_staleness`, step s = the version trained from, a = the version that an
+B = groups a step takes, eta = `max_staleness`, step s = the version trained from, a = the version that an
 engine serves. `lag = s - version of the oldest token of the group`.
 
 **pace** (default). A group with effective index e may start on an engine that serves a only if `e < N + B*a`

@@ -1,30 +1,20 @@
-"""Where an actor's time goes, and the bounded buffer of what it has to tell the monitor.
-
-Knows: a clock, the activity kinds, the telemetry records. Must not know: sockets, files, the event loop.
+"""Where an actor's time goes, and the bounded buffer of telemetry for the monitor.
 
 An actor is in exactly one state at a time, so its shares always add up to all of its wall time. The state is, in
 this order of precedence:
 
     1. the innermost `during(...)` block that is still open       (explicit, nestable, inner wins)
     2. "compute" while at least one `working(...)` block is open  (for actors with many tasks at once)
-    3. what `switch(...)` said last                               (the reason to wait)
+    3. the last `switch(...)`                                     (the reason to wait)
 
 Blocks may close in any order, because tasks of one actor interleave. Not thread-safe: call it from the actor's loop.
+prometheus-client and OpenTelemetry were considered: the first counts but does not partition time, the spans of the
+second may overlap, so neither can promise 100 %.
 
-Written by hand: prometheus-client counts but does not partition time, and OpenTelemetry spans may overlap, so
-neither can promise 100 %.
-
-Seconds per key over the last stretch of time, in buckets: fixed memory whatever the rate of changes.
-
-Knows numbers and keys. Must not know clocks: times are passed in and arrive in order.
-
-Which groups are followed through the trace, hop by hop: all of them while they are few, one in k when they are many.
-
-Every actor decides for itself and still they agree mostly: the stride is a power of two and a group is followed when
-the stride divides its number, so whoever samples more coarsely follows a part of what the others follow. An arrow is
-drawn only where both of its ends were followed; nothing has to be said between actors.
-
-Knows group numbers and times that are passed in. Must not know telemetry, clocks or files.
+`TimeWindow` keeps seconds per key over the last stretch of time in buckets: its memory is fixed at any rate of changes.
+`FlowSampler` chooses which groups the trace follows: all while they are few, one in k when they are many. Actors need
+not agree on k: it is a power of two, and a group is followed when k divides its number, so an actor with a larger k
+follows a part of what the others follow. An arrow is drawn only where both of its ends were followed.
 """
 
 from __future__ import annotations

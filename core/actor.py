@@ -1,13 +1,12 @@
 """Actors: objects whose handlers are called by messages, one at a time unless a handler says otherwise.
 
-Knows no sockets and no loop; a node (`transport/node.py`) hosts actors, gives each its context and carries messages.
-An actor's background tasks live in its task scope (`ctx.spawn`): they end with it, and an error in one fails it.
+A node (`transport/node.py`) hosts actors, gives each one its context and carries the messages; nothing here uses
+sockets or a loop. An actor's background tasks live in its task scope (`ctx.spawn`): they end with the actor, and an
+error in one of them fails it.
 
-A bounded first-in-first-out queue of what an actor has still to do. Sans-IO: no loop, no waiting.
-
-Knows nothing of messages. Full means an explicit refusal to the sender, never a silent drop.
-`asyncio.Queue` was considered: it waits, but has no second, unbounded class of items and no way to count what is
-taken but unfinished (re-entrant handlers), which the bound must include.
+The mailbox is a bounded first-in-first-out queue. A full mailbox refuses the sender; it never drops a message
+silently. `asyncio.Queue` was considered: it has no second, unbounded class of items, and it cannot count what was
+taken and is unfinished (re-entrant handlers), which the bound must include.
 """
 
 from __future__ import annotations

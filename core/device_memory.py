@@ -1,22 +1,20 @@
-"""What a memory manager and the holders of device memory tell each other.
+"""What a memory manager and the holders of device memory tell each other, and the two seams of memory leases.
 
 A *tenant* is one actor with memory on one device (a trainer rank) or, in like parts, on several (a rollout actor with
 its engine); a *gang* is all tenants that must hold or leave memory together. Memory is leased by *tag*, never by
 device, so two gangs may lawfully overlap while weights are handed over. Order of events of one switch:
 
-    register    a tenant tells who it is, what it holds and how each tag can leave the device
-    lease       somebody (the leader of the trainers) asks that tags of a gang be mapped; the manager then sends
+    register    a tenant reports its name, what it holds and how each tag can leave the device
+    lease       the leader of the trainers asks that tags of a gang be mapped; the manager then sends
     drain       to every member of the gang that must make room: finish what runs, admit nothing, synchronise
     release     the tags that have to go leave the device, by the policy of each
     restore     to every member of the asking gang, once measured free memory holds what it will take
-    commit      to everybody who was drained and may go on with what it still holds
+    commit      to every drained tenant that may continue with what it still holds
 
 Bytes of tensors never pass through these records. Ages are epochs: a command of an older one has no effect.
 
-What owns bytes on a device for a tenant, and what measures a device: the two seams of memory leases.
-
-Arenas fulfil `AssetStore`, and so does an adapter of an engine that keeps its own memory. Methods block and are called
-in one thread of the tenant's choosing, never on an event loop.
+`AssetStore` owns bytes on a device for a tenant: an arena, or an adapter of an engine that keeps its own memory. Its
+methods block and are called in one thread of the tenant's choosing, never on an event loop.
 """
 
 from __future__ import annotations

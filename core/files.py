@@ -1,23 +1,15 @@
-"""A lock on a file (flock): it goes with the process that holds it, however that ends, so nothing has to be cleaned up.
+"""Files: locks, entries with size and digest, durable writes, and waiting for a disk that refuses.
 
-Only whoever asks is kept out; files can be read and written as before. Knows files; must not know what they hold.
+A lock (flock) belongs to the process that holds it and ends with it, so nothing has to be cleaned up. It keeps out only
+processes that ask for it; any process can read and write the file as before. Over NFS, Linux turns it into a lock on
+the file's bytes at the server: processes of other machines see it unless the mount says `local_lock`, and an exclusive
+lock needs the file open for writing. A server that cannot reach a machine gives that machine's locks to others while
+the process there may still run. filelock on PyPI was considered: it cannot test a lock without taking it, and has no
+shared locks.
 
-Over NFS, Linux makes a lock on the file's bytes at the server out of it: processes of other machines see it, unless the
-mount says `local_lock`, and one for its holder alone needs the file open for writing. A server that cannot reach a
-machine any more gives that machine's locks to others while the process there may still go on.
-
-Library considered: filelock on PyPI. It cannot tell whether a lock is held without taking it, and has none that several
-hold at once; `fcntl` does both in one call.
-
-A file as another file tells of it: name, size, digest; and writing one so that it is there whole or not at all.
-
-Knows bytes on a disk. Must not know what they mean.
-
-A disk that refuses to be written: which errors say so, what to tell a person, and waiting until it can be written.
-
-Full, over a quota, mounted read-only or failing: a person can mend each of these while the run waits, so none of them
-is a reason to end a process. The event `disk-full` names file, file system, cause and remedy; `disk-has-room` follows
-once it can be written again. Knows errors and file systems; must not know what is written.
+A disk that is full, over a quota, read-only or failing can be repaired while the run waits, so none of these is a
+reason to end a process. The event `disk-full` names file, file system, cause and remedy; `disk-has-room` follows when
+it can be written again.
 """
 
 from __future__ import annotations

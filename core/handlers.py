@@ -1,22 +1,19 @@
 """What an actor answers to: handlers declared by decorator, compiled once from their annotations.
 
     @call            request and reply; at most once; every call has a deadline
-    @cast            one way, still under credit; nobody hears of its outcome, so an exception in it fails the actor
+    @cast            one way, under credit; an exception in it fails the actor, because no caller sees its outcome
     @stream          an async iterator of items, demand driven
     @durable_put     request and reply, re-sent until answered, executed once per key and content by an incarnation
 
 Undecorated methods cannot be called from outside. A method that overrides a declared one inherits the declaration:
-a contract class declares, a role implements. Knows nothing of bytes: the transport encodes the compiled types.
+a contract class declares, a role implements. The transport encodes the compiled types.
 
-A short fingerprint of a type as it travels, so that two processes with different code notice when they meet.
+`fingerprint` is a short digest of a type as it travels: two processes with different code notice it when they connect.
+It covers field names, their types and whether they are required; defaults and docstrings do not count.
+`msgspec.json.schema` was considered: it refuses numpy arrays and ignores the order of a tuple.
 
-Textual on purpose: field names, their types and whether they are required, recursively. Defaults and docstrings do
-not count. `msgspec.json.schema` was considered: it refuses numpy arrays and knows nothing of tuple order.
-
-What a handler inherits from its caller: the time left, who waits for it, the trace it belongs to.
-
-Travels in a context variable, so nested calls inherit it without being told. Tasks that outlive the handler
-(`ctx.spawn`) start with an empty scope: a background loop has no deadline.
+`CallScope` is what a handler inherits from its caller: the time left, the callers that wait, the trace. It travels in a
+context variable, so nested calls inherit it. Tasks that outlive the handler (`ctx.spawn`) start with an empty scope.
 """
 
 from __future__ import annotations

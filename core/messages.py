@@ -1,8 +1,6 @@
 """Control-plane records that travel between roles. Small; bulk data is in `core/samples.py`.
 
 All are frozen msgspec structs: unknown fields are refused, types are checked when a message is decoded.
-
-What a server says of its shortcuts: prompt tokens that it had in its cache, tokens that a draft guessed right.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Which machine this is, and what its kernel tells of a process. Linux.
+"""Processes of this host: its boot id, parents and start times, and what the kernel does when a parent ends. Linux.
 
-What the kernel does for parents and children: a child that ends when its parent does, even if the parent was killed
-with SIGKILL; a process that becomes the parent of its descendants whose own parents ended. Linux.
-
-Knows one system call. Must not know who the parent is or why it ended. psutil and python-prctl were considered: the
-first cannot set it, the second is one more compiled package for one call.
+A child can end when its parent does, even if the parent was killed with SIGKILL; a process can become the parent of its
+descendants whose own parents ended. psutil and python-prctl were considered: the first cannot set either, the second is
+one more compiled package for one system call.
 """
 
 from __future__ import annotations

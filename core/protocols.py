@@ -1,12 +1,6 @@
-"""Contracts between roles and adapters. Roles know these, never a concrete engine, backend or channel.
+"""Contracts between roles and adapters: engines, trainer backends, weight channels, prompt sources, tokenizers.
 
-What an engine that profiles itself tells about it: a server's profiler is its own, and so is its disk, perhaps.
-
-An engine in the actor's own process needs none of this: a profile of the process has it too.
-
-What the buffer draws prompts from: one source, or several that are mixed.
-
-A source is a pure function from a draw's number to a prompt; which draws were taken is the ledger's to know.
+Roles import these, never a concrete engine, backend or channel.
 """
 
 from __future__ import annotations

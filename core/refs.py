@@ -1,15 +1,17 @@
-"""One call to several actors of a contract, and the ways to wait for their answers.
+"""References: how an actor calls another one (`Ref`), or several at once (`ActorGroup`).
 
-    all        every member's answer; who failed is named in one error
+A reference is typed as the contract of the actor that it names. A call of a group ends in one of these ways:
+
+    all        the answer of every member; one error names all members that failed
     first      the first good answer
-    quorum     as soon as k good answers are there
+    quorum     as soon as k good answers have come
     each       answers and errors as they come
-    scatter    as `all`, with arguments of each member's own
+    scatter    as `all`, with different arguments for each member
 
-The members are fixed when the call begins; each is called at the same instant with the same deadline. A small request
-that is the same for all is given to the transport once (`Spread`); others have a task a member. Knows references and
-tasks, no registry and no sockets. `asyncio.gather` was considered: it loses the names, and after the first error it
-neither waits for the others nor cancels them.
+The members are fixed when the call begins. Each is called at the same instant with the same deadline. A small request
+that is the same for all is given to the transport once (`Spread`); any other takes one task per member.
+`asyncio.gather` was considered: it loses the names, and after the first error it neither waits for the others nor
+cancels them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Repeating a call until it is answered, for callees that may be restarting.
 
 Only for calls whose repetition is safe: idempotent at the callee, or keyed. `stamina` and `tenacity` were considered:
-they retry by exception type with growing pauses, but know nothing of outcome classes, and the point here is to give
-up with the name of who was waited for.
+they retry by exception type with growing pauses, but do not distinguish the outcomes of a call, and the final error
+must name the callee.
 """
 
 from __future__ import annotations

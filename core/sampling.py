@@ -1,12 +1,11 @@
-"""Where a stop string ends an answer: with the first token that completes one. Pure.
+"""Which sampling values an engine can compute with, and where a stop string ends an answer. Pure.
 
-An answer is token ids; text is only looked at. Tokens up to and including the one that completes a stop string stay, be
-the string's end inside of it or not, so that what is trained on is what was drawn. Special tokens are part of the text.
-The beginning of a string may lie in tokens that were there before: an answer that goes on elsewhere is cut where it
-would have been cut in one piece.
+Every entry point that takes sampling values checks them here: the run file, the engines, workflows with their own.
 
-Which sampling values an engine can compute with. Pure; every door that takes such values asks here: the run file,
-the engines, workflows that pass their own.
+A stop string ends an answer with the first token that completes it. An answer is token ids; the text is only searched.
+Tokens up to and including the completing one stay, whether or not the string ends inside that token, so that the
+trained tokens are the drawn ones. Special tokens are part of the text. A string may begin in earlier tokens: an answer
+that is continued by another engine is cut where it would have been cut in one piece.
 """
 
 from __future__ import annotations

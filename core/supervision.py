@@ -1,36 +1,24 @@
-"""When a child process ends or hangs: start it again, start its neighbours too, do without it, or end the run. Pure:
-events in, instructions out.
+"""When a child process ends or hangs: restart it, restart its neighbours too, do without it, or end the run.
 
-Knows names, strategies, restart budgets and pauses between attempts. Must not know processes, sockets or clocks: the
-launcher tells what happened and when, and carries out what is answered. What stands under whom is in
-supervision_tree.py, the life of a child in child_states.py.
+Pure: events in, instructions out; times are passed in. The launcher reports what happened and when, and carries out the
+instructions. The tree of children and branches is in `supervision_tree.py`.
 
 The rules are those of an OTP supervisor tree; no library offers them without bringing its own processes. A failure is
 answered by the child's branch according to its strategy. A branch that has spent its restarts has failed itself, and
-the branch above decides (escalation); at the root the run fails. Whoever has to end, ends in reverse start order, one
-stage after the other: `End` names the next stage only when the one before is gone.
+the branch above decides (escalation); at the root the run fails. Children end in reverse start order, one stage after
+the other: `End` names the next stage only when the one before is gone.
 
-A person may have a child end for good (`retire`), be started anew (`renew`), or add one (`grow`). Such ends are no
-failures and cost no budget; who can hand work back (`Drain`) does so before it is told to end.
+A person may remove a child for good (`retire`), restart it (`renew`), or add one (`grow`). Such ends are no failures
+and cost no budget; a child that can hand work back (`Drain`) does so before it has to end.
 
-The life of a supervised child: its states, what can happen to it in each, and which of them have a process.
+The states of a child:
 
     waiting ──launch──> starting ──up──> up <──recover/hang──> hung       each with a process ──exit──> exited
                            └──end──> ending <──end──┘ (up, hung, draining)
-                                          up ──drain──> draining          hands its work back before it is told to end
+                                          up ──drain──> draining          hands its work back before it ends
     exited, waiting ──retry──> backing-off ──launch──> starting
     waiting, exited, backing-off ──settle──> stopped
     waiting, exited, backing-off ──give-up──> failed
-
-A library of state machines (`transitions`, `python-statemachine`) was considered: a dictionary is all that is needed.
-
-Children that have to be gone before something is done: stage after stage, each told when the one before is gone.
-
-What the supervisor of a run asks its launcher to do: plain records, carried out in the order in which they come.
-
-How often a branch may restart (intensity per period), and its pause before it does. Pure: time is passed in.
-
-Exit statuses of the run's processes: what they mean for another attempt, and words for them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who stands under whom: children, branches with a strategy, and what a strategy does to a child's neighbours. Pure.
+"""The tree of supervised children: branches, their strategies, and which neighbours a strategy restarts. Pure.
 
     run (one_for_one, no restarts of its own)
     ├── buffer          one child with a budget of its own
@@ -9,8 +9,8 @@
 
 A tree can grow and shrink while its children run: `BranchSpec.members` is how a branch begins, `members()` how it is.
 
-The words are OTP's (supervisor, strategy, intensity and period, permanent/transient/temporary); gang and quorum are
-what training needs beyond them.
+The words are OTP's (supervisor, strategy, intensity and period, permanent/transient/temporary); training needs gang and
+quorum beyond them.
 """
 
 from __future__ import annotations

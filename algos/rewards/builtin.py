@@ -1,8 +1,7 @@
-"""The built-in rewards: pure functions of a completion. 1.0 is right, 0.0 is wrong, nothing between.
+"""The built-in rewards: pure functions of a completion, by name. 1.0 is right, 0.0 is wrong, nothing between.
 
-Those with a label read the answer by `extraction.py`; of several accepted labels any one counts.
-
-The built-in rewards by name, and their arguments bound and checked once, before the first completion.
+Those with a label read the answer by `extraction.py`; of several accepted labels any one counts. Their arguments are
+bound and checked once, before the first completion.
 """
 
 from __future__ import annotations

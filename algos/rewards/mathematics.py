@@ -1,12 +1,10 @@
 """The reward `math`: whether answer and label are mathematically equal. math-verify judges.
 
 Before it, two plain numbers are compared exactly, with their units. It gets decimals as fractions, for it would round
-them, and no units, for it would drop them. It runs in a copy of this process that ends by its time (`limited.py`).
-math-verify and sympy are imported here, in reward worker processes only.
+them, and no units, for it would drop them. math-verify and sympy are imported here, in reward worker processes only.
 
-A computation that ends by its time whatever it does: in a forked copy of this process, which is killed.
-
-A signal does not interrupt one long operation in C, such as 9**9**9, and the copy's memory is bounded too.
+It runs in a forked copy of this process, which is killed at its time limit (`last_byte`): a signal does not interrupt one
+long operation in C, such as 9**9**9. The memory of the copy is bounded too.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@ r"""Reading numbers as people and models write them: signs, thousands, currency,
 Exact (`fractions.Fraction`), so that a tolerance of 0 means equal. math-verify does far more and takes a hundred
 times as long; this is the fast path and the whole of the `numeric` reward.
 
-The unit that follows a number: whether two of them are the same.
-
 A unit is a product of names with powers: `km/h`, `\text{ cm}^2`, "square metres", "euros per day". Names that are in
 the table are compared by what they mean, other words as words. Units are not converted: 500 cm is not 5 m.
 """

@@ -1,16 +1,13 @@
-"""What a reward function may return, and what becomes of it.
+"""What a reward function may return, what an answer's length costs, and pass@k.
 
-What an answer's length costs: the soft over-long punishment of DAPO (arXiv 2503.14476, equation 13).
+The soft over-long punishment of DAPO (arXiv 2503.14476, equation 13), for n tokens:
 
-L_max - L_buffer >= n              0
-L_max - L_buffer < n <= L_max      (L_max - L_buffer - n) / L_buffer, from 0 down to -1
-L_max < n                          -1
+    L_max - L_buffer >= n              0
+    L_max - L_buffer < n <= L_max      (L_max - L_buffer - n) / L_buffer, from 0 down to -1
+    L_max < n                          -1
 
-pass@k: the chance that at least one of k answers to a prompt solves it, estimated without bias from n answers.
-
-    1 - C(n - c, k) / C(n, k)    for c solved of n (Chen et al. 2021, arXiv:2107.03374)
-
-The plain estimate 1 - (1 - c/n)^k is biased downwards.
+pass@k is the chance that at least one of k answers to a prompt solves it, estimated from n answers of which c solve it
+(Chen et al. 2021, arXiv:2107.03374): 1 - C(n - c, k) / C(n, k). The plain estimate 1 - (1 - c/n)^k is biased downwards.
 """
 
 from __future__ import annotations

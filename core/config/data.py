@@ -1,8 +1,7 @@
-"""The section that says what is trained on: one source of prompts, or several with names and weights.
+"""The section `[data]`: one source of prompts, or several with names and weights.
 
-A source is read like `[data]` says, but for the keys that it has itself. Must not know files' contents.
-
-The name of a data file with an optional slice of its rows: `file.jsonl@[10:100]`.
+A source is read like `[data]` says, but for the keys that it has itself. A data file may be named with a slice of its
+rows: `file.jsonl@[10:100]`.
 """
 
 from __future__ import annotations

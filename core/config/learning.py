@@ -1,11 +1,7 @@
-"""Sections that describe how the model learns: algorithm, staleness, optimizer, trainer.
+"""How the model learns: sections `[algo]`, `[async]`, `[optimizer]`, `[trainer]`, `[critic]`, `[megatron]`.
 
-The value model beside the policy.
-
-The `[megatron]` table: how Megatron-core cuts and runs the model, and its own options by their own names.
-
-Knows names and ranges. Must not import megatron-core: the names in the three verbatim tables are checked against the
-installed version where it is needed, before anything is built.
+megatron-core is not imported: the names in the three verbatim tables of `[megatron]` are checked against the installed
+version by the trainer, before anything is built.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
-"""From TOML files and `--set` flags to a checked `RunConfig`, or one error that lists everything wrong at once.
+"""From TOML files and `--set` flags to a checked `RunConfig`, or one error that lists everything wrong; and back.
 
 Files are merged left to right, key by key; flags win over files. A relative path in a file is relative to that file's
 folder, in a flag to the current folder.
 
-Which line of a TOML text each key stands on. `tomllib` parses but keeps no positions, and neither does tomlkit.
+`key_lines` finds the line of each key, because `tomllib` and tomlkit keep no positions. It cuts the text into
+statements (a header, or a key with its value) that `tomllib` parses one by one: a value over several lines never parses
+before its last line, because its bracket or quotes are still open.
 
-The text is cut into statements (a header, or a key with its value), each of which `tomllib` parses by itself: a value
-over several lines never parses before its last line, because its bracket or quotes are still open.
-
-A `RunConfig` as TOML text. tomli-w would do, but is one more dependency for forty lines.
-
-Whether what a configuration names is there. Apart from loading, so that a run can be planned on another machine.
+`dump_config` writes TOML; tomli-w was considered, but is one more dependency for forty lines. `missing_paths` is apart
+from loading, so that a run can be planned on another machine.
 """
 
 from __future__ import annotations

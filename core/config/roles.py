@@ -1,7 +1,4 @@
-"""Which actors run how often, on which nodes and devices, and what happens when one dies.
-
-How trainer and engine share the memory of devices that both of them name.
-"""
+"""Sections `[roles]` and `[memory]`: where actors run, what happens when one dies, how devices are shared."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""The sections of generation: `[rollout]`, `[engine]`, `[sglang]`, `[weights]`.
+"""Sections of generation: `[rollout]`, `[engine]`, `[weights]`, and which keys of `[sglang]` a run sets itself.
 
-Which of SGLang's ServerArgs are myxa's own, and where their value comes from instead. Plain knowledge, no SGLang.
-
-How new weights get from the trainer to the engines.
+SGLang is not imported: the names of its ServerArgs are checked against the installed version when a server starts.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
 """The whole run file as one record, and the checks that need more than one section.
 
-What is learnt, from which data and by which rewards: keys of several sections that do not go together.
-
-What a run whose trainer and engine take turns on a device must look like: `[memory] share = "switch"`.
-
-What a run must look like whose answers were recorded: `roles.rollout.kind = "recorded"`.
-
-Sampling that does not go with the engine of a run.
+`CHECKS` lists them: learning (algorithm, data, rewards, reference, critic), ends and evaluation, engines and sampling,
+devices, Megatron, weight channels, memory that trainer and engine share in turns, recorded answers, chaos.
 """
 
 from __future__ import annotations

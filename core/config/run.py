@@ -1,11 +1,7 @@
-"""Sections that describe the run, its data and how answers are made and judged.
+"""Sections that describe the run: `[run]`, `[model]`, `[guard]`, `[monitor]`, `[control]`, `[chaos]`.
 
 Every field's docstring says what it is, its unit and what the special values mean; `docs/config.md` is generated
 from them. Checks inside one section are here, checks between sections in `root.py`.
-
-How a run is watched and changed while it goes on.
-
-Faults that a run brings about itself, to show that it outlives them.
 """
 
 from __future__ import annotations

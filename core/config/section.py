@@ -1,16 +1,10 @@
 """The base of every section of a run file: strict, frozen, unknown keys refused.
 
-Knows pydantic and the markers that say what a string stands for. Must not know any section.
+Here are the field types, the markers for what a text means, conflicts (values that are right one by one and wrong
+together), typed views of raw TOML tables, and what pydantic knows of a section's fields as dotted paths.
+
 Library: pydantic (reports all errors in one go, with paths). The layer around it, in `loading.py`, is ours because no
 kept library adds file and line, "did you mean" and all errors at once (pydantic-settings and jsonargparse were tried).
-
-Values that are right one by one and wrong together, and how pydantic carries them to the loader.
-
-Raw TOML tables: typed views of what `tomllib` returns.
-
-What pydantic knows of a section's fields, in the terms of a run file: dotted paths, keys, texts about types.
-
-x
 """
 
 from __future__ import annotations
