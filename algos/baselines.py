@@ -1,6 +1,6 @@
 """Sample-level advantages: rewards compared inside their group. numpy only, so the leader can plan without a device.
 
-Knows rewards and group ids. Must not know tokens. Groups are told apart by *id*, never by position or a fixed size,
+It uses rewards and group ids, no tokens. Groups are distinguished by *id*, never by position or a fixed size,
 so groups of unequal size (a member was masked, a workflow fanned out) are normalised rightly.
 """
 

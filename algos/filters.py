@@ -1,7 +1,7 @@
 """Filters: which finished groups are worth training on, and which of their members. Pure functions from a group to a
 reason or None, or to one for each member.
 
-Knows one group at a time. Must not know queues or slots: whoever drops a group must give its slot back.
+A filter sees one group at a time. The caller that drops a group must release its slot.
 Users' own filters (`module:function`) are loaded by the roles.
 """
 

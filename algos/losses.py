@@ -28,7 +28,7 @@ class TokenLoss:
     dual_clipped_T: Tensor
     """bool [T]: the dual clip changed the loss."""
     metrics: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """Further numbers per token, [T] each, of which means are told."""
+    """Further numbers per token, [T] each; their means become metrics."""
 
 
 def ppo_clip_loss(

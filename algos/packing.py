@@ -1,6 +1,6 @@
 """Which rank trains which samples in which micro-batch: balanced, within the token limit, the same on every machine.
 
-Knows token counts and group ids. Must not know tensors, ranks' processes or losses. Pure Python, deterministic.
+Pure Python over token counts and group ids, deterministic.
 
     whole batch --groups, evenly--> mini-batches --samples, by tokens--> bins <= max_tokens --dealt--> ranks
 

@@ -1,6 +1,6 @@
 """Which token belongs to which sample, and which tokens count: sums and means per sample without padding.
 
-Knows a flat token axis only. Must not know losses, actors or where the tokens came from.
+The token axis is flat; losses and models are elsewhere.
 Shapes: T = response tokens of a micro-batch, all samples one after another; S = samples.
 Library: torch.nested and torch_scatter were considered. Nested tensors lack the scans needed here and change from
 release to release; torch_scatter is a compiled extension for three lines of `index_add`.
@@ -45,7 +45,7 @@ class Segments:
         return Segments(mask_T.bool(), sample_T.long(), num_samples)
 
     def kept(self, x_T: Tensor) -> Tensor:
-        """[T]: `x_T` where the mask holds, exactly 0 elsewhere, whatever stands there (NaN and infinity included)."""
+        """[T]: `x_T` where the mask holds, exactly 0 elsewhere, even over NaN and infinity."""
         return torch.where(self.mask_T, x_T, torch.zeros((), dtype=x_T.dtype, device=x_T.device))
 
     def sum_S(self, x_T: Tensor) -> Tensor:

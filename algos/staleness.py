@@ -193,7 +193,7 @@ class Policy(Protocol):
         ...
 
     def readmits(self, line: GroupLine, entry: LineEntry, version: int, next_step: int) -> bool:
-        """May a group that was handed back go on there?"""
+        """May a group that was handed back continue there?"""
         ...
 
     def choose(self, line: GroupLine, step: int) -> list[int] | None:
@@ -313,7 +313,7 @@ def _fits(
     line: GroupLine, due: int, next_step: int, rules: PacePolicy | WaitPolicy, *, leaving: LineEntry | None
 ) -> bool:
     """Whether I(next_step) holds with one more group that is due at that step. `leaving`: a group that is handed back,
-    and is counted anew."""
+    and is counted again."""
     if due < next_step:
         return False
     eta, size = rules.max_staleness, rules.batch_size
@@ -473,7 +473,7 @@ class Admission:
     # ---- the life of a group
 
     def may_dispatch(self, engine_version: int, group_id: int | None = None) -> bool:
-        """May an engine that serves `engine_version` start a new group, or go on with the handed-back `group_id`?
+        """May an engine that serves `engine_version` start a new group, or continue the handed-back `group_id`?
 
         An engine that announces a version that does not exist (left over from before a rewind) counts as newest.
         """

@@ -1,7 +1,7 @@
 """A virtual-time model of generation beside training, run through the real admission code.
 
 Answers "what does this eta, window or policy cost" without a model, an engine or a second of waiting: the default
-window was chosen with it, and tests drive the policies by it. Knows nothing of the buffer. Hand-written: simpy was
+window was chosen with it, and tests drive the policies by it. It does not use the buffer. Hand-written: simpy was
 considered; one heap and three kinds of event need no process library.
 """
 

@@ -34,7 +34,7 @@ class MailboxPolicy:
     size: int = 1024
     """Messages waiting or running at most; further ones are refused with `Overloaded`."""
     retry_after_s: float = 0.1
-    """What a refused sender is told."""
+    """When a refused sender may try again."""
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -124,7 +124,7 @@ class PeerEvent:
 
     @property
     def is_own_word(self) -> bool:
-        """Its process said so, in good order: it knows that it ends."""
+        """Its process reported the end itself."""
         return self.reason.startswith((FAILED, CLOSED))
 
 
@@ -153,7 +153,7 @@ class ActorContext(Protocol):
         ...
 
     def ref(self, contract: type[A], name: str) -> A:
-        """A proxy whose methods call the actor of that name. Needs nobody to be there yet."""
+        """A proxy whose methods call the actor of that name. The actor need not be there yet."""
         ...
 
     def group(self, contract: type[A], members: str | Sequence[str]) -> ActorGroup[A]:
@@ -175,7 +175,7 @@ class ActorContext(Protocol):
         ...
 
     def fail(self, error: BaseException) -> None:
-        """This actor cannot go on: stop it and report the error to its node."""
+        """This actor cannot continue: stop it and report the error to its node."""
         ...
 
     def peers(self, prefix: str) -> tuple[str, ...]:
@@ -196,7 +196,7 @@ class ActorContext(Protocol):
 
     def busy(self, limit_s: float, why: str) -> AbstractContextManager[None]:
         """While inside, but for `limit_s` at most, this process may block its loop, or hold the interpreter lock,
-        without being taken for hung. Whoever watches it was told before the block begins. Call it on the node's loop;
+        without being taken for hung. Its watchers have been told before the block begins. Call it on the node's loop;
         ConfigError for a limit that is none."""
         ...
 

@@ -1,11 +1,11 @@
 """Labelled moments in the lives of actors at which a run under chaos makes one of its own processes fail.
 
     reached("buffer.put")     in the product, where it matters; costs one look at a global unless the process is armed
-    arm(plan, ...)            by the worker of a run with `run.chaos = true`, and by nobody else
+    arm(plan, ...)            only by the worker of a run with `run.chaos = true`
 
 A plan is a list of strikes, one after the other: the next one waits until the one before was carried out, by whatever
 process, and `rest_s` more. Each is carried out once per run directory: a mark that is made before the act says so to
-processes that come later. Knows files, signals and its own process; must not know actors, messages or the launcher.
+processes that come later.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ POINTS = {
     "buffer.dispatch": "groups were written down as given to an engine, the answer is not sent yet",
     "buffer.put": "a finished group has arrived, nothing of it is written down yet",
     "buffer.claim": "a batch was written down as formed, the answer is not sent yet",
-    "buffer.trained": "a step is told as trained, that is not written down yet",
-    "buffer.durable": "a checkpoint is told as whole, that is not written down yet",
+    "buffer.trained": "a step was reported as trained, that is not written down yet",
+    "buffer.durable": "a checkpoint was reported as whole, that is not written down yet",
     "rollout.partial": "the first tokens of an answer are there",
     "rollout.reward": "an answer is whole, its reward is not there yet",
     "rollout.put": "a group is whole, the buffer does not have it yet",
@@ -52,7 +52,7 @@ POINTS = {
     "trainer.trained": "a version was made, the buffer does not know yet",
     "trainer.checkpoint_write": "a checkpoint is about to be written",
     "trainer.manifest_commit": "the files of a checkpoint are written, the manifest that makes it whole is not",
-    "coordinator.version_made": "a version was told, nothing follows from it yet",
+    "coordinator.version_made": "a version was reported, nothing follows from it yet",
     "coordinator.adopt": "an engine is about to be given a version",
     "coordinator.knobs_decided": "a change of knobs is written down as decided, no owner knows yet",
     "coordinator.ready": "the trainer or an engine reports in",
@@ -156,7 +156,7 @@ class Nemesis:
         return len(marks), max((path.stat().st_mtime for path in marks), default=0.0)
 
     def _mark(self, number: int, strike: Strike) -> bool:
-        """Note it, for whoever comes after; False if another process did so at the same time."""
+        """Note it for later processes; False if another process did so at the same time."""
         self._marks.mkdir(parents=True, exist_ok=True)
         note = {"strike": str(strike), "actor": self._actor, "pid": os.getpid(), "wall_s": self._clock.wall()}
         beside = self._marks / f".{number:04d}.{os.getpid()}"

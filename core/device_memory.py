@@ -34,7 +34,7 @@ OPTIMIZER_PARTS: tuple[Tag, ...] = (
     "optimizer", "optimizer.1", "optimizer.2", "optimizer.3", "optimizer.4", "optimizer.5", "optimizer.6",
     "optimizer.7",
 )  # fmt: skip
-"""An optimizer's moments are the most that has to be copied, and nobody reads them before the update. So they lie in
+"""An optimizer's moments are the most that has to be copied, and they are not read before the update. So they lie in
 parts: what fits on the device beside the other side stays there, and what left comes back while gradients are made."""
 TagPolicy = Literal["discard", "rematerialise", "backup", "keep"]
 """How a tag leaves: dropped (zeros on return), rebuilt by its owner, copied to the host (not while clean), never."""
@@ -98,7 +98,7 @@ class MemoryCommand(Record, frozen=True, kw_only=True):
     tags: tuple[Tag, ...] = ()
     deadline_s: float = 60.0
     tenant_epoch: int = 0
-    """Of the incarnation that is meant: another one refuses. 0: whoever has the name."""
+    """Of the incarnation that is meant: another one refuses. 0: any incarnation of that name."""
 
 
 class MemoryReply(Record, frozen=True, kw_only=True):
@@ -135,7 +135,7 @@ class Holder(Record, frozen=True):
 
     device: str
     tenant: str
-    """Empty: nobody that registered."""
+    """Empty: no registered tenant."""
     tag: str
     num_bytes: int
     state: str
@@ -200,7 +200,7 @@ class DeviceView(Record, frozen=True):
     free_bytes: int
     """Measured."""
     unattributed_bytes: int
-    """Used by nobody that registered."""
+    """Used by processes that did not register."""
     tenants: tuple[TenantReport, ...]
     node: int = 0
 
@@ -269,7 +269,7 @@ class DeviceReading:
     capacity_bytes: int
     free_bytes: int
     driver_bytes: int = 0
-    """That the driver keeps for itself, whoever uses the device: neither free nor anybody's; 0: it does not tell."""
+    """That the driver keeps for itself: neither free nor used by a process; 0: unknown."""
 
 
 class DeviceMeter(Protocol):

@@ -14,7 +14,7 @@ MyxaError
 ├── EngineError              a rollout engine answered wrongly or not at all
 │   ├── EngineLied           what it says cannot be: nothing that it says is used any more
 │   ├── RequestRefused       the request itself cannot be served; repeating it is useless
-│   └── WeightsRefused       it did not take a weight version and goes on with the old one, whole
+│   └── WeightsRefused       it did not take a weight version; the old one still serves, whole
 ├── TrainError               a training step or checkpoint failed
 │   └── TornCheckpoint       a checkpoint is not as it was written; an older one may be
 ├── StalenessError           a group would break the staleness bound (a bug if ever seen)
@@ -32,7 +32,7 @@ MyxaError
     │   ├── Overloaded       its mailbox is full; `.retry_after_s` says when to come back
     │   ├── Draining         it is shutting down; `.retry_after_s` as above
     │   ├── NotReady         it is only coming up, and tells when it is there
-    │   ├── NoSuchActor      nobody of that name is known
+    │   ├── NoSuchActor      no actor of that name is known
     │   ├── NoSuchMethod     that actor has no such handler
     │   ├── BadRequest       the arguments do not fit the handler's types
     │   ├── NotPermitted     the caller's role, or its name, does not allow it
@@ -143,7 +143,7 @@ class RequestRefused(EngineError):
 
 
 class WeightsRefused(EngineError):
-    """The engine did not take a weight version; the old one is whole and goes on."""
+    """The engine did not take a weight version; the old one is whole and still serves."""
 
 
 class TrainError(MyxaError):
@@ -243,7 +243,7 @@ class BadRequest(NotExecuted):
 
 
 class NotPermitted(NotExecuted):
-    """The caller may not do this: its role only lets it look, or it spoke for somebody else."""
+    """The caller may not do this: its role only lets it look, or it named another actor as the sender."""
 
 
 class StaleEpoch(NotExecuted):

@@ -7,11 +7,11 @@ SRDS 2004: the longer the silence is compared with the gaps seen so far, the gre
 
 with two additions that practice has taught: the deviation counts as at least `min_std_s`, for a regular peer would
 else be suspected of one late message, and an acceptable pause is added to the mean. A peer that said beforehand that
-it would be busy is not judged until then, and what the observer itself slept through is nobody's silence.
+it would be busy is not judged until then, and a pause of the observer itself does not count as silence.
 
     ok ──quiet──> suspect ──silent──> hung          suspect, hung ──heard──> ok
 
-Suspicion informs; it never decides that somebody is dead. Pekko's detector was considered: it lives on the JVM, judges
+Suspicion informs; it never decides that a peer is dead. Pekko's detector was considered: it lives on the JVM, judges
 nodes where actors hang, and knows neither declared busy periods nor the observer's own pauses.
 """
 
@@ -28,7 +28,7 @@ HeartState = Literal["ok", "suspect", "hung"]
 HeartEvent = Literal["heard", "quiet", "silent"]
 Suspicion = Literal["suspect", "hung"]
 Verdict = Literal["suspect", "hung", "recovered"]
-"""What is told of a peer."""
+"""What is reported of a peer."""
 
 TRANSITIONS: Final[Mapping[tuple[HeartState, HeartEvent], HeartState]] = {
     ("ok", "heard"): "ok",
@@ -60,7 +60,7 @@ class DetectorPolicy:
     threshold: float = 8.0
     """Of phi: one wrong verdict in 10^8 gaps, if gaps were normally distributed."""
     limit_s: float = 13.5
-    """Silence of which nobody learns to think nothing: hung at the latest then, however irregular it was before."""
+    """After so long a silence a peer counts as hung, however irregular it was before."""
     window: int = 100
     """Gaps that are remembered."""
 
@@ -83,7 +83,7 @@ class FailureDetector:
         self._heard_at = now
         self._busy_until = -math.inf
         self._is_gap_excused = False
-        """The gap that ends next teaches nothing: part of it was declared as busy, or nobody listened."""
+        """The gap that ends next teaches nothing: part of it was declared as busy, or the observer did not listen."""
         # As if two gaps had been seen, so that the first real ones do not decide alone.
         guess_s = policy.interval_s
         self._gaps = deque((0.75 * guess_s, 1.25 * guess_s), maxlen=policy.window)
@@ -111,7 +111,7 @@ class FailureDetector:
         self._heard_at = min(max(now, self._heard_at), self._heard_at + pause_s)
 
     def resume(self, now: float) -> None:
-        """Watch again after a time in which nobody looked; what was learned before stays."""
+        """Watch again after a pause of the observer; what was learned before stays."""
         self._heard_at = max(self._heard_at, now)
         self._is_gap_excused = True
 

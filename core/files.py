@@ -41,7 +41,7 @@ _HAS_NONE = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 
 
 def take_lock(path: Path, mode: Literal["r", "r+", "w"] = "w", *, is_shared: bool = False) -> IO[str] | None:
-    """Hold the file's lock until what is returned is closed; None: somebody else has it. `is_shared`: together with
+    """Hold the file's lock until what is returned is closed; None: another process has it. `is_shared`: together with
     others who share it. `mode`: how the file is opened ("w": made if it is missing). Raises OSError if it cannot be
     opened, or the file system has no locks."""
     handle = path.open(mode)
@@ -56,7 +56,7 @@ def take_lock(path: Path, mode: Literal["r", "r+", "w"] = "w", *, is_shared: boo
 
 
 def lock_now(descriptor: int, *, is_shared: bool = False) -> bool:
-    """Take the lock of an open file, which goes when that is closed; False: somebody else has it. Raises OSError if
+    """Take the lock of an open file, which goes when that is closed; False: another process has it. Raises OSError if
     the file system has no locks."""
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -78,8 +78,8 @@ def lock_within(descriptor: int, timeout_s: float) -> bool:
 
 @contextmanager
 def locked_folder(folder: Path, timeout_s: float) -> Generator[bool]:
-    """Alone among those who ask for this folder, which gets no file for it; False: somebody else has kept it for so
-    long. Where the file system cannot lock folders (NFS) nobody is kept out. Raises OSError if it cannot be opened."""
+    """Hold the lock of this folder, in which no file is made; False: another process had it for so long. Where the
+    file system cannot lock folders (NFS) no process is kept out. Raises OSError if it cannot be opened."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
@@ -94,7 +94,7 @@ def locked_folder(folder: Path, timeout_s: float) -> Generator[bool]:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether somebody has the file's lock for itself now, or it cannot be told; leaves nothing behind."""
+    """Whether another process has the file's exclusive lock now, or this cannot be tested; leaves nothing behind."""
     try:
         handle = take_lock(path, "r", is_shared=True)
     except FileNotFoundError:
@@ -159,7 +159,7 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
 
 
 def sync_folder(folder: Path) -> None:
-    """Names in a folder are on the disk too, so that a power cut does not take back what was told. Raises OSError."""
+    """Names in a folder are on the disk too, so that a power cut does not undo what was reported. Raises OSError."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -241,7 +241,7 @@ def refused(path: Path, error: BaseException) -> DiskRefused:
     what = error.message if isinstance(error, MyxaError) else os.strerror(number) if number else str(error)
     if str(path) not in what:
         what = f"{path} cannot be written: {what}"
-    remedy = f"{_REMEDIES.get(number, _UNCLEAR)}; the run waits, and goes on by itself when it can be written"
+    remedy = f"{_REMEDIES.get(number, _UNCLEAR)}; the run waits, and continues by itself when it can be written"
     return DiskRefused(f"{what} ({file_system(path)})", remedy=remedy)
 
 

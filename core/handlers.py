@@ -89,7 +89,7 @@ class Declaration:
     is_idempotent: bool = False
     """The runtime may send it again within the deadline."""
     is_cancellable: bool = True
-    """The handler is cancelled when nobody waits for it any more; else only its reply is lost."""
+    """The handler is cancelled when its caller waits no more; else only its reply is lost."""
     window: int = 32
     """Streams: items under way at most."""
     is_safe: bool = False

@@ -1,4 +1,4 @@
-"""Names and numbers by which processes and actors are told apart.
+"""Names and numbers that identify processes and actors.
 
 An actor's name is stable over restarts; an incarnation of its process is not: it has an *epoch*, issued by the
 registry, and everything that an earlier epoch sent or was sent is void.

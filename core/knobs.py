@@ -1,10 +1,8 @@
-"""Live knobs: how a value that may be changed while a run goes on is declared, asked for, changed and told.
+"""Live knobs: how a value that may be changed in a live run is declared, requested, changed and shown.
 
 A knob is declared where it is used (`Tunable`); the actor that uses it is its owner. A change of one or several knobs,
 with one owner or many, is made by the coordinator: prepare (every owner judges), then commit at one boundary, or
 nowhere. Each change has an epoch; samples, metrics, the trace and checkpoints carry the epoch they were made under.
-
-Knows values and limits. Must not know actors, files or sockets.
 """
 
 from __future__ import annotations
@@ -121,7 +119,7 @@ class KnobSheet(Record, frozen=True):
     epoch: int = 0
     """Of the newest change that is in force here; 0: none yet."""
     past_epoch: int = 0
-    """Newest epoch that work kept by this owner carries, also from a run that this one goes on from."""
+    """Newest epoch that work kept by this owner carries, also from the run that this one continues."""
 
 
 class KnobChange(Record, frozen=True):
@@ -146,7 +144,7 @@ class KnobVote(Record, frozen=True):
 
 class KnobCommit(Record, frozen=True):
     """The decision: use what was prepared under `epoch`, at `at` where the knob's boundary is numbered. An owner that
-    was started anew since gets `values` and needs no preparation. Idempotent."""
+    was restarted since gets `values` and needs no preparation. Idempotent."""
 
     epoch: int
     at: int
@@ -222,7 +220,7 @@ class KnobTable(Record, frozen=True):
 
 
 class LiveKnob(Record, frozen=True):
-    """A value that was decided while the run went on, for whom."""
+    """A value that was decided in the live run, and its owners."""
 
     name: str
     target: str
@@ -244,7 +242,7 @@ class LiveKnobs(Record, frozen=True):
 
 
 class KnobsInForce(Record, frozen=True):
-    """What an owner that was started anew has to know before its first work."""
+    """What a restarted owner has to know before its first work."""
 
     commits: tuple[KnobCommit, ...] = ()
     """In the order of their epochs."""

@@ -117,8 +117,8 @@ class DrawRequest(Record, frozen=True):
     wait_s: float
     """Long poll: how long the buffer may hold the call when there is nothing to give."""
     holding: tuple[int, ...] | None = None
-    """Groups the rollout actor still has in hand. A group assigned to this incarnation that is not among them was
-    lost on the way (its draw reply never arrived) and goes back to REQUEUED. None: not told."""
+    """Groups the rollout actor still has. A group assigned to this incarnation that is not among them was
+    lost on the way (its draw reply never arrived) and goes back to REQUEUED. None: unknown."""
     blocked_by: DrawBlock | None = None
     """The reason for having no work that it knows: as soon as there is another one the call is answered. None: held
     whatever the reason."""
@@ -162,7 +162,7 @@ class Claim(Record, frozen=True):
     max_staleness: int = 0
     """The bound under which these groups were chosen."""
     finished: bool = False
-    """No batch will ever come again: data exhausted or the run was told to stop."""
+    """No batch will ever come again: the data are exhausted or the run was stopped."""
     reason: str = ""
     """What became of the data, when it is finished."""
     blocked_by: Literal["", "wait-data", "paused", "disk"] = ""
@@ -198,10 +198,10 @@ class WeightManifest(Record, frozen=True):
     host: str
     """Boot id of the publishing host: shm is readable only there."""
     lineage: int = 0
-    """Epoch of the trainer's leader that published it: one that was started anew makes the same numbers again, and they
+    """Epoch of the trainer's leader that published it: a restarted one makes the same numbers again, and they
     mean other weights."""
     attempt: int = 0
-    """How often that leader had published it before: the same weights, in bytes that are written anew."""
+    """How often that leader had published it before: the same weights, written again."""
 
 
 class StepReport(Record, frozen=True):
@@ -236,7 +236,7 @@ class WeightAck(Record, frozen=True):
     accepted: bool
     reason: str = ""
     is_whole: bool = False
-    """Refused, and the weights that served before are whole and go on."""
+    """Refused, and the weights that served before are whole and still serve."""
 
 
 class EvalRequest(Record, frozen=True):
@@ -337,7 +337,7 @@ class DumpReport(Record, frozen=True):
     """In the file so far."""
     num_bytes: int
     is_whole: bool
-    """All that was asked for is in it; False: it goes on, or `reason` says what is missing."""
+    """All that was asked for is in it; False: more follows, or `reason` says what is missing."""
     reason: str = ""
 
 
@@ -354,7 +354,7 @@ class RunStatus(Record, frozen=True):
     """Why it ended, in one sentence."""
     eval_reward: float | None = None
     paused: str = ""
-    """Why nothing is generated or trained now, until somebody resumes the run."""
+    """Why nothing is generated or trained now, until the run is resumed."""
 
 
 class MetricPoint(Record, frozen=True):
@@ -464,13 +464,13 @@ class GroupDropped(Record, frozen=True):
 
 
 class GroupReturned(Record, frozen=True):
-    """A rollout actor hands a group back unfinished (drain, abort): it goes on elsewhere with its tokens."""
+    """A rollout actor hands a group back unfinished (drain, abort): another one continues it with its tokens."""
 
     group_id: int
     attempt: int
     rollout: str
     partial: tuple[Sample, ...] = ()
     goes_on: bool = False
-    """It is not handed back: these are its tokens so far, for others to go on from if this actor dies."""
+    """It is not handed back: these are its tokens so far, from which another one continues if this actor dies."""
     has_died: bool = False
-    """Its engine failed with it in hand, and it may be why."""
+    """Its engine failed while it had the group, and the group may be the cause."""

@@ -101,11 +101,11 @@ class Engine(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Go on after a pause."""
+        """Continue after a pause."""
         ...
 
     async def prepare_weights(self, manifest: WeightManifest) -> None:
-        """Bring the bytes beside the old weights and check the digest; serving goes on with the old ones."""
+        """Bring the bytes beside the old weights and check the digest; the old ones still serve."""
         ...
 
     async def commit_weights(self, version: int) -> None:
@@ -168,7 +168,7 @@ class ReleasesMemory(Protocol):
         ...
 
     async def restore_memory(self, tags: Collection[Tag]) -> MovedBytes:
-        """Have them back, contents of discarded ones undefined: weights must be given anew."""
+        """Have them back, contents of discarded ones undefined: weights must be loaded again."""
         ...
 
 
@@ -235,7 +235,7 @@ class TrainBackend(Protocol):
         ...
 
     def begin_save(self, folder: str, extra: dict[str, Any]) -> PendingSave:
-        """The same in parts: its content is copied away when this returns, and training may go on. Collective."""
+        """The same in parts: its content is copied away when this returns, and training may continue. Collective."""
         ...
 
     def load(self, folder: str) -> dict[str, Any]:
@@ -269,7 +269,7 @@ class WeightWriter(Protocol):
         ...
 
     def release(self, version: int) -> None:
-        """Nobody reads `version` any more."""
+        """`version` is not read any more."""
         ...
 
     def close(self) -> None:
@@ -288,7 +288,7 @@ class WeightSender(Protocol):
         ...
 
     def release(self, version: int) -> None:
-        """Nobody asks for `version` any more."""
+        """`version` is not needed any more."""
         ...
 
     def plan(self, request: PlanRequest) -> PlanReply:
@@ -316,7 +316,7 @@ class WeightSender(Protocol):
         ...
 
     def close(self) -> None:
-        """Give up all channels and memory; never raises, waits for nobody."""
+        """Give up all channels and memory; never raises, never waits."""
         ...
 
 
@@ -360,7 +360,7 @@ class WeightReader(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of what is kept open between versions; no block may be open."""
+        """Close what is kept open between versions; no block may be open."""
         ...
 
 
@@ -423,7 +423,7 @@ class ProfilesItself(Protocol):
 
     async def profile(self, duration_s: float) -> tuple[EngineTrace, ...]:
         """Record for so long, or for as long as is sound if that is shorter, then write. Raises EngineError when the
-        only server refuses or does not answer; of several, those are told in their place."""
+        only server refuses or does not answer; of several, each such one is reported in its place."""
         ...
 
 

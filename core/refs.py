@@ -124,7 +124,7 @@ class Spread(Protocol):
         ...
 
     def cancel(self) -> None:
-        """Nobody waits for the others any more: those calls, and their handlers, are cancelled."""
+        """The others are not needed any more: those calls, and their handlers, are cancelled."""
         ...
 
 
@@ -194,7 +194,7 @@ class ActorGroup(Generic[C]):
             names = tuple(sorted(found, key=_rank))
         if not names:
             raise NoSuchActor(
-                f"nobody is called {self._members}/..." if self._members else "a group of no names has no members",
+                f"no actor is named {self._members}/..." if self._members else "a group of no names has no members",
                 remedy="wait_for() the members before calling them",
             )
         return names
@@ -343,7 +343,7 @@ class ActorGroup(Generic[C]):
         return await send(member if deadline_s is None else with_deadline(member, deadline_s), place)
 
     async def _drop(self, tasks: dict[asyncio.Task[T], str]) -> None:
-        """End what nobody waits for, or let it go on unheard."""
+        """End the tasks that are not needed, or let them finish without a listener."""
         if not self._options.cancels_rest:
             self._unheard.update(tasks)
             for task in tasks:

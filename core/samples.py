@@ -83,7 +83,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     messages: tuple[Message, ...]
     """The conversation so far; a plain-text prompt is one user message."""
     tools: tuple[dict[str, Any], ...] = ()
-    """Tools that the model is told of, as the chat template expects them."""
+    """Tools that the model may call, as the chat template expects them."""
     label: str = ""
     metadata: dict[str, Any] = {}
     source: str = ""
@@ -123,7 +123,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Temperature that every token was drawn at: the trainer scores the sample with it. 0: greedy."""
     reference_logprobs: F32 | None = None
     """float32 [R]: log-probs (nats) under a reference model that is served elsewhere, at temperature 1; 0 where
-    `loss_mask` is 0. None: nobody was asked."""
+    `loss_mask` is 0. None: no model was asked."""
     reward: float | None = None
     """What the workflow says that it is worth; None: it says nothing."""
     metadata: dict[str, Any] = {}
@@ -243,7 +243,7 @@ class TrainShard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     minibatch_samples: tuple[float, ...]
     """Global number of samples with at least one loss token of each mini-batch."""
     shown_groups: tuple[int, ...] = ()
-    """Groups that people are shown: the trainer's log-probs of their tokens are told beside the metrics."""
+    """Groups that people are shown: the trainer's log-probs of their tokens are sent beside the metrics."""
 
 
 class ScoredSample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Decode = Callable[[Sequence[int]], str]
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-"""Stands in decoded text for half a character, so no stop string may have it."""
+"""Decoded text has it for half a character, so no stop string may have it."""
 MAX_STOP_STRINGS = 64
 MAX_STOP_BYTES = 1024
 SPARE_TOKENS = 8

@@ -1,8 +1,7 @@
 """The seam between the monitor and whatever stores or shows telemetry.
 
-Knows: the telemetry records. Must not know: any format, the monitor, the event loop.
 A sink is plain blocking code: the monitor calls all of them from one thread of its own, so a slow disk never holds an
-actor up. A sink that raises in `write` or `flush` is switched off with one event and the others go on.
+actor up. A sink that raises in `write` or `flush` is switched off with one event; the others keep working.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Sink(Protocol):
 
     def open(self, context: SinkContext) -> None:
         """Raise ConfigError or LaunchError to refuse the start of the run; any other exception only switches this
-        sink off. May find files of an earlier monitor of the same run: go on with them."""
+        sink off. Files of an earlier monitor of the same run may be there: continue them."""
         ...
 
     def write(self, bundle: Telemetry) -> None:

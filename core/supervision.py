@@ -170,7 +170,7 @@ class Restart:
     delay_s: float
     reason: str
     branch: str
-    """Whose budget this restart was taken from; empty: somebody wished it, it costs nothing."""
+    """Whose budget this restart was taken from; empty: a person asked for it, it costs nothing."""
     rounds: tuple[GangRound, ...] = ()
 
 
@@ -201,7 +201,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """The run goes on without this member; its branch has a quorum."""
+    """The run continues without this member; its branch has a quorum."""
 
     member: str
     reason: str
@@ -211,7 +211,7 @@ class GiveUp:
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """They left for good, as somebody wished: they are no children of the run any more."""
+    """A person removed them for good: they are no children of the run any more."""
 
     children: tuple[str, ...]
 
@@ -235,13 +235,13 @@ Instruction = Restart | Drain | End | Kill | GiveUp | Retired | FailRun | AllEnd
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """Pause before a restart: none at first, for others wait for whoever died; for one that fails again and again
-    `first_s`, doubled each time up to `limit_s`, less up to half by lot."""
+    """Pause before a restart: none at first, because others wait for the dead child; for repeated failures `first_s`,
+    doubled each time up to `limit_s`, minus up to 50 % jitter."""
 
     first_s: float = 1.0
     limit_s: float = 30.0
     calm_s: float = 20.0
-    """Whoever has lived for so long since its last start does not fail again and again."""
+    """A child that lived for so long since its last start begins a new series of failures."""
 
     def delay(self, restarts: int, lot: float) -> float:
         """Seconds before the restart that follows `restarts` earlier ones, one soon after the other; `lot` is in
@@ -450,7 +450,7 @@ class Supervisor:
         is_gang = branch is not None and branch.strategy == "gang"
         wider = self._ending_of(child)
         if self._states.is_over(child) or child in self._retiring or (wider is not None and wider.then == "give up"):
-            raise SupervisionError(f"{child} is {self._states[child]} and leaves: it cannot be started anew")
+            raise SupervisionError(f"{child} is {self._states[child]} and leaves: it cannot be restarted")
         scope = self._tree.leaves(branch) if branch is not None and is_gang else (child,)
         if wider is not None and (self._is_over() or wider.scope > set(scope)):
             return []  # it ends anyway, and starts again with the others if they do
@@ -478,8 +478,8 @@ class Supervisor:
         self._states.move(child, "up")
 
     def on_work(self, child: str, now: float) -> None:
-        """The child does what it is there for, as somebody has seen; to answer is not enough, for it may still load
-        what it will fail of. From now on the restarts that led to this grow old. May be repeated, and be late."""
+        """The child was seen at its work; to answer is not enough, because it may still load what it will fail on.
+        From now on the restarts that led to this grow old. May be repeated, and be late."""
         if child not in self._tree.children or self._states[child] != "up":
             return
         self._unproven.discard(child)
@@ -715,5 +715,5 @@ class Supervisor:
         return any(ending.then == "over" for ending in self._endings)
 
     def _spec(self, child: str) -> ChildSpec:
-        self._states[child]  # raises for a name that nobody has
+        self._states[child]  # raises for an unknown name
         return self._tree.children[child]

@@ -100,7 +100,7 @@ class SupervisionTree:
         complete as it is, or a name is in use."""
         branch = self.branch(branch_name)
         if branch.strategy == "gang":
-            raise SupervisionError(f"{branch_name} is a gang: nobody joins it later")
+            raise SupervisionError(f"{branch_name} is a gang: no child can join it later")
         leaving = {self.seat(child).name for child in without}
         if branch_name in leaving:
             raise SupervisionError(f"{branch_name} goes with {', '.join(without)}")

@@ -36,7 +36,7 @@ class SharedTensor(Protocol):
     def is_lent(self) -> bool: ...
 
     async def reclaim(self, timeout_s: float) -> None:
-        """Wait until nobody reads it any more; then it may be written again. Raises SlabError after `timeout_s`."""
+        """Wait until it has no reader; then it may be written again. Raises SlabError after `timeout_s`."""
         ...
 
 

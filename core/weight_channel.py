@@ -4,8 +4,8 @@ A *sender* is a trainer rank that has whole tensors; a *channel* is a process gr
 engine. Bytes never pass through these records. Order of events:
 
     plan    which tensors lie in which bucket, byte for byte; the same for every version of one model
-    join    the sender opens a meeting place and waits there; the engine is told to come (once per engine incarnation)
-    send    the sender broadcasts every bucket of one version into the channel; the engine is told of each at its turn
+    join    the sender opens a rendezvous and waits there; the engine is asked to join (once per engine incarnation)
+    send    the sender broadcasts every bucket of one version into the channel; the engine is called for each in turn
     share   instead of join and send, on one GPU: handles of the buckets' memory
     leave   the channel is given up, by either side, for a reason
 """
@@ -133,4 +133,4 @@ class WeightProgress(Record, frozen=True):
     num_done: int = 0
     """Grows with every tensor or bucket that has come: the same number twice means that nothing moved."""
     is_counted: bool = False
-    """Whether what goes on now moves `num_done`; a server that reads a folder by itself tells nothing meanwhile."""
+    """Whether the current phase moves `num_done`; a server that reads a folder by itself reports nothing meanwhile."""

@@ -119,7 +119,7 @@ def _texts_of(listed: str, *, may_be_numbers: bool = False) -> tuple[str, ...]:
 
 
 def boxed(text: str) -> str | None:
-    r"""What stands in the `\boxed{...}` that closes last, braces balanced; None without one."""
+    r"""Content of the `\boxed{...}` that closes last, braces balanced; None without one."""
     found: str | None = None
     opened: list[int] = []  # where the contents of each open brace begin; -1 for a brace that is not a box's
     for match in TOKENS.finditer(text):
@@ -142,7 +142,7 @@ def after_marker(text: str) -> str | None:
 
 
 def in_tag(text: str) -> str | None:
-    """What stands in the last `<answer>...</answer>`; None without one."""
+    """Content of the last `<answer>...</answer>`; None without one."""
     found: str | None = None
     opened = -1
     for tag in TAG.finditer(text):

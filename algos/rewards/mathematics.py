@@ -3,8 +3,8 @@
 Before it, two plain numbers are compared exactly, with their units. It gets decimals as fractions, for it would round
 them, and no units, for it would drop them. math-verify and sympy are imported here, in reward worker processes only.
 
-It runs in a forked copy of this process, which is killed at its time limit (`last_byte`): a signal does not interrupt one
-long operation in C, such as 9**9**9. The memory of the copy is bounded too.
+It runs in a forked copy of this process, which is killed at its time limit (`last_byte`): a signal does not interrupt
+one long operation in C, such as 9**9**9. The memory of the copy is bounded too.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def prepare() -> Compare:
 
 
 class Compare:
-    """math-verify. Its own time limits are off: they start anew for each expression."""
+    """math-verify. Its own time limits are off: they restart for each expression."""
 
     def __init__(self) -> None:
         # Heavy (sympy), and only worker processes may have it.
@@ -164,7 +164,7 @@ class Compare:
         self._of_whole = [LatexExtractionConfig(normalization_config=replace(rules, units=False))]
 
     def __call__(self, label: str, text: str, *, is_whole: bool, say: Say | None = None) -> bool:
-        """Whether they are equal. `say` is told when the label was read. Raises ValueError if it cannot be."""
+        """Whether they are equal. `say` is called when the label was read. Raises ValueError if it cannot be."""
         wanted = self._parse(label, parsing_timeout=None) if _TEXT.search(label) else self._whole(label)
         if not wanted:
             raise ValueError(label)

@@ -273,7 +273,7 @@ def last_number(text: str) -> Fraction | None:
 
 
 def last_quantity(text: str) -> Quantity | None:
-    """The last number in running text with its unit, if that is a known one; or None. If the last number stands in
+    """The last number in running text with its unit, if that is a known one; or None. If the last number is in
     formulas, the last formula is judged whole, or what it ends with after a `=`."""
     plain = text[-TAIL_CHARS:].translate(TRANSLATED)
     found = deque(IN_TEXT.finditer(plain), maxlen=1)

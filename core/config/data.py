@@ -105,7 +105,7 @@ class RowSource(Section, frozen=True):
     answer_key: str = ""
     """Column with the demonstration to be learnt by SFT. Empty = likewise."""
     tools_key: str = ""
-    """Column with the model's tools. Empty = likewise."""
+    """Column with the tools that the model may call. Empty = likewise."""
     system: str = ""
     """System message put in front of conversations that have none; empty = as in `[data]`."""
 
@@ -122,7 +122,7 @@ class SourceSettings(RowSource, frozen=True):
     weight: Annotated[NonNegativeFloat, Field(le=MAX_WEIGHT)] = 1.0
     """Its share of the prompts, in proportion to the others' weights; 0 = none for now. Live knob: `mix`."""
     max_passes: Annotated[int, Field(ge=-1)] = -1
-    """Passes over this source after which it is exhausted and the others continue; 0 = endless, -1 = as in
+    """Passes over this source after which it is exhausted and only the others are used; 0 = endless, -1 = as in
     `[data]`."""
 
     @field_validator("weight")

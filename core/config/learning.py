@@ -78,7 +78,7 @@ DEFAULTS_OF_KIND: Mapping[AlgoKind, KindDefaults] = {
 """The zero-variance filter serves algorithms that live from differences inside a group; for the others a group of equal
 rewards is a lesson like any other."""
 RECORDED_REFERENCE = ("recorded",)
-"""Stands in `algo.ref_urls` for what was recorded with the answers."""
+"""Value of `algo.ref_urls` for log-probs that were recorded with the answers."""
 
 Betas = Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Strict(False)]
 
@@ -444,20 +444,20 @@ class TrainerConfig(Section, frozen=True):
     """Seconds that a step may take, compiling included, or one publication, score or checkpoint: a rank that has not
     answered by then hangs, and the gang is restarted. Also the limit of every collective."""
     standby_every: CountInt = 0
-    """Steps between two copies of the whole training state in the memory of the trainer's host, from which a gang that
-    restarts; 0 = none, it restarts from the newest checkpoint."""
+    """Steps between two copies of the whole training state in the memory of the trainer's host, from which a restarted
+    gang continues; 0 = none, it continues from the newest checkpoint."""
     async_save: bool = False
-    """Whether checkpoints are written beside training, which waits for a copy in the host's memory only."""
+    """Whether checkpoints are written while training continues: it waits for a copy in the host's memory only."""
     checkpoint_at_stop: bool = True
     """Whether a run that is stopped (SIGTERM, Ctrl-C, `myxa down`, `max_wall_s`, `stop_reward`) writes a
-    checkpoint of the version it stands at, also with `checkpoint_every = 0`."""
+    checkpoint of its newest version, also with `checkpoint_every = 0`."""
     keep_last: PositiveInt = 2
     """Checkpoints kept, with the samples that going back to any of them would need; older ones are deleted."""
     keep_every: CountInt = 0
     """m: besides, each m-th checkpoint by schedule stays for ever (versions divisible by `keep_every *
     checkpoint_every`); 0 = none."""
     resume: PathText = ""
-    """Checkpoint folder, or run directory (its newest checkpoint), to continue from; empty = a fresh start."""
+    """Checkpoint folder, or run directory (its newest checkpoint), to continue from; empty = none."""
     export_at_end: bool = True
     """Whether the trained model is written as a HuggingFace folder when the run ends."""
     export_dtype: Literal["model", "float32", "bfloat16", "float16"] = "model"

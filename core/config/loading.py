@@ -133,7 +133,7 @@ def load_config(
 def inspect_config(
     files: Sequence[str | os.PathLike[str]], overrides: Sequence[str] = (), *, text: str | None = None
 ) -> Inspected:
-    """The same for who wants to go on looking: problems are returned. Raises ConfigError for a file that cannot be read
+    """The same, but problems are returned. Raises ConfigError for a file that cannot be read
     or is no TOML."""
     if not files:
         raise ConfigError("no run file was given", remedy="name a TOML file")

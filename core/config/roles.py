@@ -57,8 +57,8 @@ class RoleSettings(Section, frozen=True):
     """After a failure: one (only the failed actor is restarted), gang (all of the role), never (the run ends)."""
     max_restarts: CountInt = 3
     """Restarts of one actor (or gang) within 5 minutes after which the run ends; those that led to no work count
-    however long ago they were. A restart is immediate after 20 s of uptime; otherwise the pause doubles
-    from 0.5 s to 30 s, with up to 50 % jitter."""
+    without limit of time. Restarts are immediate after 20 s of uptime; otherwise back-off doubles from 0.5 s to 30 s,
+    with up to 50 % jitter."""
     when_hung: WhenHung = "wait"
     """A process whose event loop gives no sign of life: wait (it is named in the log and left alone) or kill (it is
     killed, with its stacks in its log; then `restart` decides)."""
@@ -121,8 +121,8 @@ class CoordinatorRole(SingleRole, frozen=True):
     kind: Literal["coordinator"] = "coordinator"
     """Only "coordinator"."""
     when_hung: WhenHung = "kill"
-    """A process whose event loop gives no sign of life: kill (the next one continues within seconds; while
-    it hangs, no engine gets new weights and the run comes to stand) or wait (it is named in the log)."""
+    """A process whose event loop gives no sign of life: kill (the next one continues from its journal within seconds;
+    while it hangs, no engine gets new weights and the run stops) or wait (it is named in the log)."""
 
 
 class BufferRole(SingleRole, frozen=True):
@@ -260,7 +260,7 @@ class MemorySettings(Section, frozen=True):
     reserve_mb: CountInt = 1024
     """MiB of each GPU that are never granted: contexts, workspaces, fragments. The stand-in device has no such."""
     workspace_mb: CountInt = 0
-    """MiB of each device that a trainer rank needs beside parameters, gradients and optimizer during its turn:
+    """MiB of each device that a trainer rank needs beside parameters, gradients and optimizer in its turn:
     activations and logits of its largest micro-batch. The engine makes that much room, too. Must be set on GPUs."""
     switch_s: PositiveFloat = 120.0
     """Seconds one change of hands may take; then the lease is refused with who holds what, and asked for again. When

@@ -99,13 +99,13 @@ class RolloutSettings(Section, frozen=True):
     samples."""
     max_retries: CountInt = 2
     """How often a sample is tried again whose workflow failed by its environment, sandbox or network; then the group
-    continues without it."""
+    is finished without it."""
     pause_mode: Literal["in_place", "retract", "abort"] = "in_place"
     """What happens to running generations while weights are swapped: in_place (stand still, keep KV), retract (KV is
     rebuilt), abort (returned to the buffer with their tokens)."""
 
     save_partials_s: NonNegativeFloat = 5.0
-    """Seconds between two tellings of the tokens so far to the buffer, so that a rollout actor that is killed costs no
+    """Seconds between two reports of the tokens so far to the buffer, so that a rollout actor that is killed costs no
     more than what came since; 0 = only groups that are handed back keep their tokens."""
 
     @field_validator("stop_token_ids")
@@ -136,7 +136,7 @@ class RolloutSettings(Section, frozen=True):
         return check_json(value)
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Arguments that nobody takes, and a turn that would have to be longer than it may be."""
+        """Arguments without a workflow that takes them, and a minimum length above the maximum."""
         if self.min_new_tokens > self.max_new_tokens:
             yield Conflict(("min_new_tokens", "max_new_tokens"), f"is above max_new_tokens = {self.max_new_tokens}")
         if self.workflow_args and self.workflow in WORKFLOW_BUILTINS:

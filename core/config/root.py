@@ -77,7 +77,7 @@ def _workflow_conflicts(config: RunConfig) -> Iterator[Conflict]:
 
 
 def _reference_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    """Here, for a run that began with a KL term may go on without."""
+    """Checked here, because a run that began with a KL term may continue without it."""
     if config.algo.ref_path and not config.algo.kl_coef:
         yield Conflict(
             ("algo.ref_path", "algo.kl_coef"), "needs algo.kl_coef above 0: without it no reference model is kept"
@@ -86,7 +86,7 @@ def _reference_conflicts(config: RunConfig) -> Iterator[Conflict]:
         return
     if not config.algo.kl_coef:
         yield Conflict(
-            ("algo.ref_urls", "algo.kl_coef"), "needs algo.kl_coef above 0: without it nobody looks at the reference"
+            ("algo.ref_urls", "algo.kl_coef"), "needs algo.kl_coef above 0: without it the reference is not used"
         )
     if config.algo.kind != "sft" and config.rollout.temperature != 1:
         yield Conflict(
@@ -338,7 +338,7 @@ def _reward_conflicts(config: RunConfig) -> Iterator[Conflict]:
             ("overlong_tokens", config.reward.overlong_tokens > 0),
         ):
             if is_set:
-                yield Conflict((f"reward.{more}", key), "is for rewards that are judged anew: leave it out")
+                yield Conflict((f"reward.{more}", key), "is for rewards that are computed in this run: leave it out")
 
 
 def _sampling_conflicts(config: RunConfig) -> Iterator[Conflict]:
@@ -405,7 +405,7 @@ class RunConfig(Section, frozen=True):
     monitor: MonitorSettings = MonitorSettings()
     """Metrics, events, traces."""
     control: ControlSettings = ControlSettings()
-    """Watching and changing a run that goes on."""
+    """Watching and changing a live run."""
     chaos: ChaosSettings = ChaosSettings()
     """Faults on purpose."""
     roles: RolesSettings = RolesSettings()

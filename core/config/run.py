@@ -33,7 +33,7 @@ class RunSettings(Section, frozen=True):
     stop_reward: float = 0.0
     """Mean evaluation reward at which the run ends early; 0 = off."""
     max_wall_s: NonNegativeFloat = 0.0
-    """Seconds of wall time after which the run ends in order; 0 = no limit."""
+    """Seconds of wall time after which the run ends regularly; 0 = no limit."""
     chaos: bool = False
     """Whether the run may be made to fail on purpose: by `myxa chaos`, and as the table [chaos] says."""
     preload: bool = True

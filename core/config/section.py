@@ -206,7 +206,7 @@ def single_path(parsed: Table) -> KeyPath:
 
 
 ANY_NAME = "*"
-"""Stands in a path for any key of a table whose keys are names of the user's."""
+"""In a path: any key of a table whose keys are names of the user's."""
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:

@@ -38,7 +38,7 @@ def first_pass(desk: Desk, *rewards: float) -> None:
 
 @pytest.mark.parametrize("is_restarted", [True, False])
 def test_what_was_too_easy_or_too_hard_is_passed_over_from_the_next_pass_on(desk: Desk, is_restarted: bool) -> None:
-    """Also groups that the filter left out, whose samples are gone; and a buffer that is started anew knows it."""
+    """Also groups that the filter left out, whose samples are gone; and a restarted buffer knows it."""
     first_pass(desk, EASY, GOOD, HARD, 0.8)
     if is_restarted:
         desk.restart()

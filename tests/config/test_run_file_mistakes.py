@@ -112,7 +112,7 @@ MISTAKES: list[tuple[str, str]] = [
     ('[algo]\nref_urls = ["http://h:1", "recorded"]\n', '"recorded" must look like http://host:port'),
     (
         '[algo]\nref_urls = ["http://h:1"]\n',
-        'run.toml:6: algo.ref_urls = ["http://h:1"]: needs algo.kl_coef above 0: without it nobody looks at the reference',
+        'run.toml:6: algo.ref_urls = ["http://h:1"]: needs algo.kl_coef above 0: without it the reference is not used',
     ),
     (
         '[algo]\nref_urls = ["http://h:1"]\nref_path = "m"\nkl_coef = 1\n',
@@ -459,7 +459,7 @@ MISTAKES: list[tuple[str, str]] = [
     ),
     (
         f'{RECORDED}[reward]\nfn = "recorded"\ntruncated = "zero"\n',
-        'run.toml:9: reward.truncated = "zero": is for rewards that are judged anew: leave it out',
+        'run.toml:9: reward.truncated = "zero": is for rewards that are computed in this run: leave it out',
     ),
     (
         '[reward]\nfn = "recorded"\n',

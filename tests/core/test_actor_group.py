@@ -140,7 +140,7 @@ async def test_members_by_name_keep_their_order_and_need_not_be_there(scene: Sce
 
 @pytest.mark.asyncio
 async def test_nobody_and_wrong_methods_are_refused_before_anything_is_sent(scene: Scene):
-    with pytest.raises(NoSuchActor, match="nobody is called trainer/"):
+    with pytest.raises(NoSuchActor, match="trainer/"):
         await scene.near.group(RankContract, "trainer").all(RankContract.step, 1)
     with pytest.raises(NoSuchActor, match="no members"):
         await scene.near.group(RankContract, []).all(RankContract.step, 1)
