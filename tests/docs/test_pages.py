@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+
+from myxa.core.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -61,6 +64,16 @@ def test_the_glossary_is_in_order() -> None:
 
 def test_all_pages_together_are_short() -> None:
     assert sum(len(path.read_text().splitlines()) for path in PAGES[1:]) <= MOST_LINES
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_pieces_of_run_files_are_valid(path: Path) -> None:
+    for block in re.findall(r"```toml\n(.*?)```", path.read_text(), re.DOTALL):
+        values = tomllib.loads(block)
+        values.setdefault("model", {"path": "model"})
+        if "sources" not in values.setdefault("data", {}):
+            values["data"].setdefault("train", "train.jsonl")
+        RunConfig.model_validate(values)
 
 
 def test_the_tutorial_can_be_planned(tmp_path: Path) -> None:
