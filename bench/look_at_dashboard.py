@@ -19,7 +19,7 @@ from planted_control import plant_seat, serving
 
 from myxa.launch.tui.feed import Feed
 from myxa.launch.web.dashboard import Dashboard
-from myxa.launch.web.guard import Guard
+from myxa.launch.web.guard import DashboardGuard
 
 PAGES = ("overview", "learning", "speed", "time", "knobs", "events", "samples")
 
@@ -75,7 +75,7 @@ async def look(options: argparse.Namespace, browser: str) -> None:
             feed = Feed.of(options.run)
         else:
             feed = Feed.of_files(options.run)
-        url = await stack.enter_async_context(Dashboard(feed, Guard(may_operate=True)).serving(0))
+        url = await stack.enter_async_context(Dashboard(feed, DashboardGuard(may_operate=True)).serving(0))
         await take(url, options.out, browser)
 
 

@@ -83,9 +83,9 @@ def _samples(options: argparse.Namespace) -> int:
         "eval_set": options.eval_set or "",
     }
     if isinstance(found, Path):
-        from ..views.sample_log import Wanted, read_samples
+        from ..views.sample_log import SampleQuery, read_samples
 
-        told = {"groups": read_samples(found, Wanted(**wanted), options.num_groups), "num_left_out": 0}
+        told = {"groups": read_samples(found, SampleQuery(**wanted), options.num_groups), "num_left_out": 0}
     else:
         told = found.ask("samples", num_groups=options.num_groups, max_tokens=options.max_tokens, **wanted)
     is_kept = isinstance(found, Path) or options.step >= 0 or options.eval_set is not None

@@ -114,7 +114,7 @@ NOT_YET = -AHEAD - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ReplayedChange:
     """One change of the other run."""
 
     number: int
@@ -133,12 +133,12 @@ class Turn:
         return self.at - AHEAD if self.at else self.version
 
 
-def trajectory(records: Iterable[AuditRecord]) -> tuple[Turn, ...]:
+def trajectory(records: Iterable[AuditRecord]) -> tuple[ReplayedChange, ...]:
     """Everything that moved a knob, in order: changes, undone ones, those that went back by themselves."""
     return tuple(turn for record in records if record.result == "done" for turn in _turns(record))
 
 
-def _turns(record: AuditRecord) -> Iterator[Turn]:
+def _turns(record: AuditRecord) -> Iterator[ReplayedChange]:
     """One for all owners; one for each when they got different values."""
     from ...core.knobs import NUMBERED
 
@@ -157,8 +157,8 @@ def _turns(record: AuditRecord) -> Iterator[Turn]:
                 yield _turn(record, target, part, is_numbered=is_numbered)
 
 
-def _turn(record: AuditRecord, target: str, moves: Sequence[KnobMove], *, is_numbered: bool) -> Turn:
-    return Turn(
+def _turn(record: AuditRecord, target: str, moves: Sequence[KnobMove], *, is_numbered: bool) -> ReplayedChange:
+    return ReplayedChange(
         number=record.number,
         values={move.name: move.new for move in moves},
         target=target,

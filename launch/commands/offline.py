@@ -58,10 +58,10 @@ def _gib(text: str) -> float:
 
 def _plan(options: argparse.Namespace) -> int:
     from ..plan.plan_page import plan_json, plan_text
-    from ..plan.run_plan import PlanOptions, make_plan
+    from ..plan.run_plan import RunPlanOptions, make_plan
 
     plan = make_plan(
-        PlanOptions(
+        RunPlanOptions(
             files=tuple(options.file),
             overrides=tuple(options.overrides),
             num_nodes=options.nnodes,

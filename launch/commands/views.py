@@ -155,9 +155,9 @@ async def _dashboard_serve(feed: Feed, options: argparse.Namespace) -> int:
     import asyncio
 
     from ..web.dashboard import Dashboard  # aiohttp is needed here only
-    from ..web.guard import Guard
+    from ..web.guard import DashboardGuard
 
-    dashboard = Dashboard(feed, Guard(may_operate=options.operate))
+    dashboard = Dashboard(feed, DashboardGuard(may_operate=options.operate))
     async with dashboard.serving(options.port) as url:
         if options.json:
             print(json.dumps({"url": url, "run_dir": str(feed.run_dir), "operate": options.operate}), flush=True)

@@ -28,7 +28,7 @@ from ...core.errors import MyxaError
 from ...core.knobs import ChangeRequest, KnobValue, Operator
 from ...core.refs import with_deadline
 from ..views.advice import Advice, all_advice
-from ..views.bottleneck import Verdict
+from ..views.bottleneck import Bottleneck
 from .suggestions import SuggestionBook
 from .verb import VerbContext
 from .why_verbs import gather_evidence
@@ -74,7 +74,7 @@ class Pilot:
         """Knob -> why the pilot does not touch it any more."""
         self.num_moves = 0
 
-    def look(self, version: int, verdict: Verdict, propose: Propose) -> Advice | None:
+    def look(self, version: int, verdict: Bottleneck, propose: Propose) -> Advice | None:
         """One look at the run at this version; a move to make now, or None. Tell `moved` when it was made."""
         last, options = self._last, self._options
         if last is not None and version < last.version + options.settle_steps:
@@ -88,7 +88,7 @@ class Pilot:
             return None
         return self._chosen(propose)
 
-    def moved(self, version: int, advice: Advice, verdict: Verdict) -> None:
+    def moved(self, version: int, advice: Advice, verdict: Bottleneck) -> None:
         """The move was made."""
         self._last = _Made(advice, version, verdict.bound, verdict.share)
         self._is_judged = False
@@ -102,7 +102,7 @@ class Pilot:
         self.left_alone[advice.knob] = why
         self._streak = 0
 
-    def _judge_last(self, verdict: Verdict) -> None:
+    def _judge_last(self, verdict: Bottleneck) -> None:
         if self._last is None or self._is_judged:
             return
         self._is_judged = True

@@ -66,7 +66,7 @@ BLANKS = b" \t\r\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ConnectionLimits:
     """What a connection may cost. Seconds and bytes."""
 
     first_s: float = 5.0
@@ -83,14 +83,14 @@ class Limits:
     """Of one socket. One more takes the place of the one that has been silent longest."""
 
 
-class Connection(asyncio.Protocol):
+class ControlConnection(asyncio.Protocol):
     """See the module's head. `choose` makes the protocol for the first bytes, `gone` hears of the end."""
 
     def __init__(
         self,
-        limits: Limits,
-        choose: Callable[[Connection, bytes], asyncio.Protocol],
-        gone: Callable[[Connection], None],
+        limits: ConnectionLimits,
+        choose: Callable[[ControlConnection, bytes], asyncio.Protocol],
+        gone: Callable[[ControlConnection], None],
     ) -> None:
         self._limits = limits
         self._choose = choose

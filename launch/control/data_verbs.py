@@ -19,7 +19,7 @@ from ...core.messages import DumpReport, RecentGroup, Record
 from ...core.protocols import Tokenizer
 from ...core.refs import with_deadline
 from ...core.samples import F32, Sample
-from ..views.sample_log import Wanted, read_samples
+from ..views.sample_log import SampleQuery, read_samples
 from .verb import Arguments, Verb, VerbContext
 
 ASK_S = 20.0
@@ -113,7 +113,7 @@ async def _dumps(context: VerbContext, arguments: Arguments, who: Operator) -> t
 async def _samples(context: VerbContext, arguments: SamplesArguments, who: Operator) -> dict[str, Any]:
     del who
     if arguments.step >= 0 or arguments.held_out:
-        wanted = Wanted(arguments.step, arguments.held_out, arguments.eval_set)
+        wanted = SampleQuery(arguments.step, arguments.held_out, arguments.eval_set)
         kept = await asyncio.to_thread(read_samples, context.run_dir.path, wanted, arguments.num_groups)
         return {"groups": kept, "num_left_out": 0}
     found = await _buffer(context, ASK_S).recent(arguments.num_groups)

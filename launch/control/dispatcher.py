@@ -32,7 +32,7 @@ _log = logging.getLogger("myxa.control")
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
+class VerbCaller:
     """What a caller came in by: a socket, or a key. Each has its own share of what may be in hand, so that callers who
     only look keep nobody from steering."""
 
@@ -41,13 +41,13 @@ class Caller:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class VerbCall:
     """A request that was understood."""
 
     verb: Verb[Any]
     arguments: Arguments
     who: Operator
-    caller: Caller
+    caller: VerbCaller
 
 
 class Dispatcher:
@@ -65,7 +65,7 @@ class Dispatcher:
         self._in_hand: set[asyncio.Task[Any]] = set()
         self._shares: Counter[str] = Counter()
 
-    def understand(self, name: str, arguments: msgspec.Raw | bytes, who: Operator, caller: Caller) -> Order:
+    def understand(self, name: str, arguments: msgspec.Raw | bytes, who: Operator, caller: VerbCaller) -> VerbCall:
         """Raises ConfigError, with which nothing has happened."""
         return self.order(name, lambda verb: self.decode(verb, arguments), who, caller)
 
@@ -74,13 +74,13 @@ class Dispatcher:
         name: str,
         arguments: Callable[[Verb[Any]], Arguments],
         who: Operator,
-        caller: Caller,
+        caller: VerbCaller,
         *,
         only_shows: bool = False,
-    ) -> Order:
+    ) -> VerbCall:
         """The same with arguments that are decoded by the caller. `only_shows`: although the caller may more."""
         verb = self.verbs.find(name, may_operate=caller.may_operate and not only_shows)
-        return Order(verb, arguments(verb), who, caller)
+        return VerbCall(verb, arguments(verb), who, caller)
 
     @staticmethod
     def decode(verb: Verb[Any], raw: msgspec.Raw | bytes) -> Arguments:
@@ -88,7 +88,7 @@ class Dispatcher:
         check_depth(bytes(raw))
         return decode_arguments(verb.name, verb.arguments, raw)
 
-    async def answer(self, order: Order) -> Any:
+    async def answer(self, order: VerbCall) -> Any:
         """Carry out a verb that is no stream. It is carried out to its end even if the caller goes meanwhile."""
         if order.verb.run is None:
             raise AssertionError(f"{order.verb.name} is a stream")
@@ -96,7 +96,7 @@ class Dispatcher:
         work = order.verb.run(self._context, order.arguments, order.who)
         return await self._kept(self._carried_out(order, work), share)
 
-    async def refuse(self, name: str, who: Operator, caller: Caller, error: MyxaError) -> None:
+    async def refuse(self, name: str, who: Operator, caller: VerbCaller, error: MyxaError) -> None:
         """Count a request that was not understood; note it, if it was meant to change something by somebody who may.
 
         Raises nothing: the caller is to hear of the refusal, and of nothing else. Whoever may only look must not be
@@ -115,7 +115,7 @@ class Dispatcher:
         await self._kept(self._noted(name, who, {}, "refused", str(error)), share)
 
     @contextlib.asynccontextmanager
-    async def items(self, order: Order) -> AsyncGenerator[AsyncGenerator[Any]]:
+    async def items(self, order: VerbCall) -> AsyncGenerator[AsyncGenerator[Any]]:
         """The answers of a stream; leaving the block ends it."""
         if order.verb.stream is None:
             raise AssertionError(f"{order.verb.name} is no stream")
@@ -135,7 +135,7 @@ class Dispatcher:
             await asyncio.wait(given_up, timeout=CLOSE_S)
         self._notary.shutdown(wait=False)
 
-    async def _carried_out(self, order: Order, work: Any) -> Any:
+    async def _carried_out(self, order: VerbCall, work: Any) -> Any:
         verb = order.verb
         is_ours = verb.access == "operate" and not verb.is_noted_elsewhere
         asked = _noted_arguments(order.arguments)
@@ -168,7 +168,7 @@ class Dispatcher:
         except (OSError, MyxaError) as error:
             _log.error("the audit log did not take %s: %s", verb, error)
 
-    def _share_of(self, caller: Caller, what: str = "requests") -> str:
+    def _share_of(self, caller: VerbCaller, what: str = "requests") -> str:
         """What the next request counts towards. Raises Overloaded if all of that is in hand."""
         share = f"{caller.name}: {what}"
         if self._shares[share] >= MAX_AT_ONCE:

@@ -17,8 +17,8 @@ from typing import Any
 from aiohttp import web
 
 from ...core.errors import CallError, ConfigError, DeadlineExceeded, MyxaError, NotExecuted
-from .connection import Connection
-from .dispatcher import Caller, Dispatcher, Order
+from .connection import ControlConnection
+from .dispatcher import Dispatcher, VerbCall, VerbCaller
 from .verb import Arguments, Verb
 from .wire import MAX_REQUEST_BYTES, arguments_from_text, encode, told
 
@@ -30,10 +30,10 @@ _log = logging.getLogger("myxa.control")
 class HttpServer:
     """Serves connections that were handed to `protocol`."""
 
-    def __init__(self, dispatcher: Dispatcher, caller: Caller) -> None:
+    def __init__(self, dispatcher: Dispatcher, caller: VerbCaller) -> None:
         self._dispatcher = dispatcher
         self._caller = caller
-        self._connections: dict[Any, Connection] = {}
+        self._connections: dict[Any, ControlConnection] = {}
         app = web.Application(client_max_size=MAX_REQUEST_BYTES, middlewares=[self._guarded])
         app.router.add_get("/v1/{verb}", self._get)
         app.router.add_post("/v1/{verb}", self._post)
@@ -51,14 +51,14 @@ class HttpServer:
         """End all connections."""
         await self._runner.cleanup()
 
-    def protocol(self, connection: Connection) -> asyncio.Protocol:
+    def protocol(self, connection: ControlConnection) -> asyncio.Protocol:
         """A protocol for that connection."""
         server: Any = self._runner.server
         made: asyncio.Protocol = server()
         self._connections[made] = connection
         return made
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: ControlConnection) -> None:
         """That connection is over."""
         for made in [made for made, kept in self._connections.items() if kept is connection]:
             del self._connections[made]
@@ -74,7 +74,7 @@ class HttpServer:
         response.force_close()
         return response
 
-    async def _answer(self, request: web.Request, handler: Any, connection: Connection) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, handler: Any, connection: ControlConnection) -> web.StreamResponse:
         try:
             await request.read()  # a caller that dawdles is cut off by its connection's limits
         except web.HTTPException as error:
@@ -115,7 +115,7 @@ class HttpServer:
         except Exception as error:  # noqa: BLE001 - the dispatcher logged it; the caller must hear of it, whatever it is
             return _error(_status(error), error)
 
-    async def _stream(self, request: web.Request, order: Order) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, order: VerbCall) -> web.StreamResponse:
         """One JSON object a line, until the verb ends or the caller goes (aiohttp cancels this then)."""
         connection = self._connections[request.protocol]
         connection.is_stream = True

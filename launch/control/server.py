@@ -25,8 +25,8 @@ from typing import Any
 
 from ...core.errors import ConfigError, LaunchError, MyxaError, Overloaded
 from ...core.knobs import Operator
-from .connection import LINES, Connection, Limits, Peer
-from .dispatcher import Caller, Dispatcher, Order
+from .connection import LINES, ConnectionLimits, ControlConnection, Peer
+from .dispatcher import Dispatcher, VerbCall, VerbCaller
 from .http import HttpServer
 from .wire import MAX_REQUEST_BYTES, Request, decode_request, encode, told
 
@@ -36,12 +36,12 @@ _log = logging.getLogger("myxa.control")
 class LineServer:
     """Serves one connection at a time per call of `protocol`; keeps the tasks."""
 
-    def __init__(self, dispatcher: Dispatcher, caller: Caller) -> None:
+    def __init__(self, dispatcher: Dispatcher, caller: VerbCaller) -> None:
         self._dispatcher = dispatcher
         self._caller = caller
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def protocol(self, connection: Connection) -> asyncio.Protocol:
+    def protocol(self, connection: ControlConnection) -> asyncio.Protocol:
         """A protocol for that connection."""
         reader = asyncio.StreamReader(limit=MAX_REQUEST_BYTES)
 
@@ -58,7 +58,9 @@ class LineServer:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _serve(self, connection: Connection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(
+        self, connection: ControlConnection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         try:
             while line := await self._line(reader, writer):
                 if line.isspace():
@@ -103,7 +105,7 @@ class LineServer:
             return False
         return await _send(writer, await self._answer(order, request))
 
-    async def _order(self, request: Request, who: Operator, writer: asyncio.StreamWriter) -> Order | None:
+    async def _order(self, request: Request, who: Operator, writer: asyncio.StreamWriter) -> VerbCall | None:
         try:
             return self._dispatcher.understand(request.verb, request.args, who, self._caller)
         except MyxaError as error:
@@ -111,7 +113,7 @@ class LineServer:
             await _send(writer, _refusal(request.id, error))
             return None
 
-    async def _answer(self, order: Order, request: Request) -> bytes:
+    async def _answer(self, order: VerbCall, request: Request) -> bytes:
         try:
             result = await self._dispatcher.answer(order)
             return encode({"id": request.id, "ok": True, "result": result})
@@ -119,7 +121,7 @@ class LineServer:
             return _refusal(request.id, error)
 
     async def _stream(
-        self, order: Order, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, order: VerbCall, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """Until it ends, or until the caller goes away or says anything more."""
         try:
@@ -184,7 +186,9 @@ BACKLOG = 64
 class Listener:
     """One listening socket."""
 
-    def __init__(self, dispatcher: Dispatcher, path: Path, caller: Caller, *, gid: int = -1, limits: Limits) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, path: Path, caller: VerbCaller, *, gid: int = -1, limits: ConnectionLimits
+    ) -> None:
         """`gid`: a group that may come in too; -1: none."""
         self.path = path
         self._dispatcher = dispatcher
@@ -192,7 +196,7 @@ class Listener:
         self._limits = limits
         self._lines = LineServer(dispatcher, caller)
         self._http = HttpServer(dispatcher, caller)
-        self._connections: set[Connection] = set()
+        self._connections: set[ControlConnection] = set()
         self._server: asyncio.Server | None = None
 
     async def open(self) -> None:
@@ -248,7 +252,7 @@ class Listener:
         for connection in list(self._connections):
             connection.look(now)
 
-    def greet(self, connection: Connection, link: object) -> None:
+    def greet(self, connection: ControlConnection, link: object) -> None:
         """Let it in, or not."""
         try:
             connection.peer = Peer.of(link)
@@ -278,11 +282,11 @@ class Listener:
         oldest.make_room()
         return True
 
-    def choose(self, connection: Connection, data: bytes) -> asyncio.Protocol:
+    def choose(self, connection: ControlConnection, data: bytes) -> asyncio.Protocol:
         """The protocol that its first byte asks for."""
         return (self._lines if data.startswith(LINES) else self._http).protocol(connection)
 
-    def gone(self, connection: Connection) -> None:
+    def gone(self, connection: ControlConnection) -> None:
         """It is over."""
         if connection.closed_for:
             self._dispatcher.counters[connection.closed_for] += 1
@@ -290,12 +294,12 @@ class Listener:
         self._http.forget(connection)
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> ConnectionLimits:
         """Of each connection."""
         return self._limits
 
 
-class _Greeted(Connection):
+class _Greeted(ControlConnection):
     """A connection that is looked at before it is served."""
 
     def __init__(self, listener: Listener) -> None:
@@ -311,13 +315,19 @@ class ControlServer:
     """Both sockets of one run. `open`, then `close`."""
 
     def __init__(
-        self, dispatcher: Dispatcher, control: Path, view: Path, *, view_gid: int = -1, limits: Limits | None = None
+        self,
+        dispatcher: Dispatcher,
+        control: Path,
+        view: Path,
+        *,
+        view_gid: int = -1,
+        limits: ConnectionLimits | None = None,
     ) -> None:
-        limits = limits or Limits()
+        limits = limits or ConnectionLimits()
         self._dispatcher = dispatcher
         self._listeners = (
-            Listener(dispatcher, control, Caller("control", may_operate=True), limits=limits),
-            Listener(dispatcher, view, Caller("view", may_operate=False), gid=view_gid, limits=limits),
+            Listener(dispatcher, control, VerbCaller("control", may_operate=True), limits=limits),
+            Listener(dispatcher, view, VerbCaller("view", may_operate=False), gid=view_gid, limits=limits),
         )
         self._watch: asyncio.Task[None] | None = None
 

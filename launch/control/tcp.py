@@ -29,7 +29,7 @@ from ...transport.security import JobKey
 from ...transport.session.guard import Verdict
 from ...transport.wire import is_public_key
 from ...transport.zeromq.control_endpoint import Asked, ControlEndpoint
-from .dispatcher import Caller, Dispatcher, Order
+from .dispatcher import Dispatcher, VerbCall, VerbCaller
 from .verb import Access
 from .wire import MAX_QUOTED_CHARS, Request, decode_request, encode, told
 
@@ -180,27 +180,27 @@ class TcpServer:
         else:
             self._endpoint.tell(asked.peer, await self._answer(order, request))
 
-    async def _order(self, request: Request, asked: Asked) -> Order | bytes:
+    async def _order(self, request: Request, asked: Asked) -> VerbCall | bytes:
         """What to do, or the refusal."""
         grant = self._allowed.grant(asked.key)
         if grant is None:
             gone = NotPermitted("that key is not on the list any more", remedy="ask whoever runs this")
             return _refusal(request.id, gone)
         who = Operator(user=grant.name[:MAX_QUOTED_CHARS], host=asked.address, via="tcp")
-        caller = Caller(f"key {asked.key}", may_operate=grant.access == "operate")
+        caller = VerbCaller(f"key {asked.key}", may_operate=grant.access == "operate")
         try:
             return self._dispatcher.understand(request.verb, request.args, who, caller)
         except MyxaError as error:
             await self._dispatcher.refuse(request.verb, who, caller, error)
             return _refusal(request.id, error)
 
-    async def _answer(self, order: Order, request: Request) -> bytes:
+    async def _answer(self, order: VerbCall, request: Request) -> bytes:
         try:
             return encode({"id": request.id, "ok": True, "result": await self._dispatcher.answer(order)})
         except Exception as error:  # noqa: BLE001 - the dispatcher logged it; the caller must hear of it, whatever it is
             return _refusal(request.id, error)
 
-    async def _stream(self, order: Order, request: Request, peer: bytes) -> None:
+    async def _stream(self, order: VerbCall, request: Request, peer: bytes) -> None:
         """Until it ends, or the caller is gone or does not read."""
         try:
             async with self._dispatcher.items(order) as items:

@@ -37,7 +37,7 @@ class WatchArguments(Arguments, frozen=True, kw_only=True):
     """From the beginning of the run instead of from now."""
 
 
-class Tail:
+class LineTail:
     """New whole lines of a file that grows, and may not be there yet."""
 
     def __init__(self, path: Path, *, from_start: bool) -> None:
@@ -76,7 +76,7 @@ class Tail:
 
 async def _watch(context: VerbContext, arguments: WatchArguments, who: Operator) -> AsyncIterator[dict[str, Any]]:
     """Items {"kind": "change" | "metrics" | "event", ...}: a line of the file, with its kind."""
-    tails = {kind: Tail(context.run_dir.path / name, from_start=arguments.past) for kind, name in _FILES.items()}
+    tails = {kind: LineTail(context.run_dir.path / name, from_start=arguments.past) for kind, name in _FILES.items()}
     try:
         while True:
             for kind, tail in tails.items():
@@ -88,7 +88,7 @@ async def _watch(context: VerbContext, arguments: WatchArguments, who: Operator)
             tail.close()
 
 
-def _items(kind: str, tail: Tail, names: tuple[str, ...]) -> list[dict[str, Any]]:
+def _items(kind: str, tail: LineTail, names: tuple[str, ...]) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
     for line in tail.lines():
         try:

@@ -23,7 +23,7 @@ from ...core.refs import with_deadline
 from ..preflight.gpus import look_at_gpus
 from ..supervisor.late_place import Present, staff
 from ..views.advice import Facts, all_advice, most_on_cores, num_cores
-from ..views.bottleneck import Filtered, Verdict, engines_look_full, judge
+from ..views.bottleneck import Bottleneck, Filtered, engines_look_full, judge
 from ..views.why import Reason, actors_of, explain, explain_actors
 from .run_verbs import Reason as OwnWords
 from .suggestions import Forbidden, Suggestion, SuggestionBook
@@ -50,7 +50,7 @@ class Evidence:
     disk: str = ""
     """Why the ledger cannot be written."""
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> Bottleneck:
         """What holds the run back."""
         return judge(self.shares, engines_are_full=self.engines_are_full, filtered=self.filtered, disk=self.disk)
 

@@ -37,7 +37,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     args: msgspec.Raw = NO_ARGUMENTS
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True):
+class ErrorAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """An error as the caller learns of it."""
 
     type: str
@@ -115,12 +115,12 @@ def _in_words(text: str) -> str:
     return text if found is None else f"{found[3]} must be {_RELATIONS[found[1]]} {found[2]}"
 
 
-def told(error: BaseException) -> Told:
+def told(error: BaseException) -> ErrorAnswer:
     """What a caller learns of an error. Those that nobody foresaw are named, without their insides."""
     if isinstance(error, MyxaError):
         kind = next(c.__name__ for c in type(error).__mro__ if c.__module__ == MyxaError.__module__)
-        return Told(type=kind, message=error.message, remedy=error.remedy, exit_code=error.exit_code)
-    return Told(
+        return ErrorAnswer(type=kind, message=error.message, remedy=error.remedy, exit_code=error.exit_code)
+    return ErrorAnswer(
         type="MyxaError",
         message=f"the launcher failed at this: {type(error).__name__}",
         remedy="this is a bug; the launcher's log has the rest",

@@ -12,7 +12,7 @@ Status = Literal["ok", "warning", "error"]
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class MachineCheck:
     """What was looked at, and what came of it."""
 
     name: str
@@ -23,19 +23,19 @@ class Check:
     """What to do; of an "ok" there is none."""
 
 
-Judge = Callable[[MachineFacts], Iterator[Check]]
+Judge = Callable[[MachineFacts], Iterator[MachineCheck]]
 
 
-def ok(name: str, found: str) -> Check:
+def ok(name: str, found: str) -> MachineCheck:
     """Nothing to do."""
-    return Check(name, "ok", found)
+    return MachineCheck(name, "ok", found)
 
 
-def warning(name: str, found: str, remedy: str) -> Check:
+def warning(name: str, found: str, remedy: str) -> MachineCheck:
     """Works, or will for some runs."""
-    return Check(name, "warning", found, remedy)
+    return MachineCheck(name, "warning", found, remedy)
 
 
-def error(name: str, found: str, remedy: str) -> Check:
+def error(name: str, found: str, remedy: str) -> MachineCheck:
     """No run, or none of the kind that the installed packages are for, will work."""
-    return Check(name, "error", found, remedy)
+    return MachineCheck(name, "error", found, remedy)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from .check import Check, Judge, error, ok, warning
+from .check import Judge, MachineCheck, error, ok, warning
 from .machine_facts import MachineFacts
 
 TORCH_OF_SGLANG: tuple[tuple[tuple[int, ...], str], ...] = (
@@ -40,7 +40,7 @@ def parts(version: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def installed(facts: MachineFacts) -> Iterator[Check]:
+def installed(facts: MachineFacts) -> Iterator[MachineCheck]:
     """A list, for whoever reads a report of somebody else's machine."""
     versions = facts.packages.versions
     there = [f"{name} {versions[name]}" for name in SHOWN if name in versions]
@@ -54,7 +54,7 @@ def installed(facts: MachineFacts) -> Iterator[Check]:
         yield ok("packages", ", ".join(there))
 
 
-def sglang(facts: MachineFacts) -> Iterator[Check]:
+def sglang(facts: MachineFacts) -> Iterator[MachineCheck]:
     """One torch for each SGLang."""
     versions = facts.packages.versions
     have = versions.get("sglang")
@@ -75,7 +75,7 @@ def sglang(facts: MachineFacts) -> Iterator[Check]:
         yield ok("sglang", f"{have} with torch {torch or 'of another environment'}")
 
 
-def megatron(facts: MachineFacts) -> Iterator[Check]:
+def megatron(facts: MachineFacts) -> Iterator[MachineCheck]:
     """megatron-core and Python."""
     have = facts.packages.versions.get("megatron-core")
     if have is None:
@@ -88,7 +88,7 @@ def megatron(facts: MachineFacts) -> Iterator[Check]:
         yield ok("megatron-core", have)
 
 
-def driver(facts: MachineFacts) -> Iterator[Check]:
+def driver(facts: MachineFacts) -> Iterator[MachineCheck]:
     """Torch's CUDA against the driver's."""
     gpus, built = facts.gpus, facts.packages.torch_cuda
     names = f"{len(gpus.found)} x {gpus.found[0].name}" if gpus.found else "none"
@@ -122,7 +122,7 @@ def driver(facts: MachineFacts) -> Iterator[Check]:
         )
 
 
-def preload(facts: MachineFacts) -> Iterator[Check]:
+def preload(facts: MachineFacts) -> Iterator[MachineCheck]:
     """A preload whose own libraries are missing ends the process before Python starts."""
     found = facts.preload
     version = facts.packages.versions.get("torch-memory-saver")
@@ -145,7 +145,7 @@ def preload(facts: MachineFacts) -> Iterator[Check]:
         yield ok(name, f"{version}, {found.library} loads")
 
 
-def communicators(facts: MachineFacts) -> Iterator[Check]:
+def communicators(facts: MachineFacts) -> Iterator[MachineCheck]:
     """Whether a gang's communicators can leave a device."""
     if len(facts.gpus.found) < 2 or "torch" not in facts.packages.versions:
         return
@@ -162,7 +162,7 @@ def communicators(facts: MachineFacts) -> Iterator[Check]:
         )
 
 
-def environment(facts: MachineFacts) -> Iterator[Check]:
+def environment(facts: MachineFacts) -> Iterator[MachineCheck]:
     """Variables that are inherited by every actor."""
     env = facts.env
     cumem = env.get("NCCL_CUMEM_ENABLE", "")

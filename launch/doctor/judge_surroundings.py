@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .check import Check, Judge, error, ok, warning
+from .check import Judge, MachineCheck, error, ok, warning
 from .machine_facts import MachineFacts
 
 LOCAL_HOSTS = frozenset({"", "127.0.0.1", "localhost", "::1"})
 
 
-def hostname(facts: MachineFacts) -> Iterator[Check]:
+def hostname(facts: MachineFacts) -> Iterator[MachineCheck]:
     """Other nodes are told this name."""
     net = facts.network
     if net.trouble:
@@ -29,7 +29,7 @@ def hostname(facts: MachineFacts) -> Iterator[Check]:
         yield ok("hostname", f"{net.hostname} is {', '.join(net.addresses)}")
 
 
-def ports(facts: MachineFacts) -> Iterator[Check]:
+def ports(facts: MachineFacts) -> Iterator[MachineCheck]:
     """Can anything be listened on?"""
     net = facts.network
     if net.loopback:
@@ -50,7 +50,7 @@ def ports(facts: MachineFacts) -> Iterator[Check]:
         yield ok("ipv6", "works")
 
 
-def runs(facts: MachineFacts) -> Iterator[Check]:
+def runs(facts: MachineFacts) -> Iterator[MachineCheck]:
     """Runs of this user on this host: those that go on, and what others left."""
     alive = [run for run in facts.runs if run.is_alive]
     left = [run for run in facts.runs if not run.is_alive]
@@ -75,7 +75,7 @@ def runs(facts: MachineFacts) -> Iterator[Check]:
         yield ok("leftovers", "none of earlier runs")
 
 
-def servers(facts: MachineFacts) -> Iterator[Check]:
+def servers(facts: MachineFacts) -> Iterator[MachineCheck]:
     """An SGLang server without a key takes weights from anybody who reaches it."""
     for server in facts.servers:
         if server.has_key and server.host in LOCAL_HOSTS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..memory_part import GIB, size_text
-from .check import Check, Judge, error, ok, warning
+from .check import Judge, MachineCheck, error, ok, warning
 from .machine_facts import MachineFacts
 
 OLDEST_PYTHON = (3, 11)
@@ -24,7 +24,7 @@ SLOW_CLOCKS = frozenset({"hpet", "acpi_pm", "refined-jiffies", "jiffies"})
 CLOCK_SLACK_S = 86400.0
 
 
-def python(facts: MachineFacts) -> Iterator[Check]:
+def python(facts: MachineFacts) -> Iterator[MachineCheck]:
     """Old enough for nothing else to be said."""
     version = ".".join(map(str, facts.system.python))
     if facts.system.python[:2] < OLDEST_PYTHON:
@@ -34,7 +34,7 @@ def python(facts: MachineFacts) -> Iterator[Check]:
     yield ok("python", f"{version} at {facts.system.executable}{note}")
 
 
-def operating_system(facts: MachineFacts) -> Iterator[Check]:
+def operating_system(facts: MachineFacts) -> Iterator[MachineCheck]:
     """Kernel and C library, with the system's own words."""
     system = facts.system
     kernel = ".".join(map(str, system.kernel))
@@ -57,7 +57,7 @@ def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(".") if part.isdecimal())
 
 
-def memory(facts: MachineFacts) -> Iterator[Check]:
+def memory(facts: MachineFacts) -> Iterator[MachineCheck]:
     """The tighter of machine and control group."""
     room = facts.room
     limit = room.cgroup_bytes
@@ -76,7 +76,7 @@ def memory(facts: MachineFacts) -> Iterator[Check]:
         )
 
 
-def shared_memory(facts: MachineFacts) -> Iterator[Check]:
+def shared_memory(facts: MachineFacts) -> Iterator[MachineCheck]:
     """Containers give 64 MiB by default."""
     size = facts.room.shm_bytes
     if size is None:
@@ -91,7 +91,7 @@ def shared_memory(facts: MachineFacts) -> Iterator[Check]:
         yield ok("/dev/shm", size_text(size))
 
 
-def open_files(facts: MachineFacts) -> Iterator[Check]:
+def open_files(facts: MachineFacts) -> Iterator[MachineCheck]:
     """A ZeroMQ without descriptors ends its process."""
     soft, hard = facts.room.num_files
     text = f"{soft} open files, {hard} at most (launchers raise it themselves)"
@@ -103,7 +103,7 @@ def open_files(facts: MachineFacts) -> Iterator[Check]:
         yield ok("open files", text)
 
 
-def disk(facts: MachineFacts) -> Iterator[Check]:
+def disk(facts: MachineFacts) -> Iterator[MachineCheck]:
     """Where run directories are made."""
     found = facts.disk
     free = size_text(found.free_bytes) if found.free_bytes is not None else "an unknown number of bytes"
@@ -122,7 +122,7 @@ def disk(facts: MachineFacts) -> Iterator[Check]:
         yield ok("disk", text)
 
 
-def rights(facts: MachineFacts) -> Iterator[Check]:
+def rights(facts: MachineFacts) -> Iterator[MachineCheck]:
     """What the kernel, a container or a security module may forbid."""
     found = facts.rights
     scope = "" if found.ptrace_scope is None else f" (yama ptrace_scope {found.ptrace_scope})"
@@ -149,7 +149,7 @@ def rights(facts: MachineFacts) -> Iterator[Check]:
         yield error(name, f"{trouble}: {what}", remedy) if trouble else ok(name, "works")
 
 
-def clocks(facts: MachineFacts) -> Iterator[Check]:
+def clocks(facts: MachineFacts) -> Iterator[MachineCheck]:
     """Waits go by the monotonic clock; names of run directories, logs and TLS by the wall clock."""
     if facts.time.wall_s + CLOCK_SLACK_S < facts.time.newest_file_s:
         yield warning(

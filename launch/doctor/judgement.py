@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .check import Check, Judge
+from .check import Judge, MachineCheck
 from .judge_packages import JUDGES as PACKAGES
 from .judge_surroundings import JUDGES as SURROUNDINGS
 from .judge_system import JUDGES as SYSTEM
@@ -15,12 +15,12 @@ JUDGES: tuple[Judge, ...] = (*SYSTEM, *PACKAGES, *SURROUNDINGS)
 MARKS = {"ok": "ok  ", "warning": "warn", "error": "FAIL"}
 
 
-def judge(facts: MachineFacts) -> tuple[Check, ...]:
+def judge(facts: MachineFacts) -> tuple[MachineCheck, ...]:
     """Every check."""
     return tuple(check for one in JUDGES for check in one(facts))
 
 
-def checks_json(checks: Sequence[Check]) -> dict[str, Any]:
+def checks_json(checks: Sequence[MachineCheck]) -> dict[str, Any]:
     """For programs."""
     return {
         "ok": not any(check.status == "error" for check in checks),
@@ -31,7 +31,7 @@ def checks_json(checks: Sequence[Check]) -> dict[str, Any]:
     }
 
 
-def checks_text(checks: Sequence[Check]) -> str:
+def checks_text(checks: Sequence[MachineCheck]) -> str:
     """The page: one line a check, what to do below it."""
     width = max((len(check.name) for check in checks), default=0)
     lines: list[str] = []

@@ -26,7 +26,7 @@ from ...actors.backends.megatron.layout import ParallelLayout
 from ...actors.models.model_config import ModelConfig
 from ...core.config import RunConfig
 from ..memory_part import Part, count_text
-from .model_cut import Stage
+from .model_cut import PipelineStage
 
 CHUNK_LOGITS = {"cuda": 1 << 28, "cpu": 1 << 25}
 """As in `backends/vocab_scores.py`, which imports torch; a test compares them."""
@@ -76,7 +76,7 @@ def layer_numbers(model: ModelConfig, kind: str, layout: ParallelLayout) -> floa
 
 
 def activation_parts(
-    model: ModelConfig, kind: str, layout: ParallelLayout, stage: Stage, shape: StepShape
+    model: ModelConfig, kind: str, layout: ParallelLayout, stage: PipelineStage, shape: StepShape
 ) -> list[Part]:
     """Activations of a rank of that stage, and what scoring takes on the last one."""
     tokens = -(-shape.num_tokens // layout.cp)

@@ -18,7 +18,7 @@ from ...core.config import RunConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class BatchPlan:
     """Counts of a run; None where the data or the model was not to be seen."""
 
     num_prompts: int
@@ -47,12 +47,12 @@ class Batch:
 
 def batch_of(
     config: RunConfig, model: ModelConfig | None, world_size: int, num_rows: int | None, num_draws: int | None
-) -> Batch:
+) -> BatchPlan:
     """All counts. `num_draws`: prompts in all passes; None: endless, or not known."""
     algo, rollout, steps = config.algo, config.rollout, config.run.num_steps
     samples = algo.batch_size * rollout.num_samples
     passes = steps * algo.batch_size / num_rows if num_rows and steps else None
-    return Batch(
+    return BatchPlan(
         num_prompts=algo.batch_size,
         num_samples=samples,
         samples_per_prompt=rollout.num_samples,

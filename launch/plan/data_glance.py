@@ -16,7 +16,7 @@ from ...actors.data.row_set import encode_item
 from ...core.config import DataSettings, RunConfig
 from ...core.config.data import Source, parse_sources
 from ...core.errors import DataError, MyxaError
-from ..preflight.finding import Finding
+from ..preflight.finding import ConfigFinding
 from ..preflight.interpreters import has_module
 
 FIRST_ROWS = 50
@@ -30,7 +30,7 @@ class DataGlance:
 
     num_rows: int | None
     """Chosen rows of all files; None: too large to be counted, or not to be read."""
-    findings: tuple[Finding, ...]
+    findings: tuple[ConfigFinding, ...]
     num_draws: int | None = None
     """Prompts in all passes over all sources that have a weight; None: endless, or not counted."""
 
@@ -93,7 +93,7 @@ def glance(
 
 def _glance(key: str, value: str | tuple[str, ...], layout: Layout, *, skips_bad: bool) -> DataGlance:
     total: int | None = 0
-    findings: list[Finding] = []
+    findings: list[ConfigFinding] = []
     for source in parse_sources(value):
         if not _can_be_opened(source, key):
             return DataGlance(None, tuple(findings))
@@ -103,7 +103,7 @@ def _glance(key: str, value: str | tuple[str, ...], layout: Layout, *, skips_bad
         try:
             file = open_rows(source.path, layout, key)
         except (MyxaError, OSError, ImportError) as error:
-            findings.append(Finding(key, error if isinstance(error, MyxaError) else DataError(str(error))))
+            findings.append(ConfigFinding(key, error if isinstance(error, MyxaError) else DataError(str(error))))
             continue
         rows = source.rows(file.num_rows)
         total = None if total is None else total + len(rows)
@@ -121,21 +121,23 @@ def _can_be_opened(source: Source, key: str) -> bool:
 
 def _first_rows(
     source: Source, file: RowFile, rows: range, layout: Layout, key: str, *, skips_bad: bool
-) -> Iterator[Finding]:
+) -> Iterator[ConfigFinding]:
     if not rows:
         size = f"{file.num_rows} row{'s' if file.num_rows > 1 else ''}"
-        yield Finding(key, DataError(f"{source}: the slice is empty; the file has {size}", remedy="mend the slice"))
+        yield ConfigFinding(
+            key, DataError(f"{source}: the slice is empty; the file has {size}", remedy="mend the slice")
+        )
         return
     for row in rows[:FIRST_ROWS]:
         try:
             encode_item(layout.item(file.read(row)))
         except RowError as bad:
             error = DataError(f"{file.place(row)}: {bad.cause}", remedy=bad.remedy)
-            yield Finding(key, error, is_warning=skips_bad)
+            yield ConfigFinding(key, error, is_warning=skips_bad)
             return
 
 
-def source_findings(config: RunConfig, sources: Sequence[PlannedSource]) -> Iterator[Finding]:
+def source_findings(config: RunConfig, sources: Sequence[PlannedSource]) -> Iterator[ConfigFinding]:
     """Sources that end before the run, or that nobody draws from."""
     for source in sources:
         key = f"data.sources.{source.name}"
@@ -145,15 +147,15 @@ def source_findings(config: RunConfig, sources: Sequence[PlannedSource]) -> Iter
                 f"{source.num_rows} rows; from its end on the other sources fill its share",
                 remedy=f"raise it (0 = endless), or lower {key}.weight",
             )
-            yield Finding(f"{key}.max_passes", error, is_warning=True)
+            yield ConfigFinding(f"{key}.max_passes", error, is_warning=True)
         if not source.share:
             error = DataError(
                 f"{key}.weight = 0: nothing is drawn from it", remedy="set the knob mix when it is wanted"
             )
-            yield Finding(f"{key}.weight", error, is_warning=True)
+            yield ConfigFinding(f"{key}.weight", error, is_warning=True)
 
 
-def batch_findings(config: RunConfig, seen: DataGlance) -> Iterator[Finding]:
+def batch_findings(config: RunConfig, seen: DataGlance) -> Iterator[ConfigFinding]:
     """Data that is less than the run asks for."""
     num_rows, num_draws, batch = seen.num_rows, seen.num_draws, config.algo.batch_size
     if not num_rows:
@@ -165,17 +167,17 @@ def batch_findings(config: RunConfig, seen: DataGlance) -> Iterator[Finding]:
             f"{key}: {num_rows} rows and {bound} are fewer prompts than one batch, algo.batch_size = {batch}",
             remedy="lower algo.batch_size, or raise data.max_passes (0 = endless)",
         )
-        yield Finding("algo.batch_size", error)
+        yield ConfigFinding("algo.batch_size", error)
     elif num_draws is not None and config.run.num_steps and num_draws < batch * config.run.num_steps:
         error = DataError(
             f"{bound}: the data ends after {num_draws // batch} of {config.run.num_steps} steps, earlier if groups are "
             "left out",
             remedy="raise data.max_passes (0 = endless), or lower run.num_steps",
         )
-        yield Finding("data.max_passes", error, is_warning=True)
+        yield ConfigFinding("data.max_passes", error, is_warning=True)
     elif num_rows < batch:
         error = DataError(
             f"algo.batch_size = {batch}: the data has {num_rows} rows, so a batch holds the same prompt several times",
             remedy="lower algo.batch_size, or use more data",
         )
-        yield Finding("algo.batch_size", error, is_warning=True)
+        yield ConfigFinding("algo.batch_size", error, is_warning=True)

@@ -16,8 +16,8 @@ from ...core.errors import ConfigError, EngineError, MyxaError
 from ..actor_spec import ActorSpec
 from ..composition.memory_parts import MIB, takes_turns
 from ..memory_part import Part, size_text, total
-from ..preflight.finding import Finding
-from .engine_memory import EngineMemory, embedded_memory, server_memory
+from ..preflight.finding import ConfigFinding
+from .engine_memory import EngineEstimate, embedded_memory, server_memory
 from .picture import used_devices
 from .trainer_memory import RankMemory, trainer_memory
 
@@ -28,7 +28,7 @@ TIGHT = 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class DeviceLoad:
     """One kind of device in one phase."""
 
     devices: str
@@ -53,8 +53,8 @@ class Load:
 class Memory:
     """Everything that can be said of memory."""
 
-    loads: tuple[Load, ...]
-    engine: EngineMemory | None
+    loads: tuple[DeviceLoad, ...]
+    engine: EngineEstimate | None
     trainer: RankMemory
 
 
@@ -68,19 +68,19 @@ class Capacities:
 
 def memory_of(
     config: RunConfig, model: ModelConfig, actors: Sequence[ActorSpec], capacities: Capacities
-) -> tuple[Memory, list[Finding]]:
+) -> tuple[Memory, list[ConfigFinding]]:
     """All kinds of devices and phases, and what does not fit."""
     trainers = [actor for actor in actors if actor.role == "trainer"]
     rollouts = [actor for actor in actors if actor.role == "rollout"]
     trainer = trainer_memory(config, model, max(1, len(trainers)))
-    engine, findings = None, list[Finding]()
+    engine, findings = None, list[ConfigFinding]()
     if _launches_servers(config) and rollouts and rollouts[0].devices:
         engine = server_memory(config, model, len(rollouts[0].devices), capacities.gpu)
     loads = list(_gpu_loads(config, trainers, rollouts, trainer, engine, capacities.gpu))
     try:
         loads += _host_loads(config, model, trainer, capacities.host)
     except EngineError as error:
-        findings.append(Finding("engine.context_length", error))
+        findings.append(ConfigFinding("engine.context_length", error))
     findings += [_too_full(config, load) for load in loads if not load.fits or _is_tight(load)]
     findings += _engine_findings(config, engine, capacities.gpu)
     findings += _workspace_findings(config, trainer)
@@ -99,9 +99,9 @@ def _gpu_loads(
     trainers: Sequence[ActorSpec],
     rollouts: Sequence[ActorSpec],
     trainer: RankMemory,
-    engine: EngineMemory | None,
+    engine: EngineEstimate | None,
     capacity: int | None,
-) -> list[Load]:
+) -> list[DeviceLoad]:
     used_by_trainer = {(actor.node, device) for actor in trainers for device in used_devices(actor)}
     serving = rollouts if engine else ()
     used_by_engine = {(actor.node, device) for actor in serving for device in actor.devices}
@@ -112,12 +112,12 @@ def _gpu_loads(
         (used_by_trainer - used_by_engine, mine, ()),
         (used_by_engine - used_by_trainer, (), theirs),
     )
-    loads: list[Load] = []
+    loads: list[DeviceLoad] = []
     for devices, first, second in kinds:
         if devices:
             name = device_names(devices)
             phases = _phases(config, first, second)
-            loads += [Load(name, phase, parts, capacity) for phase, parts in phases]
+            loads += [DeviceLoad(name, phase, parts, capacity) for phase, parts in phases]
     return loads
 
 
@@ -158,7 +158,7 @@ def ranges(numbers: Sequence[int]) -> str:
 # -- the host ----------------------------------------------------------------------------------------------------------
 
 
-def _host_loads(config: RunConfig, model: ModelConfig, trainer: RankMemory, available: int | None) -> list[Load]:
+def _host_loads(config: RunConfig, model: ModelConfig, trainer: RankMemory, available: int | None) -> list[DeviceLoad]:
     """What ranks and engines on the CPU take of a node's memory, when everything is at its fullest."""
     parts: list[Part] = []
     if not config.roles.trainer.device_ids:
@@ -170,7 +170,7 @@ def _host_loads(config: RunConfig, model: ModelConfig, trainer: RankMemory, avai
         parts += [_times(part.of("rollout"), count, "engines") for part in embedded_memory(config, model, room)]
     if not parts:
         return []
-    return [Load("each node's host memory", "all the time", tuple(parts), available)]
+    return [DeviceLoad("each node's host memory", "all the time", tuple(parts), available)]
 
 
 def _times(part: Part, count: int, what: str) -> Part:
@@ -182,11 +182,11 @@ def _times(part: Part, count: int, what: str) -> Part:
 # -- findings ----------------------------------------------------------------------------------------------------------
 
 
-def _is_tight(load: Load) -> bool:
+def _is_tight(load: DeviceLoad) -> bool:
     return load.capacity_bytes is not None and load.num_bytes > TIGHT * load.capacity_bytes
 
 
-def _too_full(config: RunConfig, load: Load) -> Finding:
+def _too_full(config: RunConfig, load: DeviceLoad) -> ConfigFinding:
     assert load.capacity_bytes is not None
     largest = max(load.parts, key=lambda part: part.num_bytes)
     key, remedy = _remedy(config, largest)
@@ -194,12 +194,12 @@ def _too_full(config: RunConfig, load: Load) -> Finding:
     on_host = load.devices.endswith("host memory")
     if load.fits:
         text = f"{key}: {load.devices}, {load.phase}: {needs} of {has} leaves little for what is not counted here"
-        return Finding(key, ConfigError(text, remedy=remedy), is_warning=True)
+        return ConfigFinding(key, ConfigError(text, remedy=remedy), is_warning=True)
     text = (
         f"{key}: {load.devices}, {load.phase}: {needs} do not fit into {has}; most of it is the {largest.owner}'s "
         f"{largest.name}, {size_text(largest.num_bytes)}"
     )
-    return Finding(key, ConfigError(text, remedy=remedy), is_warning=on_host)
+    return ConfigFinding(key, ConfigError(text, remedy=remedy), is_warning=on_host)
 
 
 def _remedy(config: RunConfig, largest: Part) -> tuple[str, str]:
@@ -218,7 +218,7 @@ def _remedy(config: RunConfig, largest: Part) -> tuple[str, str]:
     return "roles.trainer.devices", f'cut the model further ({more}), or take turns: memory.share = "switch"'
 
 
-def _engine_findings(config: RunConfig, engine: EngineMemory | None, capacity: int | None) -> list[Finding]:
+def _engine_findings(config: RunConfig, engine: EngineEstimate | None, capacity: int | None) -> list[ConfigFinding]:
     if engine is None or capacity is None:
         return []
     key = "sglang.mem_fraction_static" if engine.is_share_known else "roles.rollout.devices"
@@ -229,18 +229,18 @@ def _engine_findings(config: RunConfig, engine: EngineMemory | None, capacity: i
             f"may have {engine.context_length:,}",
             remedy="raise it, lower engine.context_length, or give the engine more GPUs",
         )
-        return [Finding(key, error)]
+        return [ConfigFinding(key, error)]
     if engine.full_sequences < config.rollout.num_samples:
         error = ConfigError(
             f"{key}: the cache holds {engine.cache_tokens:,} tokens, {engine.full_sequences} sequences of the whole "
             f"context: not the {config.rollout.num_samples} samples of one group",
             remedy="set engine.context_length to what answers need, or give the engine more memory",
         )
-        return [Finding(key, error, is_warning=True)]
+        return [ConfigFinding(key, error, is_warning=True)]
     return []
 
 
-def _workspace_findings(config: RunConfig, trainer: RankMemory) -> list[Finding]:
+def _workspace_findings(config: RunConfig, trainer: RankMemory) -> list[ConfigFinding]:
     """The room that the memory manager makes for a step, against what the step will take."""
     if not (takes_turns(config) and config.memory.workspace_mb):
         return []
@@ -251,4 +251,4 @@ def _workspace_findings(config: RunConfig, trainer: RankMemory) -> list[Finding]
         f"memory.workspace_mb = {config.memory.workspace_mb}: a micro-batch takes about {size_text(needs)}",
         remedy=f"set it to {-(-needs // MIB // 256) * 256 + 256}, or lower trainer.max_tokens_per_microbatch",
     )
-    return [Finding("memory.workspace_mb", error, is_warning=True)]
+    return [ConfigFinding("memory.workspace_mb", error, is_warning=True)]

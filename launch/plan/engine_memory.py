@@ -27,7 +27,7 @@ SGLANG_SHARE = 0.85
 
 
 @dataclass(frozen=True, slots=True)
-class EngineMemory:
+class EngineEstimate:
     """One engine on each of its GPUs."""
 
     parts: tuple[Part, ...]
@@ -56,7 +56,7 @@ def token_bytes(model: ModelConfig, dtype: str, num_gpus: int = 1) -> int:
     return 2 * model.num_layers * heads * model.head_dim * ITEM_BYTES[dtype]
 
 
-def server_memory(config: RunConfig, model: ModelConfig, num_gpus: int, capacity: int | None) -> EngineMemory:
+def server_memory(config: RunConfig, model: ModelConfig, num_gpus: int, capacity: int | None) -> EngineEstimate:
     """Of a launched SGLang server on each of its GPUs. `capacity`: bytes of a GPU, None: not known."""
     engine = config.engine
     item = ITEM_BYTES[engine.dtype]
@@ -86,7 +86,7 @@ def server_memory(config: RunConfig, model: ModelConfig, num_gpus: int, capacity
     groups = (num_gpus > 1) + (choose_channel(config) == "nccl")
     if groups:
         parts.append(Part("communicators", groups * GROUP_BYTES, f"{groups} NCCL group{'s'[: groups - 1]} x 0.65 GiB"))
-    return EngineMemory(tuple(parts), cache, per_token, context, engine.max_running, is_known)
+    return EngineEstimate(tuple(parts), cache, per_token, context, engine.max_running, is_known)
 
 
 def embedded_memory(config: RunConfig, model: ModelConfig, available_bytes: int) -> tuple[Part, ...]:

@@ -34,7 +34,7 @@ class RankWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class PipelineStage:
     """A pipeline stage."""
 
     number: int
@@ -43,15 +43,16 @@ class Stage:
     is_last: bool
 
 
-def stages(model: ModelConfig, layout: ParallelLayout) -> tuple[Stage, ...]:
+def stages(model: ModelConfig, layout: ParallelLayout) -> tuple[PipelineStage, ...]:
     """All stages; layers that do not divide go to the first ones."""
     share, extra = divmod(model.num_layers, layout.pp)
     return tuple(
-        Stage(number, share + (number < extra), number == 0, number == layout.pp - 1) for number in range(layout.pp)
+        PipelineStage(number, share + (number < extra), number == 0, number == layout.pp - 1)
+        for number in range(layout.pp)
     )
 
 
-def weights_of_stage(model: ModelConfig, layout: ParallelLayout, stage: Stage) -> RankWeights:
+def weights_of_stage(model: ModelConfig, layout: ParallelLayout, stage: PipelineStage) -> RankWeights:
     """What a rank of that stage holds."""
     share, extra = divmod(model.num_layers, layout.pp)
     start = stage.number * share + min(stage.number, extra)
@@ -74,7 +75,7 @@ def weights_of_stage(model: ModelConfig, layout: ParallelLayout, stage: Stage) -
     return RankWeights(dense, expert)
 
 
-def _is_outside_layer_here(name: str, model: ModelConfig, stage: Stage) -> bool:
+def _is_outside_layer_here(name: str, model: ModelConfig, stage: PipelineStage) -> bool:
     if name == EMBEDDING:
         return stage.is_first or (stage.is_last and model.tie_word_embeddings)
     return stage.is_last

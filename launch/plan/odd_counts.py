@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 
 from ...core.config import RunConfig
 from ...core.errors import ConfigError
-from ..preflight.finding import Finding
-from .batch import Batch
+from ..preflight.finding import ConfigFinding
+from .batch import BatchPlan
 
 LOOPBACKS = frozenset({"127.0.0.1", "localhost", "::1"})
 
@@ -16,7 +16,7 @@ MANY_STEPS = 100
 """Whoever lets a run make so many will not want to make them again."""
 
 
-def odd_counts(config: RunConfig, batch: Batch, held_out: Mapping[str, int | None]) -> Iterator[Finding]:
+def odd_counts(config: RunConfig, batch: BatchPlan, held_out: Mapping[str, int | None]) -> Iterator[ConfigFinding]:
     """All of them. `held_out`: name of each evaluation set -> its rows, where they were counted."""
     yield from _schedules(config)
     yield from _held_out(config, held_out)
@@ -53,7 +53,7 @@ def odd_counts(config: RunConfig, batch: Batch, held_out: Mapping[str, int | Non
         )
 
 
-def _held_out(config: RunConfig, held_out: Mapping[str, int | None]) -> Iterator[Finding]:
+def _held_out(config: RunConfig, held_out: Mapping[str, int | None]) -> Iterator[ConfigFinding]:
     for name, num_rows in held_out.items():
         own = config.eval.sets[name].num_prompts if name else 0
         wanted = own or config.eval.num_prompts
@@ -70,7 +70,7 @@ def _held_out(config: RunConfig, held_out: Mapping[str, int | None]) -> Iterator
             )
 
 
-def _schedules(config: RunConfig) -> Iterator[Finding]:
+def _schedules(config: RunConfig) -> Iterator[ConfigFinding]:
     """What happens every so many steps, beside how many there are."""
     steps = config.run.num_steps
     if steps and config.trainer.checkpoint_every > steps:
@@ -96,5 +96,5 @@ def _schedules(config: RunConfig) -> Iterator[Finding]:
         )
 
 
-def _odd(key: str, text: str, remedy: str) -> Finding:
-    return Finding(key, ConfigError(f"{key} {text}", remedy=remedy), is_warning=True)
+def _odd(key: str, text: str, remedy: str) -> ConfigFinding:
+    return ConfigFinding(key, ConfigError(f"{key} {text}", remedy=remedy), is_warning=True)

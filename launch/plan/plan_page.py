@@ -9,19 +9,19 @@ from typing import Any
 import msgspec
 
 from ..memory_part import count_text, size_text
-from ..preflight.disk import Disk
-from .batch import Batch
+from ..preflight.disk import DiskNeed
+from .batch import BatchPlan
 from .data_glance import PlannedSource
-from .device_memory import Load, Memory
-from .run_plan import Placement, RunPlan
+from .device_memory import DeviceLoad, Memory
+from .run_plan import Placement, PlannedRun
 from .staleness_plan import STEP_RATIOS, StalenessPlan
-from .starts import Start, command_text
+from .starts import PlannedProcess, command_text
 
 OVER = "OVER"
 UNCOUNTED = "not counted: fragments of the allocator, workspaces of libraries, activations of an engine's prefill"
 
 
-def plan_json(plan: RunPlan) -> dict[str, Any]:
+def plan_json(plan: PlannedRun) -> dict[str, Any]:
     """Everything, with the sums."""
     value: dict[str, Any] = msgspec.to_builtins(plan)
     value["ok"] = not plan.errors
@@ -36,7 +36,7 @@ def plan_json(plan: RunPlan) -> dict[str, Any]:
     return value
 
 
-def plan_text(plan: RunPlan, *, shows_commands: bool = True) -> str:
+def plan_text(plan: PlannedRun, *, shows_commands: bool = True) -> str:
     """The page; problems last, where the eye is."""
     parts = [
         _placement(plan.placement),
@@ -85,7 +85,7 @@ def _memory(memory: Memory | None, num_parameters: int | None) -> Iterator[str]:
     yield UNCOUNTED
 
 
-def _load(load: Load) -> Iterator[str]:
+def _load(load: DeviceLoad) -> Iterator[str]:
     known = load.capacity_bytes
     size = f" of {size_text(known)}" if known is not None else " (size of the device: --device-gib)"
     over = "" if load.fits else f"  {OVER}"
@@ -101,7 +101,7 @@ def _objective(lines: Sequence[str]) -> Iterator[str]:
         yield from lines
 
 
-def _batch(batch: Batch | None) -> Iterator[str]:
+def _batch(batch: BatchPlan | None) -> Iterator[str]:
     if batch is None:
         return
     yield _heading("batch")
@@ -158,7 +158,7 @@ def _staleness(plan: StalenessPlan | None) -> Iterator[str]:
         yield f"  {row.skew:<24g}" + "".join(cell.rjust(14) for cell in cells)
 
 
-def _disk(disk: Disk | None) -> Iterator[str]:
+def _disk(disk: DiskNeed | None) -> Iterator[str]:
     if disk is None:
         return
     yield _heading("disk")
@@ -168,7 +168,7 @@ def _disk(disk: Disk | None) -> Iterator[str]:
         yield f"  {part.name:<26} {size_text(part.num_bytes):>10}  {part.how}"
 
 
-def _starts(plan: RunPlan) -> Iterator[str]:
+def _starts(plan: PlannedRun) -> Iterator[str]:
     if not plan.starts:
         return
     yield _heading("what is started")
@@ -179,11 +179,11 @@ def _starts(plan: RunPlan) -> Iterator[str]:
     yield from (f"writes: {text}" for text in plan.written)
 
 
-def _variables(start: Start) -> str:
+def _variables(start: PlannedProcess) -> str:
     return " ".join(f"{name}={shlex.quote(value)}" for name, value in start.env.items())
 
 
-def _problems(plan: RunPlan) -> Iterator[str]:
+def _problems(plan: PlannedRun) -> Iterator[str]:
     warnings = [one for one in plan.problems if one.severity == "warning"]
     if warnings:
         yield _heading(_counted(len(warnings), "warning"))

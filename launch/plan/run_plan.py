@@ -15,12 +15,12 @@ from ...core.errors import ConfigError, MyxaError
 from ...memory.host import available_bytes
 from ..actor_spec import ActorSpec
 from ..memory_part import GIB
-from ..preflight.disk import Disk, disk_of, free_at
-from ..preflight.finding import Finding, key_of, looked
+from ..preflight.disk import DiskNeed, disk_of, free_at
+from ..preflight.finding import ConfigFinding, key_of, looked
 from ..preflight.gpus import look_at_gpus
 from ..preflight.preflight import CHECKS, FIT_CHECKS, NAMED_CHECKS, find_problems, readable_model
 from ..supervisor.placement import place, placement_problems
-from .batch import Batch, batch_of
+from .batch import BatchPlan, batch_of
 from .data_glance import PlannedSource, batch_findings, glance_at_held_out, glance_at_sources, source_findings
 from .device_memory import Capacities, Memory, memory_of
 from .objective_told import objective_lines
@@ -28,12 +28,12 @@ from .odd_counts import odd_counts
 from .picture import grid, legend, picture, processes, turns
 from .sampling_findings import sampling_findings
 from .staleness_plan import StalenessPlan, staleness_findings, staleness_of
-from .starts import Start, files, listening, starts_of
-from .told import Told, in_order, of_error, of_finding, of_problem
+from .starts import PlannedProcess, files, listening, starts_of
+from .told import PlanProblem, in_order, of_error, of_finding, of_problem
 
 
 @dataclass(frozen=True, slots=True)
-class PlanOptions:
+class RunPlanOptions:
     """What is planned."""
 
     files: tuple[str, ...]
@@ -58,50 +58,50 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class RunPlan:
+class PlannedRun:
     """The answer. Parts that could not be worked out are None."""
 
     files: tuple[str, ...]
     name: str = ""
-    problems: tuple[Told, ...] = ()
+    problems: tuple[PlanProblem, ...] = ()
     placement: Placement | None = None
     objective: tuple[str, ...] = ()
     """What the run optimises, a line per part."""
-    batch: Batch | None = None
+    batch: BatchPlan | None = None
     sources: tuple[PlannedSource, ...] = ()
     """Of prompts, where they have names."""
     staleness: StalenessPlan | None = None
     memory: Memory | None = None
     num_parameters: int | None = None
-    disk: Disk | None = None
-    starts: tuple[Start, ...] = ()
+    disk: DiskNeed | None = None
+    starts: tuple[PlannedProcess, ...] = ()
     listening: tuple[str, ...] = ()
     written: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
     @property
-    def errors(self) -> tuple[Told, ...]:
+    def errors(self) -> tuple[PlanProblem, ...]:
         """What keeps the run from starting."""
         return tuple(one for one in self.problems if one.severity == "error")
 
 
-def make_plan(options: PlanOptions) -> RunPlan:
+def make_plan(options: RunPlanOptions) -> PlannedRun:
     """Look at everything. Never raises for what is wrong with the run."""
     try:
         inspected = inspect_config(options.files, options.overrides)
     except MyxaError as error:
-        return RunPlan(options.files, problems=(of_error(error),))
+        return PlannedRun(options.files, problems=(of_error(error),))
     told = [of_problem(problem, inspected) for problem in inspected.problems]
     config = inspected.config
     if config is None:
-        return RunPlan(options.files, problems=in_order(told, options.files))
+        return PlannedRun(options.files, problems=in_order(told, options.files))
     if inspected.problems:
         found = [finding for finding in _of_files(config, options) if not _touches(finding.key, inspected)]
         told += [of_finding(finding, inspected) for finding in found]
-        return RunPlan(options.files, config.run.name, in_order(told, options.files))
+        return PlannedRun(options.files, config.run.name, in_order(told, options.files))
     plan, findings = _planned(config, options)
     told += [of_finding(finding, inspected) for finding in findings]
-    return RunPlan(options.files, config.run.name, in_order(told, options.files), **plan)
+    return PlannedRun(options.files, config.run.name, in_order(told, options.files), **plan)
 
 
 def _touches(key: str, inspected: Inspected) -> bool:
@@ -110,22 +110,22 @@ def _touches(key: str, inspected: Inspected) -> bool:
     return any(path[:length] in inspected.bad for length in range(1, len(path) + 1))
 
 
-def _of_files(config: RunConfig, options: PlanOptions) -> Iterator[Finding]:
+def _of_files(config: RunConfig, options: RunPlanOptions) -> Iterator[ConfigFinding]:
     """What can be said beside mistakes of the run file: of the files that it names, not of what they come to."""
     actors = place(config, options.num_nodes) if not placement_problems(config, options.num_nodes) else ()
     yield from find_problems(config, actors, NAMED_CHECKS)
 
 
-def _elsewhere(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Finding]:
+def _elsewhere(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[ConfigFinding]:
     """For a run on another machine: what is missing here may be there, so it is told and stops nothing."""
     for finding in find_problems(config, actors, NAMED_CHECKS):
         yield replace(finding, is_warning=True)
     yield from find_problems(config, actors, FIT_CHECKS)
 
 
-def _planned(config: RunConfig, options: PlanOptions) -> tuple[dict[str, Any], list[Finding]]:
+def _planned(config: RunConfig, options: RunPlanOptions) -> tuple[dict[str, Any], list[ConfigFinding]]:
     findings = [
-        Finding(key_of(text), ConfigError(text, remedy="see roles.* and --nnodes"))
+        ConfigFinding(key_of(text), ConfigError(text, remedy="see roles.* and --nnodes"))
         for text in placement_problems(config, options.num_nodes)
     ]
     actors = () if findings else place(config, options.num_nodes)
@@ -165,7 +165,11 @@ def _placed(config: RunConfig, actors: Sequence[ActorSpec], num_nodes: int) -> d
 
 
 def _sized(
-    config: RunConfig, model: ModelConfig, actors: Sequence[ActorSpec], options: PlanOptions, findings: list[Finding]
+    config: RunConfig,
+    model: ModelConfig,
+    actors: Sequence[ActorSpec],
+    options: RunPlanOptions,
+    findings: list[ConfigFinding],
 ) -> dict[str, Any]:
     """Memory and disk; what is wrong with them goes into `findings`."""
     here = options.is_this_machine
@@ -189,7 +193,7 @@ def _check_gang(config: RunConfig, num_ranks: int) -> None:
     ParallelLayout.of(config.megatron).dp(num_ranks)
 
 
-def _capacities(config: RunConfig, options: PlanOptions) -> Capacities:
+def _capacities(config: RunConfig, options: RunPlanOptions) -> Capacities:
     gpu = int(options.device_gib * GIB) or None
     if gpu is None and options.is_this_machine and config.roles.trainer.device_ids + config.roles.rollout.device_ids:
         sizes = [one.num_bytes for one in look_at_gpus().found if one.num_bytes]

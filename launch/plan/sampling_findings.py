@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from ...core.config import RunConfig
 from ...core.errors import ConfigError
-from ..preflight.finding import Finding
+from ..preflight.finding import ConfigFinding
 
 
-def sampling_findings(config: RunConfig) -> Iterator[Finding]:
+def sampling_findings(config: RunConfig) -> Iterator[ConfigFinding]:
     """One warning for each key that does so."""
     if config.algo.kind == "sft":
         return
@@ -52,5 +52,5 @@ def sampling_findings(config: RunConfig) -> Iterator[Finding]:
             )
 
 
-def _warning(key: str, text: str, remedy: str) -> Finding:
-    return Finding(f"rollout.{key}", ConfigError(f"rollout.{key} {text}", remedy=remedy), is_warning=True)
+def _warning(key: str, text: str, remedy: str) -> ConfigFinding:
+    return ConfigFinding(f"rollout.{key}", ConfigError(f"rollout.{key} {text}", remedy=remedy), is_warning=True)

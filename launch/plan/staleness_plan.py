@@ -17,7 +17,7 @@ from ...algos.staleness import make_policy
 from ...algos.staleness_sim import Scenario, simulate
 from ...core.config import RunConfig
 from ...core.errors import ConfigError
-from ..preflight.finding import Finding
+from ..preflight.finding import ConfigFinding
 
 SKEWS = (3.0, 10.0)
 """p99 / p50 of the time of one sample."""
@@ -43,7 +43,7 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True)
-class Tail:
+class LengthTail:
     """One tail of lengths."""
 
     skew: float
@@ -65,7 +65,7 @@ class StalenessPlan:
     num_engines: int
     concurrency: int
     """Groups that all rollout actors take at a time."""
-    waiting: tuple[Tail, ...]
+    waiting: tuple[LengthTail, ...]
 
     @property
     def fills_slots(self) -> bool:
@@ -89,12 +89,12 @@ def staleness_of(config: RunConfig, num_rollouts: int) -> StalenessPlan:
     )
 
 
-def _tail(config: RunConfig, num_rollouts: int, skew: float) -> Tail:
+def _tail(config: RunConfig, num_rollouts: int, skew: float) -> LengthTail:
     scenario = scaled_scenario(config, num_rollouts)
     sigma = math.log(skew) / P99
     # The median of the slowest of n is the quantile 0.5 ** (1 / n).
     group_s = scenario.generate_s + math.exp(sigma * NormalDist().inv_cdf(0.5 ** (1.0 / scenario.group_size)))
-    return Tail(skew, tuple(_waiting(replace(scenario, sigma=sigma), ratio, group_s) for ratio in STEP_RATIOS))
+    return LengthTail(skew, tuple(_waiting(replace(scenario, sigma=sigma), ratio, group_s) for ratio in STEP_RATIOS))
 
 
 def scaled_scenario(config: RunConfig, num_rollouts: int) -> Scenario:
@@ -124,7 +124,7 @@ def _waiting(scenario: Scenario, ratio: float, group_s: float) -> Waiting:
     return Waiting(ratio, outcome.waiting_share, mean_lag)
 
 
-def staleness_findings(config: RunConfig, plan: StalenessPlan) -> Iterator[Finding]:
+def staleness_findings(config: RunConfig, plan: StalenessPlan) -> Iterator[ConfigFinding]:
     """Concurrency that starves the trainer, and slots that nobody uses."""
     key, batch = "rollout.max_groups", config.algo.batch_size
     takes = f"{key} = {config.rollout.max_groups}: rollout actors ({plan.num_engines}) take {plan.concurrency} groups"
@@ -134,10 +134,10 @@ def staleness_findings(config: RunConfig, plan: StalenessPlan) -> Iterator[Findi
             f"{takes} at a time, fewer than one batch of {batch}: the trainer waits for several rounds of answers",
             remedy=f"raise it to {enough}, which uses all {plan.num_slots} slots, or start more rollout actors",
         )
-        yield Finding(key, error, is_warning=True)
+        yield ConfigFinding(key, error, is_warning=True)
     elif not plan.fills_slots:
         error = ConfigError(
             f"{takes} at a time, of {plan.num_slots} that max_staleness = {plan.max_staleness} allows",
             remedy=f"raise it to {enough} to use them all",
         )
-        yield Finding(key, error, is_warning=True)
+        yield ConfigFinding(key, error, is_warning=True)

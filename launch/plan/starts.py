@@ -24,7 +24,7 @@ CHOSEN = "<chosen at start>"
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class PlannedProcess:
     """One process."""
 
     actor: str
@@ -34,15 +34,15 @@ class Start:
     """What is set besides the launcher's own environment."""
 
 
-def starts_of(config: RunConfig, actors: Sequence[ActorSpec]) -> tuple[Start, ...]:
+def starts_of(config: RunConfig, actors: Sequence[ActorSpec]) -> tuple[PlannedProcess, ...]:
     """Every process that the launcher starts, and the servers that rollout actors start, in start order."""
-    found: list[Start] = []
+    found: list[PlannedProcess] = []
     for actor in actors:
         meeting = GangMeeting(address=CHOSEN, port=0) if actor.rank is not None else None
         env = child_env({}, actor, spec_path=CHOSEN, run_id=CHOSEN, attempt=0, meeting=meeting)
         if "MASTER_PORT" in env:
             env["MASTER_PORT"] = CHOSEN
-        found.append(Start(actor.name, actor.node, worker_command(actor), shown_env(env)))
+        found.append(PlannedProcess(actor.name, actor.node, worker_command(actor), shown_env(env)))
         if actor.role == "rollout" and actor.kind == "sglang" and not config.engine.attach:
             found.append(_server(config, actor))
     return tuple(found)
@@ -53,7 +53,7 @@ def shown_env(env: dict[str, str]) -> dict[str, str]:
     return {name: HIDDEN if SECRET.search(name) and name != SPEC_VARIABLE else value for name, value in env.items()}
 
 
-def _server(config: RunConfig, actor: ActorSpec) -> Start:
+def _server(config: RunConfig, actor: ActorSpec) -> PlannedProcess:
     """About as `actors/engines/sglang_launched.py` starts it, which asks the installed SGLang for names first."""
     flags: list[str] = ["--model-path", config.model.path, "--host", "127.0.0.1", "--port", CHOSEN]
     flags += ["--dtype", config.engine.dtype, "--max-running-requests", str(config.engine.max_running)]
@@ -67,14 +67,16 @@ def _server(config: RunConfig, actor: ActorSpec) -> Start:
         flag = f"--{name.replace('_', '-')}"
         flags += [flag] if value is True else [flag, *_words(value)]
     command = (config.engine.python or actor.python or sys.executable, "-m", "sglang.launch_server", *flags)
-    return Start(f"{actor.name} server", actor.node, command, {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"})
+    return PlannedProcess(
+        f"{actor.name} server", actor.node, command, {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+    )
 
 
 def _words(value: object) -> list[str]:
     return [str(one) for one in value] if isinstance(value, list | tuple) else [str(value)]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
 
 
-def command_text(start: Start) -> str:
+def command_text(start: PlannedProcess) -> str:
     """As a shell would take it."""
     return shlex.join(start.command)
 

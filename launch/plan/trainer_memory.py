@@ -31,7 +31,7 @@ from ..composition.weight_channels import choose_channel, is_between_devices
 from ..memory_part import GIB, MIB, Part, count_text, total
 from .activation_memory import StepShape, activation_parts, microbatch_tokens
 from .batch import num_micro_batches
-from .model_cut import Stage, stages, weights_of_stage
+from .model_cut import PipelineStage, stages, weights_of_stage
 
 CONTEXT_BYTES = int(0.8 * GIB)
 GROUP_BYTES = int(0.65 * GIB)
@@ -71,7 +71,9 @@ def trainer_layout(config: RunConfig) -> ParallelLayout:
     return ParallelLayout.of(config.megatron) if config.roles.trainer.kind == "megatron" else ParallelLayout()
 
 
-def _rank_parts(config: RunConfig, model: ModelConfig, world_size: int, stage: Stage, *, on_gpu: bool) -> list[Part]:
+def _rank_parts(
+    config: RunConfig, model: ModelConfig, world_size: int, stage: PipelineStage, *, on_gpu: bool
+) -> list[Part]:
     kind = config.roles.trainer.kind
     layout = trainer_layout(config)
     states = _megatron_states if kind == "megatron" else _torch_states
@@ -93,7 +95,7 @@ def _rank_parts(config: RunConfig, model: ModelConfig, world_size: int, stage: S
     return [part for part in parts if part.num_bytes]
 
 
-def _torch_states(config: RunConfig, model: ModelConfig, world_size: int, stage: Stage) -> list[Part]:
+def _torch_states(config: RunConfig, model: ModelConfig, world_size: int, stage: PipelineStage) -> list[Part]:
     num = model.num_parameters
     shards = world_size if config.trainer.strategy == "fsdp" else 1
     cut = f" / {shards} ranks" if shards > 1 else ""
@@ -131,7 +133,7 @@ def _in_turn(config: RunConfig, model: ModelConfig) -> list[ModelConfig]:
         return [model]
 
 
-def _megatron_states(config: RunConfig, model: ModelConfig, world_size: int, stage: Stage) -> list[Part]:
+def _megatron_states(config: RunConfig, model: ModelConfig, world_size: int, stage: PipelineStage) -> list[Part]:
     settings, layout = config.megatron, trainer_layout(config)
     held = weights_of_stage(model, layout, stage)
     item = ITEM_BYTES[config.trainer.dtype]

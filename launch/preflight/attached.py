@@ -19,7 +19,7 @@ from ...actors.engines.attach_check import FACTS_ROUTE, MODEL_ROUTE, Answer, att
 from ...core.config import RunConfig
 from ...core.errors import ConfigError
 from ..actor_spec import ActorSpec
-from .finding import Finding
+from .finding import ConfigFinding
 
 ANSWER_S = 2.0
 """Within which a server must answer a look."""
@@ -33,7 +33,7 @@ ROUTES = (MODEL_ROUTE, FACTS_ROUTE)
 
 def attached_findings(
     config: RunConfig, actors: Sequence[ActorSpec], model_type: str, *, wait_s: float = 0.0
-) -> Iterator[Finding]:
+) -> Iterator[ConfigFinding]:
     """Servers of `engine.attach` that are none. One that is not there is a warning, unless it was waited for."""
     rollouts = [actor for actor in actors if actor.role == "rollout"]
     name = config.engine.key_env
@@ -47,7 +47,7 @@ def attached_findings(
         ):
             if fault:
                 error = ConfigError(f"engine.attach: {url}: {fault}", remedy=remedy)
-                yield Finding("engine.attach", error, is_warning=may_come and not wait_s)
+                yield ConfigFinding("engine.attach", error, is_warning=may_come and not wait_s)
 
 
 def _fault(url: str, *, key: str, model_type: str, wait_s: float) -> tuple[str, str, bool]:

@@ -10,36 +10,36 @@ from ...actors.workflows.appending import roles_that_fit
 from ...core.config import RunConfig
 from ...core.errors import DataError, MyxaError, TemplateError
 from ...core.samples import Message
-from .finding import Finding
+from .finding import ConfigFinding
 
 ASKED = "Myxa7c1e04b9Question"
 """What no template writes by itself."""
 
 
-def template_findings(config: RunConfig) -> Iterator[Finding]:
+def template_findings(config: RunConfig) -> Iterator[ConfigFinding]:
     """A template that is missing, refuses a question or leaves it out, or cannot go on after a turn where the run has
     several."""
     try:
         template = template_of(config.model.path, config.data)
     except MyxaError as error:
-        yield Finding("model.path", error)
+        yield ConfigFinding("model.path", error)
         return
     render = partial(template.render, add_generation_prompt=True)
     try:
         trouble = _trouble(render)
     except TemplateError as error:  # the template asks for a date
-        yield Finding("data.date", error)
+        yield ConfigFinding("data.date", error)
         return
     if trouble:
         error = TemplateError(f"the chat template of {template.place} {trouble}", remedy="mend the template")
-        yield Finding("model.path", error)
+        yield ConfigFinding("model.path", error)
     elif config.rollout.max_turns > 1 and not roles_that_fit(render):
         error = TemplateError(
             f"rollout.max_turns = {config.rollout.max_turns}: the chat template of {template.place} cannot append a "
             "message of any role that is known after a turn of the model",
             remedy="mend the template, or set rollout.max_turns = 1",
         )
-        yield Finding("rollout.max_turns", error)
+        yield ConfigFinding("rollout.max_turns", error)
 
 
 def _trouble(render: partial[str]) -> str:

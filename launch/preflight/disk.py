@@ -24,7 +24,7 @@ from ...core.errors import ConfigError
 from ...memory.budget import ITEM_BYTES
 from ..composition.weight_channels import choose_channel
 from ..memory_part import Part, count_text, size_text, total
-from .finding import Finding
+from .finding import ConfigFinding
 
 VERSIONS_ON_DISK = 3
 FEW_BYTES = 256 << 20
@@ -32,7 +32,7 @@ FEW_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Disk:
+class DiskNeed:
     """Needed and free bytes at `run.dir`."""
 
     folder: str
@@ -76,9 +76,9 @@ def written(config: RunConfig, model: ModelConfig) -> Iterator[Part]:
         yield Part("weight versions", VERSIONS_ON_DISK * item * model.num_parameters, how)
 
 
-def disk_of(config: RunConfig, model: ModelConfig, free_bytes: int | None) -> Disk:
+def disk_of(config: RunConfig, model: ModelConfig, free_bytes: int | None) -> DiskNeed:
     """Needed and free."""
-    return Disk(config.run.dir, tuple(written(config, model)), free_bytes)
+    return DiskNeed(config.run.dir, tuple(written(config, model)), free_bytes)
 
 
 def nearest_folder(folder: str) -> Path:
@@ -97,7 +97,7 @@ def free_at(folder: str) -> int | None:
         return None
 
 
-def disk_findings(disk: Disk) -> Iterator[Finding]:
+def disk_findings(disk: DiskNeed) -> Iterator[ConfigFinding]:
     """A disk without room for what will be written."""
     if disk.free_bytes is None or disk.free_bytes >= disk.needed_bytes + FEW_BYTES:
         return
@@ -107,4 +107,4 @@ def disk_findings(disk: Disk) -> Iterator[Finding]:
         f"{size_text(disk.needed_bytes + FEW_BYTES)} ({parts})",
         remedy="set run.dir to another disk, or lower trainer.keep_last",
     )
-    yield Finding("run.dir", error)
+    yield ConfigFinding("run.dir", error)

@@ -20,7 +20,7 @@ KEY = re.compile(r"[a-z_]+(?:\.[A-Za-z0-9_]+)+")
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ConfigFinding:
     """A problem, or a warning."""
 
     key: str
@@ -30,12 +30,12 @@ class Finding:
     """The run can start, but will hardly be what was meant."""
 
 
-def looked(key: str, look: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> Iterator[Finding]:
+def looked(key: str, look: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> Iterator[ConfigFinding]:
     """What `look` raises, as a finding about the key that its message begins with, else about `key`."""
     try:
         look(*args, **kwargs)
     except MyxaError as error:
-        yield Finding(key_of(error.message) or key, error)
+        yield ConfigFinding(key_of(error.message) or key, error)
 
 
 def key_of(message: str) -> str:

@@ -23,7 +23,7 @@ from ...core.config.data import Source, parse_sources
 from ...core.errors import DataError, ModelError, MyxaError
 from ...core.samples import Prompt
 from .chat_templates import template_findings
-from .finding import Finding
+from .finding import ConfigFinding
 from .interpreters import has_module
 
 NUM_ROWS = 8
@@ -31,7 +31,7 @@ MAX_BYTES = 64 << 20
 """A larger JSONL file is not indexed for this."""
 
 
-def row_findings(config: RunConfig) -> Iterator[Finding]:
+def row_findings(config: RunConfig) -> Iterator[ConfigFinding]:
     """The first row of each source that the template refuses. Other faults of model and data are told elsewhere."""
     if any(not finding.is_warning for finding in template_findings(config)):
         return
@@ -48,7 +48,7 @@ def row_findings(config: RunConfig) -> Iterator[Finding]:
             yield from _findings(source, layout, key, write, skips_bad=part.on_bad_line == "skip")
 
 
-def _end_findings(tokenizer: FolderTokenizer, renderer: TurnRenderer) -> Iterator[Finding]:
+def _end_findings(tokenizer: FolderTokenizer, renderer: TurnRenderer) -> Iterator[ConfigFinding]:
     """A template for chats on a base model, whose answers would go on behind the end of the turn."""
     try:
         mark = renderer.end_mark()
@@ -62,12 +62,12 @@ def _end_findings(tokenizer: FolderTokenizer, renderer: TurnRenderer) -> Iterato
         "no answer ends there",
         remedy="add it to eos_token_id of generation_config.json",
     )
-    yield Finding("model.path", error, is_warning=True)
+    yield ConfigFinding("model.path", error, is_warning=True)
 
 
 def _findings(
     source: Source, layout: Layout, key: str, write: Callable[[int, Item], None], *, skips_bad: bool
-) -> Iterator[Finding]:
+) -> Iterator[ConfigFinding]:
     try:
         check_data_files(source.path, key)
         if is_large(source.path, key, MAX_BYTES) or (needs_pyarrow(source.path) and not has_module("pyarrow")):
@@ -83,7 +83,7 @@ def _findings(
             return
         except MyxaError as error:
             told = type(error)(f"{file.place(row)}: {error.message}", remedy=error.remedy)
-            yield Finding(key, told, is_warning=skips_bad and isinstance(error, DataError))
+            yield ConfigFinding(key, told, is_warning=skips_bad and isinstance(error, DataError))
             return
 
 

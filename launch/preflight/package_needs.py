@@ -14,7 +14,7 @@ from ...core.config import RunConfig
 from ...core.config.data import parse_sources
 from ...core.errors import ConfigError, MyxaError
 from ..actor_spec import ActorSpec
-from .finding import Finding, looked
+from .finding import ConfigFinding, looked
 from .interpreters import Answer, Installed
 
 
@@ -29,7 +29,7 @@ class Need(NamedTuple):
 
 def package_findings(
     config: RunConfig, actors: Sequence[ActorSpec], answers: Mapping[str, Answer]
-) -> Iterator[Finding]:
+) -> Iterator[ConfigFinding]:
     """What is missing where, one finding per role and module; interpreters that cannot be used at all."""
     told: set[str] = set()
     for actor in actors:
@@ -39,16 +39,18 @@ def package_findings(
         told.add(actor.role)
         key = f"roles.{actor.role}.python"
         if isinstance(answer, MyxaError):
-            yield Finding(key, answer)
+            yield ConfigFinding(key, answer)
         else:
             yield from _missing(config, actor, answer, key)
 
 
-def _missing(config: RunConfig, actor: ActorSpec, installed: Installed, key: str) -> Iterator[Finding]:
+def _missing(config: RunConfig, actor: ActorSpec, installed: Installed, key: str) -> Iterator[ConfigFinding]:
     place = f"{key}: {installed.python or sys.executable}"
     for need in needs(config, actor):
         if need.module not in installed.folders:
-            yield Finding(key, ConfigError(f'{place} has no module "{need.module}", {need.what}', remedy=need.remedy))
+            yield ConfigFinding(
+                key, ConfigError(f'{place} has no module "{need.module}", {need.what}', remedy=need.remedy)
+            )
     core = installed.folders.get("megatron.core")
     if actor.role == "trainer" and actor.kind == "megatron" and core:
         settings = config.megatron

@@ -35,7 +35,7 @@ from ..lives.named_checkpoint import named_checkpoint
 from .attached import ABSENT_S, attached_findings
 from .chat_templates import template_findings
 from .disk import disk_findings, disk_of, free_at, nearest_folder
-from .finding import Finding, looked
+from .finding import ConfigFinding, looked
 from .first_rows import row_findings
 from .gpus import Gpus, look_at_gpus
 from .interpreters import ask_interpreters
@@ -44,7 +44,7 @@ from .port import check_port
 from .sglang_names import sglang_findings
 from .user_functions import function_findings
 
-Check = Callable[[RunConfig, Sequence[ActorSpec]], Iterator[Finding]]
+Check = Callable[[RunConfig, Sequence[ActorSpec]], Iterator[ConfigFinding]]
 
 LOOPBACK = "127.0.0.1"
 MAX_READ_BYTES = 2 << 30
@@ -68,27 +68,27 @@ def check_node(config: RunConfig, actors: Iterable[ActorSpec], checks: Sequence[
 
 def find_problems(
     config: RunConfig, actors: Iterable[ActorSpec], checks: Sequence[Check] | None = None
-) -> Iterator[Finding]:
+) -> Iterator[ConfigFinding]:
     """Everything that is wrong for these actors of this node. `checks`: all of them, unless said otherwise."""
     mine = tuple(actors)
     for check in CHECKS if checks is None else checks:
         yield from check(config, mine)
 
 
-def _check_interpreters(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Finding]:
+def _check_interpreters(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[ConfigFinding]:
     answers = ask_interpreters(actors)
     yield from package_findings(config, actors, answers)
     yield from sglang_findings(config, actors, answers)
 
 
-def _check_model(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Finding]:
+def _check_model(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[ConfigFinding]:
     roles = {actor.role for actor in actors}
     if not roles & {"trainer", "rollout"}:
         return
     try:
         model = read_config(config.model.path)
     except MyxaError as error:
-        yield Finding("model.path", error)
+        yield ConfigFinding("model.path", error)
         return
     if "rollout" in roles:
         tokenizer = tuple(looked("model.path", load_tokenizer, config.model.path, PlainText()))
@@ -106,7 +106,7 @@ def _check_model(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Fin
         yield from looked("weights.served_folder", _check_served, config.weights.served_folder)
 
 
-def _check_fit(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Finding]:
+def _check_fit(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[ConfigFinding]:
     """Whether trainer and engine can run a model of this kind, cut like this."""
     model = readable_model(config)
     if model is None:
@@ -198,7 +198,7 @@ def _check_context(config: RunConfig, model_context: int) -> None:
         )
 
 
-def _check_resume(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Finding]:
+def _check_resume(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[ConfigFinding]:
     roles = {actor.role for actor in actors} if config.trainer.resume else set[str]()
     if "trainer" in roles:
         yield from looked("trainer.resume", _find_checkpoint, config.trainer.resume)
@@ -269,7 +269,7 @@ def _check_critic_of(config: RunConfig) -> None:
         )
 
 
-def _check_functions(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Finding]:
+def _check_functions(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[ConfigFinding]:
     for roles in (("rollout", "buffer"), ("trainer",)):
         callers = [actor for actor in actors if actor.role in roles]
         if callers:
@@ -277,7 +277,7 @@ def _check_functions(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator
             yield from function_findings(config, roles, sees_modules=sees_modules)
 
 
-def _check_data(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Finding]:
+def _check_data(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[ConfigFinding]:
     if not any(actor.role == "buffer" for actor in actors):
         return
     for key, value in config.data_files():
@@ -287,12 +287,12 @@ def _check_data(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Find
         yield from row_findings(config)
 
 
-def _check_devices(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Finding]:
+def _check_devices(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[ConfigFinding]:
     if any(actor.visible_devices for actor in actors):
         yield from device_findings(actors, look_at_gpus())
 
 
-def device_findings(actors: Sequence[ActorSpec], gpus: Gpus) -> Iterator[Finding]:
+def device_findings(actors: Sequence[ActorSpec], gpus: Gpus) -> Iterator[ConfigFinding]:
     """Roles that name GPUs which this machine does not have."""
     told: set[str] = set()
     for actor in actors:
@@ -306,10 +306,10 @@ def device_findings(actors: Sequence[ActorSpec], gpus: Gpus) -> Iterator[Finding
             f"{key} names GPU {', '.join(map(str, beyond))}, and this machine has {have}",
             remedy='see nvidia-smi; GPUs count from 0, "cpu" is none',
         )
-        yield Finding(key, error, is_warning=not gpus.source)
+        yield ConfigFinding(key, error, is_warning=not gpus.source)
 
 
-def _check_sinks(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Finding]:
+def _check_sinks(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[ConfigFinding]:
     """Names and options; what packages of another interpreter may bring is left to the monitor."""
     if not any(actor.role == "monitor" and not (actor.python or "PYTHONPATH" in actor.env) for actor in actors):
         return
@@ -322,7 +322,7 @@ def _check_sinks(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Fin
             yield from looked("monitor.sinks", check_name, name)
 
 
-def _check_key(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Finding]:
+def _check_key(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[ConfigFinding]:
     rollouts = [actor for actor in actors if actor.role == "rollout"]
     name = config.engine.key_env
     if name and rollouts and not (os.environ.get(name) or rollouts[0].env.get(name)):
@@ -330,10 +330,10 @@ def _check_key(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Findi
             f'engine.key_env = "{name}": that variable is not set where the rollout actors run',
             remedy="set it in the environment of `myxa up`",
         )
-        yield Finding("engine.key_env", error)
+        yield ConfigFinding("engine.key_env", error)
 
 
-def _check_attached(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Finding]:
+def _check_attached(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[ConfigFinding]:
     yield from attached_findings(config, actors, _model_type(config))
 
 
@@ -342,7 +342,7 @@ def _model_type(config: RunConfig) -> str:
     return "" if model is None else model.model_type
 
 
-def _check_ports(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Finding]:
+def _check_ports(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[ConfigFinding]:
     ports = (("monitor", "monitor.prometheus_port", config.monitor.prometheus_port),
              ("coordinator", "control.dashboard_port", config.control.dashboard_port))  # fmt: skip
     remedy = "set another one, 0 (any free port) or -1 (off)"
@@ -351,7 +351,7 @@ def _check_ports(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Fin
             yield from looked(key, check_port, f"{key} = {port}", LOOPBACK, port, remedy)
 
 
-def _check_control(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Finding]:
+def _check_control(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[ConfigFinding]:
     if not config.control.tcp or not actors:
         return
     for name, how in (
@@ -361,20 +361,22 @@ def _check_control(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[F
         path = str(getattr(config.control, name))
         if path and not Path(path).is_file():
             error = ConfigError(f"control.{name}: there is no file {path}", remedy=how)
-            yield Finding(f"control.{name}", error)
+            yield ConfigFinding(f"control.{name}", error)
 
 
-def _check_run_dir(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Finding]:
+def _check_run_dir(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[ConfigFinding]:
     """Node 0 makes the run directory there, and the folders above it that are not there yet."""
     if not any(actor.role == "coordinator" for actor in actors):
         return
     folder = nearest_folder(config.run.dir)
     why = "is no folder" if not folder.is_dir() else "" if os.access(folder, os.W_OK | os.X_OK) else "is not writable"
     if why:
-        yield Finding("run.dir", ConfigError(f"run.dir: {folder} {why}", remedy="set run.dir to a folder of yours"))
+        yield ConfigFinding(
+            "run.dir", ConfigError(f"run.dir: {folder} {why}", remedy="set run.dir to a folder of yours")
+        )
 
 
-def _check_disk(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Finding]:
+def _check_disk(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[ConfigFinding]:
     """Where the first trainer rank writes."""
     if any(actor.role == "trainer" and actor.index == 0 for actor in actors):
         model = readable_model(config)

@@ -15,14 +15,16 @@ from ...core.config import RunConfig
 from ...core.errors import ConfigError, MyxaError
 from ...core.suggestion import suggest
 from ..actor_spec import ActorSpec
-from .finding import Finding
+from .finding import ConfigFinding
 from .interpreters import Answer, folder_of_sglang
 
 SOURCE = Path("srt/server_args.py")
 CLASS = "ServerArgs"
 
 
-def sglang_findings(config: RunConfig, actors: Sequence[ActorSpec], answers: Mapping[str, Answer]) -> Iterator[Finding]:
+def sglang_findings(
+    config: RunConfig, actors: Sequence[ActorSpec], answers: Mapping[str, Answer]
+) -> Iterator[ConfigFinding]:
     """What is wrong for servers that the rollout actors among these will launch."""
     actor = next((actor for actor in actors if actor.role == "rollout" and actor.kind == "sglang"), None)
     if actor is None or config.engine.attach or config.algo.kind == "sft":
@@ -31,7 +33,7 @@ def sglang_findings(config: RunConfig, actors: Sequence[ActorSpec], answers: Map
     try:
         folder = _folder(config, actor, answers)
     except MyxaError as error:
-        yield Finding(key, error)
+        yield ConfigFinding(key, error)
         return
     if folder is None:
         return
@@ -41,7 +43,7 @@ def sglang_findings(config: RunConfig, actors: Sequence[ActorSpec], answers: Map
             f'{key}: {shown} has no module "sglang", which roles.rollout.kind = "sglang" needs to launch servers',
             remedy="set engine.python to an interpreter that has SGLang, or name running servers in engine.attach",
         )
-        yield Finding(key, error)
+        yield ConfigFinding(key, error)
         return
     yield from name_findings(config.sglang, server_arguments(Path(folder)))
 
@@ -56,14 +58,14 @@ def _folder(config: RunConfig, actor: ActorSpec, answers: Mapping[str, Answer]) 
     return answer.folders.get("sglang", "")
 
 
-def name_findings(table: Mapping[str, object], known: frozenset[str]) -> Iterator[Finding]:
+def name_findings(table: Mapping[str, object], known: frozenset[str]) -> Iterator[ConfigFinding]:
     """Keys of `[sglang]` that this SGLang does not have; nothing is known of it when `known` is empty."""
     for name in table:
         if known and name not in known:
             error = ConfigError(
                 f"sglang.{name}: the installed SGLang has no such argument", remedy=suggest(name, known)
             )
-            yield Finding(f"sglang.{name}", error)
+            yield ConfigFinding(f"sglang.{name}", error)
 
 
 @cache

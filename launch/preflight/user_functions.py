@@ -30,7 +30,7 @@ from ...core.config import RewardSettings, RunConfig
 from ...core.errors import ConfigError, UserCodeError
 from ...core.suggestion import suggest
 from ..composition.evaluation import eval_rewards
-from .finding import Finding, looked
+from .finding import ConfigFinding, looked
 
 ALL = ("rollout", "buffer", "trainer")
 MAX_SOURCE_BYTES = 8 << 20
@@ -51,7 +51,7 @@ class Named(NamedTuple):
 
 def function_findings(
     config: RunConfig, roles: Container[str] = ALL, *, sees_modules: bool = True
-) -> Iterator[Finding]:
+) -> Iterator[ConfigFinding]:
     """What is wrong with each named function that actors of these roles call, and with the arguments of built-in
     ones. `sees_modules`: whether this process finds the modules that they find; else only files are looked at."""
     for name, part in config.reward.parts().items() if "rollout" in roles else ():

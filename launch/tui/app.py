@@ -20,8 +20,8 @@ from textual.screen import Screen
 from textual.widgets import DataTable, Static, TabbedContent, TabPane, Tree
 
 from ...core.errors import MyxaError
-from ..views.live_state import Pace, clean
-from ..views.picture import Picture
+from ..views.live_state import StepPace, clean
+from ..views.picture import RunView
 from . import pages, rows
 from .feed import Feed
 from .knob_screen import KnobScreen
@@ -79,8 +79,8 @@ class TopApp(App[None]):
     def __init__(self, feed: Feed) -> None:
         super().__init__()
         self._feed = feed
-        self._pace = Pace()
-        self._picture: Picture | None = None
+        self._pace = StepPace()
+        self._picture: RunView | None = None
         self._actor = ""
         self._tree_key: tuple[tuple[int, str], ...] = ()
         self._knob_rows: dict[str, rows.KnobRow] = {}
@@ -134,7 +134,7 @@ class TopApp(App[None]):
         if self.is_running:  # not while the widgets are being taken away: this may have waited in the queue
             self.show(event.picture)
 
-    def show(self, picture: Picture) -> None:
+    def show(self, picture: RunView) -> None:
         """Put a picture on the screen."""
         self._picture = picture
         if picture.live.status is not None:
@@ -170,7 +170,7 @@ class TopApp(App[None]):
         self._page.query_one("#run-text", Static).update(page)
         self._page.query_one("#actor-text", Static).update(pages.actor_page(self._picture, self._actor, width))
 
-    def _show_tree(self, picture: Picture) -> None:
+    def _show_tree(self, picture: RunView) -> None:
         tree = self._tree()
         key = tuple((actor.node, actor.name) for actor in picture.actors)
         if key != self._tree_key:
@@ -183,7 +183,7 @@ class TopApp(App[None]):
                 if leaf.data in facts:
                     leaf.set_label(pages.actor_label(facts[leaf.data], picture, width, is_ascii=self._is_ascii))
 
-    def _build_tree(self, tree: Tree[str], picture: Picture) -> None:
+    def _build_tree(self, tree: Tree[str], picture: RunView) -> None:
         tree.clear()
         chosen = None
         for number in sorted({actor.node for actor in picture.actors}):

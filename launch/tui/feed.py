@@ -20,8 +20,8 @@ from ...actors.sinks.jsonl import EVENTS_FILE
 from ...core.errors import LaunchError, MyxaError
 from ...core.knobs import ChangeReply, KnobValue
 from ..control.client import ControlClient, ControlNote
-from ..views.picture import ASKED, Answer, Picture, picture_of
-from ..views.sample_log import Wanted, read_samples
+from ..views.picture import ASKED, RunView, VerbAnswer, picture_of
+from ..views.sample_log import SampleQuery, read_samples
 
 LOOK_S = 3.0
 """How long one look may take; who has not answered by then is missing in it."""
@@ -46,7 +46,7 @@ class _Files:
 
     def ask(self, verb: str, timeout_s: float = 30.0, **arguments: Any) -> Any:
         if verb == "samples":
-            wanted = Wanted(**{name: arguments[name] for name in ("step", "held_out") if name in arguments})
+            wanted = SampleQuery(**{name: arguments[name] for name in ("step", "held_out") if name in arguments})
             return {"groups": read_samples(self._run_dir, wanted, arguments.get("num_groups", 4)), "num_left_out": 0}
         raise LaunchError("the run is over", remedy="`myxa report RUN` tells how it went")
 
@@ -59,9 +59,9 @@ class Feed:
         self._is_live = is_live
         self.run_dir = run_dir
         self.reader_only = reader_only
-        self._answers: dict[str, Answer] = {}
+        self._answers: dict[str, VerbAnswer] = {}
         self._num_looks = 0
-        self._last: Picture | None = None
+        self._last: RunView | None = None
         self._heard_s = time.monotonic()
         self._wake = threading.Event()
         self.is_closed = False
@@ -101,7 +101,7 @@ class Feed:
         self._num_looks = 0
         self._wake.set()
 
-    def look(self, *, all_of_it: bool = False) -> Picture:
+    def look(self, *, all_of_it: bool = False) -> RunView:
         """One look. Never raises for what the run does: a run that is gone gives its last picture, marked so."""
         verbs = ASKED if all_of_it or self._num_looks % SLOW_EVERY == 0 else _FAST
         self._num_looks += 1
@@ -114,9 +114,9 @@ class Feed:
         self._last = picture if self._last is None else carried_over(picture, self._last)
         return self._last
 
-    def _ask_all(self, verbs: Sequence[str]) -> dict[str, Answer]:
+    def _ask_all(self, verbs: Sequence[str]) -> dict[str, VerbAnswer]:
         """All at the same time. Daemon threads, because a process that ends must not wait for a run that hangs."""
-        found: dict[str, Answer] = {}
+        found: dict[str, VerbAnswer] = {}
 
         def ask(verb: str) -> None:
             found[verb] = self._answer(verb)
@@ -126,17 +126,17 @@ class Feed:
             thread.start()
         for thread in threads:
             thread.join(2 * LOOK_S)
-        return {verb: found.get(verb, Answer(error=f"no answer within {2 * LOOK_S:g} s")) for verb in verbs}
+        return {verb: found.get(verb, VerbAnswer(error=f"no answer within {2 * LOOK_S:g} s")) for verb in verbs}
 
-    def _answer(self, verb: str) -> Answer:
+    def _answer(self, verb: str) -> VerbAnswer:
         try:
-            return Answer(self._client.ask(verb, timeout_s=LOOK_S))
+            return VerbAnswer(self._client.ask(verb, timeout_s=LOOK_S))
         except MyxaError as error:
-            return Answer(error=str(error))
+            return VerbAnswer(error=str(error))
         except (OSError, ValueError) as error:  # a socket that breaks, a line that is no JSON
-            return Answer(error=f"{type(error).__name__}: {error}")
+            return VerbAnswer(error=f"{type(error).__name__}: {error}")
 
-    def _silent(self, answers: dict[str, Answer]) -> Picture:
+    def _silent(self, answers: dict[str, VerbAnswer]) -> RunView:
         last = self._last or replace(picture_of({}, time.time()), reader_only=self.reader_only)
         troubles: Sequence[str] = list(dict.fromkeys(answer.error for answer in answers.values()))
         if not self._is_live():
@@ -157,7 +157,7 @@ class Feed:
         return self._client.ask(verb, timeout_s=timeout_s, **arguments)
 
 
-def carried_over(new: Picture, old: Picture) -> Picture:
+def carried_over(new: RunView, old: RunView) -> RunView:
     """The new picture; what nobody told this time is as it was last told. Actors go one after another at the end."""
     was, now = old.live, new.live
     live = replace(

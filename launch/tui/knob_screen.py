@@ -27,7 +27,7 @@ Turn = Callable[[dict[str, KnobValue], str, int, bool], ChangeReply]
 """values, reason, number of steps after which it goes back (0: it stays), past the guard."""
 
 
-class Told(Message):
+class KnobAnswered(Message):
     """The run answered."""
 
     def __init__(self, text: str, *, is_done: bool) -> None:
@@ -132,12 +132,12 @@ class KnobScreen(ModalScreen[str]):
         try:
             reply = self._turn({self._row.name: value}, reason, for_steps, force)
         except (MyxaError, OSError, ValueError) as error:
-            self.post_message(Told(str(error), is_done=False))
+            self.post_message(KnobAnswered(str(error), is_done=False))
         else:
-            self.post_message(Told(reply_text(reply), is_done=not reply.refused))
+            self.post_message(KnobAnswered(reply_text(reply), is_done=not reply.refused))
 
-    @on(Told)
-    def told(self, event: Told) -> None:
+    @on(KnobAnswered)
+    def told(self, event: KnobAnswered) -> None:
         """Done closes the window; a refusal stays in it, to be mended."""
         self._is_asking = False
         if event.is_done and self.is_current:

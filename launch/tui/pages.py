@@ -9,9 +9,9 @@ from rich.text import Text
 
 from ...core.activity import ACTIVITY_KINDS
 from ..views.live import COLOURS
-from ..views.live_state import LiveState, Pace, clean, fact_lines
+from ..views.live_state import LiveState, StepPace, clean, fact_lines
 from ..views.numbers import percent
-from ..views.picture import ActorFacts, Picture
+from ..views.picture import ActorFacts, RunView
 from ..views.textplot import sparkline
 from . import rows
 
@@ -19,7 +19,7 @@ _RUN_FACTS = frozenset({"step", "reward", "learning", "speed"})
 _LABEL = 12
 
 
-def run_page(picture: Picture, pace: Pace, width: int, *, is_ascii: bool = False) -> Text:
+def run_page(picture: RunView, pace: StepPace, width: int, *, is_ascii: bool = False) -> Text:
     """The run at a glance: facts, queues, staleness, engines, time."""
     live = picture.live
     page = Text()
@@ -39,7 +39,7 @@ def run_page(picture: Picture, pace: Pace, width: int, *, is_ascii: bool = False
     return page
 
 
-def actor_page(picture: Picture, name: str, width: int = 0) -> Text:
+def actor_page(picture: RunView, name: str, width: int = 0) -> Text:
     """Everything about one actor."""
     page = Text()
     for label, text in rows.actor_lines(picture, name):
@@ -47,7 +47,7 @@ def actor_page(picture: Picture, name: str, width: int = 0) -> Text:
     return page
 
 
-def actor_label(actor: ActorFacts, picture: Picture, width: int, *, is_ascii: bool = False) -> Text:
+def actor_label(actor: ActorFacts, picture: RunView, width: int, *, is_ascii: bool = False) -> Text:
     """`+ trainer/0    ███▓▓▓▓▓  wait-data 62 %`, as much of it as fits."""
     kinds = picture.live.shares().get(actor.name, {})
     sign = rows.state_sign(actor)
@@ -133,7 +133,7 @@ def _grid(lines: Sequence[Sequence[str]]) -> Text:
     return text
 
 
-def _time(page: Text, picture: Picture, width: int, *, is_ascii: bool) -> None:
+def _time(page: Text, picture: RunView, width: int, *, is_ascii: bool) -> None:
     shares = picture.live.shares()
     names = [actor.name for actor in picture.actors if shares.get(actor.name)]
     if not names:

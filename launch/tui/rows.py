@@ -16,7 +16,7 @@ from ...core.knobs import AuditRecord, ChangeReply, KnobState, KnobTable, KnobVa
 from ..views.changes import changes_of, clock_text, value_text
 from ..views.live_state import LiveState, clean
 from ..views.numbers import duration, percent, short, training_reward
-from ..views.picture import ActorFacts, Picture, name_order
+from ..views.picture import ActorFacts, RunView, name_order
 
 LETTERS: Mapping[str, str] = dict(zip(ACTIVITY_KINDS, "█▓▒░◇▫▪·", strict=True))
 LETTERS_ASCII: Mapping[str, str] = dict(zip(ACTIVITY_KINDS, "#dwcmep.", strict=True))
@@ -286,7 +286,7 @@ def node_label(node: int, actors: Sequence[ActorFacts]) -> str:
     return f"node {node}" + (f"  {clean(host)}" if host else "")
 
 
-def title_text(picture: Picture) -> str:
+def title_text(picture: RunView) -> str:
     """`sort-1  running  step 12 of 200  reward 0.82  4 min 05 s`."""
     live = picture.live
     name = clean(live.status.name) if live.status else picture.run_dir.rpartition("/")[2]
@@ -299,7 +299,7 @@ def title_text(picture: Picture) -> str:
     return "  ".join(parts)
 
 
-def notice_text(picture: Picture) -> str:
+def notice_text(picture: RunView) -> str:
     """The line that must not be missed: paused, ended, silent, only a reader; empty when all is well."""
     live = picture.live
     if picture.has_ended:
@@ -319,7 +319,7 @@ def notice_text(picture: Picture) -> str:
     return "; ".join(parts)
 
 
-def actor_lines(picture: Picture, name: str) -> list[tuple[str, str]]:
+def actor_lines(picture: RunView, name: str) -> list[tuple[str, str]]:
     """(label, text) of one actor: its process, its time, its own newest metrics."""
     actor = next((actor for actor in picture.actors if actor.name == name), None)
     if actor is None:

@@ -8,13 +8,13 @@ from textual.containers import VerticalScroll
 from textual.message import Message
 from textual.widgets import DataTable, Static
 
-from ..views.picture import Picture
+from ..views.picture import RunView
 
 
 class Seen(Message):
     """A thread took a look."""
 
-    def __init__(self, picture: Picture) -> None:
+    def __init__(self, picture: RunView) -> None:
         super().__init__()
         self.picture = picture
 

@@ -17,7 +17,7 @@ import msgspec
 
 from ...actors.knob_page import declared
 from ...core.knobs import KnobState, KnobValue
-from .bottleneck import Bound, Verdict
+from .bottleneck import Bottleneck, Bound
 
 _LARGEST_FACTOR = 4
 """No move makes a number larger than so many times what it was: shares say the direction well, the distance badly."""
@@ -66,18 +66,18 @@ class Advice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What to type; empty: change the run file."""
 
 
-def advise(verdict: Verdict, facts: Facts, *, but_for: Container[str] = frozenset()) -> Advice | None:
+def advise(verdict: Bottleneck, facts: Facts, *, but_for: Container[str] = frozenset()) -> Advice | None:
     """The first of `all_advice`, or None."""
     return next(iter(all_advice(verdict, facts, but_for=but_for)), None)
 
 
-def all_advice(verdict: Verdict, facts: Facts, *, but_for: Container[str] = frozenset()) -> list[Advice]:
+def all_advice(verdict: Bottleneck, facts: Facts, *, but_for: Container[str] = frozenset()) -> list[Advice]:
     """What every rule for this verdict has to say, best first. `but_for`: knobs that are not to be touched."""
     found = (rule(verdict, facts) for rule in _RULES.get(verdict.bound, ()))
     return [advice for advice in found if advice is not None and (not advice.knob or advice.knob not in but_for)]
 
 
-def what_to_try(verdict: Verdict, facts: Facts) -> str:
+def what_to_try(verdict: Bottleneck, facts: Facts) -> str:
     """The one line that every view shows with a verdict: a command or a line of the run file, and why."""
     advice = advise(verdict, facts)
     if advice is not None:
@@ -160,7 +160,7 @@ def _turn(facts: Facts, knob: str, new: int, why: str) -> Advice | None:
     return Advice(knob, old, new, why, tunable.key, f"myxa set {knob}={new}")
 
 
-def _more_concurrency(verdict: Verdict, facts: Facts) -> Advice | None:
+def _more_concurrency(verdict: Bottleneck, facts: Facts) -> Advice | None:
     """As much more as the trainer misses, within what engines and slots have room for."""
     old = _number(facts, "concurrency")
     if old is None:
@@ -178,7 +178,7 @@ def _more_concurrency(verdict: Verdict, facts: Facts) -> Advice | None:
     return _turn(facts, "concurrency", new, why)
 
 
-def _more_staleness(verdict: Verdict, facts: Facts) -> Advice | None:
+def _more_staleness(verdict: Bottleneck, facts: Facts) -> Advice | None:
     old = _number(facts, "max_staleness")
     if old is None:
         return None
@@ -190,7 +190,7 @@ def _more_staleness(verdict: Verdict, facts: Facts) -> Advice | None:
     return _turn(facts, "max_staleness", old + 1, reasons.get(verdict.bound, "generation may run further ahead"))
 
 
-def _more_reward_workers(verdict: Verdict, facts: Facts) -> Advice | None:
+def _more_reward_workers(verdict: Bottleneck, facts: Facts) -> Advice | None:
     old = facts.reward_workers or _WORKERS_BY_ITSELF
     new = min(2 * old, facts.cores // facts.num_rollouts) if facts.cores else 2 * old
     if new <= facts.reward_workers:
@@ -199,7 +199,7 @@ def _more_reward_workers(verdict: Verdict, facts: Facts) -> Advice | None:
     return Advice("", facts.reward_workers, new, why, "reward.workers")
 
 
-def _more_rollouts(verdict: Verdict, facts: Facts) -> Advice | None:
+def _more_rollouts(verdict: Bottleneck, facts: Facts) -> Advice | None:
     new = min(math.ceil(facts.num_rollouts / max(0.05, 1.0 - verdict.share)), _LARGEST_FACTOR * facts.num_rollouts)
     new = max(new, facts.num_rollouts + 1)
     new = min(new, facts.most_rollouts) if facts.most_rollouts else new
@@ -210,7 +210,7 @@ def _more_rollouts(verdict: Verdict, facts: Facts) -> Advice | None:
     return Advice("", facts.num_rollouts, new, why, "roles.rollout.count", f"myxa scale rollout={new}{devices}")
 
 
-def _more_data(verdict: Verdict, facts: Facts) -> Advice | None:
+def _more_data(verdict: Bottleneck, facts: Facts) -> Advice | None:
     if facts.is_data_endless:
         return None
     return Advice(
@@ -218,14 +218,14 @@ def _more_data(verdict: Verdict, facts: Facts) -> Advice | None:
     )
 
 
-def _larger_microbatches(verdict: Verdict, facts: Facts) -> Advice | None:
+def _larger_microbatches(verdict: Bottleneck, facts: Facts) -> Advice | None:
     """Nothing that is learnt changes by it."""
     old = _number(facts, "max_tokens_per_microbatch")
     why = "the trainer computes all the time; larger micro-batches use the device better, where memory allows"
     return None if old is None else _turn(facts, "max_tokens_per_microbatch", 2 * old, why)
 
 
-def _rarer_weights(verdict: Verdict, facts: Facts) -> Advice | None:
+def _rarer_weights(verdict: Bottleneck, facts: Facts) -> Advice | None:
     """Only as far as the staleness bound has room for: samples grow older by it."""
     every, bound = _number(facts, "weights_every"), _number(facts, "max_staleness")
     if every is None or bound is None or 2 * every > bound:
@@ -233,17 +233,17 @@ def _rarer_weights(verdict: Verdict, facts: Facts) -> Advice | None:
     return _turn(facts, "weights_every", 2 * every, "fewer versions travel; max_staleness has room for older samples")
 
 
-def _rarer_checks(verdict: Verdict, facts: Facts) -> Advice | None:
+def _rarer_checks(verdict: Bottleneck, facts: Facts) -> Advice | None:
     every = _number(facts, "guard_every")
     why = f"comparing trainer and engines takes {verdict.share * 100:.0f} % of the trainer's time"
     return None if not every else _turn(facts, "guard_every", _LARGEST_FACTOR * every, why)
 
 
-def _go_on(verdict: Verdict, facts: Facts) -> Advice | None:
+def _go_on(verdict: Bottleneck, facts: Facts) -> Advice | None:
     return Advice("", "", "", "somebody, or the guard, paused the run", command="myxa resume")
 
 
-Rule = Callable[[Verdict, Facts], Advice | None]
+Rule = Callable[[Bottleneck, Facts], Advice | None]
 
 _RULES: dict[Bound, tuple[Rule, ...]] = {
     "concurrency": (_more_concurrency, _more_staleness),

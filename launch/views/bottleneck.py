@@ -77,7 +77,7 @@ REMEDIES: Mapping[Bound, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Bottleneck:
     """What holds the run back and what to do about it."""
 
     bound: Bound
@@ -143,21 +143,23 @@ def judge(
     engines_are_full: bool = False,
     filtered: Filtered | None = None,
     disk: str = "",
-) -> Verdict:
+) -> Bottleneck:
     """`shares`: actor name -> kind -> share of its time (0..1), over whatever window the caller cares about.
     `engines_are_full`: they compute as many sequences at once as they can, so more requests would only queue up.
     `disk`: why the ledger cannot be written just now, and what to do."""
     if disk:
         what, _, remedy = disk.partition(" -- ")
-        return Verdict("disk", f"the run waits for a disk: {what}", remedy, 1.0)
+        return Bottleneck("disk", f"the run waits for a disk: {what}", remedy, 1.0)
     leader = leader_of(shares)
     rollouts = {name: without_start(kinds) for name, kinds in shares.items() if _role(name) == "rollout" and kinds}
     rollouts = {name: kinds for name, kinds in rollouts.items() if kinds}
     trainer = without_start(shares.get(leader, {}))
     if leader and not trainer:
-        return Verdict("starting", f"{leader} is starting: no verdict yet")
+        return Bottleneck("starting", f"{leader} is starting: no verdict yet")
     if not leader or not rollouts:
-        return Verdict("unknown", "nothing can be said yet: no time was measured for the trainer or the rollout actors")
+        return Bottleneck(
+            "unknown", "nothing can be said yet: no time was measured for the trainer or the rollout actors"
+        )
     team = _mean(rollouts)
     who = next(iter(rollouts)) if len(rollouts) == 1 else f"{len(rollouts)} rollout actors"
     if max(trainer.get("paused", 0.0), team.get("paused", 0.0)) >= 0.5:
@@ -170,7 +172,7 @@ def judge(
         return _verdict("paused", text, share)
     if trainer.get("other", 0.0) >= 0.5:
         sentence = f"{leader} spends {_pct(trainer, 'other')} of the time on start-up and other chores: no verdict yet"
-        return Verdict("starting", sentence)
+        return Bottleneck("starting", sentence)
     wait = max(_TRAINER_WAITS, key=lambda kind: trainer.get(kind, 0.0))
     if trainer.get(wait, 0.0) < NOTABLE:
         return _busy_trainer(leader, trainer, who, team)
@@ -200,16 +202,16 @@ def leader_of(shares: Mapping[str, Mapping[str, float]]) -> str:
     return min(ranks, key=lambda name: (len(name), name), default="")
 
 
-def _busy_trainer(leader: str, trainer: Mapping[str, float], who: str, team: Mapping[str, float]) -> Verdict:
+def _busy_trainer(leader: str, trainer: Mapping[str, float], who: str, team: Mapping[str, float]) -> Bottleneck:
     works = f"{leader} computes {_pct(trainer, 'compute')} of the time"
     idle = max(_REASONS, key=lambda kind: team.get(kind, 0.0))
     if team.get(idle, 0.0) < NOTABLE:
-        return Verdict("none", f"well balanced: {works}, {_do(who)} {_pct(team, 'compute')}")
+        return Bottleneck("none", f"well balanced: {works}, {_do(who)} {_pct(team, 'compute')}")
     waits = f"{_verb(who, 'wait')} {_REASONS[idle]} {_pct(team, idle)} of the time"
     return _verdict("training", f"{works}: training is the bottleneck ({waits})", team.get(idle, 0.0))
 
 
-def _thrown_away(leader: str, trainer: Mapping[str, float], filtered: Filtered) -> Verdict:
+def _thrown_away(leader: str, trainer: Mapping[str, float], filtered: Filtered) -> Bottleneck:
     """The groups come, and the filter leaves nothing of them."""
     if filtered.only_reward is not None:
         why = f"the reward is always {short(filtered.only_reward)}"
@@ -227,7 +229,7 @@ def _thrown_away(leader: str, trainer: Mapping[str, float], filtered: Filtered) 
 
 def _starved_trainer(
     leader: str, trainer: Mapping[str, float], who: str, team: Mapping[str, float], *, engines_are_full: bool
-) -> Verdict:
+) -> Bottleneck:
     """The trainer waits for data: what the rollout actors do most meanwhile is the cause."""
     rewards = sum(share for kind, share in team.items() if "/" in kind and "reward" in kind)
     at_limit = 0.0 if engines_are_full else team.get(AT_LIMIT, 0.0)
@@ -243,7 +245,7 @@ def _starved_trainer(
     cause = max(causes, key=lambda bound: causes[bound])
     waits = f"{leader} waits for data {_pct(trainer, 'wait-data')} of the time"
     if causes[cause] <= 0.0:
-        return Verdict("unknown", f"{waits}, and {_verb(who, 'show')} nothing that explains it: see the logs")
+        return Bottleneck("unknown", f"{waits}, and {_verb(who, 'show')} nothing that explains it: see the logs")
     share = f"{causes[cause] * 100:.0f} %"
     words = {"do": _do(who), "wait": _verb(who, "wait"), "share": share, "environment": _environment(team)}
     sentence = f"{waits}: {_CAUSES[cause].format(**words)}"
@@ -262,7 +264,7 @@ _CAUSES: dict[Bound, str] = {
 }
 
 
-def _waits_for_weights(leader: str, trainer: Mapping[str, float]) -> Verdict:
+def _waits_for_weights(leader: str, trainer: Mapping[str, float]) -> Bottleneck:
     canary = trainer.get("wait-weights/canary", 0.0)
     if canary > trainer["wait-weights"] / 2:
         sentence = (
@@ -277,15 +279,15 @@ def _waits_for_weights(leader: str, trainer: Mapping[str, float]) -> Verdict:
     return _verdict("weights", sentence, trainer["wait-weights"])
 
 
-def _waits_for_capacity(leader: str, trainer: Mapping[str, float]) -> Verdict:
+def _waits_for_capacity(leader: str, trainer: Mapping[str, float]) -> Bottleneck:
     sentence = (
         f"{leader} waits for capacity {_pct(trainer, 'wait-capacity')} of the time: room (memory) is the bottleneck"
     )
     remedy = "`myxa mem` shows which actor holds the memory that the trainer asks for"
-    return Verdict("capacity", sentence, remedy, trainer["wait-capacity"])
+    return Bottleneck("capacity", sentence, remedy, trainer["wait-capacity"])
 
 
-def _waits_for_memory(leader: str, trainer: Mapping[str, float]) -> Verdict:
+def _waits_for_memory(leader: str, trainer: Mapping[str, float]) -> Bottleneck:
     sentence = (
         f"{leader} waits {_pct(trainer, 'wait-memory')} of the time until the device has changed hands: "
         "switching memory is the bottleneck"
@@ -315,8 +317,8 @@ def _environment(team: Mapping[str, float]) -> str:
     return max(parts, key=lambda name: parts[name]).partition("/")[2] if parts else "it"
 
 
-def _verdict(bound: Bound, sentence: str, share: float) -> Verdict:
-    return Verdict(bound, sentence, REMEDIES.get(bound, ""), share)
+def _verdict(bound: Bound, sentence: str, share: float) -> Bottleneck:
+    return Bottleneck(bound, sentence, REMEDIES.get(bound, ""), share)
 
 
 def _whole(share: float) -> str:

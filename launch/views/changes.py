@@ -22,7 +22,7 @@ _MAX_TEXT = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class RunChange:
     """One line of what was changed."""
 
     number: int
@@ -55,17 +55,17 @@ class Change:
         )
 
 
-def changes_of(records: Sequence[AuditRecord]) -> list[Change]:
+def changes_of(records: Sequence[AuditRecord]) -> list[RunChange]:
     """One change a record, in order of the log, numbered by the log."""
     return [_of_record(record) for record in records]
 
 
-def _of_record(record: AuditRecord) -> Change:
+def _of_record(record: AuditRecord) -> RunChange:
     actors = _actors(record)
     is_idle = record.verb == "scale" and record.result == "done" and actors == ()
     # Processes are the launcher's business, which knows no version: `placed` finds the step by the clock.
     step = max(record.at, record.version) if record.moves else record.version or -1
-    return Change(
+    return RunChange(
         number=record.number,
         wall_s=record.wall_s,
         step=step,
@@ -90,7 +90,7 @@ def _actors(record: AuditRecord) -> tuple[str, ...] | None:
         return None
 
 
-class Told(Protocol):
+class TimedEvent(Protocol):
     """What is needed of an event."""
 
     @property
@@ -103,11 +103,13 @@ class Told(Protocol):
     def text(self) -> str: ...
 
 
-def placed(changes: Iterable[Change], steps: Sequence[tuple[float, int]], events: Sequence[Told]) -> list[Change]:
+def placed(
+    changes: Iterable[RunChange], steps: Sequence[tuple[float, int]], events: Sequence[TimedEvent]
+) -> list[RunChange]:
     """The changes whose step nobody told, at the step when they took effect: for actors that join or leave, when the
     last of them has. `steps`: (when it was reported, step), by time."""
     times = [wall_s for wall_s, _ in steps]
-    found: list[Change] = []
+    found: list[RunChange] = []
     for change in changes:
         if change.step < 0 and steps:
             index = bisect_right(times, _effect_s(change, events))
@@ -118,7 +120,7 @@ def placed(changes: Iterable[Change], steps: Sequence[tuple[float, int]], events
     return found
 
 
-def _effect_s(change: Change, events: Sequence[Told]) -> float:
+def _effect_s(change: RunChange, events: Sequence[TimedEvent]) -> float:
     moments = [change.wall_s]
     for name in change.actors:
         own = (
@@ -134,16 +136,16 @@ def _effect_s(change: Change, events: Sequence[Told]) -> float:
     return max(moments)
 
 
-def changes_of_events(events: Iterable[tuple[float, str, dict[str, Any]]]) -> list[Change]:
+def changes_of_events(events: Iterable[tuple[float, str, dict[str, Any]]]) -> list[RunChange]:
     """The same from (wall_s, text, data) of knob events, of a run without an audit log. Odd data are shown as text."""
-    found: list[Change] = []
+    found: list[RunChange] = []
     for wall_s, text, data in events:
         name, at = data.get("name"), data.get("at")
         new: Any = data.get("new")
         has_move = isinstance(name, str) and "old" in data and isinstance(new, bool | int | float | str)
         what = f"{name} {value_text(data['old'])} -> {value_text(new)}" if has_move else text
         found.append(
-            Change(
+            RunChange(
                 number=len(found) + 1,
                 wall_s=wall_s,
                 step=at if isinstance(at, int) else -1,
@@ -191,7 +193,7 @@ def asked_text(arguments: dict[str, object]) -> str:
     return _cut(" ".join(f"{name}={value_text(value)}" for name, value in told.items()))
 
 
-def stairs(changes: Sequence[Change], name: str, first: float, low: float, high: float) -> list[tuple[float, float]]:
+def stairs(changes: Sequence[RunChange], name: str, first: float, low: float, high: float) -> list[tuple[float, float]]:
     """(step, value) of a knob over the steps from `low` to `high`, with a corner before and after each change of it."""
     found = [(low, first)]
     for change in changes:
@@ -202,7 +204,7 @@ def stairs(changes: Sequence[Change], name: str, first: float, low: float, high:
     return [*found, (high, found[-1][1])]
 
 
-def when_text(change: Change, origin_s: float) -> str:
+def when_text(change: RunChange, origin_s: float) -> str:
     """`12 min 05 s, step 40`."""
     since = duration(max(0.0, change.wall_s - origin_s))
     return f"{since}, step {short(float(change.step), 7)}" if change.step >= 0 else since

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...core.activity import ACTIVITY_KINDS
-from .live_state import LiveState, Pace, clean, fact_lines, plain_line
+from .live_state import LiveState, StepPace, clean, fact_lines, plain_line
 from .numbers import duration, percent
 from .summary import Curves, final_summary
 from .textplot import sparkline
@@ -48,7 +48,7 @@ class LiveView:
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console()
-        self._pace = Pace()
+        self._pace = StepPace()
         self._live: Live | None = None
         self._line_s = float("-inf")
         self._line_key: tuple[str, bool, int] = ("", False, -1)
@@ -87,7 +87,7 @@ class LiveView:
         self._console.print(Text(clean(text)), soft_wrap=True)
 
 
-def render(state: LiveState, pace: Pace, *, is_ascii: bool = False) -> RenderableType:
+def render(state: LiveState, pace: StepPace, *, is_ascii: bool = False) -> RenderableType:
     """The table: facts, time shares, what holds the run back, progress."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)

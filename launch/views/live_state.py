@@ -76,7 +76,7 @@ class LiveState:
         return sum(fresh) if fresh else (0.0 if values else None)
 
 
-class Pace:
+class StepPace:
     """How fast versions are made, for the time of arrival. It begins with the first version that is seen to be made:
     a life of a run that goes on, or a coordinator that is started again, jumps to the version it stands at."""
 
@@ -116,7 +116,7 @@ def clean(text: str) -> str:
     return "".join(c if c.isprintable() else " " for c in text)
 
 
-def fact_lines(state: LiveState, pace: Pace) -> list[tuple[str, str]]:
+def fact_lines(state: LiveState, pace: StepPace) -> list[tuple[str, str]]:
     """(label, text) rows of everything that is words and numbers, in order."""
     lines = [
         ("step", _step_line(state, pace)),
@@ -144,7 +144,7 @@ def _pairs(metrics: Mapping[str, float], names: Sequence[tuple[str, str]]) -> st
     return "   ".join(f"{label} {short(metrics[name])}" for label, name in names if name in metrics)
 
 
-def _step_line(state: LiveState, pace: Pace) -> str:
+def _step_line(state: LiveState, pace: StepPace) -> str:
     if state.status is None:
         return clean(state.note) or "waiting for the coordinator"
     goal = f" of {state.status.num_steps}" if state.status.num_steps > 0 else ""
@@ -228,7 +228,7 @@ def _engines_line(status: RunStatus | None) -> str:
 _ON_ONE_LINE = frozenset({"step", "reward", "lag", "speed", "warning"})
 
 
-def plain_line(state: LiveState, pace: Pace) -> str:
+def plain_line(state: LiveState, pace: StepPace) -> str:
     """The whole state on one line, for logs and pipes."""
     lines = [f"{label} {text}" for label, text in fact_lines(state, pace) if label in _ON_ONE_LINE]
     if state.metrics.get("train/loss") is not None:

@@ -26,7 +26,7 @@ ASKED: tuple[str, ...] = ("status", "ps", "get", "history", "why")
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class VerbAnswer:
     """What a verb said: a result, or why there is none."""
 
     result: Any = None
@@ -49,7 +49,7 @@ class ActorFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class RunView:
     """One look at the run."""
 
     live: LiveState
@@ -71,7 +71,7 @@ class Picture:
     """For how long nobody has answered."""
 
 
-def picture_of(answers: Mapping[str, Answer], now_wall_s: float) -> Picture:
+def picture_of(answers: Mapping[str, VerbAnswer], now_wall_s: float) -> RunView:
     """Put the answers together; verbs that were not asked are missing."""
     troubles = [f"{verb}: {answer.error}" for verb, answer in answers.items() if answer.error]
     read = _Reader({verb: answer.result for verb, answer in answers.items() if not answer.error}, troubles)
@@ -84,7 +84,7 @@ def picture_of(answers: Mapping[str, Answer], now_wall_s: float) -> Picture:
         snapshot=read.part(status, "snapshot", dict[str, dict[str, float]]) or {},
     )
     sentence, remedy = _verdict(read.mapping("why"), live)
-    return Picture(
+    return RunView(
         live=live,
         run_dir=str(status.get("run_dir", "")),
         actors=_actors(read, live),

@@ -12,16 +12,16 @@ from .findings import setting
 from .numbers import percent, training_reward
 from .report_facts import drops, failures
 from .run_files import BUFFER_CHARTS, RunFiles, SpanRow
-from .svg import Line, Mark, bar_chart, line_chart
+from .svg import ChartLine, Mark, bar_chart, line_chart
 from .timeline import actor_order, timeline
 
 _NUM_BINS = 160
 _CLOSE_UP_STEPS = 6
 
 
-def _step_line(run: RunFiles, metric: str, name: str = "", colour: int = 1, *, is_noisy: bool = True) -> Line:
+def _step_line(run: RunFiles, metric: str, name: str = "", colour: int = 1, *, is_noisy: bool = True) -> ChartLine:
     points = [(float(step), value) for step, value in run.steps(metric).items()]
-    return Line(name or metric, points, colour, is_noisy=is_noisy)
+    return ChartLine(name or metric, points, colour, is_noisy=is_noisy)
 
 
 _LEARNING = (
@@ -47,7 +47,7 @@ def learning_charts(run: RunFiles) -> list[Markup]:
     """Reward first, then what the trainer says of its steps."""
     evaluations = [(float(step), value) for step, value in run.steps("eval/reward").items()]
     shown = training_reward(run.by_step)
-    reward = [_step_line(run, shown, "training"), Line("held-out", evaluations, 2, has_dots=True)]
+    reward = [_step_line(run, shown, "training"), ChartLine("held-out", evaluations, 2, has_dots=True)]
     if shown != "reward/mean":
         reward.append(_step_line(run, "reward/mean", "trained on (kept groups)", 3))
     marks = step_marks(run)
@@ -76,12 +76,12 @@ def staleness_charts(run: RunFiles) -> list[Markup]:
     bound = setting(run, "async", "max_staleness")
     limit = (f"max_staleness = {bound}", float(bound)) if isinstance(bound, int) else None
     lines = [
-        Line("largest", _step_line(run, "lag/max").points, 2),
-        Line("mean", _step_line(run, "lag/mean").points, 1, is_noisy=True),
-        Line("smallest", _step_line(run, "lag/min").points, 6, is_dashed=True),
+        ChartLine("largest", _step_line(run, "lag/max").points, 2),
+        ChartLine("mean", _step_line(run, "lag/mean").points, 1, is_noisy=True),
+        ChartLine("smallest", _step_line(run, "lag/min").points, 6, is_dashed=True),
     ]
     if limit is not None and lines[0].points and (moved := _moved_bound(run, limit[1])):
-        lines, limit = [*lines, Line("bound", moved, 5, is_dashed=True)], None
+        lines, limit = [*lines, ChartLine("bound", moved, 5, is_dashed=True)], None
     charts = [
         line_chart("Lag of the trained groups (versions)", lines, bound=limit, y_from_zero=True, marks=step_marks(run)),
         bar_chart("Groups trained by lag", lag_histogram(run), x_label="lag (versions)", colour=1),
@@ -110,8 +110,8 @@ def speed_charts(run: RunFiles) -> list[Markup]:
     unit, label = _time_unit(run)
     by_time, by_step = _time_marks(run, unit), step_marks(run)
     speed = [
-        Line("generated", _binned_sum(run, "rollout/tokens_per_s", unit), 1),
-        Line("trained", _binned_sum(run, "train/tokens_per_s", unit), 2),
+        ChartLine("generated", _binned_sum(run, "rollout/tokens_per_s", unit), 1),
+        ChartLine("trained", _binned_sum(run, "train/tokens_per_s", unit), 2),
     ]
     seconds = [
         _step_line(run, "train/step_s", "training", 1),
@@ -119,8 +119,8 @@ def speed_charts(run: RunFiles) -> list[Markup]:
         _step_line(run, "weights/adopt_s", "adopting weights", 3),
     ]
     load = [
-        Line("running", _binned_sum(run, "rollout/running", unit), 1),
-        Line("waiting", _binned_sum(run, "rollout/waiting", unit), 4),
+        ChartLine("running", _binned_sum(run, "rollout/running", unit), 1),
+        ChartLine("waiting", _binned_sum(run, "rollout/waiting", unit), 4),
     ]
     tokens = [_step_line(run, "batch/response_tokens_mean", "Mean response length (tokens)", 5)]
     cut = [_step_line(run, "batch/truncated_fraction", "Share of truncated samples", 2)]
@@ -140,10 +140,10 @@ def speed_charts(run: RunFiles) -> list[Markup]:
     return [chart for chart in charts if chart]
 
 
-def _buffer_lines(run: RunFiles, names: Sequence[str], unit: float) -> list[Line]:
+def _buffer_lines(run: RunFiles, names: Sequence[str], unit: float) -> list[ChartLine]:
     lines = [(name, _binned_sum(run, f"buffer/{name}", unit)) for name in names]
     alive = [(name, points) for name, points in lines if any(value for _, value in points)]
-    return [Line(name.replace("_", " "), points, index + 1) for index, (name, points) in enumerate(alive)]
+    return [ChartLine(name.replace("_", " "), points, index + 1) for index, (name, points) in enumerate(alive)]
 
 
 def _time_unit(run: RunFiles) -> tuple[float, str]:

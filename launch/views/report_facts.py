@@ -28,7 +28,7 @@ _SECRET = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunOutcome:
     """How the run ended; `level` is "good", "bad" or "open"."""
 
     level: str
@@ -71,7 +71,7 @@ def run_name(run: RunFiles) -> str:
     return run.run_dir.resolve().name
 
 
-def outcome(run: RunFiles) -> Outcome:
+def outcome(run: RunFiles) -> RunOutcome:
     """From the coordinator's phase events; a run that was killed has no last one."""
     moves = [event.text.rpartition("->")[2].strip() for event in run.events if event.kind == "phase"]
     words = [event for event in run.events if event.kind in _ENDS]
@@ -80,12 +80,12 @@ def outcome(run: RunFiles) -> Outcome:
     if words and words[-1].kind == "run-failed":
         phase = "failed"
     if phase == "failed":
-        return Outcome("bad", "failed", reason or _last_alarm(run))
+        return RunOutcome("bad", "failed", reason or _last_alarm(run))
     if phase == "finished":
-        return Outcome("good", "finished", reason)
+        return RunOutcome("good", "finished", reason)
     if phase:
-        return Outcome("open", "unfinished", f"The last phase that was told is {phase!r}: still running, or killed.")
-    return Outcome("open", "unknown", reason or "No event says how the run ended.")
+        return RunOutcome("open", "unfinished", f"The last phase that was told is {phase!r}: still running, or killed.")
+    return RunOutcome("open", "unknown", reason or "No event says how the run ended.")
 
 
 def _last_alarm(run: RunFiles) -> str:

@@ -24,7 +24,7 @@ from ...core.activity import ACTIVITY_KINDS
 from ...core.errors import ConfigError
 from ...core.knobs import AuditRecord
 from .bottleneck import NEWEST
-from .changes import KNOB_EVENT, Change, changes_of, changes_of_events, placed
+from .changes import KNOB_EVENT, RunChange, changes_of, changes_of_events, placed
 
 CONFIG_FILE = "config.toml"
 AUDIT_FILE = "audit.jsonl"
@@ -82,7 +82,7 @@ class RunFiles:
     events: list[EventRow] = field(default_factory=list[EventRow])
     spans: dict[str, list[SpanRow]] = field(default_factory=dict[str, list[SpanRow]])
     """Actor -> its own stretches, by time; tracks of single requests are left out."""
-    changes: list[Change] = field(default_factory=list[Change])
+    changes: list[RunChange] = field(default_factory=list[RunChange])
     """What was changed while it ran, in order; refused and failed attempts too."""
     num_steps_repeated: int = 0
     notes: list[str] = field(default_factory=list[str])

@@ -18,7 +18,7 @@ _NUM_ANSWERS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class SampleQuery:
     """Which groups of the files."""
 
     step: int = -1
@@ -37,7 +37,7 @@ class Wanted:
         )
 
 
-def read_samples(run_dir: Path, wanted: Wanted, num_groups: int) -> list[dict[str, Any]]:
+def read_samples(run_dir: Path, wanted: SampleQuery, num_groups: int) -> list[dict[str, Any]]:
     """The newest of those, newest first; of a step that was made again the later ones. Lines that cannot be read are
     passed over."""
     found: dict[tuple[object, ...], dict[str, Any]] = {}
@@ -59,7 +59,7 @@ def sample_page(run_dir: Path) -> list[dict[str, Any]]:
             steps[group.get("is_held_out", False) is True].add(step)
     trained, held_out = sorted(steps[False]), sorted(steps[True])
     chosen = dict.fromkeys(trained[index] for index in (0, len(trained) // 2, -1)) if trained else {}
-    wanted = [Wanted(step) for step in chosen] + [Wanted(held_out[-1], held_out=True) for _ in held_out[-1:]]
+    wanted = [SampleQuery(step) for step in chosen] + [SampleQuery(held_out[-1], held_out=True) for _ in held_out[-1:]]
     return [_shown(group) for one in wanted for group in read_samples(run_dir, one, _NUM_SHOWN)]
 
 

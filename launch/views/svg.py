@@ -28,7 +28,7 @@ Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ChartLine:
     """One curve of a chart."""
 
     name: str
@@ -107,7 +107,7 @@ def moving_mean(points: Points) -> list[tuple[float, float]]:
 
 def line_chart(
     title: str,
-    lines: Sequence[Line],
+    lines: Sequence[ChartLine],
     *,
     x_label: str = "step",
     bound: tuple[str, float] | None = None,
@@ -204,7 +204,7 @@ def _cluster(cluster: Sequence[Mark], x: Scale) -> str:
     return f"<g><title>{escape(texts)}</title>{target}{lines}{label_text}</g>"
 
 
-def _draw(line: Line, x: Scale, y: Scale) -> str:
+def _draw(line: ChartLine, x: Scale, y: Scale) -> str:
     colour = f"c{line.colour}"
     if line.is_noisy and len(line.points) >= _SMOOTH_FROM:
         return _path(line.points, x, y, f"{colour} faint") + _path(moving_mean(line.points), x, y, colour)
@@ -220,7 +220,7 @@ def _path(points: Points, x: Scale, y: Scale, classes: str) -> str:
 
 
 def _hover_points(
-    line: Line, x: Scale, y: Scale, x_label: str, y_text: Callable[[float], str]
+    line: ChartLine, x: Scale, y: Scale, x_label: str, y_text: Callable[[float], str]
 ) -> list[list[float | str]]:
     unit = x_label.partition(" ")[0]
     return [
@@ -229,12 +229,12 @@ def _hover_points(
     ]
 
 
-def _legend(lines: Sequence[Line]) -> str:
+def _legend(lines: Sequence[ChartLine]) -> str:
     keys = "".join(f'<span class="key c{line.colour}">{escape(line.name)}</span>' for line in lines)
     return f'<span class="keys">{keys}</span>'
 
 
-def _label(title: str, lines: Sequence[Line]) -> str:
+def _label(title: str, lines: Sequence[ChartLine]) -> str:
     """What a screen reader says instead of the picture."""
     facts = [
         f"{line.name} from {short(line.points[0][1])} to {short(line.points[-1][1])} in {len(line.points)} points"

@@ -21,7 +21,7 @@ from aiohttp import web
 
 from ...core.errors import ConfigError, MyxaError
 from ..tui.feed import Feed
-from .guard import SECURITY_HEADERS, TOKEN_HEADER, Ask, Guard
+from .guard import SECURITY_HEADERS, TOKEN_HEADER, DashboardGuard, PageRequest
 from .history import History
 from .state import history_table, state_table
 
@@ -55,7 +55,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Dashboard:
     """One dashboard of one run."""
 
-    def __init__(self, feed: Feed, guard: Guard) -> None:
+    def __init__(self, feed: Feed, guard: DashboardGuard) -> None:
         self._feed = feed
         self._guard = guard
         self._history = History(feed.run_dir)
@@ -274,7 +274,7 @@ class Dashboard:
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         head = request.headers
-        ask = Ask(
+        ask = PageRequest(
             method=request.method,
             host=head.get("Host", ""),
             query_token=request.query.get("token", ""),

@@ -30,7 +30,7 @@ SECURITY_HEADERS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class PageRequest:
     """What is judged of a request."""
 
     method: str
@@ -43,7 +43,7 @@ class Ask:
     fetch_mode: str = ""
 
 
-class Guard:
+class DashboardGuard:
     """Judges requests by one secret."""
 
     def __init__(self, token: str = "", *, may_operate: bool = False) -> None:
@@ -52,7 +52,7 @@ class Guard:
         self.cookie = hashlib.blake2b(b"view", key=self.token.encode()[:64], digest_size=32).hexdigest()
         """Opens what shows, and does not give the secret away."""
 
-    def refusal(self, ask: Ask) -> Refusal | None:
+    def refusal(self, ask: PageRequest) -> Refusal | None:
         """Why this request is not served; None: it is."""
         is_visit = ask.method == "GET" and ask.fetch_mode == "navigate"
         head = Head(ask.method, ask.host, ask.origin, ask.fetch_site, ask.fetch_mode)
@@ -63,7 +63,7 @@ class Guard:
             return None if is_known else Refusal(401, "open the URL that was printed: it holds the secret")
         return self._refusal_to_operate(ask)
 
-    def _refusal_to_operate(self, ask: Ask) -> Refusal | None:
+    def _refusal_to_operate(self, ask: PageRequest) -> Refusal | None:
         if not self.may_operate:
             return Refusal(403, "this dashboard only shows: start it with --operate to turn knobs here")
         if ask.method != "POST":

@@ -18,7 +18,7 @@ import orjson
 from ...actors.sinks.jsonl import EVENTS_FILE, METRICS_FILE
 from ...core.activity import ACTIVITY_KINDS
 from ...core.knobs import AuditRecord
-from ..views.changes import Change, changes_of, placed
+from ..views.changes import RunChange, changes_of, placed
 from ..views.run_files import AUDIT_FILE, CONFIG_FILE, EventRow
 from .series import Series, ShareBins, TimeBins
 
@@ -192,7 +192,7 @@ class History:
         self.generation += 1
 
     @property
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[RunChange]:
         """What was changed, oldest first, at its step."""
         return placed(changes_of(list(self._records)), sorted(self._steps), self.events)
 

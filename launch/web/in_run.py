@@ -25,10 +25,10 @@ async def run_dashboard(note: ControlNote, port: int) -> AsyncGenerator[str]:
         return
     from ..tui.feed import Feed
     from .dashboard import Dashboard  # aiohttp is needed here only
-    from .guard import Guard
+    from .guard import DashboardGuard
 
     path = Path(note.run_dir) / URL_FILE
-    async with Dashboard(Feed.of_note(note, only_view=True), Guard()).serving(port) as url:
+    async with Dashboard(Feed.of_note(note, only_view=True), DashboardGuard()).serving(port) as url:
         with contextlib.suppress(FileNotFoundError):
             path.unlink()  # a leftover may have been made with other rights
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

@@ -16,14 +16,14 @@ from ..views.bottleneck import NEWEST, Filtered, judge
 from ..views.changes import value_text
 from ..views.live_state import clean
 from ..views.numbers import duration, percent, short, training_reward
-from ..views.picture import ActorFacts, Picture, name_order
+from ..views.picture import ActorFacts, RunView, name_order
 from .charts import all_charts, marks, time_charts
 from .history import History
 
 _MAX_KINDS = 30
 
 
-def state_table(picture: Picture, history: History, *, may_operate: bool) -> dict[str, Any]:
+def state_table(picture: RunView, history: History, *, may_operate: bool) -> dict[str, Any]:
     """What changes every second."""
     if not picture.actors:
         picture = _from_files(picture, history)
@@ -50,7 +50,7 @@ def state_table(picture: Picture, history: History, *, may_operate: bool) -> dic
     }
 
 
-def _from_files(picture: Picture, history: History) -> Picture:
+def _from_files(picture: RunView, history: History) -> RunView:
     """Of a run that nobody answers for any more: its actors and what held it back, over the whole run."""
     shares = {name: bins.total() for name, bins in history.shares.items()}
     names = sorted(shares, key=name_order)
@@ -83,7 +83,7 @@ def history_table(history: History) -> dict[str, Any]:
     }
 
 
-def _tiles(picture: Picture, history: History) -> list[dict[str, str]]:
+def _tiles(picture: RunView, history: History) -> list[dict[str, str]]:
     """The figures that are asked for first; of a run that is over from its files."""
     live = picture.live
     status = live.status
@@ -105,7 +105,7 @@ def _tiles(picture: Picture, history: History) -> list[dict[str, str]]:
     return [{"label": label, "value": value, "note": note} for label, value, note in found if value != "-"]
 
 
-def _newest(picture: Picture, history: History, name: str) -> float | None:
+def _newest(picture: RunView, history: History, name: str) -> float | None:
     if name in picture.live.metrics:
         return picture.live.metrics[name]
     series = history.by_step.get(name)
@@ -113,7 +113,7 @@ def _newest(picture: Picture, history: History, name: str) -> float | None:
     return points[-1][1] if points else None
 
 
-def _reward(picture: Picture, history: History) -> tuple[str, str]:
+def _reward(picture: RunView, history: History) -> tuple[str, str]:
     """Of all finished groups, with its deviation."""
     name = training_reward({*picture.live.metrics, *history.by_step})
     std = picture.live.metrics.get(name.replace("mean", "std"))
@@ -121,21 +121,21 @@ def _reward(picture: Picture, history: History) -> tuple[str, str]:
     return short(_newest(picture, history, name)), spread
 
 
-def _share(picture: Picture, history: History, name: str) -> str:
+def _share(picture: RunView, history: History, name: str) -> str:
     value = _newest(picture, history, name)
     return "-" if value is None else percent(value)
 
 
-def _all_or_none(picture: Picture, history: History) -> str:
+def _all_or_none(picture: RunView, history: History) -> str:
     shares = [_share(picture, history, name) for name in ("reward/all_right", "reward/all_wrong")]
     return "-" if "-" in shares else " / ".join(shares)
 
 
-def _bound(picture: Picture) -> str:
+def _bound(picture: RunView) -> str:
     return f"bound {picture.live.buffer.max_staleness}" if picture.live.buffer else ""
 
 
-def _actors(picture: Picture) -> list[dict[str, Any]]:
+def _actors(picture: RunView) -> list[dict[str, Any]]:
     shares = picture.live.shares()
     return [
         {
@@ -156,7 +156,7 @@ def _actors(picture: Picture) -> list[dict[str, Any]]:
     ]
 
 
-def _lags(picture: Picture, history: History) -> dict[str, Any]:
+def _lags(picture: RunView, history: History) -> dict[str, Any]:
     """Groups of the newest steps by lag, every lag up to the bound."""
     counts = history.lag_counts()
     bound = picture.live.buffer.max_staleness if picture.live.buffer else max(counts, default=-1)
@@ -168,7 +168,7 @@ def _lags(picture: Picture, history: History) -> dict[str, Any]:
     }
 
 
-def _knobs(picture: Picture) -> list[dict[str, Any]]:
+def _knobs(picture: RunView) -> list[dict[str, Any]]:
     return [
         {
             "name": row.name,

@@ -16,7 +16,7 @@ import msgspec
 from myxa.core.clock import SystemClock
 from myxa.core.errors import ConfigError, DeadlineExceeded
 from myxa.core.knobs import AuditRecord, Operator
-from myxa.launch.control.connection import Limits
+from myxa.launch.control.connection import ConnectionLimits
 from myxa.launch.control.dispatcher import Dispatcher
 from myxa.launch.control.server import ControlServer
 from myxa.launch.control.verb import Arguments, Verb, VerbContext, VerbTable
@@ -63,7 +63,7 @@ class Bench:
 
 
 @asynccontextmanager
-async def control_bench(folder: Path, limits: Limits | None = None, gid: int = -1) -> AsyncGenerator[Bench]:
+async def control_bench(folder: Path, limits: ConnectionLimits | None = None, gid: int = -1) -> AsyncGenerator[Bench]:
     """Open in `folder`."""
     audit: list[AuditRecord] = []
     bench = cast(Bench, None)

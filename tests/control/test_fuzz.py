@@ -19,7 +19,7 @@ from control_room import Place
 
 from myxa.core.errors import NoSuchActor
 from myxa.core.knobs import AuditRecord
-from myxa.launch.control.connection import Limits
+from myxa.launch.control.connection import ConnectionLimits
 from myxa.launch.control.dispatcher import Dispatcher
 from myxa.launch.control.server import ControlServer
 from myxa.launch.control.verb import VerbContext
@@ -156,7 +156,7 @@ async def test_nonsense_neither_crashes_nor_changes_anything(tmp_path: Path, fra
     table = all_verbs()
     verbs = list(table)
     dispatcher = Dispatcher(context, table, audit.append)
-    server = ControlServer(dispatcher, tmp_path / "c.sock", tmp_path / "v.sock", limits=Limits(request_s=0.5))
+    server = ControlServer(dispatcher, tmp_path / "c.sock", tmp_path / "v.sock", limits=ConnectionLimits(request_s=0.5))
     await server.open()
     failures: list[dict[str, Any]] = []
     loop = asyncio.get_running_loop()

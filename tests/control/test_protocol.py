@@ -13,7 +13,7 @@ import pytest
 from control_room import ask, connect, control_bench, http, speak
 from waiting import until  # pyright: ignore[reportMissingImports]
 
-from myxa.launch.control.connection import Limits
+from myxa.launch.control.connection import ConnectionLimits
 
 pytestmark = pytest.mark.asyncio
 
@@ -284,7 +284,7 @@ async def test_an_endless_line_costs_no_memory(tmp_path: Path):
 async def test_what_is_sent_ahead_is_bounded(tmp_path: Path):
     line = b'{"verb": "slow", "args": {"value": 1}}\n'
     head = b'POST /v1/slow HTTP/1.1\r\nHost: x\r\nContent-Length: 12\r\n\r\n{"value": 1}'
-    for limits, num_cut_off in ((Limits(), 0), (Limits(ahead_bytes=100_000), 1)):
+    for limits, num_cut_off in ((ConnectionLimits(), 0), (ConnectionLimits(ahead_bytes=100_000), 1)):
         async with control_bench(tmp_path, limits) as bench:
             assert await flood(bench.control, line, line * 2000) < 16 << 20
             assert await flood(bench.control, head, head * 500) < 16 << 20
@@ -314,7 +314,7 @@ async def flood(path: Path, first: bytes, more: bytes) -> int:
 
 
 async def test_slow_writers_and_idle_callers_are_cut_off(tmp_path: Path):
-    limits = Limits(first_s=1.0, idle_s=1.0, request_s=0.5)
+    limits = ConnectionLimits(first_s=1.0, idle_s=1.0, request_s=0.5)
     async with control_bench(tmp_path, limits) as bench:
         asked = connect(bench.control)
         asked.sendall(b'{"verb": "echo", "args": {"value": 0}}\n')
@@ -328,7 +328,7 @@ async def test_slow_writers_and_idle_callers_are_cut_off(tmp_path: Path):
 
 
 async def test_a_drip_does_not_keep_a_connection(tmp_path: Path):
-    async with control_bench(tmp_path, Limits(idle_s=5.0, request_s=0.5)) as bench:
+    async with control_bench(tmp_path, ConnectionLimits(idle_s=5.0, request_s=0.5)) as bench:
         reader, writer = await asyncio.open_unix_connection(str(bench.control))
         writer.write(b"GET /v1/echo HTTP/1.1\r\n")
         started = time.monotonic()
@@ -347,7 +347,7 @@ async def test_a_drip_does_not_keep_a_connection(tmp_path: Path):
 @pytest.mark.parametrize("first", [b'{"verb": "count", "args": {"until": 999, "bytes": 1000000}}\n',
                                    b"GET /v1/count?until=999&bytes=1000000 HTTP/1.1\r\nHost: x\r\n\r\n"])  # fmt: skip
 async def test_a_caller_that_does_not_read_is_cut_off(tmp_path: Path, first: bytes):
-    async with control_bench(tmp_path, Limits(read_s=0.5)) as bench:
+    async with control_bench(tmp_path, ConnectionLimits(read_s=0.5)) as bench:
         link = connect(bench.control)
         link.sendall(first)
         await until(lambda: bench.server.counters["slow_reader"] == 1, "cut off")
@@ -359,7 +359,7 @@ STREAM = b'{"verb": "count", "args": {"until": 1000000}}\n'
 
 
 async def test_the_number_of_connections_is_bounded_for_each_socket(tmp_path: Path):
-    async with control_bench(tmp_path, Limits(num_connections=4)) as bench:
+    async with control_bench(tmp_path, ConnectionLimits(num_connections=4)) as bench:
         links = [connect(bench.view) for _ in range(4)]
         for link in links:
             link.sendall(STREAM)
@@ -380,7 +380,7 @@ async def test_the_number_of_connections_is_bounded_for_each_socket(tmp_path: Pa
 )
 async def test_e05_half_open_connections_keep_nobody_out(tmp_path: Path, half: bytes):
     async with control_bench(tmp_path) as bench:
-        links = [await asyncio.to_thread(connect, bench.control) for _ in range(2 * Limits().num_connections)]
+        links = [await asyncio.to_thread(connect, bench.control) for _ in range(2 * ConnectionLimits().num_connections)]
         for link in links:
             with contextlib.suppress(OSError):  # it was shown out for a later one
                 link.sendall(half)
@@ -389,14 +389,14 @@ async def test_e05_half_open_connections_keep_nobody_out(tmp_path: Path, half: b
         for _ in range(3):
             assert (await ask(bench.control, "echo"))["ok"]
         assert time.monotonic() - started < 2
-        assert bench.server.counters["silent"] >= Limits().num_connections
+        assert bench.server.counters["silent"] >= ConnectionLimits().num_connections
         assert not bench.server.counters["too_many"]
         for link in links:
             link.close()
 
 
 async def test_room_is_made_by_the_oldest_silent_one_and_by_none_that_is_served(tmp_path: Path):
-    async with control_bench(tmp_path, Limits(num_connections=3)) as bench:
+    async with control_bench(tmp_path, ConnectionLimits(num_connections=3)) as bench:
         stream, used, silent = (connect(bench.control) for _ in range(3))
         stream.sendall(STREAM)
         used.sendall(b'{"verb": "echo", "args": {"value": 0}}\n')

@@ -20,7 +20,7 @@ from myxa.core.errors import ConfigError
 from myxa.core.knobs import AuditRecord, KnobState, Operator, Tunable
 from myxa.launch.contracts import LogRequest
 from myxa.launch.control import why_verbs
-from myxa.launch.control.connection import Limits
+from myxa.launch.control.connection import ConnectionLimits
 from myxa.launch.control.dispatcher import MAX_AT_ONCE
 from myxa.launch.control.verb import VerbContext
 from myxa.launch.control.why_verbs import Evidence
@@ -31,7 +31,7 @@ from myxa.launch.views.advice import Facts
 from myxa.launch.views.bottleneck import Filtered
 
 pytestmark = pytest.mark.asyncio
-MANY = Limits(num_connections=2 * MAX_AT_ONCE)
+MANY = ConnectionLimits(num_connections=2 * MAX_AT_ONCE)
 
 
 @asynccontextmanager

@@ -18,7 +18,7 @@ from myxa.launch.child_env import SPEC_VARIABLE
 from myxa.launch.cli import main
 from myxa.launch.control.client import ControlNote
 from myxa.launch.doctor import found_runs, gather, probes
-from myxa.launch.doctor.check import Check
+from myxa.launch.doctor.check import MachineCheck
 from myxa.launch.doctor.found_runs import find_runs, server_of
 from myxa.launch.doctor.judge_packages import parts
 from myxa.launch.doctor.judgement import JUDGES, checks_json, checks_text, judge
@@ -72,7 +72,7 @@ def versions(**other: str) -> dict[str, Any]:
     return {"versions": {name: value for name, value in found.items() if value}}
 
 
-def bad(facts: MachineFacts) -> list[Check]:
+def bad(facts: MachineFacts) -> list[MachineCheck]:
     return [check for check in judge(facts) if check.status != "ok"]
 
 

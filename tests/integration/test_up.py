@@ -14,7 +14,7 @@ from own_segments import own_segments
 from run_job import Job, audit, events, is_alive, metrics, until, worker_pids
 
 from myxa.launch.views.numbers import short
-from myxa.launch.views.sample_log import Wanted, read_samples
+from myxa.launch.views.sample_log import SampleQuery, read_samples
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -50,9 +50,9 @@ def test_a_run_ends_with_every_prompt_accounted_for(job: Job) -> None:
     assert (found["eval/cut/response_length"], found["eval/cut/truncated_ratio"]) == (1.0, 1.0)
     assert (found["eval/own/reward"], found["eval/own/pass_at_1"], found["eval/own/pass_at_2"]) == (0.25, 1.0, 1.0)
     assert found["eval/reward"] == pytest.approx((found["eval/cut/reward"] + 0.25) / 2)
-    kept = [group["step"] for group in read_samples(run_dir, Wanted(), 1000) if group["outcome"] == "kept"]
+    kept = [group["step"] for group in read_samples(run_dir, SampleQuery(), 1000) if group["outcome"] == "kept"]
     assert set(kept) == {1, 2, 3, 4, 5}, "answers of every step can be read"
-    held_out = read_samples(run_dir, Wanted(held_out=True), 1000)
+    held_out = read_samples(run_dir, SampleQuery(held_out=True), 1000)
     assert {group["eval_set"] for group in held_out} == {"cut", "own"}
     assert {answer["reward"] for group in held_out if group["eval_set"] == "own" for answer in group["answers"]} == {
         0.25

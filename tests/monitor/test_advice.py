@@ -11,9 +11,9 @@ from myxa.launch.control.why_verbs import room_for_rollouts
 from myxa.launch.supervisor.late_place import Present
 from myxa.launch.supervisor.placement import place
 from myxa.launch.views.advice import Facts, advise, all_advice, facts_of_file, what_to_try
-from myxa.launch.views.bottleneck import Bound, Verdict, judge
+from myxa.launch.views.bottleneck import Bottleneck, Bound, judge
 from myxa.launch.views.idle import idleness, unattributed
-from myxa.launch.views.picture import Answer, picture_of
+from myxa.launch.views.picture import VerbAnswer, picture_of
 from myxa.launch.views.why import change_text, explain, explain_actors
 
 Shares = dict[str, dict[str, float]]
@@ -30,8 +30,8 @@ def facts(**values: KnobValue) -> Facts:
     return Facts(knobs={name: knob(name, value) for name, value in values.items()}, num_samples=4)
 
 
-def verdict(bound: Bound, share: float = 0.6) -> Verdict:
-    return Verdict(bound, "sentence", "remedy", share)
+def verdict(bound: Bound, share: float = 0.6) -> Bottleneck:
+    return Bottleneck(bound, "sentence", "remedy", share)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_f2_all_views_show_the_same_line() -> None:
     known = facts(concurrency=48)
     reason = explain(STARVED, known, window_s=60)
     assert reason.to_try == what_to_try(judge(STARVED), known) == f"`myxa set concurrency=168`: {reason.remedy}"
-    answers = {"why": Answer(msgspec.to_builtins(reason))}
+    answers = {"why": VerbAnswer(msgspec.to_builtins(reason))}
     assert picture_of(answers, 0.0).remedy == reason.to_try
     config = {"rollout": {"max_groups": 48, "num_samples": 4}, "engine": {"max_running": 0}}
     over = what_to_try(judge(STARVED), facts_of_file(config, 2, 2))

@@ -11,7 +11,7 @@ import pytest
 from myxa.core.knobs import KnobState, Tunable
 from myxa.launch.control.autopilot import Pilot, PilotOptions
 from myxa.launch.views.advice import Advice, Facts, all_advice
-from myxa.launch.views.bottleneck import Verdict, judge
+from myxa.launch.views.bottleneck import Bottleneck, judge
 
 
 @dataclass
@@ -64,7 +64,7 @@ def fly(plant: Plant, pilot: Pilot, steps: int = 200) -> Flight:
         facts = plant.facts()
         verdict = judge(plant.shares(), engines_are_full=plant.concurrency >= plant.fills_at)
 
-        def propose(but_for: Container[str], verdict: Verdict = verdict, facts: Facts = facts) -> Advice | None:
+        def propose(but_for: Container[str], verdict: Bottleneck = verdict, facts: Facts = facts) -> Advice | None:
             return next(iter(all_advice(verdict, facts, but_for=but_for)), None)
 
         advice = pilot.look(version, verdict, propose)
@@ -131,7 +131,7 @@ def test_a_move_that_did_not_help_is_not_followed_by_another() -> None:
 
 def test_a_knob_that_a_person_turned_or_that_would_go_back_is_left_to_people() -> None:
     pilot = Pilot(PilotOptions(settle_steps=1, num_looks=1))
-    bad, worse = Verdict("capacity", "", "", 0.8), Verdict("capacity", "", "", 0.5)
+    bad, worse = Bottleneck("capacity", "", "", 0.8), Bottleneck("capacity", "", "", 0.5)
     first = pilot.look(0, bad, lambda but_for: _up("max_staleness", 1, but_for))
     assert first is not None
     pilot.moved(0, first, bad)
@@ -146,7 +146,7 @@ def test_a_knob_that_a_person_turned_or_that_would_go_back_is_left_to_people() -
 
 def test_a_refusal_is_taken_for_an_answer() -> None:
     pilot = Pilot(PilotOptions(settle_steps=1, num_looks=1))
-    bad = Verdict("capacity", "", "", 0.8)
+    bad = Bottleneck("capacity", "", "", 0.8)
     advice = pilot.look(0, bad, lambda but_for: _up("max_staleness", 1, but_for))
     assert advice is not None
     pilot.refused(advice, "buffer: not now")

@@ -16,7 +16,7 @@ from myxa.core.errors import ConfigError, ModelError, MyxaError, UserCodeError
 from myxa.launch.actor_spec import ActorSpec
 from myxa.launch.plan.data_glance import glance
 from myxa.launch.preflight.chat_templates import template_findings
-from myxa.launch.preflight.finding import Finding, key_of, looked
+from myxa.launch.preflight.finding import ConfigFinding, key_of, looked
 from myxa.launch.preflight.gpus import Gpu, Gpus, look_at_gpus
 from myxa.launch.preflight.interpreters import Installed, ask_interpreters, folder_of_sglang
 from myxa.launch.preflight.package_needs import package_findings
@@ -116,7 +116,7 @@ for _ in (): inside = 1
 def told(tmp_path: Path, name: str, text: str = SOURCE, **reward: Any) -> list[MyxaError]:
     (tmp_path / "mine.py").write_text(text)
     fn = f"{tmp_path}/{name}" if name.startswith("mine.py") else name
-    found: list[Finding] = list(function_findings(run(reward={"fn": fn, **reward})))
+    found: list[ConfigFinding] = list(function_findings(run(reward={"fn": fn, **reward})))
     assert all(finding.key == "reward.fn" for finding in found)
     return [finding.error for finding in found]
 
@@ -273,12 +273,12 @@ def test_what_is_raised_is_a_finding_and_anything_else_is_a_bug() -> None:
 def test_warnings_do_not_stop_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from myxa.launch.preflight import preflight
 
-    def warns(*_: object) -> list[Finding]:
-        return [Finding("run.dir", ConfigError("hm"), is_warning=True)]
+    def warns(*_: object) -> list[ConfigFinding]:
+        return [ConfigFinding("run.dir", ConfigError("hm"), is_warning=True)]
 
     monkeypatch.setattr(preflight, "CHECKS", (warns,))
     check_node(run(), ())
-    monkeypatch.setattr(preflight, "CHECKS", (warns, lambda *_: [Finding("run.dir", ConfigError("no"))]))
+    monkeypatch.setattr(preflight, "CHECKS", (warns, lambda *_: [ConfigFinding("run.dir", ConfigError("no"))]))
     with pytest.raises(ConfigError, match="^no$"):
         check_node(run(), ())
 

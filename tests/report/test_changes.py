@@ -15,7 +15,7 @@ from myxa.launch.views.changes import changes_of, changes_of_events, moves_text,
 from myxa.launch.views.report import write_report
 from myxa.launch.views.report_charts import step_marks
 from myxa.launch.views.run_files import EventRow, load_run
-from myxa.launch.views.svg import Line, Mark, line_chart
+from myxa.launch.views.svg import ChartLine, Mark, line_chart
 
 
 def _planter() -> ModuleType:
@@ -154,7 +154,7 @@ def test_events_with_odd_values_do_no_harm() -> None:
 
 def test_marks_outside_the_axis_are_not_drawn() -> None:
     chart = line_chart(
-        "Loss", [Line("a", [(0, 1), (10, 2)])], marks=[Mark(-1, "1", "a"), Mark(11, "2", "b"), Mark(5, "3", "c")]
+        "Loss", [ChartLine("a", [(0, 1), (10, 2)])], marks=[Mark(-1, "1", "a"), Mark(11, "2", "b"), Mark(5, "3", "c")]
     )
     assert chart.count('class="change"') == 1
     assert "3: c" in chart

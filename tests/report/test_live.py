@@ -11,7 +11,7 @@ from rich.console import Console
 
 from myxa.core.messages import BufferStats, EngineStatus, RunStatus
 from myxa.launch.views.live import Curves, LiveState, LiveView, final_summary, render
-from myxa.launch.views.live_state import Pace, plain_line
+from myxa.launch.views.live_state import StepPace, plain_line
 from myxa.launch.views.outlet import lasting
 
 SNAPSHOT: dict[str, dict[str, float]] = {
@@ -59,8 +59,8 @@ def state(now_s: float = 94.0, version: int = 47, phase: str = "running", **opti
     return LiveState(now_wall_s=now_s, started_wall_s=0.0, **given)
 
 
-def pace_of(step_s: float) -> Pace:
-    pace = Pace()
+def pace_of(step_s: float) -> StepPace:
+    pace = StepPace()
     for version in range(48):
         pace.put(version * step_s, version)
     return pace
@@ -103,7 +103,7 @@ def test_the_table_fits_the_terminal(width: int) -> None:
 
 def test_before_anything_is_known_it_says_what_it_waits_for() -> None:
     console, file = screen()
-    console.print(render(LiveState(now_wall_s=3.0, started_wall_s=0.0, note="waiting for rollout/0"), Pace()))
+    console.print(render(LiveState(now_wall_s=3.0, started_wall_s=0.0, note="waiting for rollout/0"), StepPace()))
     assert "waiting for rollout/0" in file.getvalue()
 
 
@@ -111,14 +111,14 @@ def test_many_engines_are_one_line() -> None:
     engines = tuple(EngineStatus(rollout=f"rollout/{i}", version=40 + i % 2, running=10, waiting=1) for i in range(8))
     status = RunStatus(name="x", phase="running", version=41, num_steps=0, engines=engines)
     console, file = screen()
-    console.print(render(LiveState(now_wall_s=1.0, started_wall_s=0.0, status=status), Pace()))
+    console.print(render(LiveState(now_wall_s=1.0, started_wall_s=0.0, status=status), StepPace()))
     assert "8 engines at v40..v41   80 running, 8 waiting" in file.getvalue()
 
 
 def test_hostile_names_neither_style_nor_steer_the_terminal() -> None:
     status = RunStatus(name="[red]x\x1b[2J", phase="failed", version=1, num_steps=2, error="[bold]no\x1b]0;t\x07\nline")
     console, file = screen()
-    console.print(render(LiveState(now_wall_s=1.0, started_wall_s=0.0, status=status), Pace()))
+    console.print(render(LiveState(now_wall_s=1.0, started_wall_s=0.0, status=status), StepPace()))
     assert "[red]x" in file.getvalue()
     assert "[bold]no" in file.getvalue()
     assert "\x1b" not in file.getvalue()
@@ -126,7 +126,7 @@ def test_hostile_names_neither_style_nor_steer_the_terminal() -> None:
 
 
 def test_the_pace_is_recent_and_starts_anew_after_a_restart() -> None:
-    pace = Pace(window_s=100.0)
+    pace = StepPace(window_s=100.0)
     assert pace.step_s() is None
     assert pace.eta_s(60) is None
     for second in range(1000):
@@ -141,7 +141,7 @@ def test_the_pace_is_recent_and_starts_anew_after_a_restart() -> None:
 @pytest.mark.parametrize("seen", [[], [0, 0, 0], [0, 0, 300, 300]])
 def test_f1_a_run_that_goes_on_is_as_fast_as_in_this_life(seen: list[int]) -> None:
     """F1: the steps of earlier lives were made in no time."""
-    pace, now_s = Pace(), 0.0
+    pace, now_s = StepPace(), 0.0
     for version in (*seen, 300, 300):  # nobody knows the version, or the coordinator begins at 0
         now_s += 1.0
         pace.put(now_s, version)

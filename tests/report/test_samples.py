@@ -18,7 +18,7 @@ from myxa.core.samples import Group, Message, Prompt, Sample
 from myxa.core.sink import SinkContext
 from myxa.launch.cli import main
 from myxa.launch.views.report import write_report
-from myxa.launch.views.sample_log import Wanted, read_samples
+from myxa.launch.views.sample_log import SampleQuery, read_samples
 
 
 def group(group_id: int, text: str = "four", version: int = 3) -> Group:
@@ -60,11 +60,11 @@ def test_f4_any_step_can_be_read_and_held_out_answers_apart(tmp_path: Path) -> N
     groups = [told(step, 10 * step + i) for step in range(1, 6) for i in range(3)]
     groups += [told(4, 0, "held-out", eval_set="gsm"), told(4, 1, "held-out", eval_set="aime")]
     write(tmp_path, groups)
-    assert [g["group_id"] for g in read_samples(tmp_path, Wanted(2), 10)] == [22, 21, 20]
-    assert [g["group_id"] for g in read_samples(tmp_path, Wanted(), 2)] == [52, 51]
-    assert [g["eval_set"] for g in read_samples(tmp_path, Wanted(held_out=True), 10)] == ["aime", "gsm"]
-    assert [g["group_id"] for g in read_samples(tmp_path, Wanted(4, True, "gsm"), 10)] == [0]
-    (first,) = read_samples(tmp_path, Wanted(1), 1)
+    assert [g["group_id"] for g in read_samples(tmp_path, SampleQuery(2), 10)] == [22, 21, 20]
+    assert [g["group_id"] for g in read_samples(tmp_path, SampleQuery(), 2)] == [52, 51]
+    assert [g["eval_set"] for g in read_samples(tmp_path, SampleQuery(held_out=True), 10)] == ["aime", "gsm"]
+    assert [g["group_id"] for g in read_samples(tmp_path, SampleQuery(4, True, "gsm"), 10)] == [0]
+    (first,) = read_samples(tmp_path, SampleQuery(1), 1)
     assert {**first, "answers": len(first["answers"])} == {
         "step": 1, "oldest_version": 3, "newest_version": 3, "group_id": 12, "prompt": "user: 2 + 2", "label": "4",
         "outcome": "kept", "reason": "", "is_held_out": False, "eval_set": "", "source": "buffer", "wall_s": 1.0,
@@ -77,7 +77,7 @@ def test_f4_any_step_can_be_read_and_held_out_answers_apart(tmp_path: Path) -> N
 
 def test_a_step_that_was_made_again_shows_its_later_groups(tmp_path: Path) -> None:
     write(tmp_path, [told(1, 1, text="before"), told(1, 2), told(1, 1, text="after")])
-    assert [g["answers"][0]["text"] for g in read_samples(tmp_path, Wanted(1), 5)] == ["after", "four"]
+    assert [g["answers"][0]["text"] for g in read_samples(tmp_path, SampleQuery(1), 5)] == ["after", "four"]
 
 
 def test_the_files_stay_within_their_bound_and_keep_the_newest(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_the_files_stay_within_their_bound_and_keep_the_newest(tmp_path: Path) -
     write(tmp_path, [told(101, 101)], samples_bytes=20_000)
     sizes = [(tmp_path / name).stat().st_size for name in ("samples.jsonl", "samples.1.jsonl")]
     assert max(sizes) <= 10_000
-    steps = [g["step"] for g in read_samples(tmp_path, Wanted(), 1000)]
+    steps = [g["step"] for g in read_samples(tmp_path, SampleQuery(), 1000)]
     assert steps == list(range(101, 101 - len(steps), -1)), "the newest, without a hole"
     assert len(steps) > 8
 
@@ -95,8 +95,8 @@ def test_a_torn_line_costs_one_group(tmp_path: Path) -> None:
     with (tmp_path / "samples.jsonl").open("a") as file:
         file.write('{"step": 2, "group')
     write(tmp_path, [told(3, 3)])
-    assert [g["step"] for g in read_samples(tmp_path, Wanted(), 5)] == [3, 1]
-    assert read_samples(tmp_path / "nowhere", Wanted(), 5) == []
+    assert [g["step"] for g in read_samples(tmp_path, SampleQuery(), 5)] == [3, 1]
+    assert read_samples(tmp_path / "nowhere", SampleQuery(), 5) == []
 
 
 def test_texts_are_bounded_and_can_be_written(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_texts_are_bounded_and_can_be_written(tmp_path: Path) -> None:
     assert len(long.answers[0].text) < MAX_CHARS + 100
     assert long.answers[0].text.endswith("end")
     write(tmp_path, [long, told(2, 2, text="\ud800")])
-    assert read_samples(tmp_path, Wanted(2), 1)[0]["answers"][0]["text"] == "\\ud800"
+    assert read_samples(tmp_path, SampleQuery(2), 1)[0]["answers"][0]["text"] == "\\ud800"
 
 
 def test_samples_wait_within_bounds_while_the_monitor_is_away() -> None:

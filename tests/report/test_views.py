@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from myxa.launch.views.findings import findings
 from myxa.launch.views.numbers import duration, short
 from myxa.launch.views.run_files import EventRow, RunFiles, SpanRow
-from myxa.launch.views.svg import Line, bar_chart, line_chart, moving_mean, nice_ticks, thinned
+from myxa.launch.views.svg import ChartLine, bar_chart, line_chart, moving_mean, nice_ticks, thinned
 from myxa.launch.views.textplot import plot, sparkline
 from myxa.launch.views.timeline import actor_order, timeline
 
@@ -156,13 +156,13 @@ def svg_of(markup: str) -> ET.Element:
     ],
 )
 def test_a_line_chart_stays_inside_its_box(points: list[tuple[float, float]]) -> None:
-    svg = svg_of(line_chart("t", [Line("a <b>", points, is_noisy=True), Line("empty", [])]))
+    svg = svg_of(line_chart("t", [ChartLine("a <b>", points, is_noisy=True), ChartLine("empty", [])]))
     lines = svg.findall("polyline")
     assert lines
     for line in lines:
         corners = [corner.split(",") for corner in line.attrib["points"].split()]
         assert all(0 <= float(x) <= 560 and 0 <= float(y) <= 210 for x, y in corners)
-    assert line_chart("t", []) == line_chart("t", [Line("a", [])]) == ""
+    assert line_chart("t", []) == line_chart("t", [ChartLine("a", [])]) == ""
 
 
 def test_bars_are_as_high_as_their_values() -> None:
@@ -274,5 +274,5 @@ def test_a_healthy_run_has_no_findings() -> None:
 
 
 def test_no_view_writes_numbers_that_svg_does_not_know() -> None:
-    markup = line_chart("t", [Line("a", [(0.0, 1e-300), (1.0, 1e300)])], bound=("b", 5.0))
+    markup = line_chart("t", [ChartLine("a", [(0.0, 1e-300), (1.0, 1e300)])], bound=("b", 5.0))
     assert not re.search(r"nan|inf", str(markup).partition("<svg")[2].replace("in 2 points", ""))

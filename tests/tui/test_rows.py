@@ -19,8 +19,8 @@ from myxa.launch.control.verb import Arguments
 from myxa.launch.tui import pages, rows
 from myxa.launch.tui.feed import carried_over
 from myxa.launch.tui.tails import log_text, stack_text
-from myxa.launch.views.live_state import Pace
-from myxa.launch.views.picture import Answer, Picture, picture_of
+from myxa.launch.views.live_state import StepPace
+from myxa.launch.views.picture import RunView, VerbAnswer, picture_of
 
 
 def builtins(value: object) -> Any:
@@ -28,19 +28,19 @@ def builtins(value: object) -> Any:
 
 
 @pytest.fixture
-def picture(seat, planting: ModuleType) -> Picture:
+def picture(seat, planting: ModuleType) -> RunView:
     nothing = Arguments()
     answers = {
-        "status": Answer(builtins(seat.status(nothing))),
-        "ps": Answer(seat.ps(nothing)),
-        "get": Answer(builtins(seat.get(nothing))),
-        "why": Answer(seat.why(nothing)),
-        "history": Answer(builtins(seat.history(planting.ListArguments()))),
+        "status": VerbAnswer(builtins(seat.status(nothing))),
+        "ps": VerbAnswer(seat.ps(nothing)),
+        "get": VerbAnswer(builtins(seat.get(nothing))),
+        "why": VerbAnswer(seat.why(nothing)),
+        "history": VerbAnswer(builtins(seat.history(planting.ListArguments()))),
     }
     return picture_of(answers, 0.0)
 
 
-def test_actors_are_listed_by_node_and_role(picture: Picture) -> None:
+def test_actors_are_listed_by_node_and_role(picture: RunView) -> None:
     assert [(actor.node, actor.name) for actor in picture.actors] == [
         (0, "trainer/0"), (0, "trainer/1"), (0, "rollout/0"), (0, "rollout/1"), (0, "buffer"), (0, "coordinator"),
         (0, "monitor"), (1, "rollout/2"),
@@ -48,7 +48,7 @@ def test_actors_are_listed_by_node_and_role(picture: Picture) -> None:
     assert picture.troubles == ()
 
 
-def test_a_knob_of_many_owners_is_one_row(picture: Picture) -> None:
+def test_a_knob_of_many_owners_is_one_row(picture: RunView) -> None:
     table = {row.name: row for row in rows.knob_rows(picture.knobs)}
     assert table["concurrency"].cells()[4] == "rollout/* (3)"
     assert table["log_level"].cells()[4] == "8 actors"
@@ -96,12 +96,12 @@ def test_a_reply_says_where_it_is_in_force() -> None:
     assert rows.reply_text(ChangeReply(epoch=0, at=0, moves=(), refused="trainer/0: no")) == "refused: trainer/0: no"
 
 
-def test_lags_of_an_older_step_are_not_shown(picture: Picture) -> None:
+def test_lags_of_an_older_step_are_not_shown(picture: RunView) -> None:
     picture.live.snapshot["metrics"]["lag_hist/7"] = 3.0  # type: ignore[index]  # of an older step: lag/max is 3
     assert rows.lag_rows(picture.live) == [(0, 14, True), (1, 11, True), (2, 5, True), (3, 2, True), (4, 0, True)]
 
 
-def test_a_lag_above_the_bound_is_marked(picture: Picture) -> None:
+def test_a_lag_above_the_bound_is_marked(picture: RunView) -> None:
     picture.live.snapshot["metrics"] |= {"lag_hist/5": 1.0, "lag/max": 5.0}  # type: ignore[operator]
     assert rows.lag_rows(picture.live)[-1] == (5, 1, False)
 
@@ -118,19 +118,19 @@ def test_gauges_have_their_width(count: int, total: int, width: int) -> None:
     assert len(rows.gauge(count, total, width)) == width
 
 
-def test_every_page_fits_its_width(picture: Picture) -> None:
+def test_every_page_fits_its_width(picture: RunView) -> None:
     for width in (46, 60, 120):
-        page = pages.run_page(picture, Pace(), width, is_ascii=True)
+        page = pages.run_page(picture, StepPace(), width, is_ascii=True)
         letters = pages.legend(is_ascii=True).plain.strip()
         assert [line for line in page.plain.splitlines() if len(line) > width and line.strip() != letters] == []
 
 
-def test_terminal_orders_in_names_and_logs_are_not_obeyed(picture: Picture) -> None:
+def test_terminal_orders_in_names_and_logs_are_not_obeyed(picture: RunView) -> None:
     evil = msgspec.structs.replace(picture.live.status, name="run\x1b[2Jx\nx")  # type: ignore[type-var]
     live = msgspec.to_builtins(evil)
-    told = picture_of({"status": Answer({"status": live}), "why": Answer({"sentence": "a\x1b]0;b\x07"})}, 0.0)
+    told = picture_of({"status": VerbAnswer({"status": live}), "why": VerbAnswer({"sentence": "a\x1b]0;b\x07"})}, 0.0)
     console = Console(width=80, file=None, record=True, quiet=True)
-    console.print(pages.run_page(told, Pace(), 80))
+    console.print(pages.run_page(told, StepPace(), 80))
     assert "\x1b" not in rows.title_text(told) + rows.notice_text(told)
     assert "\x1b" not in log_text({"lines": ["a\x1b[31mb", "c\rd"]})
     assert log_text({"lines": ["a\x1b[31mb"]}) == "a [31mb"
@@ -153,16 +153,17 @@ def test_logs_of_any_shape_are_shown(answer: object, text: str) -> None:
 
 
 def test_nothing_answered_is_a_picture_too() -> None:
-    empty = picture_of({"status": Answer(error="gone -- look there")}, 5.0)
+    empty = picture_of({"status": VerbAnswer(error="gone -- look there")}, 5.0)
     assert empty.troubles == ("status: gone -- look there",)
     assert "starting" in rows.title_text(empty)
-    assert pages.run_page(empty, Pace(), 80).plain
+    assert pages.run_page(empty, StepPace(), 80).plain
     assert pages.actor_page(empty, "trainer/0").plain
 
 
-def test_what_is_not_told_any_more_stays_as_it_was(picture: Picture) -> None:
+def test_what_is_not_told_any_more_stays_as_it_was(picture: RunView) -> None:
     nobody = picture_of(
-        {"status": Answer({"run_dir": "/x", "status": None, "buffer": None, "snapshot": {}}), "ps": Answer([])}, 9.0
+        {"status": VerbAnswer({"run_dir": "/x", "status": None, "buffer": None, "snapshot": {}}), "ps": VerbAnswer([])},
+        9.0,
     )
     kept = carried_over(nobody, picture)
     assert (kept.live.version, kept.live.phase, kept.live.buffer) == (120, "running", picture.live.buffer)
@@ -179,9 +180,9 @@ JSON = st.recursive(
 
 @given(st.fixed_dictionaries({}, optional=dict.fromkeys(("status", "ps", "get", "history", "why"), JSON)))
 def test_answers_of_any_shape_make_a_picture(answers: dict[str, Any]) -> None:
-    told = picture_of({verb: Answer(result) for verb, result in answers.items()}, 5.0)
+    told = picture_of({verb: VerbAnswer(result) for verb, result in answers.items()}, 5.0)
     rows.title_text(told)
     rows.notice_text(told)
     rows.knob_rows(told.knobs)
     rows.history_rows(told.history)
-    pages.run_page(told, Pace(), 60)
+    pages.run_page(told, StepPace(), 60)

@@ -22,7 +22,7 @@ from myxa.launch.cli import main
 from myxa.launch.control.verb import Verb, VerbTable
 from myxa.launch.tui.feed import Feed
 from myxa.launch.web.dashboard import ASSETS, MAX_ASKS, MAX_WATCHERS, OPERATE_VERBS, Dashboard
-from myxa.launch.web.guard import SECURITY_HEADERS, TOKEN_HEADER, Guard
+from myxa.launch.web.guard import SECURITY_HEADERS, TOKEN_HEADER, DashboardGuard
 
 PATIENCE_S = 20.0
 TOKEN = "the-secret-of-this-test"
@@ -63,7 +63,7 @@ async def served(
     async with contextlib.AsyncExitStack() as run:
         note = await run.enter_async_context(planting.serving(seat))
         feed = Feed.of(Path(note.run_dir), only_view=only_view)
-        async with Dashboard(feed, Guard(TOKEN, may_operate=operate)).serving(0) as url:
+        async with Dashboard(feed, DashboardGuard(TOKEN, may_operate=operate)).serving(0) as url:
             assert url.endswith(f"/?token={TOKEN}")
             async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as session:
                 yield Visit(session, url), run
@@ -229,7 +229,7 @@ async def test_a_run_that_ends_stays_on_show(planting, seat) -> None:
 
 @pytest.mark.asyncio
 async def test_a_run_of_yesterday_is_shown_from_its_files(seat) -> None:
-    dashboard = Dashboard(Feed.of_files(seat.run_dir), Guard(TOKEN))
+    dashboard = Dashboard(Feed.of_files(seat.run_dir), DashboardGuard(TOKEN))
     async with dashboard.serving(0) as url, aiohttp.ClientSession() as session:
         told = await Visit(session, url).state()
     assert told["state"]["hasEnded"]
@@ -272,7 +272,7 @@ async def test_questions_to_a_run_that_does_not_answer_are_limited(seat) -> None
             assert is_over.wait(PATIENCE_S)
             return {}
 
-    dashboard = Dashboard(Feed(Silent(), lambda: True, seat.run_dir), Guard(TOKEN))
+    dashboard = Dashboard(Feed(Silent(), lambda: True, seat.run_dir), DashboardGuard(TOKEN))
     async with dashboard.serving(0) as url, aiohttp.ClientSession() as session:
         visit = Visit(session, url)
         asking = [asyncio.create_task(visit.get("/api/view/samples")) for _ in range(MAX_ASKS + 1)]
@@ -311,9 +311,9 @@ def test_scripts_make_no_markup_out_of_text() -> None:
 
 def test_a_port_that_is_taken_is_said(seat, capsys: pytest.CaptureFixture[str]) -> None:
     async def twice() -> None:
-        async with Dashboard(Feed.of_files(seat.run_dir), Guard()).serving(0) as url:
+        async with Dashboard(Feed.of_files(seat.run_dir), DashboardGuard()).serving(0) as url:
             port = urlsplit(url).port or 0
-            async with Dashboard(Feed.of_files(seat.run_dir), Guard()).serving(port):
+            async with Dashboard(Feed.of_files(seat.run_dir), DashboardGuard()).serving(port):
                 pass
 
     with pytest.raises(ConfigError, match="cannot listen on 127.0.0.1") as caught:

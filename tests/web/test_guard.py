@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from myxa.launch.web.guard import SECURITY_HEADERS, Ask, Guard
+from myxa.launch.web.guard import SECURITY_HEADERS, DashboardGuard, PageRequest
 
 TOKEN = "a-secret-of-some-length"
-VIEW = Guard(TOKEN)
-OPERATE = Guard(TOKEN, may_operate=True)
-LOOK = Ask(method="GET", host="127.0.0.1:4000", query_token=TOKEN)
-TURN = Ask(
+VIEW = DashboardGuard(TOKEN)
+OPERATE = DashboardGuard(TOKEN, may_operate=True)
+LOOK = PageRequest(method="GET", host="127.0.0.1:4000", query_token=TOKEN)
+TURN = PageRequest(
     method="POST", host="127.0.0.1:4000", header_token=TOKEN, origin="http://127.0.0.1:4000", fetch_site="same-origin"
 )
 
 
-def status(guard: Guard, ask: Ask) -> int:
+def status(guard: DashboardGuard, ask: PageRequest) -> int:
     refusal = guard.refusal(ask)
     return 200 if refusal is None else refusal.status
 
@@ -63,8 +63,8 @@ def test_knobs_are_turned_only_where_that_was_wished_and_with_the_secret_itself(
 
 
 def test_each_dashboard_has_its_own_secret() -> None:
-    assert len({Guard().token for _ in range(5)}) == 5
-    assert len(Guard().token) >= 40
+    assert len({DashboardGuard().token for _ in range(5)}) == 5
+    assert len(DashboardGuard().token) >= 40
 
 
 def test_the_policy_allows_nothing_from_elsewhere() -> None:

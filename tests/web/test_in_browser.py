@@ -13,7 +13,7 @@ import pytest
 
 from myxa.launch.tui.feed import Feed
 from myxa.launch.web.dashboard import Dashboard
-from myxa.launch.web.guard import Guard
+from myxa.launch.web.guard import DashboardGuard
 
 PATIENCE_MS = 40_000
 
@@ -37,7 +37,7 @@ async def opened(
 
     wrong: list[str] = []
     async with planting.serving(seat) as note:
-        dashboard = Dashboard(Feed.of(Path(note.run_dir), only_view=not operate), Guard(may_operate=operate))
+        dashboard = Dashboard(Feed.of(Path(note.run_dir), only_view=not operate), DashboardGuard(may_operate=operate))
         async with dashboard.serving(0) as url, async_playwright() as driver:
             context = await driver.chromium.launch_persistent_context(
                 str(profile),
