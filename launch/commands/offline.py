@@ -104,7 +104,7 @@ def add_doctor(verbs: Verbs) -> None:
 
 def _doctor(options: argparse.Namespace) -> int:
     from ..doctor.gather import gather
-    from ..doctor.judgement import checks_json, checks_text, judge
+    from ..doctor.judge import checks_json, checks_text, judge
 
     checks = judge(gather(options.dir))
 
@@ -224,7 +224,7 @@ def read_key(options: argparse.Namespace) -> str:
 def _engine_serve(options: argparse.Namespace) -> int:
     import asyncio
 
-    from ..preflight.port import check_port
+    from ..preflight.machine import check_port
 
     key = read_key(options)
     raise_limit()

@@ -20,7 +20,7 @@ from ...core.errors import CallError, ConfigError, LaunchError
 from ...core.knobs import ChangeReply, ChangeRequest, KnobState, KnobTable, Operator
 from ...core.messages import BufferStats, Record, RunStatus
 from ...core.refs import with_deadline
-from ..preflight.gpus import look_at_gpus
+from ..preflight.machine import look_at_gpus
 from ..supervisor.late_place import Present, staff
 from ..views.advice import Facts, all_advice, most_on_cores, num_cores
 from ..views.bottleneck import Bottleneck, Filtered, engines_look_full, judge

@@ -2,36 +2,190 @@
 
 Every question has its own deadline and answers with what went wrong; none raises. Nothing is changed: ports are
 listened on for an instant, one process is started that does nothing, one that resolves a library's name.
+
+Runs and servers of this user on this host, found by what they left: runtime folders, workers' descriptions, command
+lines. Looks only; nothing is ended here, and nothing is told by its name alone.
+
+Two things that can only be known by trying them in a child process.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import re
 import resource
 import shutil
 import socket
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
 import psutil
 
 from ... import __file__ as package_file
+from ...actors.engines.sglang_memory import saver_env
 from ...core.errors import LaunchError
 from ...memory.communicators.proxy_build import COMPILERS
 from ...memory.host import CGROUP_ROOT, available_bytes
+from ..child_env import SPEC_VARIABLE, WORKER_MODULE
+from ..control.client import ControlNote
 from ..node_place import DEFAULT_PORT
 from ..preflight.disk import free_at, nearest_folder
-from ..preflight.gpus import look_at_gpus
 from ..preflight.interpreters import has_module, module_folder
-from ..runtime_dir import short_base
-from .found_runs import find_runs, find_servers
-from .machine_facts import Disk, MachineFacts, Network, Packages, Rights, Room, System, Time
-from .probes import memory_read_trouble, preload_facts
+from ..preflight.machine import look_at_gpus
+from ..runtime_dir import PREFIX, short_base
+from ..worker_spec import WorkerSpec, read_spec
+from .machine_facts import Disk, FoundRun, MachineFacts, Network, Packages, Preload, Rights, Room, Server, System, Time
+
+SERVER_MODULE = "sglang.launch_server"
+HOST_FLAG, KEY_FLAGS = "--host", ("--api-key", "--admin-api-key", "--config")
+"""myxa's own servers get their keys by a file, `--config`."""
+
+
+def find_runs() -> tuple[FoundRun, ...]:
+    """Every run of this user that has a folder or a process here."""
+    workers, guarded = list(_workers()), _guarded_folders()
+    found: dict[str, FoundRun] = {}
+    for folder in {*_folders(), *(folder for _, folder, _ in workers)}:
+        note = ControlNote.load(folder)
+        mine = [(pid, spec) for pid, folder_of, spec in workers if folder_of == folder]
+        launcher = note.pid if note is not None else mine[0][1].launcher_pid if mine else 0
+        run_dir = note.run_dir if note is not None else mine[0][1].run_dir if mine else ""
+        is_alive = str(folder) in guarded or (launcher > 0 and psutil.pid_exists(launcher))
+        found[str(folder)] = FoundRun(run_dir, str(folder), launcher, is_alive, tuple(pid for pid, _ in mine))
+    return tuple(found[name] for name in sorted(found))
+
+
+def _guarded_folders() -> set[str]:
+    """Runtime folders whose launcher lives: a shell waits for its end, to remove the folder then."""
+    found: set[str] = set()
+    for words in _command_lines().values():
+        if words[:2] == ["/bin/sh", "-c"] and Path(words[-1]).name.startswith(PREFIX):
+            found.add(words[-1])
+    return found
+
+
+def _command_lines() -> dict[int, list[str]]:
+    """Of every process of this user."""
+    found: dict[int, list[str]] = {}
+    for process in psutil.process_iter():
+        try:
+            if process.uids().real == os.getuid():
+                found[process.pid] = process.cmdline()
+        except psutil.Error:
+            continue
+    return found
+
+
+def _folders() -> Iterator[Path]:
+    try:
+        base = Path(short_base())
+        entries = sorted(base.glob(f"{PREFIX}*"))
+    except (LaunchError, OSError):
+        return
+    for entry in entries:
+        try:
+            facts = entry.lstat()
+        except OSError:
+            continue
+        is_socket_folder = (entry / "rdzv.json").exists() or ControlNote.load(entry) is not None
+        if facts.st_uid == os.getuid() and entry.is_dir() and is_socket_folder:
+            yield entry
+
+
+def _workers() -> Iterator[tuple[int, Path, WorkerSpec]]:
+    """Process id, runtime folder and description of every actor of this user."""
+    for pid, words in _command_lines().items():
+        if WORKER_MODULE not in words:
+            continue
+        try:
+            path = psutil.Process(pid).environ().get(SPEC_VARIABLE, "")
+            yield pid, Path(path).parent, read_spec(path)
+        except (psutil.Error, LaunchError):
+            continue
+
+
+def find_servers() -> tuple[Server, ...]:
+    """SGLang servers of this user: what they listen on, and whether they ask for a key."""
+    lines = _command_lines().items()
+    return tuple(server_of(pid, words) for pid, words in lines if SERVER_MODULE in words)
+
+
+def server_of(pid: int, words: Sequence[str]) -> Server:
+    """From a command line with `--flag value` or `--flag=value`."""
+    flat = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    host = next((flat[at + 1] for at, word in enumerate(flat[:-1]) if word == HOST_FLAG), "127.0.0.1")
+    return Server(pid, host, any(flag in flat for flag in KEY_FLAGS))
+
+
+RESOLVE_S = 120.0
+"""torch-memory-saver's resolver imports torch."""
+TRY_S = 20.0
+RESOLVER = (
+    "from torch_memory_saver.utils import get_binary_path_from_package as find;"
+    "print(); print(find('torch_memory_saver_hook_mode_preload'))"
+)
+"""Its own: by file name one takes the library of another CUDA."""
+READER = (
+    "import sys; sys.stdin.read(1); from myxa.transport.tensors.kernel import read_bytes;"
+    "sys.stdout.buffer.write(read_bytes(int(sys.argv[1]), int(sys.argv[2]), 8))"
+)
+WORD = b"myxa/doc"
+
+
+def preload_facts(*, is_installed: bool) -> Preload:
+    """What torch-memory-saver would preload, and whether a process starts with it."""
+    if not is_installed:
+        return Preload("")
+    try:
+        done = _run([sys.executable, "-c", RESOLVER], dict(os.environ), RESOLVE_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        return Preload("", trouble=f"its resolver could not be asked: {error}")
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        return Preload("", trouble=last)
+    return try_preload(done.stdout.strip().splitlines()[-1], saver_env(os.environ))
+
+
+def try_preload(library: str, env: dict[str, str]) -> Preload:
+    """Start /bin/true with the library in front of it, in the environment that a server would get."""
+    try:
+        done = _run(["/bin/true"], {**env, "LD_PRELOAD": library}, TRY_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        return Preload(library, status=-1, said=str(error))
+    return Preload(library, status=done.returncode, said=" ".join(done.stderr.split()))
+
+
+def memory_read_trouble() -> str:
+    """Why a child of ours cannot read our memory as actors read each other's; empty if it can."""
+    from ...transport.tensors.kernel import admit_reader
+
+    word = ctypes.create_string_buffer(WORD, len(WORD))
+    command = [sys.executable, "-c", READER]
+    command += [str(os.getpid()), str(ctypes.addressof(word))]
+    try:
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+            admit_reader(child.pid)
+            try:
+                out, said = child.communicate(b"x", timeout=TRY_S)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                return f"a child did not answer within {TRY_S:g} s"
+    except OSError as error:
+        return str(error)
+    if child.returncode == 0:
+        return "" if out == WORD else "a child read something else"
+    return (said.decode(errors="replace").strip().splitlines() or [f"exit status {child.returncode}"])[-1]
+
+
+def _run(command: list[str], env: dict[str, str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
+
 
 DISTRIBUTIONS = (
     *("torch", "sglang", "megatron-core", "torch-memory-saver", "transformers", "flashinfer-python", "nvidia-ml-py"),

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from ..preflight.gpus import Gpus
+from ..preflight.machine import Gpus
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from ...transport.address import Rendezvous, interface_towards
 from ...transport.node import JobKey, KeyPair, Node
 from ..contracts import ChildEnd, agent_name
 from ..node_place import Endpoint, NodePlace, parse_endpoint
-from ..preflight.port import check_port
+from ..preflight.machine import check_port
 from ..worker_spec import WorkerSpec
 
 ATTACH_S = 10.0

@@ -12,7 +12,7 @@ from ..memory_part import count_text, size_text
 from ..preflight.disk import DiskNeed
 from .batch import BatchPlan
 from .data_glance import PlannedSource
-from .device_memory import DeviceLoad, Memory
+from .memory_estimate import DeviceLoad, Memory
 from .run_plan import Placement, PlannedRun
 from .staleness_plan import STEP_RATIOS, StalenessPlan
 from .starts import PlannedProcess, command_text

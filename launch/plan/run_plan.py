@@ -17,16 +17,15 @@ from ..actor_spec import ActorSpec
 from ..memory_part import GIB
 from ..preflight.disk import DiskNeed, disk_of, free_at
 from ..preflight.finding import ConfigFinding, key_of, looked
-from ..preflight.gpus import look_at_gpus
+from ..preflight.machine import look_at_gpus
 from ..preflight.preflight import CHECKS, FIT_CHECKS, NAMED_CHECKS, find_problems, readable_model
 from ..supervisor.placement import place, placement_problems
 from .batch import BatchPlan, batch_of
+from .config_warnings import odd_counts, sampling_findings
 from .data_glance import PlannedSource, batch_findings, glance_at_held_out, glance_at_sources, source_findings
-from .device_memory import Capacities, Memory, memory_of
-from .objective_told import objective_lines
-from .odd_counts import odd_counts
+from .memory_estimate import Capacities, Memory, memory_of
+from .objective_text import objective_lines
 from .picture import grid, legend, picture, processes, turns
-from .sampling_findings import sampling_findings
 from .staleness_plan import StalenessPlan, staleness_findings, staleness_of
 from .starts import PlannedProcess, files, listening, starts_of
 from .told import PlanProblem, in_order, of_error, of_finding, of_problem

@@ -86,24 +86,24 @@ def _spec(name: str) -> ModuleSpec | None:
         return None
 
 
-Answer = Installed | MyxaError
+AskedInterpreter = Installed | MyxaError
 
 
-def ask_interpreters(actors: Iterable[ActorSpec]) -> dict[str, Answer]:
+def ask_interpreters(actors: Iterable[ActorSpec]) -> dict[str, AskedInterpreter]:
     """Role -> what its interpreter has, or why it cannot be used; they are asked at the same time."""
     firsts: dict[str, ActorSpec] = {}
     for actor in actors:
         firsts.setdefault(actor.role, actor)
     own = {role: actor for role, actor in firsts.items() if not actor.python and PATHS not in actor.env}
     others = [actor for role, actor in firsts.items() if role not in own]
-    answers: dict[str, Answer] = dict.fromkeys(own, Installed("", folders())) if own else {}
+    answers: dict[str, AskedInterpreter] = dict.fromkeys(own, Installed("", folders())) if own else {}
     if others:
         with ThreadPoolExecutor(len(others)) as pool:
             answers |= {actor.role: answer for actor, answer in zip(others, pool.map(_asked, others), strict=True)}
     return answers
 
 
-def _asked(actor: ActorSpec) -> Answer:
+def _asked(actor: ActorSpec) -> AskedInterpreter:
     try:
         return _ask(actor)
     except MyxaError as error:

@@ -24,7 +24,7 @@ from myxa.core.config import RunConfig
 from myxa.core.errors import DataError, TemplateError
 from myxa.core.messages import SamplingParams
 from myxa.core.samples import Prompt, Sample
-from myxa.launch.preflight.first_rows import row_findings
+from myxa.launch.preflight.chat_template_checks import row_findings
 
 Rows = list[dict[str, Any]]
 ASK = {"role": "user", "content": "4*5?"}

@@ -17,11 +17,9 @@ from myxa.launch.actor_spec import ActorSpec
 from myxa.launch.child_env import SPEC_VARIABLE
 from myxa.launch.cli import main
 from myxa.launch.control.client import ControlNote
-from myxa.launch.doctor import found_runs, gather, probes
-from myxa.launch.doctor.check import MachineCheck
-from myxa.launch.doctor.found_runs import find_runs, server_of
-from myxa.launch.doctor.judge_packages import parts
-from myxa.launch.doctor.judgement import JUDGES, checks_json, checks_text, judge
+from myxa.launch.doctor import gather
+from myxa.launch.doctor.gather import find_runs, server_of
+from myxa.launch.doctor.judge import JUDGES, MachineCheck, checks_json, checks_text, judge, parts
 from myxa.launch.doctor.machine_facts import (
     Disk,
     FoundRun,
@@ -35,7 +33,7 @@ from myxa.launch.doctor.machine_facts import (
     System,
     Time,
 )
-from myxa.launch.preflight.gpus import Gpu, Gpus
+from myxa.launch.preflight.machine import Gpu, Gpus
 from myxa.launch.worker_spec import WorkerSpec, write_spec
 
 GIB = 1 << 30
@@ -218,10 +216,10 @@ def test_a_port_that_is_taken_is_told() -> None:
 
 
 def test_a_child_reads_our_memory_or_it_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    if probes.memory_read_trouble():
+    if gather.memory_read_trouble():
         pytest.skip("this machine forbids it")
-    monkeypatch.setattr(probes, "READER", "raise PermissionError('[Errno 1] Operation not permitted')")
-    assert "Operation not permitted" in probes.memory_read_trouble()
+    monkeypatch.setattr(gather, "READER", "raise PermissionError('[Errno 1] Operation not permitted')")
+    assert "Operation not permitted" in gather.memory_read_trouble()
 
 
 def test_a_library_in_front_of_a_process(tmp_path: Path) -> None:
@@ -236,13 +234,13 @@ def test_a_library_in_front_of_a_process(tmp_path: Path) -> None:
     subprocess.run([*build, tmp_path / "libinner.so", tmp_path / "inner.c"], check=True)
     subprocess.run([*build, tmp_path / "outer.so", tmp_path / "outer.c", "-L", tmp_path, "-linner"], check=True)
     outer = str(tmp_path / "outer.so")
-    found = probes.try_preload(outer, env)
+    found = gather.try_preload(outer, env)
     assert found.status == 127, "a preload whose library is missing ends the process before it starts"
     assert "libinner.so" in found.said
     assert [check.status for check in bad(but(preload=found))] == ["error"]
-    found = probes.try_preload(outer, {**env, "LD_LIBRARY_PATH": str(tmp_path)})
+    found = gather.try_preload(outer, {**env, "LD_LIBRARY_PATH": str(tmp_path)})
     assert (found.status, found.said) == (0, "")
-    found = probes.try_preload(str(tmp_path / "nowhere.so"), env)
+    found = gather.try_preload(str(tmp_path / "nowhere.so"), env)
     assert found.status == 0
     assert "cannot be preloaded" in found.said
     assert [check.status for check in bad(but(preload=found))] == ["error"], "it would be ignored, and nothing paused"
@@ -295,7 +293,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where runtime folders are, for this test."""
     folder = tmp_path / "run"
     folder.mkdir()
-    monkeypatch.setattr(found_runs, "short_base", lambda: str(folder))
+    monkeypatch.setattr(gather, "short_base", lambda: str(folder))
     return folder
 
 

@@ -20,7 +20,7 @@ from myxa.actors.engines.sglang import SglangEngine
 from myxa.actors.engines.sglang_options import SglangOptions
 from myxa.core.config import RunConfig
 from myxa.core.errors import EngineError
-from myxa.launch.preflight.attached import attached_findings
+from myxa.launch.preflight.server_checks import attached_findings
 from myxa.launch.supervisor.placement import place as place_actors
 
 MODEL = {"model_path": "/models/m", "model_type": "qwen3", "weight_version": "0"}

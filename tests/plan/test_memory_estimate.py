@@ -15,11 +15,17 @@ from myxa.actors.backends.torch_backend.residence import planned as planned_by_t
 from myxa.actors.models.model_config import ModelConfig
 from myxa.core.config import RunConfig
 from myxa.launch.memory_part import GIB, total
-from myxa.launch.plan.activation_memory import CHUNK_LOGITS, layer_numbers
-from myxa.launch.plan.device_memory import Capacities, memory_of
-from myxa.launch.plan.engine_memory import server_memory, token_bytes
-from myxa.launch.plan.model_cut import stages, weights_of_stage
-from myxa.launch.plan.trainer_memory import trainer_memory
+from myxa.launch.plan.memory_estimate import (
+    CHUNK_LOGITS,
+    Capacities,
+    layer_numbers,
+    memory_of,
+    server_memory,
+    stages,
+    token_bytes,
+    trainer_memory,
+    weights_of_stage,
+)
 from myxa.launch.supervisor.placement import place
 
 TOLERANCE = 0.05

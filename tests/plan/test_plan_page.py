@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from memory_cases import NOT_BY_TORCH, SHAPES, measured, run
 
 from myxa.launch.cli import main
-from myxa.launch.doctor.judgement import checks_text, judge
+from myxa.launch.doctor.judge import checks_text, judge
 from myxa.launch.doctor.machine_facts import (
     Disk,
     MachineFacts,
@@ -33,8 +33,8 @@ from myxa.launch.doctor.machine_facts import (
     Time,
 )
 from myxa.launch.memory_part import GIB, total
-from myxa.launch.plan.trainer_memory import trainer_memory
-from myxa.launch.preflight.gpus import Gpu, Gpus
+from myxa.launch.plan.memory_estimate import trainer_memory
+from myxa.launch.preflight.machine import Gpu, Gpus
 
 FILE = Path(__file__).parents[2] / "docs" / "plan.md"
 NOT_SHOWN = ("== what this run optimises", "== batch", "== staleness", "== disk")

@@ -15,13 +15,12 @@ from myxa.core.config import RunConfig
 from myxa.core.errors import ConfigError, ModelError, MyxaError, UserCodeError
 from myxa.launch.actor_spec import ActorSpec
 from myxa.launch.plan.data_glance import glance
-from myxa.launch.preflight.chat_templates import template_findings
+from myxa.launch.preflight.chat_template_checks import template_findings
 from myxa.launch.preflight.finding import ConfigFinding, key_of, looked
-from myxa.launch.preflight.gpus import Gpu, Gpus, look_at_gpus
 from myxa.launch.preflight.interpreters import Installed, ask_interpreters, folder_of_sglang
-from myxa.launch.preflight.package_needs import package_findings
-from myxa.launch.preflight.preflight import check_node, device_findings
-from myxa.launch.preflight.sglang_names import name_findings, server_arguments, sglang_findings
+from myxa.launch.preflight.machine import Gpu, Gpus, look_at_gpus
+from myxa.launch.preflight.preflight import check_node, device_findings, package_findings
+from myxa.launch.preflight.server_checks import name_findings, server_arguments, sglang_findings
 from myxa.launch.preflight.user_functions import function_findings
 from myxa.launch.supervisor.placement import place
 

@@ -2,14 +2,19 @@
 
 Knows NVML and /proc. Must not know runs. `memory/gpu_facts.py` asks about one GPU and fails when it is not there; this
 looks at what there is, and a machine without any is fine.
+
+Is a port free? Asked before anything is started that would need it.
 """
 
 from __future__ import annotations
 
 import importlib
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ...core.errors import LaunchError
 
 DRIVER = Path("/proc/driver/nvidia")
 
@@ -86,3 +91,15 @@ def _model(entry: Path) -> str:
     except OSError:
         return "GPU"
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("Model:")), "GPU")
+
+
+def check_port(place: str, host: str, port: int, remedy: str) -> None:
+    """Raise LaunchError, naming `place`, if nothing can listen there now. Port 0 means any free one."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, _, _, address = found[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a port used lately is free
+            probe.bind(address)
+    except OSError as error:
+        raise LaunchError(f"{place}: cannot listen on {host}:{port}: {error.strerror}", remedy=remedy) from error
