@@ -18,8 +18,7 @@ from browser import BROWSERS, QUIET, find_browser
 from planted_control import plant_seat, serving
 
 from myxa.launch.tui.feed import Feed
-from myxa.launch.web.dashboard import Dashboard
-from myxa.launch.web.guard import DashboardGuard
+from myxa.launch.web.dashboard import Dashboard, DashboardGuard
 
 PAGES = ("overview", "learning", "speed", "time", "knobs", "events", "samples")
 

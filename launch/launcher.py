@@ -43,7 +43,7 @@ from .screen import Screen
 from .seat import control_seat
 from .supervisor.placement import place as place_actors
 from .supervisor.run_supervisor import RunPlace, RunSupervisor
-from .views.outlet import lasting
+from .views.live import lasting
 
 _log = logging.getLogger("myxa.launcher")
 

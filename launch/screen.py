@@ -20,11 +20,10 @@ from ..actors.sinks.jsonl import EVENTS_FILE
 from ..core.errors import MyxaError
 from .first_failure import FirstFailure
 from .nodes.lead import Ending
-from .views.live import LiveState, LiveView
-from .views.live_state import clean
+from .views.live import Curves, LiveView, final_summary
+from .views.live_state import LiveState, clean
 from .views.report import REPORT_FILE, write_page
 from .views.run_files import RunFiles, load_run
-from .views.summary import Curves, final_summary
 
 _log = logging.getLogger("myxa.launcher")
 

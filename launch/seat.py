@@ -21,13 +21,11 @@ from ..core.errors import ConfigError
 from .chaos import chaos_of
 from .control.autopilot import autopilot
 from .control.client import NOTE, ControlNote
-from .control.dispatcher import Dispatcher
+from .control.dispatcher import Dispatcher, all_verbs
 from .control.server import ControlServer
 from .control.tcp import TcpServer
 from .control.verb import VerbContext
-from .control.verbs import all_verbs
 from .runtime_dir import RuntimeDir
-from .web.in_run import run_dashboard
 
 CONTROL_SOCKET = "control.sock"
 VIEW_SOCKET = "view.sock"
@@ -63,7 +61,7 @@ async def control_seat(context: VerbContext, runtime: Path) -> AsyncGenerator[Co
             async with (
                 autopilot(context),
                 chaos_of(context.chaos, context),
-                run_dashboard(note, context.config.control.dashboard_port) as url,
+                _dashboard(note, context.config.control.dashboard_port) as url,
             ):
                 yield msgspec.structs.replace(note, dashboard=url)  # not in the file: the URL holds a secret
         finally:
@@ -71,6 +69,18 @@ async def control_seat(context: VerbContext, runtime: Path) -> AsyncGenerator[Co
             if remote is not None:
                 await remote.close()
             await server.close()
+
+
+@contextlib.asynccontextmanager
+async def _dashboard(note: ControlNote, port: int) -> AsyncGenerator[str]:
+    """Serves the dashboard and gives its URL; empty for `port` -1: there is none."""
+    if port < 0:
+        yield ""
+        return
+    from .web.dashboard import run_dashboard  # aiohttp is needed here only
+
+    async with run_dashboard(note, port) as url:
+        yield url
 
 
 def _view_place(config: RunConfig, runtime: Path, stack: contextlib.ExitStack) -> tuple[int, Path]:

@@ -83,7 +83,7 @@ def _samples(options: argparse.Namespace) -> int:
         "eval_set": options.eval_set or "",
     }
     if isinstance(found, Path):
-        from ..views.sample_log import SampleQuery, read_samples
+        from ..views.run_files import SampleQuery, read_samples
 
         told = {"groups": read_samples(found, SampleQuery(**wanted), options.num_groups), "num_left_out": 0}
     else:

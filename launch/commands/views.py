@@ -1,4 +1,11 @@
-"""Looking at a run: `ps`, `top`, `dashboard`, `why`, `watch`, `report`, `mem`, `trace`, `grafana`."""
+"""Looking at a run: `ps`, `top`, `dashboard`, `why`, `watch`, `report`, `mem`, `trace`, `grafana`.
+
+Who holds which memory, as text: devices, tenants with their tags, and what happened last. Pure.
+
+The last stretch of a trace, as a trace of its own: whole slices, arrows with both ends, names of rows that occur.
+
+Pure: events in, events out. Works on a stream that can be read twice, because a trace may be large.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +13,14 @@ import argparse
 import io
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...core.device_memory import DeviceView, MemoryView, TagReport, TenantReport, whole_of
 from ...core.errors import ConfigError, LaunchError
 from .knobs import change_line, change_words
 from .output import (
@@ -33,7 +41,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from ..tui.feed import Feed
-
 
 COLUMNS = ("actor", "state", "pid", "node", "host", "attempt", "epoch", "up", "memory", "doing")
 
@@ -154,8 +161,10 @@ def _dashboard(options: argparse.Namespace) -> int:
 async def _dashboard_serve(feed: Feed, options: argparse.Namespace) -> int:
     import asyncio
 
-    from ..web.dashboard import Dashboard  # aiohttp is needed here only
-    from ..web.guard import DashboardGuard
+    from ..web.dashboard import (
+        Dashboard,  # aiohttp is needed here only
+        DashboardGuard,
+    )
 
     dashboard = Dashboard(feed, DashboardGuard(may_operate=options.operate))
     async with dashboard.serving(options.port) as url:
@@ -305,7 +314,6 @@ def _mem_page(view: Any) -> str:
     import msgspec
 
     from ...core.device_memory import MemoryView
-    from ..views.memory_view import memory_text
 
     return memory_text(msgspec.convert(view, MemoryView)).rstrip("\n")
 
@@ -326,7 +334,6 @@ def _trace(options: argparse.Namespace) -> int:
     import orjson  # slow to import, and the last thing needed
 
     from ...actors.sinks.chrome_trace import read_trace, trace_parts
-    from ..views.trace_tail import trace_tail
 
     target: Path = options.to
     parts = {part: part.stat().st_size for part in trace_parts(source)}  # a live run goes on writing meanwhile
@@ -403,3 +410,123 @@ def _grafana_words(told: dict[str, Any]) -> str:
         f"prometheus --config.file={told['prometheus']}\n"
         f"Grafana: Dashboards, New, Import, {told['dashboard']}; its data source is that Prometheus"
     )
+
+
+MIB = 1 << 20
+GIB = 1 << 30
+MAX_EVENTS = 20
+ON_DEVICE = frozenset({"mapped_dirty", "mapped_clean", "copy_out", "copy_in", "poisoned"})
+WORDS = {
+    "mapped_dirty": "on the device",
+    "mapped_clean": "on the device, copy kept",
+    "copy_out": "leaving",
+    "host": "on the host",
+    "discarded": "dropped",
+    "copy_in": "coming back",
+    "poisoned": "LOST",
+}
+
+
+def size(num_bytes: int) -> str:
+    """1536 MiB -> "1.5 GiB"."""
+    return f"{num_bytes / GIB:.1f} GiB" if abs(num_bytes) >= GIB else f"{num_bytes / MIB:.1f} MiB"
+
+
+def memory_text(view: MemoryView, *, num_events: int = MAX_EVENTS) -> str:
+    """The whole page."""
+    return "\n".join(_lines(view, num_events)) + "\n"
+
+
+def _lines(view: MemoryView, num_events: int) -> Iterator[str]:
+    doing = f"switching: {view.switching}" if view.switching else "nothing is being switched"
+    yield f"{view.manager}, epoch {view.epoch}: {doing}"
+    if view.host_pool_bytes:
+        yield f"host pool: {size(view.host_pool_used_bytes)} of {size(view.host_pool_bytes)}"
+    for device in view.devices:
+        yield ""
+        yield from _device(device)
+    if view.timeline:
+        yield ""
+        yield f"the last {min(num_events, len(view.timeline))} events"
+        yield from _timeline(view.timeline[-num_events:])
+
+
+def _device(device: DeviceView) -> Iterator[str]:
+    at = f" on node {device.node}" if device.node else ""
+    line = f"{device.device}{at}: {size(device.capacity_bytes)}, free {size(device.free_bytes)}"
+    if device.unattributed_bytes > 0:
+        line += f", held by nobody known {size(device.unattributed_bytes)}"
+    yield line
+    for tenant in device.tenants:
+        yield from _tenant(tenant)
+
+
+def _tenant(tenant: TenantReport) -> Iterator[str]:
+    held = sum(tag.num_bytes for tag in tenant.tags if tag.backing in ON_DEVICE)
+    rest = f" + {size(tenant.residue_bytes)} that stay" if tenant.residue_bytes else ""
+    yield f"  {tenant.tenant} ({tenant.gang}): {tenant.state}, {size(held)}{rest}"
+    for parts in _alike(tenant.tags):
+        yield f"    {_tag(parts)}"
+
+
+def _alike(tags: Sequence[TagReport]) -> list[list[TagReport]]:
+    """Parts of one tag that are in the same place together, in the order of the first of each."""
+    found: dict[tuple[str, str, str], list[TagReport]] = {}
+    for tag in tags:
+        found.setdefault((whole_of(tag.tag), tag.backing, tag.policy), []).append(tag)
+    return list(found.values())
+
+
+def _tag(parts: Sequence[TagReport]) -> str:
+    first, on_host = parts[0], sum(part.host_bytes for part in parts)
+    copy = f", {size(on_host)} on the host" if on_host and first.backing != "host" else ""
+    total = size(sum(part.num_bytes for part in parts))
+    return f"{whole_of(first.tag):<11}{total:>11}  {WORDS[first.backing]}{copy} [{first.policy}]"
+
+
+def _timeline(events: Sequence[tuple[float, str, str, str]]) -> Iterator[str]:
+    for wall_s, device, tenant, what in events:
+        clock = datetime.fromtimestamp(wall_s).strftime("%H:%M:%S.%f")[:-3]
+        who = " ".join(filter(None, (device, tenant)))
+        yield f"  {clock}  {who}  {what}"
+
+
+TraceEvent = dict[str, Any]
+Read = Callable[[], Iterable[TraceEvent]]
+"""Begins at the first event each time."""
+
+US = 1_000_000
+
+
+def trace_tail(read: Read, last_s: float | None) -> list[TraceEvent]:
+    """Everything that happened in the last `last_s` seconds before the trace's newest event; None: everything."""
+    cut_us = None if last_s is None else max((_end_us(event) for event in read()), default=0) - round(last_s * US)
+    arrows = _whole_arrows(read(), cut_us)
+    kept: list[TraceEvent] = []
+    names: dict[tuple[int, int, str], TraceEvent] = {}
+    for event in read():
+        if event["ph"] == "M":
+            names[event["pid"], event["tid"], event["name"]] = event  # each part of a trace has them
+        elif event["ph"] in ("s", "f"):
+            if _arrow(event) in arrows:
+                kept.append(event)
+        elif cut_us is None or _end_us(event) > cut_us:
+            kept.append(event)
+    actors = {event["pid"] for event in kept}
+    return [event for event in names.values() if event["pid"] in actors] + kept
+
+
+def _whole_arrows(events: Iterable[TraceEvent], cut_us: int | None) -> set[tuple[str, str, int]]:
+    ends: dict[tuple[str, str, int], int] = {}
+    for event in events:
+        if event["ph"] in ("s", "f") and (cut_us is None or event["ts"] > cut_us):
+            ends[_arrow(event)] = ends.get(_arrow(event), 0) + 1
+    return {arrow for arrow, num in ends.items() if num == 2}
+
+
+def _arrow(event: TraceEvent) -> tuple[str, str, int]:
+    return str(event.get("cat")), str(event.get("name")), int(event.get("id", -1))
+
+
+def _end_us(event: TraceEvent) -> int:
+    return int(event.get("ts", 0)) + int(event.get("dur", 0))

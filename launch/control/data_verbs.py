@@ -19,7 +19,7 @@ from ...core.messages import DumpReport, RecentGroup, Record
 from ...core.protocols import Tokenizer
 from ...core.refs import with_deadline
 from ...core.samples import F32, Sample
-from ..views.sample_log import SampleQuery, read_samples
+from ..views.run_files import SampleQuery, read_samples
 from .verb import Arguments, Verb, VerbContext
 
 ASK_S = 20.0

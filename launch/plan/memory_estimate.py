@@ -77,7 +77,6 @@ from ..composition.weight_channels import choose_channel, is_between_devices
 from ..memory_part import GIB, MIB, Part, count_text, size_text, total
 from ..preflight.finding import ConfigFinding
 from .batch import num_micro_batches
-from .picture import used_devices
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 EMBEDDING = "model.embed_tokens.weight"
@@ -555,6 +554,13 @@ def _gpu_loads(
             phases = _phases(config, first, second)
             loads += [DeviceLoad(name, phase, parts, capacity) for phase, parts in phases]
     return loads
+
+
+def used_devices(actor: ActorSpec) -> tuple[int, ...]:
+    """GPUs that the actor's process works on: a rank takes one of its gang's by its local rank."""
+    if actor.rank is None or not actor.visible_devices:
+        return actor.devices
+    return (actor.visible_devices[actor.rank.local_rank % len(actor.visible_devices)],)
 
 
 def _phases(config: RunConfig, mine: tuple[Part, ...], theirs: tuple[Part, ...]) -> list[tuple[str, tuple[Part, ...]]]:

@@ -1,24 +1,133 @@
-"""A plan as text, and as JSON types. Pure."""
+"""A plan as text, and as JSON types. Pure.
+
+What `myxa plan` says of one problem: place, key, cause, remedy; and the order in which problems are told. Pure.
+
+The placement as a picture: a grid of nodes and devices with letters for roles, and who has them when. Pure.
+"""
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import msgspec
 
+from ...core.config import Inspected, RunConfig
+from ...core.config.problems import Origin, Problem
+from ...core.errors import MyxaError
+from ..actor_spec import ActorSpec
+from ..composition.memory_parts import takes_turns
 from ..memory_part import count_text, size_text
 from ..preflight.disk import DiskNeed
+from ..preflight.finding import ConfigFinding
 from .batch import BatchPlan
 from .data_glance import PlannedSource
-from .memory_estimate import DeviceLoad, Memory
-from .run_plan import Placement, PlannedRun
+from .memory_estimate import DeviceLoad, Memory, used_devices
 from .staleness_plan import STEP_RATIOS, StalenessPlan
 from .starts import PlannedProcess, command_text
 
+Severity = Literal["error", "warning"]
+PLACE = re.compile(r"(?P<file>.+?):(?P<line>\d+): (?P<rest>.*)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanProblem:
+    """One problem."""
+
+    severity: Severity
+    file: str
+    """Run file, or the flag; empty: neither."""
+    line: int
+    """0: none."""
+    key: str
+    """Dotted path in the run file; empty: about none."""
+    message: str
+    """With the key and its value."""
+    remedy: str = ""
+    """Empty: the message says it."""
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line}: " if self.line else f"{self.file}: " if self.file else ""
+        return f"{place}{self.message}" + (f" -- {self.remedy}" if self.remedy else "")
+
+
+def of_problem(problem: Problem, inspected: Inspected) -> PlanProblem:
+    """One that the run file itself has."""
+    origin = problem.origin or inspected.origins.of(problem.path)
+    text = str(problem).removeprefix(f"{problem.origin}: ") if problem.origin else str(problem)
+    cause, _, remedy = text.partition(" -- ")
+    return PlanProblem("error", origin.place, origin.line, ".".join(problem.path), cause, remedy)
+
+
+def of_finding(finding: ConfigFinding, inspected: Inspected) -> PlanProblem:
+    """One of the machine, the files, or what the numbers come to."""
+    origin = inspected.origins.of(tuple(finding.key.split("."))) if finding.key else Origin("", 0)
+    severity: Severity = "warning" if finding.is_warning else "error"
+    return PlanProblem(severity, origin.place, origin.line, finding.key, finding.error.message, finding.error.remedy)
+
+
+def of_error(error: MyxaError) -> PlanProblem:
+    """One that kept the run file from being read."""
+    match = PLACE.fullmatch(error.message)
+    if match is None:
+        return PlanProblem("error", "", 0, "", error.message, error.remedy)
+    return PlanProblem("error", match["file"], int(match["line"]), "", match["rest"], error.remedy)
+
+
+def in_order(told: Iterable[PlanProblem], files: Sequence[str]) -> tuple[PlanProblem, ...]:
+    """Errors first; file by file and line by line, flags last; each once."""
+    order = {file: number for number, file in enumerate(files)}
+
+    def place(one: PlanProblem) -> tuple[bool, int, int]:
+        return (one.severity == "warning", order.get(one.file, len(files)), one.line)
+
+    return tuple(sorted(dict.fromkeys(told), key=place))
+
+
 OVER = "OVER"
 UNCOUNTED = "not counted: fragments of the allocator, workspaces of libraries, activations of an engine's prefill"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Who runs where."""
+
+    grid: dict[str, dict[str, list[str]]]
+    picture: list[str]
+    legend: str
+    turns: list[str]
+    nodes: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """The answer. Parts that could not be worked out are None."""
+
+    files: tuple[str, ...]
+    name: str = ""
+    problems: tuple[PlanProblem, ...] = ()
+    placement: Placement | None = None
+    objective: tuple[str, ...] = ()
+    """What the run optimises, a line per part."""
+    batch: BatchPlan | None = None
+    sources: tuple[PlannedSource, ...] = ()
+    """Of prompts, where they have names."""
+    staleness: StalenessPlan | None = None
+    memory: Memory | None = None
+    num_parameters: int | None = None
+    disk: DiskNeed | None = None
+    starts: tuple[PlannedProcess, ...] = ()
+    listening: tuple[str, ...] = ()
+    written: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def errors(self) -> tuple[PlanProblem, ...]:
+        """What keeps the run from starting."""
+        return tuple(one for one in self.problems if one.severity == "error")
 
 
 def plan_json(plan: PlannedRun) -> dict[str, Any]:
@@ -44,7 +153,7 @@ def plan_text(plan: PlannedRun, *, shows_commands: bool = True) -> str:
         _objective(plan.objective),
         _batch(plan.batch),
         _sources(plan.sources),
-        _staleness(plan.staleness),
+        staleness_lines(plan.staleness),
         _disk(plan.disk),
         _starts(plan) if shows_commands else iter(()),
         _problems(plan),
@@ -137,7 +246,8 @@ def _sources(sources: Sequence[PlannedSource]) -> Iterator[str]:
         yield f"  {source.name:<{width}} {source.share:>7.2%} of the prompts, {rows}{passes}{bound}"
 
 
-def _staleness(plan: StalenessPlan | None) -> Iterator[str]:
+def staleness_lines(plan: StalenessPlan | None) -> Iterator[str]:
+    """The section about the staleness bound; nothing without a plan."""
     if plan is None:
         return
     yield _heading("staleness")
@@ -210,3 +320,87 @@ def styled_lines(text: str) -> Sequence[tuple[str, str]]:
         else:
             out.append((line, "bold red" if line.endswith(OVER) else section))
     return out
+
+
+LETTERS = {"coordinator": "C", "buffer": "B", "monitor": "M", "memory": "Y", "trainer": "T", "rollout": "R"}
+CPU = "cpu"
+
+
+def grid(actors: Sequence[ActorSpec], num_nodes: int) -> dict[str, dict[str, list[str]]]:
+    """Node -> device ("cpu", "GPU 0", ...) -> letters with numbers, like "T0"."""
+    found: dict[str, dict[str, list[str]]] = {f"node {node}": {CPU: []} for node in range(num_nodes)}
+    for actor in actors:
+        row = found[f"node {actor.node}"]
+        for device in [f"GPU {number}" for number in used_devices(actor)] or [CPU]:
+            row.setdefault(device, []).append(mark(actor))
+    return found
+
+
+def mark(actor: ActorSpec) -> str:
+    """`trainer/3` -> "T3", `buffer` -> "B"."""
+    return LETTERS[actor.role] + (str(actor.index) if "/" in actor.name else "")
+
+
+def picture(rows: dict[str, dict[str, list[str]]]) -> list[str]:
+    """The grid as lines of text."""
+    devices = sorted({device for row in rows.values() for device in row}, key=_order)
+    cells = {(node, device): _cell(row.get(device)) for node, row in rows.items() for device in devices}
+    widths = {device: max(len(device), *(len(cells[node, device]) for node in rows)) for device in devices}
+    first = max(len(node) for node in rows)
+    lines = [" " * first + "  " + "  ".join(device.ljust(widths[device]) for device in devices)]
+    lines += [
+        node.ljust(first) + "  " + "  ".join(cells[node, device].ljust(widths[device]) for device in devices)
+        for node in rows
+    ]
+    return [line.rstrip() for line in lines]
+
+
+def _order(device: str) -> tuple[bool, int]:
+    return (device != CPU, int(device.rpartition(" ")[2]) if device != CPU else 0)
+
+
+def _cell(marks: list[str] | None) -> str:
+    return "" if marks is None else " ".join(_shortened(marks)) or "-"
+
+
+def _shortened(marks: list[str]) -> list[str]:
+    """Sixteen engines on a CPU: R0-R15."""
+    out: list[str] = []
+    for letter in dict.fromkeys(one[0] for one in marks):
+        same = [one for one in marks if one[0] == letter]
+        out += same if len(same) <= 4 else [f"{same[0]}-{same[-1]}"]
+    return out
+
+
+def legend(actors: Sequence[ActorSpec]) -> str:
+    """`C coordinator  B buffer ...`, of the roles there are."""
+    return "  ".join(f"{LETTERS[role]} {role}" for role in dict.fromkeys(actor.role for actor in actors))
+
+
+def turns(config: RunConfig, actors: Sequence[ActorSpec]) -> list[str]:
+    """Who has shared devices when; nothing where nobody takes turns."""
+    if not takes_turns(config):
+        return []
+    drawn = {"trainer": "####====........", "rollout": "....====########"}
+    lines = [f"  {mark(actor).ljust(4)} {drawn[actor.role]}" for actor in actors if actor.role in drawn]
+    return [
+        'in turns (memory.share = "switch"): # has the device, = weights of both, . has left it',
+        *lines,
+        "       step    generation, and again",
+    ]
+
+
+def processes(actors: Sequence[ActorSpec]) -> list[dict[str, Any]]:
+    """Processes of each node: how many, threads, interpreters."""
+    found: list[dict[str, Any]] = []
+    for node in sorted({actor.node for actor in actors}):
+        mine = [actor for actor in actors if actor.node == node]
+        found.append(
+            {
+                "node": node,
+                "num_processes": len(mine),
+                "threads": sum(actor.threads for actor in mine),
+                "interpreters": sorted({actor.python or "the launcher's" for actor in mine}),
+            }
+        )
+    return found

@@ -6,7 +6,7 @@ Starts nothing, needs no GPU and no torch. What is wrong is collected, never rai
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...actors.models.model_config import ModelConfig
@@ -15,20 +15,31 @@ from ...core.errors import ConfigError, MyxaError
 from ...memory.host import available_bytes
 from ..actor_spec import ActorSpec
 from ..memory_part import GIB
-from ..preflight.disk import DiskNeed, disk_of, free_at
+from ..preflight.disk import disk_of, free_at
 from ..preflight.finding import ConfigFinding, key_of, looked
 from ..preflight.machine import look_at_gpus
 from ..preflight.preflight import CHECKS, FIT_CHECKS, NAMED_CHECKS, find_problems, readable_model
 from ..supervisor.placement import place, placement_problems
-from .batch import BatchPlan, batch_of
+from .batch import batch_of
 from .config_warnings import odd_counts, sampling_findings
-from .data_glance import PlannedSource, batch_findings, glance_at_held_out, glance_at_sources, source_findings
-from .memory_estimate import Capacities, Memory, memory_of
+from .data_glance import batch_findings, glance_at_held_out, glance_at_sources, source_findings
+from .memory_estimate import Capacities, memory_of
 from .objective_text import objective_lines
-from .picture import grid, legend, picture, processes, turns
-from .staleness_plan import StalenessPlan, staleness_findings, staleness_of
-from .starts import PlannedProcess, files, listening, starts_of
-from .told import PlanProblem, in_order, of_error, of_finding, of_problem
+from .plan_page import (
+    Placement,
+    PlannedRun,
+    grid,
+    in_order,
+    legend,
+    of_error,
+    of_finding,
+    of_problem,
+    picture,
+    processes,
+    turns,
+)
+from .staleness_plan import staleness_findings, staleness_of
+from .starts import files, listening, starts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,45 +54,6 @@ class RunPlanOptions:
     is_this_machine: bool = True
     """Whether the run will be started here; else packages, devices, ports and disk are not looked at, and files that
     are not here are no errors."""
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Who runs where."""
-
-    grid: dict[str, dict[str, list[str]]]
-    picture: list[str]
-    legend: str
-    turns: list[str]
-    nodes: list[dict[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedRun:
-    """The answer. Parts that could not be worked out are None."""
-
-    files: tuple[str, ...]
-    name: str = ""
-    problems: tuple[PlanProblem, ...] = ()
-    placement: Placement | None = None
-    objective: tuple[str, ...] = ()
-    """What the run optimises, a line per part."""
-    batch: BatchPlan | None = None
-    sources: tuple[PlannedSource, ...] = ()
-    """Of prompts, where they have names."""
-    staleness: StalenessPlan | None = None
-    memory: Memory | None = None
-    num_parameters: int | None = None
-    disk: DiskNeed | None = None
-    starts: tuple[PlannedProcess, ...] = ()
-    listening: tuple[str, ...] = ()
-    written: tuple[str, ...] = ()
-    notes: tuple[str, ...] = field(default=())
-
-    @property
-    def errors(self) -> tuple[PlanProblem, ...]:
-        """What keeps the run from starting."""
-        return tuple(one for one in self.problems if one.severity == "error")
 
 
 def make_plan(options: RunPlanOptions) -> PlannedRun:

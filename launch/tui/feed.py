@@ -20,8 +20,8 @@ from ...actors.sinks.jsonl import EVENTS_FILE
 from ...core.errors import LaunchError, MyxaError
 from ...core.knobs import ChangeReply, KnobValue
 from ..control.client import ControlClient, ControlNote
-from ..views.picture import ASKED, RunView, VerbAnswer, picture_of
-from ..views.sample_log import SampleQuery, read_samples
+from ..views.run_files import SampleQuery, read_samples
+from ..views.run_view import ASKED, RunView, VerbAnswer, picture_of
 
 LOOK_S = 3.0
 """How long one look may take; who has not answered by then is missing in it."""

@@ -11,7 +11,7 @@ from ...core.activity import ACTIVITY_KINDS
 from ..views.live import COLOURS
 from ..views.live_state import LiveState, StepPace, clean, fact_lines
 from ..views.numbers import percent
-from ..views.picture import ActorFacts, RunView
+from ..views.run_view import ActorFacts, RunView
 from ..views.textplot import sparkline
 from . import rows
 

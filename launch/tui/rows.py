@@ -2,13 +2,15 @@
 
 Knows: pictures, knobs, audit records. Must not know: widgets, colours, sockets; so all of it is tested without a
 terminal.
+
+Logs and stacks as the run tells them, as text for a screen. Pure: the answer of a verb in, lines out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from ...core.activity import ACTIVITY_KINDS
 from ...core.errors import ConfigError
@@ -16,7 +18,7 @@ from ...core.knobs import AuditRecord, ChangeReply, KnobState, KnobTable, KnobVa
 from ..views.changes import changes_of, clock_text, value_text
 from ..views.live_state import LiveState, clean
 from ..views.numbers import duration, percent, short, training_reward
-from ..views.picture import ActorFacts, RunView, name_order
+from ..views.run_view import ActorFacts, RunView, name_order
 
 LETTERS: Mapping[str, str] = dict(zip(ACTIVITY_KINDS, "█▓▒░◇▫▪·", strict=True))
 LETTERS_ASCII: Mapping[str, str] = dict(zip(ACTIVITY_KINDS, "#dwcmep.", strict=True))
@@ -363,3 +365,43 @@ Bars: where its last minute went (the letters are explained below the bars of pa
 Before a knob: * it differs from the run file. Enter on a knob turns it.
 1 run  2 actor  3 knobs  4 history  5 log  6 stack
 r refresh  t tree  p pause the run, or have it go on  q quit"""
+
+
+_HEADS = ("actor", "name", "target")
+_BODIES = ("lines", "text", "log", "stack", "frames", "threads", "tail")
+_MAX_LINES = 2000
+
+
+def log_text(answer: object) -> str:
+    """Lines of a log, oldest first, without control characters."""
+    return _joined(answer) or "the log is empty"
+
+
+def stack_text(answer: object) -> str:
+    """Stacks of an actor's threads."""
+    return _joined(answer) or "no stack was told"
+
+
+def _joined(answer: object) -> str:
+    lines = [_plain(line) for part in _lines(answer) for line in part.splitlines()]
+    return "\n".join(lines[-_MAX_LINES:])
+
+
+def _lines(answer: object) -> Iterator[str]:
+    """A text, a list of texts, or records that hold them under one of the usual names."""
+    if isinstance(answer, str):
+        yield answer
+    elif isinstance(answer, list | tuple):
+        for part in cast("list[object]", answer):
+            yield from _lines(part)
+    elif isinstance(answer, dict):
+        record = cast("dict[str, Any]", answer)
+        bodies = [record[key] for key in _BODIES if record.get(key)]
+        if bodies and (head := next((str(record[key]) for key in _HEADS if record.get(key)), "")):
+            yield f"-- {head}"
+        for body in bodies or [value for value in record.values() if isinstance(value, list | dict)]:
+            yield from _lines(body)
+
+
+def _plain(line: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in line.replace("\t", "    "))

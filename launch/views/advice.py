@@ -15,9 +15,9 @@ from typing import Any, cast
 
 import msgspec
 
-from ...actors.knob_page import declared
 from ...core.knobs import KnobState, KnobValue
 from .bottleneck import Bottleneck, Bound
+from .knob_table import declared
 
 _LARGEST_FACTOR = 4
 """No move makes a number larger than so many times what it was: shares say the direction well, the distance badly."""

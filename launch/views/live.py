@@ -1,12 +1,23 @@
 """The live view: one table in a terminal, one plain line now and then everywhere else.
 
 Knows: rich, `LiveState`. Must not know: actors, files. It draws only when told to (`update`): no thread, no timer.
+
+What is said when a run is over: how it ended, the curve, where the report is, what to try next.
+
+Standard output of a run, which goes on when nobody takes it any more: a reader that ended (`myxa up | tee`), a
+terminal that was closed, a full disk under a redirected output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
+from typing import Any, TextIO, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -16,12 +27,83 @@ from rich.table import Table
 from rich.text import Text
 
 from ...core.activity import ACTIVITY_KINDS
-from .live_state import LiveState, StepPace, clean, fact_lines, plain_line
-from .numbers import duration, percent
-from .summary import Curves, final_summary
-from .textplot import sparkline
+from ...core.messages import RunStatus
+from .live_state import LiveState, StepPace, clean, dropped_text, fact_lines, plain_line
+from .numbers import duration, percent, short
+from .textplot import plot, sparkline
 
-__all__ = ["Curves", "LiveState", "LiveView", "final_summary", "render"]
+_MAX_WIDTH = 72
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """What is drawn: step -> value. The loss is drawn when there is no reward (demonstrations alone)."""
+
+    reward: Mapping[int, float] = field(default_factory=dict[int, float])
+    eval_reward: Mapping[int, float] = field(default_factory=dict[int, float])
+    loss: Mapping[int, float] = field(default_factory=dict[int, float])
+
+
+def final_summary(
+    console: Console,
+    status: RunStatus,
+    *,
+    elapsed_s: float,
+    run_dir: Path,
+    report: Path | None,
+    curves: Curves,
+    next_steps: Sequence[str] = (),
+    dropped: Mapping[str, int] | None = None,
+) -> None:
+    """Print the end of a run. `next_steps`: sentences or commands to try; `dropped`: reason -> groups left out."""
+    colour = {"finished": "green", "failed": "red"}.get(status.phase, "yellow")
+    goal = f" of {status.num_steps}" if status.num_steps > 0 else ""
+    headline = f"{clean(status.name)}: {status.phase} after {status.version}{goal} steps, {duration(elapsed_s)}"
+    console.print(Text(headline, style=f"bold {colour}"))
+    for reason in (status.reason, status.error):
+        if reason:
+            console.print(Text(clean(reason)), soft_wrap=True)
+    if dropped and any(dropped.values()):
+        console.print(Text(f"groups left out: {dropped_text(dropped)}"), soft_wrap=True)
+    if curves.reward or curves.eval_reward or not curves.loss:
+        _print_curve(console, "reward", curves.reward, curves.eval_reward)
+    else:
+        _print_curve(console, "loss", curves.loss, {})
+    console.print()
+    _print_place(console, "report", report)
+    _print_place(console, "run directory", run_dir)
+    if next_steps:
+        console.print(Text("try next", style="bold"))
+        for step in next_steps:
+            console.print(Text(f"  - {clean(step)}"), soft_wrap=True)
+
+
+def _print_curve(console: Console, name: str, curve: Mapping[int, float], evaluations: Mapping[int, float]) -> None:
+    width = min(_MAX_WIDTH, console.width - 12)
+    is_ascii = not console.encoding.lower().startswith("utf")
+    lines = plot(curve, evaluations, width=width, height=10, is_ascii=is_ascii)
+    if not lines:
+        return
+    label = f"{name}: {_change(curve)}" if curve else name
+    label += f"   o held-out: {_change(evaluations)}" if evaluations else ""
+    console.print()
+    console.print(Text(label))
+    for line in lines:
+        console.print(Text(line, no_wrap=True), crop=False)
+
+
+def _change(curve: Mapping[int, float]) -> str:
+    """First and last value; of a noisy curve the means of its first and last tenth."""
+    values = [curve[step] for step in sorted(curve)]
+    num = max(1, len(values) // 10)
+    first, last = sum(values[:num]) / num, sum(values[-num:]) / num
+    return f"{short(first)} -> {short(last)}"
+
+
+def _print_place(console: Console, label: str, path: Path | None) -> None:
+    if path is not None:
+        console.print(Text.assemble((f"{label}: ", "bold"), str(path)), soft_wrap=True)
+
 
 COLOURS: Mapping[str, str] = {
     "compute": "green",
@@ -139,3 +221,48 @@ def time_bar(name: str, kinds: Mapping[str, float], *, is_ascii: bool = False) -
             text.append(f"  {letters[kind]}", style=COLOURS[kind])
             text.append(f" {kind} {percent(kinds[kind])}")
     return text
+
+
+_log = logging.getLogger("myxa.launcher")
+
+
+def lasting(file: TextIO) -> TextIO:
+    """The same file, whose writing never fails: what cannot be written is lost, and so is all that comes after it."""
+    return cast("TextIO", _Outlet(file))
+
+
+class _Outlet:
+    """See `lasting`."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._is_gone = False
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the file's own."""
+        return getattr(self._file, name)
+
+    def write(self, text: str) -> int:
+        if not self._is_gone:
+            try:
+                self._file.write(text)
+            except OSError as error:
+                self._give_up(error)
+        return len(text)
+
+    def flush(self) -> None:
+        if not self._is_gone:
+            try:
+                self._file.flush()
+            except OSError as error:
+                self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """What the file has buffered goes nowhere, or Python would try it again when it ends, and fail."""
+        self._is_gone = True
+        with contextlib.suppress(OSError):
+            nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+            os.dup2(nowhere, self._file.fileno())
+            os.close(nowhere)
+            self._file.flush()
+        _log.info("standard output is not written any more, the run goes on: %s", error)

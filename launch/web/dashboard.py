@@ -2,28 +2,103 @@
 
 Knows aiohttp, the guard, the feed and the history. Must not know what is in the pages. Loopback only. It looks at the
 run only while somebody looks at it.
+
+Who may ask the dashboard for what. Pure: headers in, a refusal or nothing out.
+
+Host, origin and site are judged as at every door (`actors/http_guard.py`), and each request must show that it knows the
+secret of the printed URL. What changes the run must carry the secret itself in a header: cookies are shared by all
+ports of a host, and a cookie of ours only opens what shows.
+
+The dashboard of a run inside its own launcher, if the run file wishes for one. It only shows.
+
+Knows the note of the control sockets. It asks the run through the read-only socket, as `myxa dashboard` does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import os
+import secrets
 import socket
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from importlib import resources
+from pathlib import Path
 from typing import Any, cast
 
 import orjson
 from aiohttp import web
 
+from ...actors.http_guard import Head, Refusal, elsewhere, same
 from ...core.errors import ConfigError, MyxaError
+from ..control.client import ControlNote
 from ..tui.feed import Feed
-from .guard import SECURITY_HEADERS, TOKEN_HEADER, DashboardGuard, PageRequest
 from .history import History
 from .state import history_table, state_table
+
+TOKEN_HEADER = "X-Myxa-Token"
+SECURITY_HEADERS: Mapping[str, str] = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+    "Cache-Control": "no-store",
+}
+"""Of every answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageRequest:
+    """What is judged of a request."""
+
+    method: str
+    host: str
+    query_token: str = ""
+    cookie: str = ""
+    header_token: str = ""
+    origin: str = ""
+    fetch_site: str = ""
+    fetch_mode: str = ""
+
+
+class DashboardGuard:
+    """Judges requests by one secret."""
+
+    def __init__(self, token: str = "", *, may_operate: bool = False) -> None:
+        self.token = token or secrets.token_urlsafe(32)
+        self.may_operate = may_operate
+        self.cookie = hashlib.blake2b(b"view", key=self.token.encode()[:64], digest_size=32).hexdigest()
+        """Opens what shows, and does not give the secret away."""
+
+    def refusal(self, ask: PageRequest) -> Refusal | None:
+        """Why this request is not served; None: it is."""
+        is_visit = ask.method == "GET" and ask.fetch_mode == "navigate"
+        head = Head(ask.method, ask.host, ask.origin, ask.fetch_site, ask.fetch_mode)
+        if refused := elsewhere(head, is_visit=is_visit):
+            return refused
+        if ask.method in ("GET", "HEAD"):
+            is_known = same(ask.query_token, self.token) or same(ask.cookie, self.cookie)
+            return None if is_known else Refusal(401, "open the URL that was printed: it holds the secret")
+        return self._refusal_to_operate(ask)
+
+    def _refusal_to_operate(self, ask: PageRequest) -> Refusal | None:
+        if not self.may_operate:
+            return Refusal(403, "this dashboard only shows: start it with --operate to turn knobs here")
+        if ask.method != "POST":
+            return Refusal(405, "only POST changes anything")
+        if not same(ask.header_token, self.token):
+            return Refusal(401, "open the URL that was printed: it holds the secret")
+        return None
+
 
 HOST = "127.0.0.1"
 LOOK_EVERY_S = 1.0
@@ -308,3 +383,23 @@ def _listening(port: int) -> socket.socket:
 
 def _file(name: str) -> bytes:
     return (resources.files(__package__ or __name__.rpartition(".")[0]) / name).read_bytes()
+
+
+URL_FILE = "dashboard.url"
+"""In the run directory, for its owner's eyes only: the URL holds the secret."""
+
+
+@contextlib.asynccontextmanager
+async def run_dashboard(note: ControlNote, port: int) -> AsyncGenerator[str]:
+    """Serves the read-only dashboard of a run inside its own launcher, through the run's read-only socket; gives its
+    URL. Raises ConfigError if the port is taken."""
+    path = Path(note.run_dir) / URL_FILE
+    async with Dashboard(Feed.of_note(note, only_view=True), DashboardGuard()).serving(port) as url:
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()  # a leftover may have been made with other rights
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(f"{url}\n")
+        try:
+            yield url
+        finally:
+            path.unlink(missing_ok=True)

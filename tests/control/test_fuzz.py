@@ -20,10 +20,9 @@ from control_room import Place
 from myxa.core.errors import NoSuchActor
 from myxa.core.knobs import AuditRecord
 from myxa.launch.control.connection import ConnectionLimits
-from myxa.launch.control.dispatcher import Dispatcher
+from myxa.launch.control.dispatcher import Dispatcher, all_verbs
 from myxa.launch.control.server import ControlServer
 from myxa.launch.control.verb import VerbContext
-from myxa.launch.control.verbs import all_verbs
 
 SEED = 20_240_611
 NUM_REQUESTS = 10_000

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from live import live_run
 
-from myxa.launch.control.verbs import all_verbs
+from myxa.launch.control.dispatcher import all_verbs
 
 PAGE = Path(__file__).parents[2] / "docs" / "control.md"
 BLOCK = re.compile(r"^```console(?: exit=(?P<exit>\d+))?\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -50,7 +50,8 @@ from myxa.launch.first_failure import FirstFailure
 from myxa.launch.program import build_actor
 from myxa.launch.run_dir import RunDir
 from myxa.launch.supervisor.placement import place
-from myxa.launch.views.live import LiveState, LiveView
+from myxa.launch.views.live import LiveView
+from myxa.launch.views.live_state import LiveState
 from myxa.transport.node import InprocNetwork, Node
 
 pytestmark = pytest.mark.timeout(120)

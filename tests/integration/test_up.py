@@ -14,7 +14,7 @@ from own_segments import own_segments
 from run_job import Job, audit, events, is_alive, metrics, until, worker_pids
 
 from myxa.launch.views.numbers import short
-from myxa.launch.views.sample_log import SampleQuery, read_samples
+from myxa.launch.views.run_files import SampleQuery, read_samples
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -10,17 +10,17 @@ from typing import cast
 import pytest
 
 from myxa.actors.contracts.knobs import KnobsContract
-from myxa.actors.knob_page import declared, render_table, renewed
 from myxa.core.config import RunConfig
 from myxa.core.config.section import walk
 from myxa.core.errors import ConfigError
 from myxa.core.knobs import KnobChange, KnobCommit
+from myxa.launch.views.knob_table import declared, render_table, renewed
 from myxa.transport.node import Node
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "knobs.md"
 REMEDY = (
-    'update it: python -c "from pathlib import Path; from myxa.actors.knob_page import renewed; '
+    'update it: python -c "from pathlib import Path; from myxa.launch.views.knob_table import renewed; '
     "p = Path('docs/knobs.md'); p.write_text(renewed(p.read_text()))\""
 )
 MAKERS = ("Tunable", "_knob")

@@ -12,9 +12,8 @@ from myxa.launch.supervisor.late_place import Present
 from myxa.launch.supervisor.placement import place
 from myxa.launch.views.advice import Facts, advise, all_advice, facts_of_file, what_to_try
 from myxa.launch.views.bottleneck import Bottleneck, Bound, judge
-from myxa.launch.views.idle import idleness, unattributed
-from myxa.launch.views.picture import VerbAnswer, picture_of
-from myxa.launch.views.why import change_text, explain, explain_actors
+from myxa.launch.views.run_view import VerbAnswer, picture_of
+from myxa.launch.views.why import change_text, explain, explain_actors, idleness, unattributed
 
 Shares = dict[str, dict[str, float]]
 

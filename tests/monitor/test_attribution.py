@@ -11,7 +11,7 @@ from run_job import Job, make_job, metrics  # pyright: ignore[reportMissingImpor
 
 from myxa.core.activity import ACTIVITY_KINDS
 from myxa.launch.views.bottleneck import START
-from myxa.launch.views.idle import unattributed
+from myxa.launch.views.why import unattributed
 
 LEAST = 0.95
 

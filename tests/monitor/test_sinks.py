@@ -24,7 +24,7 @@ from myxa.core.clock import ManualClock
 from myxa.core.errors import LaunchError
 from myxa.core.messages import Event, MetricPoint, Span, Telemetry
 from myxa.core.sink import Sink, SinkContext
-from myxa.launch.views.trace_tail import trace_tail
+from myxa.launch.commands.views import trace_tail
 
 SEED = 20
 WALL_S = 1_700_000_000.0

@@ -6,7 +6,7 @@ from typing import Any
 
 from trace_rules import check_events, follow
 
-from myxa.launch.views.trace_tail import trace_tail
+from myxa.launch.commands.views import trace_tail
 
 Event = dict[str, Any]
 

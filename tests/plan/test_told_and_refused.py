@@ -17,7 +17,7 @@ from myxa.core.errors import ConfigError, ModelError
 from myxa.core.knobs import KnobSheet, KnobState, KnobTable, Tunable
 from myxa.launch.config_keys import default_at
 from myxa.launch.control.knob_verbs import check_names
-from myxa.launch.plan.plan_page import _staleness
+from myxa.launch.plan.plan_page import staleness_lines
 from myxa.launch.plan.staleness_plan import staleness_of
 from myxa.launch.run_dir import RunDir
 
@@ -58,7 +58,7 @@ def test_f6_what_switches_it_off_is_allowed(line: str, tmp_path: Path) -> None:
 def test_f6_a_plan_explains_slots_and_window() -> None:
     config = RunConfig.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "async": {"max_staleness": 2}})
     plan = staleness_of(config, 1)
-    text = "\n".join(_staleness(plan))
+    text = "\n".join(staleness_lines(plan))
     assert f"N = {plan.num_slots} slots, window W = {plan.window}" in text
     assert "slot: a group holds one from its dispatch until its step was trained" in text
     assert "window: a batch is made of whatever is ready among the W oldest" in text

@@ -12,8 +12,7 @@ import pytest
 
 from myxa.core.knobs import AuditRecord, KnobMove, Operator
 from myxa.launch.views.changes import changes_of, changes_of_events, moves_text, placed
-from myxa.launch.views.report import write_report
-from myxa.launch.views.report_charts import step_marks
+from myxa.launch.views.report import step_marks, write_report
 from myxa.launch.views.run_files import EventRow, load_run
 from myxa.launch.views.svg import ChartLine, Mark, line_chart
 

@@ -10,9 +10,8 @@ import pytest
 from rich.console import Console
 
 from myxa.core.messages import BufferStats, EngineStatus, RunStatus
-from myxa.launch.views.live import Curves, LiveState, LiveView, final_summary, render
-from myxa.launch.views.live_state import StepPace, plain_line
-from myxa.launch.views.outlet import lasting
+from myxa.launch.views.live import Curves, LiveView, final_summary, lasting, render
+from myxa.launch.views.live_state import LiveState, StepPace, plain_line
 
 SNAPSHOT: dict[str, dict[str, float]] = {
     "metrics": {

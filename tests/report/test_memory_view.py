@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from myxa.core.device_memory import OPTIMIZER_PARTS, DeviceView, MemoryView, TagReport, TenantReport, TenantState
-from myxa.launch.views.memory_view import memory_text
+from myxa.launch.commands.views import memory_text
 
 GIB = 1 << 30
 

@@ -18,7 +18,7 @@ from myxa.core.samples import Group, Message, Prompt, Sample
 from myxa.core.sink import SinkContext
 from myxa.launch.cli import main
 from myxa.launch.views.report import write_report
-from myxa.launch.views.sample_log import SampleQuery, read_samples
+from myxa.launch.views.run_files import SampleQuery, read_samples
 
 
 def group(group_id: int, text: str = "four", version: int = 3) -> Group:

@@ -12,12 +12,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from myxa.launch.views.findings import findings
 from myxa.launch.views.numbers import duration, short
+from myxa.launch.views.report import findings
 from myxa.launch.views.run_files import EventRow, RunFiles, SpanRow
-from myxa.launch.views.svg import ChartLine, bar_chart, line_chart, moving_mean, nice_ticks, thinned
+from myxa.launch.views.svg import (
+    ChartLine,
+    actor_order,
+    bar_chart,
+    line_chart,
+    moving_mean,
+    nice_ticks,
+    thinned,
+    timeline,
+)
 from myxa.launch.views.textplot import plot, sparkline
-from myxa.launch.views.timeline import actor_order, timeline
 
 FLOATS = st.floats(min_value=-1e12, max_value=1e12, allow_nan=False)
 

@@ -18,9 +18,9 @@ from myxa.core.knobs import ChangeReply, KnobMove, KnobSheet, KnobState, KnobTab
 from myxa.launch.control.verb import Arguments
 from myxa.launch.tui import pages, rows
 from myxa.launch.tui.feed import carried_over
-from myxa.launch.tui.tails import log_text, stack_text
+from myxa.launch.tui.rows import log_text, stack_text
 from myxa.launch.views.live_state import StepPace
-from myxa.launch.views.picture import RunView, VerbAnswer, picture_of
+from myxa.launch.views.run_view import RunView, VerbAnswer, picture_of
 
 
 def builtins(value: object) -> Any:

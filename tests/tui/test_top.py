@@ -18,9 +18,8 @@ from textual.widgets import Input, Static
 from myxa.core.errors import ConfigError
 from myxa.launch.cli import main
 from myxa.launch.control.client import ControlNote
-from myxa.launch.tui.app import TopApp
+from myxa.launch.tui.app import Read, Seen, TopApp
 from myxa.launch.tui.feed import Feed, last_word
-from myxa.launch.tui.tables import Read, Seen
 
 PATIENCE_S = 20.0
 

@@ -21,8 +21,16 @@ from myxa.core.errors import ConfigError
 from myxa.launch.cli import main
 from myxa.launch.control.verb import Verb, VerbTable
 from myxa.launch.tui.feed import Feed
-from myxa.launch.web.dashboard import ASSETS, MAX_ASKS, MAX_WATCHERS, OPERATE_VERBS, Dashboard
-from myxa.launch.web.guard import SECURITY_HEADERS, TOKEN_HEADER, DashboardGuard
+from myxa.launch.web.dashboard import (
+    ASSETS,
+    MAX_ASKS,
+    MAX_WATCHERS,
+    OPERATE_VERBS,
+    SECURITY_HEADERS,
+    TOKEN_HEADER,
+    Dashboard,
+    DashboardGuard,
+)
 
 PATIENCE_S = 20.0
 TOKEN = "the-secret-of-this-test"

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from myxa.launch.web.guard import SECURITY_HEADERS, DashboardGuard, PageRequest
+from myxa.launch.web.dashboard import SECURITY_HEADERS, DashboardGuard, PageRequest
 
 TOKEN = "a-secret-of-some-length"
 VIEW = DashboardGuard(TOKEN)

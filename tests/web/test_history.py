@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myxa.launch.web.charts import all_charts, marks, staleness_bound, time_charts
-from myxa.launch.web.history import History, JsonTail
-from myxa.launch.web.series import Series, ShareBins, TimeBins
+from myxa.launch.web.history import History, JsonTail, Series, ShareBins, TimeBins
+from myxa.launch.web.state import all_charts, marks, staleness_bound, time_charts
 
 
 def point(source: str, step: int, wall_s: float, **values: float) -> dict[str, Any]:

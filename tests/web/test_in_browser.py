@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from myxa.launch.tui.feed import Feed
-from myxa.launch.web.dashboard import Dashboard
-from myxa.launch.web.guard import DashboardGuard
+from myxa.launch.web.dashboard import Dashboard, DashboardGuard
 
 PATIENCE_MS = 40_000
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from myxa.launch.views.report_charts import speed_charts
+from myxa.launch.views.report import speed_charts
 from myxa.launch.views.run_files import RunFiles
-from myxa.launch.web.charts import all_charts
 from myxa.launch.web.history import History
+from myxa.launch.web.state import all_charts
 
 PACKAGE = Path(__file__).parents[2] / "launch"
 GAUGES = {"ready": 3.0, "under_way": 8.0, "slots_used": 11.0, "slots_total": 64.0, "draw_wait_s": 900.0, "drawn": 5e4}

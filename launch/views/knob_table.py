@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..algos.filters import GROUP_FILTERS
-from ..core.errors import ConfigError
-from ..core.knobs import Tunable
-from .buffer.knobs import BufferLimits, buffer_tunables
-from .coordinator.knobs import COORDINATOR_TUNABLES
-from .knobs import process as process_knobs
-from .rollout import knobs as rollout_knobs
-from .trainer import knobs as trainer_knobs
+from ...actors.buffer.knobs import BufferLimits, buffer_tunables
+from ...actors.coordinator.knobs import COORDINATOR_TUNABLES
+from ...actors.knobs import process as process_knobs
+from ...actors.rollout import knobs as rollout_knobs
+from ...actors.trainer import knobs as trainer_knobs
+from ...algos.filters import GROUP_FILTERS
+from ...core.errors import ConfigError
+from ...core.knobs import Tunable
 
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
 HEAD = (
