@@ -1,12 +1,8 @@
-"""Looks at the machine and fills the record that is judged. The only place of `doctor` that asks the system.
+"""Gathers the facts that `myxa doctor` judges. The only part of `doctor` that asks the system.
 
-Every question has its own deadline and answers with what went wrong; none raises. Nothing is changed: ports are
-listened on for an instant, one process is started that does nothing, one that resolves a library's name.
-
-Runs and servers of this user on this host, found by what they left: runtime folders, workers' descriptions, command
-lines. Looks only; nothing is ended here, and nothing is told by its name alone.
-
-Two things that can only be known by trying them in a child process.
+Each question has its own deadline, and a failure becomes a fact; nothing raises. Nothing is changed: ports are
+listened on for an instant, and a few child processes start (one loads a preloaded library, one reads our memory).
+Earlier runs are found by what they left: runtime folders, workers' descriptions, command lines.
 """
 
 from __future__ import annotations
@@ -35,9 +31,8 @@ from ...memory.host import CGROUP_ROOT, available_bytes
 from ..child_env import SPEC_VARIABLE, WORKER_MODULE
 from ..control.client import ControlNote
 from ..node_place import DEFAULT_PORT
-from ..preflight.disk import free_at, nearest_folder
 from ..preflight.interpreters import has_module, module_folder
-from ..preflight.machine import look_at_gpus
+from ..preflight.machine import free_at, look_at_gpus, nearest_folder
 from ..runtime_dir import PREFIX, short_base
 from ..worker_spec import WorkerSpec, read_spec
 from .machine_facts import Disk, FoundRun, MachineFacts, Network, Packages, Preload, Rights, Room, Server, System, Time

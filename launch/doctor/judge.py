@@ -1,14 +1,7 @@
-"""One judgement of the machine, and the way judgements are made. Pure.
+"""Judges a machine by its `MachineFacts`, and renders the checks as a page or as JSON. Pure.
 
-Python, system, memory, limits, rights, clocks. Pure.
-
-Versions that go together, torch and the driver, torch-memory-saver in front of a process. Pure.
-
-The table of versions is that of the exact pins in the packages' own metadata: an SGLang is built for one torch.
-
-Names, ports, what earlier runs left, servers that are open to others. Pure.
-
-All judges in the order of the page, and the page. Pure.
+A judge is a function from the facts to checks (`ok`, `warning`, `error`), each with a remedy. Versions that belong
+together follow the exact pins in the packages' own metadata: an SGLang is built for one torch.
 """
 
 from __future__ import annotations

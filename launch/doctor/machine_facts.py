@@ -1,7 +1,7 @@
-"""What `myxa doctor` judges: one record of the machine, gathered in one place and judged by pure functions.
+"""What `myxa doctor` judges: one record of the machine. `gather` fills it, `judge` judges it.
 
-Plain values: a test hands in a machine that it made up. A fact that could not be learnt is None or empty, and its
-`trouble` says why; no judgement is made of what is not known.
+Plain values: a test passes a machine of its own. A fact that could not be learnt is None or empty, its `trouble` says
+why, and nothing is judged by it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Numbers that a run can start with, and that hardly anybody means: told as warnings. Pure.
-
-Sampling by which training samples are drawn from another distribution than the trainer scores. Pure.
-"""
+"""Warnings about settings that are valid but rarely intended: odd counts, sampling that the trainer cannot score. Pure."""
 
 from __future__ import annotations
 

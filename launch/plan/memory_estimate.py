@@ -1,60 +1,14 @@
-"""How many of a model's parameters each trainer rank holds: by tensor, pipeline and expert parallelism. Pure.
+"""Estimates the memory of a run on each kind of device: trainer ranks, engines, and both against its size. Pure.
 
-Counted over the shapes of the model's tensors (`ModelConfig.tensor_shapes`), as Megatron-core cuts them: matrices by
-tp, experts by ep and etp, vectors and routers whole; layers in equal runs over pipeline stages, the embedding on the
-first stage, final norm and head on the last, which has a copy of a tied embedding.
+The estimate adds parts (`memory_part.Part`), each with the arithmetic it comes from. It reads configuration files of
+models, no weights. From top to bottom: how parallelism cuts the model, activations of a step, a trainer rank, an
+engine, then all devices in each phase of the run.
 
-Memory of a training step beside weights, gradients and optimizer: activations and the scoring of tokens. Pure.
+With `memory.share = "switch"` a run has three phases: the trainer's turn (the engine keeps its context), the hand-over
+(weights of both and the staged version), the engine's turn (the trainer keeps its context). Otherwise everything is
+on the device at the same time.
 
-What a layer keeps for its backward pass, for each token, in numbers of the compute type (h: hidden size, f: inner
-width of the MLP, q, k, v: widths of the projections; attention is flash attention and keeps no scores):
-
-    torch     4h   input and output of both norms          megatron   4h
-              2q + 2k + v   before and after rotation                 3(q + k + v)   projection, normed, rotated
-              q    what attention gave                                q
-              4f   gate, up, silu(gate), their product                3f   gate and up (fused SwiGLU), their product
-
-The scheme is that of Korthikanti et al. (arXiv 2205.05198, section 4), without dropout, biases and attention scores.
-Which copies are kept follows `torch_backend/model.py` and `megatron/provider.py`; the 3 of Megatron's attention is
-chosen so that four measurements of docs/benchmarks.md (`train`) come out, see tests/plan/test_memory_estimate.py.
-
-Scoring (`backends/vocab_scores.py`) makes logits in chunks: CHUNK numbers at 2 bytes, once more in float32 and their
-gradient, together 8 bytes each in bfloat16 and 12 in float32; and the gradient of the head in float32.
-
-Left out: fragments of the allocator, workspaces of libraries, samples without a shared prompt being padded.
-
-What a trainer rank holds on its device, part by part. Reads a reference model's configuration, for its size.
-
-Bytes a parameter (n of this rank, N of the model, dp data-parallel replicas):
-
-    torch, ddp     masters 4, gradients 4, AdamW's moments 8, in bfloat16 2 more for the weights as they are used
-    torch, fsdp    the same / ranks, and the largest unit (a layer, or embedding and head) gathered twice
-    megatron       weights 2 (bfloat16) or 4, main gradients 4, masters 4 (bfloat16) and moments 8; the last two / dp
-                   with a distributed optimizer (Megatron-core's own table: "theoretical memory" = 18 bytes a parameter,
-                   6 + 12 / dp when distributed)
-
-The same as `planned` of both backends' residence.py says to the memory manager, but experts are cut as they are.
-A reference model (algo.kl_coef) is one more set of weights, with the torch trainer of a size of its own; a critic is a
-second model that is trained, after the policy's pass and its activations. Weights that
-travel between devices are staged: a copy in the engine's number type for each version in flight. A CUDA context took
-0.8 GiB, an NCCL group 0.65 GiB where it was measured (docs/benchmarks.md, `memory_gang` and `memory_communicators`).
-
-What an engine holds: weights, key-value cache, graphs. Pure.
-
-    weights of SGLang           bytes of engine.dtype x N / GPUs of the server
-    a token in the cache        2 (key and value) x layers x kv heads / GPUs x head size x bytes
-    cache of SGLang             sglang.mem_fraction_static x device - weights (the fraction counts both)
-    update                      2 x weights.bucket_mb while new weights arrive
-    embedded engine             `memory/budget.py`: two sets of weights, cache at its fullest, in 0.6 of what is free
-
-Attached servers have their memory from whoever started them: nothing is said of it. Left out: activations of a prefill,
-workspaces of attention kernels; SGLang keeps the rest of the device free for them.
-
-Memory of each device in each phase of the run, against its size. Pure.
-
-Without `memory.share = "switch"` there is one phase, in which everything is there at once. With it there are three: the
-trainer's turn (the engine keeps its context), the hand-over (weights of both and the staged version), the engine's turn
-(the trainer keeps its context). Devices of one kind are alike, so one of each role set is computed.
+Not counted: fragments of the allocator, workspaces of libraries, activations of a prefill, attached servers.
 """
 
 from __future__ import annotations
@@ -77,6 +31,12 @@ from ..composition.weight_channels import choose_channel, is_between_devices
 from ..memory_part import GIB, MIB, Part, count_text, size_text, total
 from ..preflight.finding import ConfigFinding
 from .batch import num_micro_batches
+
+# -- how parallelism cuts the model ------------------------------------------------------------------------------------
+#
+# Counted over the shapes of the model's tensors (`ModelConfig.tensor_shapes`), as Megatron-core cuts them: matrices by
+# tp, experts by ep and etp, vectors and routers whole; layers in equal runs over pipeline stages, the embedding on the
+# first stage, final norm and head on the last, which has a copy of a tied embedding.
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 EMBEDDING = "model.embed_tokens.weight"
@@ -145,6 +105,23 @@ def _is_outside_layer_here(name: str, model: ModelConfig, stage: PipelineStage) 
     return stage.is_last
 
 
+# -- activations of a step ---------------------------------------------------------------------------------------------
+#
+# What a layer keeps for its backward pass, for each token, in numbers of the compute type (h: hidden size, f: inner
+# width of the MLP, q, k, v: widths of the projections; attention is flash attention and keeps no scores):
+#
+#     torch     4h   input and output of both norms          megatron   4h
+#               2q + 2k + v   before and after rotation                 3(q + k + v)   projection, normed, rotated
+#               q    what attention gave                                q
+#               4f   gate, up, silu(gate), their product                3f   gate and up (fused SwiGLU), their product
+#
+# The scheme is that of Korthikanti et al. (arXiv 2205.05198, section 4), without dropout, biases and attention scores.
+# Which copies are kept follows `torch_backend/model.py` and `megatron/provider.py`; the 3 of Megatron's attention is
+# chosen so that it matches four measurements of docs/benchmarks.md (`train`), see tests/plan/test_memory_estimate.py.
+#
+# Scoring (`backends/vocab_scores.py`) makes logits in chunks: CHUNK numbers at 2 bytes, once more in float32 and their
+# gradient, together 8 bytes each in bfloat16 and 12 in float32; and the gradient of the head in float32.
+
 CHUNK_LOGITS = {"cuda": 1 << 28, "cpu": 1 << 25}
 """As in `backends/vocab_scores.py`, which imports torch; a test compares them."""
 LOGIT_BYTES = {2: 8, 4: 12}
@@ -177,7 +154,7 @@ def microbatch_tokens(config: RunConfig, model: ModelConfig) -> int:
 
 
 def layer_numbers(model: ModelConfig, kind: str, layout: ParallelLayout) -> float:
-    """Numbers that one layer keeps of one token on one rank; see the head of this file."""
+    """Numbers that one layer keeps of one token on one rank, by the table above."""
     q, kv = model.num_heads * model.head_dim, 2 * model.num_kv_heads * model.head_dim
     k = kv // 2
     inner = model.intermediate_size
@@ -220,6 +197,22 @@ def _scoring(model: ModelConfig, layout: ParallelLayout, shape: StepShape, token
     how = f"{count_text(chunk)} logits at a time x {each} B + gradient of the head 4 B x {count_text(head / 4)}"
     return Part("logits", each * chunk + head, how)
 
+
+# -- a trainer rank ----------------------------------------------------------------------------------------------------
+#
+# Bytes a parameter (n of this rank, N of the model, dp data-parallel replicas):
+#
+#     torch, ddp     masters 4, gradients 4, AdamW's moments 8, in bfloat16 2 more for the weights as they are used
+#     torch, fsdp    the same / ranks, and the largest unit (a layer, or embedding and head) gathered twice
+#     megatron       weights 2 (bfloat16) or 4, main gradients 4, masters 4 (bfloat16) and moments 8; the last two / dp
+#                    with a distributed optimizer (Megatron-core's own table: "theoretical memory" = 18 bytes a
+#                    parameter, 6 + 12 / dp when distributed)
+#
+# `planned` of both backends' residence.py tells the memory manager the same, except that experts are cut here as they
+# really are. A reference model (algo.kl_coef) is one more set of weights, for the torch trainer of its own size. A
+# critic is a second trained model; its pass follows the policy's pass. Weights that travel between devices are staged:
+# a copy in the engine's number type for each version in flight. A CUDA context took 0.8 GiB, an NCCL group 0.65 GiB
+# where it was measured (docs/benchmarks.md, `memory_gang` and `memory_communicators`).
 
 CONTEXT_BYTES = int(0.8 * GIB)
 GROUP_BYTES = int(0.65 * GIB)
@@ -368,6 +361,16 @@ def num_groups(layout: ParallelLayout, world_size: int) -> int:
     return 1 if cut == [world_size] else 1 + len(cut)
 
 
+# -- an engine ---------------------------------------------------------------------------------------------------------
+#
+#     weights of SGLang           bytes of engine.dtype x N / GPUs of the server
+#     a token in the cache        2 (key and value) x layers x kv heads / GPUs x head size x bytes
+#     cache of SGLang             sglang.mem_fraction_static x device - weights (the fraction counts both)
+#     update                      2 x weights.bucket_mb while new weights arrive
+#     embedded engine             `memory/budget.py`: two sets of weights, cache at its fullest, in 0.6 of what is free
+#
+# SGLang keeps the rest of the device free for activations of a prefill and workspaces of attention kernels.
+
 SGLANG_SHARE = 0.85
 """About what SGLang chooses when sglang.mem_fraction_static is not set; it looks at the device then."""
 
@@ -456,8 +459,10 @@ def embedded_budget(config: RunConfig, model: ModelConfig, available_bytes: int)
     )
 
 
+# -- all devices -------------------------------------------------------------------------------------------------------
+
 STAYS = frozenset({"context", "communicators"})
-"""Of who has not its turn."""
+"""Parts that stay on the device while the other side uses it."""
 TIGHT = 0.95
 """Of a device; above, what is left out here may not fit."""
 

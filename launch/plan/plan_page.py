@@ -1,8 +1,7 @@
-"""A plan as text, and as JSON types. Pure.
+"""The result of `myxa plan`: its records, and the page and the JSON that are made from them. Pure.
 
-What `myxa plan` says of one problem: place, key, cause, remedy; and the order in which problems are told. Pure.
-
-The placement as a picture: a grid of nodes and devices with letters for roles, and who has them when. Pure.
+The page has a section each for placement (a grid of nodes and devices), memory, objective, batch, staleness, disk and
+processes. Problems come last: errors before warnings, file by file and line by line.
 """
 
 from __future__ import annotations

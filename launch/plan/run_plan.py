@@ -15,9 +15,9 @@ from ...core.errors import ConfigError, MyxaError
 from ...memory.host import available_bytes
 from ..actor_spec import ActorSpec
 from ..memory_part import GIB
-from ..preflight.disk import disk_of, free_at
+from ..preflight.disk import disk_of
 from ..preflight.finding import ConfigFinding, key_of, looked
-from ..preflight.machine import look_at_gpus
+from ..preflight.machine import free_at, look_at_gpus
 from ..preflight.preflight import CHECKS, FIT_CHECKS, NAMED_CHECKS, find_problems, readable_model
 from ..supervisor.placement import place, placement_problems
 from .batch import batch_of

@@ -1,9 +1,7 @@
-"""Whether the model's chat template can write what the run will need of it. Knows templates; starts no tokenizer.
+"""Checks that the model's chat template can render what the run needs: a question, more turns, the first rows of data.
 
-Whether the chat template can write the first rows of the data: prompts, and demonstrations as they would be learnt.
-
-A row that it refuses is told before anything is started. Knows rows and templates; the buffer looks at every row, and
-the rollout actors at every prompt that they draw.
+Demonstrations are rendered as they are trained on. The buffer checks every row when it starts, and the rollout actors
+check every prompt that they draw.
 """
 
 from __future__ import annotations

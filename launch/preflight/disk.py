@@ -1,20 +1,18 @@
-"""What a run will write, and whether there is room for it. The sizes are pure; one function asks the file system.
+"""What a run writes to disk, and whether there is room for it. Pure.
 
-    checkpoint, torch       12 bytes a parameter: float32 masters and two moments; of a critic as many
+    checkpoint, torch       12 bytes a parameter: float32 masters and two moments; the same for a critic
     checkpoint, megatron    bfloat16: 2 + 4 + 8 = 14 (weights, masters, moments); float32: 12
     export                  bytes of trainer.dtype a parameter
     weights by disk         bytes of trainer.dtype a parameter, for each version in flight (three)
 
-While a checkpoint is written the older ones are still there: keep_last + 1 of them. Logs, metrics, traces and the
-ledger are not counted: a few MB for every thousand steps.
+While a checkpoint is written the older ones still exist: keep_last + 1 of them. Logs, metrics, traces and the ledger
+are not counted: a few MB for every thousand steps.
 """
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from ...actors.models.hf_folder import export_dtype
 from ...actors.models.model_config import ModelConfig
@@ -79,22 +77,6 @@ def written(config: RunConfig, model: ModelConfig) -> Iterator[Part]:
 def disk_of(config: RunConfig, model: ModelConfig, free_bytes: int | None) -> DiskNeed:
     """Needed and free."""
     return DiskNeed(config.run.dir, tuple(written(config, model)), free_bytes)
-
-
-def nearest_folder(folder: str) -> Path:
-    """What is there of a path: itself, or the nearest above it."""
-    path = Path(folder).absolute()
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path
-
-
-def free_at(folder: str) -> int | None:
-    """Bytes that are free where `folder` is or will be made; None if that cannot be asked."""
-    try:
-        return shutil.disk_usage(nearest_folder(folder)).free
-    except OSError:
-        return None
 
 
 def disk_findings(disk: DiskNeed) -> Iterator[ConfigFinding]:

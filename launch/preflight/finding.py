@@ -1,6 +1,4 @@
-"""One thing that is wrong, or doubtful, with a run that has not started: which key of the run file it is about, and the
-error that an actor would raise. Knows errors and names of keys; must not know who looks.
-"""
+"""ConfigFinding: a problem or warning about a run that has not started, with the key of the run file that causes it."""
 
 from __future__ import annotations
 

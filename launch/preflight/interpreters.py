@@ -1,7 +1,4 @@
-"""Which Python each role runs in, and what is installed there. Nothing heavy is imported to find out.
-
-Knows interpreters and names of packages. Must not know what a package is needed for.
-"""
+"""Which Python each role runs in, and which packages it has. Imports none of them to find out."""
 
 from __future__ import annotations
 

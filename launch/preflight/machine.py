@@ -1,14 +1,13 @@
-"""The GPUs of this machine, as far as they can be seen without using one: by NVML, else by the driver's own files.
+"""What this machine has: GPUs, free ports, disk space. Uses no GPU and knows no runs.
 
-Knows NVML and /proc. Must not know runs. `memory/gpu_facts.py` asks about one GPU and fails when it is not there; this
-looks at what there is, and a machine without any is fine.
-
-Is a port free? Asked before anything is started that would need it.
+GPUs are found by NVML, or by the driver's own files where NVML is not installed. A machine without GPUs is no error;
+`memory/gpu_facts.py` asks about one GPU and fails if it is missing.
 """
 
 from __future__ import annotations
 
 import importlib
+import shutil
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,3 +102,19 @@ def check_port(place: str, host: str, port: int, remedy: str) -> None:
             probe.bind(address)
     except OSError as error:
         raise LaunchError(f"{place}: cannot listen on {host}:{port}: {error.strerror}", remedy=remedy) from error
+
+
+def nearest_folder(folder: str) -> Path:
+    """What is there of a path: itself, or the nearest above it."""
+    path = Path(folder).absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def free_at(folder: str) -> int | None:
+    """Bytes that are free where `folder` is or will be made; None if that cannot be asked."""
+    try:
+        return shutil.disk_usage(nearest_folder(folder)).free
+    except OSError:
+        return None

@@ -1,11 +1,8 @@
-"""What can be seen to be wrong before a process is started: interpreters, packages, model folder, functions, data
-files, devices, ports.
+"""Finds what is wrong with a run before any process starts: interpreters, packages, model, functions, data, devices,
+ports.
 
-Everything here is checked again by the actor that needs it; but a message after a second, without a run directory and
-without processes, is worth more than the same message after torch was imported five times. Each node looks at what its
-own actors will need; `myxa plan` looks at the same and more. No torch; knows folders and files, must not know actors.
-
-Which packages the actors of a run need in their interpreters. Looks at names of data files, at nothing else.
+The actor that needs a thing checks it again. This check takes a second, makes no run directory and starts no process.
+Each node checks what its own actors need; `myxa plan` runs the same checks and more. Imports no torch.
 """
 
 from __future__ import annotations
@@ -38,10 +35,10 @@ from ...core.errors import ConfigError, LedgerError, ModelError, MyxaError, Trai
 from ..actor_spec import ActorSpec
 from ..lives.named_checkpoint import named_checkpoint
 from .chat_template_checks import row_findings, template_findings
-from .disk import disk_findings, disk_of, free_at, nearest_folder
+from .disk import disk_findings, disk_of
 from .finding import ConfigFinding, looked
 from .interpreters import AskedInterpreter, Installed, ask_interpreters
-from .machine import Gpus, check_port, look_at_gpus
+from .machine import Gpus, check_port, free_at, look_at_gpus, nearest_folder
 from .server_checks import ABSENT_S, attached_findings, sglang_findings
 from .user_functions import function_findings
 

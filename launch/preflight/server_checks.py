@@ -1,10 +1,8 @@
-"""A look at the servers that a run is to attach to, before anything is started. Knows HTTP; what an answer means is
-`actors/engines/attach_check.py`'s.
+"""Checks SGLang servers before a run starts: those that it launches, and those of `engine.attach`.
 
-Whether launched servers have an interpreter with SGLang, and know the arguments of `[sglang]`.
-
-The names are read from the source text of SGLang's ServerArgs: nothing of it is imported. The rollout actor asks the
-class itself before it starts a server.
+For launched servers: the interpreter has SGLang, and SGLang knows the arguments of `[sglang]`. Their names are read
+from the source text of ServerArgs, without importing it; the rollout actor asks the class itself later. For attached
+servers: they answer over HTTP and serve the run's model (`actors/engines/attach_check.py` judges the answers).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Whether the functions that a run file names are there, seen from their source text: no code of the user is run.
+"""Checks from their source text that the functions named in a run file exist and take the right arguments.
 
-What can only be seen by importing (a name made at run time, a signature that a decorator changes) is left to the actor
-that loads the function. Knows syntax trees; the messages are those of `actors/user_code.py`.
+No user code runs. The actor that loads a function checks what only an import shows: a name made at run time, a
+signature that a decorator changes. The messages are those of `actors/user_code.py`.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from textual.screen import Screen
 from textual.widgets import DataTable, Static, TabbedContent, TabPane, Tree
 
 from ...core.errors import MyxaError
+from ..views.knob_table import KNOB_COLUMNS, KnobRow, knob_rows
 from ..views.live_state import StepPace, clean
 from ..views.run_view import RunView
 from . import pages, rows
@@ -131,7 +132,7 @@ class TopApp(App[None]):
         self._picture: RunView | None = None
         self._actor = ""
         self._tree_key: tuple[tuple[int, str], ...] = ()
-        self._knob_rows: dict[str, rows.KnobRow] = {}
+        self._knob_rows: dict[str, KnobRow] = {}
         self._follows = True
         self._log_of = ""
         self._shows_tree: bool | None = None
@@ -156,7 +157,7 @@ class TopApp(App[None]):
     def on_mount(self) -> None:
         """Begin to look."""
         self._page.query_one("#title", Static).update("myxa top: asking the run ...")
-        self._table("knob-table").add_columns(*rows.KNOB_COLUMNS)
+        self._table("knob-table").add_columns(*KNOB_COLUMNS)
         self._table("history-table").add_columns(*rows.HISTORY_COLUMNS)
         self._page.query_one("#tree").focus()
         _start(self._look_forever)
@@ -196,7 +197,7 @@ class TopApp(App[None]):
         self._show_tree(picture)
         self._show_page()
         fill(self._table("history-table"), rows.history_rows(picture.history))
-        self._knob_rows = {row.name: row for row in rows.knob_rows(picture.knobs)}
+        self._knob_rows = {row.name: row for row in knob_rows(picture.knobs)}
         fill(self._table("knob-table"), [row.cells() for row in self._knob_rows.values()])
 
     @property

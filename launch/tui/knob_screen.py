@@ -21,7 +21,7 @@ from textual.widgets import Input, Label, Static
 from ...core.errors import MyxaError
 from ...core.knobs import ChangeReply, KnobValue
 from ..views.changes import value_text
-from .rows import KnobRow, parsed_value, reply_text
+from ..views.knob_table import KnobRow, parsed_value, reply_text
 
 Turn = Callable[[dict[str, KnobValue], str, int, bool], ChangeReply]
 """values, reason, number of steps after which it goes back (0: it stays), past the guard."""

@@ -9,16 +9,14 @@ Logs and stacks as the run tells them, as text for a screen. Pure: the answer of
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 from ...core.activity import ACTIVITY_KINDS
-from ...core.errors import ConfigError
-from ...core.knobs import AuditRecord, ChangeReply, KnobState, KnobTable, KnobValue, Tunable
+from ...core.knobs import AuditRecord
 from ..views.changes import changes_of, clock_text, value_text
-from ..views.live_state import LiveState, clean
+from ..views.live_state import LiveState, clean, name_order
 from ..views.numbers import duration, percent, short, training_reward
-from ..views.run_view import ActorFacts, RunView, name_order
+from ..views.run_view import ActorFacts, RunView
 
 LETTERS: Mapping[str, str] = dict(zip(ACTIVITY_KINDS, "█▓▒░◇▫▪·", strict=True))
 LETTERS_ASCII: Mapping[str, str] = dict(zip(ACTIVITY_KINDS, "#dwcmep.", strict=True))
@@ -34,116 +32,6 @@ _STATE_SIGNS = {
     "ending": "~",
     "exited": "x",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class KnobRow:
-    """One knob, over all of its owners."""
-
-    tunable: Tunable
-    owners: tuple[str, ...]
-    """Actor names."""
-    values: tuple[KnobValue, ...]
-    """In force, by owner."""
-    first: KnobValue
-    pending: KnobValue | None
-    reverts: str = ""
-    """When it goes back by itself."""
-
-    @property
-    def name(self) -> str:
-        """Of the knob."""
-        return self.tunable.name
-
-    @property
-    def value(self) -> str:
-        """One value, or every owner's where they differ."""
-        if len(set(self.values)) <= 1:
-            return value_text(self.values[0])
-        return ", ".join(
-            f"{value_text(value)} ({owner})" for owner, value in zip(self.owners, self.values, strict=True)
-        )
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether it differs from the run file."""
-        return any(value != self.first for value in self.values)
-
-    def cells(self) -> tuple[str, ...]:
-        """In the order of `KNOB_COLUMNS`."""
-        waiting = f" -> {value_text(self.pending)}" if self.pending is not None else ""
-        unit = f" {self.tunable.unit}" if self.tunable.unit else ""
-        back = f" (goes back {self.reverts})" if self.reverts else ""
-        return (
-            f"{'*' if self.is_changed else ' '}{self.name}",
-            clean(self.value + unit + waiting + back),
-            self.tunable.range_text(),
-            self.tunable.boundary,
-            owners_text(self.owners),
-            value_text(self.first),
-            clean(self.tunable.help),
-        )
-
-
-KNOB_COLUMNS = (" knob", "value", "takes", "at next", "owner", "run file", "what it does")
-
-
-def knob_rows(table: KnobTable | None) -> list[KnobRow]:
-    """Every knob once, by owner's role and name. Owners' own knobs come before those that every process has."""
-    if table is None:
-        return []
-    held: dict[str, list[tuple[str, KnobState]]] = {}
-    for sheet in table.sheets:
-        for state in sheet.knobs:
-            held.setdefault(state.tunable.name, []).append((sheet.owner, state))
-    rows = [_knob_row(name, holders, table.reverts.get(name, "")) for name, holders in held.items()]
-    return sorted(rows, key=lambda row: (row.tunable.owner == "process", name_order(row.tunable.owner), row.name))
-
-
-def _knob_row(name: str, holders: Sequence[tuple[str, KnobState]], reverts: str) -> KnobRow:
-    state = holders[0][1]
-    pending = next((held.pending for _, held in holders if held.pending is not None), None)
-    owners = tuple(owner for owner, _ in holders)
-    return KnobRow(state.tunable, owners, tuple(held.value for _, held in holders), state.first, pending, reverts)
-
-
-def owners_text(owners: Sequence[str]) -> str:
-    """`trainer/0`, or `rollout/* (4)` for many of a role, or `7 actors`."""
-    if len(owners) == 1:
-        return owners[0]
-    roles = {owner.partition("/")[0] for owner in owners}
-    return f"{roles.pop()}/* ({len(owners)})" if len(roles) == 1 else f"{len(owners)} actors"
-
-
-def parsed_value(tunable: Tunable, text: str) -> KnobValue:
-    """What a person typed, in the knob's own type; limits are the server's to check. Raises ConfigError."""
-    text = text.strip()
-    if tunable.kind in ("text", "choice"):
-        return text
-    words: Mapping[str, KnobValue] = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
-    if tunable.kind == "bool":
-        if text.lower() not in words:
-            raise ConfigError(f"{tunable.name} = {text!r}: must be true or false")
-        return words[text.lower()]
-    try:
-        return int(text) if tunable.kind == "int" else float(text)
-    except ValueError:
-        wanted = "a whole number" if tunable.kind == "int" else "a number"
-        raise ConfigError(f"{tunable.name} = {text!r}: must be {wanted}", remedy=tunable.range_text()) from None
-
-
-def reply_text(reply: ChangeReply) -> str:
-    """What became of a change, in one sentence."""
-    if reply.refused:
-        return f"refused: {clean(reply.refused)}"
-    moves = ", ".join(
-        f"{move.name} {value_text(move.old)} -> {value_text(move.new)} ({move.owner})" for move in reply.moves[:3]
-    )
-    more = f" and {len(reply.moves) - 3} more" if len(reply.moves) > 3 else ""
-    numbered = any(move.boundary in ("batch", "step", "weights") for move in reply.moves)
-    place = f", in force from step {reply.at} on" if numbered else ", in force"
-    warned = "".join(f"; {clean(warning)}" for warning in reply.warnings)
-    return f"change {reply.epoch}: {clean(moves)}{more}{place}{warned}" if reply.moves else f"nothing to change{warned}"
 
 
 def done_words(verb: str, answer: object) -> str:

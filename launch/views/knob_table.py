@@ -1,11 +1,12 @@
-"""The table of all live knobs in `docs/knobs.md`, made from their declarations, so that page and code agree.
+"""Live knobs as tables: the reference table of `docs/knobs.md`, and the rows that screens show of a run's knobs. Pure.
 
-Knows declarations only; no run, no actor.
+The reference table is made from the declarations, so that page and code agree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from ...actors.buffer.knobs import BufferLimits, buffer_tunables
 from ...actors.coordinator.knobs import COORDINATOR_TUNABLES
@@ -14,7 +15,9 @@ from ...actors.rollout import knobs as rollout_knobs
 from ...actors.trainer import knobs as trainer_knobs
 from ...algos.filters import GROUP_FILTERS
 from ...core.errors import ConfigError
-from ...core.knobs import Tunable
+from ...core.knobs import ChangeReply, KnobState, KnobTable, KnobValue, Tunable
+from .changes import value_text
+from .live_state import clean, name_order
 
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
 HEAD = (
@@ -62,3 +65,113 @@ def _row(tunable: Tunable) -> str:
         tunable.help,
     )
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+@dataclass(frozen=True, slots=True)
+class KnobRow:
+    """One knob, over all of its owners."""
+
+    tunable: Tunable
+    owners: tuple[str, ...]
+    """Actor names."""
+    values: tuple[KnobValue, ...]
+    """In force, by owner."""
+    first: KnobValue
+    pending: KnobValue | None
+    reverts: str = ""
+    """When it goes back by itself."""
+
+    @property
+    def name(self) -> str:
+        """Of the knob."""
+        return self.tunable.name
+
+    @property
+    def value(self) -> str:
+        """One value, or every owner's where they differ."""
+        if len(set(self.values)) <= 1:
+            return value_text(self.values[0])
+        return ", ".join(
+            f"{value_text(value)} ({owner})" for owner, value in zip(self.owners, self.values, strict=True)
+        )
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it differs from the run file."""
+        return any(value != self.first for value in self.values)
+
+    def cells(self) -> tuple[str, ...]:
+        """In the order of `KNOB_COLUMNS`."""
+        waiting = f" -> {value_text(self.pending)}" if self.pending is not None else ""
+        unit = f" {self.tunable.unit}" if self.tunable.unit else ""
+        back = f" (goes back {self.reverts})" if self.reverts else ""
+        return (
+            f"{'*' if self.is_changed else ' '}{self.name}",
+            clean(self.value + unit + waiting + back),
+            self.tunable.range_text(),
+            self.tunable.boundary,
+            owners_text(self.owners),
+            value_text(self.first),
+            clean(self.tunable.help),
+        )
+
+
+KNOB_COLUMNS = (" knob", "value", "takes", "at next", "owner", "run file", "what it does")
+
+
+def knob_rows(table: KnobTable | None) -> list[KnobRow]:
+    """Every knob once, by owner's role and name. Owners' own knobs come before those that every process has."""
+    if table is None:
+        return []
+    held: dict[str, list[tuple[str, KnobState]]] = {}
+    for sheet in table.sheets:
+        for state in sheet.knobs:
+            held.setdefault(state.tunable.name, []).append((sheet.owner, state))
+    rows = [_knob_row(name, holders, table.reverts.get(name, "")) for name, holders in held.items()]
+    return sorted(rows, key=lambda row: (row.tunable.owner == "process", name_order(row.tunable.owner), row.name))
+
+
+def _knob_row(name: str, holders: Sequence[tuple[str, KnobState]], reverts: str) -> KnobRow:
+    state = holders[0][1]
+    pending = next((held.pending for _, held in holders if held.pending is not None), None)
+    owners = tuple(owner for owner, _ in holders)
+    return KnobRow(state.tunable, owners, tuple(held.value for _, held in holders), state.first, pending, reverts)
+
+
+def owners_text(owners: Sequence[str]) -> str:
+    """`trainer/0`, or `rollout/* (4)` for many of a role, or `7 actors`."""
+    if len(owners) == 1:
+        return owners[0]
+    roles = {owner.partition("/")[0] for owner in owners}
+    return f"{roles.pop()}/* ({len(owners)})" if len(roles) == 1 else f"{len(owners)} actors"
+
+
+def parsed_value(tunable: Tunable, text: str) -> KnobValue:
+    """What a person typed, in the knob's own type; limits are the server's to check. Raises ConfigError."""
+    text = text.strip()
+    if tunable.kind in ("text", "choice"):
+        return text
+    words: Mapping[str, KnobValue] = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
+    if tunable.kind == "bool":
+        if text.lower() not in words:
+            raise ConfigError(f"{tunable.name} = {text!r}: must be true or false")
+        return words[text.lower()]
+    try:
+        return int(text) if tunable.kind == "int" else float(text)
+    except ValueError:
+        wanted = "a whole number" if tunable.kind == "int" else "a number"
+        raise ConfigError(f"{tunable.name} = {text!r}: must be {wanted}", remedy=tunable.range_text()) from None
+
+
+def reply_text(reply: ChangeReply) -> str:
+    """What became of a change, in one sentence."""
+    if reply.refused:
+        return f"refused: {clean(reply.refused)}"
+    moves = ", ".join(
+        f"{move.name} {value_text(move.old)} -> {value_text(move.new)} ({move.owner})" for move in reply.moves[:3]
+    )
+    more = f" and {len(reply.moves) - 3} more" if len(reply.moves) > 3 else ""
+    numbered = any(move.boundary in ("batch", "step", "weights") for move in reply.moves)
+    place = f", in force from step {reply.at} on" if numbered else ", in force"
+    warned = "".join(f"; {clean(warning)}" for warning in reply.warnings)
+    return f"change {reply.epoch}: {clean(moves)}{more}{place}{warned}" if reply.moves else f"nothing to change{warned}"

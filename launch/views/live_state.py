@@ -5,6 +5,7 @@ Knows: the coordinator's, buffer's and monitor's answers. Must not know: termina
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -237,3 +238,13 @@ def plain_line(state: LiveState, pace: StepPace) -> str:
     if not verdict.startswith("nothing"):
         lines.append(verdict)
     return " | ".join(" ".join(line.split()) for line in lines)
+
+
+_ROLES = ("trainer", "rollout", "buffer", "coordinator", "memory", "monitor")
+
+
+def name_order(name: str) -> tuple[int, str, int, str]:
+    """Trainers first, then rollout actors, then the others; by number."""
+    role, _, number = name.partition("/")
+    place = _ROLES.index(role) if role in _ROLES else len(_ROLES)
+    return (place, role, int(number) if re.fullmatch(r"\d{1,9}", number) else 0, name)

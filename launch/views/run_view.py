@@ -6,7 +6,6 @@ pages. Whoever did not answer is missing in the picture, with the reason; no con
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -17,7 +16,7 @@ from ...core.knobs import AuditRecord, KnobTable
 from ...core.messages import BufferStats, RunStatus
 from .advice import Facts, what_to_try
 from .bottleneck import Filtered, engines_look_full, judge
-from .live_state import LiveState
+from .live_state import LiveState, name_order
 
 T = TypeVar("T")
 
@@ -180,13 +179,3 @@ def _list(raw: object) -> Sequence[object]:
 
 def _whole(value: object) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
-
-
-_ROLES = ("trainer", "rollout", "buffer", "coordinator", "memory", "monitor")
-
-
-def name_order(name: str) -> tuple[int, str, int, str]:
-    """Trainers first, then rollout actors, then the others; by number."""
-    role, _, number = name.partition("/")
-    place = _ROLES.index(role) if role in _ROLES else len(_ROLES)
-    return (place, role, int(number) if re.fullmatch(r"\d{1,9}", number) else 0, name)

@@ -17,10 +17,11 @@ from ..tui import rows
 from ..views.advice import facts_of_file, num_cores, what_to_try
 from ..views.bottleneck import NEWEST, Filtered, judge
 from ..views.changes import stairs, value_text
-from ..views.live_state import clean
+from ..views.knob_table import knob_rows, owners_text
+from ..views.live_state import clean, name_order
 from ..views.numbers import duration, percent, short, training_reward
 from ..views.run_files import BUFFER_CHARTS
-from ..views.run_view import ActorFacts, RunView, name_order
+from ..views.run_view import ActorFacts, RunView
 from .history import History
 
 _MAX_ACTORS = 24
@@ -356,10 +357,10 @@ def _knobs(picture: RunView) -> list[dict[str, Any]]:
             "reverts": row.reverts,
             "takes": row.tunable.range_text(),
             "boundary": row.tunable.boundary,
-            "owner": rows.owners_text(row.owners),
+            "owner": owners_text(row.owners),
             "first": value_text(row.first),
             "isChanged": row.is_changed,
             "help": row.tunable.help,
         }
-        for row in rows.knob_rows(picture.knobs)
+        for row in knob_rows(picture.knobs)
     ]

@@ -19,6 +19,7 @@ from myxa.launch.control.verb import Arguments
 from myxa.launch.tui import pages, rows
 from myxa.launch.tui.feed import carried_over
 from myxa.launch.tui.rows import log_text, stack_text
+from myxa.launch.views import knob_table
 from myxa.launch.views.live_state import StepPace
 from myxa.launch.views.run_view import RunView, VerbAnswer, picture_of
 
@@ -49,7 +50,7 @@ def test_actors_are_listed_by_node_and_role(picture: RunView) -> None:
 
 
 def test_a_knob_of_many_owners_is_one_row(picture: RunView) -> None:
-    table = {row.name: row for row in rows.knob_rows(picture.knobs)}
+    table = {row.name: row for row in knob_table.knob_rows(picture.knobs)}
     assert table["concurrency"].cells()[4] == "rollout/* (3)"
     assert table["log_level"].cells()[4] == "8 actors"
     assert table["temperature"].cells()[1] == "1 (goes back at step 160)"
@@ -65,7 +66,7 @@ def test_owners_that_differ_are_told_apart() -> None:
         )
         for n in range(2)
     )
-    (row,) = rows.knob_rows(KnobTable(sheets=sheets, epoch=1))
+    (row,) = knob_table.knob_rows(KnobTable(sheets=sheets, epoch=1))
     assert row.cells()[:2] == ("*n", "1 (rollout/0), 2 (rollout/1) groups -> 5")
 
 
@@ -80,20 +81,22 @@ def test_owners_that_differ_are_told_apart() -> None:
     ],
 )
 def test_what_is_typed_becomes_the_knobs_own_type(kind: Any, text: str, value: object) -> None:
-    assert rows.parsed_value(Tunable(name="k", kind=kind, boundary="now", owner="buffer", help=""), text) == value
+    assert knob_table.parsed_value(Tunable(name="k", kind=kind, boundary="now", owner="buffer", help=""), text) == value
 
 
 @pytest.mark.parametrize(("kind", "text"), [("float", "fast"), ("int", "1.5"), ("int", ""), ("bool", "maybe")])
 def test_what_cannot_be_meant_is_refused_with_the_reason(kind: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=r"k = .*: must be"):
-        rows.parsed_value(Tunable(name="k", kind=kind, boundary="now", owner="buffer", help=""), text)
+        knob_table.parsed_value(Tunable(name="k", kind=kind, boundary="now", owner="buffer", help=""), text)
 
 
 def test_a_reply_says_where_it_is_in_force() -> None:
     move = KnobMove(name="lr", owner="trainer/0", old=1e-4, new=2e-4, boundary="step")
-    said = rows.reply_text(ChangeReply(epoch=3, at=41, moves=(move,), warnings=("below the current lag",)))
+    said = knob_table.reply_text(ChangeReply(epoch=3, at=41, moves=(move,), warnings=("below the current lag",)))
     assert said == "change 3: lr 0.0001 -> 0.0002 (trainer/0), in force from step 41 on; below the current lag"
-    assert rows.reply_text(ChangeReply(epoch=0, at=0, moves=(), refused="trainer/0: no")) == "refused: trainer/0: no"
+    assert (
+        knob_table.reply_text(ChangeReply(epoch=0, at=0, moves=(), refused="trainer/0: no")) == "refused: trainer/0: no"
+    )
 
 
 def test_lags_of_an_older_step_are_not_shown(picture: RunView) -> None:
@@ -183,6 +186,6 @@ def test_answers_of_any_shape_make_a_picture(answers: dict[str, Any]) -> None:
     told = picture_of({verb: VerbAnswer(result) for verb, result in answers.items()}, 5.0)
     rows.title_text(told)
     rows.notice_text(told)
-    rows.knob_rows(told.knobs)
+    knob_table.knob_rows(told.knobs)
     rows.history_rows(told.history)
     pages.run_page(told, StepPace(), 60)
