@@ -1,11 +1,4 @@
-"""Looking at a run: `ps`, `top`, `dashboard`, `why`, `watch`, `report`, `mem`, `trace`, `grafana`.
-
-Who holds which memory, as text: devices, tenants with their tags, and what happened last. Pure.
-
-The last stretch of a trace, as a trace of its own: whole slices, arrows with both ends, names of rows that occur.
-
-Pure: events in, events out. Works on a stream that can be read twice, because a trace may be large.
-"""
+"""Commands that look at a run: `ps`, `top`, `dashboard`, `why`, `watch`, `report`, `mem`, `trace`, `grafana`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Finds the verb of a request, decodes its arguments, runs it, has it audited, counts.
+"""Finds the verb of a request, decodes its arguments, runs it, writes it into the audit log, counts. Knows no sockets.
 
-Knows verbs and the audit log. Must not know sockets or framings: lines, HTTP and TCP all call this.
-
-All verbs of the control socket, and the verb that lists them.
+`all_verbs` is the table of every verb. Lines, HTTP and TCP all call the dispatcher.
 """
 
 from __future__ import annotations

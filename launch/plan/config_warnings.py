@@ -1,4 +1,4 @@
-"""Warnings about settings that are valid but rarely intended: odd counts, sampling that the trainer cannot score. Pure."""
+"""Warnings about valid settings that are rarely intended: odd counts, sampling that the trainer cannot score. Pure."""
 
 from __future__ import annotations
 

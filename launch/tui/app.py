@@ -1,8 +1,6 @@
-"""`myxa top`: the run in a terminal, to look at and to turn knobs.
+"""`myxa top`: the run in a terminal, to look at and to set knobs.
 
-Knows widgets, pages and the feed. Must not know sockets or actors. Everything that may block runs in threads.
-
-Pieces of `myxa top`: what threads tell the application, the body of each page, tables that keep their cursor.
+Everything that may block runs in threads, which send messages to the application.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Looks at a run through its control socket, again and again, whatever happens to the run meanwhile.
+"""Looks at a run through its control socket, again and again, also while the run fails or ends.
 
-Knows the client and which verbs make a picture. Must not know widgets. Blocking: call it from a thread.
+Blocking: call it from a thread.
 """
 
 from __future__ import annotations

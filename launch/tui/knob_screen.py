@@ -1,6 +1,6 @@
-"""The window in which one knob is turned: what it is, a new value, a reason, for how long.
+"""The window that sets one knob: what it is, a new value, a reason, for how long.
 
-Knows widgets and one knob. Must not know sockets: it is given a function that asks the run, and calls it in a thread.
+It asks the run through a function, which it calls in a thread.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pages of `myxa top` as styled text. Knows rows and colours. Must not know widgets; draws nothing by itself."""
+"""Pages of `myxa top` as styled text, made from `rows`. Pure."""
 
 from __future__ import annotations
 

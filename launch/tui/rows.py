@@ -1,10 +1,4 @@
-"""What `myxa top` shows, as rows of text. Pure: a picture of the run in, cells out.
-
-Knows: pictures, knobs, audit records. Must not know: widgets, colours, sockets; so all of it is tested without a
-terminal.
-
-Logs and stacks as the run tells them, as text for a screen. Pure: the answer of a verb in, lines out.
-"""
+"""What `myxa top` shows, as rows of plain text. Pure: a RunView or the answer of a verb in, cells out."""
 
 from __future__ import annotations
 

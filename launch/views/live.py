@@ -1,11 +1,7 @@
-"""The live view: one table in a terminal, one plain line now and then everywhere else.
+"""Terminal output of `myxa up`: a live table, or plain lines where there is no terminal; the summary at the end.
 
-Knows: rich, `LiveState`. Must not know: actors, files. It draws only when told to (`update`): no thread, no timer.
-
-What is said when a run is over: how it ended, the curve, where the report is, what to try next.
-
-Standard output of a run, which goes on when nobody takes it any more: a reader that ended (`myxa up | tee`), a
-terminal that was closed, a full disk under a redirected output.
+The view draws only in `update`: it has no thread and no timer. `lasting` keeps a run alive when its standard output
+breaks: a reader that ended (`myxa up | tee`), a closed terminal, a full disk under a redirected output.
 """
 
 from __future__ import annotations

@@ -1,17 +1,8 @@
 """`myxa report RUN`: one self-contained HTML page about a run, made from the files in its directory.
 
-Knows: the run's files and the template beside this module. Must not know: actors; it works long after they are gone.
-The page asks nobody for anything: style, script and charts are inside it, and a content policy forbids the rest. It can
-be read without JavaScript; the script only adds values under the pointer and a filter.
-
-What a practised eye looks for in a finished run, as sentences with a colour.
-
-Knows: the run's numbers. Must not know: how they are shown. Each rule is one function and one planted test; thresholds
-are named beside it. Red: the result is not to be trusted. Amber: worth a look. No finding: nothing to say.
-
-The words and tables of a report: outcome, key figures, settings, slow steps, events. Pure: a run in, records out.
-
-The charts of a report, by section. Pure: a run in, safe markup out.
+The page holds its style, script and charts, and a content policy forbids everything else. It can be read without
+JavaScript; the script adds values under the pointer and a filter. From top to bottom: findings (sentences by rules with
+named thresholds; red: do not trust the result, amber: worth a look), key figures and tables, charts, the page.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""Reading a run directory: metrics, events, trace, configuration.
+"""Reads a run directory: metrics, events, trace, configuration, audit log, samples. The run may have ended long ago.
 
-Knows: the files that sinks and launcher write. Must not know: how a report looks.
-A run may have been killed at any moment and files may be missing, torn or full of garbage: whatever can be read is
-read, and what could not be is said in `notes`. Nothing here raises for the content of a file.
-
-Prompts and answers of a run as its files hold them, by step and set; also of a run that is over.
+A run may be killed at any moment, so files may be missing, torn or full of garbage. Everything readable is read, and
+`notes` names the rest. The content of a file never raises an error.
 """
 
 from __future__ import annotations

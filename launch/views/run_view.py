@@ -1,7 +1,7 @@
-"""All that views from outside show of a running run, put together from the answers of its control socket. Pure.
+"""RunView: one look at a running run, made from the answers of its control socket. Pure.
 
-Knows: the answers of the verbs `status`, `ps`, `get`, `history`, `why`, as JSON types. Must not know: sockets, widgets,
-pages. Whoever did not answer is missing in the picture, with the reason; no content of an answer makes this raise.
+The answers come from the verbs `status`, `ps`, `get`, `history` and `why`, as JSON types. An answer that is missing or
+malformed becomes an entry of `troubles`; it never raises.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""Small charts as inline SVG: lines, bars. Pure: numbers in, safe markup out.
+"""Charts as inline SVG: lines, bars, the actors' timeline. Pure: numbers in, safe markup out.
 
 matplotlib was considered: a 10 MB dependency that draws fixed colours, while a report must follow the reader's light or
 dark scheme; plotly and vega need scripts of megabytes, and the report must work without any.
 
-Colours are classes (`c1`..`c6`) which the page's style sheet fills in. All text is escaped here.
-
-The actors' time as a chart: one row per actor, coloured by what it did. Pure: spans in, safe markup out.
-
-A long run has far more spans than a screen has pixels: each row is cut into columns, a column shows the kind that fills
-most of it, and neighbours of one kind become one rectangle. So the markup's size does not depend on the run's length.
+Colours are classes (`c1`..`c6`) of the page's style sheet. All text is escaped here. A long run has more spans than a
+screen has pixels: a row of the timeline is cut into columns, a column shows the kind that fills most of it, and equal
+columns side by side become one rectangle. So the markup's size does not depend on the run's length.
 """
 
 from __future__ import annotations
@@ -278,7 +275,7 @@ def bar_chart(title: str, bars: Mapping[str, float], *, x_label: str = "", colou
     return Markup(figure)
 
 
-_WIDTH, _ROW, _LEFT, _RIGHT, _TOP = 1140, 20, 104, 12, 18
+_TIMELINE_WIDTH, _ROW_HEIGHT, _ROW_LEFT, _ROW_RIGHT, _ROWS_TOP = 1140, 20, 104, 12, 18
 _MAX_ACTORS = 32
 _MAX_TITLES = 4000
 _ROLES = ("trainer", "rollout", "buffer", "coordinator", "monitor")
@@ -301,18 +298,20 @@ def timeline(
         return Markup("")
     hidden = len(rows) - _MAX_ACTORS
     shown = dict(list(rows.items())[:_MAX_ACTORS])
-    x = Scale(start_s, end_s, _LEFT, _WIDTH - _RIGHT)
-    bottom = _TOP + _ROW * len(shown)
+    x = Scale(start_s, end_s, _ROW_LEFT, _TIMELINE_WIDTH - _ROW_RIGHT)
+    bottom = _ROWS_TOP + _ROW_HEIGHT * len(shown)
     has_titles = sum(len(runs) for runs in shown.values()) <= _MAX_TITLES
     parts = [_axis(x, bottom, origin_s), *(_mark(x, moment, name, bottom) for moment, name in marks)]
     for index, (actor, runs) in enumerate(shown.items()):
-        top = _TOP + _ROW * index
-        parts.append(f'<text class="tick" x="{_LEFT - 8}" y="{top + 14}" text-anchor="end">{escape(actor[:18])}</text>')
+        top = _ROWS_TOP + _ROW_HEIGHT * index
+        parts.append(
+            f'<text class="tick" x="{_ROW_LEFT - 8}" y="{top + 14}" text-anchor="end">{escape(actor[:18])}</text>'
+        )
         parts += [_rect(x, top, run, origin_s if has_titles else None) for run in runs]
     height = bottom + 20
     note = f" ({hidden} more actors are not shown)" if hidden > 0 else ""
     label = escape(f"{title}: what {len(shown)} actors did over {duration(end_s - start_s)}{note}", quote=True)
-    body = f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+    body = f'<svg viewBox="0 0 {_TIMELINE_WIDTH} {height}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
     caption = f"<figcaption><b>{escape(title)}</b>{escape(note)}</figcaption>"
     return Markup(f'<figure class="chart wide">{caption}{body}</figure>')
 
@@ -330,14 +329,14 @@ Run = tuple[float, float, str, str]
 
 def _runs(spans: Sequence[SpanRow], start_s: float, end_s: float) -> list[Run]:
     """Stretches to draw between two times: as they are when they are wide enough, else merged by column."""
-    column_s = (end_s - start_s) / (_WIDTH - _LEFT - _RIGHT)
+    column_s = (end_s - start_s) / (_TIMELINE_WIDTH - _ROW_LEFT - _ROW_RIGHT)
     inside = [span for span in spans if span.start_s < end_s and span.start_s + span.duration_s > start_s]
-    if len(inside) <= (_WIDTH - _LEFT) / 3:
+    if len(inside) <= (_TIMELINE_WIDTH - _ROW_LEFT) / 3:
         return [
             (max(start_s, span.start_s), min(end_s, span.start_s + span.duration_s), span.activity, span.name)
             for span in inside
         ]
-    filled: list[dict[str, float]] = [{} for _ in range(_WIDTH - _LEFT - _RIGHT)]
+    filled: list[dict[str, float]] = [{} for _ in range(_TIMELINE_WIDTH - _ROW_LEFT - _ROW_RIGHT)]
     for span in inside:
         first = max(0, int((span.start_s - start_s) / column_s))
         last = min(len(filled) - 1, int((span.start_s + span.duration_s - start_s) / column_s))
@@ -365,7 +364,8 @@ def _merged(filled: Sequence[Mapping[str, float]], start_s: float, column_s: flo
 def _axis(x: Scale, bottom: float, origin_s: float) -> str:
     ticks = nice_ticks(x.low - origin_s, x.high - origin_s, 8)
     return "".join(
-        f'<line class="grid" x1="{x(tick + origin_s):.1f}" x2="{x(tick + origin_s):.1f}" y1="{_TOP}" y2="{bottom}"/>'
+        f'<line class="grid" x1="{x(tick + origin_s):.1f}" x2="{x(tick + origin_s):.1f}" y1="{_ROWS_TOP}" '
+        f'y2="{bottom}"/>'
         f'<text class="tick" x="{x(tick + origin_s):.1f}" y="{bottom + 14}" text-anchor="middle">'
         f"{escape(duration(tick))}</text>"
         for tick in ticks
@@ -377,15 +377,17 @@ def _mark(x: Scale, moment_s: float, name: str, bottom: float) -> str:
         return ""
     pixel = x(moment_s)
     label = (
-        f'<text class="tick" x="{pixel:.1f}" y="{_TOP - 5}" text-anchor="middle">{escape(name)}</text>' if name else ""
+        f'<text class="tick" x="{pixel:.1f}" y="{_ROWS_TOP - 5}" text-anchor="middle">{escape(name)}</text>'
+        if name
+        else ""
     )
-    return f'<line class="mark" x1="{pixel:.1f}" x2="{pixel:.1f}" y1="{_TOP - 3}" y2="{bottom}"/>{label}'
+    return f'<line class="mark" x1="{pixel:.1f}" x2="{pixel:.1f}" y1="{_ROWS_TOP - 3}" y2="{bottom}"/>{label}'
 
 
 def _rect(x: Scale, top: float, run: Run, origin_s: float | None) -> str:
     start_s, end_s, kind, name = run
     left, width = x(start_s), max(0.4, x(end_s) - x(start_s))
-    place = f'x="{left:.1f}" y="{top + 2}" width="{width:.1f}" height="{_ROW - 4}"'
+    place = f'x="{left:.1f}" y="{top + 2}" width="{width:.1f}" height="{_ROW_HEIGHT - 4}"'
     css = f"k-{kind}" if kind.replace("-", "").isalpha() else "k-other"
     if origin_s is None:
         return f'<rect class="{css}" {place}/>'

@@ -1,9 +1,5 @@
-"""Why the run is not faster, and what to do about it: verdict, advice and each actor's time in one record.
-
-Knows: time shares, facts of the run. Must not know: how they were got, how they are shown. Pure, but for
+"""Why a run is not faster and what to do about it: bottleneck, advice and a sentence about each actor's time. Pure, except
 `explain_files`.
-
-What one actor's time goes into, in one sentence. Pure: shares in, words out.
 """
 
 from __future__ import annotations

@@ -1,17 +1,9 @@
-"""The dashboard's web server: pages, live state by server-sent events, and (only if wished) knobs to turn.
+"""The dashboard's web server: pages, live state by server-sent events and, with `--operate`, knobs. Loopback only.
 
-Knows aiohttp, the guard, the feed and the history. Must not know what is in the pages. Loopback only. It looks at the
-run only while somebody looks at it.
-
-Who may ask the dashboard for what. Pure: headers in, a refusal or nothing out.
-
-Host, origin and site are judged as at every door (`actors/http_guard.py`), and each request must show that it knows the
-secret of the printed URL. What changes the run must carry the secret itself in a header: cookies are shared by all
-ports of a host, and a cookie of ours only opens what shows.
-
-The dashboard of a run inside its own launcher, if the run file wishes for one. It only shows.
-
-Knows the note of the control sockets. It asks the run through the read-only socket, as `myxa dashboard` does.
+It asks the run only while a page is open. `DashboardGuard` judges each request by its headers: host, origin and site
+as `actors/http_guard.py` does, and a proof that it knows the secret of the printed URL. A request that changes the run
+must carry the secret itself in a header: cookies are shared by all ports of a host, and the dashboard's cookie only
+opens what shows. `run_dashboard` serves a read-only dashboard inside the launcher.
 """
 
 from __future__ import annotations

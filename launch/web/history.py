@@ -1,12 +1,8 @@
-"""What the files of a run say of its past, read on as they grow; bounded, however long the run is.
+"""The past of a run as its files tell it, read on as they grow, in bounded memory.
 
-Knows `metrics.jsonl`, `events.jsonl`, `audit.jsonl` and `config.toml`. Must not know charts or pages. A run may have
-been killed at any moment: lines that cannot be read are skipped and counted.
-
-Curves of bounded size, whatever the length of the run: neighbours are merged when there is no room left. Pure.
-
-Knows numbers. Must not know metrics or pages. A library of sketches was considered: means with their extremes, in
-order, are all that a plot 600 pixels wide can show.
+`History` reads `metrics.jsonl`, `events.jsonl`, `audit.jsonl` and `config.toml`; it skips and counts lines that cannot
+be read. Curves have a bounded number of points: when one is full, pairs of points side by side are merged. A library
+of sketches was considered: means with their extremes, in order, are all that a plot 600 pixels wide can show.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""A picture of the run and its history as JSON types for the page. Pure; all text is plain, the page escapes it.
+"""What the dashboard's page shows, as JSON types: state (every second) and history (charts, when it grew). Pure.
 
-Knows pictures, histories, the rows that `myxa top` shows. Must not know sockets or HTML.
-
-The dashboard's charts and their data as JSON types. Pure: a history in, plain tables out; the page only draws.
+All text is plain; the page escapes it and only draws.
 """
 
 from __future__ import annotations
