@@ -1,5 +1,6 @@
-"""Why a run is not faster and what to do about it: bottleneck, advice and a sentence about each actor's time. Pure, except
-`explain_files`.
+"""Why a run is not faster and what to do about it: bottleneck, advice, and a sentence about each actor's time.
+
+Pure, except `explain_files`.
 """
 
 from __future__ import annotations
