@@ -59,8 +59,8 @@ def add_samples(verbs: Verbs) -> None:
     samples = verbs.add_parser(
         "samples",
         help="prompt, answers, rewards: of the newest groups, of any step, of held-out prompts",
-        description="Of a run that goes on: the newest finished groups, token by token. With --step or --eval, and of "
-        "a run that is over: what samples.jsonl kept of each step.",
+        description="Of a live run: the newest finished groups, token by token. With --step or --eval, and of an ended "
+        "run: what samples.jsonl kept of each step.",
     )
     samples.add_argument(
         "num_groups", nargs="?", type=at_least(1), default=4, metavar="N", help="how many (%(default)s)"
@@ -147,9 +147,9 @@ def _samples_facts(sample: dict[str, Any]) -> str:
 
 
 def _gap(sample: dict[str, Any]) -> str:
-    """How far the trainer's log-probs are from the engine's, over the tokens that are told and trained."""
-    told = zip(sample["logprobs"], sample["train_logprobs"], sample["loss_mask"], strict=False)
-    gaps = [abs(trained - drawn) for drawn, trained, is_trained in told if is_trained]
+    """How far the trainer's log-probs are from the engine's, over the shown tokens that are trained on."""
+    tokens = zip(sample["logprobs"], sample["train_logprobs"], sample["loss_mask"], strict=False)
+    gaps = [abs(trained - drawn) for drawn, trained, is_trained in tokens if is_trained]
     if not gaps:
         return ""
     return f", trainer and engine differ by {sum(gaps) / len(gaps):.2g} nats a token, at most {max(gaps):.2g}"

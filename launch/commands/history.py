@@ -80,7 +80,7 @@ def _verify(options: argparse.Namespace, path: Path) -> int:
     if verdict.complaint:
         raise LedgerError(
             f"{path}: {verdict.complaint}; {verdict.num_records} records before it hold",
-            remedy="somebody changed the file, or the disk lost a part of it",
+            remedy="the file was edited, or the disk lost a part of it",
         )
     show(options, asdict(verdict), _verdict_text)
     return 0

@@ -1,4 +1,4 @@
-"""Knobs of a run that goes on: `get`, `set`, `explain`, `apply`, `undo`, `config`, `suggest`; how knobs are written
+"""Knobs of a live run: `get`, `set`, `explain`, `apply`, `undo`, `config`, `suggest`; how knobs are written
 and shown.
 """
 
@@ -90,7 +90,7 @@ def add_set(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "set",
         help="change knobs, all or none",
-        description="Change knobs while the run goes on. All owners of all knobs agree, or nothing is changed; each "
+        description="Change knobs of a live run. All owners of all knobs agree, or nothing is changed; each "
         "knob takes effect at its boundary (`myxa explain NAME`).",
     )
     parser.add_argument("values", nargs="+", metavar="NAME=VALUE", help="such as lr=1e-4; values as in the run file")

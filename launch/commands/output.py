@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ...core.errors import LaunchError
-from ..control.client import CONFIG, RUNS, ControlClient, ControlNote, find_run
+from ..control.client import CONFIG, RUNS, ControlClient, ControlNote, SeveralLiveRuns, find_run
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -24,7 +24,7 @@ Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # pyri
 def add_run_flags(parser: argparse.ArgumentParser) -> None:
     """`--run RUN` and `--json`."""
     parser.add_argument("--run", type=Path, default=None, metavar="RUN", dest="run_path",
-                        help="run directory (the only run that goes on)")  # fmt: skip
+                        help="run directory (the only live run)")  # fmt: skip
     add_json_flag(parser)
 
 
@@ -102,12 +102,12 @@ def note_of(options: argparse.Namespace, *, changes: bool = False) -> ControlNot
 
 
 def client_or_folder(options: argparse.Namespace, *, view: bool = False) -> ControlClient | Path:
-    """The run's client; of a run that is over its folder, where the answer lies in files. Raises LaunchError."""
+    """The run's client; of a run that has ended its folder, whose files answer. Raises LaunchError."""
     try:
         return client_of(options, view=view)
     except LaunchError as error:
         folder = options.run_path if options.run_path is not None else RUNS / "latest"
-        if not (folder / CONFIG).is_file() or "runs go on" in error.message:
+        if not (folder / CONFIG).is_file() or isinstance(error, SeveralLiveRuns):
             raise
         folder = folder.resolve()
         say_first(f"run {folder.name} in {folder} is over: this is from its files")
@@ -115,7 +115,7 @@ def client_or_folder(options: argparse.Namespace, *, view: bool = False) -> Cont
 
 
 def folder_of(options: argparse.Namespace) -> Path:
-    """The folder of the run that the command means, whether the run goes on or is over. Raises LaunchError."""
+    """The folder of the run that the command means, live or ended. Raises LaunchError."""
     found = client_or_folder(options)
     return found if isinstance(found, Path) else found.run_dir
 

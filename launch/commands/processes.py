@@ -87,7 +87,7 @@ def _drain(options: argparse.Namespace) -> int:
 
 def add_restart(verbs: Verbs) -> None:
     """The command and its flags."""
-    restart = verbs.add_parser("restart", help="end an actor in good order and start it anew")
+    restart = verbs.add_parser("restart", help="end an actor cleanly and start it again")
     restart.add_argument("target", metavar="TARGET", help="rollout/1, rollout (one after another), node:1, ...")
     restart.add_argument("--force", action="store_true", help="also where the run is known to end by it")
     restart.set_defaults(run=_restart)
@@ -117,7 +117,7 @@ def _kill(options: argparse.Namespace) -> int:
     answer = client_of(options, changes=True).ask(
         "kill", target=options.target, signal=options.signal, reason=options.reason
     )
-    show(options, answer, lambda told: f"SIG{told['signal']} to {', '.join(told['sent']) or 'nobody'}")
+    show(options, answer, lambda reply: f"SIG{reply['signal']} to {', '.join(reply['sent']) or 'no process'}")
     return 0
 
 
@@ -151,7 +151,7 @@ def add_chaos(verbs: Verbs) -> None:
 
 
 def _chaos(options: argparse.Namespace) -> int:
-    if options.act == "points":  # also where no run goes on: they are named in the run file
+    if options.act == "points":  # needs no live run: the run file names them
         from ...core.chaos import POINTS
 
         show(options, dict(POINTS), lambda told: table(("point", "what is true there"), [*told.items()]))
@@ -188,10 +188,10 @@ def _chaos_done(told: dict[str, Any]) -> str:
         case "fill-disk":
             return f"{told['num_bytes']} bytes are taken, for {told['for_s']:g} s"
         case "partition":
-            whom = ", ".join(told["others"]) or "everybody"
-            return f"{', '.join(told['actors']) or 'nobody'} cut off from {whom}, for {told['for_s']:g} s"
+            others = ", ".join(told["others"]) or "all others"
+            return f"{', '.join(told['actors']) or 'no actor'} cut off from {others}, for {told['for_s']:g} s"
         case act:
-            return f"{act}: {', '.join(told['actors']) or 'nobody'}"
+            return f"{act}: {', '.join(told['actors']) or 'no actor'}"
 
 
 def _chaos_page(told: dict[str, Any]) -> RenderableType:
@@ -203,7 +203,7 @@ def _chaos_page(told: dict[str, Any]) -> RenderableType:
     shown = [(time.strftime("%H:%M:%S", time.localtime(at)), *rest) for at, *rest in sorted(rows)]
     parts: list[RenderableType] = [Text("this run may be made to fail" if told["may_fail"] else "run.chaos = false")]
     if told["has_series"]:
-        parts.append(Text("random faults go on; `myxa chaos end` ends them"))
+        parts.append(Text("random faults continue; `myxa chaos end` ends them"))
     if shown:
         parts.append(table(("at", "fault", "actor", "detail"), shown))
     if waiting := told["planned"][len(told["struck"]) :]:
@@ -215,7 +215,7 @@ def add_logs(verbs: Verbs) -> None:
     """The command and its flags."""
     logs = verbs.add_parser("logs", help="an actor's log, on whatever node it is")
     logs.add_argument("target", metavar="TARGET", help="rollout/1, rollout, node:1, all, launcher")
-    logs.add_argument("-f", "--follow", action="store_true", help="go on with what is added, until Ctrl-C")
+    logs.add_argument("-f", "--follow", action="store_true", help="also print what is added, until Ctrl-C")
     logs.add_argument("-n", "--lines", type=at_least(0), default=100, metavar="N", dest="num_lines",
                       help="so many of the last lines (%(default)s)")  # fmt: skip
     logs.add_argument("--grep", default="", metavar="TEXT", help="only lines that hold this text")

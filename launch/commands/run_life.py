@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import ConfigError, LaunchError
-from ..control.client import CONFIG, RUNS, ControlClient, ControlNote, find_run
+from ..control.client import CONFIG, RUNS, ControlClient, ControlNote, NoLiveRun, find_run
 from ..run_dir import is_run_folder
 from ..supervisor.patience import Patience
 from .output import Verbs, add_json_flag, add_run_flags, client_of, note_of, show, table
@@ -52,7 +52,7 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--start-timeout", type=seconds, default=PATIENCE.start_s, metavar="S",
                         help="seconds an actor may take to start (%(default)g)")  # fmt: skip
     parser.add_argument("--finish-timeout", type=seconds, default=PATIENCE.finish_s, metavar="S",
-                        help="seconds to end in good order after Ctrl-C or SIGTERM (%(default)g)")  # fmt: skip
+                        help="seconds for a clean end after Ctrl-C or SIGTERM (%(default)g)")  # fmt: skip
     parser.add_argument("--stop-timeout", type=seconds, default=PATIENCE.end_s, metavar="S",
                         help="seconds a process may take to end before it is killed (%(default)g)")  # fmt: skip
 
@@ -125,7 +125,7 @@ def add_node_flags(spread: argparse.ArgumentParser) -> None:
 
 def _add_join_flags(spread: argparse.ArgumentParser) -> None:
     spread.add_argument("--join", nargs="?", const="", metavar="WHERE",
-                        help="lend this machine to a run that goes on: its directory, HOST:PORT or --rdzv-file; "
+                        help="lend this machine to a live run: its directory, HOST:PORT or --rdzv-file; "
                         "without a run file, that of the run is taken")  # fmt: skip
     spread.add_argument("--rollouts", type=at_least(0), default=0, metavar="K",
                         help="with --join: so many rollout actors here (roles.rollout.count)")  # fmt: skip
@@ -214,15 +214,15 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 FIRST_OF_SIGNALS = 128
-"""Exit statuses from here on say that somebody ended it."""
+"""Exit statuses from here on name the signal that ended the run."""
 
 
 def add_resume(verbs: Verbs) -> None:
     """The command and its flags."""
     parser = verbs.add_parser(
         "resume",
-        help="go on: after a pause, or a run that is over or died from its newest checkpoint",
-        description="A run that lives goes on after a pause. One that is over, or died, is started again in its own "
+        help="continue a paused run, or restart an ended or dead one from its newest checkpoint",
+        description="Continues a live run after a pause. A run that has ended, or died, is started again in its own "
         "directory from its newest whole checkpoint.",
     )
     parser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN", help="run directory; the same as --run")
@@ -251,16 +251,16 @@ def _resume(options: argparse.Namespace) -> int:
     if options.overrides or options.version is not None:
         raise ConfigError(
             f"the run in {note.run_dir} lives: --from and --set are for one that is over",
-            remedy="turn knobs with `myxa set`, or go on beside it with `myxa fork`, or end it first with `myxa down`",
+            remedy="turn knobs with `myxa set`, or start a copy with `myxa fork`, or end it first with `myxa down`",
         )
     answer = ControlClient(note).ask("resume", PAUSE_S, reason=options.reason)
-    show(options, answer, lambda _: "the run goes on")
+    show(options, answer, lambda _: "the run continues")
     return 0
 
 
 def is_on_several(options: argparse.Namespace) -> bool:
-    """Whether several machines are meant: their number or where they meet was said. What a scheduler has in the
-    environment does not mean it: whoever has several machines may well go on with one of them."""
+    """Whether several machines are meant: the command line gives their number or their rendezvous. Variables of a
+    scheduler do not count: a run of several machines may be resumed on one of them."""
     return any(said is not None for said in (options.nnodes, options.node_rank, options.rdzv, options.rdzv_file))
 
 
@@ -283,9 +283,9 @@ def _is_over(named: Path) -> bool:
 def _only_live_run(options: argparse.Namespace) -> ControlNote:
     try:
         return note_of(options, changes=True)
-    except LaunchError as error:
+    except NoLiveRun as error:
         newest = RUNS / "latest"
-        if "goes on here" in error.message and (newest / CONFIG).is_file():
+        if (newest / CONFIG).is_file():
             where = RUNS / newest.resolve().name
             raise LaunchError(error.message, remedy=f"one that is over is named: myxa resume {where}") from error
         raise
@@ -305,7 +305,7 @@ def start_again(named: Path, options: argparse.Namespace) -> int:
     if base.place.rank:  # node 0 chooses, and makes the directory ready; checkpoint and ledger are its business
         return _resume_launch(run_dir, None, options, base)
     with no_longer_alive(run_dir):
-        # whoever names one means that one: it is known to be whole before what is newer is put away for it
+        # a checkpoint that was named is verified in full before newer ones are put away for it
         point = choose_point(run_dir.path, options.version, reads_all=options.version is not None)
         return _resume_launch(run_dir, point, options, base)
 
@@ -328,7 +328,7 @@ def _resume_launch(run_dir: RunDir, point: ResumePoint | None, options: argparse
         print(said, flush=True)
     config = load_config(run_dir.config, [*options.overrides, place], text=text)
     if config.run.name != load_config(run_dir.config, [place], text=text).run.name:
-        raise ConfigError("run.name: a run that goes on keeps its name", remedy="`myxa fork` makes another run of it")
+        raise ConfigError("run.name: a resumed run keeps its name", remedy="`myxa fork` makes another run of it")
     base = replace(base, program=origin.program)
     chosen = replace(chosen_by(options, base), run_dir=run_dir)
     if point is not None:
@@ -348,7 +348,7 @@ def add_fork(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "fork",
         help="a new run from a checkpoint of another one, which may live",
-        description="Make a new run directory with a checkpoint of RUN, and go on from there. RUN stays as it is.",
+        description="Make a new run directory with a checkpoint of RUN, and continue from there. RUN stays as it is.",
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="run directory; the run may live")
     parser.add_argument("--name", default="", metavar="NAME", help="of the new run (that of RUN)")
@@ -409,7 +409,7 @@ PAUSE_S = 45.0
 
 def add_pause(verbs: Verbs) -> None:
     """The commands and their flags."""
-    pause = verbs.add_parser("pause", help="no new work and no new step; the step in hand ends")
+    pause = verbs.add_parser("pause", help="no new work and no new step; the current step ends")
     pause.set_defaults(run=_pause)
     step = verbs.add_parser("step", help="so many training steps, then pause")
     step.add_argument("num_steps", nargs="?", type=at_least(1), default=1, metavar="N", help="how many (%(default)s)")
@@ -427,7 +427,7 @@ def _pause(options: argparse.Namespace) -> int:
 
 def _step(options: argparse.Namespace) -> int:
     answer = client_of(options, changes=True).ask("step", PAUSE_S, reason=options.reason, num_steps=options.num_steps)
-    show(options, answer, lambda told: f"the run goes on to version {told['pauses_at']}, then pauses")
+    show(options, answer, lambda reply: f"the run continues to version {reply['pauses_at']}, then pauses")
     return 0
 
 
@@ -446,7 +446,7 @@ def add_ckpt(verbs: Verbs) -> None:
     evaluation.add_argument("eval_set", nargs="?", default="", metavar="SET",
                             help="one of [eval.sets] (left out: all of them)")  # fmt: skip
     evaluation.set_defaults(run=_eval)
-    down = verbs.add_parser("down", help="end the run in good order, as Ctrl-C does")
+    down = verbs.add_parser("down", help="end the run cleanly, as Ctrl-C does")
     down.set_defaults(run=_down)
     for parser in (ckpt, evaluation, down):
         parser.add_argument("-m", "--reason", default="", metavar="WHY", help="your own words, for the audit log")

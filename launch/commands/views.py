@@ -95,10 +95,10 @@ def add_top(verbs: Verbs) -> None:
     top = verbs.add_parser(
         "top",
         help="the run in a terminal: look at it and turn its knobs",
-        description="Nodes, actors, queues, staleness, engines, knobs, history, logs and stacks of a run that goes on.",
+        description="Nodes, actors, queues, staleness, engines, knobs, history, logs and stacks of a live run.",
     )
     top.add_argument("--run", type=Path, default=None, metavar="RUN", dest="run_path",
-                     help="run directory (the only run that goes on)")  # fmt: skip
+                     help="run directory (the only live run)")  # fmt: skip
     top.add_argument("--read-only", action="store_true", help="look only: no knob can be turned by mistake")
     top.set_defaults(run=_top)
 
@@ -129,11 +129,11 @@ def add_dashboard(verbs: Verbs) -> None:
         "dashboard",
         help="the run in a browser of this machine",
         description="Serves a dashboard of the run on 127.0.0.1 until Ctrl-C and prints its URL, which holds a secret: "
-        "whoever has it may look. Of a run that is over it shows what its files hold.",
+        "everyone who has the URL may look. Of an ended run it shows what its files hold.",
     )
     add_run_flags(parser)
     parser.add_argument("--port", type=int, default=0, metavar="PORT", help="port on 127.0.0.1 (any free one)")
-    parser.add_argument("--operate", action="store_true", help="let whoever has the URL turn knobs, too")
+    parser.add_argument("--operate", action="store_true", help="let everyone who has the URL turn knobs, too")
     parser.set_defaults(run=_dashboard)
 
 
@@ -272,7 +272,7 @@ def add_report(verbs: Verbs) -> None:
     """The command and its flags."""
     report = verbs.add_parser("report", help="write report.html of a run")
     report.add_argument("folder", type=Path, nargs="?", metavar="RUN",
-                        help="run directory (the only run that goes on, else the newest of this folder)")  # fmt: skip
+                        help="run directory (the only live run, else the newest of this folder)")  # fmt: skip
     report.add_argument("--run", type=Path, default=None, metavar="RUN", dest="run_path", help="the same")
     report.add_argument("--out", type=Path, default=None, metavar="FILE", help="write there (RUN/report.html)")
     add_json_flag(report)
@@ -290,7 +290,7 @@ def _report(options: argparse.Namespace) -> int:
 
 def add_mem(verbs: Verbs) -> None:
     """The command and its flags."""
-    mem = verbs.add_parser("mem", help="who holds which device memory in a run that goes on")
+    mem = verbs.add_parser("mem", help="which actor holds which device memory in a live run")
     mem.add_argument("folder", type=Path, nargs="?", metavar="RUN", help="the same as --run")
     add_run_flags(mem)
     mem.set_defaults(run=_mem)
@@ -329,7 +329,7 @@ def _trace(options: argparse.Namespace) -> int:
     from ...actors.sinks.chrome_trace import read_trace, trace_parts
 
     target: Path = options.to
-    parts = {part: part.stat().st_size for part in trace_parts(source)}  # a live run goes on writing meanwhile
+    parts = {part: part.stat().st_size for part in trace_parts(source)}  # a live run keeps writing
     if target.resolve() in {part.resolve() for part in parts}:
         raise ConfigError(f"{target} is the run's own trace", remedy="write to another file: -o FILE")
 
@@ -448,7 +448,7 @@ def _device(device: DeviceView) -> Iterator[str]:
     at = f" on node {device.node}" if device.node else ""
     line = f"{device.device}{at}: {size(device.capacity_bytes)}, free {size(device.free_bytes)}"
     if device.unattributed_bytes > 0:
-        line += f", held by nobody known {size(device.unattributed_bytes)}"
+        line += f", unattributed {size(device.unattributed_bytes)}"
     yield line
     for tenant in device.tenants:
         yield from _tenant(tenant)

@@ -113,7 +113,7 @@ class Pilot:
             self.left_alone[made.advice.knob] = f"{made.advice.new} did not help: {before} before, {now} after"
 
     def _chosen(self, propose: Propose) -> Advice | None:
-        """The best advice that goes on the way its knob went so far."""
+        """The best advice that moves its knob in the direction of its earlier moves."""
         while True:
             advice = propose(self.left_alone)
             if advice is None or not advice.knob:

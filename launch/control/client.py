@@ -1,6 +1,6 @@
 """The command line's side of the control socket: finds the run, asks a verb, follows a stream. Synchronous.
 
-A run is found by the note `control.json` that each launcher leaves. Knows the protocol (newline JSON). Must not know
+A run is found by the note `control.json` that each launcher leaves. Knows the protocol (newline JSON), not
 what verbs mean. Imports neither zmq nor asyncio, except for a run on another host: commands start fast.
 """
 
@@ -33,6 +33,14 @@ CONFIG = "config.toml"
 """What every run directory has."""
 NOTE = "control.json"
 """In the run directory and, for finding it, in the launcher's runtime folder."""
+
+
+class NoLiveRun(LaunchError):
+    """No run of this user is live on this host."""
+
+
+class SeveralLiveRuns(LaunchError):
+    """More than one live run could be meant."""
 
 
 class ControlNote(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,14 +109,14 @@ def find_run(named: Path | None, *, command: str = "") -> ControlNote:
         listed = "".join(f"\n  {note.run_dir}" for note in found)
         if command and found is of_user:
             raise LaunchError(
-                f"no run of this folder goes on ({Path.cwd()}), only elsewhere:{listed}",
+                f"no live run in this folder ({Path.cwd()}), only elsewhere:{listed}",
                 remedy=f"to change that one: {command} --run {shlex.quote(found[0].run_dir)}",
             )
         if len(found) > 1:
-            raise LaunchError(f"{len(found)} runs go on:{listed}", remedy="say which one: --run RUN")
+            raise SeveralLiveRuns(f"{len(found)} runs are live:{listed}", remedy="say which one: --run RUN")
         return found[0]
-    raise LaunchError(
-        f"no run goes on here: none in {RUNS.resolve()}, and no other of this user",
+    raise NoLiveRun(
+        f"there is no live run here: none in {RUNS.resolve()}, and no other of this user",
         remedy="start one with `myxa up`, or name the run directory that it printed: --run RUN",
     )
 
@@ -292,8 +300,8 @@ BEATS_S = 30.0
 def answers_of(note: ControlNote, verb: str, request: bytes, deadline: float | None) -> Generator[Iterator[bytes]]:
     """The answers to a request as they come; `deadline` by time.monotonic, None for a stream.
 
-    Raises LaunchError for keys that cannot be used; the iterator DeadlineExceeded when nobody answers, which is also
-    what a key that is not admitted gets: the endpoint says nothing to strangers.
+    Raises LaunchError for keys that cannot be used; the iterator DeadlineExceeded when no answer comes, which is also
+    what a key that is not admitted gets: the endpoint does not answer unknown keys.
     """
     from ...transport.security import JobKey  # zmq is needed here only
     from ...transport.zeromq.control_endpoint import ControlCaller
@@ -315,7 +323,7 @@ def _remote_answers(caller: ControlCaller, note: ControlNote, verb: str, deadlin
         if answer is None:
             raise DeadlineExceeded(
                 f"tcp://{note.tcp} did not answer {verb} in time",
-                remedy="does the run go on, and has it our public key (and it the key that we expect)?",
+                remedy="is the run live, does it have our public key, and does it have the key that we expect?",
             )
         yield answer
         patience_s = BEATS_S

@@ -78,7 +78,7 @@ class ConnectionLimits:
     read_s: float = 30.0
     """For the other side to take what was written."""
     ahead_bytes: int = 2 * MAX_REQUEST_BYTES
-    """That may come while a request is in hand."""
+    """That may come while a request is being served."""
     num_connections: int = 64
     """Of one socket. One more takes the place of the one that has been silent longest."""
 
@@ -107,7 +107,7 @@ class ControlConnection(asyncio.Protocol):
         self._ahead_bytes = 0
         self.peer = Peer(0, -1, -1)
         self.is_stream = False
-        """The other side is told things until it goes; it says nothing more."""
+        """The other side gets items until it leaves; it sends no more requests."""
         self.has_ended = False
         """The other side says nothing more."""
         self.closed_for = ""
@@ -145,7 +145,7 @@ class ControlConnection(asyncio.Protocol):
     @property
     def silence(self) -> tuple[bool, float] | None:
         """How little is lost with it, less first: one that has asked for something before, then the later one. None:
-        something is in hand."""
+        it is busy."""
         if self._num_in_hand or self.is_stream:
             return None
         return self._has_asked, self._asked_since if self._asked_since is not None else self._idle_since

@@ -1,6 +1,6 @@
 """Verbs about data: files of the buffer's groups, and the newest samples token by token.
 
-Knows the buffer's contract and the model's tokenizer, which is loaded when somebody looks for the first time.
+The model's tokenizer is loaded at the first request.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ShownSample(Record, frozen=True):
     num_tokens: int
     """Of the whole response."""
     tokens: tuple[str, ...]
-    """Text of each token of the response; empty where a character goes on from the token before."""
+    """Text of each token of the response; empty where the token continues a character of the one before."""
     logprobs: tuple[float, ...]
     """When they were drawn, nats."""
     train_logprobs: tuple[float, ...]

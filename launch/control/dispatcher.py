@@ -30,9 +30,9 @@ from .why_verbs import WHY_VERBS
 from .wire import check_depth, decode_arguments
 
 MAX_AT_ONCE = 64
-"""Requests in hand, of each caller."""
+"""Requests of one caller that are served at the same time."""
 CLOSE_S = 5.0
-"""For what is in hand to give up, at the end of the run."""
+"""For running requests to end when the run ends."""
 MAX_NOTED_CHARS = 2000
 """Of a request's arguments, in the audit log."""
 _log = logging.getLogger("myxa.control")
@@ -40,8 +40,8 @@ _log = logging.getLogger("myxa.control")
 
 @dataclass(frozen=True, slots=True)
 class VerbCaller:
-    """What a caller came in by: a socket, or a key. Each has its own share of what may be in hand, so that callers who
-    only look keep nobody from steering."""
+    """What a caller came in by: a socket, or a key. Each has a share of its own of the running requests, so that
+    readers never keep an operator from steering."""
 
     name: str
     may_operate: bool
@@ -104,17 +104,17 @@ class Dispatcher:
         return await self._kept(self._carried_out(order, work), share)
 
     async def refuse(self, name: str, who: Operator, caller: VerbCaller, error: MyxaError) -> None:
-        """Count a request that was not understood; note it, if it was meant to change something by somebody who may.
+        """Count a request that was not understood; note it, if it was a change by a caller who may operate.
 
-        Raises nothing: the caller is to hear of the refusal, and of nothing else. Whoever may only look must not be
-        able to make the audit log grow.
+        Raises nothing: the caller gets the refusal, and nothing else. A caller that may only look must not be able to
+        make the audit log grow.
         """
         self.counters["refused"] += 1
         verb = next((verb for verb in self.verbs if verb.name == name), None)
         if not caller.may_operate or verb is None or verb.access != "operate":
             return
         try:
-            # Apart from requests in hand: these are refused also where all of the share is taken.
+            # A share of its own, beside that of running requests: a refusal is noted also where that one is full.
             share = self._share_of(caller, "refused")
         except Overloaded:
             self.counters["unnoted"] += 1
@@ -134,7 +134,7 @@ class Dispatcher:
             yield stream
 
     async def close(self) -> None:
-        """Whatever is still in hand is given up."""
+        """Cancels the running requests."""
         given_up = set(self._in_hand)
         for task in given_up:
             task.cancel()
@@ -176,10 +176,10 @@ class Dispatcher:
             _log.error("the audit log did not take %s: %s", verb, error)
 
     def _share_of(self, caller: VerbCaller, what: str = "requests") -> str:
-        """What the next request counts towards. Raises Overloaded if all of that is in hand."""
+        """What the next request counts towards. Raises Overloaded if that share is full."""
         share = f"{caller.name}: {what}"
         if self._shares[share] >= MAX_AT_ONCE:
-            raise Overloaded(f"{MAX_AT_ONCE} requests are in hand", remedy="wait for the answers of earlier ones")
+            raise Overloaded(f"{MAX_AT_ONCE} requests are being served", remedy="wait for the answers of earlier ones")
         return share
 
     async def _kept(self, work: Coroutine[Any, Any, Any], share: str) -> Any:

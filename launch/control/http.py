@@ -2,7 +2,7 @@
 `GET /v1/verbs`. `curl --unix-socket` is a client. By aiohttp, whose parser and limits are used as they are.
 One request a connection: a new one costs microseconds here, and requests sent ahead would have to be kept somewhere.
 
-Knows HTTP. Must not know verbs' meanings; there are no cookies, no uploads, no files, no redirects.
+There are no cookies, no uploads, no files, no redirects.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     knob: KnobState
     """As its first owner has it."""
     owners: dict[str, KnobState]
-    """Actor -> how it stands there."""
+    """Actor -> its state there."""
     file_value: Any
     """What the run file says, if the knob has a key there."""
     is_default: bool
@@ -231,8 +231,12 @@ def owner_on_node(target: str, roster: Sequence[ActorRecord], names: Sequence[st
     roles = {owner.partition("/")[0] for owner in meant}
     if len(roles) == 1 and {owner for owner in owners if owner.partition("/")[0] in roles} <= here:
         return f"{roles.pop()}/*"
-    told = f"only {', '.join(meant)} of {', '.join(sorted(owners))} are on {target}" if meant else f"nobody on {target}"
-    raise ConfigError(f"{told}: a change is for one owner, a role, or all", remedy="name one owner: --target rollout/1")
+    found = (
+        f"only {', '.join(meant)} of {', '.join(sorted(owners))} are on {target}" if meant else f"no owner on {target}"
+    )
+    raise ConfigError(
+        f"{found}: a change is for one owner, a role, or all", remedy="name one owner: --target rollout/1"
+    )
 
 
 async def _undo(context: VerbContext, arguments: UndoArguments, who: Operator) -> ChangeReply:

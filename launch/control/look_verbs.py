@@ -109,7 +109,7 @@ async def _follow(context: VerbContext, arguments: LogsArguments, who: Operator)
             )
             try:
                 chunk = held[node, name] = await context.supervisor.agent(node).read_log(request)
-            except MyxaError:  # the node is lost, or the log is; the others go on
+            except MyxaError:  # the node is lost, or the log is; the others are still followed
                 del held[node, name]
                 continue
             is_more = is_more or chunk.is_more
@@ -224,7 +224,7 @@ async def _own_profile(context: VerbContext, record: ActorRecord, order: Profile
 
 
 async def _engine_profiles(context: VerbContext, record: ActorRecord, order: ProfileOrder) -> list[ProfileReply]:
-    """Never raises for a server's sake: what the actor's own process did is told all the same."""
+    """Never raises for a server: the profile of the actor's own process is kept."""
     ref = with_deadline(context.node.ref(RolloutContract, record.name), order.duration_s + ENGINE_SPARE_S)
     try:
         traces = await ref.profile_engine(order.duration_s)
@@ -365,7 +365,7 @@ PS_VERBS: tuple[Verb[Any], ...] = (
 
 
 class StatusReply(Record, frozen=True):
-    """One look at the run; whoever did not answer in time is None or empty."""
+    """One look at the run; an actor that did not answer in time is None or empty."""
 
     run_dir: str
     started_wall_s: float

@@ -44,7 +44,7 @@ class ScaleArguments(Arguments, frozen=True, kw_only=True):
     role: Annotated[str, msgspec.Meta(max_length=64)]
     count: Annotated[int, msgspec.Meta(ge=0, le=MAX_ACTORS)]
     devices: Annotated[str, msgspec.Meta(max_length=200)] = ""
-    """GPUs of each node that nobody uses, for new actors: "4-7"."""
+    """Unused GPUs of each node, for new actors: "4-7"."""
     attach: Annotated[str, msgspec.Meta(max_length=10_000)] = ""
     """Servers for new actors, where the run's are attached ones: "http://host:port,..."."""
     wait_s: Seconds = 0.0
@@ -53,7 +53,7 @@ class ScaleArguments(Arguments, frozen=True, kw_only=True):
 
 
 class DrainArguments(Arguments, frozen=True, kw_only=True):
-    """Whom to have leave for good."""
+    """Which actors to end for good."""
 
     target: Target
     wait_s: Seconds = 0.0
@@ -61,7 +61,7 @@ class DrainArguments(Arguments, frozen=True, kw_only=True):
 
 
 class RestartArguments(Arguments, frozen=True, kw_only=True):
-    """Whom to start anew."""
+    """Which actors to restart."""
 
     target: Target
     force: bool = False
@@ -176,7 +176,7 @@ def _check_restart(record: ActorRecord, spec: ActorSpec) -> None:
 
 
 async def _one_by_one(context: VerbContext, meant: Sequence[ActorRecord], reason: str) -> None:
-    """The next one when the one before is back, so that the others go on meanwhile. A gang restarts as a whole."""
+    """Restarts one after another: the next when the one before is back. A gang restarts as a whole."""
     supervisor = context.supervisor
     gangs: set[str] = set()
     for record in meant:
@@ -211,7 +211,7 @@ async def _kill(context: VerbContext, arguments: KillArguments, who: Operator) -
     if not meant:
         raise ConfigError(f"{arguments.target!r}: none of them has a process now", remedy="see `myxa ps`")
     supervisor.ctx.log.warning("%s: SIG%s to %s", _why(who, arguments.reason), arguments.signal, arguments.target)
-    by = f"`myxa kill` by {who.user or 'somebody'}" + (f" ({arguments.reason})" if arguments.reason else "")
+    by = f"`myxa kill` by {who.user or 'an unknown user'}" + (f" ({arguments.reason})" if arguments.reason else "")
     return {"signal": arguments.signal, "sent": await send_signal(supervisor, meant, arguments.signal, by)}
 
 
@@ -219,7 +219,7 @@ async def _kill(context: VerbContext, arguments: KillArguments, who: Operator) -
 
 
 def _why(who: Operator, reason: str) -> str:
-    return reason or f"{who.user or 'somebody'} asked for it"
+    return reason or f"{who.user or 'an unknown user'} asked for it"
 
 
 async def _until(is_so: Callable[[], bool], wait_s: float) -> bool:
@@ -235,7 +235,7 @@ async def _until(is_so: Callable[[], bool], wait_s: float) -> bool:
 PROCESS_VERBS: tuple[Verb[Any], ...] = (
     Verb("scale", "operate", ScaleArguments, "have so many rollout actors", run=_scale),
     Verb("drain", "operate", DrainArguments, "hand an actor's work back and end it for good", run=_drain),
-    Verb("restart", "operate", RestartArguments, "end an actor in good order and start it anew", run=_restart),
+    Verb("restart", "operate", RestartArguments, "end an actor cleanly and start it again", run=_restart),
     Verb("kill", "operate", KillArguments, "send SIGKILL, SIGSTOP or SIGCONT to an actor's processes", run=_kill),
 )
 

@@ -102,10 +102,10 @@ async def _memory(context: VerbContext, arguments: Arguments, who: Operator) -> 
 RUN_VERBS: tuple[Verb[Any], ...] = (
     Verb("mem", "view", Arguments, "who holds which device memory", run=_memory),
     Verb(
-        "pause", "operate", WithReason, "no new work and no new step; the step in hand ends",
+        "pause", "operate", WithReason, "no new work and no new step; the current step ends",
         run=_pause, is_noted_elsewhere=True,
     ),
-    Verb("resume", "operate", WithReason, "go on after a pause", run=_resume, is_noted_elsewhere=True),
+    Verb("resume", "operate", WithReason, "continue after a pause", run=_resume, is_noted_elsewhere=True),
     Verb("step", "operate", StepArguments, "so many training steps, then pause", run=_step, is_noted_elsewhere=True),
     Verb(
         "ckpt", "operate", CheckpointArguments, "a checkpoint, or a HuggingFace folder, at the next step boundary",
@@ -114,5 +114,5 @@ RUN_VERBS: tuple[Verb[Any], ...] = (
     Verb(
         "eval", "operate", EvalArguments, "held-out reward now, beside training", run=_evaluate, is_noted_elsewhere=True
     ),
-    Verb("down", "operate", WithReason, "end the run in good order", run=_down),
+    Verb("down", "operate", WithReason, "end the run cleanly", run=_down),
 )  # fmt: skip

@@ -91,7 +91,7 @@ class LineServer:
     async def _serve_line(
         self, line: bytes, who: Operator, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> bool:
-        """Whether the connection may go on."""
+        """Whether the connection stays open."""
         try:
             request = decode_request(line)
         except ConfigError as error:
@@ -238,7 +238,7 @@ class Listener:
         return link
 
     async def close(self) -> None:
-        """Nobody is served any more."""
+        """Stops serving."""
         if self._server is not None:
             self._server.close()
         await self._lines.close()

@@ -52,7 +52,7 @@ class BookState(Record, frozen=True):
 
 
 class SuggestionBook:
-    """Reads the file when it is made, writes it whenever somebody decided something. Blocking."""
+    """Reads the file when it is made, writes it at each decision. Blocking."""
 
     def __init__(self, run_dir: Path) -> None:
         """Raises ConfigError for a file that is not ours."""
@@ -60,7 +60,7 @@ class SuggestionBook:
         self.state = self._read()
 
     def propose(self, advices: Sequence[Advice]) -> tuple[Suggestion, ...]:
-        """The proposals that are open now, best first. Writes nothing: whoever may only look may ask for them."""
+        """The proposals that are open now, best first. Writes nothing: readers ask for them too."""
         return tuple(
             Suggestion(id=_name_of(advice), **msgspec.structs.asdict(advice))
             for advice in advices
@@ -111,7 +111,9 @@ class SuggestionBook:
         try:
             return msgspec.json.decode(self._path.read_bytes(), type=BookState)
         except msgspec.MsgspecError as error:
-            raise ConfigError(f"{self._path}: {error}", remedy="move the file away: suggestions begin anew") from error
+            raise ConfigError(
+                f"{self._path}: {error}", remedy="move the file away: suggestions then start from none"
+            ) from error
 
     def _save(self, state: BookState) -> None:
         if state == self.state:
@@ -123,7 +125,7 @@ class SuggestionBook:
 
 
 def _name_of(advice: Advice) -> str:
-    """Of that proposal in any run, whoever asks and whenever."""
+    """The same name for the same proposal, in any run and at any time."""
     told = msgspec.json.encode((advice.knob, advice.key, advice.old, advice.new))
     return f"s{hashlib.blake2s(told, digest_size=3).hexdigest()}"
 

@@ -65,7 +65,7 @@ class AllowList:
         try:
             self._read()
         except ConfigError:
-            return None  # a file that is being written, or is broken now, admits nobody
+            return None  # a file that is being written, or is broken now, admits no key
         return self._admitted.get(key)
 
     def _read(self) -> None:
@@ -142,7 +142,7 @@ class TcpServer:
         return self._endpoint.open(self._host, self._port)
 
     async def close(self) -> None:
-        """Nobody is served any more."""
+        """Stops serving."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -151,7 +151,7 @@ class TcpServer:
 
     def _heard(self, asked: Asked) -> None:
         if self._num_in_hand[asked.key] >= MAX_IN_HAND:
-            busy = Overloaded(f"{MAX_IN_HAND} requests are in hand", remedy="wait for the answers of earlier ones")
+            busy = Overloaded(f"{MAX_IN_HAND} requests are being served", remedy="wait for the answers of earlier ones")
             self._endpoint.tell(asked.peer, _refusal(None, busy))
             return
         task = asyncio.get_running_loop().create_task(self._serve(asked))
@@ -184,7 +184,7 @@ class TcpServer:
         """What to do, or the refusal."""
         grant = self._allowed.grant(asked.key)
         if grant is None:
-            gone = NotPermitted("that key is not on the list any more", remedy="ask whoever runs this")
+            gone = NotPermitted("that key is not on the list any more", remedy="ask the operator of this run")
             return _refusal(request.id, gone)
         who = Operator(user=grant.name[:MAX_QUOTED_CHARS], host=asked.address, via="tcp")
         caller = VerbCaller(f"key {asked.key}", may_operate=grant.access == "operate")

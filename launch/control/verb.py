@@ -74,7 +74,7 @@ class Verb(Generic[A]):
     run: Callable[[VerbContext, A, Operator], Awaitable[Any]] | None = None
     stream: Callable[[VerbContext, A, Operator], AsyncIterator[Any]] | None = None
     is_noted_elsewhere: bool = False
-    """Of "operate" verbs: whoever carries it out writes it into the audit log (the coordinator does); else the server
+    """Of "operate" verbs: the coordinator, which carries it out, writes it into the audit log; else the dispatcher
     does."""
 
 
@@ -109,8 +109,8 @@ _NODE = re.compile(r"node:(\d{1,6})")
 
 
 def find_targets(target: str, roster: Sequence[ActorRecord]) -> tuple[ActorRecord, ...]:
-    """The actors that `target` means, in start order; never none. Raises ConfigError: nobody is meant, and who is
-    there."""
+    """The actors that `target` means, in start order; never none. Raises ConfigError, with the names there are, if
+    it names no actor."""
     word = target.strip()
     found = tuple(record for record in roster if _names_actor(record, word))
     if found:

@@ -69,7 +69,7 @@ async def gather_evidence(context: VerbContext, window_s: float) -> Evidence:
         _answer(buffer.stats()),
     )
     if shares is None or snapshot is None:
-        raise LaunchError("the monitor does not answer: nobody knows where the time goes", remedy="`myxa ps`")
+        raise LaunchError("the monitor does not answer: the time shares are not known", remedy="`myxa ps`")
     facts = facts_of(context, table, stats, num_rollouts=sum(name.startswith("rollout/") for name in shares))
     return Evidence(
         shares=shares,
@@ -83,7 +83,7 @@ async def gather_evidence(context: VerbContext, window_s: float) -> Evidence:
 
 
 def facts_of(context: VerbContext, table: KnobTable | None, stats: BufferStats | None, *, num_rollouts: int) -> Facts:
-    """Numbers of the run as they are now; where nobody answered, as the run file has them."""
+    """Numbers of the run as they are now; where an answer is missing, as the run file has them."""
     config = context.config
     knobs = first_states(table) if table is not None else {}
     samples = knobs.get("num_samples")

@@ -116,7 +116,7 @@ def _in_words(text: str) -> str:
 
 
 def told(error: BaseException) -> ErrorAnswer:
-    """What a caller learns of an error. Those that nobody foresaw are named, without their insides."""
+    """The error as the caller gets it. Of an unexpected one the caller gets the name without the details."""
     if isinstance(error, MyxaError):
         kind = next(c.__name__ for c in type(error).__mro__ if c.__module__ == MyxaError.__module__)
         return ErrorAnswer(type=kind, message=error.message, remedy=error.remedy, exit_code=error.exit_code)

@@ -241,7 +241,7 @@ def parts(version: str) -> tuple[int, ...]:
 
 
 def installed(facts: MachineFacts) -> Iterator[MachineCheck]:
-    """A list, for whoever reads a report of somebody else's machine."""
+    """The installed packages with their versions."""
     versions = facts.packages.versions
     there = [f"{name} {versions[name]}" for name in SHOWN if name in versions]
     if "torch" not in versions:
@@ -339,7 +339,7 @@ def preload(facts: MachineFacts) -> Iterator[MachineCheck]:
         yield error(
             name, f"/bin/true with LD_PRELOAD={found.library} ended with status {found.status}: {found.said}", remedy
         )
-    elif found.said:  # the loader warns and goes on without it: nothing could be paused
+    elif found.said:  # the loader warns and continues without it: nothing could be paused
         yield error(name, f"{found.library} is not loaded: {found.said}", remedy)
     else:
         yield ok(name, f"{version}, {found.library} loads")
@@ -397,7 +397,7 @@ LOCAL_HOSTS = frozenset({"", "127.0.0.1", "localhost", "::1"})
 
 
 def hostname(facts: MachineFacts) -> Iterator[MachineCheck]:
-    """Other nodes are told this name."""
+    """Other nodes use this name."""
     net = facts.network
     if net.trouble:
         yield warning(
@@ -437,7 +437,7 @@ def ports(facts: MachineFacts) -> Iterator[MachineCheck]:
 
 
 def runs(facts: MachineFacts) -> Iterator[MachineCheck]:
-    """Runs of this user on this host: those that go on, and what others left."""
+    """Runs of this user on this host: those that are running, and what ended ones left."""
     alive = [run for run in facts.runs if run.is_alive]
     left = [run for run in facts.runs if not run.is_alive]
     if alive:
@@ -470,7 +470,7 @@ def servers(facts: MachineFacts) -> Iterator[MachineCheck]:
         if not server.has_key and server.host not in LOCAL_HOSTS:
             yield error(
                 name,
-                f"listens on {server.host} without a key: whoever reaches it can load weights and stop it",
+                f"listens on {server.host} without a key: every client that reaches it can load weights and stop it",
                 "start it with --admin-api-key and --host 127.0.0.1, and name the key in engine.key_env",
             )
         elif not server.has_key:

@@ -13,7 +13,7 @@ from .batch import BatchPlan
 LOOPBACKS = frozenset({"127.0.0.1", "localhost", "::1"})
 
 MANY_STEPS = 100
-"""Whoever lets a run make so many will not want to make them again."""
+"""From so many steps on, a run without checkpoints is warned about."""
 
 
 def odd_counts(config: RunConfig, batch: BatchPlan, held_out: Mapping[str, int | None]) -> Iterator[ConfigFinding]:
@@ -39,7 +39,7 @@ def odd_counts(config: RunConfig, batch: BatchPlan, held_out: Mapping[str, int |
     if open_servers and not config.engine.key_env:
         yield _odd(
             "engine.attach",
-            f"names {', '.join(open_servers)} without engine.key_env: whoever reaches such a server can load weights",
+            f"names {', '.join(open_servers)} without engine.key_env: every client that reaches one can load weights",
             "start servers with --admin-api-key, and name the variable that holds it in engine.key_env",
         )
     needed = config.rollout.max_new_tokens * config.rollout.max_turns

@@ -1,6 +1,6 @@
 """A look at the data files: their first rows, and how many there are. Cheap: a large file is not read through.
 
-Knows row files and layouts. Must not know who draws from them; the buffer looks at every row when it starts.
+The buffer checks every row when it starts.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _first_rows(
 
 
 def source_findings(config: RunConfig, sources: Sequence[PlannedSource]) -> Iterator[ConfigFinding]:
-    """Sources that end before the run, or that nobody draws from."""
+    """Sources that end before the run, or have weight 0."""
     for source in sources:
         key = f"data.sources.{source.name}"
         if source.max_passes and source.passes is not None and source.passes > source.max_passes:

@@ -377,7 +377,7 @@ def legend(actors: Sequence[ActorSpec]) -> str:
 
 
 def turns(config: RunConfig, actors: Sequence[ActorSpec]) -> list[str]:
-    """Who has shared devices when; nothing where nobody takes turns."""
+    """Which role uses shared devices when; empty where roles do not take turns."""
     if not takes_turns(config):
         return []
     drawn = {"trainer": "####====........", "rollout": "....====########"}

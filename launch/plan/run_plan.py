@@ -88,7 +88,7 @@ def _of_files(config: RunConfig, options: RunPlanOptions) -> Iterator[ConfigFind
 
 
 def _elsewhere(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[ConfigFinding]:
-    """For a run on another machine: what is missing here may be there, so it is told and stops nothing."""
+    """For a run on another machine: what is missing here may be there, so it is a warning."""
     for finding in find_problems(config, actors, NAMED_CHECKS):
         yield replace(finding, is_warning=True)
     yield from find_problems(config, actors, FIT_CHECKS)

@@ -125,7 +125,7 @@ def _waiting(scenario: Scenario, ratio: float, group_s: float) -> Waiting:
 
 
 def staleness_findings(config: RunConfig, plan: StalenessPlan) -> Iterator[ConfigFinding]:
-    """Concurrency that starves the trainer, and slots that nobody uses."""
+    """Concurrency that starves the trainer, and slots that stay empty."""
     key, batch = "rollout.max_groups", config.algo.batch_size
     takes = f"{key} = {config.rollout.max_groups}: rollout actors ({plan.num_engines}) take {plan.concurrency} groups"
     enough = -(-plan.num_slots // max(1, plan.num_engines))

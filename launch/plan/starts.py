@@ -114,9 +114,9 @@ def files(config: RunConfig) -> Iterator[str]:
     """What will lie in the run directory."""
     yield f"{config.run.dir}/{config.run.name}-<date>-<time>/, and {config.run.dir}/latest pointing at it; in it:"
     yield "config.toml, ledger.sqlite (with ledger.sqlite.lock), metrics.jsonl, events.jsonl, audit.jsonl, logs/"
-    yield "origin.json, .launcher.lock, coordinator.journal, rdzv.json while it goes on, report.html at the end"
+    yield "origin.json, .launcher.lock, coordinator.journal, rdzv.json while it runs, report.html at the end"
     rest = [
-        ("control.json while it goes on", config.control.socket),
+        ("control.json while it runs", config.control.socket),
         (f"samples.jsonl (at most {config.monitor.samples_mb} MiB)", bool(config.monitor.samples_per_step)),
         ("trace.json (and trace.1.json, the part before)", config.monitor.trace),
         ("TensorBoard's files", config.monitor.tensorboard),

@@ -31,7 +31,7 @@ ASKED = "Myxa7c1e04b9Question"
 
 
 def template_findings(config: RunConfig) -> Iterator[ConfigFinding]:
-    """A template that is missing, refuses a question or leaves it out, or cannot go on after a turn where the run has
+    """A template that is missing, refuses a question or leaves it out, or cannot append to a turn where the run has
     several."""
     try:
         template = template_of(config.model.path, config.data)
@@ -70,7 +70,7 @@ MAX_BYTES = 64 << 20
 
 
 def row_findings(config: RunConfig) -> Iterator[ConfigFinding]:
-    """The first row of each source that the template refuses. Other faults of model and data are told elsewhere."""
+    """The first row of each source that the template refuses. Other checks find other faults of model and data."""
     if any(not finding.is_warning for finding in template_findings(config)):
         return
     try:
@@ -87,7 +87,7 @@ def row_findings(config: RunConfig) -> Iterator[ConfigFinding]:
 
 
 def _end_findings(tokenizer: FolderTokenizer, renderer: TurnRenderer) -> Iterator[ConfigFinding]:
-    """A template for chats on a base model, whose answers would go on behind the end of the turn."""
+    """A template for chats on a base model, whose answers would not stop at the end of the turn."""
     try:
         mark = renderer.end_mark()
     except MyxaError:  # told of the template itself

@@ -26,7 +26,7 @@ from .finding import ConfigFinding
 
 VERSIONS_ON_DISK = 3
 FEW_BYTES = 256 << 20
-"""For logs and metrics: with less than this free nobody should begin."""
+"""Must be free for logs and metrics."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -300,7 +300,7 @@ def _find_checkpoint(path: str) -> None:
 
 
 def _check_model_of(config: RunConfig) -> None:
-    """A run goes on with the model and the kind of trainer that it began with."""
+    """A resumed run keeps its model and its kind of trainer."""
     model = readable_model(config)
     try:
         place = named_checkpoint(config.trainer.resume)
@@ -316,7 +316,7 @@ def _check_model_of(config: RunConfig) -> None:
 
 
 def _check_data_of(config: RunConfig) -> None:
-    """A run goes on with the prompts that its ledger was written for. Reads all data, as the buffer does."""
+    """A resumed run keeps the prompts that its ledger was written for. Reads all data, as the buffer does."""
     try:
         checkpoint = named_checkpoint(config.trainer.resume)
     except TrainError:  # told of trainer.resume
@@ -325,7 +325,7 @@ def _check_data_of(config: RunConfig) -> None:
     ledger = checkpoint / LEDGER if is_in_use(own) or not own.is_file() else own
     try:
         known = dataset_of(ledger)
-    except LedgerError:  # told by whoever chooses the ledger
+    except LedgerError:  # the choice of the ledger reports it
         return
     try:
         data = open_data(config)
@@ -340,7 +340,7 @@ def _check_data_of(config: RunConfig) -> None:
 
 
 def _check_critic_of(config: RunConfig) -> None:
-    """A run goes on with the critic that it began with, or without one."""
+    """A resumed run keeps its critic, or has none as before."""
     try:
         manifest = read_manifest(named_checkpoint(config.trainer.resume))
     except TrainError:  # told of trainer.resume, or, of one that is torn, by the ranks
@@ -487,6 +487,6 @@ CHECKS: tuple[Check, ...] = (
 NAMED_CHECKS: tuple[Check, ...] = (_check_model, _check_resume, _check_functions, _check_data, _check_control)
 """Of the files that a run file names, each by itself."""
 RESUME_CHECKS: tuple[Check, ...] = (_check_resume,)
-"""Of what a run goes on from, on whatever machine."""
+"""Of what a run resumes from, on any machine."""
 FIT_CHECKS: tuple[Check, ...] = (_check_fit,)
 """Of what the model's config and the run file come to, on whatever machine."""

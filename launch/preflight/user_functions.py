@@ -114,7 +114,7 @@ def check_function(named: Named) -> None:
     tree = _parsed(path, where, key)
     found = _definition(tree, attr.partition(".")[0])
     if found is None:
-        if "." in attr or _makes_names(tree):  # a submodule is an attribute once somebody imported it
+        if "." in attr or _makes_names(tree):  # a submodule is an attribute once it was imported
             return
         known = [name for name in _names(tree) if not name.startswith("_")]
         raise ConfigError(f'{key}: {where} has no "{attr}"', remedy=suggest(attr, known))

@@ -162,7 +162,7 @@ class TopApp(App[None]):
         _start(self._read_logs_forever)
 
     def on_unmount(self) -> None:
-        """Nobody asks any more."""
+        """Stops the threads that ask."""
         self._feed.close()
 
     # -- looking -----------------------------------------------------------------------------------------------
@@ -334,10 +334,10 @@ class TopApp(App[None]):
     # -- knobs -------------------------------------------------------------------------------------------------
 
     def action_pause(self) -> None:
-        """Pause the run, or have it go on."""
+        """Pause or resume the run."""
         status = self._picture.live.status if self._picture is not None else None
         if status is None or self._feed.reader_only:
-            self.notify("nobody within reach could pause the run", severity="warning")
+            self.notify("no socket within reach can pause the run", severity="warning")
             return
         verb = "resume" if status.paused else "pause"
         _start(lambda: self._ask_verb(verb))
@@ -405,7 +405,7 @@ class TopApp(App[None]):
         self._page.query_one(f"#{page}-text", Static).update(Text(text))
 
     def _look_for_log(self) -> None:
-        """Logs are read only while somebody sees them."""
+        """Logs are read only while their page is shown."""
         is_seen = self._tabs().active == "log" and self._follows
         self._log_of = self._actor if is_seen else ""
         self._feed.wake()

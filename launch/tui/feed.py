@@ -82,11 +82,11 @@ class Feed:
 
     @classmethod
     def of_files(cls, run_dir: Path) -> Feed:
-        """Of a run that is over: nobody answers, and the last word is in its files."""
+        """Of a run that has ended: its files answer."""
         return cls(_Files(run_dir), lambda: False, run_dir.resolve(), reader_only=True)
 
     def close(self) -> None:
-        """No more looks; who waits goes on at once."""
+        """No more looks; `wait` returns at once."""
         self.is_closed = True
         self._wake.set()
 
@@ -158,7 +158,7 @@ class Feed:
 
 
 def carried_over(new: RunView, old: RunView) -> RunView:
-    """The new picture; what nobody told this time is as it was last told. Actors go one after another at the end."""
+    """The new view; what is missing in it is kept from the old one. Actors end one after another."""
     was, now = old.live, new.live
     live = replace(
         now,

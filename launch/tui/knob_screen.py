@@ -66,7 +66,7 @@ class KnobScreen(ModalScreen[str]):
             yield Input(id="reason", max_length=500)
             yield Label("go back after so many steps (empty: it stays)")
             yield Input(id="steps", max_length=9)
-            yield Static("Enter goes on to the reason, Enter again sets it; Tab next field, Escape leaves", id="said")
+            yield Static("Enter moves to the reason, Enter again sets it; Tab next field, Escape leaves", id="said")
 
     def on_mount(self) -> None:
         """The value can be typed over at once."""

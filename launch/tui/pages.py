@@ -78,7 +78,7 @@ def _heading(page: Text, title: str, note: str = "") -> None:
 
 
 def _fact(page: Text, label: str, text: str, width: int = 0) -> None:
-    """A label and its text; with `width`, longer texts go on below themselves, not below the label."""
+    """A label and its text; with `width`, longer texts are wrapped with a hanging indent."""
     lines = textwrap.wrap(text, max(20, width - _LABEL), break_on_hyphens=False) if width else [text]
     for index, line in enumerate(lines or [""]):
         page.append(f"{'' if index else label:<{_LABEL}}", style="bold")

@@ -160,7 +160,7 @@ def state_sign(actor: ActorFacts) -> str:
 
 
 def is_well(actor: ActorFacts) -> bool:
-    """Whether its process is up (or nobody tells)."""
+    """Whether its process is up, or its state is unknown."""
     return actor.state in _GOOD
 
 
@@ -246,7 +246,7 @@ Before an actor: + its process is up, ~ on its way, ! in trouble, x gone, ? not 
 Bars: where its last minute went (the letters are explained below the bars of page 1).
 Before a knob: * it differs from the run file. Enter on a knob turns it.
 1 run  2 actor  3 knobs  4 history  5 log  6 stack
-r refresh  t tree  p pause the run, or have it go on  q quit"""
+r refresh  t tree  p pause or resume the run  q quit"""
 
 
 _HEADS = ("actor", "name", "target")
@@ -261,7 +261,7 @@ def log_text(answer: object) -> str:
 
 def stack_text(answer: object) -> str:
     """Stacks of an actor's threads."""
-    return _joined(answer) or "no stack was told"
+    return _joined(answer) or "the stack is empty"
 
 
 def _joined(answer: object) -> str:

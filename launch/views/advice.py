@@ -1,8 +1,7 @@
-"""What to turn, and to what: a verdict becomes one knob with a concrete value, or a line of the run file.
+"""Advice: turns a bottleneck into one live knob with a value, or one line of the run file. Pure.
 
-Knows: verdicts, how the knobs stand, a few numbers of the run. Must not know: where they come from, how a knob is set.
-Pure. Each rule makes one careful move and names why; whether it helped is for the next verdict to say. Where no rule
-has a move, the words of `bottleneck.REMEDIES` are shown.
+Each rule makes one careful move and names its reason; the next verdict shows whether it helped. Where no rule has a
+move, the text of `bottleneck.REMEDIES` is shown.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Facts:
     most_rollouts: int = 0
     """Rollout actors that the cores or GPUs of the run have room for."""
     more_devices: str = ""
-    """GPUs that nobody uses and that more rollout actors would need."""
+    """Unused GPUs that more rollout actors would need."""
     is_over: bool = False
     """No knob can be turned any more: the next run can."""
 
@@ -183,7 +182,7 @@ def _more_staleness(verdict: Bottleneck, facts: Facts) -> Advice | None:
     if old is None:
         return None
     reasons: dict[Bound, str] = {
-        "weights": "engines may go on with the version they have while the next one travels",
+        "weights": "engines may keep generating with their version while the next one travels",
         "capacity": "the rollout actors may run one version further ahead of the trainer",
         "concurrency": "more groups may be under way at once",
     }
@@ -240,7 +239,7 @@ def _rarer_checks(verdict: Bottleneck, facts: Facts) -> Advice | None:
 
 
 def _go_on(verdict: Bottleneck, facts: Facts) -> Advice | None:
-    return Advice("", "", "", "somebody, or the guard, paused the run", command="myxa resume")
+    return Advice("", "", "", "an operator or the guard paused the run", command="myxa resume")
 
 
 Rule = Callable[[Bottleneck, Facts], Advice | None]

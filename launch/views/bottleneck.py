@@ -1,10 +1,8 @@
-"""What holds the run back, in one sentence.
+"""What holds a run back, in one sentence, from the time shares of its actors. Pure.
 
-Knows: the time shares of each actor (kinds as in `ActivityKind`, and parts such as "wait-data/reward").
-Must not know: where they come from. Pure; every branch is planted in tests/monitor/test_bottleneck.py.
-
-The trainer is the judge: a run is as fast as its trainer is busy. If it works nearly all the time, training is the
-bottleneck. If it waits, whatever its rollout actors do meanwhile is what it waits for. Start-up is left out.
+Shares are by kind (`ActivityKind`) and part ("wait-data/reward"). A run is as fast as its trainer is busy. If the
+trainer computes nearly all the time, training is the bottleneck. If it waits, the bottleneck is what its rollout actors
+do meanwhile. Start-up is left out.
 """
 
 from __future__ import annotations
@@ -53,8 +51,8 @@ NEARLY_ALL = 0.8
 _LEAST_GROUPS = 16
 
 REMEDIES: Mapping[Bound, str] = {
-    "disk": "make that file system writable again (`myxa watch events` names file, cause and remedy): the run goes on "
-    "by itself",
+    "disk": "make that file system writable again (`myxa watch events` names file, cause and remedy): the run then "
+    "continues by itself",
     "paused": "`myxa resume`",
     "filter": "`myxa samples` shows answers with their rewards: mend the reward if right answers are worth nothing, "
     "else take easier prompts, or harder ones where all are right",

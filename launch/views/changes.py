@@ -1,6 +1,6 @@
-"""What people and rules changed while a run went on, in words and with a place on the axes. Pure: records in, rows out.
+"""What operators and rules changed in a run: text and the step at which each change took effect. Pure.
 
-Knows: audit records (`audit.jsonl`) and, without an audit log, events of kind "knob". Must not know: files, plots.
+Changes come from audit records (`audit.jsonl`) or, without an audit log, from events of kind "knob".
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class TimedEvent(Protocol):
 def placed(
     changes: Iterable[RunChange], steps: Sequence[tuple[float, int]], events: Sequence[TimedEvent]
 ) -> list[RunChange]:
-    """The changes whose step nobody told, at the step when they took effect: for actors that join or leave, when the
+    """The changes, those of unknown step at the step when they took effect: for actors that join or leave, when the
     last of them has. `steps`: (when it was reported, step), by time."""
     times = [wall_s for wall_s, _ in steps]
     found: list[RunChange] = []

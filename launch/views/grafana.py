@@ -1,6 +1,6 @@
-"""A Grafana dashboard and a Prometheus scrape configuration for a run, as files. Pure: numbers and names in, text out.
+"""A Grafana dashboard and a Prometheus scrape configuration for a run, as files. Pure.
 
-Knows the metrics' names. Must not know the run's processes. A test asks a real run for every metric named here.
+A test asks a real run for every metric named here.
 """
 
 from __future__ import annotations

@@ -261,4 +261,4 @@ class _Outlet:
             os.dup2(nowhere, self._file.fileno())
             os.close(nowhere)
             self._file.flush()
-        _log.info("standard output is not written any more, the run goes on: %s", error)
+        _log.info("standard output cannot be written any more, the run continues: %s", error)

@@ -1,7 +1,4 @@
-"""What the live view shows, as facts and text. Pure: a record in, labelled lines out.
-
-Knows: the coordinator's, buffer's and monitor's answers. Must not know: terminals, colours, how the answers were got.
-"""
+"""LiveState: one look at a live run as facts and text, from the coordinator's, buffer's and monitor's answers. Pure."""
 
 from __future__ import annotations
 
@@ -78,8 +75,8 @@ class LiveState:
 
 
 class StepPace:
-    """How fast versions are made, for the time of arrival. It begins with the first version that is seen to be made:
-    a life of a run that goes on, or a coordinator that is started again, jumps to the version it stands at."""
+    """Seconds per version, for the estimated end. Counts from the first version made while it watches: a resumed run
+    or a restarted coordinator starts at a version that was made before."""
 
     def __init__(self, window_s: float = 300.0) -> None:
         self._window_s = window_s
@@ -87,7 +84,7 @@ class StepPace:
         self._seen: deque[tuple[float, int]] = deque()
 
     def put(self, now_s: float, version: int) -> None:
-        """Note the version at this moment. A version that went back (restart from a checkpoint) starts anew."""
+        """Note the version at this moment. A version that fell (restart from a checkpoint) resets it."""
         before, self._newest = self._newest, version
         if before is None or version < before:
             self._seen.clear()

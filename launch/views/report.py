@@ -242,7 +242,7 @@ def outcome(run: RunFiles) -> RunOutcome:
     if phase == "finished":
         return RunOutcome("good", "finished", reason)
     if phase:
-        return RunOutcome("open", "unfinished", f"The last phase that was told is {phase!r}: still running, or killed.")
+        return RunOutcome("open", "unfinished", f"The last known phase is {phase!r}: still running, or killed.")
     return RunOutcome("open", "unknown", reason or "No event says how the run ended.")
 
 
@@ -265,7 +265,7 @@ def _steps_tile(run: RunFiles) -> Tile:
 
 
 def _origin_tile(run: RunFiles) -> Tile | None:
-    """Of a run that was forked from another one, or went on after an end."""
+    """Of a run that was forked from another one, or resumed."""
     try:
         origin = Origin.load(run.run_dir)
     except LaunchError:

@@ -63,11 +63,11 @@ class RunView:
     troubles: tuple[str, ...] = ()
     """What could not be learnt, and why."""
     has_ended: bool = False
-    """The run is over, or nobody answers for it any more."""
+    """The run is over, or its launcher does not answer any more."""
     reader_only: bool = False
     """Only the read-only socket is within reach."""
     silent_s: float = 0.0
-    """For how long nobody has answered."""
+    """Seconds since the last answer."""
 
 
 def picture_of(answers: Mapping[str, VerbAnswer], now_wall_s: float) -> RunView:
@@ -135,7 +135,7 @@ def _verdict(answer: Mapping[str, Any], live: LiveState) -> tuple[str, str]:
     full, filtered = engines_look_full(live.snapshot), Filtered.of(live.snapshot)
     own = judge(live.shares(), engines_are_full=full, filtered=filtered)
     num_rollouts = sum(name.startswith("rollout/") for name in live.shares())
-    # Nobody says how many there may be: what is there is taken for all.
+    # The largest possible number is not known: the present one is assumed.
     return own.sentence, what_to_try(own, Facts(num_rollouts=num_rollouts, most_rollouts=num_rollouts))
 
 

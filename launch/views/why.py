@@ -31,18 +31,18 @@ _WORDS: dict[str, str] = {
     "wait-memory": "waits for the device's memory",
     "wait-env": "waits for the environment",
     "paused": "is paused",
-    "other": "does what nobody accounts for",
+    "other": "does what is not accounted for",
 }
 _ROLE_WORDS: dict[tuple[str, str], str] = {
     ("rollout", "compute"): "generates",
     ("rollout", "wait-capacity"): "waits for the trainer to catch up",
     ("rollout", "wait-data"): "waits for prompts",
     ("trainer", "wait-weights"): "waits for engines to take its weights",
-    ("buffer", "wait-data"): "waits for somebody to ask",
+    ("buffer", "wait-data"): "waits for requests",
     ("coordinator", "wait-data"): "waits for something to do",
     ("coordinator", "wait-weights"): "waits for engines to adopt a version",
     ("monitor", "wait-data"): "waits for telemetry",
-    ("memory", "wait-data"): "waits for somebody to ask",
+    ("memory", "wait-data"): "waits for requests",
 }
 _PART_WORDS: dict[str, str] = {
     AT_LIMIT: "with as many groups as its concurrency allows",
@@ -179,8 +179,8 @@ def explain_actors(
 
 
 def explain_files(run_dir: Path, target: str = "") -> Reason:
-    """Of a run that is over, or that nobody answers for: over all of it. Raises ConfigError for a folder of no run, or
-    an actor that was not in it."""
+    """Of a run that has ended or does not answer: over all of it. Raises ConfigError for a folder of no run, or an
+    actor that was not in it."""
     run = load_run(run_dir)
     shares, gauges = run.shares(), run.gauges()
     facts = facts_of_file(run.config, sum(name.startswith("rollout/") for name in shares), num_cores())

@@ -119,7 +119,7 @@ class ShareBins:
         self._last: tuple[float, Mapping[str, float]] | None = None
 
     def put(self, wall_s: float, totals: Mapping[str, float]) -> None:
-        """A reading: seconds by kind since the actor began. A sum that fell means that it began anew."""
+        """A reading: seconds by kind since the actor began. A sum that fell means that it was restarted."""
         last, self._last = self._last, (wall_s, dict(totals))
         if last is not None and wall_s < last[0]:
             self._last = last
@@ -157,7 +157,7 @@ class ShareBins:
         self._bins = wider
 
     def total(self) -> dict[str, float]:
-        """Share of all the time that was told, by kind."""
+        """Share of all recorded time, by kind."""
         sums: dict[str, float] = {}
         for kinds in self._bins.values():
             for kind, seconds in kinds.items():
@@ -203,7 +203,7 @@ class JsonTail:
         self.num_bad = 0
 
     def read(self) -> list[dict[str, Any]]:
-        """At most a few MiB at once: call again until nothing comes. A file that shrank is read anew."""
+        """At most a few MiB at once: call again until nothing comes. A file that shrank is read from its start."""
         try:
             with self._path.open("rb") as file:
                 if file.seek(0, 2) < self._offset:

@@ -225,7 +225,7 @@ def state_table(picture: RunView, history: History, *, may_operate: bool) -> dic
 
 
 def _from_files(picture: RunView, history: History) -> RunView:
-    """Of a run that nobody answers for any more: its actors and what held it back, over the whole run."""
+    """Of a run that does not answer any more: its actors and what held it back, over the whole run."""
     shares = {name: bins.total() for name, bins in history.shares.items()}
     names = sorted(shares, key=name_order)
     snapshot = {f"time/{name}": kinds for name, kinds in shares.items()}

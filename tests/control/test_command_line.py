@@ -72,7 +72,7 @@ def test_two_runs_are_listed(live: Live, tmp_path: Path):
         (folder / "control.json").write_text(json.dumps(note))
     done = live.myxa("ps", folder=tmp_path)
     assert done.returncode == 3
-    assert "2 runs go on:" in done.stderr
+    assert "2 runs are live:" in done.stderr
     assert str(tmp_path / "runs/a") in done.stderr
     assert "--run RUN" in done.stderr
     (tmp_path / "runs/b/s").unlink()

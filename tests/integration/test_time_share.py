@@ -171,7 +171,7 @@ def test_mem_shows_who_holds_what_while_it_runs(job: Job) -> None:
         process.communicate(timeout=60)
     late = ask_mem(job)
     assert late.returncode == 3
-    assert "no run goes on here" in late.stderr
+    assert "no live run" in late.stderr
 
 
 def test_a_device_that_is_too_small_is_refused_with_who_holds_what(job: Job) -> None:

@@ -129,7 +129,7 @@ def test_time_that_nobody_accounts_for_is_told_apart_from_start_up() -> None:
     assert unattributed({"other": 0.5, "other/lead": 0.5, "compute": 0.5}) == pytest.approx(0.5)
     assert unattributed({"other": 1.0, "other/start": 1.0}) == 0.0
     assert idleness("rollout/2", {"other": 1.0, "other/start": 1.0}).sentence == "rollout/2 is starting"
-    assert "does what nobody accounts for 10 %" in idleness("x", {"compute": 0.9, "other": 0.1}).sentence
+    assert "does what is not accounted for 10 %" in idleness("x", {"compute": 0.9, "other": 0.1}).sentence
 
 
 def test_f2_no_more_rollout_actors_than_the_machine_has_room_for() -> None:

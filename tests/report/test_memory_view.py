@@ -37,7 +37,7 @@ def test_every_tag_is_said_with_where_it_is() -> None:
     lines = memory_text(view()).splitlines()
     assert lines[0] == "memory/0, epoch 12: nothing is being switched"
     assert lines[1] == "host pool: 26.0 GiB of 64.0 GiB"
-    assert "GPU-1: 140.0 GiB, free 30.0 GiB, held by nobody known 256.0 MiB" in lines
+    assert "GPU-1: 140.0 GiB, free 30.0 GiB, unattributed 256.0 MiB" in lines
     assert "  trainer/0 (trainer): released, 2.0 GiB + 512.0 MiB that stay" in lines
     assert "    optimizer     24.0 GiB  on the host [backup]" in lines
     assert "    params         2.0 GiB  on the device, copy kept, 2.0 GiB on the host [backup]" in lines

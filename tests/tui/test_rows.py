@@ -152,7 +152,7 @@ def test_terminal_orders_in_names_and_logs_are_not_obeyed(picture: RunView) -> N
 )
 def test_logs_of_any_shape_are_shown(answer: object, text: str) -> None:
     assert log_text(answer) == text
-    assert stack_text({}) == "no stack was told"
+    assert stack_text({}) == "the stack is empty"
 
 
 def test_nothing_answered_is_a_picture_too() -> None:
