@@ -13,7 +13,6 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...core.device_memory import DeviceView, MemoryView, TagReport, TenantReport, whole_of
 from ...core.errors import ConfigError, LaunchError
 from .knobs import change_line, change_words
 from .output import (
@@ -33,6 +32,7 @@ from .parser import at_least, stretch_s
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from ...core.device_memory import DeviceView, MemoryView, TagReport, TenantReport
     from ..tui.feed import Feed
 
 COLUMNS = ("actor", "state", "pid", "node", "host", "attempt", "epoch", "up", "memory", "doing")
@@ -464,6 +464,8 @@ def _tenant(tenant: TenantReport) -> Iterator[str]:
 
 def _alike(tags: Sequence[TagReport]) -> list[list[TagReport]]:
     """Parts of one tag that are in the same place together, in the order of the first of each."""
+    from ...core.device_memory import whole_of
+
     found: dict[tuple[str, str, str], list[TagReport]] = {}
     for tag in tags:
         found.setdefault((whole_of(tag.tag), tag.backing, tag.policy), []).append(tag)
@@ -471,6 +473,8 @@ def _alike(tags: Sequence[TagReport]) -> list[list[TagReport]]:
 
 
 def _tag(parts: Sequence[TagReport]) -> str:
+    from ...core.device_memory import whole_of
+
     first, on_host = parts[0], sum(part.host_bytes for part in parts)
     copy = f", {size(on_host)} on the host" if on_host and first.backing != "host" else ""
     total = size(sum(part.num_bytes for part in parts))

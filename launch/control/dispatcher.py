@@ -21,11 +21,10 @@ from ...core.errors import CallError, MyxaError, Overloaded
 from ...core.knobs import AuditRecord, Operator
 from .data_verbs import DATA_VERBS
 from .knob_verbs import CONFIG_VERBS, KNOB_VERBS
-from .look_verbs import LOOK_VERBS, PS_VERBS, STATUS_VERBS, TRACE_VERBS
+from .look_verbs import LOOK_VERBS, PS_VERBS, STATUS_VERBS, TRACE_VERBS, WATCH_VERBS
 from .process_verbs import CHAOS_VERBS, PROCESS_VERBS
 from .run_verbs import RUN_VERBS
 from .verb import Arguments, Verb, VerbContext, VerbTable
-from .watch_verbs import WATCH_VERBS
 from .why_verbs import WHY_VERBS
 from .wire import check_depth, decode_arguments
 

@@ -31,15 +31,17 @@ from .plan_page import (
     grid,
     in_order,
     legend,
+    listening,
     of_error,
     of_finding,
     of_problem,
     picture,
     processes,
+    starts_of,
     turns,
+    written_files,
 )
 from .staleness_plan import staleness_findings, staleness_of
-from .starts import files, listening, starts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,7 @@ def _placed(config: RunConfig, actors: Sequence[ActorSpec], num_nodes: int) -> d
         "placement": Placement(rows, picture(rows), legend(actors), turns(config, actors), processes(actors)),
         "starts": starts_of(config, actors),
         "listening": tuple(listening(config, actors, num_nodes)),
-        "written": tuple(files(config)),
+        "written": tuple(written_files(config)),
     }
 
 
