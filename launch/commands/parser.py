@@ -18,7 +18,7 @@ OTHER_WORDS: Mapping[str, str] = {
     "show": "get", "checkpoint": "ckpt", "run": "up", "start": "up", "train": "up", "stop": "down", "end": "down",
     "quit": "down", "exit": "down", "shutdown": "down",
 }  # fmt: skip
-"""What other programs call it -> our command. By their letters some would be taken for another one: stop for top."""
+"""Names in other programs -> our command. The nearest name by letters would be wrong: top for stop."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
         return made
 
     def error(self, message: str) -> NoReturn:
-        """Told like every other mistake, as JSON where that was asked for; argparse would print its usage and exit."""
+        """Raises as every other mistake does, so that `--json` applies; argparse would print its usage and exit."""
         if self.commands and message.endswith(": COMMAND"):
             raise ConfigError(
                 f"a command is missing after {self.prog!r}", remedy=f"there are: {', '.join(self.commands)}"

@@ -60,7 +60,7 @@ class _Made:
 
 
 class Pilot:
-    """See the module's head."""
+    """Decides when to move a knob; makes no move itself."""
 
     def __init__(self, options: PilotOptions | None = None) -> None:
         self._options = options or PilotOptions()
@@ -147,7 +147,7 @@ _log = logging.getLogger("myxa.autopilot")
 
 @contextlib.asynccontextmanager
 async def autopilot(context: VerbContext) -> AsyncGenerator[None]:
-    """While this lasts, the autopilot flies, if `control.autopilot` is set."""
+    """Runs the autopilot inside the block, if `control.autopilot` is set."""
     if not context.config.control.autopilot:
         yield
         return
@@ -171,7 +171,7 @@ class Autopilot:
         self._moved_s = context.node.clock.monotonic()
 
     async def fly(self) -> None:
-        """Until cancelled. What goes wrong is logged: a run never fails for its autopilot."""
+        """Runs until cancelled. Errors are logged: a run never fails because of its autopilot."""
         while True:
             await asyncio.sleep(LOOK_S)
             try:

@@ -44,7 +44,7 @@ class SeveralLiveRuns(LaunchError):
 
 
 class ControlNote(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a live run is spoken to. Paths only; it holds no secret."""
+    """Where a live run is reached. Paths only; it holds no secret."""
 
     run_dir: str
     control: str
@@ -64,7 +64,7 @@ class ControlNote(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_remote(self) -> bool:
-        """Whether it is spoken to over the network."""
+        """Whether it is reached over the network."""
         return self.key_file != ""
 
     def save(self, folder: Path) -> None:
@@ -184,12 +184,12 @@ CHUNK_BYTES = 1 << 16
 
 
 class ControlClient:
-    """Speaks to one run. Each call has a connection of its own, so a client may be kept for as long as one likes."""
+    """Asks one run. Each call has a connection of its own, so a client may be kept for any time."""
 
     def __init__(self, note: ControlNote, *, view: bool = False) -> None:
         self.note = note
         self.may_operate = not view
-        """Whether this speaks to the socket that takes orders; `view` is for the one that only shows."""
+        """`view`: use the read-only socket, not the one that takes changes."""
         self._path = note.view if view else note.control
 
     @classmethod
@@ -199,11 +199,11 @@ class ControlClient:
 
     @property
     def run_dir(self) -> Path:
-        """Of the run that is spoken to."""
+        """Of the run."""
         return Path(self.note.run_dir)
 
     def ask(self, verb: str, timeout_s: float = 30.0, **arguments: Any) -> Any:
-        """The verb's answer, as JSON types. Raises the error that the run told, with its remedy and exit code;
+        """The verb's answer, as JSON types. Raises the error that the run answered, with its remedy and exit code;
         DeadlineExceeded when it took longer, PeerDied when the run ended meanwhile."""
         deadline = time.monotonic() + timeout_s
         with self._answers(verb, arguments, deadline) as lines:
@@ -271,7 +271,7 @@ def _lines(link: socket.socket, deadline: float | None, verb: str) -> Iterator[b
 
 
 def too_late(verb: str) -> DeadlineExceeded:
-    """For a caller who waited long enough."""
+    """The error of a call that passed its deadline."""
     return DeadlineExceeded(f"the run did not answer {verb} in time; it may still do it", remedy="`myxa history` tells")
 
 
@@ -283,7 +283,7 @@ def _opened(line: bytes) -> dict[str, Any]:
 
 
 def told_error(facts: dict[str, Any]) -> MyxaError:
-    """The error that a run told, of the same class where the class is ours."""
+    """The error that a run answered, of the same class where the class is ours."""
     named = getattr(errors, str(facts.get("type")), None)
     kind = named if isinstance(named, type) and issubclass(named, MyxaError) else MyxaError
     error = kind(str(facts.get("message", "?")), remedy=str(facts.get("remedy", "")))

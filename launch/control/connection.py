@@ -84,7 +84,7 @@ class ConnectionLimits:
 
 
 class ControlConnection(asyncio.Protocol):
-    """See the module's head. `choose` makes the protocol for the first bytes, `gone` hears of the end."""
+    """A connection with its limits. `choose` makes the protocol for the first bytes; `gone` is called at the end."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class ControlConnection(asyncio.Protocol):
         self.is_stream = False
         """The other side gets items until it leaves; it sends no more requests."""
         self.has_ended = False
-        """The other side says nothing more."""
+        """The other side sends no more."""
         self.closed_for = ""
         """The limit that was passed."""
 
@@ -144,8 +144,8 @@ class ControlConnection(asyncio.Protocol):
 
     @property
     def silence(self) -> tuple[bool, float] | None:
-        """How little is lost with it, less first: one that has asked for something before, then the later one. None:
-        it is busy."""
+        """Sort key by how little is lost by closing it: connections that never asked first, then the longest silence.
+        None: it is busy."""
         if self._num_in_hand or self.is_stream:
             return None
         return self._has_asked, self._asked_since if self._asked_since is not None else self._idle_since
@@ -191,7 +191,7 @@ class ControlConnection(asyncio.Protocol):
         self._inner.data_received(data)
 
     def eof_received(self) -> bool | None:
-        """A caller that has said everything is still answered; a stream ends."""
+        """A caller that has sent everything is still answered; a stream ends."""
         self.has_ended = True
         stays = self._inner.eof_received() if self._inner is not None else None
         return stays or (not self.is_stream and bool(self._num_in_hand or self._asked_since))

@@ -27,7 +27,7 @@ DUMP_S = 1800.0
 MIB = 1 << 20
 MAX_GROUPS = 64
 MAX_TOKENS = 1 << 16
-"""Told in one answer, of all samples together."""
+"""Tokens of all samples in one answer."""
 NOT_A_CHARACTER = "\ufffd"
 NOT_SCORED: F32 = np.zeros(0, dtype=np.float32)
 

@@ -72,7 +72,7 @@ class Dispatcher:
         self._shares: Counter[str] = Counter()
 
     def understand(self, name: str, arguments: msgspec.Raw | bytes, who: Operator, caller: VerbCaller) -> VerbCall:
-        """Raises ConfigError, with which nothing has happened."""
+        """The request as a call. Raises ConfigError; nothing has happened then."""
         return self.order(name, lambda verb: self.decode(verb, arguments), who, caller)
 
     def order(
@@ -193,7 +193,7 @@ class Dispatcher:
         self._in_hand.discard(task)
         self._shares[share] -= 1
         if not task.cancelled():
-            task.exception()  # told to the caller, if there still is one
+            task.exception()  # the caller has the error, if it is still there
 
 
 def _outcome(error: MyxaError) -> str:

@@ -76,7 +76,7 @@ class HttpServer:
 
     async def _answer(self, request: web.Request, handler: Any, connection: ControlConnection) -> web.StreamResponse:
         try:
-            await request.read()  # a caller that dawdles is cut off by its connection's limits
+            await request.read()  # its connection's limits cut off a slow caller
         except web.HTTPException as error:
             return self._malformed(error.status, f"{error.reason}; the limit is {MAX_REQUEST_BYTES} bytes")
         except ValueError as error:  # a chunked or declared body that does not add up
@@ -112,7 +112,7 @@ class HttpServer:
             return await self._stream(request, order)
         try:
             return _ok(await self._dispatcher.answer(order))
-        except Exception as error:  # noqa: BLE001 - the dispatcher logged it; the caller must hear of it, whatever it is
+        except Exception as error:  # noqa: BLE001 - the dispatcher logged it; every error is an answer to the caller
             return _error(_status(error), error)
 
     async def _stream(self, request: web.Request, order: VerbCall) -> web.StreamResponse:

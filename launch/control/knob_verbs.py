@@ -1,4 +1,4 @@
-"""Verbs about knobs: read, explain, change, take back, history. The coordinator does it all; here requests are made."""
+"""Verbs about knobs: read, explain, change, take back, history. The coordinator carries them out."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .run_verbs import Reason
 from .verb import Arguments, Verb, VerbContext, coordinator_call, find_targets
 
 ASK_S = 20.0
-"""Less than callers wait, so that they learn who did not answer."""
+"""Less than callers wait, so that their error names the owner that did not answer."""
 CHANGE_S = 60.0
 MAX_VALUES = 64
 MAX_NAME_CHARS = 128

@@ -44,7 +44,7 @@ from .verb import Arguments, Verb, VerbContext, find_targets
 T = TypeVar("T")
 
 LIVE_S = 2.0
-"""How long a process may take to tell its own stacks."""
+"""How long a process may take to report its own stacks."""
 FOLLOW_S = 0.5
 """Between two looks at a log that is followed."""
 SPARE_S = 60.0
@@ -57,7 +57,7 @@ Target = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 
 
 class LogsArguments(Arguments, frozen=True, kw_only=True):
-    """Whose log, and how much of it."""
+    """Arguments of `logs`."""
 
     target: Target
     """As everywhere, or "launcher", "launcher/1"."""
@@ -69,7 +69,7 @@ class LogsArguments(Arguments, frozen=True, kw_only=True):
 
 
 class StackArguments(Arguments, frozen=True, kw_only=True):
-    """Whose stacks."""
+    """Arguments of `stack`."""
 
     target: Target
     py_spy: bool = False
@@ -77,13 +77,13 @@ class StackArguments(Arguments, frozen=True, kw_only=True):
 
 
 class TargetArguments(Arguments, frozen=True, kw_only=True):
-    """Whose facts."""
+    """Arguments of `facts`."""
 
     target: Target
 
 
 class ProfileArguments(Arguments, frozen=True, kw_only=True):
-    """Whom to look at for how long."""
+    """Arguments of `profile`."""
 
     target: Target
     kind: Literal["stacks", "memory", "torch"] = "stacks"
@@ -299,7 +299,7 @@ class ActorRow(msgspec.Struct, frozen=True, kw_only=True):
     doing: str
     """What it spent most of the last minute with, such as "wait-data 62 %"."""
     note: str = ""
-    """What holds it up now, where a person must mend it: its disk."""
+    """Why it waits now, where a person must act: its disk."""
 
 
 async def _ps(context: VerbContext, arguments: Arguments, who: Operator) -> list[ActorRow]:
@@ -507,7 +507,7 @@ def _items(kind: str, tail: LineTail, names: tuple[str, ...]) -> list[dict[str, 
 
 def wanted(kind: str, record: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any] | None:
     """The item to show of a record; None: nothing of it was asked for. Metrics of no step (gauges that come every
-    second) and engines' gauges are shown only to those who name them."""
+    second) and engines' gauges are shown only if they are named."""
     if kind == "metrics":
         values: dict[str, Any] = record.get("values", {})
         chosen = {name: value for name, value in values.items() if _is_meant(name, names)} if names else values

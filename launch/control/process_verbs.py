@@ -71,7 +71,7 @@ class RestartArguments(Arguments, frozen=True, kw_only=True):
 
 
 class KillArguments(Arguments, frozen=True, kw_only=True):
-    """Whom to send a signal."""
+    """Arguments of `kill`."""
 
     target: Target
     signal: Literal["KILL", "STOP", "CONT"] = "KILL"
@@ -255,7 +255,7 @@ class ChaosArguments(Arguments, frozen=True, kw_only=True):
     target: Annotated[str, msgspec.Meta(max_length=200)] = ""
     """Of "kill", "stop", "cont", "delay" and "partition", which need one."""
     others: Annotated[str, msgspec.Meta(max_length=200)] = ""
-    """Of "partition": from whom the target is cut off, "launcher" or actors; empty: from everybody."""
+    """Of "partition": what the target is cut off from, "launcher" or actors; empty: all others."""
     for_s: Stretch = 2.0
     """How long "delay" holds a process, "partition" its connections, and "fill-disk" the space."""
     size_mb: Annotated[int, msgspec.Meta(ge=0, le=MAX_MB)] = 0

@@ -1,4 +1,4 @@
-"""Verbs about the run as a whole: who is in it, pause, resume, step, checkpoint, evaluation, the end."""
+"""Verbs about the run as a whole: pause, resume, step, checkpoint, evaluation, end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS)]
 
 
 class WithReason(Arguments, frozen=True, kw_only=True):
-    """Arguments of a verb that only wants to know why."""
+    """Arguments of a verb that takes only a reason."""
 
     reason: Reason = ""
 
@@ -81,7 +81,7 @@ async def _evaluate(context: VerbContext, arguments: EvalArguments, who: Operato
 
 
 async def _down(context: VerbContext, arguments: WithReason, who: Operator) -> dict[str, str]:
-    """The launcher's own loop ends the run, as after Ctrl-C; here it is only wished for."""
+    """The launcher's own loop ends the run, as after Ctrl-C; this only asks for it."""
     reason = arguments.reason or f"{who.user} asked for it (myxa down)"
     context.supervisor.wish_stop(reason, signal.SIGTERM)
     return {"ending": reason}

@@ -77,7 +77,7 @@ class LineServer:
             writer.close()
 
     async def _line(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-        """The next line, or what is left of one at the end; nothing when there is nothing more to come."""
+        """The next line, or the rest of one at the end; empty at the end."""
         try:
             return await reader.readuntil(b"\n")
         except asyncio.IncompleteReadError as error:
@@ -123,7 +123,7 @@ class LineServer:
     async def _stream(
         self, order: VerbCall, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Until it ends, or until the caller goes away or says anything more."""
+        """Streams until the verb ends, the caller leaves, or the caller sends anything."""
         try:
             async with (
                 self._dispatcher.items(order) as items,
@@ -175,7 +175,7 @@ def _refusal(number: int | str | None, error: BaseException) -> bytes:
 
 async def _send(writer: asyncio.StreamWriter, line: bytes) -> bool:
     writer.write(line)
-    await writer.drain()  # a caller that does not read is cut off by its connection's limits
+    await writer.drain()  # its connection's limits cut off a caller that does not read
     return True
 
 
@@ -253,7 +253,7 @@ class Listener:
             connection.look(now)
 
     def greet(self, connection: ControlConnection, link: object) -> None:
-        """Let it in, or not."""
+        """Serve the connection, or close it."""
         try:
             connection.peer = Peer.of(link)
         except OSError:
@@ -271,7 +271,7 @@ class Listener:
             self._connections.add(connection)
 
     def _has_room(self) -> bool:
-        """There is, or the one that has been silent longest goes: half-open ones must not keep others out."""
+        """Whether there is room; if not, closes the longest silent connection: half-open ones must block no others."""
         if len(self._connections) < self._limits.num_connections:
             return True
         silent = [(each.silence, each) for each in self._connections if each.silence is not None]

@@ -58,7 +58,7 @@ class VerbContext:
     proposals: Proposals = field(default_factory=Proposals)
     """Suggestions that were shown."""
     chaos: FaultInjector = field(default_factory=FaultInjector)
-    """Faults on purpose."""
+    """Injects faults, for `chaos`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Verbs that say what holds the run back and what could be turned: why, suggest, and what a person decides about it.
+"""Verbs that say what holds the run back and which knob may help: `why`, `suggest`, `suggest-decide`.
 
 `gather_evidence` asks the run for shares, gauges and knobs. An actor that does not answer is left out: without the
 coordinator there is still a verdict, only no knob to turn.
@@ -44,7 +44,7 @@ class Evidence:
     engines_are_full: bool
     filtered: Filtered
     version: int
-    """Weight version the run stands at; -1: not known."""
+    """Weight version of the run; -1: not known."""
     is_running: bool
     """Neither starting nor ending nor paused."""
     disk: str = ""
@@ -134,7 +134,7 @@ def _idle_gpus(config: RunConfig) -> str:
 
 
 def first_states(table: KnobTable) -> dict[str, KnobState]:
-    """Knob -> how it stands at its first owner."""
+    """Knob -> its state at its first owner."""
     states: dict[str, KnobState] = {}
     for sheet in table.sheets:
         for state in sheet.knobs:
@@ -267,7 +267,7 @@ def _open_one(context: VerbContext, book: SuggestionBook, name: str) -> Suggesti
 
 
 async def _approve(context: VerbContext, suggestion: Suggestion, who: Operator, reason: str) -> ChangeReply:
-    """By the person who approves it, and only if the knob still stands where the suggestion saw it."""
+    """In the name of the approving person, and only if the knob still has the value that the suggestion saw."""
     if not suggestion.knob:
         raise ConfigError(
             f"{suggestion.id} changes no live knob",

@@ -38,7 +38,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class ErrorAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """An error as the caller learns of it."""
+    """An error as the caller gets it."""
 
     type: str
     message: str
@@ -110,7 +110,7 @@ def _wrong_arguments(verb: str, kind: type[Arguments], error: Exception) -> Conf
 
 
 def _in_words(text: str) -> str:
-    """What msgspec says of a number beyond its range, without the place in a JSON that the caller may never see."""
+    """The message about a number beyond its range, without the path into a JSON that the caller may not see."""
     found = _BEYOND.fullmatch(text)
     return text if found is None else f"{found[3]} must be {_RELATIONS[found[1]]} {found[2]}"
 

@@ -19,7 +19,7 @@ Status = Literal["ok", "warning", "error"]
 
 @dataclass(frozen=True, slots=True)
 class MachineCheck:
-    """What was looked at, and what came of it."""
+    """The result of one check."""
 
     name: str
     status: Status
@@ -64,7 +64,7 @@ CLOCK_SLACK_S = 86400.0
 
 
 def python(facts: MachineFacts) -> Iterator[MachineCheck]:
-    """Old enough for nothing else to be said."""
+    """The interpreter's version."""
     version = ".".join(map(str, facts.system.python))
     if facts.system.python[:2] < OLDEST_PYTHON:
         yield error("python", f"{version} at {facts.system.executable}", "use Python 3.11 or later")
@@ -462,7 +462,7 @@ def runs(facts: MachineFacts) -> Iterator[MachineCheck]:
 
 
 def servers(facts: MachineFacts) -> Iterator[MachineCheck]:
-    """An SGLang server without a key takes weights from anybody who reaches it."""
+    """An SGLang server without a key takes weights from every client that reaches it."""
     for server in facts.servers:
         if server.has_key and server.host in LOCAL_HOSTS:
             continue

@@ -19,7 +19,7 @@ from ...core.config import RunConfig
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """Counts of a run; None where the data or the model was not to be seen."""
+    """Counts of a run; None where the data or the model cannot be read."""
 
     num_prompts: int
     """Groups of a step."""

@@ -305,12 +305,12 @@ def _torch_states(config: RunConfig, model: ModelConfig, world_size: int, stage:
 
 
 def _in_turn(config: RunConfig, model: ModelConfig) -> list[ModelConfig]:
-    """The models whose passes follow one another: the larger one says what a pass takes."""
+    """The models whose passes follow one another: the larger pass counts."""
     if not config.critic.enabled:
         return [model]
     try:
         return [model, critic_config(config.critic, model)]
-    except ConfigError:  # told of critic.path
+    except ConfigError:  # a finding of critic.path
         return [model]
 
 
@@ -491,7 +491,7 @@ class DeviceLoad:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Everything that can be said of memory."""
+    """Memory of the whole run."""
 
     loads: tuple[DeviceLoad, ...]
     engine: EngineEstimate | None
@@ -688,7 +688,7 @@ def _engine_findings(config: RunConfig, engine: EngineEstimate | None, capacity:
 
 
 def _workspace_findings(config: RunConfig, trainer: RankMemory) -> list[ConfigFinding]:
-    """The room that the memory manager makes for a step, against what the step will take."""
+    """The workspace that the memory manager reserves for a step, against what the step needs."""
     if not (takes_turns(config) and config.memory.workspace_mb):
         return []
     needs = total(part for part in trainer.parts if part.name in ("activations", "logits"))

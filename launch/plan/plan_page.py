@@ -64,7 +64,7 @@ def starts_of(config: RunConfig, actors: Sequence[ActorSpec]) -> tuple[PlannedPr
 
 
 def shown_env(env: dict[str, str]) -> dict[str, str]:
-    """Without what must not be shown."""
+    """Without the values of secrets."""
     return {name: HIDDEN if SECRET.search(name) and name != SPEC_VARIABLE else value for name, value in env.items()}
 
 
@@ -126,7 +126,7 @@ def _web_ports(config: RunConfig) -> Iterator[str]:
 
 
 def written_files(config: RunConfig) -> Iterator[str]:
-    """What will lie in the run directory."""
+    """Files of the run directory."""
     yield f"{config.run.dir}/{config.run.name}-<date>-<time>/, and {config.run.dir}/latest pointing at it; in it:"
     yield "config.toml, ledger.sqlite (with ledger.sqlite.lock), metrics.jsonl, events.jsonl, audit.jsonl, logs/"
     yield "origin.json, .launcher.lock, coordinator.journal, rdzv.json while it runs, report.html at the end"
@@ -179,7 +179,7 @@ def of_problem(problem: Problem, inspected: Inspected) -> PlanProblem:
 
 
 def of_finding(finding: ConfigFinding, inspected: Inspected) -> PlanProblem:
-    """One of the machine, the files, or what the numbers come to."""
+    """One of the machine, the files, or the arithmetic."""
     origin = inspected.origins.of(tuple(finding.key.split("."))) if finding.key else Origin("", 0)
     severity: Severity = "warning" if finding.is_warning else "error"
     return PlanProblem(severity, origin.place, origin.line, finding.key, finding.error.message, finding.error.remedy)
@@ -209,7 +209,7 @@ UNCOUNTED = "not counted: fragments of the allocator, workspaces of libraries, a
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Who runs where."""
+    """Which actor runs where."""
 
     grid: dict[str, dict[str, list[str]]]
     picture: list[str]

@@ -1,6 +1,6 @@
-"""`myxa plan`: everything that can be said of a run before it is started. Composition: the parts compute, this asks.
+"""`myxa plan`: checks a run and estimates it before it is started.
 
-Starts nothing, needs no GPU and no torch. What is wrong is collected, never raised: one look tells all of it.
+Starts nothing, needs no GPU and no torch. Problems are collected, never raised: one plan shows all of them.
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ def make_plan(options: RunPlanOptions) -> PlannedRun:
 
 
 def _touches(key: str, inspected: Inspected) -> bool:
-    """Whether a finding is about something that the user did not say: the default in place of a mistake."""
+    """Whether a finding is about the default that stands for a mistaken value."""
     path = tuple(key.split("."))
     return any(path[:length] in inspected.bad for length in range(1, len(path) + 1))
 
 
 def _of_files(config: RunConfig, options: RunPlanOptions) -> Iterator[ConfigFinding]:
-    """What can be said beside mistakes of the run file: of the files that it names, not of what they come to."""
+    """Findings beside mistakes of the run file: only of the files that it names."""
     actors = place(config, options.num_nodes) if not placement_problems(config, options.num_nodes) else ()
     yield from find_problems(config, actors, NAMED_CHECKS)
 

@@ -90,7 +90,7 @@ def _end_findings(tokenizer: FolderTokenizer, renderer: TurnRenderer) -> Iterato
     """A template for chats on a base model, whose answers would not stop at the end of the turn."""
     try:
         mark = renderer.end_mark()
-    except MyxaError:  # told of the template itself
+    except MyxaError:  # a finding of the template itself
         return
     if mark is None or mark in tokenizer.eos_token_ids:
         return

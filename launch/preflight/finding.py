@@ -25,7 +25,7 @@ class ConfigFinding:
     """Dotted path in the run file; empty: about no key of it."""
     error: MyxaError
     is_warning: bool = False
-    """The run can start, but will hardly be what was meant."""
+    """The run can start, but is probably not what was meant."""
 
 
 def looked(key: str, look: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> Iterator[ConfigFinding]:

@@ -29,7 +29,7 @@ MODULES = (
     "wandb",
     "mlflow",
 )
-"""Whose presence is looked at."""
+"""Modules that are looked for."""
 PROBE = (
     "import json, myxa, myxa.launch.worker; from myxa.launch.preflight.interpreters import folders;"
     "print(); print(json.dumps([myxa.__version__, folders()]))"

@@ -48,7 +48,7 @@ class Need(NamedTuple):
 
     module: str
     what: str
-    """Follows the module's name in the message, and says who needs it."""
+    """Follows the module's name in the message: what needs it."""
     remedy: str = "install it there"
 
 
@@ -209,7 +209,7 @@ def _check_fit(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Confi
 
 
 def readable_model(config: RunConfig) -> ModelConfig | None:
-    """The model's config; None where it cannot be read, which `_check_model` tells."""
+    """The model's config; None where it cannot be read, a finding of `_check_model`."""
     try:
         return read_config(config.model.path)
     except MyxaError:
@@ -225,7 +225,7 @@ def _check_freeze(config: RunConfig, model: ModelConfig) -> None:
     try:
         with open_weights(config.model.path, model) as weights:
             names = [name for name in weights if not (model.tie_word_embeddings and name.startswith("lm_head."))]
-    except MyxaError:  # told of model.path
+    except MyxaError:  # a finding of model.path
         return
     frozen_names(config.trainer.freeze, names)
 
@@ -305,7 +305,7 @@ def _check_model_of(config: RunConfig) -> None:
     try:
         place = named_checkpoint(config.trainer.resume)
         manifest = read_manifest(place)
-    except TrainError:  # told of trainer.resume, or, of one that is torn, by the ranks
+    except TrainError:  # a finding of trainer.resume; the ranks report a torn one
         return
     if model is None:
         return
@@ -319,7 +319,7 @@ def _check_data_of(config: RunConfig) -> None:
     """A resumed run keeps the prompts that its ledger was written for. Reads all data, as the buffer does."""
     try:
         checkpoint = named_checkpoint(config.trainer.resume)
-    except TrainError:  # told of trainer.resume
+    except TrainError:  # a finding of trainer.resume
         return
     own = checkpoint.parent.parent / LEDGER
     ledger = checkpoint / LEDGER if is_in_use(own) or not own.is_file() else own
@@ -329,7 +329,7 @@ def _check_data_of(config: RunConfig) -> None:
         return
     try:
         data = open_data(config)
-    except ConfigError:  # told of the files themselves
+    except ConfigError:  # a finding of the files themselves
         return
     if data.fingerprint != known:
         raise ConfigError(
@@ -343,7 +343,7 @@ def _check_critic_of(config: RunConfig) -> None:
     """A resumed run keeps its critic, or has none as before."""
     try:
         manifest = read_manifest(named_checkpoint(config.trainer.resume))
-    except TrainError:  # told of trainer.resume, or, of one that is torn, by the ranks
+    except TrainError:  # a finding of trainer.resume; the ranks report a torn one
         return
     if bool(manifest.critic) != config.critic.enabled:
         has, goes_on = ("a", "false") if manifest.critic else ("no", "true")
@@ -394,7 +394,7 @@ def device_findings(actors: Sequence[ActorSpec], gpus: Gpus) -> Iterator[ConfigF
 
 
 def _check_sinks(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[ConfigFinding]:
-    """Names and options; what packages of another interpreter may bring is left to the monitor."""
+    """Names and options. The monitor checks sinks from packages of another interpreter."""
     if not any(actor.role == "monitor" and not (actor.python or "PYTHONPATH" in actor.env) for actor in actors):
         return
     for name in config.monitor.sinks:

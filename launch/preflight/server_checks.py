@@ -41,7 +41,7 @@ ROUTES = (MODEL_ROUTE, FACTS_ROUTE)
 def attached_findings(
     config: RunConfig, actors: Sequence[ActorSpec], model_type: str, *, wait_s: float = 0.0
 ) -> Iterator[ConfigFinding]:
-    """Servers of `engine.attach` that are none. One that is not there is a warning, unless it was waited for."""
+    """Servers of `engine.attach` that do not fit. A missing one is a warning, unless it was waited for."""
     rollouts = [actor for actor in actors if actor.role == "rollout"]
     name = config.engine.key_env
     key = os.environ.get(name) or rollouts[0].env.get(name, "") if name and rollouts else ""

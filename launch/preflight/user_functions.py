@@ -150,7 +150,7 @@ def _module_file(where: str, key: str) -> Path | None:
 
 
 def _found(name: str, places: list[str] | None) -> ModuleSpec | None:
-    """As an actor would find it: by every finder there is, and in the current folder, which actors search too."""
+    """Found as an actor finds it: by every finder, and in the current folder."""
     for finder in sys.meta_path:
         spec = finder.find_spec(name, places)
         if spec is not None:

@@ -33,9 +33,9 @@ from .rows import log_text, stack_text
 class Seen(Message):
     """A thread took a look."""
 
-    def __init__(self, picture: RunView) -> None:
+    def __init__(self, view: RunView) -> None:
         super().__init__()
-        self.picture = picture
+        self.view = view
 
 
 class Read(Message):
@@ -88,11 +88,11 @@ _TABS = (
 _ROOMY = 110
 """Columns from which on tree and tables fit beside each other."""
 _OWN_FOCUS = {"knobs": "#knob-table", "history": "#history-table"}
-"""Tabs in which the arrow keys belong to the page; in the others they choose an actor."""
+"""Tabs in which the arrow keys move in the page; in the others they choose an actor."""
 
 
 class TopApp(App[None]):
-    """See the module's head."""
+    """The application: title and verdict, the tree of actors, six pages."""
 
     TITLE = "myxa top"
     ENABLE_COMMAND_PALETTE = False
@@ -127,7 +127,7 @@ class TopApp(App[None]):
         super().__init__()
         self._feed = feed
         self._pace = StepPace()
-        self._picture: RunView | None = None
+        self._run_view: RunView | None = None
         self._actor = ""
         self._tree_key: tuple[tuple[int, str], ...] = ()
         self._knob_rows: dict[str, KnobRow] = {}
@@ -171,31 +171,31 @@ class TopApp(App[None]):
         """In a thread of its own."""
         while not self._feed.is_closed:
             started_s = time.monotonic()
-            picture = self._feed.look()
-            self.post_message(Seen(picture))
+            view = self._feed.look()
+            self.post_message(Seen(view))
             self._feed.wait(max(0.0, LOOK_EVERY_S - (time.monotonic() - started_s)))
 
     @on(Seen)
     def seen(self, event: Seen) -> None:
         """Show it."""
         if self.is_running:  # not while the widgets are being taken away: this may have waited in the queue
-            self.show(event.picture)
+            self.show(event.view)
 
-    def show(self, picture: RunView) -> None:
-        """Put a picture on the screen."""
-        self._picture = picture
-        if picture.live.status is not None:
-            self._pace.put(picture.live.now_wall_s, picture.live.version)
-        self._page.query_one("#title", Static).update(Text(rows.title_text(picture), style="bold"))
-        self._page.query_one("#why", Static).update(Text(clean(picture.why)))
-        notice = rows.notice_text(picture)
+    def show(self, view: RunView) -> None:
+        """Put a view on the screen."""
+        self._run_view = view
+        if view.live.status is not None:
+            self._pace.put(view.live.now_wall_s, view.live.version)
+        self._page.query_one("#title", Static).update(Text(rows.title_text(view), style="bold"))
+        self._page.query_one("#why", Static).update(Text(clean(view.why)))
+        notice = rows.notice_text(view)
         line = self._page.query_one("#notice", Static)
         line.update(Text(notice))
         line.display = bool(notice)
-        self._show_tree(picture)
+        self._show_tree(view)
         self._show_page()
-        fill(self._table("history-table"), rows.history_rows(picture.history))
-        self._knob_rows = {row.name: row for row in knob_rows(picture.knobs)}
+        fill(self._table("history-table"), rows.history_rows(view.history))
+        self._knob_rows = {row.name: row for row in knob_rows(view.knobs)}
         fill(self._table("knob-table"), [row.cells() for row in self._knob_rows.values()])
 
     @property
@@ -210,31 +210,31 @@ class TopApp(App[None]):
         return cast("Tree[str]", self._page.query_one("#tree"))
 
     def _show_page(self) -> None:
-        if self._picture is None or not self.is_running:
+        if self._run_view is None or not self.is_running:
             return
         width = max(40, self._page.query_one("#tabs").size.width - 5)
-        page = pages.run_page(self._picture, self._pace, width, is_ascii=self._is_ascii)
+        page = pages.run_page(self._run_view, self._pace, width, is_ascii=self._is_ascii)
         self._page.query_one("#run-text", Static).update(page)
-        self._page.query_one("#actor-text", Static).update(pages.actor_page(self._picture, self._actor, width))
+        self._page.query_one("#actor-text", Static).update(pages.actor_page(self._run_view, self._actor, width))
 
-    def _show_tree(self, picture: RunView) -> None:
+    def _show_tree(self, view: RunView) -> None:
         tree = self._tree()
-        key = tuple((actor.node, actor.name) for actor in picture.actors)
+        key = tuple((actor.node, actor.name) for actor in view.actors)
         if key != self._tree_key:
             self._tree_key = key
-            self._build_tree(tree, picture)
-        facts = {actor.name: actor for actor in picture.actors}
+            self._build_tree(tree, view)
+        facts = {actor.name: actor for actor in view.actors}
         width = tree.size.width - 5
         for node in tree.root.children:
             for leaf in node.children:
                 if leaf.data in facts:
-                    leaf.set_label(pages.actor_label(facts[leaf.data], picture, width, is_ascii=self._is_ascii))
+                    leaf.set_label(pages.actor_label(facts[leaf.data], view, width, is_ascii=self._is_ascii))
 
-    def _build_tree(self, tree: Tree[str], picture: RunView) -> None:
+    def _build_tree(self, tree: Tree[str], view: RunView) -> None:
         tree.clear()
         chosen = None
-        for number in sorted({actor.node for actor in picture.actors}):
-            mine = [actor for actor in picture.actors if actor.node == number]
+        for number in sorted({actor.node for actor in view.actors}):
+            mine = [actor for actor in view.actors if actor.node == number]
             node = tree.root.add(Text(rows.node_label(number, mine), style="bold"), expand=True)
             for actor in mine:
                 leaf = node.add_leaf(actor.name, data=actor.name)
@@ -257,12 +257,12 @@ class TopApp(App[None]):
     # -- pages -------------------------------------------------------------------------------------------------
 
     def action_page(self, name: str) -> None:
-        """Show a page; the arrow keys go where they are wanted there."""
+        """Show a page and focus what its arrow keys move."""
         self._tabs().active = name
         self._give_focus()
 
     def _give_focus(self) -> None:
-        """Once the page is there: what is not displayed takes no focus."""
+        """After the refresh: a widget that is not displayed takes no focus."""
         target = self._page.query_one(_OWN_FOCUS.get(self._tabs().active, "#tree"))
         self.call_after_refresh(target.focus)
 
@@ -335,7 +335,7 @@ class TopApp(App[None]):
 
     def action_pause(self) -> None:
         """Pause or resume the run."""
-        status = self._picture.live.status if self._picture is not None else None
+        status = self._run_view.live.status if self._run_view is not None else None
         if status is None or self._feed.reader_only:
             self.notify("no socket within reach can pause the run", severity="warning")
             return
@@ -351,9 +351,9 @@ class TopApp(App[None]):
     def turn(self, event: DataTable.RowSelected) -> None:
         """Enter on a knob."""
         row = self._knob_rows.get(str(event.row_key.value))
-        if row is None or self._picture is None:
+        if row is None or self._run_view is None:
             return
-        if self._picture.has_ended:
+        if self._run_view.has_ended:
             self.notify("the run has ended: nothing can be set any more", severity="warning")
         elif self._feed.reader_only:
             self.notify(

@@ -21,10 +21,10 @@ from ...core.errors import LaunchError, MyxaError
 from ...core.knobs import ChangeReply, KnobValue
 from ..control.client import ControlClient, ControlNote
 from ..views.run_files import SampleQuery, read_samples
-from ..views.run_view import ASKED, RunView, VerbAnswer, picture_of
+from ..views.run_view import ASKED, RunView, VerbAnswer, run_view_of
 
 LOOK_S = 3.0
-"""How long one look may take; who has not answered by then is missing in it."""
+"""How long one look may take; later answers are missing in it."""
 SLOW_EVERY = 3
 """Knobs, history, processes and the verdict are asked for in every third look."""
 _FAST: tuple[str, ...] = ("status",)
@@ -48,7 +48,7 @@ class _Files:
         if verb == "samples":
             wanted = SampleQuery(**{name: arguments[name] for name in ("step", "held_out") if name in arguments})
             return {"groups": read_samples(self._run_dir, wanted, arguments.get("num_groups", 4)), "num_left_out": 0}
-        raise LaunchError("the run is over", remedy="`myxa report RUN` tells how it went")
+        raise LaunchError("the run is over", remedy="`myxa report RUN` shows how it went")
 
 
 class Feed:
@@ -102,7 +102,7 @@ class Feed:
         self._wake.set()
 
     def look(self, *, all_of_it: bool = False) -> RunView:
-        """One look. Never raises for what the run does: a run that is gone gives its last picture, marked so."""
+        """One look. Never raises for the run: one that is gone gives its last view, with `has_ended`."""
         verbs = ASKED if all_of_it or self._num_looks % SLOW_EVERY == 0 else _FAST
         self._num_looks += 1
         answers = self._ask_all(verbs)
@@ -110,8 +110,8 @@ class Feed:
             return self._silent(answers)
         self._heard_s = time.monotonic()
         self._answers |= answers
-        picture = replace(picture_of(self._answers, time.time()), reader_only=self.reader_only)
-        self._last = picture if self._last is None else carried_over(picture, self._last)
+        view = replace(run_view_of(self._answers, time.time()), reader_only=self.reader_only)
+        self._last = view if self._last is None else carried_over(view, self._last)
         return self._last
 
     def _ask_all(self, verbs: Sequence[str]) -> dict[str, VerbAnswer]:
@@ -137,7 +137,7 @@ class Feed:
             return VerbAnswer(error=f"{type(error).__name__}: {error}")
 
     def _silent(self, answers: dict[str, VerbAnswer]) -> RunView:
-        last = self._last or replace(picture_of({}, time.time()), reader_only=self.reader_only)
+        last = self._last or replace(run_view_of({}, time.time()), reader_only=self.reader_only)
         troubles: Sequence[str] = list(dict.fromkeys(answer.error for answer in answers.values()))
         if not self._is_live():
             word = last_word(self.run_dir)
@@ -146,14 +146,14 @@ class Feed:
         return replace(last, troubles=tuple(troubles), silent_s=max(0.1, time.monotonic() - self._heard_s))
 
     def set(self, values: dict[str, KnobValue], reason: str, for_steps: int = 0, force: bool = False) -> ChangeReply:
-        """Turn knobs. Raises what the run says against it."""
+        """Set knobs. Raises the run's refusal."""
         arguments: dict[str, Any] = {"values": values, "reason": reason}
         arguments |= {"for_steps": for_steps} if for_steps else {}
         arguments |= {"force": True} if force else {}
         return msgspec.convert(self._client.ask("set", timeout_s=90.0, **arguments), ChangeReply)
 
     def ask(self, verb: str, timeout_s: float = 15.0, **arguments: Any) -> Any:
-        """Any other verb. Raises what the run says against it."""
+        """Ask any other verb. Raises the run's refusal."""
         return self._client.ask(verb, timeout_s=timeout_s, **arguments)
 
 

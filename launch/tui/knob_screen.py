@@ -69,7 +69,7 @@ class KnobScreen(ModalScreen[str]):
             yield Static("Enter moves to the reason, Enter again sets it; Tab next field, Escape leaves", id="said")
 
     def on_mount(self) -> None:
-        """The value can be typed over at once."""
+        """Focus the value."""
         self.query_one("#value", Input).focus()
 
     def _facts(self) -> Text:
@@ -93,13 +93,13 @@ class KnobScreen(ModalScreen[str]):
 
     @on(Input.Submitted, "#value")
     def go_on(self) -> None:
-        """From the value to the reason, if the value can be meant."""
+        """Move from the value to the reason, if the value is valid."""
         if self._value() is not None:
             self.query_one("#reason", Input).focus()
 
     @on(Input.Submitted, "#reason, #steps")
     def send(self) -> None:
-        """Ask the run, unless what was typed cannot be meant."""
+        """Ask the run, unless the input is invalid."""
         self._send(force=False)
 
     def action_force(self) -> None:
@@ -120,7 +120,7 @@ class KnobScreen(ModalScreen[str]):
         threading.Thread(target=self._ask, args=asked, daemon=True, name="set").start()
 
     def _value(self) -> KnobValue | None:
-        """What was typed; None, and the reason is shown, if it is of the wrong type."""
+        """The typed value; None if it has the wrong type, and the error is shown."""
         try:
             return parsed_value(self._row.tunable, self.query_one("#value", Input).value)
         except MyxaError as error:
@@ -138,7 +138,7 @@ class KnobScreen(ModalScreen[str]):
 
     @on(KnobAnswered)
     def told(self, event: KnobAnswered) -> None:
-        """Done closes the window; a refusal stays in it, to be mended."""
+        """A done change closes the window; a refusal keeps it open."""
         self._is_asking = False
         if event.is_done and self.is_current:
             self.dismiss(event.text)

@@ -19,15 +19,15 @@ _RUN_FACTS = frozenset({"step", "reward", "learning", "speed"})
 _LABEL = 12
 
 
-def run_page(picture: RunView, pace: StepPace, width: int, *, is_ascii: bool = False) -> Text:
+def run_page(view: RunView, pace: StepPace, width: int, *, is_ascii: bool = False) -> Text:
     """The run at a glance: facts, queues, staleness, engines, time."""
-    live = picture.live
+    live = view.live
     page = Text()
     for label, text in fact_lines(live, pace):
         if label in _RUN_FACTS:
             _fact(page, label, text, width)
-    if picture.remedy:
-        _fact(page, "to try", clean(picture.remedy), width)
+    if view.remedy:
+        _fact(page, "to try", clean(view.remedy), width)
     if curve := live.training_curve():
         _fact(
             page, "", sparkline([curve[step] for step in sorted(curve)], min(60, width - _LABEL - 2), is_ascii=is_ascii)
@@ -35,21 +35,21 @@ def run_page(picture: RunView, pace: StepPace, width: int, *, is_ascii: bool = F
     _queues(page, live, width, is_ascii=is_ascii)
     _staleness(page, live, width, is_ascii=is_ascii)
     _engines(page, live)
-    _time(page, picture, width, is_ascii=is_ascii)
+    _time(page, view, width, is_ascii=is_ascii)
     return page
 
 
-def actor_page(picture: RunView, name: str, width: int = 0) -> Text:
+def actor_page(view: RunView, name: str, width: int = 0) -> Text:
     """Everything about one actor."""
     page = Text()
-    for label, text in rows.actor_lines(picture, name):
+    for label, text in rows.actor_lines(view, name):
         _fact(page, label, text, width if label == "process" else 0)
     return page
 
 
-def actor_label(actor: ActorFacts, picture: RunView, width: int, *, is_ascii: bool = False) -> Text:
+def actor_label(actor: ActorFacts, view: RunView, width: int, *, is_ascii: bool = False) -> Text:
     """`+ trainer/0    ███▓▓▓▓▓  wait-data 62 %`, as much of it as fits."""
-    kinds = picture.live.shares().get(actor.name, {})
+    kinds = view.live.shares().get(actor.name, {})
     sign = rows.state_sign(actor)
     text = Text(f"{sign} ", style="" if rows.is_well(actor) else "bold red")
     text.append(f"{clean(actor.name):<12}")
@@ -133,9 +133,9 @@ def _grid(lines: Sequence[Sequence[str]]) -> Text:
     return text
 
 
-def _time(page: Text, picture: RunView, width: int, *, is_ascii: bool) -> None:
-    shares = picture.live.shares()
-    names = [actor.name for actor in picture.actors if shares.get(actor.name)]
+def _time(page: Text, view: RunView, width: int, *, is_ascii: bool) -> None:
+    shares = view.live.shares()
+    names = [actor.name for actor in view.actors if shares.get(actor.name)]
     if not names:
         return
     _heading(page, "time", "of each actor over the last minute")

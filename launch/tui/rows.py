@@ -155,7 +155,7 @@ def main_kind(kinds: Mapping[str, float]) -> str:
 
 
 def state_sign(actor: ActorFacts) -> str:
-    """One letter for its process: + up, ~ on its way, ! in trouble, x gone, ? not told."""
+    """One letter for its process: + up, ~ on its way, ! in trouble, x gone, ? unknown."""
     return _STATE_SIGNS.get(actor.state, "?")
 
 
@@ -170,12 +170,12 @@ def node_label(node: int, actors: Sequence[ActorFacts]) -> str:
     return f"node {node}" + (f"  {clean(host)}" if host else "")
 
 
-def title_text(picture: RunView) -> str:
+def title_text(view: RunView) -> str:
     """`sort-1  running  step 12 of 200  reward 0.82  4 min 05 s`."""
-    live = picture.live
-    name = clean(live.status.name) if live.status else picture.run_dir.rpartition("/")[2]
+    live = view.live
+    name = clean(live.status.name) if live.status else view.run_dir.rpartition("/")[2]
     goal = f" of {live.status.num_steps}" if live.status and live.status.num_steps > 0 else ""
-    phase = "ended" if picture.has_ended and live.phase not in ("finished", "failed") else live.phase
+    phase = "ended" if view.has_ended and live.phase not in ("finished", "failed") else live.phase
     parts = [name or "?", phase, f"step {live.version}{goal}"]
     if (reward := live.metrics.get(training_reward(live.metrics))) is not None:
         parts.append(f"reward {short(reward)}")
@@ -183,44 +183,44 @@ def title_text(picture: RunView) -> str:
     return "  ".join(parts)
 
 
-def notice_text(picture: RunView) -> str:
+def notice_text(view: RunView) -> str:
     """The line that must not be missed: paused, ended, silent, only a reader; empty when all is well."""
-    live = picture.live
-    if picture.has_ended:
+    live = view.live
+    if view.has_ended:
         told = (live.status.error or live.status.reason) if live.status else ""
-        why = clean(told or next(iter(picture.troubles), ""))
+        why = clean(told or next(iter(view.troubles), ""))
         return f"the run has ended{f': {why}' if why else ''} -- this is how it was last seen"
-    if picture.silent_s > 0:
-        return f"no answer for {duration(picture.silent_s)}: {clean('; '.join(picture.troubles))}"
+    if view.silent_s > 0:
+        return f"no answer for {duration(view.silent_s)}: {clean('; '.join(view.troubles))}"
     parts: list[str] = []
     if live.status is not None and live.status.paused:
         parts.append(f"paused: {clean(live.status.paused)}")
     if live.buffer is not None and live.buffer.complaint:
         parts.append(clean(live.buffer.complaint))
-    if picture.reader_only:
+    if view.reader_only:
         parts.append("read-only: knobs can be seen, not turned")
-    parts += [clean(trouble) for trouble in picture.troubles]
+    parts += [clean(trouble) for trouble in view.troubles]
     return "; ".join(parts)
 
 
-def actor_lines(picture: RunView, name: str) -> list[tuple[str, str]]:
+def actor_lines(view: RunView, name: str) -> list[tuple[str, str]]:
     """(label, text) of one actor: its process, its time, its own newest metrics."""
-    actor = next((actor for actor in picture.actors if actor.name == name), None)
+    actor = next((actor for actor in view.actors if actor.name == name), None)
     if actor is None:
         return [("actor", f"{name} is not in the run any more")]
     place = f"pid {actor.pid or '?'}, node {actor.node} {actor.host}, attempt {actor.attempt}"
-    process = f"{actor.state or 'state not told'}, {place}"
+    process = f"{actor.state or 'state unknown'}, {place}"
     lines = [("actor", name), ("process", clean(process))]
-    age_s = picture.live.snapshot.get("age_s", {}).get(name)
+    age_s = view.live.snapshot.get("age_s", {}).get(name)
     if age_s is not None:
         lines.append(("heard", f"{duration(age_s)} ago"))
-    shares = picture.live.shares().get(name, {})
+    shares = view.live.shares().get(name, {})
     parts = sorted(((share, kind) for kind, share in shares.items() if share >= 0.005), reverse=True)
     lines += [
         ("time" if not index else "", f"{percent(share):>5}  {clean(kind)}")
         for index, (share, kind) in enumerate(parts[:10])
     ]
-    values = picture.live.snapshot.get(name, {})
+    values = view.live.snapshot.get(name, {})
     lines += [
         ("metrics" if not index else "", f"{short(value):>9}  {clean(key)}")
         for index, (key, value) in enumerate(sorted(values.items())[:60])
@@ -242,7 +242,7 @@ def help_text(page: str) -> str:
 
 
 HELP = """\
-Before an actor: + its process is up, ~ on its way, ! in trouble, x gone, ? not told.
+Before an actor: + its process is up, ~ on its way, ! in trouble, x gone, ? unknown.
 Bars: where its last minute went (the letters are explained below the bars of page 1).
 Before a knob: * it differs from the run file. Enter on a knob turns it.
 1 run  2 actor  3 knobs  4 history  5 log  6 stack

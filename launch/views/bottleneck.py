@@ -41,11 +41,11 @@ NOTABLE = 0.25
 AT_LIMIT = "compute/generate at limit"
 """Rollout actors generate, and may not take more groups at once."""
 START = "other/start"
-"""Parts whose names begin so are start-up: they say nothing about how the run goes."""
+"""Prefix of the parts that are start-up and say nothing about the run."""
 
 
 NEWEST = "buffer/newest/"
-"""Names of metrics that tell of the newest finished groups begin so."""
+"""Prefix of the metrics about the newest finished groups."""
 NEARLY_ALL = 0.8
 """From this share of the finished groups on, what the filter leaves out is the cause of the trainer's waiting."""
 _LEAST_GROUPS = 16
@@ -71,7 +71,7 @@ REMEDIES: Mapping[Bound, str] = {
     "capacity": "`myxa set max_staleness=N` or `window=N`, or a smaller algo.batch_size",
     "memory": "larger steps (algo.batch_size); `myxa mem` shows what is moved each time",
 }
-"""What may be changed where nothing is known of the run but the verdict; `advice.py` puts values in."""
+"""What may be changed when only the bottleneck is known; `advice.py` gives values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Bottleneck:
     remedy: str = ""
     """What may be changed, in words."""
     share: float = 0.0
-    """How much of its time the actor that is held back loses by it (0..1)."""
+    """Share of its time that the waiting actor loses by it (0..1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +210,7 @@ def _busy_trainer(leader: str, trainer: Mapping[str, float], who: str, team: Map
 
 
 def _thrown_away(leader: str, trainer: Mapping[str, float], filtered: Filtered) -> Bottleneck:
-    """The groups come, and the filter leaves nothing of them."""
+    """Groups arrive, and the filter drops nearly all of them."""
     if filtered.only_reward is not None:
         why = f"the reward is always {short(filtered.only_reward)}"
     elif filtered.flat >= NEARLY_ALL:

@@ -16,7 +16,7 @@ from ...core.knobs import AuditRecord, KnobMove, KnobValue
 from .numbers import duration, short
 
 KNOB_EVENT = "knob"
-"""Kind of the event that tells of a committed change."""
+"""Kind of the event of a committed change."""
 _MAX_MOVES = 4
 _MAX_TEXT = 300
 
@@ -40,11 +40,11 @@ class RunChange:
     values: dict[str, KnobValue]
     """Knobs that moved, and what they became."""
     actors: tuple[str, ...] = ()
-    """Whom it made join or leave."""
+    """Actors that it made join or leave."""
 
     @property
     def is_done(self) -> bool:
-        """Whether anything is different since."""
+        """Whether it took effect."""
         return self.result == "done"
 
     @property
@@ -63,7 +63,7 @@ def changes_of(records: Sequence[AuditRecord]) -> list[RunChange]:
 def _of_record(record: AuditRecord) -> RunChange:
     actors = _actors(record)
     is_idle = record.verb == "scale" and record.result == "done" and actors == ()
-    # Processes are the launcher's business, which knows no version: `placed` finds the step by the clock.
+    # The launcher starts processes and knows no version: `placed` finds the step by the clock.
     step = max(record.at, record.version) if record.moves else record.version or -1
     return RunChange(
         number=record.number,
@@ -80,7 +80,7 @@ def _of_record(record: AuditRecord) -> RunChange:
 
 
 def _actors(record: AuditRecord) -> tuple[str, ...] | None:
-    """Names that a `scale` says join or leave; None where that is not told."""
+    """Names that a `scale` made join or leave; None where it does not say."""
     if record.verb != "scale":
         return None
     try:
@@ -91,7 +91,7 @@ def _actors(record: AuditRecord) -> tuple[str, ...] | None:
 
 
 class TimedEvent(Protocol):
-    """What is needed of an event."""
+    """The part of an event that `placed` needs."""
 
     @property
     def wall_s(self) -> float: ...

@@ -122,7 +122,7 @@ _PHASE_COLOURS = {"running": "green", "finished": "green", "failed": "red"}
 
 
 class LiveView:
-    """Shows states as they come. Use as a context manager, so that the terminal is itself again afterwards."""
+    """Shows states as they come. A context manager, which restores the terminal at its end."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console()
@@ -147,7 +147,7 @@ class LiveView:
     def update(self, state: LiveState) -> None:
         """Draw the state; without a terminal print a line when a step, phase or warning is new, steps at most one per
         2 s."""
-        if state.status is not None:  # a coordinator that does not answer says nothing of the version
+        if state.status is not None:  # without the coordinator's answer the version is unknown
             self._pace.put(state.now_wall_s, state.version)
         if self._live is not None:
             is_ascii = not self._console.encoding.lower().startswith("utf")
@@ -223,12 +223,12 @@ _log = logging.getLogger("myxa.launcher")
 
 
 def lasting(file: TextIO) -> TextIO:
-    """The same file, whose writing never fails: what cannot be written is lost, and so is all that comes after it."""
+    """The same file with writes that never fail: after the first failed write, all output is dropped."""
     return cast("TextIO", _Outlet(file))
 
 
 class _Outlet:
-    """See `lasting`."""
+    """The file that `lasting` gives."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -254,7 +254,7 @@ class _Outlet:
                 self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        """What the file has buffered goes nowhere, or Python would try it again when it ends, and fail."""
+        """Drop what the file has buffered: Python would write it again at its exit, and fail."""
         self._is_gone = True
         with contextlib.suppress(OSError):
             nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)

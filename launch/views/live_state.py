@@ -12,13 +12,13 @@ from .bottleneck import Filtered, bottleneck, engines_look_full
 from .numbers import duration, percent, short, training_reward
 
 _STALE_S = 10.0
-"""A source not heard of for that long does not count in rates."""
+"""A source silent for so long does not count in rates."""
 _MAX_ENGINES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class LiveState:
-    """One look at the run; whatever could not be asked is None or empty."""
+    """One look at the run; a missing answer is None or empty."""
 
     now_wall_s: float
     started_wall_s: float
@@ -63,7 +63,7 @@ class LiveState:
         return self.curve("reward/raw_mean") or self.curve("reward/mean")
 
     def rate(self, name: str) -> float | None:
-        """Sum of a metric over all sources that were heard lately."""
+        """Sum of a metric over all sources that reported lately."""
         ages = self.snapshot.get("age_s", {})
         values = [self.snapshot[source][name] for source in ages if name in self.snapshot.get(source, {})]
         fresh = [

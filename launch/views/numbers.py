@@ -53,5 +53,5 @@ def percent(share: float) -> str:
 
 def training_reward(known: Container[str]) -> str:
     """Name of the metric that is shown as the training reward: of all finished groups, or of those of the batch where
-    a run tells no more. `known`: names of metrics."""
+    a run has no more. `known`: names of metrics."""
     return "reward/raw_mean" if "reward/raw_mean" in known else "reward/mean"

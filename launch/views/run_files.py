@@ -112,7 +112,7 @@ class RunFiles:
 
     @property
     def wall_range_s(self) -> tuple[float, float] | None:
-        """First and last moment that anything was heard."""
+        """First and last moment of any record."""
         moments = [w for sources in self.by_time.values() for points in sources.values() for w, _ in points]
         moments += [event.wall_s for event in self.events]
         moments += [s.start_s for spans in self.spans.values() for s in spans]
@@ -350,7 +350,7 @@ def read_samples(run_dir: Path, wanted: SampleQuery, num_groups: int) -> list[di
 
 
 def sample_page(run_dir: Path) -> list[dict[str, Any]]:
-    """A few groups for a page: of the first step, one in the middle and the last; then the newest held-out ones."""
+    """A few groups for a page: of the first, a middle and the last step; then the newest held-out ones."""
     steps: dict[bool, set[int]] = {False: set(), True: set()}
     for group in _groups(run_dir):
         if isinstance(step := group.get("step"), int):
@@ -362,7 +362,7 @@ def sample_page(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def _shown(group: dict[str, Any]) -> dict[str, Any]:
-    """As the page wants it; a line of another version, or of another program, lacks this and that."""
+    """As the page needs it; a line of another version, or of another program, may lack fields."""
     answers: Any = group.get("answers")
     told = [cast("dict[str, Any]", answer) for answer in answers if isinstance(answer, dict)] if answers else []
     return {

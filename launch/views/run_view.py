@@ -21,7 +21,7 @@ from .live_state import LiveState, name_order
 T = TypeVar("T")
 
 ASKED: tuple[str, ...] = ("status", "ps", "get", "history", "why")
-"""Verbs that a picture is made of."""
+"""Verbs that a view is made of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class RunView:
     """Seconds since the last answer."""
 
 
-def picture_of(answers: Mapping[str, VerbAnswer], now_wall_s: float) -> RunView:
+def run_view_of(answers: Mapping[str, VerbAnswer], now_wall_s: float) -> RunView:
     """Put the answers together; verbs that were not asked are missing."""
     troubles = [f"{verb}: {answer.error}" for verb, answer in answers.items() if answer.error]
     read = _Reader({verb: answer.result for verb, answer in answers.items() if not answer.error}, troubles)
@@ -97,7 +97,7 @@ def picture_of(answers: Mapping[str, VerbAnswer], now_wall_s: float) -> RunView:
 
 
 class _Reader:
-    """Reads answers into records; what does not fit becomes a trouble."""
+    """Reads answers into records; a malformed one becomes a trouble."""
 
     def __init__(self, results: dict[str, Any], troubles: list[str]) -> None:
         self.results = results
@@ -151,7 +151,7 @@ def _records(raw: object) -> list[AuditRecord]:
 
 
 def _actors(read: _Reader, live: LiveState) -> tuple[ActorFacts, ...]:
-    """What `ps` lists; without it, who was heard of by the monitor."""
+    """What `ps` lists; without it, the actors that the monitor knows."""
     raw: Any = read.results.get("ps")
     rows: Any = cast("dict[str, Any]", raw).get("actors") if isinstance(raw, dict) else raw
     listed = [_actor(cast("dict[str, Any]", row)) for row in _list(rows) if isinstance(row, dict)]

@@ -79,7 +79,7 @@ def idleness(name: str, kinds: Mapping[str, float]) -> Idleness:
 
 
 def unattributed(kinds: Mapping[str, float]) -> float:
-    """Share of an actor's time after start-up that is booked to nothing better than "other"."""
+    """Share of an actor's time after start-up that is booked as "other"."""
     return without_start(kinds).get("other", 0.0)
 
 
@@ -158,7 +158,7 @@ def explain_actors(
     filtered: Filtered | None = None,
     disk: str = "",
 ) -> Reason:
-    """Of some actors: what each does, and what of it the run's own bottleneck explains."""
+    """Of some actors: what each does, beside the bottleneck of the whole run."""
     whole = explain(shares, facts, window_s=window_s, engines_are_full=engines_are_full, filtered=filtered, disk=disk)
     told = [idleness(name, shares.get(name, {})) for name in names]
     return Reason(

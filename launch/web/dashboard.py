@@ -69,7 +69,7 @@ class DashboardGuard:
         self.token = token or secrets.token_urlsafe(32)
         self.may_operate = may_operate
         self.cookie = hashlib.blake2b(b"view", key=self.token.encode()[:64], digest_size=32).hexdigest()
-        """Opens what shows, and does not give the secret away."""
+        """Opens the pages that show, and does not reveal the secret."""
 
     def refusal(self, ask: PageRequest) -> Refusal | None:
         """Why this request is not served; None: it is."""
@@ -201,9 +201,9 @@ class Dashboard:
 
     def _take_look(self) -> None:
         """In a thread: asks the run, reads files, makes JSON."""
-        picture = self._feed.look()
+        view = self._feed.look()
         self._history.read()
-        self._state = orjson.dumps(state_table(picture, self._history, may_operate=self._may_operate), default=str)
+        self._state = orjson.dumps(state_table(view, self._history, may_operate=self._may_operate), default=str)
         if self._charts_of != self._history.generation:
             self._charts = orjson.dumps(history_table(self._history), default=str)
             self._charts_of = self._history.generation
@@ -262,7 +262,7 @@ class Dashboard:
             await self._next_look(seen)
 
     async def _next_look(self, seen: int) -> None:
-        """Until there is a newer one, or long enough for the page to be told that we are alive."""
+        """Wait for a newer look, or so long that the page needs a sign of life."""
         async with self._changed:
             with contextlib.suppress(TimeoutError):
                 newer = self._changed.wait_for(lambda: self._num_looks > seen or self._is_closing)
@@ -315,10 +315,10 @@ class Dashboard:
         return web.Response(body=orjson.dumps({"result": result}, default=str), content_type="application/json")
 
     def _asked_once(self, asking: asyncio.Future[Any]) -> None:
-        """Only now, whether or not the page is still there: until then a thread is at it."""
+        """Free its place only when the thread is done, also if the page is gone."""
         self._asks.discard(asking)
         if not asking.cancelled():
-            asking.exception()  # told to the page, if there still is one
+            asking.exception()  # the page has the error, if it is still there
 
     # -- the guard ---------------------------------------------------------------------------------------------
 

@@ -183,7 +183,7 @@ _MAX_NAMES = 512
 _MAX_SOURCES = 256
 _MAX_EVENTS = 400
 _MAX_OF_A_KIND = 80
-"""Routine must not bury the event that counts."""
+"""Frequent kinds must not push out rare ones."""
 _MAX_CHANGES = 500
 _MAX_STEPS = 200_000
 _LAG_STEPS = 50
@@ -243,7 +243,7 @@ class History:
         self._events: dict[str, deque[EventRow]] = {}
         self.event_counts: Counter[str] = Counter()
         self._steps: list[tuple[float, int]] = []
-        """(when the trainer told of it, step)."""
+        """(when the trainer reported it, step)."""
         self.start_wall_s: float | None = None
         self.step_range: tuple[int, int] | None = None
         self.generation = 0
@@ -311,7 +311,7 @@ class History:
             return
         if name == "train/loss" and len(self._steps) < _MAX_STEPS:
             self._steps.append((wall_s, step))
-        # Of several ranks that report the same metric, the first that was heard speaks for all.
+        # Of several ranks that report the same metric, the first one counts.
         if self._owner.setdefault(name, source) != source or (
             name not in self.by_step and len(self.by_step) >= _MAX_NAMES
         ):

@@ -197,34 +197,34 @@ def marks(history: History) -> list[dict[str, Any]]:
 _MAX_KINDS = 30
 
 
-def state_table(picture: RunView, history: History, *, may_operate: bool) -> dict[str, Any]:
+def state_table(view: RunView, history: History, *, may_operate: bool) -> dict[str, Any]:
     """What changes every second."""
-    if not picture.actors:
-        picture = _from_files(picture, history)
-    live = picture.live
+    if not view.actors:
+        view = _from_files(view, history)
+    live = view.live
     return {
-        "name": (live.status.name if live.status else "") or picture.run_dir.rpartition("/")[2],
-        "runDir": picture.run_dir,
-        "phase": "ended" if picture.has_ended and live.phase not in ("finished", "failed") else live.phase,
-        "title": rows.title_text(picture),
-        "notice": rows.notice_text(replace(picture, reader_only=False)),  # of a page that only shows, all know it
-        "hasEnded": picture.has_ended,
-        "isSilent": picture.silent_s > 0,
-        "mayOperate": may_operate and not picture.has_ended,
-        "why": clean(picture.why),
-        "remedy": clean(picture.remedy),
-        "tiles": _tiles(picture, history),
+        "name": (live.status.name if live.status else "") or view.run_dir.rpartition("/")[2],
+        "runDir": view.run_dir,
+        "phase": "ended" if view.has_ended and live.phase not in ("finished", "failed") else live.phase,
+        "title": rows.title_text(view),
+        "notice": rows.notice_text(replace(view, reader_only=False)),  # a page that only shows needs no notice of it
+        "hasEnded": view.has_ended,
+        "isSilent": view.silent_s > 0,
+        "mayOperate": may_operate and not view.has_ended,
+        "why": clean(view.why),
+        "remedy": clean(view.remedy),
+        "tiles": _tiles(view, history),
         "kinds": ACTIVITY_KINDS,
-        "actors": _actors(picture),
+        "actors": _actors(view),
         "queues": [{"label": label, "count": count, "total": total} for label, count, total in rows.queue_rows(live)],
         "done": rows.done_text(live),
-        "lags": _lags(picture, history),
+        "lags": _lags(view, history),
         "engines": {"columns": rows.ENGINE_COLUMNS, "rows": rows.engine_rows(live)},
-        "knobs": _knobs(picture),
+        "knobs": _knobs(view),
     }
 
 
-def _from_files(picture: RunView, history: History) -> RunView:
+def _from_files(view: RunView, history: History) -> RunView:
     """Of a run that does not answer any more: its actors and what held it back, over the whole run."""
     shares = {name: bins.total() for name, bins in history.shares.items()}
     names = sorted(shares, key=name_order)
@@ -233,8 +233,8 @@ def _from_files(picture: RunView, history: History) -> RunView:
     verdict = judge(shares, filtered=Filtered.of({"buffer": newest}))
     facts = facts_of_file(history.config, sum(name.startswith("rollout/") for name in shares), num_cores())
     return replace(
-        picture,
-        live=replace(picture.live, snapshot=snapshot),
+        view,
+        live=replace(view.live, snapshot=snapshot),
         actors=tuple(ActorFacts(name, name.partition("/")[0]) for name in names),
         why=verdict.sentence,
         remedy=what_to_try(verdict, facts),
@@ -257,9 +257,9 @@ def history_table(history: History) -> dict[str, Any]:
     }
 
 
-def _tiles(picture: RunView, history: History) -> list[dict[str, str]]:
+def _tiles(view: RunView, history: History) -> list[dict[str, str]]:
     """The figures that are asked for first; of a run that is over from its files."""
-    live = picture.live
+    live = view.live
     status = live.status
     version = live.version if status else (history.step_range or (0, 0))[1]
     goal = f"of {status.num_steps}" if status and status.num_steps > 0 else ""
@@ -267,50 +267,50 @@ def _tiles(picture: RunView, history: History) -> list[dict[str, str]]:
     if status is not None:
         found.append(("running for", duration(max(0.0, live.now_wall_s - live.started_wall_s)), ""))
     found += [
-        ("training reward", *_reward(picture, history)),
-        ("right", _share(picture, history, "reward/pass_rate"), "of the answers"),
-        ("all right / wrong", _all_or_none(picture, history), "of the groups"),
-        ("held-out reward", short(_newest(picture, history, "eval/reward")), ""),
-        ("loss", short(_newest(picture, history, "train/loss")), ""),
+        ("training reward", *_reward(view, history)),
+        ("right", _share(view, history, "reward/pass_rate"), "of the answers"),
+        ("all right / wrong", _all_or_none(view, history), "of the groups"),
+        ("held-out reward", short(_newest(view, history, "eval/reward")), ""),
+        ("loss", short(_newest(view, history, "train/loss")), ""),
         ("generated", short(live.rate("rollout/tokens_per_s")), "tokens/s"),
         ("trained", short(live.rate("train/tokens_per_s")), "tokens/s"),
-        ("largest lag", short(_newest(picture, history, "lag/max")), _bound(picture)),
+        ("largest lag", short(_newest(view, history, "lag/max")), _bound(view)),
     ]
     return [{"label": label, "value": value, "note": note} for label, value, note in found if value != "-"]
 
 
-def _newest(picture: RunView, history: History, name: str) -> float | None:
-    if name in picture.live.metrics:
-        return picture.live.metrics[name]
+def _newest(view: RunView, history: History, name: str) -> float | None:
+    if name in view.live.metrics:
+        return view.live.metrics[name]
     series = history.by_step.get(name)
     points = series.points() if series is not None else []
     return points[-1][1] if points else None
 
 
-def _reward(picture: RunView, history: History) -> tuple[str, str]:
+def _reward(view: RunView, history: History) -> tuple[str, str]:
     """Of all finished groups, with its deviation."""
-    name = training_reward({*picture.live.metrics, *history.by_step})
-    std = picture.live.metrics.get(name.replace("mean", "std"))
+    name = training_reward({*view.live.metrics, *history.by_step})
+    std = view.live.metrics.get(name.replace("mean", "std"))
     spread = f"± {short(std)}" if std is not None and math.isfinite(std) else ""
-    return short(_newest(picture, history, name)), spread
+    return short(_newest(view, history, name)), spread
 
 
-def _share(picture: RunView, history: History, name: str) -> str:
-    value = _newest(picture, history, name)
+def _share(view: RunView, history: History, name: str) -> str:
+    value = _newest(view, history, name)
     return "-" if value is None else percent(value)
 
 
-def _all_or_none(picture: RunView, history: History) -> str:
-    shares = [_share(picture, history, name) for name in ("reward/all_right", "reward/all_wrong")]
+def _all_or_none(view: RunView, history: History) -> str:
+    shares = [_share(view, history, name) for name in ("reward/all_right", "reward/all_wrong")]
     return "-" if "-" in shares else " / ".join(shares)
 
 
-def _bound(picture: RunView) -> str:
-    return f"bound {picture.live.buffer.max_staleness}" if picture.live.buffer else ""
+def _bound(view: RunView) -> str:
+    return f"bound {view.live.buffer.max_staleness}" if view.live.buffer else ""
 
 
-def _actors(picture: RunView) -> list[dict[str, Any]]:
-    shares = picture.live.shares()
+def _actors(view: RunView) -> list[dict[str, Any]]:
+    shares = view.live.shares()
     return [
         {
             "name": actor.name,
@@ -326,23 +326,23 @@ def _actors(picture: RunView) -> list[dict[str, Any]]:
                 if share >= 0.01
             ][:6],
         }
-        for actor in picture.actors
+        for actor in view.actors
     ]
 
 
-def _lags(picture: RunView, history: History) -> dict[str, Any]:
+def _lags(view: RunView, history: History) -> dict[str, Any]:
     """Groups of the newest steps by lag, every lag up to the bound."""
     counts = history.lag_counts()
-    bound = picture.live.buffer.max_staleness if picture.live.buffer else max(counts, default=-1)
+    bound = view.live.buffer.max_staleness if view.live.buffer else max(counts, default=-1)
     last = min(max([bound, *counts], default=-1), 40)
     return {
-        "text": rows.lag_text(picture.live),
+        "text": rows.lag_text(view.live),
         "numSteps": len(history.lags),
         "bars": [{"lag": lag, "count": counts.get(lag, 0.0), "isAllowed": lag <= bound} for lag in range(last + 1)],
     }
 
 
-def _knobs(picture: RunView) -> list[dict[str, Any]]:
+def _knobs(view: RunView) -> list[dict[str, Any]]:
     return [
         {
             "name": row.name,
@@ -360,5 +360,5 @@ def _knobs(picture: RunView) -> list[dict[str, Any]]:
             "isChanged": row.is_changed,
             "help": row.tunable.help,
         }
-        for row in knob_rows(picture.knobs)
+        for row in knob_rows(view.knobs)
     ]

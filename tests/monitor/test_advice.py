@@ -12,7 +12,7 @@ from myxa.launch.supervisor.late_place import Present
 from myxa.launch.supervisor.placement import place
 from myxa.launch.views.advice import Facts, advise, all_advice, facts_of_file, what_to_try
 from myxa.launch.views.bottleneck import Bottleneck, Bound, judge
-from myxa.launch.views.run_view import VerbAnswer, picture_of
+from myxa.launch.views.run_view import VerbAnswer, run_view_of
 from myxa.launch.views.why import change_text, explain, explain_actors, idleness, unattributed
 
 Shares = dict[str, dict[str, float]]
@@ -164,7 +164,7 @@ def test_f2_all_views_show_the_same_line() -> None:
     reason = explain(STARVED, known, window_s=60)
     assert reason.to_try == what_to_try(judge(STARVED), known) == f"`myxa set concurrency=168`: {reason.remedy}"
     answers = {"why": VerbAnswer(msgspec.to_builtins(reason))}
-    assert picture_of(answers, 0.0).remedy == reason.to_try
+    assert run_view_of(answers, 0.0).remedy == reason.to_try
     config = {"rollout": {"max_groups": 48, "num_samples": 4}, "engine": {"max_running": 0}}
     over = what_to_try(judge(STARVED), facts_of_file(config, 2, 2))
     assert over.startswith("in the run file: rollout.max_groups = 168: ")

@@ -1,4 +1,4 @@
-"""What `myxa top` shows, without a terminal: pictures in, rows out."""
+"""What `myxa top` shows, without a terminal: views in, rows out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from myxa.launch.tui.feed import carried_over
 from myxa.launch.tui.rows import log_text, stack_text
 from myxa.launch.views import knob_table
 from myxa.launch.views.live_state import StepPace
-from myxa.launch.views.run_view import RunView, VerbAnswer, picture_of
+from myxa.launch.views.run_view import RunView, VerbAnswer, run_view_of
 
 
 def builtins(value: object) -> Any:
@@ -29,7 +29,7 @@ def builtins(value: object) -> Any:
 
 
 @pytest.fixture
-def picture(seat, planting: ModuleType) -> RunView:
+def view(seat, planting: ModuleType) -> RunView:
     nothing = Arguments()
     answers = {
         "status": VerbAnswer(builtins(seat.status(nothing))),
@@ -38,19 +38,19 @@ def picture(seat, planting: ModuleType) -> RunView:
         "why": VerbAnswer(seat.why(nothing)),
         "history": VerbAnswer(builtins(seat.history(planting.ListArguments()))),
     }
-    return picture_of(answers, 0.0)
+    return run_view_of(answers, 0.0)
 
 
-def test_actors_are_listed_by_node_and_role(picture: RunView) -> None:
-    assert [(actor.node, actor.name) for actor in picture.actors] == [
+def test_actors_are_listed_by_node_and_role(view: RunView) -> None:
+    assert [(actor.node, actor.name) for actor in view.actors] == [
         (0, "trainer/0"), (0, "trainer/1"), (0, "rollout/0"), (0, "rollout/1"), (0, "buffer"), (0, "coordinator"),
         (0, "monitor"), (1, "rollout/2"),
     ]  # fmt: skip
-    assert picture.troubles == ()
+    assert view.troubles == ()
 
 
-def test_a_knob_of_many_owners_is_one_row(picture: RunView) -> None:
-    table = {row.name: row for row in knob_table.knob_rows(picture.knobs)}
+def test_a_knob_of_many_owners_is_one_row(view: RunView) -> None:
+    table = {row.name: row for row in knob_table.knob_rows(view.knobs)}
     assert table["concurrency"].cells()[4] == "rollout/* (3)"
     assert table["log_level"].cells()[4] == "8 actors"
     assert table["temperature"].cells()[1] == "1 (goes back at step 160)"
@@ -99,14 +99,14 @@ def test_a_reply_says_where_it_is_in_force() -> None:
     )
 
 
-def test_lags_of_an_older_step_are_not_shown(picture: RunView) -> None:
-    picture.live.snapshot["metrics"]["lag_hist/7"] = 3.0  # type: ignore[index]  # of an older step: lag/max is 3
-    assert rows.lag_rows(picture.live) == [(0, 14, True), (1, 11, True), (2, 5, True), (3, 2, True), (4, 0, True)]
+def test_lags_of_an_older_step_are_not_shown(view: RunView) -> None:
+    view.live.snapshot["metrics"]["lag_hist/7"] = 3.0  # type: ignore[index]  # of an older step: lag/max is 3
+    assert rows.lag_rows(view.live) == [(0, 14, True), (1, 11, True), (2, 5, True), (3, 2, True), (4, 0, True)]
 
 
-def test_a_lag_above_the_bound_is_marked(picture: RunView) -> None:
-    picture.live.snapshot["metrics"] |= {"lag_hist/5": 1.0, "lag/max": 5.0}  # type: ignore[operator]
-    assert rows.lag_rows(picture.live)[-1] == (5, 1, False)
+def test_a_lag_above_the_bound_is_marked(view: RunView) -> None:
+    view.live.snapshot["metrics"] |= {"lag_hist/5": 1.0, "lag/max": 5.0}  # type: ignore[operator]
+    assert rows.lag_rows(view.live)[-1] == (5, 1, False)
 
 
 @given(st.dictionaries(st.sampled_from(ACTIVITY_KINDS), st.floats(0, 1)), st.integers(1, 60), st.booleans())
@@ -121,17 +121,17 @@ def test_gauges_have_their_width(count: int, total: int, width: int) -> None:
     assert len(rows.gauge(count, total, width)) == width
 
 
-def test_every_page_fits_its_width(picture: RunView) -> None:
+def test_every_page_fits_its_width(view: RunView) -> None:
     for width in (46, 60, 120):
-        page = pages.run_page(picture, StepPace(), width, is_ascii=True)
+        page = pages.run_page(view, StepPace(), width, is_ascii=True)
         letters = pages.legend(is_ascii=True).plain.strip()
         assert [line for line in page.plain.splitlines() if len(line) > width and line.strip() != letters] == []
 
 
-def test_terminal_orders_in_names_and_logs_are_not_obeyed(picture: RunView) -> None:
-    evil = msgspec.structs.replace(picture.live.status, name="run\x1b[2Jx\nx")  # type: ignore[type-var]
+def test_terminal_orders_in_names_and_logs_are_not_obeyed(view: RunView) -> None:
+    evil = msgspec.structs.replace(view.live.status, name="run\x1b[2Jx\nx")  # type: ignore[type-var]
     live = msgspec.to_builtins(evil)
-    told = picture_of({"status": VerbAnswer({"status": live}), "why": VerbAnswer({"sentence": "a\x1b]0;b\x07"})}, 0.0)
+    told = run_view_of({"status": VerbAnswer({"status": live}), "why": VerbAnswer({"sentence": "a\x1b]0;b\x07"})}, 0.0)
     console = Console(width=80, file=None, record=True, quiet=True)
     console.print(pages.run_page(told, StepPace(), 80))
     assert "\x1b" not in rows.title_text(told) + rows.notice_text(told)
@@ -156,23 +156,23 @@ def test_logs_of_any_shape_are_shown(answer: object, text: str) -> None:
 
 
 def test_nothing_answered_is_a_picture_too() -> None:
-    empty = picture_of({"status": VerbAnswer(error="gone -- look there")}, 5.0)
+    empty = run_view_of({"status": VerbAnswer(error="gone -- look there")}, 5.0)
     assert empty.troubles == ("status: gone -- look there",)
     assert "starting" in rows.title_text(empty)
     assert pages.run_page(empty, StepPace(), 80).plain
     assert pages.actor_page(empty, "trainer/0").plain
 
 
-def test_what_is_not_told_any_more_stays_as_it_was(picture: RunView) -> None:
-    nobody = picture_of(
+def test_what_is_not_told_any_more_stays_as_it_was(view: RunView) -> None:
+    nobody = run_view_of(
         {"status": VerbAnswer({"run_dir": "/x", "status": None, "buffer": None, "snapshot": {}}), "ps": VerbAnswer([])},
         9.0,
     )
-    kept = carried_over(nobody, picture)
-    assert (kept.live.version, kept.live.phase, kept.live.buffer) == (120, "running", picture.live.buffer)
-    assert (kept.actors, kept.knobs, kept.why) == (picture.actors, picture.knobs, picture.why)
+    kept = carried_over(nobody, view)
+    assert (kept.live.version, kept.live.phase, kept.live.buffer) == (120, "running", view.live.buffer)
+    assert (kept.actors, kept.knobs, kept.why) == (view.actors, view.knobs, view.why)
     assert rows.title_text(replace(kept, has_ended=True)).startswith("sort  ended  step 120")
-    assert carried_over(picture, nobody) == picture
+    assert carried_over(view, nobody) == view
 
 
 JSON = st.recursive(
@@ -183,7 +183,7 @@ JSON = st.recursive(
 
 @given(st.fixed_dictionaries({}, optional=dict.fromkeys(("status", "ps", "get", "history", "why"), JSON)))
 def test_answers_of_any_shape_make_a_picture(answers: dict[str, Any]) -> None:
-    told = picture_of({verb: VerbAnswer(result) for verb, result in answers.items()}, 5.0)
+    told = run_view_of({verb: VerbAnswer(result) for verb, result in answers.items()}, 5.0)
     rows.title_text(told)
     rows.notice_text(told)
     knob_table.knob_rows(told.knobs)

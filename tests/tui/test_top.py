@@ -106,8 +106,8 @@ class Leaving(Static):
 
     def on_unmount(self) -> None:
         app = cast("TopApp", self.app)
-        assert app._picture is not None
-        app.post_message(Seen(app._picture))
+        assert app._run_view is not None
+        app.post_message(Seen(app._run_view))
         app.post_message(Read("log", app._actor, "the last line"))
 
 
