@@ -14,7 +14,6 @@ it can be written again.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import fcntl
 import hashlib
@@ -314,6 +313,8 @@ async def until_written(
                 told = str(refused(path, error))
                 tell(REFUSED_EVENT, told)
             with meter.during(*WAITS) if meter is not None else nullcontext():
+                import asyncio  # commands read files too, and start without it
+
                 await asyncio.sleep(pause_s)
             continue
         if told:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from ...core.config import Inspected, RunConfig
-from ...core.config.problems import Origin, Problem
+from ...core.config.problems import KeyOrigin, Problem
 from ...core.errors import MyxaError
 from ..actor_spec import ActorSpec, GangMeeting
 from ..child_env import SPEC_VARIABLE, child_env, worker_command
@@ -180,7 +180,7 @@ def of_problem(problem: Problem, inspected: Inspected) -> PlanProblem:
 
 def of_finding(finding: ConfigFinding, inspected: Inspected) -> PlanProblem:
     """One of the machine, the files, or the arithmetic."""
-    origin = inspected.origins.of(tuple(finding.key.split("."))) if finding.key else Origin("", 0)
+    origin = inspected.origins.of(tuple(finding.key.split("."))) if finding.key else KeyOrigin("", 0)
     severity: Severity = "warning" if finding.is_warning else "error"
     return PlanProblem(severity, origin.place, origin.line, finding.key, finding.error.message, finding.error.remedy)
 
