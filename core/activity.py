@@ -30,100 +30,8 @@ from typing import Any, Literal, get_args
 from .clock import Clock
 from .messages import ActivityKind, Event, GroupText, MetricPoint, Span, Telemetry
 
-
-class TimeWindow:
-    """Seconds per key over the last `window_s`."""
-
-    def __init__(self, window_s: float, bucket_s: float) -> None:
-        self._bucket_s = bucket_s
-        self._num_buckets = max(1, round(window_s / bucket_s))
-        self._buckets: deque[tuple[int, dict[str, float]]] = deque()
-
-    def add(self, key: str, start_s: float, end_s: float) -> None:
-        """Book the stretch [start_s, end_s); stretches arrive in order of time."""
-        last = math.floor(end_s / self._bucket_s)
-        start_s = max(start_s, (last - self._num_buckets + 1) * self._bucket_s)
-        while start_s < end_s:
-            index = math.floor(start_s / self._bucket_s)
-            stop_s = min(end_s, (index + 1) * self._bucket_s)
-            if stop_s <= start_s:  # the bucket's edge is not representable: do not spin on it
-                stop_s = end_s
-            self._book(index, key, stop_s - start_s)
-            start_s = stop_s
-        self._forget(last)
-
-    def sums(self) -> dict[str, float]:
-        """Seconds per key inside the window."""
-        total: dict[str, float] = {}
-        for _, bucket in self._buckets:
-            for key, seconds in bucket.items():
-                total[key] = total.get(key, 0.0) + seconds
-        return total
-
-    def _book(self, index: int, key: str, seconds: float) -> None:
-        if not self._buckets or self._buckets[-1][0] < index:
-            self._buckets.append((index, {}))
-        bucket = self._buckets[-1][1]
-        bucket[key] = bucket.get(key, 0.0) + seconds
-
-    def _forget(self, last: int) -> None:
-        while self._buckets and self._buckets[0][0] <= last - self._num_buckets:
-            self._buckets.popleft()
-
-
 Hop = Literal["dispatch", "generate", "reward", "claim", "train"]
 """The stations of a group, in their order."""
-
-_WINDOW_S = 1.0
-_MAX_STRIDE = 1 << 20
-
-
-@dataclass(slots=True)
-class _Rate:
-    """Of one hop, in the second that runs."""
-
-    began_s: float
-    stride: int = 1
-    num_seen: int = 0
-    num_picked: int = 0
-
-
-class FlowSampler:
-    """Chooses among the groups of one actor; every hop has its own stride."""
-
-    def __init__(self, max_per_s: float = 50.0) -> None:
-        """`max_per_s`: groups followed per second and hop, about; in the second in which a burst begins, so many again
-        for each doubling of the stride."""
-        self._max_per_s = max_per_s
-        self._rates: dict[Hop, _Rate] = {}
-        self.num_skipped = 0
-        """Hops that were not followed."""
-
-    def pick(self, hop: Hop, group_ids: Iterable[int], now_s: float) -> tuple[int, ...]:
-        """Those that are followed. Groups without a number of their own (below 0: checks, evaluation) never are."""
-        rate = self._rates.setdefault(hop, _Rate(now_s))
-        if now_s - rate.began_s >= _WINDOW_S:
-            rate = self._rates[hop] = _Rate(now_s, self._stride(rate.num_seen / (now_s - rate.began_s)))
-        picked: list[int] = []
-        for group_id in group_ids:
-            if group_id < 0:
-                continue
-            rate.num_seen += 1
-            if group_id % rate.stride:
-                self.num_skipped += 1
-                continue
-            picked.append(group_id)
-            rate.num_picked += 1
-            if rate.num_picked >= self._max_per_s * _WINDOW_S:
-                rate.stride, rate.num_picked = min(2 * rate.stride, _MAX_STRIDE), 0
-        return tuple(picked)
-
-    def _stride(self, per_s: float) -> int:
-        """The finest at which that many groups a second stay within the rate."""
-        stride = 1
-        while per_s / stride > self._max_per_s and stride < _MAX_STRIDE:
-            stride *= 2
-        return stride
 
 
 ACTIVITY_KINDS: tuple[ActivityKind, ...] = get_args(ActivityKind)
@@ -483,3 +391,97 @@ def _size_bytes(record: _Told) -> int:
         answers = sum(120 + _num_bytes(answer.text) + 60 * len(answer.reward_parts) for answer in record.answers)
         return 400 + _num_bytes(record.prompt) + _num_bytes(record.label) + answers
     return 180 + len(record.name) + len(repr(record.args))
+
+
+class TimeWindow:
+    """Seconds per key over the last `window_s`."""
+
+    def __init__(self, window_s: float, bucket_s: float) -> None:
+        self._bucket_s = bucket_s
+        self._num_buckets = max(1, round(window_s / bucket_s))
+        self._buckets: deque[tuple[int, dict[str, float]]] = deque()
+
+    def add(self, key: str, start_s: float, end_s: float) -> None:
+        """Book the stretch [start_s, end_s); stretches arrive in order of time."""
+        last = math.floor(end_s / self._bucket_s)
+        start_s = max(start_s, (last - self._num_buckets + 1) * self._bucket_s)
+        while start_s < end_s:
+            index = math.floor(start_s / self._bucket_s)
+            stop_s = min(end_s, (index + 1) * self._bucket_s)
+            if stop_s <= start_s:  # the bucket's edge is not representable: do not spin on it
+                stop_s = end_s
+            self._book(index, key, stop_s - start_s)
+            start_s = stop_s
+        self._forget(last)
+
+    def sums(self) -> dict[str, float]:
+        """Seconds per key inside the window."""
+        total: dict[str, float] = {}
+        for _, bucket in self._buckets:
+            for key, seconds in bucket.items():
+                total[key] = total.get(key, 0.0) + seconds
+        return total
+
+    def _book(self, index: int, key: str, seconds: float) -> None:
+        if not self._buckets or self._buckets[-1][0] < index:
+            self._buckets.append((index, {}))
+        bucket = self._buckets[-1][1]
+        bucket[key] = bucket.get(key, 0.0) + seconds
+
+    def _forget(self, last: int) -> None:
+        while self._buckets and self._buckets[0][0] <= last - self._num_buckets:
+            self._buckets.popleft()
+
+
+_WINDOW_S = 1.0
+
+
+_MAX_STRIDE = 1 << 20
+
+
+@dataclass(slots=True)
+class _Rate:
+    """Of one hop, in the second that runs."""
+
+    began_s: float
+    stride: int = 1
+    num_seen: int = 0
+    num_picked: int = 0
+
+
+class FlowSampler:
+    """Chooses among the groups of one actor; every hop has its own stride."""
+
+    def __init__(self, max_per_s: float = 50.0) -> None:
+        """`max_per_s`: groups followed per second and hop, about; in the second in which a burst begins, so many again
+        for each doubling of the stride."""
+        self._max_per_s = max_per_s
+        self._rates: dict[Hop, _Rate] = {}
+        self.num_skipped = 0
+        """Hops that were not followed."""
+
+    def pick(self, hop: Hop, group_ids: Iterable[int], now_s: float) -> tuple[int, ...]:
+        """Those that are followed. Groups without a number of their own (below 0: checks, evaluation) never are."""
+        rate = self._rates.setdefault(hop, _Rate(now_s))
+        if now_s - rate.began_s >= _WINDOW_S:
+            rate = self._rates[hop] = _Rate(now_s, self._stride(rate.num_seen / (now_s - rate.began_s)))
+        picked: list[int] = []
+        for group_id in group_ids:
+            if group_id < 0:
+                continue
+            rate.num_seen += 1
+            if group_id % rate.stride:
+                self.num_skipped += 1
+                continue
+            picked.append(group_id)
+            rate.num_picked += 1
+            if rate.num_picked >= self._max_per_s * _WINDOW_S:
+                rate.stride, rate.num_picked = min(2 * rate.stride, _MAX_STRIDE), 0
+        return tuple(picked)
+
+    def _stride(self, per_s: float) -> int:
+        """The finest at which that many groups a second stay within the rate."""
+        stride = 1
+        while per_s / stride > self._max_per_s and stride < _MAX_STRIDE:
+            stride *= 2
+        return stride

@@ -32,44 +32,6 @@ import msgspec
 
 from .ids import PeerKey
 
-
-def fingerprint(*parts: Any) -> str:
-    """Eight hexadecimal digits over types and strings."""
-    text = "|".join(part if isinstance(part, str) else describe(part) for part in parts)
-    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
-
-
-def describe(kind: Any, seen: frozenset[type] = frozenset()) -> str:
-    """One line of text that changes whenever the wire form of `kind` changes."""
-    origin = typing.get_origin(kind)
-    if origin is not None:
-        args = ",".join(describe(a, seen) for a in typing.get_args(kind))
-        return f"{_name(origin)}[{args}]"
-    if not isinstance(kind, type):
-        return repr(kind)
-    if kind in seen:
-        return _name(kind)
-    inner = seen | {kind}
-    if issubclass(kind, msgspec.Struct):
-        fields = ",".join(_field(f, inner) for f in msgspec.structs.fields(kind))
-        return f"{_name(kind)}({fields})"
-    if hasattr(typing.cast("Any", kind), "__dataclass_fields__"):
-        hints = typing.get_type_hints(typing.cast("Any", kind))
-        fields = ",".join(f"{name}:{describe(hint, inner)}" for name, hint in sorted(hints.items()))
-        return f"{_name(kind)}({fields})"
-    if issubclass(kind, enum.Enum):
-        return f"{_name(kind)}({','.join(repr(m.value) for m in kind)})"
-    return _name(kind)
-
-
-def _field(field: msgspec.structs.FieldInfo, seen: frozenset[type]) -> str:
-    return f"{field.encode_name}{'!' if field.required else ''}:{describe(field.type, seen)}"
-
-
-def _name(kind: Any) -> str:
-    return getattr(kind, "__qualname__", None) or repr(kind)
-
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 HandlerKind = Literal["call", "cast", "stream", "put"]
@@ -256,6 +218,43 @@ def _check_coroutine(place: str, implementation: Callable[..., Any], declaration
         raise TypeError(f"{place}: a stream handler is an async generator, or a plain method returning an iterator")
     if declaration.kind != "stream" and not is_async:
         raise TypeError(f"{place}: a handler is `async def`")
+
+
+def fingerprint(*parts: Any) -> str:
+    """Eight hexadecimal digits over types and strings."""
+    text = "|".join(part if isinstance(part, str) else describe(part) for part in parts)
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+
+def describe(kind: Any, seen: frozenset[type] = frozenset()) -> str:
+    """One line of text that changes whenever the wire form of `kind` changes."""
+    origin = typing.get_origin(kind)
+    if origin is not None:
+        args = ",".join(describe(a, seen) for a in typing.get_args(kind))
+        return f"{_name(origin)}[{args}]"
+    if not isinstance(kind, type):
+        return repr(kind)
+    if kind in seen:
+        return _name(kind)
+    inner = seen | {kind}
+    if issubclass(kind, msgspec.Struct):
+        fields = ",".join(_field(f, inner) for f in msgspec.structs.fields(kind))
+        return f"{_name(kind)}({fields})"
+    if hasattr(typing.cast("Any", kind), "__dataclass_fields__"):
+        hints = typing.get_type_hints(typing.cast("Any", kind))
+        fields = ",".join(f"{name}:{describe(hint, inner)}" for name, hint in sorted(hints.items()))
+        return f"{_name(kind)}({fields})"
+    if issubclass(kind, enum.Enum):
+        return f"{_name(kind)}({','.join(repr(m.value) for m in kind)})"
+    return _name(kind)
+
+
+def _field(field: msgspec.structs.FieldInfo, seen: frozenset[type]) -> str:
+    return f"{field.encode_name}{'!' if field.required else ''}:{describe(field.type, seen)}"
+
+
+def _name(kind: Any) -> str:
+    return getattr(kind, "__qualname__", None) or repr(kind)
 
 
 class CallScope(msgspec.Struct, frozen=True, gc=False):

@@ -46,46 +46,6 @@ from .section import (
     table_made_at,
 )
 
-
-def key_lines(text: str) -> dict[KeyPath, int]:
-    """Line (from 1) of every table header and key of a text that is valid TOML; the first mention counts."""
-    lines = text.replace("\r\n", "\n").split("\n")
-    found: dict[KeyPath, int] = {}
-    prefix: KeyPath = ()
-    at = 0
-    while at < len(lines):
-        head = lines[at].strip()
-        if not head or head.startswith("#"):
-            at += 1
-            continue
-        parsed, end = _statement(lines, at)
-        if head.startswith("["):
-            prefix = single_path(parsed)
-            found.setdefault(prefix, at + 1)
-        else:
-            _note(found, prefix, parsed, at + 1)
-        at = end
-    return found
-
-
-def _statement(lines: list[str], at: int) -> tuple[Table, int]:
-    for end in range(at + 1, len(lines) + 1):
-        try:
-            return tomllib.loads("\n".join(lines[at:end])), end
-        except tomllib.TOMLDecodeError:
-            continue
-    return {}, len(lines)
-
-
-def _note(found: dict[KeyPath, int], prefix: KeyPath, table: Table, line: int) -> None:
-    for key, value in table.items():
-        path = (*prefix, key)
-        found.setdefault(path, line)
-        below = as_table(value)
-        if below is not None:
-            _note(found, path, below, line)
-
-
 DECODE_PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
 
 
@@ -325,6 +285,45 @@ def _absolute(text: str, folder: Path) -> str:
         if above.name == "latest" and above.is_symlink():
             return str(above.resolve() / path.relative_to(above))
     return str(path)
+
+
+def key_lines(text: str) -> dict[KeyPath, int]:
+    """Line (from 1) of every table header and key of a text that is valid TOML; the first mention counts."""
+    lines = text.replace("\r\n", "\n").split("\n")
+    found: dict[KeyPath, int] = {}
+    prefix: KeyPath = ()
+    at = 0
+    while at < len(lines):
+        head = lines[at].strip()
+        if not head or head.startswith("#"):
+            at += 1
+            continue
+        parsed, end = _statement(lines, at)
+        if head.startswith("["):
+            prefix = single_path(parsed)
+            found.setdefault(prefix, at + 1)
+        else:
+            _note(found, prefix, parsed, at + 1)
+        at = end
+    return found
+
+
+def _statement(lines: list[str], at: int) -> tuple[Table, int]:
+    for end in range(at + 1, len(lines) + 1):
+        try:
+            return tomllib.loads("\n".join(lines[at:end])), end
+        except tomllib.TOMLDecodeError:
+            continue
+    return {}, len(lines)
+
+
+def _note(found: dict[KeyPath, int], prefix: KeyPath, table: Table, line: int) -> None:
+    for key, value in table.items():
+        path = (*prefix, key)
+        found.setdefault(path, line)
+        below = as_table(value)
+        if below is not None:
+            _note(found, path, below, line)
 
 
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")

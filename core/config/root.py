@@ -27,11 +27,111 @@ from .rollout import WORKFLOW_BUILTINS, ChannelName, EngineSettings, RolloutSett
 from .run import ChaosSettings, ControlSettings, GuardSettings, ModelSettings, MonitorSettings, RunSettings
 from .section import Conflict, Section, Table, as_table
 
+SFT_DEFAULTS = (
+    ("rollout", "workflow", "demonstration"),
+    ("rollout", "num_samples", 1),
+)
 
-def _learning_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    """Of all kinds below."""
-    for check in (_sft_conflicts, _workflow_conflicts, _reference_conflicts, _critic_conflicts, _exploration_conflicts):
-        yield from check(config)
+
+RECORDED_DEFAULTS = (
+    ("data", "preset", "recorded"),
+    ("data", "shuffle", False),
+    ("guard", "every", 0),
+)
+"""What is left out in a run of recorded answers: the dump's groups in the dump's order, and no check that cannot hold."""
+
+
+class RunConfig(Section, frozen=True):
+    """Everything a run needs to know. Made by `load_config`, or in Python; checked either way."""
+
+    run: RunSettings = RunSettings()
+    """Name, folder, seed, when it ends."""
+    model: ModelSettings
+    """The model that is trained."""
+    data: DataSettings
+    """The prompts that are trained on."""
+    eval: EvalSettings = EvalSettings()
+    """Evaluation on held-out prompts."""
+    rollout: RolloutSettings = RolloutSettings()
+    """How answers are generated."""
+    reward: RewardSettings = RewardSettings()
+    """How answers are judged."""
+    algo: AlgoConfig = AlgoConfig()
+    """Algorithm and batch."""
+    critic: CriticConfig = CriticConfig()
+    """A value model for PPO."""
+    asynchrony: AsyncSettings = Field(default=AsyncSettings(), alias="async")
+    """How far generation may run ahead of training."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW and its schedule."""
+    trainer: TrainerConfig = TrainerConfig()
+    """The training processes."""
+    megatron: MegatronSettings = MegatronSettings()
+    """The Megatron trainer, if `roles.trainer.kind` is that."""
+    engine: EngineSettings = EngineSettings()
+    """The rollout engine."""
+    sglang: Table = {}
+    """Arguments of launched SGLang servers, by the names of its ServerArgs fields."""
+    weights: WeightSettings = WeightSettings()
+    """The way of new weights to the engines."""
+    memory: MemorySettings = MemorySettings()
+    """Trainer and engine on the same devices."""
+    guard: GuardSettings = GuardSettings()
+    """Comparison of engine and trainer."""
+    monitor: MonitorSettings = MonitorSettings()
+    """Metrics, events, traces."""
+    control: ControlSettings = ControlSettings()
+    """Watching and changing a live run."""
+    chaos: ChaosSettings = ChaosSettings()
+    """Faults on purpose."""
+    roles: RolesSettings = RolesSettings()
+    """Which actors run where."""
+
+    def data_files(self) -> Iterator[tuple[str, str | tuple[str, ...]]]:
+        """Every key that names data files, and what it says."""
+        for name, part in self.data.parts().items():
+            yield self.data.key_of(name), part.train
+        yield from self.eval.files().values()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_by_kind(cls, raw: object) -> object:
+        """SFT has one sample per prompt and no use for a filter, recorded answers have an order and no use for a
+        canary: values left out become that, not the defaults of RL with an engine that generates."""
+        table = as_table(raw)
+        if table is None:
+            return raw
+        filled = dict(table)
+        for section, key, value in (
+            *(SFT_DEFAULTS if _kind_is_sft(table.get("algo")) else ()),
+            *(RECORDED_DEFAULTS if _are_recorded(table.get("roles")) else ()),
+        ):
+            below = as_table(filled.get(section, {}))
+            if below is not None and key not in below:
+                filled[section] = {**below, key: value}
+        return filled
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Conflicts between sections."""
+        for check in CHECKS:
+            yield from check(self)
+
+
+def _kind_is_sft(algo: object) -> bool:
+    table = as_table(algo)
+    return table.get("kind") == "sft" if table is not None else isinstance(algo, AlgoConfig) and algo.kind == "sft"
+
+
+def _are_recorded(roles: object) -> bool:
+    if isinstance(roles, RolesSettings):
+        return roles.rollout.kind == "recorded"
+    rollout = (as_table(roles) or {}).get("rollout")
+    table = as_table(rollout)
+    return (
+        table.get("kind") == "recorded"
+        if table is not None
+        else isinstance(rollout, RolloutRole) and rollout.kind == "recorded"
+    )
 
 
 def _sft_conflicts(config: RunConfig) -> Iterator[Conflict]:
@@ -144,7 +244,7 @@ def _exploration_conflicts(config: RunConfig) -> Iterator[Conflict]:
         )
 
 
-SHARE = "memory.share"
+MEMORY_SHARE = "memory.share"
 
 
 def _memory_conflicts(config: RunConfig) -> Iterator[Conflict]:
@@ -163,28 +263,30 @@ def _memory_conflicts(config: RunConfig) -> Iterator[Conflict]:
 def _turn_place_conflicts(config: RunConfig) -> Iterator[Conflict]:
     trainer, rollout = config.roles.trainer, config.roles.rollout
     if config.algo.kind == "sft":
-        yield Conflict((SHARE, "algo.kind"), 'must be "none": algo.kind = "sft" has no engine to take turns with')
+        yield Conflict(
+            (MEMORY_SHARE, "algo.kind"), 'must be "none": algo.kind = "sft" has no engine to take turns with'
+        )
     if not _are_shared(trainer.device_ids, rollout.device_ids):
         yield Conflict(
-            (SHARE, "roles.trainer.devices", "roles.rollout.devices"),
+            (MEMORY_SHARE, "roles.trainer.devices", "roles.rollout.devices"),
             f'needs engines on devices that the trainer has, they have "{trainer.devices}" (trainer) and '
             f'"{rollout.devices}" (rollout): set both alike, or give rollout some of the trainer\'s',
         )
     nodes = config.roles.memory.nodes
     if nodes == "*" or any(role.nodes != nodes for role in (trainer, rollout)):
         yield Conflict(
-            (SHARE, "roles.trainer.nodes", "roles.rollout.nodes", "roles.memory.nodes"),
+            (MEMORY_SHARE, "roles.trainer.nodes", "roles.rollout.nodes", "roles.memory.nodes"),
             "needs trainer, rollout and memory manager on the same nodes, all of them named: set their nodes alike",
         )
     elif len(nodes) > 1 and config.weights.channel != "disk":
         yield Conflict(
-            ("weights.channel", SHARE, "roles.rollout.nodes"),
+            ("weights.channel", MEMORY_SHARE, "roles.rollout.nodes"),
             'must be "disk" when trainer and engines take turns on several nodes (with the run directory on a file '
             "system of all): shm and cuda_ipc do not leave the node of the rank that sends",
         )
     if config.weights.channel == "nccl":
         yield Conflict(
-            ("weights.channel", SHARE),
+            ("weights.channel", MEMORY_SHARE),
             'must be "cuda_ipc" ("shm" on the CPU) or "disk" when trainer and engine take turns on a device',
         )
 
@@ -199,20 +301,21 @@ def _turn_engine_conflicts(config: RunConfig) -> Iterator[Conflict]:
     attach, rollout = config.engine.attach, config.roles.rollout
     if len(attach) > rollout.count or config.engine.router:
         yield Conflict(
-            ("engine.attach", "engine.router", SHARE),
+            ("engine.attach", "engine.router", MEMORY_SHARE),
             "must be one server for each rollout actor when trainer and engine take turns on a device: name as many in "
             "engine.attach as roles.rollout.count says, without engine.router",
         )
     if "enable_memory_saver" in config.sglang:
         yield Conflict(
-            ("sglang.enable_memory_saver", SHARE), 'is myxa\'s own; leave it out, memory.share = "switch" sets it'
+            ("sglang.enable_memory_saver", MEMORY_SHARE),
+            'is myxa\'s own; leave it out, memory.share = "switch" sets it',
         )
 
 
 def _turn_trainer_conflicts(config: RunConfig) -> Iterator[Conflict]:
     if config.roles.trainer.kind == "torch" and config.trainer.strategy != "ddp":
         yield Conflict(
-            ("trainer.strategy", SHARE),
+            ("trainer.strategy", MEMORY_SHARE),
             'must be "ddp": sharded parameters of the torch trainer cannot leave a device; '
             'or use roles.trainer.kind = "megatron"',
         )
@@ -232,7 +335,8 @@ def _turn_trainer_conflicts(config: RunConfig) -> Iterator[Conflict]:
         )
     if config.megatron.offload_optimizer:
         yield Conflict(
-            ("megatron.offload_optimizer", SHARE), "must be 0: the optimizer leaves the device as a whole between steps"
+            ("megatron.offload_optimizer", MEMORY_SHARE),
+            "must be 0: the optimizer leaves the device as a whole between steps",
         )
 
 
@@ -240,21 +344,21 @@ def _turn_gpu_conflicts(config: RunConfig) -> Iterator[Conflict]:
     trainer = config.roles.trainer
     if len(trainer.device_ids) != trainer.count:
         yield Conflict(
-            ("roles.trainer.count", "roles.trainer.devices", SHARE),
+            ("roles.trainer.count", "roles.trainer.devices", MEMORY_SHARE),
             f"must be {len(trainer.device_ids)}, one rank for each GPU: memory of a GPU without a rank is in no turn",
         )
     if config.memory.backend == "host_vmm":
         yield Conflict(("memory.backend", "roles.trainer.devices"), 'is for runs on the CPU; use "auto"')
     if not config.memory.workspace_mb:
         yield Conflict(
-            ("memory.workspace_mb", SHARE),
+            ("memory.workspace_mb", MEMORY_SHARE),
             "must be set on GPUs: MiB that a step's activations take, e.g. 3072 for every 1024 of "
             "trainer.max_tokens_per_microbatch (1.7B, no recomputation)",
         )
     launches = config.roles.rollout.kind == "sglang" and not config.engine.attach
     if launches and "mem_fraction_static" not in config.sglang:
         yield Conflict(
-            ("sglang.mem_fraction_static", SHARE),
+            ("sglang.mem_fraction_static", MEMORY_SHARE),
             "must be set, e.g. 0.85: the share of the GPU that weights and cache take in the engine's turn",
         )
 
@@ -262,12 +366,12 @@ def _turn_gpu_conflicts(config: RunConfig) -> Iterator[Conflict]:
 def _turn_host_conflicts(config: RunConfig) -> Iterator[Conflict]:
     if config.roles.trainer.kind == "megatron":
         yield Conflict(
-            (SHARE, "roles.trainer.kind", "roles.trainer.devices"),
+            (MEMORY_SHARE, "roles.trainer.kind", "roles.trainer.devices"),
             'needs GPUs in roles.trainer.devices, or roles.trainer.kind = "torch" on the CPU',
         )
     if config.roles.rollout.kind != "embedded":
         yield Conflict(
-            (SHARE, "roles.rollout.kind", "roles.rollout.devices"),
+            (MEMORY_SHARE, "roles.rollout.kind", "roles.rollout.devices"),
             'needs roles.rollout.kind = "embedded" on the CPU, or GPUs for both roles',
         )
     if config.memory.backend not in ("auto", "host_vmm"):
@@ -289,50 +393,45 @@ def _turn_host_conflicts(config: RunConfig) -> Iterator[Conflict]:
         )
     if not config.memory.capacity_mb:
         yield Conflict(
-            ("memory.capacity_mb", SHARE), "must be set on the CPU: MiB of the memory that stands for a device"
+            ("memory.capacity_mb", MEMORY_SHARE), "must be set on the CPU: MiB of the memory that stands for a device"
         )
 
 
-KIND = "roles.rollout.kind"
-RECORDED_DEFAULTS = (
-    ("data", "preset", "recorded"),
-    ("data", "shuffle", False),
-    ("guard", "every", 0),
-)
-"""Of what is left out in such a run: the dump's groups in the dump's order, and no check that cannot hold."""
+ROLLOUT_KIND = "roles.rollout.kind"
 
 
 def _recorded_conflicts(config: RunConfig) -> Iterator[Conflict]:
     """What needs an engine that generates, and what needs one that does not."""
-    yield from _reward_conflicts(config)
     if config.roles.rollout.kind != "recorded":
         return
     if config.algo.kind == "sft":
-        yield Conflict((KIND, "algo.kind"), 'is an engine, and algo.kind = "sft" has none: leave it out')
+        yield Conflict((ROLLOUT_KIND, "algo.kind"), 'is an engine, and algo.kind = "sft" has none: leave it out')
     for name, part in config.data.parts().items():
         if part.preset != "recorded":
             place = f"data.sources.{name}.preset" if name else "data.preset"
-            yield Conflict((place, KIND), 'must be "recorded": only prompts of a dump have an answer there')
+            yield Conflict((place, ROLLOUT_KIND), 'must be "recorded": only prompts of a dump have an answer there')
     for key in ("data", "sets"):
         if getattr(config.eval, key):
-            yield Conflict((f"eval.{key}", KIND), "must be empty: to held-out prompts no answers are recorded")
+            yield Conflict((f"eval.{key}", ROLLOUT_KIND), "must be empty: to held-out prompts no answers are recorded")
     if config.guard.every:
         yield Conflict(
-            ("guard.every", KIND),
+            ("guard.every", ROLLOUT_KIND),
             "must be 0: recorded log-probs are of the weights of then, and the trainer's of those of now",
         )
     if config.memory.share != "none":
-        yield Conflict(("memory.share", KIND), 'must be "none": an engine without a model has no turn')
+        yield Conflict(("memory.share", ROLLOUT_KIND), 'must be "none": an engine without a model has no turn')
     if config.roles.rollout.device_ids:
-        yield Conflict(("roles.rollout.devices", KIND), 'must be "cpu": nothing is generated')
+        yield Conflict(("roles.rollout.devices", ROLLOUT_KIND), 'must be "cpu": nothing is generated')
 
 
-def _reward_conflicts(config: RunConfig) -> Iterator[Conflict]:
+def _recorded_reward_conflicts(config: RunConfig) -> Iterator[Conflict]:
     for key, fn in config.reward.named_functions():
         if fn != "recorded":
             continue
         if config.roles.rollout.kind != "recorded":
-            yield Conflict((key, KIND), f'needs {KIND} = "recorded": rewards are recorded of those answers only')
+            yield Conflict(
+                (key, ROLLOUT_KIND), f'needs {ROLLOUT_KIND} = "recorded": rewards are recorded of those answers only'
+            )
         for more, is_set in (
             ("truncated", config.reward.truncated != "score"),
             ("overlong_tokens", config.reward.overlong_tokens > 0),
@@ -357,105 +456,6 @@ def _sampling_conflicts(config: RunConfig) -> Iterator[Conflict]:
             ("rollout.min_p", "rollout.deterministic", "sglang.enable_deterministic_inference"),
             "must be 0 with seeds: SGLang's sampler ends the server when it is to do both; use top_p or top_k",
         )
-
-
-SFT_DEFAULTS = (
-    ("rollout", "workflow", "demonstration"),
-    ("rollout", "num_samples", 1),
-)
-
-
-class RunConfig(Section, frozen=True):
-    """Everything a run needs to know. Made by `load_config`, or in Python; checked either way."""
-
-    run: RunSettings = RunSettings()
-    """Name, folder, seed, when it ends."""
-    model: ModelSettings
-    """The model that is trained."""
-    data: DataSettings
-    """The prompts that are trained on."""
-    eval: EvalSettings = EvalSettings()
-    """Evaluation on held-out prompts."""
-    rollout: RolloutSettings = RolloutSettings()
-    """How answers are generated."""
-    reward: RewardSettings = RewardSettings()
-    """How answers are judged."""
-    algo: AlgoConfig = AlgoConfig()
-    """Algorithm and batch."""
-    critic: CriticConfig = CriticConfig()
-    """A value model for PPO."""
-    asynchrony: AsyncSettings = Field(default=AsyncSettings(), alias="async")
-    """How far generation may run ahead of training."""
-    optimizer: OptimizerConfig = OptimizerConfig()
-    """AdamW and its schedule."""
-    trainer: TrainerConfig = TrainerConfig()
-    """The training processes."""
-    megatron: MegatronSettings = MegatronSettings()
-    """The Megatron trainer, if `roles.trainer.kind` is that."""
-    engine: EngineSettings = EngineSettings()
-    """The rollout engine."""
-    sglang: Table = {}
-    """Arguments of launched SGLang servers, by the names of its ServerArgs fields."""
-    weights: WeightSettings = WeightSettings()
-    """The way of new weights to the engines."""
-    memory: MemorySettings = MemorySettings()
-    """Trainer and engine on the same devices."""
-    guard: GuardSettings = GuardSettings()
-    """Comparison of engine and trainer."""
-    monitor: MonitorSettings = MonitorSettings()
-    """Metrics, events, traces."""
-    control: ControlSettings = ControlSettings()
-    """Watching and changing a live run."""
-    chaos: ChaosSettings = ChaosSettings()
-    """Faults on purpose."""
-    roles: RolesSettings = RolesSettings()
-    """Which actors run where."""
-
-    def data_files(self) -> Iterator[tuple[str, str | tuple[str, ...]]]:
-        """Every key that names data files, and what it says."""
-        for name, part in self.data.parts().items():
-            yield self.data.key_of(name), part.train
-        yield from self.eval.files().values()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_by_kind(cls, raw: object) -> object:
-        """SFT has one sample per prompt and no use for a filter, recorded answers have an order and no use for a
-        canary: values left out become that, not the defaults of RL with an engine that generates."""
-        table = as_table(raw)
-        if table is None:
-            return raw
-        filled = dict(table)
-        for section, key, value in (
-            *(SFT_DEFAULTS if _kind_is_sft(table.get("algo")) else ()),
-            *(RECORDED_DEFAULTS if _are_recorded(table.get("roles")) else ()),
-        ):
-            below = as_table(filled.get(section, {}))
-            if below is not None and key not in below:
-                filled[section] = {**below, key: value}
-        return filled
-
-    def conflicts(self) -> Iterator[Conflict]:
-        """Conflicts between sections."""
-        for check in CHECKS:
-            yield from check(self)
-
-
-def _kind_is_sft(algo: object) -> bool:
-    table = as_table(algo)
-    return table.get("kind") == "sft" if table is not None else isinstance(algo, AlgoConfig) and algo.kind == "sft"
-
-
-def _are_recorded(roles: object) -> bool:
-    if isinstance(roles, RolesSettings):
-        return roles.rollout.kind == "recorded"
-    rollout = (as_table(roles) or {}).get("rollout")
-    table = as_table(rollout)
-    return (
-        table.get("kind") == "recorded"
-        if table is not None
-        else isinstance(rollout, RolloutRole) and rollout.kind == "recorded"
-    )
 
 
 def _standby_conflicts(config: RunConfig) -> Iterator[Conflict]:
@@ -684,7 +684,11 @@ def _bounded_data_conflicts(config: RunConfig) -> Iterator[Conflict]:
 
 
 CHECKS: tuple[Callable[[RunConfig], Iterator[Conflict]], ...] = (
-    _learning_conflicts,
+    _sft_conflicts,
+    _workflow_conflicts,
+    _reference_conflicts,
+    _critic_conflicts,
+    _exploration_conflicts,
     _standby_conflicts,
     _eval_conflicts,
     _end_conflicts,
@@ -695,6 +699,7 @@ CHECKS: tuple[Callable[[RunConfig], Iterator[Conflict]], ...] = (
     _megatron_conflicts,
     _weight_conflicts,
     _memory_conflicts,
+    _recorded_reward_conflicts,
     _recorded_conflicts,
     _chaos_conflicts,
     _bounded_data_conflicts,
