@@ -86,7 +86,7 @@ def group_advantages(
 
     `rewards_S` numbers [S] in any order, `group_ids_S` integers [S]. A group of equal rewards, or of one sample, gets
     exactly 0 from all kinds that compare. `normalise_std` concerns grpo, dapo, gspo and cispo; the formula of each kind
-    stands at its function above. Raises ConfigError for an unknown kind, TrainError for shapes that disagree and for
+    is at its function above. Raises ConfigError for an unknown kind, TrainError for shapes that disagree and for
     a reward that is not a finite number.
     """
     rule = BASELINES.get(kind)

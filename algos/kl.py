@@ -1,7 +1,7 @@
 """Estimators of KL(live policy || reference) from log-probs of sampled tokens.
 
 Source: J. Schulman, "Approximating KL divergence" (2020), k1, k2, k3; the ratio-weighted variant is the unbiased
-estimate of DeepSeek-V3.2 (arXiv 2512.02556, section on scaling GRPO). Knows tensors of log-probs, nothing else.
+estimate of DeepSeek-V3.2 (arXiv 2512.02556, section on scaling GRPO).
 
     x = live - reference
     k1 = x                      unbiased value; as a loss its gradient has mean 0

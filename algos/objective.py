@@ -203,7 +203,7 @@ def objective_config(algo: AlgoConfig, minibatches: int | None = None) -> Object
 class TokenBatch:
     """One micro-batch: the response tokens of all its samples one after another, masked ones included.
 
-    What stands at masked tokens is never looked at. T may be 0 (an empty micro-batch that only pads the count).
+    Values at masked tokens are never read. T may be 0 (an empty micro-batch that only pads the count).
     """
 
     logprobs_T: Tensor

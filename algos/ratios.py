@@ -16,7 +16,7 @@ Three policies, never to be confused: *behaviour* produced the token (engine's l
     normalise  w / mean(w), at level token or sequence
 
 A weight of 0 keeps the token in KL and entropy terms; leaving the loss (`keep_T` False) removes it there too.
-Denominators of means never change by either. Knows tensors only. All results are detached unless said otherwise.
+Denominators of means never change by either. All results are detached unless said otherwise.
 """
 
 from __future__ import annotations

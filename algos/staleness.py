@@ -60,7 +60,7 @@ NO_TOKEN = 1 << 60
 
 
 class LineStage(enum.Enum):
-    """Where a group stands, as far as admission cares."""
+    """The state of a group, as far as admission needs it."""
 
     UNDER_WAY = "under way"
     """An engine works on it."""

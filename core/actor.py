@@ -114,8 +114,8 @@ class PeerEvent:
     """Something happened to another actor that this one watches."""
 
     kind: Literal["up", "down", "restarted", "suspect", "hung", "recovered"]
-    """restarted: a new incarnation registered before anybody saw the old one end. suspect, hung, recovered: its process
-    is there, but its event loop gives no sign of life (any more, or gives one again), as this node sees it."""
+    """restarted: a new incarnation registered before the end of the old one was seen. suspect, hung, recovered: its
+    process exists, but its event loop gives no sign of life (any more, or gives one again), as this node sees it."""
     name: str
     """Actor name."""
     epoch: int
@@ -162,7 +162,7 @@ class ActorContext(Protocol):
         ...
 
     def monitor(self, name: str) -> AsyncGenerator[PeerEvent, None]:
-        """How that actor stands now, if it ever was there, and everything that happens to it from now on."""
+        """The present state of that actor, if it was ever there, and every event of it from now on."""
         ...
 
     def link(self, name: str) -> None:

@@ -26,7 +26,7 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that moves only when told; for tests and simulations."""
+    """A clock that moves only by `advance`; for tests and simulations."""
 
     def __init__(self, start_s: float = 0.0, wall_s: float = 1_700_000_000.0) -> None:
         self._now_s = start_s

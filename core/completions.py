@@ -39,7 +39,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     reward: float | None = None
     """What the workflow said that it is worth; None: it said nothing."""
     sample_metadata: dict[str, Any] = {}
-    """What else the workflow told of it."""
+    """Further values from the workflow."""
     begins_in_thought: bool = False
     """Whether `text` begins inside a thought, for the chat template opened it."""
 

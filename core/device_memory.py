@@ -1,4 +1,4 @@
-"""What a memory manager and the holders of device memory tell each other, and the two seams of memory leases.
+"""What a memory manager and the holders of device memory report to each other, and the two seams of memory leases.
 
 A *tenant* is one actor with memory on one device (a trainer rank) or, in like parts, on several (a rollout actor with
 its engine); a *gang* is all tenants that must hold or leave memory together. Memory is leased by *tag*, never by
@@ -161,7 +161,7 @@ def whole_of(tag: str) -> str:
 
 
 def wholes(tags: Iterable[str]) -> str:
-    """Tags for people, parts not told apart: "params, optimizer"."""
+    """Tags for people, without their parts: "params, optimizer"."""
     return ", ".join(dict.fromkeys(whole_of(tag) for tag in tags))
 
 
@@ -245,7 +245,7 @@ class AssetStore(Protocol):
     """Bytes of one tenant on one device, by tag.
 
     Both commands are idempotent: a tag that is gone already, or mapped already, is passed over, and so is a tag this
-    store does not have. After an exception `report` still tells the truth, tag by tag (`poisoned`: contents are lost).
+    store does not have. After an exception `report` is still true, tag by tag (`poisoned`: contents are lost).
     """
 
     def report(self) -> tuple[TagReport, ...]:

@@ -40,7 +40,7 @@ TRANSITIONS: Final[Mapping[tuple[HeartState, HeartEvent], HeartState]] = {
     ("hung", "quiet"): "hung",
     ("hung", "silent"): "hung",
 }
-"""(state, event) -> next state. "silent" is never told of a peer that was not quiet before."""
+"""(state, event) -> next state. "silent" is never reported of a peer that was not quiet before."""
 
 MAX_PHI: Final = 300.0
 """What phi is said to be where a double cannot hold the probability any more."""

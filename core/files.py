@@ -232,7 +232,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def refused(path: Path, error: BaseException) -> DiskRefused:
-    """What to tell of `error`, by which the disk under `path` refused."""
+    """The error to raise for `error`, by which the disk under `path` refused."""
     known = next((cause for cause in _causes(error) if isinstance(cause, DiskRefused)), None)
     if known is not None:
         return known

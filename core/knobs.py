@@ -99,7 +99,7 @@ def _limit_text(limit: float) -> str:
 
 
 class KnobState(Record, frozen=True):
-    """A knob and how it stands at one owner."""
+    """A knob and its values at one owner."""
 
     tunable: Tunable
     value: KnobValue

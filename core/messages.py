@@ -13,7 +13,7 @@ from .samples import F32, Group, Prompt, Sample
 
 
 class EngineUsage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sums over finished requests since the engine's client began; 0 where the server does not tell."""
+    """Sums over finished requests since the engine's client began; 0 where the server does not report it."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -30,7 +30,7 @@ class EngineUsage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return EngineUsage(**{name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__})
 
     def rates_since(self, before: EngineUsage) -> dict[str, float]:
-        """Metrics of what came since `before`; nothing of what the server does not do, or does not tell."""
+        """Metrics of what came since `before`; nothing of what the server does not do, or does not report."""
         new = {name: getattr(self, name) - getattr(before, name) for name in self.__struct_fields__}
         if min(new.values()) < 0:  # a server of several left, with its sums
             return {}
@@ -420,15 +420,15 @@ class GroupText(Record, frozen=True):
     eval_set: str
     """Name of the evaluation set; empty: the only one, of `eval.data`, or none."""
     source: str
-    """Actor that told of it."""
+    """Actor that reported it."""
     wall_s: float
     answers: tuple[AnswerText, ...]
     num_answers: int
-    """Of the group; those beyond the first are not told."""
+    """Of the group; those beyond the first are left out."""
 
 
 class Telemetry(Record, frozen=True):
-    """A bundle of what an actor has to tell the monitor; lossy by contract."""
+    """A bundle of telemetry from an actor to the monitor; lossy by contract."""
 
     metrics: tuple[MetricPoint, ...] = ()
     events: tuple[Event, ...] = ()

@@ -24,7 +24,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @functools.lru_cache(maxsize=1)
 def boot_id() -> str:
-    """The boot id, equal for all processes of one running system; the host name where the kernel does not tell."""
+    """The boot id, equal for all processes of one running system; the host name where the kernel has none."""
     try:
         return _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
@@ -66,7 +66,7 @@ _IS_LINUX = sys.platform.startswith("linux")
 def die_with_parent(parent_pid: int, sig: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel send this process `sig` when the thread that started it ends; call it first thing.
 
-    `parent_pid` is what the parent told of itself: if the parent is gone already, the kernel would never tell, so
+    `parent_pid` is the id that the parent passed: if the parent is gone already, the kernel would never signal, so
     this process ends here. Raises LaunchError where the kernel refuses.
     """
     if not _IS_LINUX:

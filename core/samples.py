@@ -127,7 +127,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     reward: float | None = None
     """What the workflow says that it is worth; None: it says nothing."""
     metadata: dict[str, Any] = {}
-    """What else the workflow has to tell of it, for the reward function: JSON values."""
+    """Further values from the workflow for the reward function: JSON values."""
 
     def conversation(self) -> tuple[Message, ...]:
         """All that was said after the prompt, in order."""

@@ -24,7 +24,7 @@ class SinkContext:
     run_name: str
     clock: Clock
     emit: Callable[[str, str], None]
-    """`emit(kind, text)`: tell all sinks an event, e.g. the address that was bound."""
+    """`emit(kind, text)`: send an event to all sinks, e.g. the address that was bound."""
     settings: Mapping[str, str | int | float | bool] = field(default_factory=dict[str, str | int | float | bool])
     """The run file by dotted keys, without what looks like a secret."""
 

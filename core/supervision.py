@@ -76,7 +76,7 @@ OVER: Final[frozenset[ChildState]] = frozenset({"failed", "stopped"})
 
 
 class ChildStates:
-    """Where every child of a run stands."""
+    """The states of all children of a run."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._states: dict[str, ChildState] = dict.fromkeys(names, "waiting")
@@ -129,7 +129,7 @@ class _Ending:
 
     then: Literal["restart", "renew", "retire", "give up", "over"]
     stages: list[tuple[str, ...]]
-    """Not told yet, the next one first."""
+    """Not asked to end yet, the next one first."""
     reason: str
     branch: BranchSpec | None = None
     """Whose restart it is."""
@@ -184,7 +184,7 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Tell these children to end, at the same time, and kill those that are still there after their grace."""
+    """Ask these children to end, at the same time, and kill those that are still there after their grace."""
 
     children: tuple[str, ...]
     graces_s: tuple[float, ...]
@@ -193,7 +193,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """These hang: being told would not help."""
+    """These hang: a request to end would not help."""
 
     children: tuple[str, ...]
     reason: str
@@ -361,7 +361,7 @@ class Supervisor:
         self._endings: list[_Ending] = []
         """Their scopes do not overlap: a larger one swallows those within it."""
         self._given_up: set[int] = set()
-        self._condemned: dict[str, str] = {}
+        self._killed: dict[str, str] = {}
         """Killed since all others had given it up, and not gone yet: in words."""
         self._retiring: set[str] = set()
         self._verdict: FailRun | None = None
@@ -369,7 +369,7 @@ class Supervisor:
     # -- questions ---------------------------------------------------------------------------------------------
 
     def state(self, child: str) -> ChildState:
-        """Where a child stands."""
+        """The state of a child."""
         return self._states[child]
 
     def attempt(self, child: str) -> int:
@@ -497,10 +497,10 @@ class Supervisor:
         """The child's process ended."""
         spec = self._spec(child)
         self._states.move(child, "exit")
-        who = self._condemned.pop(child, child)
+        who = self._killed.pop(child, child)
         ending = self._ending_of(child)
         if ending is not None:
-            return self._go_on(ending, now)
+            return self._advance(ending, now)
         what = f"{who} ended with {describe_status(status)}"
         if status in HOPELESS:
             what = f"{what}: {HOPELESS[status]}, another attempt would end the same way"
@@ -508,8 +508,8 @@ class Supervisor:
             return self._do_without(spec, child, what, now) if is_extra else self._fail(child, what, status, now)
         if spec.restart == "transient" and status == 0:
             self._states.move(child, "settle")
-            return self._farewell()
-        return self._mourn(spec, what, now)
+            return self._done_if_all_over()
+        return self._on_failure(spec, what, now)
 
     def on_health(self, child: str, health: Health, why: str, now: float) -> list[Instruction]:
         """What the failure detector thinks of it; "given up": for all others it is over, though its process lives, and
@@ -529,8 +529,8 @@ class Supervisor:
         self._states.move(child, "end")
         kill: list[Instruction] = [Kill((child,), what)]
         if is_lost:
-            self._condemned[child] = f"{what} and"
-        return kill if is_lost else kill + self._mourn(spec, f"{what}, was killed", now)
+            self._killed[child] = f"{what} and"
+        return kill if is_lost else kill + self._on_failure(spec, f"{what}, was killed", now)
 
     def on_lost(self, culprit: str, children: Sequence[str], reason: str, now: float) -> list[Instruction]:
         """A whole node is gone with these children, or one of them cannot be ended: none can be started again."""
@@ -546,19 +546,19 @@ class Supervisor:
                 done += self._do_without(self._spec(child), culprit, reason, now)
         for ending in under_way:
             if ending in self._endings:
-                done += self._go_on(ending, now)
+                done += self._advance(ending, now)
         return done
 
     def stop(self, reason: str, now: float) -> list[Instruction]:
         """End every child, last started first. May be repeated."""
         final = next((e for e in self._endings if e.then == "over"), None)
         if final is not None:
-            return self._go_on(final, now)
+            return self._advance(final, now)
         return self._begin(_Ending("over", list(self._tree.all_stages(self._tree.root)), reason), now)
 
     # -- judging -----------------------------------------------------------------------------------------------
 
-    def _mourn(self, child: ChildSpec, what: str, now: float) -> list[Instruction]:
+    def _on_failure(self, child: ChildSpec, what: str, now: float) -> list[Instruction]:
         """A child failed by itself."""
         if child.restart == "temporary":
             return self._do_without(child, child.name, f"{what} and is never restarted", now)
@@ -620,20 +620,20 @@ class Supervisor:
             if other.branch is not None:
                 self._budgets[other.branch.name].release()
         self._endings.append(ending)
-        return self._go_on(ending, now)
+        return self._advance(ending, now)
 
-    def _go_on(self, ending: _Ending, now: float) -> list[Instruction]:
+    def _advance(self, ending: _Ending, now: float) -> list[Instruction]:
         """Tell the next stage, or do what all this was for."""
-        told: list[Instruction] = []
+        orders: list[Instruction] = []
         self._close(ending)
         while not self._states.alive(ending.current):
             if not ending.stages:
-                return told + self._finish(ending, now)
+                return orders + self._finish(ending, now)
             ending.current = ending.stages.pop(0)
-            told += self._tell(ending)
-        return told
+            orders += self._end_stage(ending)
+        return orders
 
-    def _tell(self, ending: _Ending) -> list[Instruction]:
+    def _end_stage(self, ending: _Ending) -> list[Instruction]:
         """The current stage: who is up and may hand work back does that first."""
         names = [name for name in self._states.alive(ending.current) if self._states[name] != "ending"]
         gentle = tuple(n for n in names if ending.is_gentle and self._states[n] in ("up", "draining"))
@@ -644,8 +644,8 @@ class Supervisor:
         for name in rest:
             self._states.move(name, "end")
         graces = tuple(min(ending.grace_s, self._spec(name).grace_s) for name in rest)
-        told: list[Instruction] = [Drain(drained, ending.reason)] if drained else []
-        return told + ([End(rest, graces, ending.reason)] if rest else [])
+        orders: list[Instruction] = [Drain(drained, ending.reason)] if drained else []
+        return orders + ([End(rest, graces, ending.reason)] if rest else [])
 
     def _close(self, ending: _Ending) -> None:
         """Children that have no process and will have none are done with."""
@@ -660,16 +660,16 @@ class Supervisor:
             return [AllEnded()]
         self._endings.remove(ending)
         if ending.then == "give up":
-            return self._farewell()
-        told = self._let_go(ending.scope & self._retiring)
+            return self._done_if_all_over()
+        orders = self._remove_retired(ending.scope & self._retiring)
         children = tuple(n for n in self._tree.children if n in ending.scope and not self._states.is_over(n))
         if not children:
             if ending.branch is not None:
                 self._budgets[ending.branch.name].release()
-            return told + self._farewell()
-        return [*told, self._again(children, ending, now)]
+            return orders + self._done_if_all_over()
+        return [*orders, self._restart_children(children, ending, now)]
 
-    def _again(self, children: tuple[str, ...], ending: _Ending, now: float) -> Restart:
+    def _restart_children(self, children: tuple[str, ...], ending: _Ending, now: float) -> Restart:
         delay, payer = 0.0, ""
         if ending.branch is not None:
             payer = ending.branch.name
@@ -682,7 +682,7 @@ class Supervisor:
         rounds = tuple(self._round(gang) for gang in self._tree.gangs(frozenset(children)))
         return Restart(children, attempts, delay, ending.reason, payer, rounds)
 
-    def _let_go(self, names: frozenset[str]) -> list[Instruction]:
+    def _remove_retired(self, names: frozenset[str]) -> list[Instruction]:
         """Those that retire are gone; their names may come again, with higher attempts."""
         order = tuple(name for name in self._tree.children if name in names)
         for name in order:
@@ -698,10 +698,10 @@ class Supervisor:
                 del self._budgets[each.name]
         self._retiring.discard(child)
         self._unproven.discard(child)
-        self._condemned.pop(child, None)
+        self._killed.pop(child, None)
         self._states.remove(child)
 
-    def _farewell(self) -> list[Instruction]:
+    def _done_if_all_over(self) -> list[Instruction]:
         return [AllEnded()] if all(self._states.is_over(name) for name in self._tree.children) else []
 
     def _round(self, gang: BranchSpec) -> GangRound:

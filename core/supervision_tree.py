@@ -38,7 +38,7 @@ class ChildSpec:
     when_hung: WhenHung = "wait"
     """wait: it is left alone until it answers again or ends; kill: it is killed, and `restart` decides."""
     grace_s: float = 10.0
-    """Between being told to end and being killed."""
+    """Between the request to end and the kill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ class SupervisionTree:
         return self._above.get(id(member))
 
     def came_later(self, member: Member) -> bool:
-        """Whether it, or what it stands under, was added to a tree that began without it."""
+        """Whether it, or a branch above it, was added to a tree that began without it."""
         branch = self.above(member)
         if branch is None:
             return False
@@ -169,7 +169,7 @@ class SupervisionTree:
 
     def needed(self, branch: BranchSpec, member: Member) -> int:
         """So many others of the branch must be left when that member is given up. One that came later is not needed as
-        long as anybody is left: the run did without it before."""
+        long as any is left: the run did without it before."""
         return branch.enough if any(member is each for each in branch.members) else branch.quorum or 1
 
     def leaves(self, member: Member) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What trainer ranks and engines tell each other about weights that travel from device to device.
+"""What trainer ranks and engines send each other about weights that travel from device to device.
 
 A *sender* is a trainer rank that has whole tensors; a *channel* is a process group of one sender and the ranks of one
 engine. Bytes never pass through these records. Order of events:
@@ -51,7 +51,7 @@ class PlanReply(Record, frozen=True):
     """Of this version's bytes, see `actors/weights/channels/staging.py`; empty: not computed."""
     buckets: tuple[Bucket, ...] = ()
     has_channel: bool = False
-    """Whether the channel asked about stands, on the sender's side."""
+    """Whether the channel asked about exists, on the sender's side."""
 
 
 class JoinRequest(Record, frozen=True):
@@ -91,7 +91,7 @@ class SendReport(Record, frozen=True):
 
     num_bytes: int
     join_s: float
-    """Waited for the group to stand; about 0 after the first time."""
+    """Time to build the group; about 0 after the first time."""
     send_s: float
 
 

@@ -156,7 +156,7 @@ def bind_builtin(
     strip_thinking: bool = True,
     key: str = "reward.args",
 ) -> RewardFunction:
-    """The named reward with its arguments, which stand at `key` of the run file. `strip_thinking`: it reads only what
+    """The named reward with its arguments, from `key` of the run file. `strip_thinking`: it reads only what
     follows a model's thoughts, unless its pattern speaks of them. Raises ConfigError for arguments that it does not
     take."""
     builtin = BUILTINS[name]
@@ -174,7 +174,7 @@ def _after_thought(fn: RewardFunction, completion: Completion) -> RewardValue:
 
 
 def as_the_only_one(fn: RewardFunction, name: str) -> RewardFunction:
-    """A built-in that alone judges: it would overrule what the workflow said without anybody noticing."""
+    """A built-in that alone judges: it would silently overrule the reward of the workflow."""
     return fn if name in (WORKFLOW, RECORDED) else partial(_judged_by_text, fn, name)
 
 

@@ -94,7 +94,7 @@ _SIGNS = str.maketrans(
     {"\u2212": "-", "\u2013": "-", "\u2010": "-", "\u2011": "-", "\u00a0": " ", "\u2009": " ", "\u202f": " "}
 )
 _TEXT = re.compile(r"(?<!\\)\$|\\boxed")
-"""In a label: the answer stands somewhere in it."""
+"""In a label: the answer is somewhere in it."""
 _UNIT = re.compile(
     r"(?:\\[,;:! ]|~|\s)*"
     r"((?:\\(?:text|mathrm|textrm|mbox|rm|operatorname)\s*\{[^{}]{1,40}\}(?:\s*\^\s*\{?-?\d\}?)?[\s/]*){1,3}"

@@ -139,7 +139,7 @@ def _known(name: str, *, is_glued: bool) -> str | None:
 
 
 MAX_DIGITS = 400
-"""More digits, or an exponent beyond this, is not a number anybody meant; it would only cost memory."""
+"""More digits, or an exponent beyond this, is no answer that was meant; it would only cost memory."""
 MAX_CHARS = 4 * MAX_DIGITS
 TAIL_CHARS = 20_000
 """In running text, so much of the end is looked at."""

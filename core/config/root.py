@@ -38,7 +38,7 @@ RECORDED_DEFAULTS = (
     ("data", "shuffle", False),
     ("guard", "every", 0),
 )
-"""What is left out in a run of recorded answers: the dump's groups in the dump's order, and no check that cannot hold."""
+"""Defaults of a run of recorded answers: the dump's groups in its order, and no canary, which could not hold."""
 
 
 class RunConfig(Section, frozen=True):
@@ -244,7 +244,7 @@ def _exploration_conflicts(config: RunConfig) -> Iterator[Conflict]:
         )
 
 
-MEMORY_SHARE = "memory.share"
+SHARE = "memory.share"
 
 
 def _memory_conflicts(config: RunConfig) -> Iterator[Conflict]:
@@ -263,30 +263,28 @@ def _memory_conflicts(config: RunConfig) -> Iterator[Conflict]:
 def _turn_place_conflicts(config: RunConfig) -> Iterator[Conflict]:
     trainer, rollout = config.roles.trainer, config.roles.rollout
     if config.algo.kind == "sft":
-        yield Conflict(
-            (MEMORY_SHARE, "algo.kind"), 'must be "none": algo.kind = "sft" has no engine to take turns with'
-        )
+        yield Conflict((SHARE, "algo.kind"), 'must be "none": algo.kind = "sft" has no engine to take turns with')
     if not _are_shared(trainer.device_ids, rollout.device_ids):
         yield Conflict(
-            (MEMORY_SHARE, "roles.trainer.devices", "roles.rollout.devices"),
+            (SHARE, "roles.trainer.devices", "roles.rollout.devices"),
             f'needs engines on devices that the trainer has, they have "{trainer.devices}" (trainer) and '
             f'"{rollout.devices}" (rollout): set both alike, or give rollout some of the trainer\'s',
         )
     nodes = config.roles.memory.nodes
     if nodes == "*" or any(role.nodes != nodes for role in (trainer, rollout)):
         yield Conflict(
-            (MEMORY_SHARE, "roles.trainer.nodes", "roles.rollout.nodes", "roles.memory.nodes"),
+            (SHARE, "roles.trainer.nodes", "roles.rollout.nodes", "roles.memory.nodes"),
             "needs trainer, rollout and memory manager on the same nodes, all of them named: set their nodes alike",
         )
     elif len(nodes) > 1 and config.weights.channel != "disk":
         yield Conflict(
-            ("weights.channel", MEMORY_SHARE, "roles.rollout.nodes"),
+            ("weights.channel", SHARE, "roles.rollout.nodes"),
             'must be "disk" when trainer and engines take turns on several nodes (with the run directory on a file '
             "system of all): shm and cuda_ipc do not leave the node of the rank that sends",
         )
     if config.weights.channel == "nccl":
         yield Conflict(
-            ("weights.channel", MEMORY_SHARE),
+            ("weights.channel", SHARE),
             'must be "cuda_ipc" ("shm" on the CPU) or "disk" when trainer and engine take turns on a device',
         )
 
@@ -301,13 +299,13 @@ def _turn_engine_conflicts(config: RunConfig) -> Iterator[Conflict]:
     attach, rollout = config.engine.attach, config.roles.rollout
     if len(attach) > rollout.count or config.engine.router:
         yield Conflict(
-            ("engine.attach", "engine.router", MEMORY_SHARE),
+            ("engine.attach", "engine.router", SHARE),
             "must be one server for each rollout actor when trainer and engine take turns on a device: name as many in "
             "engine.attach as roles.rollout.count says, without engine.router",
         )
     if "enable_memory_saver" in config.sglang:
         yield Conflict(
-            ("sglang.enable_memory_saver", MEMORY_SHARE),
+            ("sglang.enable_memory_saver", SHARE),
             'is myxa\'s own; leave it out, memory.share = "switch" sets it',
         )
 
@@ -315,7 +313,7 @@ def _turn_engine_conflicts(config: RunConfig) -> Iterator[Conflict]:
 def _turn_trainer_conflicts(config: RunConfig) -> Iterator[Conflict]:
     if config.roles.trainer.kind == "torch" and config.trainer.strategy != "ddp":
         yield Conflict(
-            ("trainer.strategy", MEMORY_SHARE),
+            ("trainer.strategy", SHARE),
             'must be "ddp": sharded parameters of the torch trainer cannot leave a device; '
             'or use roles.trainer.kind = "megatron"',
         )
@@ -335,7 +333,7 @@ def _turn_trainer_conflicts(config: RunConfig) -> Iterator[Conflict]:
         )
     if config.megatron.offload_optimizer:
         yield Conflict(
-            ("megatron.offload_optimizer", MEMORY_SHARE),
+            ("megatron.offload_optimizer", SHARE),
             "must be 0: the optimizer leaves the device as a whole between steps",
         )
 
@@ -344,21 +342,21 @@ def _turn_gpu_conflicts(config: RunConfig) -> Iterator[Conflict]:
     trainer = config.roles.trainer
     if len(trainer.device_ids) != trainer.count:
         yield Conflict(
-            ("roles.trainer.count", "roles.trainer.devices", MEMORY_SHARE),
+            ("roles.trainer.count", "roles.trainer.devices", SHARE),
             f"must be {len(trainer.device_ids)}, one rank for each GPU: memory of a GPU without a rank is in no turn",
         )
     if config.memory.backend == "host_vmm":
         yield Conflict(("memory.backend", "roles.trainer.devices"), 'is for runs on the CPU; use "auto"')
     if not config.memory.workspace_mb:
         yield Conflict(
-            ("memory.workspace_mb", MEMORY_SHARE),
+            ("memory.workspace_mb", SHARE),
             "must be set on GPUs: MiB that a step's activations take, e.g. 3072 for every 1024 of "
             "trainer.max_tokens_per_microbatch (1.7B, no recomputation)",
         )
     launches = config.roles.rollout.kind == "sglang" and not config.engine.attach
     if launches and "mem_fraction_static" not in config.sglang:
         yield Conflict(
-            ("sglang.mem_fraction_static", MEMORY_SHARE),
+            ("sglang.mem_fraction_static", SHARE),
             "must be set, e.g. 0.85: the share of the GPU that weights and cache take in the engine's turn",
         )
 
@@ -366,12 +364,12 @@ def _turn_gpu_conflicts(config: RunConfig) -> Iterator[Conflict]:
 def _turn_host_conflicts(config: RunConfig) -> Iterator[Conflict]:
     if config.roles.trainer.kind == "megatron":
         yield Conflict(
-            (MEMORY_SHARE, "roles.trainer.kind", "roles.trainer.devices"),
+            (SHARE, "roles.trainer.kind", "roles.trainer.devices"),
             'needs GPUs in roles.trainer.devices, or roles.trainer.kind = "torch" on the CPU',
         )
     if config.roles.rollout.kind != "embedded":
         yield Conflict(
-            (MEMORY_SHARE, "roles.rollout.kind", "roles.rollout.devices"),
+            (SHARE, "roles.rollout.kind", "roles.rollout.devices"),
             'needs roles.rollout.kind = "embedded" on the CPU, or GPUs for both roles',
         )
     if config.memory.backend not in ("auto", "host_vmm"):
@@ -393,11 +391,11 @@ def _turn_host_conflicts(config: RunConfig) -> Iterator[Conflict]:
         )
     if not config.memory.capacity_mb:
         yield Conflict(
-            ("memory.capacity_mb", MEMORY_SHARE), "must be set on the CPU: MiB of the memory that stands for a device"
+            ("memory.capacity_mb", SHARE), "must be set on the CPU: MiB of the memory that stands for a device"
         )
 
 
-ROLLOUT_KIND = "roles.rollout.kind"
+ENGINE = "roles.rollout.kind"
 
 
 def _recorded_conflicts(config: RunConfig) -> Iterator[Conflict]:
@@ -405,23 +403,23 @@ def _recorded_conflicts(config: RunConfig) -> Iterator[Conflict]:
     if config.roles.rollout.kind != "recorded":
         return
     if config.algo.kind == "sft":
-        yield Conflict((ROLLOUT_KIND, "algo.kind"), 'is an engine, and algo.kind = "sft" has none: leave it out')
+        yield Conflict((ENGINE, "algo.kind"), 'is an engine, and algo.kind = "sft" has none: leave it out')
     for name, part in config.data.parts().items():
         if part.preset != "recorded":
             place = f"data.sources.{name}.preset" if name else "data.preset"
-            yield Conflict((place, ROLLOUT_KIND), 'must be "recorded": only prompts of a dump have an answer there')
+            yield Conflict((place, ENGINE), 'must be "recorded": only prompts of a dump have an answer there')
     for key in ("data", "sets"):
         if getattr(config.eval, key):
-            yield Conflict((f"eval.{key}", ROLLOUT_KIND), "must be empty: to held-out prompts no answers are recorded")
+            yield Conflict((f"eval.{key}", ENGINE), "must be empty: to held-out prompts no answers are recorded")
     if config.guard.every:
         yield Conflict(
-            ("guard.every", ROLLOUT_KIND),
+            ("guard.every", ENGINE),
             "must be 0: recorded log-probs are of the weights of then, and the trainer's of those of now",
         )
     if config.memory.share != "none":
-        yield Conflict(("memory.share", ROLLOUT_KIND), 'must be "none": an engine without a model has no turn')
+        yield Conflict(("memory.share", ENGINE), 'must be "none": an engine without a model has no turn')
     if config.roles.rollout.device_ids:
-        yield Conflict(("roles.rollout.devices", ROLLOUT_KIND), 'must be "cpu": nothing is generated')
+        yield Conflict(("roles.rollout.devices", ENGINE), 'must be "cpu": nothing is generated')
 
 
 def _recorded_reward_conflicts(config: RunConfig) -> Iterator[Conflict]:
@@ -429,9 +427,7 @@ def _recorded_reward_conflicts(config: RunConfig) -> Iterator[Conflict]:
         if fn != "recorded":
             continue
         if config.roles.rollout.kind != "recorded":
-            yield Conflict(
-                (key, ROLLOUT_KIND), f'needs {ROLLOUT_KIND} = "recorded": rewards are recorded of those answers only'
-            )
+            yield Conflict((key, ENGINE), f'needs {ENGINE} = "recorded": rewards are recorded of those answers only')
         for more, is_set in (
             ("truncated", config.reward.truncated != "score"),
             ("overlong_tokens", config.reward.overlong_tokens > 0),
