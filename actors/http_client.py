@@ -2,7 +2,7 @@
 
 aiohttp's own `ClientTimeout(total=...)` is not used: a call enters its timer (3.14) twice, and when it goes off in the
 same turn of the loop in which the task is cancelled, it takes back both cancellations and raises TimeoutError. The task
-goes on, and whoever waits for its end waits for ever. `asyncio.timeout` tells the two apart.
+continues, and its waiters wait for ever. `asyncio.timeout` distinguishes the two.
 """
 
 from __future__ import annotations

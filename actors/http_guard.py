@@ -55,7 +55,7 @@ class Refusal:
     text: str
 
 
-class Door:
+class HttpAccess:
     """Judges the requests of programs."""
 
     def __init__(self, key: str = "", *, host: str = "", open_paths: tuple[str, ...] = ()) -> None:

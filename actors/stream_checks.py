@@ -4,7 +4,7 @@ Every piece of every stream:
 
     as many log-probs and stamps as tokens; token ids of the vocabulary; log-probs that are such
     no more tokens than were asked for; nothing after the end; the token that stopped it is the last one
-    stamps of versions that this engine was told to serve since the request was sent, in their order
+    stamps of versions that this engine had to serve since the request was sent, in their order
 
 The first piece that fails ends the stream with EngineLied; the tokens before it are sound. The checks know which
 versions the actor had the engine load (a trainer that went back makes numbers go down: order counts, not size). Tokens
@@ -26,9 +26,8 @@ from ..algos.rewards.outcome import outcome_of
 from ..core.errors import EngineError, EngineLied, UserCodeError
 from ..core.protocols import Delta, GenerateRequest
 from ..core.samples import Prompt, Sample, check_sample
-from .user_code import what_was_raised, words_of
-from .workflows.episode import Generate
-from .workflows.stream_end import closing
+from .user_code.functions import what_was_raised, words_of
+from .workflows.episode import Generate, closing
 
 MAX_LOGPROB = 1e-3
 """Rounding may put a certain token's a little above 0."""
@@ -50,15 +49,15 @@ class StreamChecks:
         """Of `_told`: the last one may still be loading."""
 
     def loading(self, version: int) -> None:
-        """The engine is told to serve `version`: its stamps may say so from now on."""
+        """The engine is ordered to serve `version`: its stamps may say so from now on."""
         self._told.append(version)
 
     def loaded(self) -> None:
-        """It serves what it was told last: requests that are sent from now on are answered by that."""
+        """It serves the last order: requests that are sent from now on are answered by that version."""
         self._num_served = len(self._told)
 
     def kept(self) -> None:
-        """It did not load what it was told last, and goes on with what it had."""
+        """It did not load the last order, and keeps what it had."""
         del self._told[self._num_served :]
 
     def watch(self, generate: Generate) -> Generate:
@@ -77,7 +76,7 @@ class StreamChecks:
     def _lie(self, request: GenerateRequest, stream: _Stream, wrong: str) -> EngineLied:
         lie = EngineLied(
             f"{self._place}: request {request.request_id!r}, after {stream.num_tokens} tokens: {wrong}",
-            remedy="the engine is built anew; if it lies again, see the canary (guard) and its versions",
+            remedy="the engine is built again; if it lies again, see the canary (guard) and its versions",
         )
         self._on_lie(lie)
         return lie
@@ -96,7 +95,7 @@ class _Stream:
     def wrong(self, delta: Delta, vocab_size: int, told: list[int]) -> str:
         """What is wrong with the next piece; empty if nothing is."""
         if self._is_over:
-            return "it goes on after its end"
+            return "it continues after its end"
         self._is_over = delta.finish is not None
         found = _wrong_shapes(delta) or _wrong_values(delta, vocab_size) or self._wrong_stamps(delta, told)
         if found:
@@ -119,9 +118,7 @@ class _Stream:
                 self._at = told.index(stamp, self._at)
             except ValueError:
                 since = told[self._at :]
-                return (
-                    f"it is stamped with weight version {stamp}; it was told to serve {since or 'none'}, in that order"
-                )
+                return f"it is stamped with weight version {stamp}; its orders were {since or 'none'}, in that order"
         return ""
 
 

@@ -1,9 +1,8 @@
-"""Sending an actor's telemetry to the monitor without ever holding the actor up.
+"""Sending an actor's telemetry to the monitor, and finished groups as text for it.
 
-Knows: the buffer and a callable that sends. Must not know: how a message travels, what the monitor does with it.
-The rule of the house: training never waits for the monitor and never fails because of it. A bundle that does not get
-through is kept for the next time, as far as the buffer's bound allows; what that bound pushes out is counted, and the
-count travels with the next bundle that gets through.
+Training never waits for the monitor and never fails because of it. A bundle that does not get through is kept for the
+next time, within the buffer's bound; what the bound pushes out is counted, and the count travels with the next bundle.
+`group_text` renders a group for people (prompt, answers, rewards) in bounded size.
 """
 
 from __future__ import annotations
@@ -14,13 +13,14 @@ from collections.abc import Awaitable, Callable
 
 from ..core.activity import TelemetryBuffer
 from ..core.errors import Draining, NoSuchActor, NotReady, NotSent, OutcomeUnknown, Overloaded
-from ..core.messages import Telemetry
+from ..core.messages import AnswerText, GroupText, Telemetry
+from ..core.samples import Group
 
 SendTelemetry = Callable[[Telemetry], Awaitable[None]]
 """Usually `ctx.ref(MonitorContract, "monitor").telemetry`."""
 
 AWAY = (NotSent, NoSuchActor, NotReady, Draining, Overloaded, OutcomeUnknown, TimeoutError)
-"""Nobody takes it now; another time somebody may. Whatever else is raised is about the bundle, and would be again."""
+"""No monitor takes it now; a later try may succeed. Any other error is about the bundle, and would come again."""
 LAST_WORDS_S = 1.0
 """How long a stopping actor tries to send what it still has."""
 
@@ -74,7 +74,7 @@ async def report_once(buffer: TelemetryBuffer, send: SendTelemetry, *, timeout_s
             buffer.put_back(bundle)
             _log.debug("%s: a telemetry bundle waits for a monitor: %r", buffer.source, error)
             return False
-        except Exception as error:  # noqa: BLE001 - whatever is wrong with the monitor, the actor must go on
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with the monitor, the actor must not fail
             buffer.lost(bundle)
             _log.debug("%s: a telemetry bundle was lost: %r", buffer.source, error)
             return False
@@ -107,3 +107,55 @@ def _tell(buffer: TelemetryBuffer, *, is_reachable: bool) -> None:
         _log.info("%s: the monitor answers again; %d records lost so far", buffer.source, buffer.num_lost)
     else:
         _log.warning("%s: the monitor cannot be reached; telemetry waits, as far as there is room", buffer.source)
+
+
+MAX_CHARS = 4_000
+"""Of a prompt, and of each answer; the middle of what is longer is left out."""
+MAX_ANSWERS = 16
+MAX_PARTS = 16
+
+
+def group_text(
+    group: Group, *, step: int, outcome: str, wall_s: float, source: str, reason: str = "", eval_set: str | None = None
+) -> GroupText:
+    """`step`: the version that its step made, or that answered held-out prompts. `eval_set`: of held-out ones."""
+    versions = [version for sample in group.samples for version in sample.versions.tolist() if version >= 0]
+    nothing: dict[str, float] = {}
+    parts = group.reward_parts or (nothing,) * len(group.samples)
+    # A group that was dropped because it is wrong may lack some of them.
+    told = list(zip(group.samples, group.rewards.tolist(), parts, strict=False))[:MAX_ANSWERS]
+    return GroupText(
+        step=step,
+        oldest_version=min(versions, default=-1),
+        newest_version=max(versions, default=-1),
+        group_id=group.group_id,
+        prompt=shortened("\n".join(f"{message.role}: {message.content}" for message in group.prompt.messages)),
+        label=shortened(group.prompt.label),
+        outcome=outcome,
+        reason=reason,
+        is_held_out=eval_set is not None,
+        eval_set=eval_set or "",
+        source=source,
+        wall_s=wall_s,
+        answers=tuple(
+            AnswerText(
+                index=sample.index,
+                text=shortened(sample.text),
+                reward=reward,
+                reward_parts=dict(list(named.items())[:MAX_PARTS]),
+                finish=sample.finish,
+                num_tokens=len(sample.response_ids),
+            )
+            for sample, reward, named in told
+        ),
+        num_answers=len(group.samples),
+    )
+
+
+def shortened(text: str) -> str:
+    """Its beginning and its end. A lone surrogate, which no file can hold, is spelt out."""
+    text = text.encode("utf-8", "backslashreplace").decode()
+    if len(text) <= MAX_CHARS:
+        return text
+    half = MAX_CHARS // 2
+    return f"{text[:half]} [... {len(text) - MAX_CHARS:,} characters ...] {text[-half:]}"

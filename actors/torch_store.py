@@ -1,7 +1,4 @@
-"""torch's store, listening at one address only: torch itself opens it on every interface, and asks nobody for a key.
-
-Knows torch's store and sockets. Must not know what is kept there.
-"""
+"""torch's store, listening at one address only: torch itself opens it on every interface, without a key."""
 
 from __future__ import annotations
 

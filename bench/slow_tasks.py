@@ -11,7 +11,7 @@ import random
 
 import msgspec
 
-from myxa.actors.workflows.context import WorkflowContext
+from myxa.actors.workflows.episode import WorkflowContext
 from myxa.core.completions import Completion
 from myxa.core.messages import SamplingParams
 from myxa.core.samples import Prompt, Sample

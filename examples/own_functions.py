@@ -5,7 +5,7 @@ docs/rewards-and-data.md says what each gets and returns; a run file names them 
 
 from collections.abc import Sequence
 
-from myxa.actors.workflows.context import WorkflowContext
+from myxa.actors.workflows.episode import WorkflowContext
 from myxa.core.completions import Completion
 from myxa.core.samples import Group, Prompt, Sample
 

@@ -24,8 +24,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from ..actors.audit import AUDIT_FILE, AuditLog
-from ..actors.contracts.roles import CoordinatorContract, MonitorContract
+from ..actors.contracts import CoordinatorContract, MonitorContract
+from ..actors.coordinator.audit import AUDIT_FILE, AuditLog
 from ..core.config import RunConfig
 from ..core.config.run import FaultName
 from ..core.errors import CallError, ConfigError, LaunchError, MyxaError, NoSuchActor

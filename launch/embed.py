@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from .. import __version__
-from ..actors.contracts.roles import CoordinatorContract, RolloutContract
+from ..actors.contracts import CoordinatorContract, RolloutContract
 from ..core.actor import Actor
 from ..core.config import RunConfig, load_config
 from ..core.errors import BadRequest, CallError, ConfigError, LaunchError, MyxaError, NoSuchMethod

@@ -75,7 +75,7 @@ def is_supervised(config: RunConfig) -> bool:
 
 
 def _coordinator(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
-    from ..actors.audit import AUDIT_FILE
+    from ..actors.coordinator.audit import AUDIT_FILE
     from ..actors.coordinator.coordinator import Coordinator
     from ..actors.coordinator.journal import JOURNAL_FILE
     from ..actors.coordinator.options import CoordinatorOptions
@@ -152,7 +152,7 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
     from ..actors.models.chat_template import template_of
     from ..actors.models.hf_folder import read_config
     from ..actors.models.tokenizer import load_tokenizer
-    from ..actors.rewards.making import make_rewarder
+    from ..actors.rewards.rewarder import make_rewarder
     from ..actors.rollout.evaluation import Evaluation
     from ..actors.rollout.rollout import Rollout, RolloutOptions
     from ..actors.workflows.named import BUILTINS
@@ -281,10 +281,9 @@ def _engine(
 
 def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
     from ..actors.backends.torch_backend.world import Gang
-    from ..actors.trainer.batch_functions import BatchFunctions
     from ..actors.trainer.knobs import step_values
-    from ..actors.trainer.standby import StandbyOptions
-    from ..actors.trainer.step_plan import PlanOptions
+    from ..actors.trainer.start_point import StandbyOptions
+    from ..actors.trainer.step_plan import BatchFunctions, StepPlanOptions
     from ..actors.trainer.train_loop import TrainLoopOptions
     from ..actors.trainer.trainer import Trainer, TrainerOptions
     from .composition.checkpoint_parts import checkpoint_options
@@ -302,7 +301,7 @@ def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
     )
     backend = make_backend(spec, config, gang, clock)
     shards = shard_of_rank(spec, config, gang.world_size)
-    plan = PlanOptions(
+    plan = StepPlanOptions(
         kind=config.algo.kind,
         normalise_std=config.algo.normalise_std,
         num_ranks=max(shards) + 1,

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
-from ..actors.contracts.roles import BufferContract, CoordinatorContract, MonitorContract
+from ..actors.contracts import BufferContract, CoordinatorContract, MonitorContract
 from ..core.clock import Clock
 from ..core.errors import CallError
 from ..core.refs import with_deadline

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..actors.audit import AUDIT_FILE, AuditLog
+from ..actors.coordinator.audit import AUDIT_FILE, AuditLog
 from ..core.config import RunConfig
 from ..core.errors import ConfigError
 from .chaos import chaos_of

@@ -558,7 +558,7 @@ def test_the_wheel_holds_every_module_and_nothing_else(tmp_path: Path):
     assert names == {f"myxa/{path}" for path in [*modules(ROOT), *data, Path("py.typed")]}
 
 
-LIGHT = ("launch.cli", "launch.launcher", "launch.worker", "actors.contracts.roles", "actors.coordinator.coordinator",
+LIGHT = ("launch.cli", "launch.launcher", "launch.worker", "actors.contracts", "actors.coordinator.coordinator",
          "actors.buffer.buffer", "actors.monitor.monitor", "transport.node", "core.config")  # fmt: skip
 
 

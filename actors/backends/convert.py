@@ -27,8 +27,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from ...core.errors import ModelError, TrainError
 from ...core.protocols import NamedArray
-from ..checkpoints.folder import Manifest, check_digest, find_checkpoint, read_manifest
-from ..checkpoints.whose_model import check_model
+from ..checkpoints.folder import Manifest, check_digest, check_model, find_checkpoint, read_manifest
 from ..models.hf_folder import read_config, write_folder
 from ..models.model_config import ModelConfig
 from ..models.safetensors_file import open_safetensors

@@ -55,15 +55,14 @@ from ...core.messages import (
 )
 from ...core.protocols import MixedSources, PromptSource
 from ...core.samples import Group, Prompt, ScoredSample
-from ..contracts.roles import BufferContract, DataContract, MonitorContract
-from ..engine_versions import EngineVersions, Rewind, Weights
+from ..contracts import BufferContract, DataContract, MonitorContract
+from ..daemon_thread import in_daemon_thread
 from ..knobs.owner import OwnsKnobs, catch_up
 from ..knobs.process import process_knobs
 from ..ledger.ledger import Ledger
-from ..ledger.resume import continue_ledger
-from ..ledger.snapshot import copy_ledger
-from ..own_thread import in_own_thread
+from ..ledger.resume import continue_ledger, copy_ledger
 from ..telemetry import ReportPace, report_forever
+from ..weights.engine_versions import EngineVersions, Rewind, ServedWeights
 from .dumps import BufferDumps
 from .filters import GroupFilters
 from .finished_groups import FinishedGroups
@@ -104,8 +103,8 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         resume_from: Path | None = None,
     ) -> None:
         """`num_samples`, `sampling`, `admission`, the chosen filter and the weights of sources are what the run file
-        says; knobs change them within `limits`. `resume_from`: ledger of an earlier run that this one goes on from; it
-        is copied to `ledger_path` unless that exists already."""
+        says; knobs change them within `limits`. `resume_from`: ledger of an earlier run that this one continues; it is
+        copied to `ledger_path` unless that exists already."""
         self._source = source
         self._ledger_path = ledger_path
         self._run = run
@@ -127,7 +126,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
 
     async def on_start(self) -> None:
         """Open the ledger. Raises LedgerError if it is in use, damaged or of another run or dataset, CallError when the
-        coordinator of a run that goes on does not say which knobs are in force."""
+        coordinator of a running run does not say which knobs are in force."""
         if self._resume_from is not None:
             continue_ledger(self._resume_from, self._ledger_path, self._run)
         clock = self.ctx.clock
@@ -218,8 +217,8 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             self._books.ledger.close()
 
     async def on_peer(self, event: PeerEvent) -> None:
-        """The groups of a rollout actor that died go back. While the disk refuses nothing is noted: what it has in hand
-        then, its next incarnation says with its first draw."""
+        """The groups of a rollout actor that died are requeued. While the disk refuses, nothing is recorded: the next
+        incarnation reports with its first draw which groups it holds."""
         with suppress(DiskRefused):
             await self._note_peer(event)
 
@@ -283,7 +282,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
                 books.ledger.close()
                 raise
             self._begin_with(books)
-            self._tell(WRITTEN_EVENT, f"{self._ledger_path} can be written again; the run goes on")
+            self._tell(WRITTEN_EVENT, f"{self._ledger_path} can be written again; the run continues")
             return
 
     # ---- rollout actors
@@ -298,7 +297,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             with self._at_work("draw"):
                 self._store.hear(request)
                 self._mind_losses()
-                self._versions.told(request.rollout, request.epoch, Weights(request.lineage, request.version))
+                self._versions.told(request.rollout, request.epoch, ServedWeights(request.lineage, request.version))
             return await self._answer(request, until_s)
         except DiskRefused:
             if request.blocked_by == "disk":
@@ -316,7 +315,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         """As soon as there is something to say, or its time is over."""
         books = self._books
         while True:
-            if self._books is not books:  # it has to be heard anew: what it has in hand
+            if self._books is not books:  # the actor must report again which groups it holds
                 return DrawReply(blocked_by="disk")
             assignments, blocked_by = self._draw_now(request)
             is_news = request.blocked_by is not None and blocked_by != request.blocked_by
@@ -332,7 +331,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         store = self._store
         started_s, wall_s = self.ctx.clock.monotonic(), self.ctx.clock.wall()
         with self._at_work("draw"):
-            told = Weights(request.lineage, request.version)
+            told = ServedWeights(request.lineage, request.version)
             newest = store.admission.newest_version
             served = self._versions.serving(request.rollout, request.epoch, told, newest)
             version, is_undone = served.version, served.is_undone
@@ -362,7 +361,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         return result
 
     async def adopted(self, rollout: str, epoch: int, version: int, lineage: int) -> None:
-        if self._books is not None and self._versions.told(rollout, epoch, Weights(lineage, version)):
+        if self._books is not None and self._versions.told(rollout, epoch, ServedWeights(lineage, version)):
             self._store.shares.follows(rollout)
             self._polls.ring()
 
@@ -392,7 +391,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         with self._at_work("return"):
             self._store.take_back(returned, self.ctx.clock.monotonic())
         self._mind_losses()
-        if was_suspect or not returned.goes_on:  # else nobody may get anything that he could not before
+        if was_suspect or not returned.goes_on:  # else no actor may get more than before
             self._polls.ring()
 
     async def rollout_gone(self, rollout: str, epoch: int) -> int:
@@ -471,14 +470,14 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         if newest < version:
             raise LedgerError(f"the ledger is asked for as of version {version}, but stands at {newest}")
         with naming_disk(Path(path)):
-            return await in_own_thread(lambda: copy_ledger(self._ledger_path, Path(path)), "copy ledger")
+            return await in_daemon_thread(lambda: copy_ledger(self._ledger_path, Path(path)), "copy ledger")
 
     async def rewind(self, version: int, lineage: int) -> int:
         with self._at_work("rewind"):
             num_groups = self._store.rewind(version)
             self._versions.rewound(version, lineage)
             self._store.ledger.remember(_REWINDS, msgspec.json.encode(self._versions.rewinds).decode())
-        self._tell("rewind", f"training goes on from version {version}; {num_groups} groups are ready again")
+        self._tell("rewind", f"training continues from version {version}; {num_groups} groups are ready again")
         self._polls.ring()
         return num_groups
 
@@ -563,7 +562,8 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
                 if self._books is not None and not self._books.ledger.is_broken:
                     raise
                 self.ctx.fail(error)
-                # Nothing was written, and the next buffer can: whoever takes it for a no gives up a finished group.
+                # Nothing was written, and the next buffer can. An actor that takes this for a refusal would drop the
+                # finished group.
                 raise Draining(f"{self.ctx.name} ends: {error.message}", remedy=error.remedy) from error
 
     def _tell(self, kind: str, text: str) -> None:

@@ -15,8 +15,7 @@ from dataclasses import replace
 from ...core.errors import DataError
 from ...core.protocols import MixedSources, PromptSource
 from ...core.samples import Prompt
-from ..ledger.counts import Stretch
-from ..ledger.ledger import Ledger
+from ..ledger.ledger import Ledger, Stretch
 from ..ledger.states import OUT_OF_WINDOW, QUARANTINED, Row, State
 from .difficulty import NO_WINDOW, Difficulty, Window
 from .quarantine import Quarantine
@@ -47,7 +46,7 @@ class PromptCursor:
         self.num_quarantined = 0
         """In a row."""
         self.is_searching = False
-        """The last draft ended for the number of prompts that it passed over: go on at once."""
+        """The last draft ended for the number of prompts that it passed over: the next one may start at once."""
         self.is_waiting = False
         """The last draft found nothing inside the window, and groups are under way that may change that."""
         self._busy: Collection[str] | None = None
@@ -93,7 +92,7 @@ class PromptCursor:
 
     @property
     def has_next(self) -> bool:
-        """Is there a prompt that nobody has got?"""
+        """Is there a prompt that was not drawn yet?"""
         return self.ledger.redraw() is not None or any(not self._is_ended(name, 0) for name in self._wanted)
 
     def names_on(self, ahead: Counter[str], new: Collection[str]) -> list[str]:
@@ -110,7 +109,7 @@ class PromptCursor:
         resting = [name for name in outside if name in busy] if self.window.skips else []
         found = [name for name in names if name not in dry and name not in resting]
         off = set(self._wanted) - {*found, *resting}
-        self._tell_of(off, set(dry), ahead, rest="; others go on" if found else "")
+        self._tell_of(off, set(dry), ahead, rest="; others continue" if found else "")
         if outside and not found:
             self.is_waiting = bool(busy)
             if not self.is_waiting:

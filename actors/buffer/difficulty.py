@@ -5,7 +5,7 @@ kept then or left out by the filter, and in which pass that was. Groups that wer
 tell nothing. A prompt of which nothing is known is always drawn. One that is passed over becomes known again after
 `skips` passes, by being drawn once more: a model that learns makes hard prompts easier.
 
-All of it is in the ledger, and read from there when a window is first asked for. Must not know who draws.
+All of it is in the ledger, and read from there when a window is first asked for.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Difficulty:
         if self._seen is None:
             self._seen = {}
             for group_id, source, draw, reward in self._ledger.judged():
-                if self._sources.has(source, draw):  # else passes were taken away from a run that goes on
+                if self._sources.has(source, draw):  # else the passes of a resumed run were lowered
                     self._note(group_id, source, draw, reward)
         return self._seen
 

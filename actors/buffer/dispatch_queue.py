@@ -1,7 +1,6 @@
 """What an actor that asks for work may get, and in one word why it gets none.
 
-Writes nothing, dispatches nothing. Knows ledger, admission and poison prompts by what they tell; must not know prompts'
-content, messages, or what becomes of a group that is given out.
+It writes nothing and dispatches nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from ...core.messages import DrawBlock, DrawRequest
 from ..ledger.ledger import Ledger
 from ..ledger.states import Row, State
 from .cursor import PromptCursor
-from .poison_prompts import PoisonTracker
+from .quarantine import PoisonTracker
 from .settings import LiveSettings
 
 OWED_S = 15.0
@@ -127,7 +126,7 @@ class FairShare:
         self._waiting: dict[str, _Waiting] = {}
 
     def waits(self, rollout: str, room: int) -> None:
-        """Its draw is held until there is something for it. What it is owed since goes on from an earlier draw."""
+        """Its draw is held until there is something for it. Its reserved share counts from an earlier draw on."""
         known = self._waiting.get(rollout)
         self._waiting[rollout] = _Waiting(room, known.owed_since_s if known else None)
 
@@ -137,7 +136,7 @@ class FairShare:
             self._waiting[rollout].room = 0
 
     def follows(self, rollout: str) -> None:
-        """Its engine serves another version: it may take what it is owed."""
+        """Its engine serves another version: it may take its reserved share."""
         if rollout in self._waiting:
             self._waiting[rollout].owed_since_s = None
 

@@ -35,10 +35,9 @@ from ...core.clock import Clock
 from ...core.errors import BadRequest, DataError, MyxaError
 from ...core.messages import DumpReport, Record
 from ...core.samples import Group, Sample
-from ..ledger.payload import decode_group, decode_partial
-from ..ledger.snapshot import Entry, entries_in, entries_of
-from ..ledger.states import State
-from ..own_thread import in_own_thread
+from ..daemon_thread import in_daemon_thread
+from ..ledger.resume import LedgerEntry, entries_in, entries_of
+from ..ledger.states import State, decode_group, decode_partial
 from .settings import Terms
 
 FOLDER = "dumps"
@@ -87,14 +86,14 @@ def _list_of(value: Any) -> list[Any]:
 
 
 def _array_of(kind: Any, value: Any) -> Any:
-    """Every number as it stands there. Raises ValueError, which the decoder gives a place in the line."""
+    """The numbers as written. Raises ValueError, to which the decoder adds the place in the line."""
     dtype = np.dtype(get_args(get_args(kind)[1])[0])
     listed = cast("list[object]", value if isinstance(value, list) else [None])
     is_float = dtype.kind == "f"
     if not set(map(type, listed)) <= ({int, float} if is_float else {int}):
         raise ValueError(f"is no list of {'numbers' if is_float else 'whole numbers'}")
     try:
-        with np.errstate(over="ignore"):  # infinite then, which whoever uses it looks for
+        with np.errstate(over="ignore"):  # infinite then, which users of the array check for
             return np.asarray(listed, dtype=dtype)
     except OverflowError as err:
         raise ValueError(f"holds a number that {dtype} has no room for") from err
@@ -224,7 +223,7 @@ class BufferDumps:
         """Groups that were not trained yet, as of one moment. Raises DataError or LedgerError."""
         writer = self._open("buffer", max_bytes)
         try:
-            await in_own_thread(lambda: _write(writer, entries_in(self._ledger_path, NOT_TRAINED)), "dump")
+            await in_daemon_thread(lambda: _write(writer, entries_in(self._ledger_path, NOT_TRAINED)), "dump")
         finally:
             writer.close()
         report = _report(writer, is_whole=not writer.full, reason=writer.full)
@@ -235,8 +234,8 @@ class BufferDumps:
     # ---- what comes
 
     async def begin_next(self, num_groups: int, max_bytes: int) -> DumpReport:
-        """From the next claim on; 0 ends the one that goes on. Raises BadRequest while another one goes on, DataError
-        for an unwritable folder."""
+        """From the next claim on; 0 ends the running dump. Raises BadRequest while another one runs, DataError for an
+        unwritable folder."""
         if num_groups == 0:
             async with self._writing:  # what was claimed before is written first
                 if self._next is not None:
@@ -264,7 +263,7 @@ class BufferDumps:
             if self._next is not wanted:
                 return
             try:
-                await in_own_thread(lambda: _write(wanted.writer, entries_of(self._ledger_path, group_ids)), "dump")
+                await in_daemon_thread(lambda: _write(wanted.writer, entries_of(self._ledger_path, group_ids)), "dump")
             except MyxaError as err:
                 self._log.warning("dump: %s", err)
                 self._end(wanted, str(err))
@@ -305,14 +304,14 @@ class BufferDumps:
         raise BadRequest(f"{folder} holds {MAX_NAMES} dumps of version {version}", remedy="delete some")
 
 
-def _write(writer: DumpWriter, entries: Generator[Entry]) -> None:
+def _write(writer: DumpWriter, entries: Generator[LedgerEntry]) -> None:
     with contextlib.closing(entries):  # here: SQLite wants to be closed by the thread that opened it
         for entry in entries:
             if not writer.add(_line(entry)):
                 return
 
 
-def _line(entry: Entry) -> DumpedGroup:
+def _line(entry: LedgerEntry) -> DumpedGroup:
     row = entry.row
     data, group_id = entry.payload, row.group_id
     return DumpedGroup(

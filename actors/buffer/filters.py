@@ -2,7 +2,7 @@
 
 Each is a built-in one or a user's function: `keep(group) -> bool | str` for groups, `keep(group) ->
 Sequence[bool | str]` for members. Tokens of a member that is left out are masked; its reward still counts where rewards
-are compared. Must not know the ledger or what happens to groups that are left out.
+are compared.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from ...algos.filters import (
 )
 from ...core.errors import UserCodeError
 from ...core.samples import Group, Sample
-from ..user_code import GROUP_FILTER, SAMPLE_FILTER, load_function, what_was_raised
+from ..user_code.functions import GROUP_FILTER, SAMPLE_FILTER, load_function, what_was_raised
 
 
 @dataclass(frozen=True, slots=True)
 class GroupFilters:
     """The filters that were loaded when the run began, and the one that the run file chose. No other can be chosen
-    while the run goes on: a name that comes by a message never makes anybody import code."""
+    during the run: a name in a message never imports code."""
 
     chosen: str
     by_name: Mapping[str, GroupFilter]
     of_samples: SampleFilter = learn_from_all
-    """Which members of the groups that stay are learnt from. Not to be changed while the run goes on."""
+    """Which members of the groups that stay are learnt from. It cannot change during the run."""
 
 
 def load_group_filters(

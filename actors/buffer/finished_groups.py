@@ -1,7 +1,9 @@
-"""Rewards of all groups that were finished, those that the filter left out among them: by step, and of the newest ones.
+"""Finished groups: whether they are what was asked for, and the rewards of all of them, filtered ones included.
 
-What a batch tells of its rewards is about the groups that the filter kept. How the model does on its prompts is told
-here. Pure: no clock, no IO.
+A batch's rewards cover only the groups that the filter kept; `FinishedGroups` covers the model's performance on all
+prompts, by step and over the newest groups. The checks are pure functions from records to a sentence or None. A lying
+engine or workflow costs its group and nothing else; only a failure of the user's filter is raised. Token ids are
+compared with the vocabulary at the rollout actor, where the vocabulary is known.
 """
 
 from __future__ import annotations
@@ -9,10 +11,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from ...core.samples import Group
+from ...algos.filters import GroupFilter
+from ...core.errors import UserCodeError
+from ...core.samples import Group, Prompt, Sample, check_sample
 
 KEPT = 256
 """Newest groups, of the run and of each source."""
@@ -43,7 +48,7 @@ class FinishedGroups:
 
     def __init__(self, pass_reward: float = 1.0, *, has_rewards: bool = True) -> None:
         """`pass_reward`: from which on an answer is right. `has_rewards`: False for demonstrations, which all count
-        1: nothing is told of them."""
+        1: nothing is reported of them."""
         self._pass_reward = pass_reward
         self._has_rewards = has_rewards
         self._since_step: list[_Outcome] = []
@@ -99,3 +104,109 @@ class FinishedGroups:
 
 def _share(of: Sequence[bool]) -> float:
     return sum(of) / len(of)
+
+
+INVALID = "invalid-samples"
+"""Reason of groups whose records contradict each other or the assignment."""
+
+_DTYPES = {
+    "prompt_ids": np.int32,
+    "response_ids": np.int32,
+    "logprobs": np.float32,
+    "loss_mask": np.uint8,
+    "versions": np.int32,
+    "reference_logprobs": np.float32,
+}
+_OPTIONAL = frozenset({"reference_logprobs"})
+
+
+def wrong_in_group(group: Group, prompt: Prompt, num_samples: int) -> str | None:
+    """What is wrong with a group that answers `prompt`; None if nothing is."""
+    theirs, ours = ((one.source_name, one.row, one.pass_index) for one in (group.prompt, prompt))
+    if theirs != ours:
+        return f"answers row {group.prompt.row} of pass {group.prompt.pass_index}, asked was row {prompt.row}"
+    if not group.samples or len(group.samples) + group.num_masked != num_samples or group.num_masked < 0:
+        masked = f" and {group.num_masked} masked members" if group.num_masked else ""
+        return f"has {len(group.samples)} samples{masked}, {num_samples} were asked for"
+    indexes = [sample.index for sample in group.samples]
+    if len(set(indexes)) != len(indexes) or not all(0 <= index < num_samples for index in indexes):
+        return f"its members are numbered {indexes}, not 0 to {num_samples - 1}"
+    return _wrong_in_rewards(group, len(indexes)) or wrong_in_samples(group.samples, prompt.group_id)
+
+
+def wrong_in_partial(partial: Sequence[Sample], group_id: int, num_samples: int) -> str | None:
+    """What is wrong with unfinished samples; None if nothing is."""
+    indexes = [sample.index for sample in partial]
+    if len(set(indexes)) != len(indexes) or not all(0 <= i < num_samples for i in indexes):
+        return f"its members are numbered {indexes}, of {num_samples}"
+    return wrong_in_samples(partial, group_id)
+
+
+def wrong_in_samples(samples: Sequence[Sample], group_id: int) -> str | None:
+    """The first inconsistency of any sample; None if there is none."""
+    for sample in samples:
+        if sample.group_id != group_id:
+            return f"sample {sample.index} belongs to group {sample.group_id}"
+        for name, dtype in _DTYPES.items():
+            if name in _OPTIONAL and getattr(sample, name) is None:
+                continue
+            array = getattr(sample, name)
+            if array.ndim != 1 or array.dtype != dtype:
+                return f"sample {sample.index}: {name} is {array.dtype}{list(array.shape)}, not {np.dtype(dtype)}[n]"
+        if sample.loss_mask.size and int(sample.loss_mask.max()) > 1:
+            return (
+                f"sample {sample.index}: the loss mask holds {int(sample.loss_mask.max())}, only 0 and 1 have a meaning"
+            )
+        try:
+            check_sample(sample)
+        except ValueError as error:
+            return str(error)
+    return None
+
+
+def refusal(group: Group, prompt: Prompt, num_samples: int, group_filter: GroupFilter) -> tuple[str | None, str]:
+    """Why a whole group is not kept, and more of it in words; None if it is. Raises UserCodeError for a filter that
+    fails."""
+    wrong = wrong_in_group(group, prompt, num_samples)
+    if wrong is not None:
+        return INVALID, wrong
+    try:
+        verdict: Any = group_filter(group)
+    except UserCodeError:
+        raise
+    except Exception as error:
+        raise UserCodeError(
+            f"the group filter raised {type(error).__name__} for group {prompt.group_id}: {error}",
+            remedy="mend algo.group_filter; it gets a Group and returns a reason to leave it out, or None",
+        ) from error
+    if verdict is not None and not isinstance(verdict, str):
+        raise UserCodeError(
+            f"the group filter returned {type(verdict).__name__} for group {prompt.group_id}",
+            remedy="return a reason to leave the group out, or None",
+        )
+    return verdict or None, ""
+
+
+def mean_reward(group: Group) -> float:
+    """Over all members."""
+    return float(group.rewards.mean(dtype=np.float64))
+
+
+def num_response_tokens(group: Group) -> int:
+    """Response tokens of all members."""
+    return num_tokens_of(group.samples)
+
+
+def num_tokens_of(samples: Sequence[Sample]) -> int:
+    """Response tokens of so many samples."""
+    return sum(int(sample.response_ids.size) for sample in samples)
+
+
+def _wrong_in_rewards(group: Group, num_samples: int) -> str | None:
+    if group.rewards.shape != (num_samples,) or group.rewards.dtype != np.float32:
+        return f"has rewards {group.rewards.dtype}{list(group.rewards.shape)}, not float32[{num_samples}]"
+    if not bool(np.isfinite(group.rewards).all()):
+        return f"has a reward that is not a number: {group.rewards.tolist()}"
+    if group.reward_parts and len(group.reward_parts) != num_samples:
+        return f"has reward parts of {len(group.reward_parts)} samples, not {num_samples}"
+    return None

@@ -3,7 +3,7 @@
 All are used at once ("request": the next draw; "now": the next finished group). Values that only make sense together
 (bound, policy and window; group size and filter) are judged together and come into force together. The ledger keeps
 them before the first group is dispatched under them: a buffer that starts again never goes back to older values.
-Knows the store's settings. Must not know messages, rollout actors or the trainer.
+
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class BufferKnobs(KnobOwner):
         except ValueError as error:
             return f"stop_token_ids: {error}: write 13,198 or {NO_IDS}"
         if len(ids) > MAX_STOPS:
-            return f"stop_token_ids: {len(ids)} of them, but at most {MAX_STOPS} are told"
+            return f"stop_token_ids: {len(ids)} of them, but at most {MAX_STOPS} are allowed"
         if ids and max(ids) >= self._vocab_size:
             return f"stop_token_ids: {max(ids)} is no token of the model, which has {self._vocab_size}"
         return self._of_draws(new)

@@ -19,9 +19,9 @@ from ...core.clock import Clock
 from ...core.errors import LedgerError
 from ...core.messages import PutResult, RecentGroup
 from ...core.samples import F32, Group, Sample, ScoredSample
-from ..group_text import group_text
 from ..ledger.ledger import Ledger
-from ..ledger.payload import decode_group
+from ..ledger.states import decode_group
+from ..telemetry import group_text
 
 MAX_GROUPS = 64
 MAX_TOKENS = 1 << 20

@@ -1,8 +1,7 @@
-"""What may be changed in a buffer while the run goes on, and must outlive its process: its knobs, paused, stopping.
+"""Settings of a buffer that change during the run and outlive its process: its knobs, paused, stopping.
 
-A change is kept in the ledger beside what the run file said when it was made, with the epoch it was made under: a
-restarted buffer goes on with the change, a run file that was edited since wins over it. Knows ledger and admission
-only; who may change what, and when, is for `knobs.py`.
+A change is kept in the ledger beside the run file's value at that time, with its epoch: a restarted buffer keeps the
+change; a run file that was edited since wins over it. `knobs.py` decides who may change what, and when.
 """
 
 from __future__ import annotations
@@ -120,7 +119,7 @@ class _Kept(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LiveSettings:
-    """The switches of one buffer. Applies what an earlier process of this run was told."""
+    """The switches of one buffer. Applies what was set in an earlier process of this run."""
 
     def __init__(self, ledger: Ledger, admission: Admission, first: BufferValues, sampling: SamplingParams) -> None:
         """`first`: what the run file says; `sampling`: what of it no knob changes."""
@@ -209,7 +208,7 @@ class LiveSettings:
     # ---- pausing and stopping
 
     def pause(self, is_paused: bool, until_step: int | None = None) -> None:
-        """Stop or go on handing out work; steps below `until_step` are served all the same."""
+        """Stop or resume handing out work; steps below `until_step` are served all the same."""
         until_step = until_step if is_paused else None
         text = "yes" if until_step is None else str(until_step)
         self._ledger.remember(_PAUSED, text if is_paused else "")

@@ -21,21 +21,25 @@ from ...core.knobs import KnobValue
 from ...core.messages import Assignment, BufferStats, DrawBlock, DrawRequest, GroupMeta, GroupReturned, PutResult
 from ...core.protocols import MixedSources, PromptSource
 from ...core.samples import NO_VERSION, Group, Sample
-from ..ledger.counts import masked_text
-from ..ledger.ledger import Ledger
-from ..ledger.payload import decode_group, decode_partial, encode
-from ..ledger.states import LEFTOVER, OPEN, Row, State
-from .checks import INVALID, mean_reward, num_response_tokens, num_tokens_of, refusal, wrong_in_partial
+from ..ledger.ledger import Ledger, masked_text
+from ..ledger.states import LEFTOVER, OPEN, Row, State, decode_group, decode_partial, encode
 from .cursor import Draft, PromptCursor
 from .dispatch_queue import DispatchQueue, FairShare
 from .filters import ALL_MASKED, GroupFilters, is_all_masked, mask_members
-from .finished_groups import FinishedGroups
-from .poison_prompts import POISON, PoisonTracker
-from .quarantine import Quarantine
+from .finished_groups import (
+    INVALID,
+    FinishedGroups,
+    mean_reward,
+    num_response_tokens,
+    num_tokens_of,
+    refusal,
+    wrong_in_partial,
+)
+from .quarantine import POISON, PoisonTracker, Quarantine
 from .settings import LiveSettings, Terms
 
 REATTACH_S = 10.0
-"""After a restart of the buffer, for so long a group waits for the actor that still has it in hand."""
+"""After a restart of the buffer, a group waits so long for the actor that still holds it."""
 
 NUM_BATCHES = 20
 """A complaint is due after so many batches' worth of groups."""
@@ -89,9 +93,9 @@ class BufferStore:
     # ---- drawing
 
     def hear(self, request: DrawRequest) -> None:
-        """What a rollout actor says of itself in a draw: which incarnation it is and which groups it has in hand."""
+        """What a rollout actor reports of itself in a draw: its incarnation, and the groups that it holds."""
         owned, holding = self._owned_by(request.rollout), request.holding
-        self._died([row for row in owned if row.epoch < request.epoch], f"{request.rollout} was started anew")
+        self._died([row for row in owned if row.epoch < request.epoch], f"{request.rollout} restarted")
         if holding is None:
             return
         now = [row for row in owned if row.epoch == request.epoch]
@@ -105,7 +109,7 @@ class BufferStore:
     def draw(self, request: DrawRequest, version: int, now_s: float, *, is_undone: bool = False) -> list[Assignment]:
         """Groups for an engine that serves `version`: first what was handed back, then new draws. `is_undone`: it only
         counts as serving it; see `engine_versions.py`."""
-        draft = self.cursor.draft(self.settings.values.num_samples)  # first: no search goes on while nothing is given
+        draft = self.cursor.draft(self.settings.values.num_samples)  # first: no search while nothing is given
         if not self._queue.is_open:
             return []
         again: list[Row] = []
@@ -241,8 +245,8 @@ class BufferStore:
         self.cursor.failed(row, reason, detail)
 
     def take_back(self, returned: GroupReturned, now_s: float) -> bool:
-        """A rollout actor hands a group back with the tokens it has, or tells those and goes on; False if it is not
-        (any more) its to hand back."""
+        """A rollout actor returns a group with its tokens, or reports the tokens and keeps the group; False if the
+        group is not assigned to it (any more)."""
         group_id, rollout, partial = returned.group_id, returned.rollout, returned.partial
         row = self._held(group_id, returned.attempt, rollout)
         if row is None:
@@ -269,7 +273,7 @@ class BufferStore:
         return len(rows)
 
     def _died(self, rows: list[Row], detail: str, partial: tuple[Sample, ...] = ()) -> None:
-        """Their actor or engine ended with them in hand. If the buffer did too meanwhile, that says nothing of them."""
+        """Their actor or engine ended while it held them. If the buffer restarted meanwhile, that does not count."""
         self._requeue(rows, detail, partial)
         in_hand = {row.group_id: row for row in rows if row.state is State.DISPATCHED}
         actors = {group_id: (row.rollout, row.epoch) for group_id, row in in_hand.items()}
@@ -336,7 +340,7 @@ class BufferStore:
         return True
 
     def rewind(self, version: int) -> int:
-        """Training goes on from `version`; returns how many groups are READY again."""
+        """Training continues from `version`; returns how many groups are READY again."""
         num_ready = self.ledger.rewind(version)
         self.is_finished = False
         self.settings.stop(False)

@@ -9,19 +9,16 @@
     .writing-2.0                     locked as long as that attempt writes something there
 
 A manifest that is missing or does not fit its files marks a torn checkpoint. Each writer has hidden names of its own: a
-process of an earlier life may outlive its launcher for a while and write, and neither spoils the other's files. The
-next writer clears away what has no holder.
+process of an earlier life may outlive its launcher for a while and still write, and neither spoils the other's files.
+The next writer removes files without a lock holder.
 
-A complete folder takes an older one's place so that at every instant a whole one is found there. Linux exchanges two
-names in one step (renameat2). A file system that cannot (NFS) leaves an instant between two renames: the older folder
-then has the name `old_of(place)`, by which readers find it.
+A complete folder replaces an older one such that a whole one exists at every instant. Linux exchanges two names in one
+step (renameat2). A file system that cannot (NFS) leaves an instant between two renames: the older folder then has the
+name `old_of(place)`, by which readers find it. Readers share a lock on the manifest. A writer that deletes older
+checkpoints skips those that are locked, or whose lock it cannot read.
 
-Readers share a lock on the manifest. A writer that deletes older checkpoints leaves a locked one, or one whose lock
-cannot be told, for the next time.
-
-Knows files; no torch, so launcher and coordinator may import it. Considered: torch.distributed.checkpoint (its metadata
-file is a pickle, which runs code of its writer, and it has no digests); `renameat2` on PyPI (a binding for one call;
-ctypes does it in five lines).
+No torch here, so launcher and coordinator may import it. Considered: torch.distributed.checkpoint (its metadata file is
+a pickle, which runs code of its writer, and has no digests); `renameat2` on PyPI (a binding for one call).
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ import shutil
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any
@@ -54,6 +51,7 @@ from ...core.files import (
     take_lock,
     write_durably,
 )
+from ..models.model_config import ModelConfig
 from .run_part import writing_run
 
 FORMAT = 1
@@ -61,7 +59,7 @@ MAX_MANIFEST_BYTES = 64 << 20
 READERS = 8
 """Threads that compute digests at the same time."""
 PLACE_S = 60.0
-"""How long whoever puts one in its place waits for others who do: an older one is deleted meanwhile."""
+"""How long a writer waits for other writers to put theirs in place: an older one is deleted meanwhile."""
 LOOKS = 10
 """At a folder in which a run that lives deletes what is being looked at, for one that is newer."""
 
@@ -104,7 +102,7 @@ class CheckpointInfo:
 
     @property
     def version(self) -> int:
-        """Of the weights; as the folder's name says it where the manifest does not. -1: nobody knows."""
+        """Of the weights; from the folder's name where the manifest lacks it. -1: unknown."""
         told = self.extra.get("version")
         return told if isinstance(told, int) else version_in(self.path)
 
@@ -146,8 +144,8 @@ def commit(folder: Path, manifest: Manifest) -> None:
 
 @contextmanager
 def place_of(folder: Path, writer: Writer | None) -> Generator[None]:
-    """`writer` puts something there, and nobody else does meanwhile. Raises TrainError if a later life or attempt of
-    the run was there first: whoever is late then has no business there any more; OSError if the disk refuses."""
+    """`writer` puts something there, and no other process does meanwhile. Raises TrainError if a later life or attempt
+    of the run was there first, which makes this writer obsolete; OSError if the disk refuses."""
     with locked_folder(folder.parent, PLACE_S) as is_mine:
         if not is_mine:
             raise TrainError(
@@ -377,7 +375,7 @@ def put_in_place(fresh: Path, place: Path) -> None:
 
 
 def take_away(place: Path) -> None:
-    """Delete a folder so that nobody finds half of it; what cannot be deleted stays under a hidden name."""
+    """Delete a folder so that no reader finds half of it; what cannot be deleted stays under a hidden name."""
     gone = place.with_name(GONE + place.name)
     shutil.rmtree(gone, ignore_errors=True)
     try:
@@ -444,8 +442,8 @@ def begin(folder: Path, writer: Writer | None = None) -> Path:
 
 
 def hold_drafts(holder: Path, writer: Writer) -> IO[str]:
-    """Until `let_go_drafts`, nobody else clears away what this writer writes there. Raises TrainError if the disk
-    refuses, or somebody else writes under that name."""
+    """Until `release_drafts`, no other process removes what this writer writes there. Raises TrainError if the disk
+    refuses, or another process writes under that name."""
     try:
         holder.mkdir(parents=True, exist_ok=True)
         lock = take_lock(_lock_of(holder, writer))
@@ -460,15 +458,15 @@ def hold_drafts(holder: Path, writer: Writer) -> IO[str]:
     return lock
 
 
-def let_go_drafts(lock: IO[str]) -> None:
+def release_drafts(lock: IO[str]) -> None:
     """Nothing more is written. What cannot be deleted of the lock is for the next `sweep`."""
     with lock, suppress(OSError):
         Path(lock.name).unlink(missing_ok=True)
 
 
 def sweep(holder: Path, own: Writer | None = None) -> None:
-    """Delete what crashes left half written or half deleted, and nobody holds. `own`: whoever asks; what a later writer
-    left is for later ones to clear."""
+    """Delete what crashes left half written or half deleted, unless it is held. `own`: the caller; files of a later
+    writer are left for later ones."""
     for path in holder.glob(f"{GROWING}*"):
         writer = _writer_in(path.name.removeprefix(GROWING).partition("-")[0])
         if writer is None or not ((own and writer > own) or is_locked(_lock_of(holder, writer))):
@@ -478,7 +476,9 @@ def sweep(holder: Path, own: Writer | None = None) -> None:
             _remove(path)
     for path in holder.glob(f"{WRITING}*"):
         writer = _writer_in(path.name.removeprefix(WRITING))
-        if writer and own and writer < own and not is_locked(path):  # nobody begins to write under that name any more
+        if (
+            writer and own and writer < own and not is_locked(path)
+        ):  # no process begins to write under that name any more
             path.unlink(missing_ok=True)
 
 
@@ -507,7 +507,7 @@ MANIFEST = "manifest.json"
 
 @contextmanager
 def being_read(folder: Path) -> Generator[None]:
-    """Nobody deletes it inside, where the file system has locks. Raises TornCheckpoint if it is not there any more."""
+    """Not deleted inside, where the file system has locks. Raises TornCheckpoint if it is not there any more."""
     path = folder / MANIFEST
     try:
         lock = take_lock(path, "r", is_shared=True)
@@ -529,12 +529,12 @@ def being_read(folder: Path) -> Generator[None]:
 
 
 def take_away_unread(folder: Path) -> bool:
-    """Delete it, unless somebody reads it or nobody can tell; returns whether. Where the file system has no locks those
-    who read are on their own."""
+    """Delete it, unless it has readers or that cannot be known; returns whether. Without locks in the file system,
+    readers are not protected."""
     try:
         lock = take_lock(folder / MANIFEST, "r+")
     except OSError as error:
-        is_torn = isinstance(error, (FileNotFoundError, NotADirectoryError))  # without a manifest nobody can read it
+        is_torn = isinstance(error, (FileNotFoundError, NotADirectoryError))  # without a manifest it has no readers
         if not (is_torn or has_no_locks(error)):  # a moment's trouble of the disk is no leave to delete
             return False
         take_away(folder)
@@ -548,3 +548,29 @@ def take_away_unread(folder: Path) -> bool:
 
 def _gone(folder: Path, why: str) -> TornCheckpoint:
     return TornCheckpoint(f"checkpoint {folder} cannot be read: {why}", remedy="use another one")
+
+
+def identity_of(config: ModelConfig) -> dict[str, Any]:
+    """What makes the weights of one model useless to another."""
+    names = (
+        "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
+        "head_dim", "tie_word_embeddings", "rope_theta", "rms_norm_eps",
+    )  # fmt: skip
+    scaling = None if config.rope_scaling is None else asdict(config.rope_scaling)
+    return {name: getattr(config, name) for name in names} | {"rope_scaling": scaling}
+
+
+def check_model(path: Path, manifest: Manifest, config: ModelConfig, backend: str) -> None:
+    """Raise TrainError if a checkpoint holds weights of another model, or was written by the other trainer."""
+    for name, ours in identity_of(config).items():
+        theirs = manifest.model.get(name)
+        if theirs != ours:
+            raise TrainError(
+                f"checkpoint {path} is of another model: {name} is {theirs!r}, here it is {ours!r}",
+                remedy="resume with the model folder that the run began with",
+            )
+    if manifest.backend != backend:
+        raise TrainError(
+            f"checkpoint {path} was written by the {manifest.backend} trainer",
+            remedy=f'set roles.trainer.kind = "{manifest.backend}", or start from its exported model folder',
+        )

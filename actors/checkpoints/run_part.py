@@ -1,4 +1,4 @@
-"""The run's part of a checkpoint: with the trainer's it is all that a run needs to go on, here or as another run.
+"""The run's part of a checkpoint: with the trainer's it is all that a run needs to resume, here or as another run.
 
     version_00000040/
         ...                the trainer's files and their manifest.json (`folder.py`)
@@ -6,9 +6,9 @@
         run.json           written last: names, sizes and digests of all files, the run, its version, live knobs
         start.json         config.toml and origin.json of the run, and their digest
 
-A checkpoint without a run.json is whole for the trainer: its run goes on from it as long as the run's own ledger is
+A checkpoint without a run.json is whole for the trainer: its run resumes from it as long as the run's own ledger is
 there. The run directory holds config.toml and origin.json only once, so start.json keeps a torn one from ending a run
-that has whole checkpoints. Knows files; must not know who writes the others or what the texts say.
+that has whole checkpoints.
 """
 
 from __future__ import annotations

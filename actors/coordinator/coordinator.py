@@ -23,18 +23,16 @@ from ...core.clock import Clock
 from ...core.errors import LedgerError, MyxaError
 from ...core.knobs import AuditRecord, ChangeReply, ChangeRequest, KnobsInForce, KnobTable, LiveKnobs, Operator
 from ...core.messages import CanaryAnswers, EngineStatus, EvalResult, RunPhase, RunStatus, StepReport, WeightManifest
-from ..audit import AuditDesk
-from ..contracts.roles import CoordinatorContract, MonitorContract
+from ..contracts import CoordinatorContract, MonitorContract
 from ..knobs.owner import KnobOwner, OwnsKnobs
 from ..knobs.process import process_knobs
 from ..telemetry import ReportPace, report_forever
-from .adopter import Adopter, AdoptionLimits
-from .adoption import Adoption
+from ..weights.rollout_update import Adopter, Adoption, AdoptionLimits
+from .audit import AuditWriter
 from .engine_fleet import EngineFleet
 from .evaluator import Evaluator
 from .journal import CoordinatorJournal, Kept
-from .knob_conductor import KnobConductor, Surroundings
-from .knob_restoring import restore
+from .knob_conductor import KnobConductor, restore
 from .knobs import LiveOptions, coordinator_knobs
 from .options import CoordinatorOptions
 from .rejoin import OTHER_OWNERS, LeaderControl, OwnerRejoin, Rejoin
@@ -42,7 +40,7 @@ from .run_control import RunControl
 from .run_state import NextPhase, RunState
 
 KEEP_S = 10.0
-"""How long the journal's disk is waited for where the run goes on without it."""
+"""Limit for a journal write that the run does not depend on."""
 
 
 class Coordinator(OwnsKnobs, CoordinatorContract):
@@ -71,7 +69,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         kept, ignored = self._journal.load()
         if kept is not None:
             self._state = kept.run
-        self._wall = WallClock(self._state, self._clock)
+        self._wall = WallClock(self._state, self._live, self._clock)
         self._phases = PhaseMoves(self.ctx, self._state, self._journal, self._event, self._changed.set)
         self._make_parts()
         pace = ReportPace()
@@ -97,15 +95,20 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         self.ctx.spawn(self._run(is_anew=kept is not None), name="coordinator-run")
 
     def _make_parts(self) -> None:
-        options = self._options
-        desk = AuditDesk(options.audit_path, self._version, self._clock)
-        self.fleet = EngineFleet(
-            self._state,
-            self._adoption,
-            serves=options.has_engines,
-            keep=self._keep,
-            tell=self._event,
-            on_change=self._changed.set,
+        """In the order in which they need each other."""
+        options, state, journal = self._options, self._state, self._journal
+        desk = AuditWriter(options.audit_path, self._version, self._clock)
+        engines: dict[str, EngineStatus] = {}
+        self.conductor = KnobConductor(
+            self.ctx,
+            desk,
+            journal,
+            self._telemetry,
+            self._clock,
+            own=self,
+            engines=engines,
+            version=self._version,
+            on_broken=self._owner_is_broken,
         )
         self._adopter = Adopter(
             self.ctx,
@@ -116,33 +119,38 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
                 sent_commit_s=options.sent_commit_s,
                 stall_s=options.stall_s,
             ),
-            on_adopted=self.fleet.adopted,
+            on_adopted=self._engine_adopted,
             on_work=self._changed.set,
             meter=self.meter,
             telemetry=self._telemetry,
             clock=self._clock,
         )
-        state, telemetry = self._state, self._telemetry
+        self.fleet = EngineFleet(
+            engines,
+            state,
+            self.conductor,
+            self._adoption,
+            self._adopter,
+            serves=options.has_engines,
+            keep=self._keep,
+            tell=self._event,
+            on_change=self._changed.set,
+        )
         self.evaluator = Evaluator(
-            self.ctx, options, self._live, self._adoption, self._adopter, self.meter, telemetry, state, self._keep
+            self.ctx, options, self._live, self._adoption, self._adopter, self.meter, self._telemetry, state, self._keep
         )
         self.control = RunControl(
             self.ctx,
             desk,
-            self._journal,
+            journal,
             version=self._version,
             evaluate=self._evaluate_now,
             meter=self.meter,
             telemetry=self._telemetry,
         )
-        around = Surroundings(
-            own=self, engines=lambda: self.fleet.present, version=self._version, on_broken=self._owner_is_broken
-        )
-        self.conductor = KnobConductor(self.ctx, around, desk, self._journal, self._telemetry, self._clock)
-        self.fleet.conductor, self.fleet.adopter = self.conductor, self._adopter
         self._owners = OwnerRejoin(self.ctx, self.conductor, self._event, self._owner_is_broken)
-        self._leader = LeaderControl(self.ctx, self._state, self._owners, self._clock)
-        self._rejoin = Rejoin(self.ctx, self._state, self._owners, self.control, self._event)
+        self._leader = LeaderControl(self.ctx, state, self._owners, self._clock)
+        self._rejoin = Rejoin(self.ctx, state, self._owners, self.control, self._event)
 
     async def on_peer(self, event: PeerEvent) -> None:
         if event.name.startswith(OTHER_OWNERS):
@@ -163,7 +171,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         if self._state.phase == "starting":
             await self._keep()
             await self._start_run()
-        self.ctx.spawn(self._wall.run(lambda: self._live.max_wall_s, self.stop), name="wall-clock")
+        self.ctx.spawn(self._wall.run(self.stop), name="wall-clock")
         await self._adopt_forever()
 
     # -- from one incarnation to the next
@@ -177,7 +185,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         )
 
     async def _keep(self) -> None:
-        """What others told; a disk that refuses, or hangs, is told, and asked again with the next news."""
+        """Write the journal. A disk that refuses or hangs is reported, and tried again with the next change."""
         try:
             await keep_in_time(self._journal)
         except MyxaError as error:
@@ -244,6 +252,9 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
     def _version(self) -> int:
         return self._state.known_version
 
+    def _engine_adopted(self, name: str, epoch: int, version: int) -> None:
+        self.fleet.adopted(name, epoch, version)
+
     # -- weights
 
     async def _adopt_forever(self) -> None:
@@ -273,7 +284,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         is_again = self._trainer_is_up.is_set()
         if is_leading:
             self._state.version = max(self._state.version, version)
-            self._event("trainer-ready", f"goes on from version {version}")
+            self._event("trainer-ready", f"continues from version {version}")
             await self._already_leads()
         elif self._state.phase == "starting":
             if is_again and version != self._state.version:
@@ -294,22 +305,22 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
             self.ctx.spawn(self.fleet.adopt(), name="adopt-again")  # the start may wait for engines at its weights
 
     async def _already_leads(self) -> None:
-        """The trainer's loop goes on, whatever the journal says: nothing of a start is done again."""
+        """The trainer's loop is running, whatever the journal says: no part of a start is repeated."""
         if self._state.phase == "starting":
             self._wall.start()
             await self._phases.to("running")
         self._leader.tell_stop()
 
     async def _rewind(self, version: int) -> None:
-        """The gang was started anew in mid-run, and stands where its newest checkpoint was written. Engines go on with
-        what they have, until they adopt a version that was published since."""
+        """The gang was restarted in mid-run, from its newest checkpoint. Engines keep their weights until they adopt a
+        version that was published since."""
         before, self._state.version = self._state.version, version
         self.fleet.rewound()
         self.conductor.rewound(before, version)
         self.evaluator.rewound()
         is_back = version != before or self._trainer_is_up.is_set()
         self._event(
-            "trainer-restarted" if is_back else "trainer-ready", f"goes on from version {version}, had come to {before}"
+            "trainer-restarted" if is_back else "trainer-ready", f"continues from version {version}, was at {before}"
         )
 
     async def version_made(self, manifest: WeightManifest | None, report: StepReport) -> None:
@@ -320,7 +331,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
             self.fleet.offered(manifest)
         self._changed.set()
         if report.version <= before:
-            return  # told again, since it was not heard whether it arrived
+            return  # a repeated message
         if self.conductor.version_made(before, report.version):
             await self._keep()  # what is in force stays so when the trainer is thrown back
         self.control.version_made(report.version)
@@ -351,7 +362,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
             self._state.stop_reason = self._state.stop_reason or reason
             try:
                 await self._keep()
-            finally:  # whoever asked may go meanwhile
+            finally:  # the caller may be cancelled meanwhile
                 self._leader.tell_stop()
 
     # -- evaluation
@@ -455,7 +466,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
 
 
 class PhaseMoves:
-    """How a run comes from one phase to the next: into the journal first, then reported."""
+    """The moves of a run from phase to phase: into the journal first, then reported."""
 
     def __init__(
         self,
@@ -478,13 +489,12 @@ class PhaseMoves:
         return self._next.kept()
 
     async def to(self, phase: RunPhase) -> bool:
-        """Nobody is told, and nothing of that phase is done, before it is kept; False when something else came between.
-        It is made to its end, whatever becomes of who asked.
+        """Enter a phase: the journal has it before it is reported and before its work begins. False: another phase came
+        first. The move completes even if the caller is cancelled.
 
-        A start that cannot be kept is none: the next incarnation would begin the run again. It waits for a disk that
-        refuses, and raises LedgerError for any other reason. In
-        all other phases the run goes on without, and without a disk that hangs: what ended has ended, and who said so
-        says it again.
+        A start must be in the journal, since the next incarnation would begin the run again: it waits for a disk that
+        refuses, and raises LedgerError for any other reason. All other phases proceed without the journal, and without
+        a disk that hangs: the actor that reported the end reports it again.
         """
         if not self._next.propose(phase):
             return False
@@ -511,7 +521,7 @@ class PhaseMoves:
 
 
 async def keep_in_time(journal: CoordinatorJournal) -> None:
-    """As `journal.keep`; LedgerError also for a disk that hangs. The write goes on."""
+    """As `journal.keep`; raises LedgerError also for a disk that hangs. The write continues."""
     try:
         async with asyncio.timeout(KEEP_S):
             await journal.keep()
@@ -523,8 +533,9 @@ async def keep_in_time(journal: CoordinatorJournal) -> None:
 class WallClock:
     """The end of a run by time. It counts from when training began, also while the coordinator is away."""
 
-    def __init__(self, state: RunState, clock: Clock) -> None:
+    def __init__(self, state: RunState, live: LiveOptions, clock: Clock) -> None:
         self._state = state
+        self._live = live
         self._clock = clock
         gone_s = max(clock.wall() - state.started_wall_s, 0.0) if state.started_wall_s else 0.0
         self._started_s = clock.monotonic() - gone_s
@@ -542,10 +553,10 @@ class WallClock:
         """Since training began."""
         return self._clock.monotonic() - self._started_s
 
-    async def run(self, limit_s: Callable[[], float], end: Callable[[str], Awaitable[None]]) -> None:
-        """Until the limit (0: none) is reached, then `end` with the reason."""
+    async def run(self, end: Callable[[str], Awaitable[None]]) -> None:
+        """Calls `end` with the reason when `max_wall_s` is reached (0: never)."""
         while True:
-            seconds = limit_s()
+            seconds = self._live.max_wall_s
             self._moved.clear()
             try:
                 async with asyncio.timeout(seconds - self.age_s() if seconds else None):

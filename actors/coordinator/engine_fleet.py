@@ -1,6 +1,7 @@
-"""The engines of a run as the coordinator knows them: who reported in, what each serves, who is behind after a rewind.
+"""The engines of a run as the coordinator sees them: which actors reported in, and what each serves.
 
-Part of the coordinator. Which engine adopts what and when is judged in `adoption`, and done by `adopter`.
+`actors/weights/rollout_update.py` brings them to new versions. Reports of different incarnations may arrive in any
+order: a report of an old incarnation never changes what is known of the next one.
 """
 
 from __future__ import annotations
@@ -10,58 +11,60 @@ from collections.abc import Awaitable, Callable
 from ...core.actor import PeerEvent
 from ...core.chaos import reached
 from ...core.messages import EngineStatus, WeightManifest
-from .adopter import Adopter
-from .adoption import Adoption
+from ..weights.rollout_update import Adopter, Adoption
 from .knob_conductor import KnobConductor
 from .run_state import RunState
 
 
 class EngineFleet:
-    """See the module's head."""
+    """The rollout actors that reported in to this incarnation of the coordinator."""
 
     def __init__(
         self,
+        present: dict[str, EngineStatus],
         state: RunState,
+        conductor: KnobConductor,
         adoption: Adoption,
+        adopter: Adopter,
         *,
         serves: bool,
         keep: Callable[[], Awaitable[None]],
         tell: Callable[[str, str], None],
         on_change: Callable[[], None],
     ) -> None:
-        """`serves` False: the rollout actors have no engines. `keep`: puts `state` into the journal; `tell`: an event,
-        its kind and text; `on_change`: there may be something to adopt. `conductor` and `adopter` are set later."""
-        self.conductor: KnobConductor
-        self.adopter: Adopter
-        self.present: dict[str, EngineStatus] = {}
-        """Rollout actors that reported in to this incarnation, and how they stood."""
-        self._reporting: dict[str, int] = {}
-        """Incarnations whose report waits for a change of knobs to be decided; gone from here if they end meanwhile."""
-        self._epochs: dict[str, int] = {}
-        """Incarnation of each that is present."""
+        """`present`: empty; filled with the rollout actors that report in. `serves` False: they have no engines.
+        `keep`: writes `state` into the journal. `tell`: records an event, its kind and text. `on_change`: called when
+        there may be something to adopt."""
+        self.present = present
         self._state = state
+        self._conductor = conductor
         self._adoption = adoption
+        self._adopter = adopter
         self._serves = serves
         self._keep = keep
         self._tell = tell
         self._on_change = on_change
+        self._reporting: dict[str, int] = {}
+        """Name -> incarnation whose report waits for an undecided change of knobs."""
+        self._epochs: dict[str, int] = {}
+        """Name -> incarnation that is present."""
 
     async def ready(self, status: EngineStatus, epoch: int) -> None:
         """An actor reports in; with a version if an earlier incarnation had it serve one."""
         reached("coordinator.ready")
         name = status.rollout
         self._reporting[name] = epoch
-        await self.conductor.until_decided()
+        await self._conductor.until_decided()
         if self._reporting.get(name) != epoch or epoch < self._epochs.get(name, epoch):
             return  # it ended meanwhile, or its successor was faster
         del self._reporting[name]
         self.present[name], self._epochs[name] = status, epoch  # from here on it is asked about every change
-        await self.conductor.joined(name)
+        await self._conductor.joined(name)
         if self._epochs.get(name) != epoch:
             return  # it ended meanwhile
         if self._serves:
             self._adoption.joined(name, epoch, status.version)
-            self.adopter.look_again()
+            self._adopter.look_again()
         if name not in self._state.engines:
             self._state.engines.add(name)
             await self._keep()
@@ -92,9 +95,9 @@ class EngineFleet:
             self._on_change()
 
     def fence(self, rollout: str, why: str) -> None:
-        """Have the incarnation that is present end and be built anew."""
+        """Have the present incarnation end and be started again."""
         if rollout in self._epochs:
-            self.adopter.fence(rollout, self._epochs[rollout], why)
+            self._adopter.fence(rollout, self._epochs[rollout], why)
 
     def lost(self, rollout: str, epoch: int) -> None:
         """It is well, but its weights left the device."""
@@ -106,7 +109,7 @@ class EngineFleet:
         self._on_change()
 
     def rewound(self) -> None:
-        """The trainer goes on from an older version; numbers above it come again and mean other weights."""
+        """The trainer returned to an older version; the numbers above it come again with other weights."""
         self._state.has_stale_engines = self._serves
         self._adoption.rewound()
 
@@ -117,7 +120,7 @@ class EngineFleet:
 
     async def adopt(self) -> None:
         """Bring everybody to the newest version."""
-        await self.adopter.adopt_pending()
+        await self._adopter.adopt_pending()
         if self._state.has_stale_engines and set(self._adoption.serving) <= set(self._adoption.engines_at(None)):
             self._state.has_stale_engines = False
             await self._keep()

@@ -16,9 +16,8 @@ from ...core.errors import ConfigError, EngineError, MyxaError
 from ...core.messages import CanaryAnswers, EvalRequest, EvalResult
 from ...core.retry import until_answered
 from ...core.suggestion import suggest
-from ..contracts.roles import DataContract, RolloutContract
-from .adopter import Adopter
-from .adoption import Adoption
+from ..contracts import DataContract, RolloutContract
+from ..weights.rollout_update import Adopter, Adoption
 from .knobs import LiveOptions
 from .options import CoordinatorOptions, EvalSet
 from .run_state import RunState
@@ -55,7 +54,7 @@ class Evaluator:
         self._rewound = asyncio.Event()
 
     async def attempt(self) -> EvalResult | None:
-        """If there is something to evaluate on; a failure is told, not fatal."""
+        """Evaluate if there are prompts and an engine. A failure is reported, not fatal."""
         if not self._live.eval_prompts or not (self._options.takes_turns or self._adoption.serving):
             return None
         try:
@@ -156,7 +155,7 @@ class Evaluator:
         )
 
     def rewound(self) -> None:
-        """The trainer goes on from an older version: nobody comes to those it had made since."""
+        """The trainer returned to an older version: no engine will serve those it had made since."""
         self._rewound.set()
         self._rewound = asyncio.Event()
 
@@ -186,7 +185,7 @@ class Evaluator:
             if ready.done():
                 return ready.result()
             raise EngineError(
-                f"version {version} was undone: the trainer went on from an older one",
+                f"version {version} was undone: the trainer returned to an older one",
                 remedy="ask for one that it made since",
             )
         finally:

@@ -1,11 +1,10 @@
-"""What a coordinator that is started anew must know and nobody else can tell it: a small file in the run directory.
+"""What a restarted coordinator must know and no other actor can report: a small file in the run directory.
 
     coordinator.journal     digest of the rest, end of line, one JSON record
 
-The file is replaced as a whole and made durable before anybody is told what it says, by one writer at a time, which
-goes on although nobody waits for it any more. All else (where the trainer stands, what engines serve) actors tell the
-new coordinator themselves. A journal of an earlier launch in the same directory is not used. Knows files and records;
-must not know messages or what its owner does with them.
+The file is replaced as a whole and made durable before its content takes effect, by one writer at a time; a write
+completes even if its caller is gone. Everything else (the trainer's version, what engines serve) the actors report to
+the new coordinator themselves. A journal of an earlier launch in the same directory is not used.
 
 Written by hand: `sqlitedict` or `diskcache` keep a database, where one record that is replaced is all that is needed.
 """
@@ -25,9 +24,8 @@ from ...core.errors import ConfigError, LedgerError
 from ...core.files import Tell, until_written
 from ...core.knobs import AuditRecord, LiveKnob
 from ...core.messages import Record
-from ..own_thread import in_own_thread
-from .knob_decisions import Decided
-from .knob_expiry import Expiry
+from ..daemon_thread import in_daemon_thread
+from .knob_decisions import Decided, Expiry
 from .run_state import RunState
 
 JOURNAL_FILE = "coordinator.journal"
@@ -82,7 +80,7 @@ class CoordinatorJournal:
         """Of a disk that refuses; set by the owner."""
         self._turn = asyncio.Lock()
         self._next: asyncio.Task[None] | None = None
-        """Waits for the write before it: whoever keeps something meanwhile is served by it too."""
+        """The write after the running one: it covers all changes until it begins."""
         self._writing: set[asyncio.Task[None]] = set()
 
     def load(self) -> tuple[Kept | None, str]:
@@ -109,7 +107,7 @@ class CoordinatorJournal:
 
     async def keep(self) -> None:
         """What `make` gives is durable once this returns. Raises LedgerError when it cannot be written; then the file
-        is as it was. Whoever asked may go meanwhile: the write goes on to its end, and the next one begins after it."""
+        is unchanged. If the caller is cancelled, the write still completes, and the next one begins after it."""
         if self._next is None:
             self._next = task = asyncio.get_running_loop().create_task(self._write(), name="coordinator journal")
             self._writing.add(task)
@@ -117,7 +115,7 @@ class CoordinatorJournal:
         await asyncio.shield(self._next)
 
     async def until_kept(self) -> None:
-        """As `keep`, for what nobody can be refused: while the disk refuses, it is tried again."""
+        """As `keep`, but while the disk refuses, it is tried again."""
         await until_written(self.keep, path=self.path, tell=self.tell)
 
     async def _write(self) -> None:
@@ -125,7 +123,7 @@ class CoordinatorJournal:
             self._next = None  # what changes from here on is for the next one
             body = msgspec.json.encode(self.make())
             try:
-                await in_own_thread(lambda: _replace(self.path, _digest(body) + b"\n" + body), "journal")
+                await in_daemon_thread(lambda: _replace(self.path, _digest(body) + b"\n" + body), "journal")
             except OSError as error:
                 raise LedgerError(
                     f"{self.path}: {error.strerror or error}", remedy="check disk and rights of the run directory"
@@ -136,12 +134,12 @@ class CoordinatorJournal:
         if self._next is task:  # it was cancelled before it began
             self._next = None
         if not task.cancelled():
-            task.exception()  # told to those who still wait; if nobody does, it is nobody's
+            task.exception()  # raised to the callers that wait; without any, it is dropped
 
     def _damage(self, what: str) -> ConfigError:
         return ConfigError(
             f"{self.path} cannot be used: {what}",
-            remedy="the run cannot go on without it; `myxa resume` goes on from the last checkpoint",
+            remedy="the run cannot continue without it; `myxa resume` continues from the last checkpoint",
         )
 
 

@@ -1,24 +1,26 @@
 """One change of knobs over several owners, as a transaction: all of them or none. Sans-IO.
 
-    preparing   every owner is asked; one no, or one that cannot answer, aborts it for all
-    deciding    all said yes: the decision is made durable before anybody hears of it
-    committing  it is decided. Every owner is told until it answers, or is gone: whoever takes its place is given the
-                values when it joins, before its first work
-    aborting    every owner that was asked is told to forget it, until it answers or is gone
+    preparing   every owner votes; a no, or an owner that cannot answer, aborts the change for all
+    deciding    all said yes: the decision is made durable before any owner hears of it
+    committing  each owner receives the decision until it confirms or is gone; its successor gets the values when it
+                joins, before its first work
+    aborting    each owner that voted is asked to forget the change, until it answers or is gone
     done
 
-What happened comes in as an event, what is to be done goes out as instructions; times are the caller's. An event that
-the stage has no use for changes nothing: answers may come late or twice.
+`KnobOrder` is the change as requested, and the record of it for the audit log. `ChangeMachine` is the transaction:
+events come in, instructions go out. An event that its stage does not expect changes nothing: answers may come late or
+twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from ...core.errors import ConfigError
-from ...core.knobs import KnobChange, KnobCommit, KnobValue, KnobVote
+from ...core.knobs import AuditRecord, ChangeRequest, KnobChange, KnobCommit, KnobValue, KnobVote, Operator
+from .knob_plan import ChangePlan
 
 Stage = Literal["preparing", "deciding", "committing", "aborting", "done"]
 
@@ -69,14 +71,14 @@ class Gone:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
-    """An owner was told the decision and could not carry it out."""
+class OwnerFailed:
+    """An owner received the decision and could not carry it out."""
 
     owner: str
     why: str
 
 
-ChangeEvent = Voted | Unanswered | Recorded | NotRecorded | Delivered | Gone | Failed
+ChangeEvent = Voted | Unanswered | Recorded | NotRecorded | Delivered | Gone | OwnerFailed
 
 
 # -- what is to be done
@@ -99,7 +101,7 @@ class RecordDecision:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Tell an owner until it confirms; answer with `Delivered`, `Gone` or `Failed`."""
+    """Tell an owner until it confirms; answer with `Delivered`, `Gone` or `OwnerFailed`."""
 
     owner: str
     commit: KnobCommit
@@ -213,7 +215,7 @@ class ChangeMachine:
             self.gone[event.owner] = event.why
         return self._told(event.owner)
 
-    def on_failed(self, event: Failed) -> Sequence[Instruction]:
+    def on_failed(self, event: OwnerFailed) -> Sequence[Instruction]:
         if event.owner in self.open and self.is_committed:
             self.failed[event.owner] = event.why
         return self._told(event.owner)
@@ -237,8 +239,92 @@ _STEPS: dict[tuple[Stage, type], Callable[..., Sequence[Instruction]]] = {
     ("deciding", NotRecorded): ChangeMachine.on_not_recorded,
     ("committing", Delivered): ChangeMachine.on_delivered,
     ("committing", Gone): ChangeMachine.on_gone,
-    ("committing", Failed): ChangeMachine.on_failed,
+    ("committing", OwnerFailed): ChangeMachine.on_failed,
     ("aborting", Delivered): ChangeMachine.on_delivered,
     ("aborting", Gone): ChangeMachine.on_gone,
-    ("aborting", Failed): ChangeMachine.on_failed,
+    ("aborting", OwnerFailed): ChangeMachine.on_failed,
 }
+
+
+AUTO = Operator(via="auto")
+"""No operator: an expiry, a resumed run."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnobOrder:
+    """See the module's head."""
+
+    verb: str
+    """"set", "undo", "expire", "resume"."""
+    who: Operator
+    reason: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What was asked for, for the audit log."""
+    options: ChangeOptions = field(default_factory=ChangeOptions)
+    for_steps: int = 0
+    for_s: float = 0.0
+    undoes: int = 0
+    """Epoch of the change that it takes back."""
+
+    @classmethod
+    def of(cls, request: ChangeRequest, *, verb: str = "set") -> KnobOrder:
+        """What a request orders."""
+        asked: dict[str, Any] = {"values": request.values, "target": request.target}
+        extra = {
+            "expect": request.expect,
+            "for_steps": request.for_steps,
+            "for_s": request.for_s,
+            "force": request.force,
+            "not_before": request.not_before,
+        }
+        return cls(
+            verb=verb,
+            who=request.who,
+            reason=request.reason,
+            arguments=asked | {name: value for name, value in extra.items() if value},
+            options=ChangeOptions(force=request.force, dry_run=request.dry_run, not_before=request.not_before),
+            for_steps=request.for_steps,
+            for_s=request.for_s,
+        )
+
+    def refused(self, why: str) -> AuditRecord:
+        """Nothing was changed."""
+        return self._record(dict(self.arguments), "refused", detail=why)
+
+    def done(self, plan: ChangePlan, epoch: int, at: int) -> AuditRecord:
+        """It was decided. `target`, `values` and `own` say all that is needed to do it again."""
+        arguments: dict[str, object] = {**self.arguments, "target": plan.target, "values": dict(plan.common)}
+        if plan.own:
+            arguments["own"] = {owner: dict(values) for owner, values in plan.own.items()}
+        if self.undoes:
+            arguments["undoes"] = self.undoes
+        return self._record(arguments, "done", epoch=epoch, at=at, plan=plan)
+
+    def _record(
+        self,
+        arguments: dict[str, object],
+        result: str,
+        *,
+        detail: str = "",
+        epoch: int = 0,
+        at: int = 0,
+        plan: ChangePlan | None = None,
+    ) -> AuditRecord:
+        return AuditRecord(
+            number=0,
+            wall_s=0.0,
+            verb=self.verb,
+            who=self.who,
+            arguments=arguments,
+            result=result,
+            detail=detail,
+            reason=self.reason,
+            epoch=epoch,
+            at=at if plan is not None and plan.numbered else 0,
+            moves=plan.moves if plan is not None else (),
+        )
+
+
+def pairs(values: Mapping[str, KnobValue]) -> str:
+    """For people: "lr = 1e-06, temperature = 0.8"."""
+    return ", ".join(f"{name} = {value}" for name, value in values.items())

@@ -1,34 +1,34 @@
 """Carries a change of knobs to its owners and their answers back, and asks owners how they stand.
 
-A vote has one chance; a decision is told until the owner confirms it, or its incarnation is gone. Knows contracts.
+A vote is asked for once; a decision is sent until the owner confirms it or its incarnation is gone.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from ...core.actor import ActorContext
 from ...core.errors import CallError, NoSuchActor, PeerDied, RemoteError
 from ...core.knobs import KnobCommit, KnobSheet, KnobVote
-from ..contracts.knobs import KnobsContract
+from ..contracts import KnobsContract
 from .knob_change import (
     Abort,
     ChangeEvent,
     ChangeMachine,
     Commit,
     Delivered,
-    Failed,
     Gone,
     Instruction,
     NotRecorded,
+    OwnerFailed,
     Prepare,
     RecordDecision,
     Recorded,
     Unanswered,
     Voted,
 )
-from .knob_plan import Roster, fits
+from .knob_plan import OwnerStates, fits
 
 ASK_S = 5.0
 PREPARE_S = 10.0
@@ -43,7 +43,7 @@ ALONE = ("buffer", "monitor")
 class KnobMessenger:
     """See the module's head."""
 
-    def __init__(self, ctx: ActorContext, own: KnobsContract, engines: Callable[[], Iterable[str]]) -> None:
+    def __init__(self, ctx: ActorContext, own: KnobsContract, engines: Collection[str]) -> None:
         """`own`: the coordinator itself, an owner too. `engines`: rollout actors that are ready; those that still load
         their model are given what is in force when they report in."""
         self._ctx = ctx
@@ -52,17 +52,17 @@ class KnobMessenger:
 
     # -- who there is
 
-    async def roster(self, target: str = "") -> Roster:
+    async def roster(self, target: str = "") -> OwnerStates:
         """Every owner that fits the target, and how it stands; those that do not say within `ASK_S` are silent."""
         names = [name for name in self._owners() if not target or fits(name, target) or fits(name, f"{target}/*")]
-        names = names or self._owners()  # nobody is meant: who there is, for a suggestion
+        names = names or self._owners()  # no owner fits: all of them, for a suggestion
         answers = await asyncio.gather(*(self._ask(name) for name in names))
         silent = {name: a for name, a in zip(names, answers, strict=True) if isinstance(a, str)}
-        return Roster(sheets=[a for a in answers if isinstance(a, KnobSheet)], silent=silent)
+        return OwnerStates(sheets=[a for a in answers if isinstance(a, KnobSheet)], silent=silent)
 
     def _owners(self) -> list[str]:
         there = [name for name in ALONE if name in self._ctx.peers(name)]
-        return [self._ctx.name, *there, *self._ctx.peers("trainer/"), *sorted(self._engines())]
+        return [self._ctx.name, *there, *self._ctx.peers("trainer/"), *sorted(self._engines)]
 
     def _ref(self, name: str) -> KnobsContract:
         return self._own if name == self._ctx.name else self._ctx.ref(KnobsContract, name)
@@ -131,8 +131,10 @@ class KnobMessenger:
             return Unanswered(owner, error.message)
         return Voted(vote)
 
-    async def tell(self, owner: str, send: Callable[[KnobsContract], Awaitable[None]]) -> Delivered | Gone | Failed:
-        """Until it answers, or is gone. Whoever comes after it is told what is in force when it joins."""
+    async def tell(
+        self, owner: str, send: Callable[[KnobsContract], Awaitable[None]]
+    ) -> Delivered | Gone | OwnerFailed:
+        """Send until it answers or is gone. Its successor gets what is in force when it joins."""
         while True:
             try:
                 async with asyncio.timeout(TELL_S):
@@ -141,7 +143,7 @@ class KnobMessenger:
             except (PeerDied, NoSuchActor) as error:
                 return Gone(owner, error.message)
             except RemoteError as error:
-                return Failed(owner, error.message)
+                return OwnerFailed(owner, error.message)
             except (CallError, TimeoutError) as error:
                 why = str(error) or f"no answer within {TELL_S:g} s"
                 self._ctx.log.warning("%s has not confirmed a decision about knobs: %s; told again", owner, why)
@@ -149,7 +151,7 @@ class KnobMessenger:
 
     async def bring_up_to_date(
         self, owner: str, commits: Sequence[KnobCommit], void: int = 0
-    ) -> Delivered | Gone | Failed:
+    ) -> Delivered | Gone | OwnerFailed:
         """Have an owner that joined use what is in force, as far as it has these knobs. `void`: epoch up to which
         nothing else was decided, 0 for none: what it may hold of such a change is forgotten."""
         sheet = await self._joined(owner)
@@ -163,12 +165,11 @@ class KnobMessenger:
             if not isinstance(outcome, Delivered):
                 return outcome
         if isinstance(sheet, str):
-            return Failed(owner, sheet) if commits else Delivered(owner)
+            return OwnerFailed(owner, sheet) if commits else Delivered(owner)
         return await self.tell(owner, lambda ref: ref.abort_knobs(void)) if void else Delivered(owner)
 
     async def _joined(self, owner: str) -> KnobSheet | str:
-        """As `_ask`, with patience: news of an owner may come before the registry's, which may still know of nobody, or
-        of the incarnation before."""
+        """As `_ask`, repeated: the registry may not know the owner yet, or may know its former incarnation."""
         sheet: KnobSheet | str = "it is not there"
         try:
             async with asyncio.timeout(JOIN_S):

@@ -1,7 +1,7 @@
 """What a request for a change means: whose knobs get which values, or why it is refused. Sans-IO.
 
 Targets are actor names ("rollout/3"), roles ("rollout/*", or just "rollout"), or empty: every owner of the knob.
-Whoever joins later and fits the target gets the same values.
+An actor that joins later and fits the target gets the same values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ChangePlan:
 
     target: str
     common: Mapping[str, KnobValue]
-    """For everybody who fits the target, now and later."""
+    """For all actors that fit the target, now and later."""
     values: Mapping[str, Mapping[str, KnobValue]]
     """Owner -> what it gets now."""
     moves: tuple[KnobMove, ...]
@@ -43,7 +43,7 @@ class ChangePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Roster:
+class OwnerStates:
     """The owners and how they stand."""
 
     sheets: Sequence[KnobSheet]
@@ -61,7 +61,7 @@ class Roster:
         }
 
     def normal_target(self, target: str) -> str:
-        """A role alone stands for all its actors. Raises ConfigError when nobody fits."""
+        """A role alone means all its actors. Raises ConfigError when no actor fits."""
         actors = {sheet.owner for sheet in self.sheets} | set(self.silent)
         if target and target not in actors and any(fits(actor, f"{target}/*") for actor in actors):
             target = f"{target}/*"
@@ -93,7 +93,7 @@ def latest(state: KnobState) -> KnobValue:
     return state.value if state.pending is None else state.pending
 
 
-def plan_change(request: ChangeRequest, roster: Roster) -> ChangePlan:
+def plan_change(request: ChangeRequest, roster: OwnerStates) -> ChangePlan:
     """Raises ConfigError with every reason to refuse it."""
     _check_shape(request)
     target = roster.normal_target(request.target)
@@ -117,7 +117,7 @@ def plan_change(request: ChangeRequest, roster: Roster) -> ChangePlan:
     return make_plan(target, common, wanted, states)
 
 
-def plan_restored(request: ChangeRequest, roster: Roster) -> ChangePlan:
+def plan_restored(request: ChangeRequest, roster: OwnerStates) -> ChangePlan:
     """As `plan_change` for values of a checkpoint, each the knob of some actor. Whom the target means may be still to
     come: it gets the values when it joins. Raises ConfigError likewise."""
     complaints: list[str] = []
@@ -185,7 +185,7 @@ def _check_shape(request: ChangeRequest) -> None:
         raise ConfigError("both seconds and steps are given", remedy="say one of both")
 
 
-def _check_owners(name: str, target: str, states: Mapping[str, KnobState], roster: Roster) -> list[str]:
+def _check_owners(name: str, target: str, states: Mapping[str, KnobState], roster: OwnerStates) -> list[str]:
     """Is there an owner, and can every owner be asked?"""
     silent = [f"{actor} ({why})" for actor, why in roster.silent.items() if fits(actor, target)]
     if not states:
@@ -204,7 +204,7 @@ def _check_owners(name: str, target: str, states: Mapping[str, KnobState], roste
     return [f"{name}: no answer from {', '.join(concerned)}, and all owners change it or none; name others as target"]
 
 
-def _check_expected(request: ChangeRequest, roster: Roster, target: str) -> list[str]:
+def _check_expected(request: ChangeRequest, roster: OwnerStates, target: str) -> list[str]:
     complaints: list[str] = []
     for name, expected in request.expect.items():
         states = roster.states(name, target)

@@ -10,7 +10,7 @@ import msgspec
 from ...core.knobs import KnobValue, Tunable
 from ...core.messages import SamplingParams
 from ..knobs.owner import Knob
-from .adoption import Adoption
+from ..weights.rollout_update import Adoption
 from .options import CoordinatorOptions
 
 COORDINATOR_TUNABLES: tuple[Tunable, ...] = (

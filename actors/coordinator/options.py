@@ -1,5 +1,4 @@
-"""Plain settings of the coordinator, as the run file gives them. Some may be changed while the run goes on: see
-`knobs.py`."""
+"""Plain settings of the coordinator, as the run file gives them. `knobs.py` has those that may change."""
 
 from __future__ import annotations
 
@@ -48,11 +47,11 @@ class CoordinatorOptions:
     has_engines: bool
     """False for supervised runs: nothing to adopt, nothing to evaluate on."""
     audit_path: Path
-    """Where is recorded what operators change."""
+    """The audit log of what operators change."""
     journal_path: Path
-    """Where is kept what a coordinator that is started anew must know."""
+    """What a restarted coordinator must know; see `journal.py`."""
     launch: str
-    """Names the launcher: what is kept under another one is no word of this run."""
+    """Names the launcher: a journal of another launcher is not used."""
     max_wall_s: float = 0.0
     stop_reward: float = 0.0
     eval_every: int = 0
@@ -75,5 +74,5 @@ class CoordinatorOptions:
     adopt_at_once: int = 1
     """Engines that bring a version in at the same time."""
     takes_turns: bool = False
-    """Trainer and engines share devices in turns: a version is let go as soon as every engine has it, and engines may
-    lose their weights between two versions."""
+    """Trainer and engines share devices in turns: a version is released as soon as every engine has it, and engines
+    may lose their weights between two versions."""

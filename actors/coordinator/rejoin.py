@@ -1,7 +1,7 @@
-"""How actors and coordinator find together again after one of them was started anew.
+"""How actors and coordinator resume their work after one of them restarted.
 
-Owners of knobs and the buffer are told what is decided; trainer and engines report in by themselves, as soon as they
-see the new incarnation; the leader gets its orders. Must not know what an owner's failure means for the run.
+Owners of knobs and the buffer receive what is decided. Trainer and engines report in by themselves as soon as they see
+the new incarnation. The leader gets its orders. What an owner's failure means for the run the coordinator decides.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ...core.actor import ActorContext
 from ...core.clock import Clock
 from ...core.errors import CallError, MyxaError, NotReady
 from ...core.retry import until_answered
-from ..contracts.roles import TrainerContract
+from ..contracts import TrainerContract
 from .knob_conductor import KnobConductor
 from .run_control import RunControl
 from .run_state import RunState
@@ -45,9 +45,9 @@ class OwnerRejoin:
         self._on_broken = on_broken
 
     async def told(self, owner: str) -> None:
-        """Who asks at its start is told twice, which changes nothing; who does not is told here. One that cannot be
-        reached is told until it can, or is gone; one that answers and will not use them has failed, since others count
-        on it, but for the monitor."""
+        """Bring the values in force to an owner. An owner that asked at its start gets them twice, which changes
+        nothing. An unreachable owner is tried until it answers or is gone. An owner that answers and refuses them has
+        failed, since others rely on it; the monitor is an exception."""
         num_refused, why = 0, ""
         while num_refused < TELL_TRIES:
             await self._conductor.until_decided()
@@ -58,7 +58,7 @@ class OwnerRejoin:
                 self._tell("knob-not-used", why)
             await asyncio.sleep(TELL_AGAIN_S)
             if owner not in self._ctx.peers(owner):
-                return None  # whoever takes its place is told anew
+                return None  # its successor gets them when it joins
             num_refused += owner not in (await self._conductor.roster(owner)).silent
         return await self._on_broken(owner, why) if owner != "monitor" else None
 
@@ -96,7 +96,7 @@ class Rejoin:
         self._news.set()
 
     async def run(self, joined: Collection[str]) -> None:
-        """Returns when the run can go on as before. `joined`: rollout actors that reported in, as it grows."""
+        """Returns when the run can continue. `joined`: rollout actors that reported in, as it grows."""
         began_s = self._ctx.clock.monotonic()
         for name in self._owners.others():
             self._ctx.spawn(self._owners.told(name), name=f"knobs-for-{name}")
@@ -120,7 +120,7 @@ class Rejoin:
 class LeaderControl:
     """Sends start, continue and stop to the trainer's leader; retries until acknowledged.
 
-    An order from before the gang was started anew is void: the new gang gets the next one when it reports in."""
+    An order to an earlier gang is void: the new gang gets the next one when it reports in."""
 
     def __init__(self, ctx: ActorContext, state: RunState, owners: OwnerRejoin, clock: Clock) -> None:
         self._ctx = ctx
@@ -132,7 +132,7 @@ class LeaderControl:
         self._telling: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Have it begin, or go on, from the run's version, once it uses the knobs that were decided."""
+        """Have it begin or continue from the run's version, once it uses the knobs that were decided."""
         if self._starting is not None:
             self._starting.cancel()
         self._starting = self._ctx.spawn(self._start(), name="run-leader")
@@ -140,22 +140,22 @@ class LeaderControl:
     async def _start(self) -> None:
         await self._owners.told(LEADER)
         if (telling := self.tell_stop()) is not None:
-            await asyncio.shield(telling)  # before it makes a step too many; whoever takes its place is told too
+            await asyncio.shield(telling)  # before it makes a step too many; its successor gets the order too
         try:
             await until_answered(self._run_leader, who=LEADER, clock=self._clock, log=self._ctx.log)
         except CallError as error:
             if LEADER in self._ctx.peers(LEADER):
                 raise
-            self._ctx.log.warning("%s is gone: %s; the next one is let go when it reports in", LEADER, error)
+            self._ctx.log.warning("%s is gone: %s; the next one is started when it reports in", LEADER, error)
 
     async def _run_leader(self) -> None:
         try:
             await self._leader.run_leader(self._state.version)
         except NotReady as error:
-            self._ctx.log.warning("the gang is another one by now: %s; it is let go when it reports in", error)
+            self._ctx.log.warning("the gang was replaced: %s; the new one is started when it reports in", error)
 
     def tell_stop(self) -> asyncio.Task[None] | None:
-        """If it was to end, it is told until it has heard, also one that is only coming up. None: it was not."""
+        """If the run is to end, send that to the leader until it acknowledges. None: the run is not to end."""
         if self._state.stop_reason and (self._telling is None or self._telling.done()):
             self._telling = self._ctx.spawn(self._tell_stop(self._state.stop_reason), name="stop-leader")
         return self._telling
@@ -165,6 +165,6 @@ class LeaderControl:
             try:
                 return await self._leader.stop_leader(reason)
             except MyxaError as error:
-                self._ctx.log.warning("%s was not told to end: %s; it is told again", LEADER, error)
+                self._ctx.log.warning("the order to end did not reach %s: %s; it is repeated", LEADER, error)
             await asyncio.sleep(TELL_AGAIN_S)
         return None

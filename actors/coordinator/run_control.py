@@ -1,12 +1,12 @@
-"""The operator's hand on the run beside knobs: pause, go on, count steps, write a checkpoint, evaluate; all recorded.
+"""What operators do to a run beside knobs: pause, resume, step, write a checkpoint, evaluate; all recorded.
 
-Part of the coordinator. Knows contracts. The buffer is what stops and lets go: nothing is drawn or claimed while it is
-paused, a step that was claimed is trained to its end, and the trainer rests before the next.
+The buffer pauses and resumes: while it is paused, nothing is drawn or claimed, a claimed step is trained to its end,
+and the trainer waits before the next.
 
-    journal -> audit log -> buffer      if one fails, it is as before, and the buffer is told so: it may have heard
+    journal -> audit log -> buffer      if one fails, all is undone, and the buffer gets the old state: it may have
+                                        received the new one
 
-What has begun goes to its end, whatever becomes of who asked for it. An incarnation of either side that is started anew
-is told again.
+A deed that has begun completes, even if its caller is gone. When either side restarts, the buffer gets the state again.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ...core.errors import CallError, ConfigError, DiskRefused, LedgerError, Myx
 from ...core.knobs import AuditRecord, Operator
 from ...core.messages import EvalResult
 from ...core.retry import until_answered
-from ..audit import AuditDesk
-from ..contracts.roles import BufferContract, TrainerContract
+from ..contracts import BufferContract, TrainerContract
+from .audit import AuditWriter
 from .journal import CoordinatorJournal, PauseKept
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ class RunControl:
     def __init__(
         self,
         ctx: ActorContext,
-        desk: AuditDesk,
+        desk: AuditWriter,
         journal: CoordinatorJournal,
         *,
         version: Callable[[], int],
@@ -92,14 +92,14 @@ class RunControl:
         return self._now
 
     def take_up(self, kept: PauseKept) -> None:
-        """Go on from what an earlier incarnation kept; `tell_again` tells the buffer."""
+        """Continue from what an earlier incarnation kept; `tell_again` sends it to the buffer."""
         self._now = kept
         if self.paused:
             self._meter.switch("paused", "paused")
 
     async def tell_again(self) -> None:
-        """The buffer holds back what this one says, whichever of the two was started anew, or did not hear: it is told
-        until it has answered or is gone. Who takes its place is told anew."""
+        """Send the pause to the buffer until it answers or is gone: after a restart of either side, or an answer that
+        was lost. Its successor gets it when it comes up."""
         while True:
             try:
                 async with self._turn:
@@ -133,7 +133,7 @@ class RunControl:
 
     @property
     def paused(self) -> str:
-        """Why the run stands still; empty while it goes, also while it goes on to a version at which it will pause."""
+        """Why the run is paused; empty while it trains, also while it trains up to a version at which it will pause."""
         is_going = not self.is_paused or (self.until_step is not None and self._version() < self.until_step)
         return "" if is_going else self._now.reason
 
@@ -248,7 +248,7 @@ class RunControl:
         self._telemetry.event(kind, text)
 
     async def _carried_out(self, deed: _Deed, work: Callable[[], Awaitable[T]], *, is_recorded: bool = True) -> T:
-        """To its end, although nobody may wait for it any more. `is_recorded`: `work` does that before it acts."""
+        """Completes even if the caller is gone. `is_recorded`: `work` writes the record before it acts."""
         task = self._ctx.spawn(self._attempt(deed, work, is_recorded=is_recorded), name=f"control-{deed.verb}")
         outcome = await asyncio.shield(task)
         if isinstance(outcome, MyxaError):
@@ -256,7 +256,7 @@ class RunControl:
         return outcome
 
     async def _attempt(self, deed: _Deed, work: Callable[[], Awaitable[T]], *, is_recorded: bool) -> T | MyxaError:
-        """What it gave, or why it failed: the actor itself goes on."""
+        """Its result, or its error: a failed deed does not end the actor."""
         try:
             done = await work()
         except MyxaError as error:

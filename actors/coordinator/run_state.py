@@ -30,13 +30,13 @@ class RunState:
     version: int = -1
     """Newest version that is known; the trainer tells better."""
     started_wall_s: float = 0.0
-    """When the leader was let go for the first time; 0: it was not yet."""
+    """When the leader was first started; 0: not yet."""
     error: str = ""
     reason: str = ""
     leader_reason: str | None = None
     """Why the leader's loop ended, once it has."""
     stop_reason: str = ""
-    """Why the leader is told to end; empty: it is not."""
+    """Why the leader is to end; empty: it is not."""
     eval_reward: float | None = None
     """Of the newest evaluation."""
     evaluating: int = -1
@@ -44,9 +44,9 @@ class RunState:
     engines: set[str] = field(default_factory=set[str])
     """Rollout actors that reported in and did not leave, in an earlier incarnation too."""
     has_restored: bool = False
-    """Knobs of the checkpoint that the run goes on from are among the decisions."""
+    """The knobs of the checkpoint that the run resumed from are among the decisions."""
     has_stale_engines: bool = False
-    """The trainer went on from an older version, and engines may still serve numbers that were undone."""
+    """The trainer returned to an older version, and engines may still serve undone ones."""
 
     @property
     def is_over(self) -> bool:

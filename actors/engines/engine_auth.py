@@ -8,7 +8,7 @@ from __future__ import annotations
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from ..http_guard import Door, Head
+from ..http_guard import Head, HttpAccess
 from .route_bodies import json_response
 
 OPEN = ("/health", "/metrics")
@@ -18,7 +18,7 @@ KINDS = {401: "unauthorized", 403: "forbidden", 415: "unsupported_media_type", 4
 
 def guarded(key: str, host: str) -> Middleware:
     """A middleware that answers a request which may not be served with the reason."""
-    door = Door(key, host=host, open_paths=OPEN)
+    door = HttpAccess(key, host=host, open_paths=OPEN)
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -21,9 +21,9 @@ from ...core.errors import EngineError, RequestRefused
 from ...core.messages import WeightManifest
 from ...core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode
 from ...core.samples import F32, I32, FinishReason, Prompt, Sample
+from ..daemon_thread import in_daemon_thread
 from ..data.recorded_groups import RecordedGroups, model_runs
 from ..data.row_file import RowError
-from ..own_thread import in_own_thread
 
 KEPT_GROUPS = 64
 """In memory: their samples are asked for side by side, and turn by turn."""
@@ -157,7 +157,7 @@ class RecordedEngine:
         recordings, key = self._sources[source], (source, row)
         async with self._reading:
             if key not in self._kept:
-                group = await in_own_thread(lambda: recordings.file.group(recordings.rows[row]), "recording")
+                group = await in_daemon_thread(lambda: recordings.file.group(recordings.rows[row]), "recording")
                 self._kept[key] = group.samples
                 if len(self._kept) > KEPT_GROUPS:
                     del self._kept[next(iter(self._kept))]

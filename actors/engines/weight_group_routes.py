@@ -31,7 +31,7 @@ from torch import Tensor
 from ...core.errors import EngineError, MyxaError, RequestRefused
 from ...core.messages import TensorSpec
 from ...core.protocols import NamedArray
-from ..own_thread import in_own_thread
+from ..daemon_thread import in_daemon_thread
 from ..torch_store import find_store
 from ..weights.channels.plan import ITEM_BYTES
 from ..weights.channels.process_group import ChannelGroup
@@ -118,7 +118,7 @@ class WeightGroups:
             return group
 
         try:
-            group = await in_own_thread(build, f"join {name}")
+            group = await in_daemon_thread(build, f"join {name}")
         except BaseException as err:
             self._drop(name)
             if not isinstance(err, RuntimeError | ValueError | OSError):
@@ -166,7 +166,7 @@ class WeightGroups:
                 return join_marks([buffer_mark(buffer)]) if whole else ""
 
             try:
-                digest = await in_own_thread(work, f"receive {body.group_name}")
+                digest = await in_daemon_thread(work, f"receive {body.group_name}")
             except (RuntimeError, MyxaError) as err:
                 self._forget()
                 self._drop(body.group_name)

@@ -33,8 +33,7 @@ from ...core.knobs import (
 )
 from ...core.retry import until_answered
 from ...core.suggestion import suggest
-from ..contracts.knobs import KnobsContract
-from ..contracts.roles import CoordinatorContract
+from ..contracts import CoordinatorContract, KnobsContract
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +104,7 @@ class KnobOwner:
             self._first[name] = knob.read() if knob.first is None else knob.first
 
     def took_up(self, epochs: Mapping[str, int]) -> None:
-        """An owner that keeps its values itself was started anew: knob -> epoch of the value it went on with."""
+        """An owner that keeps its values itself restarted: knob -> epoch of the value that it restored."""
         self._used |= epochs
         self.epoch = max(self.epoch, *epochs.values(), 0)
 

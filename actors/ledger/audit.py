@@ -1,8 +1,7 @@
-"""What a ledger file proves about its run, read from outside while or after it goes on.
+"""What a ledger file proves about its run, read from outside during or after the run.
 
-Independent of `file.py`, which checks what its owner is about to rely on: here every group's transitions are
-walked from the beginning, and what they add up to is compared with the rows. Opens the file read-only and takes no
-lock. Knows the schema and the transition tables; must not know the buffer.
+Independent of `file.py`, which checks what its owner is about to rely on. Here every group's transitions are walked
+from the beginning, and their result is compared with the rows. Opens the file read-only and takes no lock.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ def audit_ledger(path: Path) -> LedgerAudit:
     """Read and judge a ledger. Raises LedgerError if it cannot be read as one."""
     try:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=BUSY_S)) as db:
-            db.execute("BEGIN")  # one moment of a run that may go on
+            db.execute("BEGIN")  # one moment of a run that may still write
             groups = [_Group(*values) for values in db.execute(_GROUPS)]
             moves = [_Move(*values) for values in db.execute(_MOVES)]
             is_mixed = any(column[1] == "source" for column in db.execute("PRAGMA table_info(groups)"))

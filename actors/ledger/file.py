@@ -26,7 +26,7 @@ FORMAT = "1"
 UNWRITABLE = "is the disk full or the file system read-only?"
 
 LIVE = "live/"
-"""Prefix of the keys of settings that were changed while the run went on."""
+"""Prefix of the keys of settings that were changed during the run."""
 
 _COLUMNS = tuple(f.name for f in fields(Row))
 _VALUES = attrgetter(*_COLUMNS)
@@ -56,7 +56,7 @@ _INVARIANTS: tuple[tuple[str, str], ...] = (
     ("has a step although it was not claimed", "step >= 0 AND state NOT IN ('CLAIMED', 'TRAINED', 'DURABLE')"),
     ("has no step although it was claimed", "step < 0 AND state IN ('CLAIMED', 'TRAINED', 'DURABLE')"),
     ("is dropped without a reason, or has one and is not dropped", "(state = 'DROPPED') != (reason != '')"),
-    ("was dispatched by nobody", f"attempt < 1 AND reason NOT IN ({', '.join(repr(r) for r in PASSED_OVER)})"),
+    ("was never dispatched", f"attempt < 1 AND reason NOT IN ({', '.join(repr(r) for r in PASSED_OVER)})"),
     (
         "is durable without a checkpoint that covers it",
         "state = 'DURABLE' AND step >= (SELECT CAST(value AS INTEGER) FROM meta WHERE key = 'durable_version')",
@@ -74,7 +74,7 @@ _MOVED = "group_id IN (SELECT group_id FROM transitions WHERE seq > ?)"
 
 
 @dataclass(slots=True)
-class Change:
+class LedgerChange:
     """What one transaction writes."""
 
     rows: dict[int, Row] = field(default_factory=dict[int, Row])
@@ -85,8 +85,8 @@ class Change:
 
 
 class LedgerReader:
-    """A ledger that nobody writes, looked at without a lock and without a change. All failures of SQLite become
-    LedgerError with the path."""
+    """A ledger without a writer, read without a lock and without a change. All failures of SQLite become LedgerError
+    with the path."""
 
     def __init__(self, path: Path) -> None:
         """Raises LedgerError if it cannot be opened, or is no ledger."""
@@ -255,7 +255,7 @@ class LedgerFile(LedgerReader):
             raise self._unwritable(error) from error
         return int(self.query("SELECT id FROM terms WHERE data = ?", data)[0][0])
 
-    def commit(self, change: Change) -> None:
+    def commit(self, change: LedgerChange) -> None:
         """Write all of it or nothing. Raises LedgerError, and then nothing is written."""
         row_marks = ", ".join("?" * len(_COLUMNS))
         batches: tuple[tuple[str, Sequence[Any]], ...] = (
@@ -315,7 +315,7 @@ def lock_ledger(path: Path) -> IO[str]:
 
 
 def is_in_use(path: Path) -> bool:
-    """Whether somebody holds the ledger's lock now; leaves nothing behind."""
+    """Whether the ledger is locked now; leaves nothing behind."""
     return is_locked(_lock_of(path))
 
 

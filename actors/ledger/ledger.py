@@ -1,24 +1,157 @@
 """The ledger: the only truth about where every drawn prompt is, from draw to durable checkpoint.
 
-Each verb is one transaction that walks groups along the transition table (`states.py`); a verb that breaks it
+Each verb is one transaction that moves groups along the transition table (`states.py`); a verb that breaks the table
 raises LedgerError and changes nothing. Draw numbers, group ids, the next step and the newest version are derived from
-the rows. Groups that are still on their way are mirrored in memory; what is trained or dropped stays in the file alone,
-for a run without checkpoints has all that it ever trained.
+the rows. Unfinished groups are mirrored in memory; trained and dropped ones are in the file alone, since a run without
+checkpoints keeps all that it ever trained.
 
-Knows rows and payload bytes. Must not know admission, messages, sockets, or what a sample is.
+`LedgerCounts` and `Draws` are counts derived from the rows and updated change by change: groups by state and reason
+and their lengths, for the run report; the cursor over all sources and each of them, for the next draw.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
+
+import orjson
 
 from ...core.errors import LedgerError
-from .counts import Draws, Stretch, Tally
-from .file import LIVE, Change, LedgerFile
-from .states import LEFTOVER, OPEN, REWIND, TRANSITIONS, Row, State, check_path
+from .file import LIVE, LedgerChange, LedgerFile, LedgerReader
+from .states import LEFTOVER, OPEN, PASSED_OVER, REDRAWN, REWIND, TRANSITIONS, Row, State, check_path
+
+TRAINED_LENGTH = "trained"
+_MASKED = "masked "
+
+
+def masked_text(masked: Mapping[str, int]) -> str:
+    """What a transition says of a group's members that nothing is learnt from: reasons, and how many for each."""
+    return _MASKED + orjson.dumps(dict(masked), option=orjson.OPT_SORT_KEYS).decode() if masked else ""
+
+
+class GroupTally:
+    """Counts of groups by state and reason, and their lengths. Built once by SQL."""
+
+    SQL = (
+        "SELECT state, reason, COUNT(*), SUM(num_tokens >= 0), SUM(MAX(num_tokens, 0)) FROM groups "
+        "GROUP BY state, reason"
+    )
+
+    MASKED_SQL = (
+        "SELECT detail, COUNT(*) FROM transitions WHERE to_state = 'READY' AND detail LIKE 'masked {%' GROUP BY detail"
+    )
+
+    def __init__(self, found: Iterable[tuple[Any, ...]] = (), masked: Iterable[tuple[Any, ...]] = ()) -> None:
+        self.masked: Counter[str] = Counter()
+        """Reason -> members of groups that were kept, from which nothing is learnt."""
+        for note, num_groups in masked:
+            self.note_masked(note, num_groups)
+        self._states: Counter[str] = Counter()
+        self._reasons: Counter[str] = Counter()
+        self._lengths: Counter[str] = Counter()
+        self._tokens: Counter[str] = Counter()
+        for state, reason, num_groups, num_known, num_tokens in found:
+            self._add(State(state), reason, num_groups, num_known, num_tokens)
+
+    def note_masked(self, note: str, num_groups: int = 1) -> None:
+        """So many groups were kept with that `masked_text`."""
+        for reason, count in orjson.loads(note.removeprefix(_MASKED)).items() if note else ():
+            self.masked[reason] += count * num_groups
+
+    def change(self, before: Row | None, after: Row) -> None:
+        """One group went from `before` to `after`."""
+        for row, sign in ((before, -1), (after, 1)):
+            if row is not None:
+                self._add(row.state, row.reason, sign, sign * (row.num_tokens >= 0), sign * max(row.num_tokens, 0))
+
+    def _add(self, state: State, reason: str, num_groups: int, num_known: int, num_tokens: int) -> None:
+        self._states[str(state)] += num_groups
+        if state is State.DROPPED:
+            self._reasons[reason] += num_groups
+        name = reason if state is State.DROPPED else TRAINED_LENGTH
+        if state in (State.DROPPED, State.TRAINED, State.DURABLE):
+            self._lengths[name] += num_known
+            self._tokens[name] += num_tokens
+
+    @property
+    def states(self) -> dict[str, int]:
+        """State -> number of groups; states without groups are left out."""
+        return {state: count for state, count in self._states.items() if count}
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Reason -> number of dropped groups."""
+        return {reason: count for reason, count in self._reasons.items() if count}
+
+    @property
+    def mean_tokens(self) -> dict[str, float]:
+        """Mean response tokens of a group: "trained", and per reason for dropping, as far as lengths are known."""
+        return {name: self._tokens[name] / count for name, count in self._lengths.items() if count}
+
+
+_MARK = "mix"
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Draws whose sources were chosen by the same shares, as long as nothing changes them."""
+
+    mix: str = ""
+    """The shares of the sources, as text; empty: there was no choice yet."""
+    since: int = 0
+    """First draw."""
+
+
+class Draws:
+    """What was drawn so far, and what is to be drawn once more."""
+
+    def __init__(self, file: LedgerReader) -> None:
+        """Count what the file holds. Raises LedgerError if it cannot be read."""
+        self.next_id, self.next_draw = file.query(
+            "SELECT COALESCE(MAX(group_id), -1) + 1, COALESCE(MAX(draw), -1) + 1 FROM groups"
+        )[0]
+        since, _, mix = file.meta().get(_MARK, "0 ").partition(" ")
+        self.stretch = Stretch(mix, int(since))
+        taken = "SELECT source, COUNT(*) FROM groups WHERE redraw_of < 0"
+        self.taken: Counter[str] = Counter(dict(file.query(f"{taken} GROUP BY source")))
+        """Source -> draws from it: the number of the next."""
+        given = f"draw >= ? AND reason NOT IN ({', '.join('?' * len(PASSED_OVER))})"
+        found = file.query(f"{taken} AND {given} GROUP BY source", self.stretch.since, *PASSED_OVER)
+        self.in_stretch: Counter[str] = Counter(dict(found))
+        """The same since the stretch began, without those that were passed over."""
+        again = file.rows(
+            f"state = 'DROPPED' AND reason IN ({', '.join('?' * len(REDRAWN))}) "
+            "AND group_id NOT IN (SELECT redraw_of FROM groups)",
+            *sorted(REDRAWN),
+        )
+        self.redraws = {row.group_id: row.draw for row in again}
+        """Dropped group -> its draw, which is to be drawn once more."""
+
+    def mark(self, stretch: Stretch) -> dict[str, str]:
+        """What the file is to hold for a stretch that begins with the draws that are written now."""
+        return {} if stretch == self.stretch else {_MARK: f"{stretch.since} {stretch.mix}"}
+
+    def begin(self, stretch: Stretch) -> None:
+        """It was written; its draws are noted after this."""
+        if stretch != self.stretch:
+            self.stretch, self.in_stretch = stretch, Counter()
+
+    def note(self, before: Row | None, row: Row) -> None:
+        """One group is as `row` says now."""
+        if before is None:
+            self.next_id = max(self.next_id, row.group_id + 1)
+            self.next_draw = max(self.next_draw, row.draw + 1)
+            self.redraws.pop(row.redraw_of, None)
+            if row.redraw_of < 0:
+                self.taken[row.source] += 1
+                self.in_stretch[row.source] += row.draw >= self.stretch.since and row.reason not in PASSED_OVER
+        elif row.reason in REDRAWN and not before.reason:
+            self.redraws[row.group_id] = row.draw
+
 
 _FINISH = (State.FINISHED, State.REWARDED, State.READY)
 _REFUSE = (State.FINISHED, State.REWARDED, State.DROPPED)
@@ -26,7 +159,7 @@ _IN_FILE = (State.TRAINED, State.DURABLE, State.DROPPED)
 """States whose groups are not mirrored."""
 _CHECKED = "checked"
 """Remembered: the transition up to which histories are not checked again when the next buffer opens the file, since an
-opening did, or the newest checkpoint covers them. A copy that another run goes on from has no such mark."""
+opening did, or the newest checkpoint covers them. A copy for another run has no such mark."""
 
 
 class Ledger:
@@ -68,9 +201,9 @@ class Ledger:
         claimed = query("SELECT COALESCE(MAX(step), -1) + 1 FROM groups WHERE state = 'CLAIMED'")[0][0]
         self._newest = max(self._base, newest)
         self._next_step = max(self._newest, claimed)
-        self._tally = Tally(query(Tally.SQL), query(Tally.MASKED_SQL))
+        self._tally = GroupTally(query(GroupTally.SQL), query(GroupTally.MASKED_SQL))
         self._terms = self._file.terms()
-        change = Change(meta={LIVE + _CHECKED: str(self._file.newest_transition())})
+        change = LedgerChange(meta={LIVE + _CHECKED: str(self._file.newest_transition())})
         for row in movable:
             if row.state is State.DISPATCHED:
                 self._move(change, row, (State.REQUEUED,), detail="the buffer was restarted")
@@ -85,7 +218,7 @@ class Ledger:
 
     @property
     def next_draw(self) -> int:
-        """The cursor: the first draw that nobody got yet."""
+        """The cursor: the first draw that was not dispatched yet."""
         return self.draws.next_draw
 
     @property
@@ -100,11 +233,11 @@ class Ledger:
 
     @property
     def is_broken(self) -> bool:
-        """The file could not be written (disk full, read-only): the run cannot go on."""
+        """The file could not be written (disk full, read-only): the run cannot continue."""
         return self._file.is_broken
 
     @property
-    def tally(self) -> Tally:
+    def tally(self) -> GroupTally:
         """Counts by state and reason."""
         return self._tally
 
@@ -157,7 +290,7 @@ class Ledger:
         return self._terms.get(number, "")
 
     def all_terms(self) -> tuple[str, ...]:
-        """Every terms that groups were dispatched under, also in a run that this one goes on from."""
+        """All terms that groups were dispatched under, also in a run that this one continues."""
         return tuple(self._terms.values())
 
     def number_terms(self, data: str) -> int:
@@ -173,8 +306,8 @@ class Ledger:
         return self._file.meta().get(LIVE + key, "")
 
     def remember(self, key: str, value: str) -> None:
-        """Keep a setting for the next process of this run (not for a run that goes on from this one)."""
-        self._file.commit(Change(meta={LIVE + key: value}))
+        """Keep a setting for the next process of this run (not for a run that continues this one)."""
+        self._file.commit(LedgerChange(meta={LIVE + key: value}))
 
     # ---- the life of a group
 
@@ -184,7 +317,7 @@ class Ledger:
         The given rows say `rollout`, `epoch` and `version` (lower bound of the oldest token); a new one that has a
         reason is given up at once. `stretch`: that the newest draws belong to, if sources are chosen at all.
         """
-        change = Change()
+        change = LedgerChange()
         for offset, row in enumerate(new):
             if row.group_id != self.draws.next_id + offset:
                 raise LedgerError(f"group {row.group_id} is drawn, but the next id is {self.draws.next_id + offset}")
@@ -199,10 +332,10 @@ class Ledger:
         self._commit(change, stretch)
 
     def reattach(self, group_ids: Iterable[int]) -> None:
-        """The buffer was restarted, and the actors that had these groups still have them: the attempt goes on."""
-        change = Change()
+        """The buffer was restarted, and the actors still hold these groups: the attempts continue."""
+        change = LedgerChange()
         for group_id in group_ids:
-            self._move(change, self._get(group_id), (State.DISPATCHED,), detail="still in hand")
+            self._move(change, self._get(group_id), (State.DISPATCHED,), detail="still held")
         self._commit(change)
 
     def finish(
@@ -210,7 +343,7 @@ class Ledger:
     ) -> None:
         """A whole group with rewards arrived and is kept. `version`: of its oldest token, -1 if no engine took part;
         `reward`: mean over its members; `note`: `masked_text` of those that nothing is learnt from."""
-        change = Change()
+        change = LedgerChange()
         change.payloads.append((group_id, True, data))
         row = replace(self._get(group_id), version=version, num_tokens=num_tokens, reward=reward)
         self._move(change, row, _FINISH, detail=note)
@@ -219,7 +352,7 @@ class Ledger:
 
     def refuse(self, group_id: int, reason: str, *, detail: str, num_tokens: int, reward: float | None = None) -> None:
         """A whole group arrived and is not kept: filtered, or its samples are wrong, and then it has no reward."""
-        change = Change()
+        change = LedgerChange()
         change.freed.append((group_id,))
         row = replace(self._get(group_id), reason=_named(reason), num_tokens=num_tokens, reward=reward)
         self._move(change, row, _REFUSE, detail=detail)
@@ -227,7 +360,7 @@ class Ledger:
 
     def drop(self, reasons: Iterable[tuple[int, str]], detail: str = "") -> None:
         """Groups are given up unfinished or too old. Leftovers keep their payload: the run may be continued."""
-        change = Change()
+        change = LedgerChange()
         for group_id, reason in reasons:
             row = self._get(group_id)
             if reason != LEFTOVER:
@@ -239,13 +372,13 @@ class Ledger:
         """Length of a group that was dropped under way, learnt when it arrived too late; for the bias report."""
         row = self.find(group_id)
         if row is not None and row.state is State.DROPPED and row.num_tokens < 0:
-            change = Change()
+            change = LedgerChange()
             change.rows[group_id] = replace(row, num_tokens=num_tokens)
             self._commit(change)
 
     def requeue(self, returned: Iterable[tuple[int, bytes | None, int]], detail: str) -> None:
         """Groups go back: (group, unfinished samples or None to keep the ones known, version of the oldest token)."""
-        change = Change()
+        change = LedgerChange()
         for group_id, partial, version in returned:
             if partial is not None:
                 change.payloads.append((group_id, False, partial))
@@ -255,14 +388,14 @@ class Ledger:
         self._commit(change)
 
     def save_partial(self, group_id: int, partial: bytes) -> None:
-        """Unfinished samples of a group that is under way, for whoever goes on with it should its actor die."""
-        self._file.commit(Change(payloads=[(group_id, False, partial)]))
+        """Unfinished samples of a running group, for the next attempt should its actor die."""
+        self._file.commit(LedgerChange(payloads=[(group_id, False, partial)]))
 
     def claim(self, step: int, group_ids: Sequence[int]) -> None:
         """A batch is formed."""
         if step != self._next_step:
             raise LedgerError(f"step {step} is claimed, but the next step is {self._next_step}")
-        change = Change()
+        change = LedgerChange()
         for group_id in group_ids:
             self._move(change, replace(self._get(group_id), step=step), (State.CLAIMED,), detail=f"step {step}")
         self._commit(change)
@@ -277,7 +410,7 @@ class Ledger:
                 f"step {step} was trained, but claimed are {self._newest} to {self._next_step - 1}",
                 remedy="claim a step before training it; after a restart of the trainer call rewind",
             )
-        change = Change()
+        change = LedgerChange()
         for row in self.claim_of(step):
             self._move(change, row, (State.TRAINED,), detail=f"version {step + 1}")
         self._commit(change)
@@ -295,7 +428,7 @@ class Ledger:
         if version <= self._durable:
             return 0
         floor = max(self._floor, self._durable if oldest is None else min(self._durable, oldest))
-        change = Change(meta={"durable_version": str(version), "payload_floor": str(floor)})
+        change = LedgerChange(meta={"durable_version": str(version), "payload_floor": str(floor)})
         change.meta[LIVE + _CHECKED] = str(self._file.newest_transition())
         before = {row.group_id: row for row in self._file.rows("state = 'TRAINED' AND step < ?", version)}
         for row in before.values():
@@ -310,7 +443,7 @@ class Ledger:
         return num_durable
 
     def rewind(self, version: int) -> int:
-        """Training goes on from `version`: what was trained after it is READY again. Returns how many groups that is.
+        """Training continues from `version`: what was trained after it is READY again. Returns the number of groups.
 
         Claims of earlier steps count as trained (the checkpoint holds them), a claim of step `version` stays, later
         ones are dissolved. What was left over at an earlier end of the run comes back. Raises LedgerError if payloads
@@ -321,7 +454,7 @@ class Ledger:
             "SELECT 1 FROM transitions WHERE to_state = 'CLAIMED' LIMIT 1"
         ):
             raise LedgerError(
-                f"cannot go on from version {version}: the steps claimed lead to version {self._next_step} at most",
+                f"cannot continue from version {version}: the steps claimed lead to version {self._next_step} at most",
                 remedy="the checkpoint is of another past: begin from one of this ledger's, or with the copy in it",
             )
         if version < self._floor:
@@ -329,7 +462,7 @@ class Ledger:
                 f"cannot go back to version {version}: groups trained up to version {self._floor} are given away",
                 remedy="end the run and `myxa resume` it, with the copy of the ledger in that checkpoint",
             )
-        change = Change(meta={"base_version": str(version), "durable_version": str(min(self._durable, version))})
+        change = LedgerChange(meta={"base_version": str(version), "durable_version": str(min(self._durable, version))})
         back = f"rewind to {version}"
         before = {
             row.group_id: row
@@ -347,7 +480,7 @@ class Ledger:
         self._next_step = version + 1 if self.claim_of(version) else version
         return num_ready
 
-    def _rewind_row(self, change: Change, row: Row, version: int, back: str) -> None:
+    def _rewind_row(self, change: LedgerChange, row: Row, version: int, back: str) -> None:
         if row.state is State.DROPPED:
             found = self._file.payload(row.group_id)
             to = State.READY if found is not None and found[0] else State.REQUEUED
@@ -367,7 +500,7 @@ class Ledger:
 
     def _move(
         self,
-        change: Change,
+        change: LedgerChange,
         row: Row,
         path: tuple[State, ...],
         detail: str = "",
@@ -382,7 +515,7 @@ class Ledger:
         change.rows[row.group_id] = replace(row, state=at)
 
     def _commit(
-        self, change: Change, stretch: Stretch | None = None, before: Mapping[int, Row] = MappingProxyType({})
+        self, change: LedgerChange, stretch: Stretch | None = None, before: Mapping[int, Row] = MappingProxyType({})
     ) -> None:
         """`before`: rows as the file has them, as far as they were looked up."""
         if not (change.rows or change.meta):

@@ -1,19 +1,103 @@
-"""The ledger that a run goes on with: its own, that of an earlier run, or the copy in a checkpoint.
+"""The ledger that a run resumes with: its own, that of an earlier run, or the copy in a checkpoint.
 
-Knows files. A copy is made beside its place and renamed, so that a crash leaves either none or a whole one; whatever it
-is copied from stays as it is.
+A copy is written beside its place and renamed: a crash leaves no copy or a whole one. The source stays unchanged.
+
+A `LedgerSnapshot` reads the ledger as of one moment, over its own connection, while the buffer writes: groups,
+or a copy for a run checkpoint. SQLite's own backup reads under one snapshot, so writers work meanwhile and the copy
+never holds a part of a transaction. The copy is one file with a digest.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sqlite3
-from dataclasses import dataclass
+import threading
+from collections.abc import Collection, Generator
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from ...core.errors import LedgerError
+from ...core.files import FileEntry, describe_file
 from .file import FORMAT, LIVE, LedgerReader, lock_ledger
-from .snapshot import copy_ledger
+from .states import Row, State
+
+_COLUMNS = tuple(f.name for f in fields(Row))
+_SQL = (
+    f"SELECT {', '.join(f'g.{name}' for name in _COLUMNS)}, t.data, p.is_whole, p.data FROM groups g "
+    "LEFT JOIN terms t ON t.id = g.terms LEFT JOIN payloads p ON p.group_id = g.group_id"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerEntry:
+    """A group with all that the ledger has of it."""
+
+    row: Row
+    terms: str
+    """Empty: from before ledgers kept them."""
+    is_whole: bool
+    payload: bytes | None
+
+
+def entries_in(path: Path, states: Collection[State]) -> Generator[LedgerEntry]:
+    """Groups in these states, oldest first, all as of one moment. Raises LedgerError if the file cannot be read."""
+    marks = ", ".join("?" * len(states))
+    yield from _read(path, f"{_SQL} WHERE g.state IN ({marks}) ORDER BY g.group_id", tuple(map(str, states)))
+
+
+def entries_of(path: Path, group_ids: Collection[int]) -> Generator[LedgerEntry]:
+    """These groups, oldest first. Raises LedgerError if the file cannot be read."""
+    marks = ", ".join("?" * len(group_ids))
+    yield from _read(path, f"{_SQL} WHERE g.group_id IN ({marks}) ORDER BY g.group_id", tuple(group_ids))
+
+
+def _read(path: Path, sql: str, args: tuple[Any, ...]) -> Generator[LedgerEntry]:
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
+            for values in db.execute(sql, args):  # one statement: one moment
+                found = dict(zip(_COLUMNS, values[: len(_COLUMNS)], strict=True))
+                found["state"] = State(found["state"])
+                terms, is_whole, payload = values[len(_COLUMNS) :]
+                yield LedgerEntry(Row(**found), terms or "", bool(is_whole), payload)
+    except sqlite3.Error as error:
+        raise LedgerError(f"{path} cannot be read: {error}") from error
+
+
+_one_at_a_time = threading.Lock()
+"""A caller that timed out asks again while the copy is being made: two copies into one draft would destroy it, and
+the first to begin must not be the last to replace the target."""
+
+
+def copy_ledger(path: Path, target: Path) -> FileEntry:
+    """Copy the ledger, which may be in use, to `target`; any thread, one after another. Returns what is durably there
+    then. A target belongs to one process, which finds what a crash left of a draft and replaces it.
+
+    Raises LedgerError naming both files if it cannot be read or written.
+    """
+    with _one_at_a_time:
+        return _copy(path, target)
+
+
+def _copy(path: Path, target: Path) -> FileEntry:
+    draft = target.with_name(f"{target.name}.part")
+    try:
+        draft.unlink(missing_ok=True)
+        with (
+            contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as source,
+            contextlib.closing(sqlite3.connect(draft, isolation_level=None)) as copy,
+        ):
+            source.backup(copy)
+            copy.execute("PRAGMA journal_mode=DELETE")  # else the copy would be two files when opened
+        entry = describe_file(draft)
+        draft.replace(target)
+    except (sqlite3.Error, OSError) as error:
+        draft.unlink(missing_ok=True)
+        raise LedgerError(
+            f"{path} cannot be copied to {target}: {error}", remedy="is the disk full or the file system read-only?"
+        ) from error
+    return FileEntry(name=target.name, num_bytes=entry.num_bytes, sha256=entry.sha256)
+
 
 LEDGER = "ledger.sqlite"
 """Its name, in a run directory and in a checkpoint."""
@@ -21,7 +105,7 @@ LEDGER = "ledger.sqlite"
 
 @dataclass(frozen=True, slots=True)
 class LedgerFacts:
-    """How far a ledger that nobody uses goes."""
+    """How far an unused ledger goes."""
 
     run: str
     floor: int
@@ -30,7 +114,7 @@ class LedgerFacts:
     """Versions that its claims lead to: a trainer cannot honestly be further."""
 
     def why_not(self, version: int) -> str:
-        """Why training cannot go on from `version` with this ledger; empty if it can."""
+        """Why training cannot continue from `version` with this ledger; empty if it can."""
         if version < self.floor:
             return f"it can go back to version {self.floor} at most: what was trained before is given away"
         if version > self.claimed:
@@ -39,7 +123,7 @@ class LedgerFacts:
 
 
 def read_facts(path: Path) -> LedgerFacts:
-    """Look through the whole ledger, without a change and without its lock; nobody may be writing it.
+    """Read through the whole ledger, without a change and without its lock; it must have no writer.
 
     Raises LedgerError if it is missing, damaged or no ledger.
     """
@@ -65,13 +149,12 @@ def read_facts(path: Path) -> LedgerFacts:
 
 
 def floor_of(path: Path) -> int:
-    """The oldest version that a ledger which nobody uses can go back to. Raises LedgerError if it cannot be read."""
+    """The oldest version that an unused ledger can go back to. Raises LedgerError if it cannot be read."""
     return int(_mark(path, "payload_floor"))
 
 
 def dataset_of(path: Path) -> str:
-    """Fingerprint of the prompts that a ledger which nobody uses was written for. Raises LedgerError if it cannot be
-    read."""
+    """Fingerprint of the prompts that an unused ledger was written for. Raises LedgerError if it cannot be read."""
     return _mark(path, "dataset")
 
 
@@ -100,8 +183,8 @@ def continue_ledger(earlier: Path, path: Path, run: str) -> bool:
 
 
 def adopt_copy(earlier: Path, path: Path, run: str) -> None:
-    """Copy a ledger that nobody writes, of a checkpoint for example, to `path`, which is the caller's alone, for `run`.
-    An older file there is replaced. Raises LedgerError if one of the two cannot be used."""
+    """Copy a ledger without a writer, of a checkpoint for example, to `path` for `run`. Only the caller may use `path`;
+    an older file there is replaced. Raises LedgerError if one of the two cannot be used."""
     draft = path.with_name(path.name + ".part")
     copy_ledger(earlier, draft)
     begin_life(draft, run)
@@ -111,8 +194,8 @@ def adopt_copy(earlier: Path, path: Path, run: str) -> None:
 
 
 def begin_life(path: Path, run: str) -> None:
-    """The ledger is `run`'s from now on, and forgets what was set while an earlier life of it went on (that it was
-    paused, values of knobs): a checkpoint brings that. Raises LedgerError if it cannot be written."""
+    """The ledger is `run`'s from now on, and forgets what was set during an earlier life (that it was paused, values of
+    knobs), which comes with a checkpoint. Raises LedgerError if it cannot be written."""
     try:
         with contextlib.closing(sqlite3.connect(path)) as db, db:
             db.execute("UPDATE meta SET value = ? WHERE key = 'run'", (run,))

@@ -1,13 +1,22 @@
-"""The life of a sample as a table: which state may follow which. Knows no file and no clock."""
+"""The life of a group as a table (which state may follow which), and its payload as bytes. No file, no clock.
+
+A payload is a msgpack header with raw little-endian arrays. It is never a pickle, since a resumed run reads the ledger.
+msgspec types both directions; decoded arrays are writable.
+"""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, get_args
+
+import msgspec
+import numpy as np
 
 from ...algos.staleness import STALE, STALE_AFTER_RETUNE, STALE_STAMP
 from ...core.errors import LedgerError
+from ...core.samples import Group, Sample
 
 
 class State(enum.StrEnum):
@@ -28,7 +37,7 @@ class State(enum.StrEnum):
 _S = State
 
 TRANSITIONS: Mapping[State, frozenset[State]] = {
-    # DROPPED: its prompt is passed over, so nobody gets it.
+    # DROPPED: its prompt is passed over, so it is never dispatched.
     _S.DRAWN: frozenset({_S.DISPATCHED, _S.DROPPED}),
     _S.DISPATCHED: frozenset({_S.FINISHED, _S.REQUEUED, _S.DROPPED}),
     # FINISHED: the buffer was restarted meanwhile, and the first worker delivers before anybody else got the group.
@@ -120,3 +129,43 @@ def check_path(row: Row, path: tuple[State, ...], table: Mapping[State, frozense
                 remedy=f"from {at} it may go to {', '.join(sorted(allowed)) or 'nowhere'}",
             )
         at = to
+
+
+def _array_out(value: Any) -> bytes:
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    raise NotImplementedError(f"{type(value).__name__} cannot be stored in the ledger")
+
+
+def _array_in(kind: Any, value: bytes) -> np.ndarray[Any, Any]:
+    dtype = get_args(get_args(kind)[1])[0]
+    return np.frombuffer(bytearray(value), dtype=dtype)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_array_out)
+_groups = msgspec.msgpack.Decoder(Group, dec_hook=_array_in)
+_partials = msgspec.msgpack.Decoder(tuple[Sample, ...], dec_hook=_array_in)
+
+
+def encode(value: Group | tuple[Sample, ...]) -> bytes:
+    """Bytes of a group or of unfinished samples. Raises ValueError if the prompt's metadata cannot be written."""
+    try:
+        return _encoder.encode(value)
+    except (NotImplementedError, OverflowError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"cannot be stored: {error}") from error
+
+
+def decode_group(group_id: int, data: bytes) -> Group:
+    """A group back from its bytes. Raises LedgerError naming the group when they are damaged."""
+    try:
+        return _groups.decode(data)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise LedgerError(f"payload of group {group_id} is damaged: {error}") from error
+
+
+def decode_partial(group_id: int, data: bytes) -> tuple[Sample, ...]:
+    """Unfinished samples back from their bytes. Raises LedgerError naming the group when they are damaged."""
+    try:
+        return _partials.decode(data)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise LedgerError(f"unfinished samples of group {group_id} are damaged: {error}") from error

@@ -1,6 +1,5 @@
 """The monitor's picture of the run: latest values, time shares, short curves.
 
-Knows: telemetry bundles, in the order in which they arrived. Must not know: sinks, files, the event loop, clocks.
 Memory is bounded: names, sources and points per curve are all capped, whatever the senders do.
 """
 

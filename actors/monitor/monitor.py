@@ -1,6 +1,6 @@
 """The monitor: takes telemetry from every actor, keeps a picture of the run, feeds the sinks.
 
-Knows: bundles, `Sink` objects that it was given. Must not know: concrete sinks, files, formats.
+
 Nothing here is needed for training: actors send lossy casts, sinks live in a thread of their own, and a monitor that
 is slow or dead costs telemetry only.
 """
@@ -21,7 +21,7 @@ from ...core.clock import Clock, SystemClock
 from ...core.errors import CallError
 from ...core.messages import Event, MetricPoint, Span, Telemetry
 from ...core.sink import Sink
-from ..contracts.roles import MonitorContract
+from ..contracts import MonitorContract
 from ..knobs.owner import KnobOwner, OwnsKnobs, catch_up
 from ..knobs.process import process_knobs
 from ..telemetry import ReportPace
@@ -31,7 +31,7 @@ from .sink_thread import SinkThread
 _CLOSE_S = 8.0
 """Below the time that a node gives an actor's `on_stop`."""
 _JOIN_S = 5.0
-"""How long telemetry waits for the coordinator's word on the knobs; it tells them again to whoever registers."""
+"""How long telemetry waits for the knobs in force; the coordinator also sends them to each owner that registers."""
 _REPORT_DROPS_S = 10.0
 _NAME = "monitor"
 
@@ -84,7 +84,7 @@ class Monitor(OwnsKnobs, MonitorContract):
         self._meter.switch("wait-data", "messages")
 
     def _mark_gap(self) -> None:
-        """What was told while there was no monitor is lost: whoever reads curves and trace must see where."""
+        """Telemetry sent while there was no monitor is lost: curves and trace must show where."""
         since_s, now_s = self._written_until_wall_s, self._clock.wall()
         if since_s:
             text = f"nothing was written for {now_s - since_s:.1f} s: there was no monitor"

@@ -1,10 +1,9 @@
 """One thread that feeds all sinks, so that no disk, socket or library can hold the monitor's loop up.
 
-Knows: the `Sink` protocol, a bounded queue. Must not know: any concrete sink, the event loop, sockets.
 
     put(bundle) -> bounded queue -> thread: write to every sink -> flush at least every `flush_s`
 
-A sink that raises is switched off with one event; the others go on. One whose disk refuses (`core/files.py`) stays:
+A sink that raises is switched off with one event; the others stay. One whose disk refuses (`core/files.py`) stays:
 what it could not take is counted, and it is flushed until that can be written. The thread is a daemon: a sink that
 hangs in the kernel costs its data, never the end of the process. `concurrent.futures` was considered: its workers are
 joined at interpreter exit, so a hanging sink would hang the run.
@@ -48,7 +47,7 @@ class SinkThread:
         emit: Callable[[str, str], None] | None = None,
         settings: Mapping[str, str | int | float | bool] | None = None,
     ) -> None:
-        """`emit`: where events about these sinks and of them are told; None: to these sinks themselves."""
+        """`emit`: gets events about these sinks and of them; None: these sinks themselves."""
         self._sinks = list(sinks)
         self._opened: list[Sink] = []
         self._refused: dict[str, int] = {}
@@ -135,7 +134,7 @@ class SinkThread:
             self._end()
 
     def _end(self) -> None:
-        """From now on nothing is taken; whoever waits for a flush is let go."""
+        """From now on nothing is taken; waiting flushes end."""
         self._ending.set_result(None)
         self._release()
 
@@ -199,7 +198,7 @@ class SinkThread:
         for sink in list(self._sinks):
             try:
                 action(sink)
-            except Exception as error:  # noqa: BLE001 - foreign code; the other sinks must go on
+            except Exception as error:  # noqa: BLE001 - foreign code; it must not stop the other sinks
                 if refusal(error) is None:
                     self._disable(sink, f"failed to {what}", error)
                 else:
@@ -208,7 +207,7 @@ class SinkThread:
                 if what == "flush" and sink.name in self._refused:
                     lost = self._refused.pop(sink.name)
                     self._emit(
-                        WRITTEN_EVENT, f"sink {sink.name} goes on" + (f"; {lost} bundles are lost" if lost else "")
+                        WRITTEN_EVENT, f"sink {sink.name} writes again" + (f"; {lost} bundles are lost" if lost else "")
                     )
 
     def _note_refusal(self, sink: Sink, error: Exception, *, num_bundles: int) -> None:
@@ -277,7 +276,9 @@ class BesideSink:
         try:
             self._thread.start().result(timeout=self._open_s)
         except FutureTimeoutError:
-            context.emit("sink-slow", f"sink {self.name} takes longer than {self._open_s:g} s to open; the run goes on")
+            context.emit(
+                "sink-slow", f"sink {self.name} needs more than {self._open_s:g} s to open; the run goes ahead"
+            )
 
     def write(self, bundle: Telemetry) -> None:
         """Hand the bundle on, or drop it."""
@@ -285,7 +286,7 @@ class BesideSink:
             self._thread.put(bundle)
 
     def flush(self) -> None:
-        """The thread flushes by itself; what it could not take is told."""
+        """The thread flushes by itself; this reports what it could not take."""
         if self._thread is None or self._context is None:
             return
         lost = self._thread.num_dropped - self._num_told

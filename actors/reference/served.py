@@ -14,8 +14,7 @@ from ...core.clock import Clock
 from ...core.config import RewardSettings
 from ...core.errors import MyxaError, ReferenceFailed, UserCodeError
 from ...core.samples import F32, Prompt, Sample
-from ..rewards.gate import GaveUp, Tell
-from ..rewards.guard import MAX_PROBES, Guard
+from ..rewards.guard import MAX_PROBES, CallGuard, GaveUp, Tell
 from .server import NoScore, Refused
 from .wire import Wanted, in_response, wanted_of
 
@@ -40,7 +39,7 @@ class ServedReference:
         """`settings`: what failures mean."""
         self._servers = servers
         self._clock = clock
-        self._guard = Guard(settings, "the reference model of algo.ref_urls", "reference")
+        self._guard = CallGuard(settings, "the reference model of algo.ref_urls", "reference")
         self._num_calls = 0
         self._call_s = 0.0
         """Seconds of calls that worked, since they were told last."""

@@ -13,9 +13,9 @@ import msgspec
 from ...algos.rewards.builtin import BUILTINS, as_the_only_one, bind_builtin
 from ...algos.rewards.outcome import SCALAR_KEY, RewardOutcome, outcome_of, outcomes_of
 from ...core.completions import Completion
-from ..user_call import is_the_callers
-from ..user_code import load_function, place_of, reward_expected, what_was_raised, words_of
-from ..user_loop import Blocked
+from ..user_code.calls import is_the_callers
+from ..user_code.functions import load_function, place_of, reward_expected, what_was_raised, words_of
+from ..user_code.loop import Blocked
 
 Answers = tuple[Completion, ...]
 """What one call judges: a single answer, or all of a group in the order of their numbers."""
@@ -25,24 +25,24 @@ REMOTE = "remote"
 """The built-in that is no function: a service is asked, see `remote.py`."""
 
 
-class Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RewardKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where in the run file a function and its arguments are named, for messages."""
 
     fn: str = "reward.fn"
     args: str = "reward.args"
 
     @classmethod
-    def of_one(cls, name: str) -> Keys:
+    def of_one(cls, name: str) -> RewardKeys:
         """Of one of several functions."""
         return cls(f"reward.functions.{name}.fn", f"reward.functions.{name}.args")
 
     @classmethod
-    def of_eval_set(cls, name: str) -> Keys:
+    def of_eval_set(cls, name: str) -> RewardKeys:
         """Of an evaluation set's own."""
         return cls(f"eval.sets.{name}.reward", f"eval.sets.{name}.reward_args")
 
 
-ALONE = Keys()
+ALONE = RewardKeys()
 """Of the run's only function."""
 
 
@@ -88,7 +88,7 @@ def load_reward(
     args: Mapping[str, Any],
     takes_group: bool = False,
     strip_thinking: bool = True,
-    keys: Keys = ALONE,
+    keys: RewardKeys = ALONE,
 ) -> RewardFn:
     """The function with its arguments bound; built-ins judge single answers. `keys`: of the run file, that say so.
     Raises ConfigError or UserCodeError."""
@@ -101,16 +101,6 @@ def load_reward(
     found = load_function(name, reward_expected(keys.fn, takes_group=takes_group), extra)
     bound, place = partial(found.fn, **extra), place_of(found.fn)
     return RewardFn(name, bound, is_async=found.is_async, takes_group=takes_group, place=place)
-
-
-def check_args(name: str, *, pattern: str, args: Mapping[str, Any], keys: Keys = ALONE) -> None:
-    """Whether a built-in takes these arguments; nothing of a function of the user's. Raises ConfigError."""
-    if name == REMOTE:
-        from .remote import remote_options  # a client for HTTP, which no other reward needs
-
-        remote_options(args, keys.args)
-    elif name in BUILTINS:
-        bind_builtin(name, pattern=pattern, args=args, key=keys.args)
 
 
 def call_reward(reward: RewardFn, answers: Answers) -> Outcomes:

@@ -1,25 +1,328 @@
-"""What stands between whoever wants answers judged and what judges them, which may fail: when it is called, when it is
-left alone, and when that is the end of the run.
+"""When a reward function is called, when it is given a pause, and when its failures end the run.
 
-Calls that fail in a row are an outage until shown otherwise: they wait at a gate (`gate.py`) and are repeated; until
-then their failures are in doubt, and held against nobody. Knows gate and budget. Must not know what is called.
+Consecutive failures are treated as an outage: calls wait at the `Gate` and are repeated. Until the outage is decided
+its failures count against no group. The breaker's states (pure: times are passed in):
+
+    CLOSED ── `after` failures in a row, of as many groups ──> OPEN ── cool-down over ──> PROBING (one call)
+      ^                                                         ^                            │
+      └───────────────────────── it works ──────────────────────┼────────────────────────────┤
+                                  it fails, longer cool-down ───┘      it fails, `max_wait_s` is over: GIVEN_UP
+
+A function that has never worked gets no pause: the run's error budget ends it. Failures count by group, so that one bad
+prompt is not mistaken for an outage. The `ErrorBudget` is a share of the last calls, or groups, once there are enough.
+Libraries considered: pybreaker, purgatory. They raise for the callers where ours wait, and have no limit for that.
 """
 
 from __future__ import annotations
 
+import asyncio
+import enum
+import math
 import re
+from collections import deque
+from collections.abc import Callable, Mapping
 
 from ...core.config import RewardSettings
-from .breaker import Breaker, BreakerState
-from .error_budget import ErrorBudget, LostGroups
-from .gate import RewardGate, Tell
+from ...core.errors import (
+    DataError,
+    EngineError,
+    MemberFailed,
+    ModelError,
+    MyxaError,
+    PromptTooLong,
+    RewardError,
+    UserCodeError,
+)
+
+MAX_COOL_DOWN_S = 60.0
+
+
+class BreakerState(enum.StrEnum):
+    """Whether calls go through."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    PROBING = "probing"
+    GIVEN_UP = "given up"
+
+
+_S = BreakerState
+
+TRANSITIONS: Mapping[BreakerState, frozenset[BreakerState]] = {
+    _S.CLOSED: frozenset({_S.OPEN}),
+    _S.OPEN: frozenset({_S.PROBING}),
+    _S.PROBING: frozenset({_S.CLOSED, _S.OPEN, _S.GIVEN_UP}),
+    _S.GIVEN_UP: frozenset(),
+}
+
+
+class Breaker:
+    """One per reward function and actor. All times are seconds of one monotonic clock."""
+
+    def __init__(self, *, after: int, cool_down_s: float, max_wait_s: float) -> None:
+        """`after`: failures in a row, 0 = never opens. `cool_down_s`: before the first probe, doubled for each further
+        one. `max_wait_s`: from the opening to the last probe."""
+        self._after = after
+        self._first_cool_down_s = self._cool_down_s = cool_down_s
+        self._max_wait_s = max_wait_s
+        self._has_worked = False
+        self._failed: set[int] = set()
+        """Groups whose calls failed since the last one that worked."""
+        self._opened_s = self._probe_at_s = 0.0
+        self.state = _S.CLOSED
+        self.num_opened = 0
+        """How often it opened."""
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether a failure now may turn out to be the beginning of an outage."""
+        return bool(self._after) and self._has_worked and self.state is _S.CLOSED
+
+    @property
+    def opened_s(self) -> float:
+        """When it opened last."""
+        return self._opened_s
+
+    def may_call(self, now_s: float) -> bool:
+        """Whether the caller may call now. If the state is PROBING afterwards, the call is the probe, and its caller
+        must report its end by `worked`, `failed` or `abandoned`."""
+        if self.state is _S.OPEN and now_s >= self._probe_at_s:
+            self._go(_S.PROBING)
+            return True
+        return self.state is _S.CLOSED
+
+    def wait_s(self, now_s: float) -> float | None:
+        """Until asking again makes sense; None: until a call's end is reported."""
+        return max(self._probe_at_s - now_s, 0.0) if self.state is _S.OPEN else None
+
+    def worked(self, *, is_probe: bool) -> None:
+        """A call worked. One that was begun before the opening says nothing of the time after it."""
+        if is_probe:
+            self._go(_S.CLOSED)
+        if self.state is _S.CLOSED:
+            self._has_worked = True
+            self._failed.clear()
+            self._cool_down_s = self._first_cool_down_s
+
+    def failed(self, group_id: int, now_s: float, *, is_probe: bool) -> bool:
+        """A call failed. True if it is to wait and be repeated, False if it counts."""
+        if is_probe:
+            self._cool_down_s = min(2 * self._cool_down_s, MAX_COOL_DOWN_S)
+            self._rest(now_s)
+        elif self.is_in_doubt:
+            self._failed.add(group_id)
+            if len(self._failed) >= self._after:
+                self._opened_s = now_s
+                self.num_opened += 1
+                self._rest(now_s)
+        return self.state in (_S.OPEN, _S.PROBING)
+
+    def abandoned(self, now_s: float) -> None:
+        """The probe was cancelled; the next caller is one."""
+        self._probe_at_s = now_s
+        self._go(_S.OPEN)
+
+    def _rest(self, now_s: float) -> None:
+        last_s = self._opened_s + self._max_wait_s
+        if self.state is _S.PROBING and now_s >= last_s:
+            self._go(_S.GIVEN_UP)
+            return
+        self._probe_at_s = min(now_s + self._cool_down_s, last_s)
+        self._go(_S.OPEN)
+
+    def _go(self, to: BreakerState) -> None:
+        assert to in TRANSITIONS[self.state], (self.state, to)
+        self.state = to
+
+
+Tell = Callable[[str, str], None]
+"""Kind and text of an event."""
+
+
+class GaveUp(Exception):
+    """The breaker gave up; the text says after how long."""
+
+
+class RewardGate:
+    """One per rewarder, on its loop. The clock is the loop's."""
+
+    def __init__(self, breaker: Breaker) -> None:
+        self.breaker = breaker
+        self.num_waiting = 0
+        """Calls that wait now."""
+        self._changed = asyncio.Event()
+
+    async def enter(self) -> bool:
+        """Wait until a call may be made; True if it is the probe. Raises GaveUp once there is no hope."""
+        self.num_waiting += 1
+        try:
+            while not self.breaker.may_call(_now_s()):
+                if self.breaker.state is BreakerState.GIVEN_UP:
+                    raise GaveUp
+                await self._wait(self.breaker.wait_s(_now_s()))
+        finally:
+            self.num_waiting -= 1
+        return self.breaker.state is BreakerState.PROBING
+
+    def worked(self, *, is_probe: bool) -> None:
+        """A call worked."""
+        self.breaker.worked(is_probe=is_probe)
+        if is_probe:
+            self._ring()
+
+    def failed(self, group_id: int, *, is_probe: bool) -> bool:
+        """A call failed; True if it is to `enter` again."""
+        is_for_later = self.breaker.failed(group_id, _now_s(), is_probe=is_probe)
+        if is_probe:
+            self._ring()
+        return is_for_later
+
+    def abandoned(self) -> None:
+        """The probe was cancelled."""
+        self.breaker.abandoned(_now_s())
+        self._ring()
+
+    @property
+    def open_for_s(self) -> float:
+        """Since the breaker opened last."""
+        return _now_s() - self.breaker.opened_s
+
+    async def _wait(self, timeout_s: float | None) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+
+    def _ring(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+MIN_CALLS = 20
+WINDOW_CALLS = 100
+"""Only the last calls count, so that a service that breaks late is noticed as soon as one that never worked."""
+
+KINDS: tuple[type[MyxaError], ...] = (EngineError, DataError, ModelError)
+"""Of what the run ends with; all else is the user's code."""
+
+
+class ErrorBudget:
+    """Counts calls. Pure: no clock, no IO."""
+
+    def __init__(self, max_rate: float) -> None:
+        self.max_rate = max_rate
+        """The allowed share."""
+        self._recent: deque[bool] = deque(maxlen=WINDOW_CALLS)
+        self.num_calls = 0
+        self.num_errors = 0
+
+    def note(self, *, has_failed: bool) -> None:
+        """One more call."""
+        self._recent.append(has_failed)
+        self.num_calls += 1
+        self.num_errors += has_failed
+
+    @property
+    def recent(self) -> tuple[int, int]:
+        """Failures among the last calls, and how many those are."""
+        return sum(self._recent), len(self._recent)
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether more than the allowed share failed."""
+        failed, calls = self.recent
+        return calls >= MIN_CALLS and failed / calls > self.max_rate
+
+
+class LostGroups:
+    """Which of the last groups were lost to a reward: with a few failed calls many groups may be. Pure."""
+
+    def __init__(self, max_rate: float) -> None:
+        self.max_rate = max_rate
+        """The allowed share."""
+        self._recent: dict[int, bool] = {}
+
+    def note(self, group_id: int, *, is_lost: bool) -> None:
+        """One more call for a group; a group is lost by any of its calls."""
+        self._recent[group_id] = self._recent.get(group_id, False) or is_lost
+        if len(self._recent) > WINDOW_CALLS:
+            del self._recent[next(iter(self._recent))]
+
+    @property
+    def recent(self) -> tuple[int, int]:
+        """Lost ones among the last groups, and how many those are."""
+        return sum(self._recent.values()), len(self._recent)
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether more than the allowed share was lost."""
+        lost, groups = self.recent
+        return groups >= MIN_CALLS and lost / groups > self.max_rate
+
+
+class GroupBudget:
+    """Counts groups that were lost to a workflow, an engine, a row or the chat template. Rewards have a budget of their
+    own, and a prompt that does not fit is no failure of any of them. Environments may fail as often as they like, but
+    not all of them for ever."""
+
+    def __init__(self, max_rate: float, max_outage_s: float = math.inf) -> None:
+        """`max_outage_s`: for so long all groups may be lost through their environments."""
+        self._budget = ErrorBudget(max_rate)
+        self._max_outage_s = max_outage_s
+        self._outage: tuple[float, int] | None = None
+        """Since when, and how many groups."""
+
+    @property
+    def max_rate(self) -> float:
+        """The allowed share."""
+        return self._budget.max_rate
+
+    @max_rate.setter
+    def max_rate(self, max_rate: float) -> None:
+        self._budget.max_rate = max_rate
+
+    def note(self, error: MyxaError | None, now_s: float = 0.0) -> None:
+        """One more group, lost to `error` or finished. Raises an error of the same kind once there are too many."""
+        if isinstance(error, MemberFailed) and error.kind != "policy":
+            self._note_outage(error, now_s)
+            return
+        if isinstance(error, RewardError | PromptTooLong):
+            return
+        self._outage = None if error is None else self._outage
+        self._budget.note(has_failed=error is not None)
+        if error is None or not self._budget.is_spent:
+            return
+        failed, groups = self._budget.recent
+        kind = next((kind for kind in KINDS if isinstance(error, kind)), UserCodeError)
+        raise kind(
+            f"{failed} of the last {groups} groups were lost, more than reward.max_error_rate = {self.max_rate:g} "
+            f"allows; the last one: {error.message}",
+            remedy=error.remedy,
+        )
+
+    def _note_outage(self, error: MemberFailed, now_s: float) -> None:
+        since_s, num_groups = self._outage or (now_s, 0)
+        self._outage = since_s, num_groups + 1
+        if num_groups + 1 >= MIN_CALLS and now_s - since_s > self._max_outage_s:
+            raise MemberFailed(
+                f"the environment failed all of the last {num_groups + 1} groups, for {now_s - since_s:.0f} s, longer "
+                f"than reward.max_outage_s = {self._max_outage_s:g} allows; the last one: {error.message}",
+                kind=error.kind,
+                remedy=error.remedy,
+            )
+
 
 MAX_PROBES = 2
 """Failed probes with the same answers, before it is they that are blamed."""
 
 
 MAX_CAUSES = 100
-"""Kinds of failures that are told apart."""
+"""Kinds of failures that are counted apart."""
 _VALUES = re.compile(r"'[^']*'|\"[^\"]*\"|(?<![:\w])[-+]?\d[\d.]*")
 
 
@@ -28,7 +331,7 @@ def kind_of_cause(cause: str) -> str:
     return _VALUES.sub("...", cause)
 
 
-class Guard:
+class CallGuard:
     """Of one thing that is called, in one rollout actor, on its loop."""
 
     def __init__(self, settings: RewardSettings, what: str, kind: str = "reward", place: str = "") -> None:
@@ -41,7 +344,7 @@ class Guard:
         self._budget = ErrorBudget(settings.max_error_rate)
         self._groups = LostGroups(settings.max_error_rate)
         self._is_reward = kind == "reward"
-        """Whose failures are told by their causes, and counted by the groups that they lose."""
+        """A reward's failures are reported by cause, and counted by the groups that they lose."""
         self._causes: dict[str, int] = {}
         """How often it failed, by kind of cause."""
         self._gate = RewardGate(
@@ -57,7 +360,7 @@ class Guard:
         """What it did when it failed last: a sentence without its subject."""
 
     def listen(self, tell: Tell) -> None:
-        """Whom to tell when calls stop and go on."""
+        """`tell` is called when calls stop and when they resume."""
         self._tell = tell
 
     async def enter(self) -> bool:
@@ -178,4 +481,4 @@ class Guard:
 
 
 def _tell_nobody(kind: str, text: str) -> None:
-    """Until somebody listens."""
+    """Until there is a listener."""

@@ -3,8 +3,8 @@
     one answer        {"prompt": ..., "response": ..., "label": ..., "metadata": {...}, ...}  ->  0.5 or {"reward": 0.5}
     scope = "group"   {"answers": [{...}, ...]}                                               ->  [0.5, {"reward": 1}]
 
-A try that meets nobody, a busy or a broken service (408, 429, 5xx) is repeated after a pause; any other refusal is an
-error at once. Knows aiohttp and what is sent; what becomes of a failure is the rewarder's business.
+A try without an answer, or with that of a busy or broken service (408, 429, 5xx), is repeated after a pause; any other
+refusal is an error at once. The rewarder decides what a failure means.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Judges completions for a rollout actor: built-ins at once, your own functions in processes.
+"""Judges the samples of a rollout actor: with one function, with several, or with a fixed reward.
+
+`Rewarder` runs one function. Where it runs depends on its kind:
 
 | function | `reward.workers = 0` | `reward.workers = n` |
 |---|---|---|
@@ -9,43 +11,56 @@
 | your own `async def` | 1 process, side by side; with `isolate = false` in the loop | n processes |
 | your own `def` | up to 4 processes; with `isolate = false` in threads | n processes |
 
-Calls that fail in a row are an outage until shown otherwise: they wait and are repeated (`guard.py`).
-Knows how a function is run and what counts as a failure. Must not know groups' fates or other actors.
+Consecutive failures are treated as an outage: the calls wait and are repeated (`guard.py`). `SeveralRewards` adds up
+functions by weight, or calls the one that the row names; each has its own workers, errors and outages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ...algos.rewards.outcome import RewardOutcome
+from ...algos.rewards.builtin import BUILTINS, bind_builtin
+from ...algos.rewards.outcome import RewardOutcome, overlong_penalty
 from ...core.completions import Completion
-from ...core.config import RewardSettings
+from ...core.config import RewardSettings, RunConfig
+from ...core.config.reward import OVERLONG
 from ...core.errors import DeadlyReward, MyxaError, UserCodeError
-from ..user_call import TookTooLong, UserRaised, within
+from ..user_code.calls import TookTooLong, UserRaised, within
 from .call import (
     ALONE,
     REMOTE,
     Answers,
     BadReward,
-    Keys,
     Outcomes,
     RewardFn,
+    RewardKeys,
     await_reward,
     call_reward,
+    checked,
     load_reward,
     raised,
 )
-from .gate import GaveUp, Tell
-from .guard import MAX_PROBES, Guard
-from .length_cost import by_length
-from .pool import RewardPool
-from .protocol import WorkerSpec
-from .side_by_side import SideBySide
-from .threads import BlockingCalls, ThreadsBusy
+from .guard import MAX_PROBES, CallGuard, GaveUp, Tell
+from .pool import BlockingCalls, RewardPool, SideBySide, ThreadsBusy
+from .worker_messages import RewardWorkerSpec
 
 if TYPE_CHECKING:
     from .remote import RemoteReward
+
+
+def by_length(of: RewardSettings, answers: Answers, outcomes: Outcomes) -> Outcomes:
+    """Outcomes lowered by the cost of length, which is a part of its own in them."""
+    if not of.overlong_tokens:
+        return outcomes
+    lowered: list[RewardOutcome] = []
+    for one, outcome in zip(answers, outcomes, strict=True):
+        share = overlong_penalty(one.num_tokens, max_tokens=of.overlong_tokens, buffer=of.overlong_buffer)
+        cost = of.overlong_penalty * share
+        lowered.append(RewardOutcome(outcome.value + cost, {**outcome.parts, OVERLONG: cost}))
+    return tuple(lowered)
+
 
 MAX_THREADS = 8
 MAX_WORKERS = 4
@@ -62,7 +77,7 @@ class RunReward(Protocol):
 class Rewarder:
     """One per rollout actor; `score` and `score_group` may be called concurrently."""
 
-    def __init__(self, settings: RewardSettings, keys: Keys = ALONE) -> None:
+    def __init__(self, settings: RewardSettings, keys: RewardKeys = ALONE) -> None:
         """Load the function. `keys`: of the run file, that say so. Raises ConfigError or UserCodeError."""
         self._settings = settings
         self._keys = keys
@@ -81,7 +96,7 @@ class Rewarder:
                 keys=keys,
             )
         )
-        self._guard = Guard(settings, f'reward function "{self._reward.name}"', place=self._reward.place)
+        self._guard = CallGuard(settings, f'reward function "{self._reward.name}"', place=self._reward.place)
         self._pool: RewardPool | SideBySide | None = None
         self._run = self._way_to_run(self._reward)
 
@@ -89,7 +104,7 @@ class Rewarder:
         if self._remote is not None:
             return self._remote.ask
         of = self._settings
-        spec = WorkerSpec(
+        spec = RewardWorkerSpec(
             fn=of.fn,
             pattern=of.pattern,
             args=of.args,
@@ -118,7 +133,7 @@ class Rewarder:
         return MAX_WORKERS if settings.isolate and not is_harmless else 0
 
     def listen(self, tell: Tell) -> None:
-        """Whom to tell when calls stop and go on."""
+        """`tell` is called when calls stop and when they resume."""
         self._guard.listen(tell)
 
     async def score(self, completion: Completion) -> RewardOutcome:
@@ -207,7 +222,7 @@ class Rewarder:
         try:
             return await within(await_reward(self._reward, answers), self._settings.timeout_s)
         except TookTooLong as late:
-            more = ", and goes on although it was cancelled; with reward.workers it would be stopped"
+            more = ", and still runs although it was cancelled; with reward.workers it would be stopped"
             raise BadReward(f"took longer than {self._settings.timeout_s:g} s{more if late.goes_on else ''}") from None
         except UserRaised as error:
             raise raised(error.cause) from error
@@ -229,10 +244,160 @@ class Rewarder:
         return await self._pool.score(answers, self._settings.timeout_s)
 
 
-def _remote(settings: RewardSettings, keys: Keys) -> RemoteReward | None:
+def _remote(settings: RewardSettings, keys: RewardKeys) -> RemoteReward | None:
     if settings.fn != REMOTE:
         return None
     from .remote import RemoteReward, remote_options  # a client for HTTP, which no other reward needs
 
     takes_group = settings.scope == "group"
     return RemoteReward(remote_options(settings.args, keys.args), timeout_s=settings.timeout_s, takes_group=takes_group)
+
+
+def check_args(name: str, *, pattern: str, args: Mapping[str, Any], keys: RewardKeys = ALONE) -> None:
+    """Whether a built-in takes these arguments; nothing of a function of the user's. Raises ConfigError."""
+    if name == REMOTE:
+        from .remote import remote_options  # a client for HTTP, which no other reward needs
+
+        remote_options(args, keys.args)
+    elif name in BUILTINS:
+        bind_builtin(name, pattern=pattern, args=args, key=keys.args)
+
+
+WORST = frozenset({"reward/error_rate", "reward/is_paused"})
+"""Gauges of which the highest is shown; the others are added up."""
+
+
+class SeveralRewards:
+    """One per rollout actor; `score` and `score_group` may be called concurrently."""
+
+    def __init__(self, settings: RewardSettings) -> None:
+        """Load all functions. Raises ConfigError or UserCodeError."""
+        self._settings = settings
+        self._by_name = {name: Rewarder(part, RewardKeys.of_one(name)) for name, part in settings.parts().items()}
+        self.judges_groups = any(one.judges_groups for one in self._by_name.values())
+        """Whether a function gets all answers of a group at once."""
+
+    async def score(self, completion: Completion) -> RewardOutcome:
+        """The reward of one completion. Raises as a `Rewarder`."""
+        return (await self.score_group((completion,)))[0]
+
+    async def score_group(self, completions: Sequence[Completion]) -> Outcomes:
+        """The rewards of all answers of a group. Raises as a `Rewarder`."""
+        answers = tuple(completions)
+        names = self._names_for(answers[0])
+        done = await asyncio.gather(*(self._judged(name, answers) for name in names), return_exceptions=True)
+        found: list[Outcomes] = []
+        for one in done:
+            if isinstance(one, BaseException):  # the first; the others have ended too
+                raise one
+            found.append(one)
+        try:
+            sums = checked([self._sum(names, of) for of in zip(*found, strict=True)], len(answers))
+        except BadReward as bad:
+            raise UserCodeError(
+                f"the sum of reward.functions {bad} (group {answers[0].group_id})", remedy=REMEDY
+            ) from bad
+        return by_length(self._settings, answers, sums)
+
+    async def _judged(self, name: str, answers: Answers) -> Outcomes:
+        rewarder = self._by_name[name]
+        if rewarder.judges_groups:
+            return await rewarder.score_group(answers)
+        done = await asyncio.gather(*(rewarder.score(one) for one in answers), return_exceptions=True)
+        for one in done:
+            if isinstance(one, BaseException):
+                raise one
+        return tuple(one for one in done if not isinstance(one, BaseException))
+
+    def _names_for(self, answer: Completion) -> tuple[str, ...]:
+        key = self._settings.choose_by
+        if not key:
+            return tuple(self._by_name)
+        name = answer.metadata.get(key, self._settings.choose_else)
+        if not isinstance(name, str) or name not in self._by_name:
+            raise UserCodeError(
+                f"the metadata of group {answer.group_id} says {key} = {name!r}, which is none of reward.functions",
+                remedy="name one of them in the row, or set reward.choose_else",
+            )
+        return (name,)
+
+    def _sum(self, names: Sequence[str], outcomes: Sequence[RewardOutcome]) -> RewardOutcome:
+        total, parts = 0.0, dict[str, float]()
+        for name, outcome in zip(names, outcomes, strict=True):
+            total += self._settings.functions[name].weight * outcome.value
+            parts[name] = outcome.value
+            parts |= {f"{name}/{part}": value for part, value in outcome.parts.items()}
+        return RewardOutcome(total, parts)
+
+    # -- for all of them
+
+    @property
+    def num_errors(self) -> int:
+        """Failed calls so far."""
+        return sum(one.num_errors for one in self._by_name.values())
+
+    @property
+    def too_many_errors(self) -> str:
+        """Empty, or the sentence that ends the run."""
+        return next((words for one in self._by_name.values() if (words := one.too_many_errors)), "")
+
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """Worker processes now alive."""
+        return tuple(pid for one in self._by_name.values() for pid in one.worker_pids)
+
+    def listen(self, tell: Tell) -> None:
+        """`tell` is called when calls stop and when they resume."""
+        for one in self._by_name.values():
+            one.listen(tell)
+
+    def allow(self, max_error_rate: float) -> None:
+        """Another share of failed calls from now on."""
+        for one in self._by_name.values():
+            one.allow(max_error_rate)
+
+    def gauges(self) -> dict[str, float]:
+        """What the monitor shows of them."""
+        shown = [one.gauges() for one in self._by_name.values()]
+        return {key: (max if key in WORST else sum)(one[key] for one in shown) for key in shown[0]}
+
+    async def close(self) -> None:
+        """End all worker processes and connections."""
+        await asyncio.gather(*(one.close() for one in self._by_name.values()))
+
+
+class FixedReward:
+    """The same reward for everything: what demonstrations get in supervised fine-tuning."""
+
+    judges_groups = False
+    num_errors = 0
+    too_many_errors = ""
+
+    def __init__(self, value: float = 1.0) -> None:
+        self._outcome = RewardOutcome(value)
+
+    async def score(self, completion: Completion) -> RewardOutcome:
+        return self._outcome
+
+    async def score_group(self, completions: Sequence[Completion]) -> Outcomes:
+        return tuple(self._outcome for _ in completions)
+
+    def allow(self, max_error_rate: float) -> None:
+        """Nothing to fail."""
+
+    def listen(self, tell: Tell) -> None:
+        """Nothing to tell."""
+
+    def gauges(self) -> dict[str, float]:
+        """Nothing to show."""
+        return {}
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
+
+def make_rewarder(config: RunConfig) -> Rewarder | SeveralRewards | FixedReward:
+    """What judges the samples of this run. Raises ConfigError or UserCodeError when a function cannot be loaded."""
+    if config.algo.kind == "sft":
+        return FixedReward()
+    return SeveralRewards(config.reward) if config.reward.functions else Rewarder(config.reward)

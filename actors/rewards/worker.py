@@ -1,9 +1,9 @@
 """A worker process that judges completions, one call at a time, or those of an async function side by side;
-`actors/keeper.py` starts it.
+`actors/user_code/subreaper.py` starts it.
 
 Speaks over its standard input and output; what the reward function prints goes to standard error, the actor's log.
 The function runs in the main thread, where math-verify's time limits (signals) work.
-Side by side, one that blocks the loop of all is interrupted and named, see `actors/user_loop.py`.
+Side by side, one that blocks the loop of all is interrupted and named, see `actors/user_code/loop.py`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any, BinaryIO
 
 from ...algos.rewards.builtin import BUILTINS
 from ...core.errors import MyxaError
-from ..user_call import TookTooLong, UserRaised, within
-from ..user_loop import CALL, Blocked, DaemonThreads, Outgoing, Watch, read_in_thread
-from ..user_process import LoadFailed, Ready, own_pipes, read_frame, write_frame
+from ..user_code.calls import TookTooLong, UserRaised, within
+from ..user_code.loop import CALL, Blocked, DaemonThreads, Outgoing, Watch, read_in_thread
+from ..user_code.process import LoadFailed, Ready, own_pipes, read_frame, write_frame
 from .call import BadReward, Outcomes, RewardFn, await_reward, call_reward, load_reward, raised
-from .protocol import (
-    Failed,
+from .worker_messages import (
     Judge,
+    JudgeFailed,
+    JudgeStuck,
     Replied,
     Reply,
     Scored,
-    Stuck,
     answers_decoder,
     spec_decoder,
     to_side_by_side,
@@ -74,7 +74,7 @@ def _judge(reward: RewardFn, body: bytes, runner: asyncio.Runner) -> Reply:
             return Scored(runner.run(await_reward(reward, answers)))
         return Scored(call_reward(reward, answers))
     except BadReward as error:
-        return Failed(str(error))
+        return JudgeFailed(str(error))
 
 
 class _Call:
@@ -99,7 +99,7 @@ class _SideBySide:
         loop.set_default_executor(DaemonThreads())
         Watch(loop, self._max_block_s, self._tell_stuck)
         await read_in_thread(incoming, self._take).wait()
-        os._exit(0)  # nobody waits for what runs still
+        os._exit(0)  # results of running calls are not wanted any more
 
     def _take(self, body: bytes) -> None:
         message = to_side_by_side.decode(body)
@@ -117,14 +117,14 @@ class _SideBySide:
             reply = Scored(await within(self._call(judge), judge.timeout_s))
         except TookTooLong as late:
             is_hanging = late.goes_on
-            more = ", and goes on although it was cancelled; its process ends with the calls beside it"
-            reply = Failed(f"took longer than {judge.timeout_s:g} s{more if late.goes_on else ''}")
+            more = ", and still runs although it was cancelled; its process ends with the calls beside it"
+            reply = JudgeFailed(f"took longer than {judge.timeout_s:g} s{more if late.goes_on else ''}")
         except UserRaised as error:
-            reply = Failed(str(raised(error.cause)))
+            reply = JudgeFailed(str(raised(error.cause)))
         except (BadReward, Blocked) as error:
-            reply = Failed(str(error))
+            reply = JudgeFailed(str(error))
         except asyncio.CancelledError:
-            reply = Failed("was cancelled")
+            reply = JudgeFailed("was cancelled")
         finally:
             self._tasks.pop(judge.number)
         is_hanging |= any(thread.is_alive() for thread in call.threads)
@@ -140,5 +140,5 @@ class _SideBySide:
 
     def _tell_stuck(self, place: str) -> None:
         number = self._doing.get(asyncio.current_task(self._loop), -1)
-        self._out.put(Stuck(number, place))
+        self._out.put(JudgeStuck(number, place))
         self._out.flush()

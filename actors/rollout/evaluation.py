@@ -19,7 +19,7 @@ from ...core.errors import EngineError
 from ...core.messages import Assignment, CanaryAnswers, EvalRequest, EvalResult, GroupText
 from ...core.protocols import Tokenizer
 from ...core.samples import Group, Prompt, Sample
-from ..group_text import group_text
+from ..telemetry import group_text
 from ..workflows.episode import Episode, Interrupted, ModelAccess
 from .group_runner import GroupRunner
 from .judging import PooledScorer
@@ -37,8 +37,8 @@ class Evaluation:
         self._numbers = itertools.count(1)
 
     def listen(self, tell: Callable[[str, str], None], show: Callable[[GroupText], None] | None = None) -> None:
-        """Whom to tell (kind, text) when calls of a set's own function stop, so that answers wait, and go on; and whom
-        to show answers."""
+        """`tell` (kind, text) is called when calls of a set's own function stop, so that answers wait, and when they
+        resume; `show` is called with answers."""
         self._show = show
         for name, scorer in self._scorers.items():
             scorer.listen(lambda kind, text, name=name: tell(kind, f"evaluation set {name}: {text}"))
@@ -53,7 +53,7 @@ class Evaluation:
     ) -> EvalResult:
         """Mean reward over the prompts that were answered; failures are logged and counted.
 
-        `version` stands in when no token has a version. Raises EngineError when not a single prompt was answered.
+        `version` is used when no token has a version. Raises EngineError when not a single prompt was answered.
         """
         scorer, number = self._scorers.get(request.name), self.number()
         judged = runner if scorer is None else runner.judged_by(scorer)
@@ -100,7 +100,7 @@ class Evaluation:
 
 
 def measured(groups: Sequence[Group], pass_reward: float) -> dict[str, float]:
-    """What is told of answered prompts: mean reward, pass@k, mean length in tokens, share of answers cut off."""
+    """Metrics of answered prompts: mean reward, pass@k, mean length in tokens, share of answers cut off."""
     samples = [sample for group in groups for sample in group.samples]
     rewards = [float(reward) for group in groups for reward in group.rewards]
     solved = [(int((group.rewards >= pass_reward).sum()), len(group.rewards)) for group in groups]
@@ -116,7 +116,7 @@ async def answer_canary(
     model: ModelAccess, tokenizer: Tokenizer, request: EvalRequest, *, name: str, prefix: str
 ) -> CanaryAnswers:
     """One turn for every prompt, side by side; the first that fails ends the others. Raises what the engine raises,
-    DataError for a prompt that is too long, EngineError when the actor was told to stop.
+    DataError for a prompt that is too long, EngineError when the actor had to stop.
 
     `prefix`: makes the request ids unique among all that this actor sends, also for the same question asked again.
     """
@@ -127,9 +127,7 @@ async def answer_canary(
         try:
             await episode.generate()
         except Interrupted as err:
-            raise EngineError(
-                f"{name} was told to stop in the middle of a canary", remedy="ask another engine"
-            ) from err
+            raise EngineError(f"{name} had to stop in the middle of a canary", remedy="ask another engine") from err
         return episode.sample()
 
     try:

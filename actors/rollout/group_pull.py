@@ -25,13 +25,12 @@ from ...core.errors import CallError, DiskRefused, EngineError, MyxaError, UserC
 from ...core.messages import Assignment, DrawBlock, DrawRequest, GroupDropped, GroupReturned
 from ...core.retry import until_answered
 from ...core.samples import Group, Prompt, Sample
-from ..contracts.roles import BufferContract
-from ..engine_versions import Weights
-from ..rewards.error_budget import GroupBudget
-from .gauges import GroupCounts
+from ..contracts import BufferContract
+from ..rewards.guard import GroupBudget
+from ..weights.engine_versions import ServedWeights
+from .gauges import GroupCounts, RolloutTime
 from .group_runner import GroupRunner, Partial, drop_reason
 from .judging import PooledScorer
-from .time_booking import RolloutTime
 
 POLL_S = 5.0
 """Long poll for work: the buffer holds a draw that long at most."""
@@ -43,7 +42,7 @@ within that time."""
 HAND_BACK_S = 2.0
 """For handing all groups back before this actor fails."""
 SAVING_SHARE = 0.05
-"""Of its time at most the telling of tokens goes on: the more there is to tell, the more seldom."""
+"""Largest share of its time that goes into saving tokens: the more there are, the less often they are saved."""
 DRAW_AT_ONCE = 8
 """Groups taken by one draw: small bites share the slots among engines that ask at the same time."""
 
@@ -61,7 +60,7 @@ class GroupPull:
         max_groups: int,
         save_s: float = 0.0,
     ) -> None:
-        """`max_groups`: in flight at most. `save_s`: how often tokens so far are told to the buffer; 0: never."""
+        """`max_groups`: in flight at most. `save_s`: how often tokens so far are sent to the buffer; 0: never."""
         self._ctx = ctx
         self._buffer = buffer
         self._handover = handover
@@ -99,7 +98,7 @@ class GroupPull:
         self._told()
         self._room.set()
 
-    async def run(self, runner: GroupRunner, serves: Callable[[], Weights]) -> None:
+    async def run(self, runner: GroupRunner, serves: Callable[[], ServedWeights]) -> None:
         """Until told to drain. Never gives up on a buffer that is being restarted. `serves`: what is served now."""
         self._time.begin()
         self._runner = runner
@@ -179,8 +178,8 @@ class GroupPull:
             self._room.set()
 
     async def _leave_off(self, assignment: Assignment, partial: Partial) -> None:
-        """Somebody else goes on, with the tokens there are. Whether this group breaks engine after engine is judged by
-        the buffer, which knows the other attempts."""
+        """Another actor continues, with the tokens so far. The buffer, which knows the other attempts, judges whether
+        this group breaks engine after engine."""
         if partial.cause is not None:
             self._broke_s = self._ctx.clock.monotonic()
             self._handover.note_break(assignment, partial)
@@ -193,9 +192,9 @@ class GroupPull:
     # -- tokens outlive the engine
 
     async def hand_back(self, cause: EngineError | None = None) -> int:
-        """All groups go back with the tokens they have, for this actor is about to fail; returns how many. `cause`: the
-        engine did, and one of them may be why. Takes `HAND_BACK_S` at most: what the buffer was not told goes on from
-        what it was told before."""
+        """Return all groups with their tokens, since this actor is about to fail; returns how many. `cause`: the engine
+        failed, perhaps because of one of them. Takes `HAND_BACK_S` at most: a group that does not get through continues
+        from the tokens saved before."""
         self.is_draining = True
         num_groups = 0
         try:
@@ -215,7 +214,7 @@ class GroupPull:
         return num_groups
 
     async def _save_forever(self, runner: GroupRunner) -> None:
-        """Tell the buffer of tokens that came since it was told last; one answer is awaited before the next is sent."""
+        """Send the buffer the tokens since the last message; each answer is awaited before the next message."""
         pause_s = self._save_s
         while True:
             await asyncio.sleep(pause_s)
@@ -312,8 +311,8 @@ class GroupHandover:
         await self._ask(lambda: self._buffer.return_group(returned))
 
     async def save(self, assignment: Assignment, samples: tuple[Sample, ...]) -> None:
-        """Tell what there is of a group that goes on here. Raises CallError when the buffer does not
-        hear, DiskRefused when it cannot keep them."""
+        """Save the tokens of a group that continues here. Raises CallError when the buffer is not reached, DiskRefused
+        when it cannot keep them."""
         await self._buffer.return_group(
             GroupReturned(
                 group_id=assignment.prompt.group_id,
@@ -325,11 +324,11 @@ class GroupHandover:
         )
 
     def note_break(self, assignment: Assignment, partial: Partial) -> None:
-        """The engine failed a group, which goes on elsewhere."""
+        """The engine failed a group, which continues elsewhere."""
         self._broke = partial.cause
         self.counts.num_breaks += 1
         num_tokens = sum(int(sample.response_ids.size) for sample in partial.samples)
-        text = f"group {assignment.prompt.group_id} goes on elsewhere with {num_tokens} tokens: {partial.cause}"
+        text = f"group {assignment.prompt.group_id} continues elsewhere with {num_tokens} tokens: {partial.cause}"
         self._log.error("group-broken: %s", text)
         self._telemetry.event("group-broken", text)
 
@@ -359,5 +358,5 @@ class GroupHandover:
         self._budget.note(err, self._clock.monotonic())
 
     async def _ask(self, send: Callable[[], Awaitable[R]]) -> R:
-        """Keyed or idempotent calls, repeated while the buffer is restarting: the group in hand must not be lost."""
+        """Keyed or idempotent calls, repeated while the buffer is restarting, so that the group is not lost."""
         return await until_answered(send, who="buffer", clock=self._clock, log=self._log)

@@ -44,22 +44,20 @@ from ...core.messages import Assignment, DropReason
 from ...core.protocols import Delta, GenerateRequest, Tokenizer
 from ...core.samples import I32, Group, Prompt, Sample
 from ..stream_checks import checked_sample
-from ..user_call import TookTooLong, UserRaised, within
-from ..user_code import what_was_raised
-from ..workflows.context import Workflow, WorkflowContext
-from ..workflows.episode import Episode, Interrupted, ModelAccess
+from ..user_code.calls import TookTooLong, UserRaised, within
+from ..user_code.functions import what_was_raised
+from ..workflows.episode import Episode, Interrupted, ModelAccess, Workflow, WorkflowContext, closing
 from ..workflows.failures import FAILURE_KINDS, RETRIED
 from ..workflows.pool import EpisodeStart, TokensSoFar, WorkflowPool
-from ..workflows.stream_end import closing
 from ..workflows.turn_renderer import TurnRenderer
-from .judging import Outcome, Reference, Scorer
+from .judging import Reference, ScoredOutcome, Scorer
 
 T = TypeVar("T")
 
 
-Member = tuple[Sample, Outcome | None] | Interrupted | MemberFailed
-"""What becomes of one member of a group. No outcome: it is judged together with the others; MemberFailed: its
-environment failed for good, and the group goes on without it."""
+Member = tuple[Sample, ScoredOutcome | None] | Interrupted | MemberFailed
+"""The end of one member of a group. No outcome: it is judged together with the others; MemberFailed: its environment
+failed for good, and the group continues without it."""
 MAX_LOST = 10
 """Processes that a member may lose to others."""
 RETRY_AFTER_S = 0.5
@@ -121,11 +119,11 @@ class Partial(Exception):
 
     samples: tuple[Sample, ...] = field(default_factory=tuple)
     cause: EngineError | None = None
-    """What the engine failed with; None: it was told to stop."""
+    """What the engine failed with; None: it had to stop."""
 
 
 @dataclass(slots=True)
-class Load:
+class GroupLoad:
     """What this actor's groups are doing, for the time accounting: who is waited for."""
 
     generating: int = 0
@@ -170,7 +168,7 @@ class GroupRunner:
         model: ModelAccess,
         max_turns: int,
         clock: Clock,
-        on_load: Callable[[Load], None],
+        on_load: Callable[[GroupLoad], None],
         on_hop: Callable[[Hop, int, float, float], None],
         vocab_size: int | None = None,
     ) -> None:
@@ -188,7 +186,7 @@ class GroupRunner:
         self._on_hop = on_hop
         self._vocab_size = vocab_size
         self.reference: Reference | None = None
-        """Who is asked for log-probs of every sample that is finished; None: nobody."""
+        """Gives the log-probs of every finished sample; None: they are not needed."""
         self.timeout_s = 600.0
         """How long a workflow may take for one sample that it begins from now on."""
         self.max_retries = 2
@@ -200,7 +198,7 @@ class GroupRunner:
         self.on_failure: Callable[[FailureKind, str], None] = lambda kind, words: None
         """Told of each failure of a workflow: its kind, and in words what becomes of the member."""
         self.failures = FailureCounts()
-        self._load = Load()
+        self._load = GroupLoad()
         self._made: dict[int, GroupSoFar] = {}
         """Of groups that run."""
         self.stats = RunnerStats()
@@ -252,7 +250,7 @@ class GroupRunner:
             masked = [d for d in done if isinstance(d, MemberFailed)]
             if masked and not finished and not interrupted:
                 raise masked[0]
-            outcomes: Sequence[Outcome] = (
+            outcomes: Sequence[ScoredOutcome] = (
                 () if interrupted else await self._outcomes(assignment.prompt, finished, stretches)
             )
         except RequestRefused:
@@ -276,7 +274,7 @@ class GroupRunner:
         )
 
     async def _member(self, task: _Task) -> Member:
-        outcome: Outcome | None = None
+        outcome: ScoredOutcome | None = None
         try:
             with task.stretches.of("generate"):
                 sample = await self._tried(task)
@@ -300,8 +298,8 @@ class GroupRunner:
             return sample, await self._rewarded(self._scorer.score(self._completion(prompt, sample)))
 
     async def _tried(self, task: _Task) -> Sample:
-        """The member's sample; one whose environment failed is tried again, without its tokens. One whose process
-        another's workflow ended goes on from its tokens, and that does not count."""
+        """The member's sample. A member whose environment failed is tried again, without its tokens. A member whose
+        process was ended by another member's workflow continues from its tokens, and that does not count."""
         num_lost = 0
         while True:
             try:
@@ -360,8 +358,8 @@ class GroupRunner:
         return sample
 
     async def _outcomes(
-        self, prompt: Prompt, finished: Sequence[tuple[Sample, Outcome | None]], stretches: Stretches
-    ) -> Sequence[Outcome]:
+        self, prompt: Prompt, finished: Sequence[tuple[Sample, ScoredOutcome | None]], stretches: Stretches
+    ) -> Sequence[ScoredOutcome]:
         """Of all members: their own, or those of the group that they are."""
         own = [outcome for _, outcome in finished if outcome is not None]
         if not self._scorer.judges_groups:
@@ -418,7 +416,7 @@ class GroupRunner:
         except (Interrupted, MyxaError):
             raise
         except TookTooLong as late:
-            more = ", and goes on although it was cancelled" if late.goes_on else ""
+            more = ", and still runs although it was cancelled" if late.goes_on else ""
             raise UserCodeError(
                 f"workflow did not finish within {timeout_s:g} s{more} {task.where}",
                 remedy="bound its waits, or raise rollout.timeout_s",
@@ -615,7 +613,7 @@ class GroupSoFar:
         self._finished[sample.index] = sample
 
     def again(self, index: int) -> None:
-        """That member begins anew: what it has is of no use."""
+        """That member starts over: its tokens are of no use."""
         self._recorded.pop(index, None)
         self._episodes.pop(index, None)
 

@@ -1,7 +1,4 @@
-"""Who judges what was generated: rewards, and a reference model that is served elsewhere. What the role asks of them.
-
-Knows completions and samples. Must not know how rewards or servers are called.
-"""
+"""What judges generated samples: rewards, and a served reference model. The protocols that the role needs of them."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from ...core.completions import Completion
 from ...core.samples import Prompt, Sample
 
 
-class Outcome(Protocol):
+class ScoredOutcome(Protocol):
     """A reward and its named parts."""
 
     @property
@@ -30,11 +27,11 @@ class Scorer(Protocol):
         """Whether it is given all answers of a group at once."""
         ...
 
-    async def score(self, completion: Completion) -> Outcome:
+    async def score(self, completion: Completion) -> ScoredOutcome:
         """The reward of one completion."""
         ...
 
-    async def score_group(self, completions: Sequence[Completion]) -> Sequence[Outcome]:
+    async def score_group(self, completions: Sequence[Completion]) -> Sequence[ScoredOutcome]:
         """The rewards of all answers of a group."""
         ...
 
@@ -52,7 +49,7 @@ class _Guarded(Protocol):
         ...
 
     def listen(self, tell: Callable[[str, str], None]) -> None:
-        """Whom to tell (kind, text) when calls stop and go on."""
+        """`tell` (kind, text) is called when calls stop and when they resume."""
         ...
 
     def gauges(self) -> dict[str, float]:
@@ -87,11 +84,11 @@ class ScorerAndReference:
         """The scorer's."""
         return self._scorer.judges_groups
 
-    async def score(self, completion: Completion) -> Outcome:
+    async def score(self, completion: Completion) -> ScoredOutcome:
         """The scorer's."""
         return await self._scorer.score(completion)
 
-    async def score_group(self, completions: Sequence[Completion]) -> Sequence[Outcome]:
+    async def score_group(self, completions: Sequence[Completion]) -> Sequence[ScoredOutcome]:
         """The scorer's."""
         return await self._scorer.score_group(completions)
 

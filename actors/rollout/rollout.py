@@ -39,24 +39,22 @@ from ...core.protocols import Engine, EngineTrace, PausesAsTold, ProfilesItself,
 from ...core.retry import until_answered
 from ...core.samples import NO_VERSION
 from ...core.weight_channel import WeightProgress
-from ..contracts.roles import BufferContract, CoordinatorContract, MonitorContract, RolloutContract
-from ..engine_versions import ALWAYS_NEWEST, Weights
+from ..contracts import BufferContract, CoordinatorContract, MonitorContract, RolloutContract
 from ..knobs.owner import KnobOwner, OwnsKnobs
 from ..knobs.process import process_knobs
 from ..stream_checks import StreamChecks
 from ..telemetry import ReportPace, report_forever
+from ..weights.engine_versions import ALWAYS_NEWEST, ServedWeights
 from ..weights.receive import EngineWeights, channel_refusal
-from ..workflows.context import Workflow
-from ..workflows.episode import Generate, ModelAccess
+from ..workflows.episode import Generate, ModelAccess, Workflow
 from ..workflows.pool import WorkflowPool
 from .evaluation import Evaluation, answer_canary
-from .gauges import gauge_forever
+from .gauges import RolloutTime, gauge_forever
 from .group_pull import GroupHandover, GroupPull
 from .group_runner import GroupRunner, NoEngine
 from .judging import PooledScorer, Reference, ScorerAndReference
 from .knobs import RolloutLive, crowding, rollout_knobs
 from .tenant import RolloutTenant, Tenancy, require
-from .time_booking import RolloutTime
 
 START_LIMIT_S = 600.0  # an engine that loads a model may hold the interpreter lock for so long
 
@@ -75,7 +73,7 @@ class RolloutOptions:
     max_error_rate: float = 0.1
     """Share of groups that may be lost to the workflow or the engine."""
     save_partials_s: float = 5.0
-    """How often tokens so far are told to the buffer; 0: never."""
+    """How often tokens so far are sent to the buffer; 0: never."""
     through_router: bool = False
     """Requests may be answered by a server that has not loaded the newest version yet."""
     run_dir: str = ""
@@ -257,10 +255,10 @@ class Rollout(OwnsKnobs, RolloutContract):
         if self._tenant is not None:
             self._tenant.joined()
         await self._serving.wait()
-        await self._pull.run(runner, lambda: Weights(self._weights.lineage, self._version))
+        await self._pull.run(runner, lambda: ServedWeights(self._weights.lineage, self._version))
 
     async def _start_workers(self) -> None:
-        """Before an engine is loaded, so that a mistake in the user's code is told first."""
+        """Before an engine is loaded, so that a mistake in the user's code is reported first."""
         if self._tenant is not None:
             await self._tenant.register()  # room for the engine may be asked for meanwhile
         if isinstance(self._workflow, WorkflowPool):
@@ -348,7 +346,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         self.ctx.spawn(self._give_engine_up(lie), name="lied")
 
     async def _give_engine_up(self, error: EngineError, *, is_fenced: bool = False) -> None:
-        """Its groups go elsewhere with their tokens; then this actor fails, and is built anew."""
+        """Its groups go elsewhere with their tokens; then this actor fails and is restarted."""
         if self._is_given_up:
             return
         self._is_given_up = True
@@ -453,7 +451,7 @@ class CoordinatorReport:
         self._is_known = True
 
     def on_peer(self, event: PeerEvent) -> None:
-        """Who comes after the coordinator that was told knows nothing of this actor."""
+        """A restarted coordinator does not know this actor: report in again."""
         if event.name == COORDINATOR and event.kind in ("up", "restarted") and self._is_known:
             self._ctx.log.info("the coordinator is new (epoch %d): this actor reports in again", event.epoch)
             self._ctx.spawn(self._tell(), name=f"report in {event.epoch}")

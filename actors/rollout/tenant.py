@@ -26,9 +26,8 @@ from ...core.device_memory import MemoryCommand, MemoryReply, MovedBytes, Tag, T
 from ...core.errors import EngineError, MemoryFault, MyxaError
 from ...core.protocols import Delta, Engine, GenerateRequest, ReleasesMemory
 from ...core.retry import until_answered
-from ..contracts.memory import MemoryContract
-from ..contracts.roles import CoordinatorContract
-from ..own_thread import in_own_thread
+from ..contracts import CoordinatorContract, MemoryContract
+from ..daemon_thread import in_daemon_thread
 from ..tenancy.tenant import Tenant, TenantOptions
 from ..tenancy.time_share import ROLLOUT
 
@@ -77,7 +76,7 @@ class RolloutTenant:
             ),
             stores=(),
             gate=self.turn,
-            in_thread=lambda work: in_own_thread(work, "engine memory"),
+            in_thread=lambda work: in_daemon_thread(work, "engine memory"),
             clock=clock,
             pids=tenancy.memory.memory_pids,
             telemetry=telemetry,
@@ -171,7 +170,7 @@ class EngineTurn:
         self._is_started = False
         self._is_ending = False
         self._owes_loss = False
-        """Weights came back without contents, and nobody was told."""
+        """Weights came back without contents, which was not reported yet."""
         self._tags: tuple[TagReport, ...] = ()
 
     @property
@@ -185,7 +184,7 @@ class EngineTurn:
         self._tags = self._memory.memory_tags()
 
     def end(self) -> None:
-        """The actor leaves: whoever waits at the gate, or comes to it, is answered with finish "abort"."""
+        """The actor leaves: requests that wait at the gate, or come to it, end with finish "abort"."""
         self._is_ending = True
         self._gate.set()
 
@@ -227,7 +226,7 @@ class EngineTurn:
         await self._memory.park(PARK_S)
 
     async def resume(self) -> None:
-        """Go on. Raises EngineError while the engine would generate with weights that are none."""
+        """Resume. Raises EngineError while the engine would generate with weights without contents."""
         if self._owes_loss:
             raise EngineError("the engine's weights have no contents", remedy="a version has to be given to it first")
         if self._is_started:

@@ -10,7 +10,7 @@ was changed or the run paused), and flow arrows, each a pair (ph s, f) with an i
 Valid JSON at any time: the file is one array, one event per line. Each flush is a single write that starts on the
 closing "]" and ends with a new one, so between any two system calls the file is complete. Only a kill *inside* that
 one call, a power cut, or a writer that cannot be repaired leaves a torn tail: `open` cuts the file back to its last
-whole line and goes on, a short write (disk full) is rolled back, and trace viewers accept an array without its end.
+whole line, a short write (disk full) is rolled back, and trace viewers accept an array without its end.
 
 Bounded: at `PART_BYTES` the file becomes `trace.1.json`, in the place of the one that had that name, and a new one
 begins with the names of all rows. Each part is a trace of its own; no arrow leads from one into the other.
@@ -79,7 +79,7 @@ class ChromeTraceSink:
         self._context: SinkContext | None = None
 
     def open(self, context: SinkContext) -> None:
-        """Begin a trace, or go on with the one an earlier monitor left."""
+        """Begin a trace, or continue the one an earlier monitor left."""
         self._context = context
         path = context.run_dir / TRACE_FILE
         self._begin(path)
@@ -171,7 +171,7 @@ class ChromeTraceSink:
         os.ftruncate(self._file, self._end + len(_END))
 
     def _learn(self, event: dict[str, Any]) -> None:
-        """Take names of rows and numbers of arrows from an earlier monitor's trace, so that both go on."""
+        """Take names of rows and numbers of arrows from an earlier monitor's trace, to continue both."""
         if event.get("ph") == "s" and isinstance(event.get("id"), int):
             self._num_arrows = max(self._num_arrows, event["id"])
         if event.get("ph") != "M":
@@ -240,16 +240,16 @@ class ChromeTraceSink:
         for arrow in self._arrows(span, place):
             yield from self._from_arrow(arrow)
 
-    def _placed(self, pid: int, tid: int, start_us: int, end_us: int) -> Place:
+    def _placed(self, pid: int, tid: int, start_us: int, end_us: int) -> TraceSlice:
         """Neighbours of a row whose times were rounded apart touch again: slices that overlap would be dropped."""
         before_us = self._row_ends_us.get((pid, tid), 0)
         if 0 < before_us - start_us <= _ROUNDING_US:
             start_us = before_us
-        place = Place(pid, tid, start_us, max(end_us, start_us + 1))
+        place = TraceSlice(pid, tid, start_us, max(end_us, start_us + 1))
         self._row_ends_us[pid, tid] = place.end_us
         return place
 
-    def _arrows(self, span: Span, place: Place) -> Iterator[Arrow]:
+    def _arrows(self, span: Span, place: TraceSlice) -> Iterator[Arrow]:
         args = span.args
         if isinstance(version := args.get("makes_version"), int):
             yield from self._flows.made(version, place)
@@ -290,7 +290,7 @@ def _us(seconds: float) -> int:
 
 
 def whole_events_end(path: Path) -> int:
-    """Offset behind the last whole event of a trace (0: there is none, begin anew). A torn last line does not count."""
+    """Offset behind the last whole event of a trace (0: there is none, start over). A torn last line does not count."""
     with path.open("rb") as file:
         position = len(first := file.readline())
         if first.rstrip() != b"[":
@@ -341,7 +341,7 @@ _MAX_ADOPTIONS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TraceSlice:
     """A slice of the trace; microseconds of the wall clock."""
 
     pid: int
@@ -357,8 +357,8 @@ class Arrow:
 
     name: str
     category: str
-    source: Place
-    target: Place
+    source: TraceSlice
+    target: TraceSlice
     from_us: int
     to_us: int
 
@@ -372,11 +372,11 @@ class TraceFlows:
     their other end are bounded; the oldest is forgotten first."""
 
     def __init__(self) -> None:
-        self._groups: OrderedDict[int, dict[int, Place]] = OrderedDict()
-        self._makers: OrderedDict[int, Place] = OrderedDict()
-        self._adoptions: OrderedDict[int, list[Place]] = OrderedDict()
+        self._groups: OrderedDict[int, dict[int, TraceSlice]] = OrderedDict()
+        self._makers: OrderedDict[int, TraceSlice] = OrderedDict()
+        self._adoptions: OrderedDict[int, list[TraceSlice]] = OrderedDict()
 
-    def station(self, group_id: int, hop: str, place: Place) -> Iterator[Arrow]:
+    def station(self, group_id: int, hop: str, place: TraceSlice) -> Iterator[Arrow]:
         """A group passed a station. A later visit (the group was handed out again) replaces an earlier one."""
         if hop not in _ORDER:
             return
@@ -397,7 +397,7 @@ class TraceFlows:
         while len(self._groups) > _MAX_GROUPS:
             self._groups.popitem(last=False)
 
-    def made(self, version: int, place: Place) -> Iterator[Arrow]:
+    def made(self, version: int, place: TraceSlice) -> Iterator[Arrow]:
         """A weight version was made; also again, after a restart."""
         self._makers[version] = place
         self._makers.move_to_end(version)
@@ -406,7 +406,7 @@ class TraceFlows:
         while len(self._makers) > _MAX_VERSIONS:
             self._makers.popitem(last=False)
 
-    def adopted(self, version: int, place: Place) -> Iterator[Arrow]:
+    def adopted(self, version: int, place: TraceSlice) -> Iterator[Arrow]:
         """An engine took a version."""
         maker = self._makers.get(version)
         if maker is not None:
@@ -419,7 +419,7 @@ class TraceFlows:
             self._adoptions.popitem(last=False)
 
 
-def _arrow(name: str, category: str, source: Place, target: Place) -> Iterator[Arrow]:
+def _arrow(name: str, category: str, source: TraceSlice, target: TraceSlice) -> Iterator[Arrow]:
     """Nothing where the target was over before the source began: clocks that differ, or a visit that was replaced."""
     to_us = max(target.start_us, source.start_us)
     if to_us >= target.end_us:

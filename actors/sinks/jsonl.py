@@ -144,7 +144,7 @@ class LineFile:
         if self._is_refused:
             lost = f"; {self._num_lost} lines were lost meanwhile" if self._num_lost else ""
             self._is_refused, self._num_lost = False, 0
-            self._tell(WRITTEN_EVENT, f"{self._path.name} goes on{lost}")
+            self._tell(WRITTEN_EVENT, f"{self._path.name} is written again{lost}")
 
     def _write(self, data: bytes) -> None:
         rest = data[os.write(self._file, data) :]

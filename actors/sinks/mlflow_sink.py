@@ -7,7 +7,7 @@
     tracking_uri = ""        # empty: a file store in the run directory, `mlflow ui --backend-store-uri <run>/mlruns`
 
 mlflow is imported in `open` only: it is an optional extra and slow to import. Metrics are collected and written in
-batches at `flush`. A run that goes on after a restart of the monitor goes on in the same MLflow run.
+batches at `flush`. After a restart of the monitor the same MLflow run continues.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class MlflowSink:
         self._step = 0
 
     def open(self, context: SinkContext) -> None:
-        """Raises ImportError saying what to install when mlflow is missing (the run goes on without this sink)."""
+        """Raises ImportError saying what to install when mlflow is missing (the run continues without this sink)."""
         try:
             with told_in_public(self._tracking_uri):
                 self._client = self._make_client(context.run_dir)

@@ -52,7 +52,7 @@ class OtlpSink:
         self._num_lost = 0
 
     def open(self, context: SinkContext) -> None:
-        """Raises ImportError saying what to install when the SDK is missing (the run goes on without this sink)."""
+        """Raises ImportError saying what to install when the SDK is missing (the run continues without this sink)."""
         try:
             self._api = import_module("opentelemetry.trace")
             self._sdk = import_module("opentelemetry.sdk.trace")

@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 from ...core.errors import LaunchError
 from ...core.messages import MetricPoint, Telemetry
 from ...core.sink import SinkContext
-from ..http_guard import Door, Head
+from ..http_guard import Head, HttpAccess
 
 PORT_FILE = "prometheus.port"
 LOOPBACK = "127.0.0.1"
@@ -37,7 +37,7 @@ class PrometheusSink(Collector):
     def __init__(self, port: int = 0, key: str = "") -> None:
         """`port` 0: any free one. `key`: scrapers must send it as bearer; empty: any program of this machine may."""
         self._port = port
-        self._door = Door(key)
+        self._door = HttpAccess(key)
         self._lock = threading.Lock()
         self._values: dict[str, dict[str, tuple[str, float]]] = {}
         """Prometheus name -> source -> (myxa's name, value)."""
@@ -119,7 +119,7 @@ class PrometheusSink(Collector):
             sources[point.source] = (name, float(value))
 
 
-def _guarded(app: Any, door: Door) -> Any:
+def _guarded(app: Any, door: HttpAccess) -> Any:
     """The WSGI application behind the guard of all doors."""
 
     def served(environ: dict[str, Any], start_response: Any) -> Any:

@@ -33,7 +33,7 @@ class TensorBoardSink:
         self._opened_wall_s = 0.0
 
     def open(self, context: SinkContext) -> None:
-        """Raises ImportError saying what to install when tensorboard is missing (the run goes on without this sink)."""
+        """Raises ImportError saying what to install when tensorboard is missing (the run continues without it)."""
         try:
             self._make_event = import_module("tensorboard.compat.proto.event_pb2").Event
             self._make_summary = import_module("tensorboard.compat.proto.summary_pb2").Summary

@@ -6,9 +6,8 @@
     project = "sorting"
     mode = "offline"         # `wandb sync <run>/wandb/offline-run-*` uploads it later
 
-wandb is imported in `open` only: it is an optional extra, large, and starts a process of its own. What it is told are
-metrics, and the run file as hyper-parameters, without what looks like a secret; trace and events stay in the run
-directory.
+wandb is imported in `open` only: it is an optional extra, large, and starts a process of its own. It gets metrics, and
+the run file as hyper-parameters, without what looks like a secret; trace and events stay in the run directory.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ...core.sink import SinkContext
 from .names import curve_name
 
 RUN_ID_FILE = "wandb.run_id"
-"""In the run directory: a monitor that is restarted goes on with the same W&B run."""
+"""In the run directory: a restarted monitor continues the same W&B run."""
 
 _SKIPPED = ("time/",)
 _STEP, _WALL = "step", "wall_s"
@@ -51,7 +50,7 @@ class WandbSink:
         self._step = 0
 
     def open(self, context: SinkContext) -> None:
-        """Raises ImportError saying what to install when wandb is missing (the run goes on without this sink)."""
+        """Raises ImportError saying what to install when wandb is missing (the run continues without this sink)."""
         try:
             wandb = import_module("wandb")
         except ImportError as error:

@@ -31,8 +31,7 @@ from ...memory.ledger.instructions import Answer, Ask, Fence, Instruction, Measu
 from ...memory.ledger.journal import Journal
 from ...memory.ledger.timeline import Timeline
 from ...memory.ledger.wake import KEY as WATCH
-from ..contracts.memory import MemoryContract, TenantContract
-from ..contracts.roles import MonitorContract
+from ..contracts import MemoryContract, MonitorContract, TenantContract
 from ..telemetry import report_forever
 from .node_agent import NodeWatch
 
@@ -248,7 +247,7 @@ class MemoryManager(MemoryContract):
                 self.ctx.spawn(self._measure(part), name=f"measure for {part.key}")
 
     def _by_node(self, measure: Measure) -> list[Measure]:
-        """The watch over quiet devices goes on on all other nodes when one does not answer."""
+        """Quiet devices of the other nodes are still watched when one node does not answer."""
         node_of = {device: self._arbiter.book.devices[device].node for device in measure.devices}
         return [
             Measure(

@@ -4,7 +4,7 @@
     watch     repeated until the agent has answered, and again, all of it, when the agent was restarted
     ended     repeated until the manager has answered: no death is lost with a message, nor with the manager
 
-An agent decides nothing and keeps nothing that matters. Must not know tenants, leases or what a death means.
+An agent decides nothing and keeps nothing that matters.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ...core.errors import MemoryFault, MyxaError
 from ...core.process import start_time
 from ...core.refs import with_deadline
 from ...core.retry import until_answered
-from ..contracts.memory import MemoryContract, NodeAgentContract
-from ..own_thread import in_own_thread
+from ..contracts import MemoryContract, NodeAgentContract
+from ..daemon_thread import in_daemon_thread
 
 
 class NodeAgent(NodeAgentContract):
@@ -44,7 +44,7 @@ class NodeAgent(NodeAgentContract):
         self._watch.close()
 
     async def measure(self, uses: tuple[DeviceUse, ...]) -> tuple[MeasuredDevice, ...]:
-        found = await in_own_thread(lambda: read_all(self._meter, uses), "measure devices")
+        found = await in_daemon_thread(lambda: read_all(self._meter, uses), "measure devices")
         return tuple(
             MeasuredDevice(device, reading.capacity_bytes, reading.free_bytes, reading.driver_bytes)
             for device, reading in found.items()
@@ -110,7 +110,7 @@ class NodeWatch:
             ctx.watch(name)
 
     def knows(self, node: int) -> bool:
-        """Whether somebody can look there."""
+        """Whether this node or an agent there can be asked."""
         return node == self._node or node in self._agents
 
     # -- devices
@@ -137,7 +137,7 @@ class NodeWatch:
     async def _measure_here(self, uses: tuple[DeviceUse, ...], within_s: float) -> dict[str, DeviceReading]:
         try:
             async with asyncio.timeout(within_s):
-                return await in_own_thread(lambda: read_all(self._meter, uses), "measure devices")
+                return await in_daemon_thread(lambda: read_all(self._meter, uses), "measure devices")
         except TimeoutError as error:
             names = ", ".join(use.device for use in uses)
             raise MemoryFault(f"{names} gave no reading within {within_s:g} s", remedy="see `nvidia-smi`") from error
@@ -179,7 +179,7 @@ class NodeWatch:
         self.ended(WatchedProcess(self._node, pid, started_at))
 
     def on_peer(self, event: PeerEvent) -> None:
-        """An agent that came anew watches nobody yet."""
+        """A restarted agent watches no process yet."""
         node = next((node for node, name in self._agents.items() if name == event.name), None)
         if node is not None and event.kind in ("up", "restarted"):
             self._told.pop(node, None)
@@ -207,7 +207,7 @@ class NodeWatch:
         try:
             gone = await until_answered(lambda: agent.watch(new), who=name, clock=self._clock, log=self._ctx.log)
         except MyxaError as error:  # a fault of its own comes as what it is
-            self._ctx.log.warning("%s watches no processes: %s; it is told again in %g s", name, error, AGAIN_S)
+            self._ctx.log.warning("%s watches no processes: %s; it is asked again in %g s", name, error, AGAIN_S)
             await asyncio.sleep(AGAIN_S)
             return
         told.update(new)
@@ -235,7 +235,7 @@ class ProcessWatch:
         self._fds: dict[tuple[int, int], int] = {}
 
     def watch(self, pid: int, started_at: int) -> bool:
-        """From now on; False if that process is gone already. `started_at` 0: whoever has the number now."""
+        """From now on; False if that process is gone already. `started_at` 0: the process that has the number now."""
         if (pid, started_at) in self._fds or pid == os.getpid():
             return True
         try:

@@ -1,9 +1,9 @@
 """Trainer and engines on the same devices, in turns, as the leader asks for it: one lease for each change of hands.
 
     set_up    the trainer's gang may load
-    take      the trainer has the device: engines stand still, their requests wait with the tokens they have
+    take      the trainer has the device: engines are stopped, their requests wait with the tokens they have
     offer     the engines' weights have room again, engines that were not loaded yet load; nothing generates
-    give      the engines have the device: requests go on
+    give      the engines have the device: requests continue
 
 Between `offer` and `give` the weights are handed over on the device as in any other run. Knows the manager's contract
 and what a turn costs; decides nothing about bytes: what has to leave, and how, is the manager's business.
@@ -22,8 +22,7 @@ from ...core.device_memory import OPTIMIZER_PARTS, LeaseRequest, Tag, wholes
 from ...core.errors import CallError, LeaseRefused
 from ...core.refs import with_deadline
 from ...core.retry import until_answered
-from ..contracts.memory import MemoryContract
-from ..contracts.roles import RolloutContract, TrainerContract
+from ..contracts import MemoryContract, RolloutContract, TrainerContract
 
 ATTEMPTS = 3
 """At one lease, before its refusal ends the gang."""
@@ -86,14 +85,14 @@ class TimeShare:
         await self._insist(lambda: self._lease(TRAINER, TRAINER_TAGS, is_active=True, quiet=()))
 
     async def take(self) -> None:
-        """The trainer's turn. An engine that did not come to a stand in time goes on when the lease is refused, and is
-        asked again; one that is away holds nobody up."""
+        """The trainer's turn. An engine that did not stop in time resumes when the lease is refused, and is asked
+        again; an absent engine delays nothing."""
         self._idles()
         await self._insist(lambda: self._lease(TRAINER, TRAINER_TAGS, is_active=True, quiet=(ROLLOUT,)))
         self._works()
 
     def trained(self) -> None:
-        """The trainer is done: until `give` nobody computes."""
+        """The trainer is done: until `give` nothing computes."""
         self._idles()
 
     async def offer(self) -> None:
@@ -139,7 +138,7 @@ class TimeShare:
                 await group.options(deadline_s=self._options.start_s).all(RolloutContract.load_engine)
             self._loaded |= set(empty.items())
 
-    # -- engines that come anew
+    # -- new engines
 
     def on_peer(self, event: PeerEvent) -> None:
         """A rollout actor that was started again has an engine to load and weights to be given."""
@@ -171,7 +170,7 @@ class TimeShare:
         self._switch_s += self._clock.monotonic() - started
         self._copied_bytes += reply.copied_bytes
         if not reply.granted:
-            held = "; ".join(f"{h.tenant or 'nobody known'} {h.tag} {h.num_bytes:,} ({h.state})" for h in reply.holders)
+            held = "; ".join(f"{h.tenant or 'unknown'} {h.tag} {h.num_bytes:,} ({h.state})" for h in reply.holders)
             self._telemetry.event("lease-refused", f"{gang}: {reply.reason}")
             raise LeaseRefused(
                 f"{gang} cannot have {wholes(tags)}: {reply.reason}" + (f" [{held}]" if held else ""),
@@ -190,7 +189,7 @@ class TimeShare:
             self._idle_since = None
 
     def metrics(self) -> dict[str, float]:
-        """Of the time since the last call: in leases, with nobody computing, bytes copied between device and host."""
+        """Of the time since the last call: in leases, idle, and bytes copied between device and host."""
         values = {
             "memory/switch_s": self._switch_s,
             "memory/exposed_s": self._exposed_s,

@@ -28,7 +28,7 @@ from ...core.messages import CanaryAnswers
 from ...core.refs import ActorGroup
 from ...core.retry import until_answered
 from ...core.samples import F32, Sample, TrainSample
-from ..contracts.roles import CoordinatorContract, TrainerContract
+from ..contracts import CoordinatorContract, TrainerContract
 
 BOUNDS: Mapping[str, float] = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.05, "fp8": 0.15}
 """Coarsest precision on either side -> nats; about 2.5 times what was seen of sound pairs on GPUs (bf16 0.02)."""
@@ -64,7 +64,7 @@ class CanaryOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class CanaryVerdict:
     """What a check found."""
 
     mean_diff: float
@@ -73,7 +73,7 @@ class Verdict:
     num_tokens: int
     """Tokens compared; 0: nothing can be said."""
     complaint: str = ""
-    """Why the run must not go on; empty when it may."""
+    """Why the run must stop; empty if it may continue."""
 
 
 def as_train_samples(samples: Sequence[Sample]) -> tuple[TrainSample, ...]:
@@ -95,14 +95,14 @@ def as_train_samples(samples: Sequence[Sample]) -> tuple[TrainSample, ...]:
     )
 
 
-def judge(version: int, who: str, samples: Sequence[Sample], scores: F32, bound: float) -> Verdict:
+def judge(version: int, who: str, samples: Sequence[Sample], scores: F32, bound: float) -> CanaryVerdict:
     """Compare. `scores`: float32 [sum of R], the trainer's log-probs of all response tokens in order.
 
     Tokens that another version generated are left out. A difference that is no number is above every bound. Raises
     ValueError when the scores are of other tokens.
     """
     if not samples:
-        return Verdict(mean_diff=0.0, max_diff=0.0, num_tokens=0)
+        return CanaryVerdict(mean_diff=0.0, max_diff=0.0, num_tokens=0)
     engine = np.concatenate([sample.logprobs for sample in samples])
     if scores.shape != engine.shape:
         raise ValueError(f"{scores.shape[0]} scores for {engine.shape[0]} tokens")
@@ -111,7 +111,7 @@ def judge(version: int, who: str, samples: Sequence[Sample], scores: F32, bound:
     chosen = (versions == version) & (mask == 1)
     num_tokens = int(chosen.sum())
     if not num_tokens:
-        return Verdict(mean_diff=0.0, max_diff=0.0, num_tokens=0)
+        return CanaryVerdict(mean_diff=0.0, max_diff=0.0, num_tokens=0)
     diff = np.abs(engine[chosen].astype(np.float64) - scores[chosen].astype(np.float64))
     mean, most = float(diff.mean()), float(diff.max())
     complaint = ""
@@ -120,13 +120,13 @@ def judge(version: int, who: str, samples: Sequence[Sample], scores: F32, bound:
             f"{who} and the trainer disagree at weight version {version}: mean |log-prob difference| {mean:.3g} nats "
             f"over {num_tokens} tokens (at most {most:.3g}), guard.bound is {bound:g}"
         )
-    return Verdict(mean_diff=mean, max_diff=most, num_tokens=num_tokens, complaint=complaint)
+    return CanaryVerdict(mean_diff=mean, max_diff=most, num_tokens=num_tokens, complaint=complaint)
 
 
 REMEDY = "compare both by hand before going on: see docs/engines.md; `guard.every = 0` switches the check off"
 
 
-class Guard:
+class CanaryGuard:
     """See the module's head. One per leader."""
 
     def __init__(
@@ -181,7 +181,7 @@ class Guard:
             lambda: self._coordinator.pause(reason), who="coordinator", clock=self._ctx.clock, log=self._ctx.log
         )
 
-    async def _compare(self, version: int, answers: CanaryAnswers) -> Verdict:
+    async def _compare(self, version: int, answers: CanaryAnswers) -> CanaryVerdict:
         logprobs = np.zeros(0, np.float32)
         if answers.samples:  # ranks have nothing to run for none
             scores = (await self._ranks.all(TrainerContract.score, as_train_samples(answers.samples)))["trainer/0"]

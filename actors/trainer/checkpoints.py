@@ -37,19 +37,19 @@ from ..checkpoints.folder import (
     CheckpointInfo,
     Writer,
     hold_drafts,
-    let_go_drafts,
     list_checkpoints,
     look_at,
     newest_checkpoint,
     partial_of,
     place_of,
     read_manifest,
+    release_drafts,
     sweep,
     take_away_unread,
     version_in,
 )
 from ..checkpoints.run_part import RunPart, is_kept, write_run_part
-from ..contracts.roles import BufferContract, CoordinatorContract, TrainerContract
+from ..contracts import BufferContract, CoordinatorContract, TrainerContract
 from ..ledger.resume import LEDGER
 
 RETRY_S = 30.0
@@ -80,10 +80,10 @@ class CheckpointOptions:
     keep_every: int = 0
     """Of the checkpoints by schedule each one of so many stays for ever; 0: none."""
     at_stop: bool = False
-    """Whether a run that is told to stop writes one, also with `every` = 0."""
+    """Whether a run that is stopped writes one, also with `every` = 0."""
     origin: Callable[[], tuple[tuple[str, str], ...]] = tuple
-    """What is to be told of where the run goes on from: kinds and texts of events. Asked when all ranks have begun:
-    before, nobody knows what they pass over."""
+    """Events (kinds and texts) about the checkpoint that the run continues from. Called when all ranks have begun:
+    before, it is not known which checkpoints they skip."""
     is_async: bool = False
     keep_start: Callable[[Path], None] = lambda _: None
     """Copies what the run is started from into a checkpoint. May raise MyxaError or OSError."""
@@ -145,15 +145,15 @@ class Checkpoints:
         self._try_at_s = 0.0
         """When the next of them may be made."""
         self._began_at = 0
-        """Version that this attempt of the gang went on from."""
+        """Version that this attempt of the gang continued from."""
         self._covered = 0
-        """Version that is lost no more: of the newest one that is there, or that training went on from."""
+        """Version that is safe: of the newest checkpoint, or the one that training continued from."""
         self.every = options.every
         """Live: steps between two; 0: none."""
         self.keep_last = options.keep_last
         """Live: how many stay; 0: all."""
         self.at_stop = options.at_stop
-        """Whether a run that is told to stop writes one, also with `every` = 0."""
+        """Whether a run that is stopped writes one, also with `every` = 0."""
         for kind, text in options.origin():
             ctx.log.info("%s: %s", kind, text)
             telemetry.event(kind, text)
@@ -220,7 +220,7 @@ class Checkpoints:
                     self._let_go()
 
     async def save_by_schedule(self, version: int) -> None:
-        """The same. What fails is told, and tried again when it is due next; raises for a rank that is silent only."""
+        """The same. A failure is reported, and the next scheduled one tries again; raises only for a silent rank."""
         await self._attempt(version, lambda: self.save(version))
 
     async def settle_by_schedule(self, version: int) -> None:
@@ -245,7 +245,7 @@ class Checkpoints:
 
     def _tell_failed(self, version: int, error: MyxaError, pause_s: float) -> None:
         text = (
-            f"{error} (attempt {self._num_failed}; training goes on, the next one follows in {pause_s:g} s; steps not "
+            f"{error} (attempt {self._num_failed}; training continues, the next follows in {pause_s:g} s; steps not "
             f"covered by a checkpoint: {version - self._covered}, since version {self._covered})"
         )
         self._telemetry.event("checkpoint-failed", text)
@@ -374,7 +374,7 @@ class Checkpoints:
         return own is not None and info.writer is not None and info.writer < own and info.version > self._began_at
 
     def _hold(self, holder: Path) -> None:
-        """Nobody else clears away what is written from now on. Raises TrainError if the disk refuses."""
+        """From now on no other process removes what is written. Raises TrainError if the disk refuses."""
         self._sweep(holder)  # what others left may have filled the disk
         try:
             self._drafts = hold_drafts(holder, self._options.writer)
@@ -382,7 +382,7 @@ class Checkpoints:
             raise TrainError(f"{self._ctx.name} could not save a checkpoint: {error}") from error
 
     def close(self) -> None:
-        """This process ends, or the actor: what is left half written is for whoever writes next to clear."""
+        """This process ends, or the actor: the next writer removes what is left half written."""
         self._let_go()
 
     async def _clear_after(self, error: MyxaError, holder: Path) -> None:
@@ -393,7 +393,7 @@ class Checkpoints:
 
     def _let_go(self) -> None:
         if self._drafts is not None:
-            let_go_drafts(self._drafts)
+            release_drafts(self._drafts)
         self._drafts = None
 
     def _sweep(self, holder: Path) -> None:
@@ -416,7 +416,7 @@ class Checkpoints:
             raise kind(message, remedy=f"see the log of {name}; an older checkpoint stays whole") from cause
 
 
-class Ask(Protocol):
+class AskUntilAnswered(Protocol):
     """Repeats what is sent while `who` is away, or, if it `waits_for_disk`, waits for its disk."""
 
     async def __call__(self, who: str, send: Callable[[], Awaitable[T]], *, waits_for_disk: bool = True) -> T: ...
@@ -425,7 +425,7 @@ class Ask(Protocol):
 class RunSide:
     """Knows both by their contracts."""
 
-    def __init__(self, buffer: BufferContract, coordinator: CoordinatorContract, ask: Ask) -> None:
+    def __init__(self, buffer: BufferContract, coordinator: CoordinatorContract, ask: AskUntilAnswered) -> None:
         self._buffer = buffer
         self._coordinator = coordinator
         self._ask = ask
@@ -500,7 +500,7 @@ class CheckpointOrders:
             if not self._waiting[0].is_export:  # one by schedule that cannot be written is no business of who asks now
                 await self._checkpoints.settle_by_schedule(version)
             order = self._waiting.pop(0)
-            if order.done.done():  # whoever asked does not wait any more
+            if order.done.done():  # the caller is gone
                 continue
             try:
                 folder = await (self._export(version) if order.is_export else self._save(version))
@@ -541,7 +541,7 @@ class CheckpointOrders:
 
 
 def _check_room(holder: Path) -> None:
-    """Raises TrainError where the disk has less room than the newest checkpoint takes. Without one nobody knows."""
+    """Raises TrainError where the disk has less room than the newest checkpoint takes, if there is one."""
     try:
         newest, _ = newest_checkpoint(holder)
         if newest is None:

@@ -1,8 +1,7 @@
 """The trainer's live knobs: declarations, values in force, and what steps and plans take of them.
 
 The leader (trainer/0) owns them for all ranks: what ranks use travels with every shard, so all of them use it in the
-same step. Knows declarations and sections of the run file. Must not know ranks, messages or tensors: whether values go
-together is the training backend's to say.
+same step. The training backend decides whether values are compatible.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from ...core.config import AlgoConfig, OptimizerConfig
 from ...core.knobs import Boundary, KnobKind, KnobSheet, KnobValue, Tunable
 from ...core.messages import WeightChannel
 from ..knobs.owner import Knob
-from .step_plan import PlanOptions
+from .step_plan import StepPlanOptions
 
 OWNER = "trainer"
 
@@ -232,9 +231,9 @@ class TrainerKnobs:
         first that could know of it."""
         wanted = values.get("num_steps")
         if wanted is not None and self.is_at_end:
-            return f"num_steps = {wanted}: the last step is made and the run ends; go on with trainer.resume"
+            return f"num_steps = {wanted}: the last step is made and the run ends; continue with trainer.resume"
         if wanted == 0 and self._first["num_steps"]:
-            return "num_steps = 0: a run that was to end would go on for ever"
+            return "num_steps = 0: a run that was to end would never end"
         if wanted and int(wanted) <= earliest:
             return f"num_steps = {wanted}: the trainer makes version {earliest + 1} next"
         return ""
@@ -245,7 +244,7 @@ class TrainerKnobs:
         """What ranks must know: the values that are not the run file's, which they have."""
         return of_ranks({name: v for name, v in self._values.items() if v != self._first[name]})
 
-    def planned(self, options: PlanOptions) -> PlanOptions:
+    def planned(self, options: StepPlanOptions) -> StepPlanOptions:
         """The plan's options with live values put in."""
         minibatches, max_tokens = (
             int(self._values.get(name, given))

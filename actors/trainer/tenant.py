@@ -2,7 +2,7 @@
 
     join -> (room is made) -> set-up -> loaded -> train -> (the engines' turn) -> (its turn) -> train -> ...
 
-Knows the tenant's side of leases and the backend's thread; must not know what the memory is made of.
+It is the tenant's side of leases, with the backend's thread.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...core.actor import ActorContext, PeerEvent
 from ...core.clock import Clock
 from ...core.device_memory import AssetStore, MemoryCommand, MemoryReply, Tag, TagPolicy, TenantReport
 from ...memory.communicators.residency import CommResidency
-from ..contracts.memory import MemoryContract
+from ..contracts import MemoryContract
 from ..tenancy.tenant import WORKSPACE, Tenant, TenantOptions, WorkspaceRoom
 from ..tenancy.time_share import TRAINER, TimeShareOptions
 
@@ -52,7 +52,7 @@ class BackendTurn:
         await self._in_thread(int)
 
     async def resume(self) -> None:
-        """Go on."""
+        """Resume."""
         self._gate.set()
 
     async def wait(self) -> None:

@@ -1,6 +1,6 @@
 """The training loop: claim -> plan -> train on all ranks -> publish -> report. One pass makes one weight version.
 
-    claim      the buffer gives whole groups within the staleness bound; `Batch.check` checks the bound once more
+    claim      the buffer gives whole groups within the staleness bound; `ClaimedBatch.check` checks the bound once more
     plan       advantages and one shard per rank (`step_plan.py`); knobs of the boundary "step" change before it
     train      every rank trains its shard; then the buffer records the groups as trained
     publish    the ranks write the new version (`weights/publish.py`); knobs of the boundary "weights" change before it
@@ -40,16 +40,16 @@ from ...core.protocols import StepStats
 from ...core.refs import ActorGroup
 from ...core.retry import until_answered
 from ...core.samples import Group, TrainShard
-from ..contracts.roles import BufferContract, CoordinatorContract, TrainerContract
+from ..contracts import BufferContract, CoordinatorContract, TrainerContract
 from ..knobs.owner import KnobOwner
 from ..ledger.states import State
 from ..tenancy.time_share import TimeShare
 from ..weights.publish import CHANNEL, ChannelChoice, Publisher
-from .canary import CanaryOptions, Guard
-from .checkpoints import Ask, CheckpointOptions, CheckpointOrders, Checkpoints, RunSide
+from .canary import CanaryGuard, CanaryOptions
+from .checkpoints import AskUntilAnswered, CheckpointOptions, CheckpointOrders, Checkpoints, RunSide
 from .knobs import TrainerKnobs
-from .standby import Standby, StandbyOptions
-from .step_plan import Batch, PartMetrics, PlanOptions, planned_step
+from .start_point import Standby, StandbyOptions
+from .step_plan import ClaimedBatch, PartMetrics, StepPlanOptions, planned_step
 
 T = TypeVar("T")
 
@@ -73,7 +73,7 @@ class TrainLoopOptions:
     world_size: int
     num_steps: int
     """0: until the data ends or the run is stopped. A live knob."""
-    plan: PlanOptions
+    plan: StepPlanOptions
     publishes: bool
     """False when no engine wants weights (supervised runs)."""
     run_dir: str
@@ -146,7 +146,7 @@ class TrainLoop:
         self._buffer = ctx.ref(BufferContract, "buffer")
         self._fetcher = GroupFetcher(lambda ids: self._ask("buffer", lambda: self._buffer.fetch(ids)))
         self._coordinator = ctx.ref(CoordinatorContract, "coordinator")
-        self._guard = Guard(ctx, options.guard, self._together, meter, telemetry)
+        self._guard = CanaryGuard(ctx, options.guard, self._together, meter, telemetry)
         self._written = -1
         """Version that was written as the run's last: in a checkpoint and exported, as far as that was asked for."""
         side = RunSide(self._buffer, self._coordinator, self._ask)
@@ -176,7 +176,7 @@ class TrainLoop:
 
     def go(self, start_version: int) -> None:
         """Start stepping from the version that the ranks have; `start_version` is the coordinator's view of it. An
-        order that comes before the gang was told of was given to the gang before it, and is void."""
+        order that arrives before the gang reported in was meant for the gang before it, and is void."""
         if (at := self._link.version) < 0:
             self._ctx.log.warning("an order to start at version %d was not for this gang; ignored", start_version)
             return
@@ -185,7 +185,7 @@ class TrainLoop:
         self._told.set()
 
     def stop(self, reason: str) -> None:
-        """End after the step in hand."""
+        """End after the current step."""
         self._stop_reason, self._may_go = self._stop_reason or reason, True
         self._told.set()
 
@@ -211,7 +211,7 @@ class TrainLoop:
     async def run(
         self, version: int, facts: dict[str, str], live: LiveKnobs | None = None, *, is_restart: bool = False
     ) -> None:
-        """From set-up to the end of the run. `live`: knobs as the checkpoint that it goes on from holds them.
+        """From set-up to the end of the run. `live`: knobs as the checkpoint that it continues from holds them.
         `is_restart`: the gang was here before, so what was trained after `version` is undone."""
         self.stands_at, start_version = version - 1, version
         self.checkpoints.goes_on_from(version)
@@ -224,7 +224,7 @@ class TrainLoop:
         with self._meter.during("other", "start, first engine"):
             while not self._may_go:
                 self._told.clear()
-                await self._publish_refused(version)  # nobody lets the loop go before an engine has it
+                await self._publish_refused(version)  # the loop is not started before an engine has it
                 await self._told.wait()
         self._meter.switch("compute", "lead")
         await self._compare(version)
@@ -260,8 +260,8 @@ class TrainLoop:
         if version == self._publisher.newest and not self._stop_reason and version < self._last:
             await self._guard.check(version, lambda: self._trainers_turn(version))
 
-    async def _next_batch(self, version: int) -> Batch | None:
-        """Wait for a whole batch; None when there is none to come or the run was told to stop."""
+    async def _next_batch(self, version: int) -> ClaimedBatch | None:
+        """Wait for a whole batch; None when there is none to come or the run is to stop."""
         blocked_by = "wait-data"
         while not self._stop_reason:
             kind: ActivityKind = "paused" if blocked_by in _RESTING else "wait-data"
@@ -295,13 +295,13 @@ class TrainLoop:
                 await self.checkpoints.at_boundary(version)
                 await self._orders.serve(version)
                 if newcomers:
-                    self._ctx.log.info("version %d is handed over again, to engines that came anew", version)
+                    self._ctx.log.info("version %d is handed over again, to new engines", version)
         await self._publish_refused(version)
         if blocked_by not in _RESTING:
             await self._give_held_back(version)
 
-    async def _fetch(self, metas: Sequence[GroupMeta]) -> Batch:
-        return Batch(await self._fetcher.groups(metas), {meta.group_id: meta.oldest_version for meta in metas})
+    async def _fetch(self, metas: Sequence[GroupMeta]) -> ClaimedBatch:
+        return ClaimedBatch(await self._fetcher.groups(metas), {meta.group_id: meta.oldest_version for meta in metas})
 
     def _end_of_data(self, version: int) -> str:
         """Why the loop ends now. A run that could not make a single step did not do what it was started for."""
@@ -312,7 +312,7 @@ class TrainLoop:
             )
         return f"no more data after {version} steps"
 
-    async def _step(self, version: int, batch: Batch) -> int:
+    async def _step(self, version: int, batch: ClaimedBatch) -> int:
         """One optimizer step (or several mini-batches), told to buffer, engines and people."""
         started = self._clock.monotonic()
         await self._pass_step(version)
@@ -365,7 +365,7 @@ class TrainLoop:
     # -- weights
 
     async def _publish_if_due(self, made: int) -> WeightManifest | None:
-        """None where engines go on with what they have. The last version is never held back."""
+        """None where engines keep what they have. The last version is always published."""
         if not self._options.publishes:
             return None
         with self._meter.during("wait-weights", "knobs"):
@@ -539,16 +539,16 @@ class CoordinatorLink:
         self,
         ctx: ActorContext,
         publisher: Publisher,
-        ask: Ask,
+        ask: AskUntilAnswered,
     ) -> None:
         self._ctx = ctx
         self._publisher = publisher
         self._ask = ask
         self._coordinator = ctx.ref(CoordinatorContract, COORDINATOR)
         self.version = -1
-        """That the ranks have; -1: the gang was not told of yet."""
+        """That the ranks have; -1: the gang has not reported in yet."""
         self.is_leading = False
-        """Whether the loop was let go."""
+        """Whether the loop was started."""
         self._facts: dict[str, str] = {}
         self._live: LiveKnobs | None = None
         self._finished = ""
@@ -556,8 +556,8 @@ class CoordinatorLink:
     async def ready(
         self, version: int, manifest: WeightManifest | None, facts: dict[str, str], live: LiveKnobs | None
     ) -> None:
-        """The gang is up. `live`: knobs as the checkpoint that it goes on from holds them. A coordinator that restarts
-        just now may be told twice, which does no harm."""
+        """The gang is up. `live`: knobs as its checkpoint holds them. A coordinator that restarts
+        just now may get this twice, which does no harm."""
         self._facts, self._live, self.version = facts, live, version
         await self._ask(COORDINATOR, lambda: self._coordinator.trainer_ready(version, manifest, facts, live))
 
@@ -567,15 +567,15 @@ class CoordinatorLink:
         await self._ask(COORDINATOR, lambda: self._coordinator.trainer_finished(version, reason))
 
     def on_peer(self, event: PeerEvent) -> None:
-        """A coordinator that came up after the gang was told of knows nothing of it."""
+        """A coordinator that came up after the gang reported in does not know it."""
         if event.name == COORDINATOR and event.kind in ("up", "restarted") and self.version >= 0:
             self._ctx.spawn(self._tell_again(), name=f"tell coordinator {event.epoch}")
 
     async def _tell_again(self) -> None:
-        """What the one before was to release is nobody's any more. What is published meanwhile is the new one's."""
+        """The former coordinator's pending releases are void. The new one releases later ones."""
         version, live = self.version, None if self.is_leading else self._live
         manifest, newest = self._publisher.readable, self._publisher.newest
-        self._ctx.log.info("the coordinator is new: it is told that the trainer stands at version %d", version)
+        self._ctx.log.info("the coordinator is new: it gets the trainer's version, %d", version)
         await self._ask(
             COORDINATOR,
             lambda: self._coordinator.trainer_ready(version, manifest, self._facts, live, is_leading=self.is_leading),

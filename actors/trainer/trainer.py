@@ -42,10 +42,10 @@ from ...core.weight_channel import (
     ShareReply,
     ShareRequest,
 )
-from ..contracts.roles import MonitorContract, TrainerContract
+from ..contracts import MonitorContract, TrainerContract
+from ..daemon_thread import in_daemon_thread
 from ..knobs.owner import KnobOwner, OwnsKnobs
 from ..knobs.process import process_knobs
-from ..own_thread import in_own_thread
 from ..telemetry import ReportPace, report_forever
 from ..tenancy.time_share import TimeShare
 from ..weights.channel_ends import ChannelEnds
@@ -58,7 +58,7 @@ from .train_loop import TrainLoop, TrainLoopOptions
 T = TypeVar("T")
 
 CLOSE_S = 2.0
-"""How long the end waits for a call in hand: it may hang in a collective, whose other ranks are gone, or on a disk."""
+"""How long the end waits for a running call: it may hang in a collective, whose other ranks are gone, or on a disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class Trainer(OwnsKnobs, TrainerContract):
         self._has_trained = False
         self._knobs = options.leader.knobs(takes_turns=tenancy is not None)
         self._live: LiveKnobs | None = None
-        """Of the checkpoint that the run goes on from."""
+        """Of the checkpoint that the run continues from."""
         self._pending_save: PendingSave | None = None
         self._saving: asyncio.Task[TrainError | None] | None = None
 
@@ -300,22 +300,22 @@ class Trainer(OwnsKnobs, TrainerContract):
 
     async def join_channel(self, request: JoinRequest) -> JoinOffer:
         sender = self._ends.group_sender()
-        return await in_own_thread(lambda: sender.join(request), f"join {request.channel}")
+        return await in_daemon_thread(lambda: sender.join(request), f"join {request.channel}")
 
     async def send_weights(self, order: SendOrder) -> SendReport:
         sender = self._ends.sender_of(order.version)
-        return await in_own_thread(lambda: sender.send(order), f"send {order.version}")
+        return await in_daemon_thread(lambda: sender.send(order), f"send {order.version}")
 
     async def leave_channel(self, channel: str, reason: str) -> None:
         self._ends.left(channel, reason)
 
     async def share_weights(self, request: ShareRequest) -> ShareReply:
         sender = self._ends.sender_of(request.version)
-        return await in_own_thread(lambda: sender.share(request), f"share {request.version}")
+        return await in_daemon_thread(lambda: sender.share(request), f"share {request.version}")
 
     async def sample_weights(self, request: SampleRequest) -> SampleReply:
         sender = self._ends.sender_of(request.version)
-        return await in_own_thread(lambda: sender.sample(request), f"sample {request.version}")
+        return await in_daemon_thread(lambda: sender.sample(request), f"sample {request.version}")
 
     # -- memory
 
@@ -333,7 +333,7 @@ class Trainer(OwnsKnobs, TrainerContract):
         if self._options.rank:
             raise TrainError(f"{self.ctx.name} does not lead", remedy="ask trainer/0")
         if self._leader is None:
-            raise NotReady(f"{self.ctx.name} is still setting up", remedy="ask again once trainer_ready was told")
+            raise NotReady(f"{self.ctx.name} is still setting up", remedy="ask again after trainer_ready")
         return self._leader
 
     async def release_weights(self, version: int) -> None:
@@ -390,10 +390,10 @@ def _live_knobs(extra: dict[str, Any]) -> LiveKnobs | None:
 
 
 async def _attempt(work: Callable[[], None], name: str) -> TrainError | None:
-    """What went wrong, for whoever asks; the actor itself goes on."""
+    """The error, for the caller; it does not end the actor."""
     try:
-        await in_own_thread(work, name)
-    except Exception as error:  # noqa: BLE001 -- a library writes there: whatever it raises is told with the checkpoint
+        await in_daemon_thread(work, name)
+    except Exception as error:  # noqa: BLE001 -- a library writes there: whatever it raises is reported with the checkpoint
         failed = TrainError(
             f"could not {name}: {error}", remedy="check disk and rights; an older checkpoint stays whole"
         )

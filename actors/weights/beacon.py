@@ -1,7 +1,6 @@
-"""How far an engine is with a weight version: set where bytes move, in whichever thread, read when somebody asks.
+"""Progress of an engine with a weight version: set by the thread that moves bytes, read by a call.
 
-Knows nothing of engines, channels or deadlines: whoever waits judges whether it moves
-(`actors/coordinator/adopter.py`).
+`actors/weights/rollout_update.py` decides whether it makes progress.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A trainer rank's ends of the weight channels: each is made when a version is first published by it, and closed when
-newer versions go by another and engines let go of the last one that lies in it.
+"""A trainer rank's ends of the weight channels. An end is made when a version is first published through it, and closed
+when newer versions go through another channel and engines released the last version in it.
 
     shm, disk         rank 0 has a `WeightWriter`; it works in a thread of its own, beside training. Before its first
                       version, by whatever channel, it deletes what a trainer that was killed has left
@@ -67,7 +67,7 @@ class ChannelEnds:
         self, version: int, channel: WeightChannel, backend: TrainBackend, in_thread: InThread
     ) -> WeightManifest | None:
         """Called on all ranks at once. None where this rank publishes no part. Raises what backend and end raise."""
-        self._newest = channel  # from here on nobody closes it
+        self._newest = channel  # from here on it is not closed
         if self._must_clear:
             self._must_clear = False
             await self._beside(self._makers.clear)
@@ -145,7 +145,7 @@ class ChannelEnds:
     # -- the end
 
     def close_senders(self) -> None:
-        """Never raises, waits for nobody."""
+        """Never raises, never waits."""
         for sender in self._senders.values():
             sender.close()
 

@@ -29,7 +29,7 @@ from ...core.messages import WeightChannel, WeightManifest
 from ...core.process import boot_id
 from ...core.refs import ActorGroup
 from ...core.weight_channel import SENT_CHANNELS, SHARED_CHANNELS
-from ..contracts.roles import RolloutContract, TrainerContract
+from ..contracts import RolloutContract, TrainerContract
 from ..knobs.owner import KnobOwner
 
 CHANNEL = "weight_channel"
@@ -81,13 +81,13 @@ class Publisher:
         return await self.publish(version), usable
 
     async def publish(self, version: int) -> WeightManifest:
-        """Where engines find `version`. Raises TrainError when no rank gathered it, or nobody lets go of older ones."""
+        """Where engines find `version`. Raises TrainError when no rank gathered it, or older ones are not released."""
         is_new = self._manifest is not None and version != self.newest
         channel = self._channels.of_new() if is_new else self._channels.newest()
         limit = self._limit(channel)
         if version not in self._unreleased and len(self._unreleased) >= limit:
             await self.await_release(version, at_most=limit - 1)
-        self._untold.pop(version, None)  # ranks that publish it again let go of what they had
+        self._untold.pop(version, None)  # ranks that publish it again drop what they had
         with self._meter.during("wait-weights", f"publish others {version}"):
             parts = await until_written(
                 lambda: self._ranks.all(TrainerContract.publish, version, channel),
@@ -116,14 +116,14 @@ class Publisher:
         return self._manifest if self.newest in self._unreleased else None
 
     async def release_older(self, before: int) -> None:
-        """Whoever was to say that nobody reads the versions below `before` any more is gone."""
+        """Release the versions below `before`: the actor that would have done it is gone."""
         own = self._ctx.ref(TrainerContract, self._ctx.name)
         for version in sorted(self._unreleased):
             if version < before:
                 await own.release_weights(version)
 
     async def released(self, version: int) -> None:
-        """No engine reads `version` any more. A rank that does not hear it now is told again with the next one."""
+        """No engine reads `version` any more. A rank that misses this message gets it again with the next version."""
         others = tuple(name for name in self._unreleased.pop(version, ()) if name != self._ctx.name)
         if others:
             self._untold[version] = others
@@ -145,8 +145,8 @@ class Publisher:
                 del self._untold[untold]
 
     async def await_release(self, version: int, at_most: int = 0) -> None:
-        """Wait, for the sake of `version`, until the engines let go of all published versions but `at_most`, and the
-        other ranks of what they staged of them: that memory is wanted by others."""
+        """Before `version`, wait until the engines released all published versions but `at_most`, and the other ranks
+        what they staged of them, since that memory is needed."""
         try:
             with self._meter.during("wait-weights", f"release for {version}"):
                 async with asyncio.timeout(RELEASE_DEADLINE_S):
@@ -187,7 +187,7 @@ class ChannelChoice:
         self._begins_with: WeightChannel = first
         self._refused = refused
         self._kept: LiveKnob | None = None
-        """Decided before this gang began, which is told of it only once engines have its first version."""
+        """Decided before this gang began; the gang gets it only once engines have its first version."""
 
     async def take_up(self, kept: LiveKnobs | None) -> LiveKnobs | None:
         """Before the first version. `kept`: what the checkpoint that the gang begins with says of the knobs; this run's

@@ -33,7 +33,7 @@ from ...core.weight_channel import (
     ShareRequest,
     WeightProgress,
 )
-from ..contracts.roles import TrainerContract
+from ..contracts import TrainerContract
 from ..stream_checks import StreamChecks
 
 
@@ -79,7 +79,7 @@ class EngineWeights:
         return self._ack(version)
 
     async def _swap(self, engine: Engine, version: int) -> None:
-        """Commit, and note it on a track of its own in the trace: generation goes on around it."""
+        """Commit, on a track of its own in the trace, since generation continues around it."""
         started, wall_s = self._clock.monotonic(), self._clock.wall()
         reached("rollout.commit")
         self._checks.loading(version)
@@ -127,7 +127,7 @@ class TrainerSenders:
 
     def _ref(self, sender: str, within_s: float = 0.0) -> TrainerContract:
         if self._actor is None:
-            raise EngineError("nobody speaks to the trainer yet", remedy="this is a bug: call speak_as first")
+            raise EngineError("no actor is set to call the trainer", remedy="this is a bug: call speak_as first")
         ref = self._actor.ctx.ref(TrainerContract, sender)
         return with_deadline(ref, within_s) if within_s else ref
 

@@ -2,19 +2,23 @@
 
 An `Episode` owns the token stream of a sample. Model turns come from the engine with their log-probs and version
 stamps; replies (tools, environments) are rendered by the chat template and carry loss mask 0. Text is decoded for
-the workflow to look at and is never encoded back, so the trained ids are the generated ids.
+the workflow to look at and is never encoded back, so the trained ids are the generated ids. A workflow receives the
+episode and its settings in a `WorkflowContext`.
 
-Continuation: an episode may be given the tokens of an interrupted attempt. The workflow runs from its beginning;
-recorded turns are handed out again without asking the engine as long as the workflow does what it did before, and
-the first unfinished turn goes on from its last token. Drawn by seeds, that turn is made again from its beginning: the
-tokens are the same, and no log-prob is one that a prefill computed where a run without the interruption decoded. A
-reply that differs from the recorded one ends the replay.
+Continuation: an episode may start with the tokens of an interrupted attempt. The workflow runs from its beginning.
+Recorded turns are replayed without the engine as long as the workflow repeats its steps; the first unfinished turn
+continues from its last token. With seeded sampling that turn is generated again from its beginning: the tokens are the
+same, and no log-prob comes from a prefill where an uninterrupted run would have decoded. A reply that differs from the
+recorded one ends the replay.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import itertools
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import pairwise
 from typing import Any
 
@@ -26,13 +30,75 @@ from ...core.chaos import reached
 from ...core.errors import EngineError, PromptTooLong, UserCodeError
 from ...core.messages import SamplingParams
 from ...core.protocols import Delta, GenerateRequest, Tokenizer
-from ...core.samples import I32, U8, FinishReason, Message, Prompt, Sample
+from ...core.samples import F32, I32, NO_VERSION, U8, FinishReason, Message, Prompt, Sample
 from ...core.sampling import StopStrings, sampling_fault
 from .demonstrated import demonstrate
-from .segments import Segment, joined, split, unstamped
-from .stream_end import closing
 from .turn_renderer import TurnRenderer
-from .turn_seed import turn_seed
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSegment:
+    """A model turn (mask 1) or a reply (mask 0)."""
+
+    ids: I32
+    logprobs: F32
+    versions: I32
+    is_model: bool
+
+    def first(self, num_tokens: int) -> TokenSegment:
+        """Its beginning."""
+        part = slice(num_tokens)
+        return TokenSegment(self.ids[part], self.logprobs[part], self.versions[part], self.is_model)
+
+
+def unstamped(ids: Sequence[int] | I32, *, is_model: bool) -> TokenSegment:
+    """Tokens that no engine generated."""
+    array = np.asarray(ids, dtype=np.int32)
+    return TokenSegment(array, np.zeros(len(array), np.float32), np.full(len(array), NO_VERSION, np.int32), is_model)
+
+
+def split(sample: Sample) -> list[TokenSegment]:
+    """Cut a recorded sample into runs of equal loss mask."""
+    mask = sample.loss_mask
+    cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
+    return [
+        TokenSegment(sample.response_ids[a:b], sample.logprobs[a:b], sample.versions[a:b], bool(mask[a]))
+        for a, b in itertools.pairwise(cuts)
+        if b > a
+    ]
+
+
+def joined(parts: Sequence[TokenSegment]) -> TokenSegment:
+    """One run of model tokens from its parts."""
+    if not parts:
+        return TokenSegment(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), is_model=True)
+    return TokenSegment(
+        np.concatenate([part.ids for part in parts]).astype(np.int32, copy=False),
+        np.concatenate([part.logprobs for part in parts]).astype(np.float32, copy=False),
+        np.concatenate([part.versions for part in parts]).astype(np.int32, copy=False),
+        is_model=True,
+    )
+
+
+@asynccontextmanager
+async def closing(stream: AsyncIterator[Delta]) -> AsyncGenerator[AsyncIterator[Delta]]:
+    """The stream, closed on leaving the block if it can be: for an engine that is to abort the request."""
+    try:
+        yield stream
+    finally:
+        if isinstance(stream, AsyncGenerator):
+            await stream.aclose()
+
+
+SEED_BITS = 63
+"""Servers keep seeds as signed 64-bit numbers."""
+
+
+def turn_seed(seed: int, draw: int, index: int, turn: int) -> int:
+    """Of one turn, from 0 up to 2**63: other turns, samples, draws and runs have unrelated ones."""
+    digest = blake2b(f"{seed}/{draw}/{index}/{turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> (64 - SEED_BITS)
+
 
 Generate = Callable[[GenerateRequest], AsyncIterator[Delta]]
 
@@ -75,15 +141,15 @@ def stops_of(params: SamplingParams, tokenizer: Tokenizer) -> StopStrings:
 
 
 async def drawn(
-    generate: Generate, request: GenerateRequest, stops: StopStrings, under_way: list[Segment]
-) -> tuple[Segment, FinishReason]:
+    generate: Generate, request: GenerateRequest, stops: StopStrings, under_way: list[TokenSegment]
+) -> tuple[TokenSegment, FinishReason]:
     """Stream one turn from the engine: its tokens, up to the end of a stop string, and why they end. `under_way`: what
     the turn has already; grows while it comes. Raises EngineError for a stream that breaks off."""
     finish: FinishReason | None = None
     ids = joined(under_way).ids.tolist()
     async with closing(generate(request)) as deltas:
         async for delta in deltas:
-            under_way.append(Segment(delta.output_ids, delta.logprobs, delta.versions, is_model=True))
+            under_way.append(TokenSegment(delta.output_ids, delta.logprobs, delta.versions, is_model=True))
             finish, num_seen = delta.finish, len(ids)
             ids += delta.output_ids.tolist() if stops else ()
             if match := stops.match(ids, num_seen):
@@ -126,8 +192,8 @@ class Episode:
                 f"the engine's context is {context_length}",
                 remedy="shorten or filter the row, or raise engine.context_length",
             )
-        self._segments: list[Segment] = []
-        self._under_way: list[Segment] = []
+        self._segments: list[TokenSegment] = []
+        self._under_way: list[TokenSegment] = []
         """Of the turn that is being generated."""
         self._turns: list[str] = []
         self._replies: list[tuple[Message, ...]] = []
@@ -135,7 +201,7 @@ class Episode:
         self._temperature: float | None = None
         """Of the model turns; None before the first."""
         self._recorded_at = 1.0 if recorded is None else recorded.temperature
-        self._replay: list[Segment] = []
+        self._replay: list[TokenSegment] = []
         if recorded is not None and np.array_equal(recorded.prompt_ids, self._prompt_ids):
             self._replay = split(recorded)
 
@@ -172,7 +238,7 @@ class Episode:
         return np.concatenate([self._prompt_ids, *(s.ids for s in self._segments)]).astype(np.int32, copy=False)
 
     async def generate(self, sampling: SamplingParams | None = None) -> Turn:
-        """The model's next turn. Raises Interrupted when the engine was told to abort, EngineError when it fails,
+        """The model's next turn. Raises Interrupted when the engine had to abort, EngineError when it fails,
         UserCodeError when `sampling` has another temperature than the turns before."""
         params = sampling or self._model.sampling
         fault, remedy = sampling_fault(params)
@@ -216,7 +282,7 @@ class Episode:
                 remedy="draw all turns of a sample at one temperature",
             )
 
-    async def _ask(self, start: Segment, params: SamplingParams, limit: int) -> tuple[Segment, FinishReason]:
+    async def _ask(self, start: TokenSegment, params: SamplingParams, limit: int) -> tuple[TokenSegment, FinishReason]:
         """Stream one turn from the engine, going on from `start`."""
         request = GenerateRequest(
             request_id=f"{self._model.request_prefix}{self._prompt.group_id}.{self._index}.{len(self._turns)}",
@@ -233,8 +299,8 @@ class Episode:
         return whole, finish
 
     async def _draw(
-        self, request: GenerateRequest, start: Segment, params: SamplingParams
-    ) -> tuple[Segment, FinishReason]:
+        self, request: GenerateRequest, start: TokenSegment, params: SamplingParams
+    ) -> tuple[TokenSegment, FinishReason]:
         """The turn's tokens so far, `start` included, and why they end."""
         self._under_way = [start]
         whole, finish = await drawn(self._model.generate, request, self._stops(params), self._under_way)
@@ -249,8 +315,8 @@ class Episode:
         number = self._prompt.group_id if self._prompt.draw < 0 else self._prompt.draw
         return turn_seed(run, number, self._index, len(self._turns))
 
-    def _stopped_at(self, done: Segment, params: SamplingParams) -> int:
-        """Tokens after which a recorded turn is over; 0: it goes on."""
+    def _stopped_at(self, done: TokenSegment, params: SamplingParams) -> int:
+        """Tokens after which a recorded turn is over; 0: it continues."""
         ids: list[int] = done.ids.tolist()
         if match := self._stops(params).match(ids):
             return match.end
@@ -260,13 +326,13 @@ class Episode:
     def _stops(self, params: SamplingParams) -> StopStrings:
         return stops_of(params, self._tokenizer)
 
-    def _next_recorded(self, *, is_model: bool) -> Segment | None:
+    def _next_recorded(self, *, is_model: bool) -> TokenSegment | None:
         if not self._replay or self._replay[0].is_model is not is_model:
             self._replay = []
             return None
         return self._replay.pop(0)
 
-    def _close_turn(self, segment: Segment, finish: FinishReason) -> Turn:
+    def _close_turn(self, segment: TokenSegment, finish: FinishReason) -> Turn:
         self._segments.append(segment)
         self._finish = finish
         text = self._tokenizer.decode(segment.ids.tolist())
@@ -318,7 +384,7 @@ class Episode:
         rest = [joined(self._under_way)] if self._under_way else self._replay
         return self._sample([*self._segments, *rest], "abort" if rest else self._finish)
 
-    def _sample(self, segments: list[Segment], finish: FinishReason) -> Sample:
+    def _sample(self, segments: list[TokenSegment], finish: FinishReason) -> Sample:
         empty = np.zeros(0, dtype=np.int32)
         mask: list[U8] = [np.full(len(s.ids), 1 if s.is_model else 0, dtype=np.uint8) for s in segments]
         return Sample(
@@ -357,3 +423,29 @@ class Episode:
         self._replies = [tuple(turns[a + 1 : b]) for a, b in zip(starts, (*starts[1:], len(turns)), strict=True)]
         self._finish = "stop"
         return self.sample()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkflowContext:
+    """Handed to a workflow for one sample."""
+
+    episode: Episode
+    tokenizer: Tokenizer
+    max_turns: int
+    """`rollout.max_turns` of the run file."""
+    index: int
+    """Member number inside the group."""
+    session_id: str = ""
+    """Of this member of this group in this run: the same in every attempt, in whatever process it is made."""
+    attempt: int = 0
+    """How often this member was begun before, as far as the run knows: by an actor that died, or by an attempt that
+    failed through its environment."""
+
+    @property
+    def is_replay(self) -> bool:
+        """Whether an earlier attempt may have had side effects already."""
+        return self.attempt > 0
+
+
+Workflow = Callable[[WorkflowContext, Prompt], Awaitable[Sample]]
+"""A workflow turns a prompt into a finished sample, usually by `ctx.episode`."""

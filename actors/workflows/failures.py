@@ -24,7 +24,7 @@ from ...core.errors import FailureKind
 
 FAILURE_KINDS: tuple[FailureKind, ...] = get_args(FailureKind)
 RETRIED: frozenset[FailureKind] = frozenset({"environment", "sandbox", "network"})
-"""Kinds that are nobody's mistake: the member is tried again, and left out of its group when that does not help."""
+"""Kinds without a mistake in the code: the member is tried again, and left out of its group when that does not help."""
 
 
 class WorkflowFailure(Exception):

@@ -1,8 +1,12 @@
-"""The workflow that a run file names, with its arguments.
+"""The workflow that a run file names, with its arguments: a built-in one, or the user's own.
 
-One of the user's own is an async function, a plain function, or a class: one object of it per episode, with a method
-for each phase. `run(ctx, prompt)` is needed; `setup(ctx, prompt)`, `finalize(ctx, sample)`, `score(ctx, sample)` and
-`teardown()` may be there. Each may be async or plain.
+`single_turn` asks the model once. `demonstration` is supervised fine-tuning: the sample is the row's own answer, in
+`metadata["demonstration"]` (one assistant answer) or `metadata["demonstration_turns"]` (a list of `{"role",
+"content"}`); `actors/data` puts them there from the configured answer column.
+
+A user's workflow is an async function, a plain function, or a class with a method for each phase; each episode gets an
+object of its own. `run(ctx, prompt)` is required; `setup(ctx, prompt)`, `finalize(ctx, sample)`, `score(ctx, sample)`
+and `teardown()` are optional. Each may be async or plain.
 """
 
 from __future__ import annotations
@@ -13,14 +17,54 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ...core.errors import ConfigError
-from ..user_code import WORKFLOW, load_function, load_workflow_class
-from . import demonstration, single_turn
-from .context import Workflow
+import msgspec
+
+from ...core.errors import ConfigError, DataError
+from ...core.samples import Message, Prompt, Sample
+from ..user_code.functions import WORKFLOW, load_function, load_workflow_class
+from .episode import Workflow, WorkflowContext
+
+
+async def answer_once(ctx: WorkflowContext, prompt: Prompt) -> Sample:
+    """Ask the model once."""
+    await ctx.episode.generate()
+    return ctx.episode.sample()
+
+
+async def replay_demonstration(ctx: WorkflowContext, prompt: Prompt) -> Sample:
+    """The demonstration as a sample: assistant turns masked in, everything else masked out."""
+    return ctx.episode.demonstration(shown_turns(prompt))
+
+
+def shown_turns(prompt: Prompt) -> list[Message]:
+    """The turns of the row's demonstration. Raises DataError."""
+    metadata: dict[str, Any] = prompt.metadata
+    if "demonstration_turns" in metadata:
+        try:
+            turns = msgspec.convert(metadata["demonstration_turns"], list[Message])
+        except msgspec.ValidationError as err:
+            raise DataError(
+                f"row {prompt.row} of {prompt.source}: demonstration turns are not messages ({err})",
+                remedy='write them as [{"role": ..., "content": ...}, ...]',
+            ) from err
+        if not turns or turns[0].role != "assistant":
+            raise DataError(
+                f"row {prompt.row} of {prompt.source}: the demonstration does not begin with an assistant's turn",
+                remedy="put what stands before it into the prompt",
+            )
+        return turns
+    answer = metadata.get("demonstration")
+    if not isinstance(answer, str):
+        raise DataError(
+            f"row {prompt.row} of {prompt.source} has no demonstration",
+            remedy='name the answer column with data.answer_key, or use preset = "chat"',
+        )
+    return [Message(role="assistant", content=answer)]
+
 
 BUILTINS: Mapping[str, Workflow] = {
-    "single_turn": single_turn.generate,
-    "demonstration": demonstration.generate,
+    "single_turn": answer_once,
+    "demonstration": replay_demonstration,
 }
 """They run in the actor's own process; all others in workers."""
 PHASES = ("setup", "run", "finalize", "score", "teardown")

@@ -3,7 +3,7 @@ model for it, and what became of it.
 
 Several episodes share a worker. One whose code hangs is ended with its limit. The worker that still has such a call
 takes nothing new and is killed once its other episodes have ended; a new one takes its place. Teardown runs as long as
-the process lives. Knows workers and the way to the model; must not know groups.
+the process lives.
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ from ...core.errors import MemberFailed, MyxaError, UserCodeError
 from ...core.messages import SamplingParams
 from ...core.protocols import Tokenizer
 from ...core.samples import I32, FinishReason, Prompt, Sample
-from ..user_process import SpokeGarbage, UserProcess, WorkerGone
-from .episode import Interrupted, ModelAccess, drawn, stops_of
-from .segments import Segment, joined
+from ..user_code.process import SpokeGarbage, UserProcess, WorkerGone
+from .episode import Interrupted, ModelAccess, TokenSegment, drawn, joined, stops_of
 from .worker_messages import (
-    Ask,
-    Cancel,
-    Done,
-    Drawn,
-    Failed,
+    AskModel,
+    CancelEpisode,
+    DrawnTurn,
+    EpisodeDone,
+    EpisodeFailed,
+    EpisodeStuck,
     PhaseLimits,
-    Start,
-    Stuck,
+    StartEpisode,
     Waits,
     WorkflowSpec,
     from_worker,
@@ -70,9 +69,9 @@ class TokensSoFar:
 
     def __init__(self, recorded: Sample | None) -> None:
         self._closed = recorded
-        self.under_way: list[Segment] = []
+        self.under_way: list[TokenSegment] = []
 
-    def asked(self, ask: Ask) -> None:
+    def asked(self, ask: AskModel) -> None:
         """A turn is to be drawn."""
         self._closed = ask.so_far
         self.under_way = [ask.start.segment]
@@ -103,14 +102,14 @@ class _Turn:
     """What a drawing task found."""
 
     number: int
-    segment: Segment
+    segment: TokenSegment
     finish: FinishReason
 
 
 @dataclass(slots=True)
 class _Running:
-    inbox: asyncio.Queue[Ask | Done | Failed | _Turn | Exception] = field(
-        default_factory=asyncio.Queue["Ask | Done | Failed | _Turn | Exception"]
+    inbox: asyncio.Queue[AskModel | EpisodeDone | EpisodeFailed | _Turn | Exception] = field(
+        default_factory=asyncio.Queue["AskModel | EpisodeDone | EpisodeFailed | _Turn | Exception"]
     )
     place: str = ""
 
@@ -121,7 +120,7 @@ class _Lost(WorkerGone):
     def __init__(self, how: str, episode: int) -> None:
         super().__init__(how)
         self.episode = episode
-        """That is to blame; negative: nobody knows."""
+        """The episode to blame; negative: unknown."""
 
 
 class WorkflowWorker(UserProcess):
@@ -130,9 +129,9 @@ class WorkflowWorker(UserProcess):
     MODULE = "myxa.actors.workflows.worker"
 
     running: dict[int, _Running]
-    """Episode -> what its caller is told."""
+    """Episode -> what its caller gets."""
     ending: set[int]
-    """Episodes that were given up and have not told yet that they ended."""
+    """Episodes that were abandoned and have not ended yet."""
     is_retired: bool
 
     @property
@@ -163,7 +162,7 @@ class WorkflowPool:
         self._number = 0
         self._is_closed = False
         self.on_waits: Callable[[], None] = lambda: None
-        """Called when it is known anew where episodes wait."""
+        """Called when there is news of where episodes wait."""
 
     @property
     def name(self) -> str:
@@ -187,7 +186,7 @@ class WorkflowPool:
         """The sample that the workflow returned, unchecked but for its types, and the temperature of its turns.
 
         Raises MemberFailed, UserCodeError and other errors of myxa's by what the workflow did, Interrupted when the
-        engine was told to abort, and what the engine raises.
+        engine had to abort, and what the engine raises.
         """
         limits = msgspec.structs.replace(self._limits, run_s=start.run_s)
         worker = await self._take()
@@ -212,21 +211,21 @@ class WorkflowPool:
             if not is_over and worker.is_alive:
                 worker.ending.add(number)
                 with contextlib.suppress(WorkerGone):
-                    await worker.send(Cancel(number))
+                    await worker.send(CancelEpisode(number))
             self._mind(worker)
-        if isinstance(end, Failed):
+        if isinstance(end, EpisodeFailed):
             raise _error_of(end)
         return _sample_of(end), end.temperature
 
     async def _until_end(
         self, worker: WorkflowWorker, number: int, running: _Running, model: ModelAccess, record: TokensSoFar
-    ) -> Done | Failed:
+    ) -> EpisodeDone | EpisodeFailed:
         drawing: asyncio.Task[None] | None = None
         turn = 0
         try:
             while True:
                 told = await running.inbox.get()
-                if isinstance(told, Ask):
+                if isinstance(told, AskModel):
                     await _cancelled(drawing)
                     record.asked(told)
                     turn = told.turn
@@ -249,7 +248,7 @@ class WorkflowPool:
         finally:
             await _cancelled(drawing)
 
-    async def _draw(self, ask: Ask, running: _Running, model: ModelAccess, under_way: list[Segment]) -> None:
+    async def _draw(self, ask: AskModel, running: _Running, model: ModelAccess, under_way: list[TokenSegment]) -> None:
         params = SamplingParams(stop=ask.stop)
         running.place = ""
         try:
@@ -298,7 +297,7 @@ class WorkflowPool:
         self._readers.pop(worker, None)
 
     async def _until_gone(self, worker: WorkflowWorker) -> tuple[str, int]:
-        """Hand on what it says; returns how it ended, and the episode that is to blame; negative: nobody knows."""
+        """Pass on its messages; returns how it ended, and the episode to blame; negative: unknown."""
         silent_s, words, culprit = SILENT_S + 5 * self._spec.max_block_s, "", -1
         while True:
             try:
@@ -311,7 +310,7 @@ class WorkflowPool:
                 return f"it wrote into its own pipe ({garbage}) and was killed", -1
             except WorkerGone as gone:
                 return f"{words}{gone}", culprit
-            if isinstance(message, Stuck):
+            if isinstance(message, EpisodeStuck):
                 words, culprit = f"its code cannot be interrupted at {message.place}: ", message.episode
             elif isinstance(message, Waits):
                 for number, running in worker.running.items():
@@ -320,10 +319,10 @@ class WorkflowPool:
             else:
                 self._hand_on(worker, message)
 
-    def _hand_on(self, worker: WorkflowWorker, message: Ask | Done | Failed) -> None:
+    def _hand_on(self, worker: WorkflowWorker, message: AskModel | EpisodeDone | EpisodeFailed) -> None:
         if (running := worker.running.get(message.episode)) is not None:
             running.inbox.put_nowait(message)
-        elif isinstance(message, Done | Failed):
+        elif isinstance(message, EpisodeDone | EpisodeFailed):
             worker.ending.discard(message.episode)
             worker.is_retired |= message.is_hanging
             self._mind(worker)
@@ -363,8 +362,8 @@ def make_pool(config: RunConfig, tokenizer: Tokenizer) -> WorkflowPool:
     return WorkflowPool(spec, limits, tokenizer, max_workers=of.workers)
 
 
-def _start(number: int, start: EpisodeStart, limits: PhaseLimits, model: ModelAccess) -> Start:
-    return Start(
+def _start(number: int, start: EpisodeStart, limits: PhaseLimits, model: ModelAccess) -> StartEpisode:
+    return StartEpisode(
         episode=number,
         prompt=start.prompt,
         index=start.index,
@@ -379,7 +378,7 @@ def _start(number: int, start: EpisodeStart, limits: PhaseLimits, model: ModelAc
     )
 
 
-async def _sent(worker: WorkflowWorker, start: Start) -> None:
+async def _sent(worker: WorkflowWorker, start: StartEpisode) -> None:
     try:
         await worker.send(start)
     except (ValueError, TypeError) as error:
@@ -388,14 +387,14 @@ async def _sent(worker: WorkflowWorker, start: Start) -> None:
         ) from error
 
 
-def _drawn(number: int, turn: _Turn) -> Drawn:
+def _drawn(number: int, turn: _Turn) -> DrawnTurn:
     one = turn.segment
-    return Drawn(
+    return DrawnTurn(
         episode=number, turn=turn.number, ids=one.ids, logprobs=one.logprobs, versions=one.versions, finish=turn.finish
     )
 
 
-def _sample_of(end: Done) -> Sample:
+def _sample_of(end: EpisodeDone) -> Sample:
     try:
         return sample_decoder.decode(end.sample)
     except (msgspec.MsgspecError, ValueError, TypeError) as error:
@@ -405,7 +404,7 @@ def _sample_of(end: Done) -> Sample:
         ) from None
 
 
-def _error_of(failed: Failed) -> MyxaError:
+def _error_of(failed: EpisodeFailed) -> MyxaError:
     kind = getattr(errors, failed.error, None) if failed.error else None
     if isinstance(kind, type) and issubclass(kind, MyxaError) and kind is not MemberFailed:
         return kind(failed.words, remedy=failed.remedy)

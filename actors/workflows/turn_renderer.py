@@ -1,34 +1,97 @@
 r"""Token ids around the model's turns, as the chat template writes them: prompts and replies.
 
-A reply must continue a token stream whose turns are never encoded again, so it is cut out of a conversation made for
-it: a question, an answer that is a sentinel, the reply. What stands behind the sentinel is what follows any answer. So
-it does not matter how a template writes earlier turns (Qwen3 leaves their thinking out): of these the stream has the
-tokens that were drawn.
+A reply must continue a token stream whose turns are never encoded again. So it is cut out of a conversation made for
+it: a question, a sentinel as answer, the reply. What follows the sentinel follows any answer. So the rendering of
+earlier turns does not matter (Qwen3 leaves out their thinking): the stream has the tokens that were drawn for them.
 
-Between answer and reply stands the end of the turn, of which the model may have drawn a part:
+Between answer and reply is the end of the turn, of which the model may have drawn a part:
 
     own mark            `answer<|im_end|>` + `\n<|im_start|>user\n...`    drawn: what follows the mark is the reply
-    next role's mark    `answer<|user|>`   + `\n...`                      GLM-4: the model draws who is to speak next
+    next role's mark    `answer<|user|>`   + `\n...`                      GLM-4: the model draws the next role
     no mark             `answer`           + `\nUser: ...`                the whole is the reply
 
-An answer that was cut off lacks its mark; then the reply begins with it. A template that cannot do this, because it
-leaves the answer or the reply out, or writes them twice or in another order, is a TemplateError that names it. Knows
-templates by what they write; must not know engines or episodes.
+An answer that was cut off lacks its mark; then the reply begins with it. A template that leaves out the answer or the
+reply, or writes them twice or in another order, raises a TemplateError that names it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from ...core.errors import DataError
+from ...core.errors import DataError, TemplateError
 from ...core.protocols import Tokenizer
 from ...core.samples import I32, Message, Prompt
-from .appending import ANSWER, ANSWERED, between, unfit
+
+ANSWER = "Myxa5d1fc7e2Answer"
+REPLY = "Myxa93b60a5eReply"
+QUESTION = Message(role="user", content="?")
+ANSWERED = (QUESTION, Message(role="assistant", content=ANSWER))
+KNOWN_ROLES = ("user", "tool", "observation", "ipython", "function")
+"""What templates call those who speak after the model."""
+
+Render = Callable[[Sequence[Message]], str]
+"""A conversation as text, up to where the model begins to speak."""
+
+
+def between(render: Render, messages: Sequence[Message], place: str) -> str:
+    """What stands between a turn of the model and the text of the first of these messages, whatever that is.
+
+    `place`: of the template. Raises TemplateError if it cannot append them, with the roles that it can.
+    """
+    try:
+        return _tried(render, messages, place)
+    except TemplateError as err:
+        fits = roles_that_fit(render)
+        listed = f"; after a turn of the model it appends: {', '.join(fits)}" if fits else ""
+        raise TemplateError(err.message, remedy=f"{err.remedy}{listed}") from err
+
+
+def roles_that_fit(render: Render) -> tuple[str, ...]:
+    """Of the known ones."""
+    return tuple(role for role in KNOWN_ROLES if _can_append(render, role))
+
+
+def unfit(messages: Sequence[Message], place: str, how: str) -> TemplateError:
+    """The template cannot append them: it does `how`."""
+    roles = ", ".join(repr(message.role) for message in messages)
+    return TemplateError(
+        f"the chat template of {place} cannot append a message of role {roles} after a turn of the model: it {how}",
+        remedy="reply in a role that the model was made for, or mend the template",
+    )
+
+
+def _can_append(render: Render, role: str) -> bool:
+    try:
+        _tried(render, (Message(role=role, content=""),), "")
+    except TemplateError:
+        return False
+    return True
+
+
+def _tried(render: Render, messages: Sequence[Message], place: str) -> str:
+    words = [f"{REPLY}{number}End" for number in range(len(messages))]
+    probes = [message.with_text(word) for message, word in zip(messages, words, strict=True)]
+    try:
+        text = render((*ANSWERED, *probes))
+    except DataError as err:
+        raise unfit(messages, place, f"refuses it ({err.message})") from err
+    if ANSWER not in text:
+        raise unfit(messages, place, "changes the model's turn before it")
+    if text.count(ANSWER) > 1:
+        raise unfit(messages, place, "writes the model's turn before it twice")
+    places = [text.find(word) for word in (ANSWER, *words)]
+    if -1 in places:
+        raise unfit(messages, place, "leaves it out")
+    if any(left > right for left, right in pairwise(places)) or any(text.count(word) > 1 for word in words):
+        raise unfit(messages, place, "writes it twice, or in another order")
+    return text.partition(ANSWER)[2].partition(words[0])[0]
+
 
 MAX_KNOWN = 256
 """Kinds of replies that are remembered."""
@@ -54,8 +117,8 @@ class TurnRenderer:
         self._joints: dict[tuple[object, ...], _Joint] = {}
 
     def prompt(self, prompt: Prompt) -> I32:
-        """Token ids int32 [P] of the prompt's messages, up to where the model begins to speak, or goes on with a turn
-        that the prompt ends with. Raises DataError when the template refuses it or writes nothing."""
+        """Token ids int32 [P] of the prompt's messages, up to where the model begins to speak, or continues a turn that
+        the prompt ends with. Raises DataError when the template refuses it or writes nothing."""
         messages, tools = prompt.messages, prompt.tools
         if messages and messages[-1].role == "assistant":
             ids = self._tokenizer.render(messages, add_generation_prompt=False, tools=tools, goes_on=True)

@@ -1,9 +1,7 @@
-"""A worker process that runs workflows of the user's; `actors/keeper.py` starts it, `pool.py` speaks to it.
+"""A worker process for a user's workflows. `actors/user_code/subreaper.py` starts it, `pool.py` talks to it.
 
-Async phases of all episodes run in its loop (see `actors/user_loop.py`), each phase that is a plain `def` in a thread
+Async phases of all episodes run in its loop (`actors/user_code/loop.py`), each phase that is a plain `def` in a thread
 of its own. Code that holds the loop longer than `rollout.max_block_s` is interrupted: that episode fails.
-
-What is printed goes to standard error, the actor's log. Knows episodes and phases; must not know engines.
 """
 
 from __future__ import annotations
@@ -29,27 +27,35 @@ from ...core.errors import MyxaError, UserCodeError
 from ...core.messages import SamplingParams
 from ...core.protocols import GenerateRequest, Tokenizer
 from ...core.samples import FinishReason, Sample
+from ..daemon_thread import in_daemon_thread
 from ..models.chat_template import template_of
 from ..models.tokenizer import load_tokenizer
-from ..own_thread import in_own_thread
-from ..user_call import TookTooLong, UserRaised, within
-from ..user_code import is_async, what_was_raised
-from ..user_loop import CALL, Blocked, DaemonThreads, Outgoing, Watch, awaited, frames_above, read_in_thread, user_place
-from ..user_process import MAX_FRAME_BYTES, LoadFailed, Ready, encoder, own_pipes, read_frame, write_frame
-from .context import WorkflowContext
-from .episode import Episode, ModelAccess, Turn
+from ..user_code.calls import TookTooLong, UserRaised, within
+from ..user_code.functions import is_async, what_was_raised
+from ..user_code.loop import (
+    CALL,
+    Blocked,
+    DaemonThreads,
+    Outgoing,
+    Watch,
+    awaited,
+    frames_above,
+    read_in_thread,
+    user_place,
+)
+from ..user_code.process import MAX_FRAME_BYTES, LoadFailed, Ready, encoder, own_pipes, read_frame, write_frame
+from .episode import Episode, ModelAccess, TokenSegment, Turn, WorkflowContext
 from .failures import kind_of
 from .named import OwnWorkflow, load_workflow
-from .segments import Segment
 from .turn_renderer import TurnRenderer
 from .worker_messages import (
-    Ask,
-    Cancel,
-    Done,
-    Drawn,
-    Failed,
-    Start,
-    Stuck,
+    AskModel,
+    CancelEpisode,
+    DrawnTurn,
+    EpisodeDone,
+    EpisodeFailed,
+    EpisodeStuck,
+    StartEpisode,
     Waits,
     WorkflowSpec,
     spec_decoder,
@@ -113,13 +119,13 @@ class Worker:
 
     def _take(self, body: bytes) -> None:
         message = to_worker.decode(body)
-        if isinstance(message, Start):
+        if isinstance(message, StartEpisode):
             self._plays[message.episode] = Play(self, message)
         elif (play := self._plays.get(message.episode)) is not None:
-            if isinstance(message, Drawn):
+            if isinstance(message, DrawnTurn):
                 play.drawn(message)
             else:
-                assert isinstance(message, Cancel)
+                assert isinstance(message, CancelEpisode)
                 play.cancel()
 
     def _current(self) -> int:
@@ -128,7 +134,7 @@ class Worker:
         return next((number for number, play in list(self._plays.items()) if task in play.tasks), -1)
 
     def _tell_stuck(self, place: str) -> None:
-        self.out.put(Stuck(place, self._current()))
+        self.out.put(EpisodeStuck(place, self._current()))
         self.out.flush()
 
     def ended(self, episode: int) -> None:
@@ -147,10 +153,10 @@ class _Late(Exception):
 class Play:
     """One episode: setup, run, finalize, score, and teardown whatever became of the others."""
 
-    def __init__(self, worker: Worker, start: Start) -> None:
+    def __init__(self, worker: Worker, start: StartEpisode) -> None:
         self._worker = worker
         self._start = start
-        self._answer: asyncio.Future[Drawn] | None = None
+        self._answer: asyncio.Future[DrawnTurn] | None = None
         self._turn = 0
         self._is_cancelled = False
         self.threads: list[threading.Thread] = []
@@ -162,7 +168,7 @@ class Play:
 
     # -- the model
 
-    async def ask(self, ask: Ask) -> Drawn:
+    async def ask(self, ask: AskModel) -> DrawnTurn:
         """The model's next turn. Raises UserCodeError while another one is drawn."""
         if self._answer is not None:
             raise UserCodeError(
@@ -177,7 +183,7 @@ class Play:
         finally:
             self._answer = None
 
-    def drawn(self, answer: Drawn) -> None:
+    def drawn(self, answer: DrawnTurn) -> None:
         """A turn came."""
         if self._answer is not None and answer.turn == self._turn and not self._answer.done():
             self._answer.set_result(answer)
@@ -203,7 +209,7 @@ class Play:
     async def _run(self) -> None:
         CALL.set(self)
         methods: dict[str, Callable[..., Any]] = {}
-        end: Done | Failed
+        end: EpisodeDone | EpisodeFailed
         try:
             end = await self._phases(methods)
         except BaseException as error:  # noqa: BLE001 -- told to the actor, whatever it is
@@ -220,7 +226,7 @@ class Play:
         self._worker.out.put(msgspec.structs.replace(end, teardown=teardown, is_hanging=is_hanging))
         self._worker.ended(self._start.episode)
 
-    async def _phases(self, methods: dict[str, Callable[..., Any]]) -> Done | Failed:
+    async def _phases(self, methods: dict[str, Callable[..., Any]]) -> EpisodeDone | EpisodeFailed:
         start, limits = self._start, self._start.limits
         episode = RemoteEpisode(self, start, self._worker)
         workflow, prompt = self._worker.workflow, start.prompt
@@ -252,7 +258,7 @@ class Play:
             sample = msgspec.structs.replace(sample, reward=reward)
         return self._done(sample, episode)
 
-    def _done(self, sample: object, episode: Episode) -> Done | Failed:
+    def _done(self, sample: object, episode: Episode) -> EpisodeDone | EpisodeFailed:
         if not isinstance(sample, Sample):
             words = f"returned a value of type {type(sample).__name__}, not a Sample"
             return self._fault(words, "end it with `return ctx.episode.sample()`")
@@ -263,7 +269,7 @@ class Play:
             return self._fault(words, "give its metadata JSON values, and its reward a number")
         if len(body) > MAX_FRAME_BYTES - FRAME_SLACK_BYTES:
             return self._fault(f"returned a sample of {len(body):,} bytes", "return a smaller one")
-        return Done(episode=self._start.episode, sample=msgspec.Raw(body), temperature=episode.temperature)
+        return EpisodeDone(episode=self._start.episode, sample=msgspec.Raw(body), temperature=episode.temperature)
 
     async def _phase(self, name: str, methods: dict[str, Callable[..., Any]], limit_s: float, *args: object) -> Any:
         method = methods.get(name)
@@ -306,31 +312,31 @@ class Play:
             self.threads.append(threading.current_thread())
             return context.run(call)
 
-        return await in_own_thread(run, "workflow")
+        return await in_daemon_thread(run, "workflow")
 
-    def _failed(self, error: BaseException) -> Failed:
+    def _failed(self, error: BaseException) -> EpisodeFailed:
         if isinstance(error, MyxaError):
             return self._fault(error.message, error.remedy, error=type(error).__name__)
         if isinstance(error, _Late):
             kind = "user-code" if self.waits_for_model else "environment"
             remedy = "bound its waits, or raise rollout.timeout_s"
-            return Failed(episode=self._start.episode, kind=kind, words=str(error), remedy=remedy)
+            return EpisodeFailed(episode=self._start.episode, kind=kind, words=str(error), remedy=remedy)
         if isinstance(error, Blocked):
             remedy = "write a plain def, use asyncio.to_thread, or raise rollout.max_block_s"
-            return Failed(episode=self._start.episode, kind="environment", words=str(error), remedy=remedy)
+            return EpisodeFailed(episode=self._start.episode, kind="environment", words=str(error), remedy=remedy)
         if isinstance(error, asyncio.CancelledError):
             return self._fault("was cancelled", "")
         remedy = "mend the workflow function"
         words = f"raised {what_was_raised(error)}"
-        return Failed(episode=self._start.episode, kind=kind_of(error), words=words, remedy=remedy)
+        return EpisodeFailed(episode=self._start.episode, kind=kind_of(error), words=words, remedy=remedy)
 
-    def _fault(self, words: str, remedy: str, *, error: str = "") -> Failed:
-        return Failed(episode=self._start.episode, kind="user-code", words=words, remedy=remedy, error=error)
+    def _fault(self, words: str, remedy: str, *, error: str = "") -> EpisodeFailed:
+        return EpisodeFailed(episode=self._start.episode, kind="user-code", words=words, remedy=remedy, error=error)
 
     # -- where it is
 
     def place(self) -> str:
-        """Where it waits for anything but the model; empty: it does not, or nobody can say."""
+        """Where it waits for anything but the model; empty: it does not, or the place is unknown."""
         if self.waits_for_model:
             return ""
         threads = {thread.ident for thread in self.threads if thread.is_alive()}
@@ -344,7 +350,7 @@ class Play:
 class RemoteEpisode(Episode):
     """An episode whose turns are drawn in the actor's process."""
 
-    def __init__(self, play: Play, start: Start, worker: Worker) -> None:
+    def __init__(self, play: Play, start: StartEpisode, worker: Worker) -> None:
         super().__init__(
             prompt=start.prompt,
             index=start.index,
@@ -363,10 +369,10 @@ class RemoteEpisode(Episode):
         self._play, self._number, self._asked = play, start.episode, itertools.count(1)
 
     async def _draw(
-        self, request: GenerateRequest, start: Segment, params: SamplingParams
-    ) -> tuple[Segment, FinishReason]:
+        self, request: GenerateRequest, start: TokenSegment, params: SamplingParams
+    ) -> tuple[TokenSegment, FinishReason]:
         turn = next(self._asked)
-        begun = Drawn(
+        begun = DrawnTurn(
             episode=self._number,
             turn=turn,
             ids=start.ids,
@@ -374,7 +380,9 @@ class RemoteEpisode(Episode):
             versions=start.versions,
             finish="abort",
         )
-        ask = Ask(episode=self._number, turn=turn, request=request, stop=params.stop, so_far=self.sample(), start=begun)
+        ask = AskModel(
+            episode=self._number, turn=turn, request=request, stop=params.stop, so_far=self.sample(), start=begun
+        )
         answer = await self._play.ask(ask)
         return answer.segment, answer.finish
 

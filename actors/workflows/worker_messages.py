@@ -1,5 +1,5 @@
 """What a rollout actor and a process that runs its workflows say to each other, in the frames of
-`actors/user_process.py`: token ids in, token ids out, one question and one answer a turn.
+`actors/user_code/process.py`: token ids in, token ids out, one question and one answer a turn.
 
     actor                                       worker
     Start(episode, prompt, limits, ...)   ->    the workflow begins
@@ -20,8 +20,8 @@ from ...core.errors import FailureKind
 from ...core.messages import SamplingParams
 from ...core.protocols import GenerateRequest
 from ...core.samples import F32, I32, FinishReason, Prompt, Sample
-from ..user_process import array_in
-from .segments import Segment
+from ..user_code.process import array_in
+from .episode import TokenSegment
 
 
 class PhaseLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +51,7 @@ class WorkflowSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The section `[data]`, for the chat template."""
 
 
-class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+class StartEpisode(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """One episode."""
 
     episode: int
@@ -67,30 +67,30 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_
     recorded: Sample | None = None
 
 
-class Drawn(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+class DrawnTurn(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """The turn that was asked for."""
 
     episode: int
     turn: int
-    """`Ask.turn`."""
+    """`AskModel.turn`."""
     ids: I32
     logprobs: F32
     versions: I32
     finish: FinishReason
 
     @property
-    def segment(self) -> Segment:
+    def segment(self) -> TokenSegment:
         """The tokens."""
-        return Segment(self.ids, self.logprobs, self.versions, is_model=True)
+        return TokenSegment(self.ids, self.logprobs, self.versions, is_model=True)
 
 
-class Cancel(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class CancelEpisode(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """End that episode."""
 
     episode: int
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+class AskModel(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """The model's next turn."""
 
     episode: int
@@ -100,11 +100,11 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fi
     stop: tuple[str, ...]
     so_far: Sample
     """The episode without the turn that is asked for."""
-    start: Drawn
+    start: DrawnTurn
     """What that turn has already."""
 
 
-class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+class EpisodeDone(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """What the workflow returned."""
 
     episode: int
@@ -116,7 +116,7 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_f
     """A call of it still runs: this worker takes no further episodes."""
 
 
-class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+class EpisodeFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """How it failed."""
 
     episode: int
@@ -136,16 +136,16 @@ class Waits(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     places: dict[int, str]
 
 
-class Stuck(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class EpisodeStuck(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Code that cannot be interrupted holds the worker, which ends now."""
 
     place: str
     episode: int
-    """Whose code it is; negative: nobody knows."""
+    """Whose code it is; negative: unknown."""
 
 
-ToWorker = Start | Drawn | Cancel
-FromWorker = Ask | Done | Failed | Waits | Stuck
+ToWorker = StartEpisode | DrawnTurn | CancelEpisode
+FromWorker = AskModel | EpisodeDone | EpisodeFailed | Waits | EpisodeStuck
 
 spec_decoder = msgspec.msgpack.Decoder(WorkflowSpec)
 to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker, dec_hook=array_in)

@@ -20,7 +20,7 @@ from typing import Any
 from memory_orders import ENGINE_TAGS, MANAGER, TRAINER_TAGS, StandInContract, WorkDone, WorkKind, WorkOrder
 from memory_stages import Stage
 
-from myxa.actors.contracts.memory import MemoryContract
+from myxa.actors.contracts import MemoryContract
 from myxa.core.device_memory import DeviceView, LeaseReply, LeaseRequest, MemoryView, Tag
 from myxa.core.refs import with_deadline
 from myxa.memory.ledger.tenant_states import is_mapped

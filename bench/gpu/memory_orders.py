@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from myxa.actors.contracts.memory import TenantContract
+from myxa.actors.contracts import TenantContract
 from myxa.core.device_memory import OPTIMIZER_PARTS, Tag, TagPolicy
 from myxa.core.handlers import call
 from myxa.core.messages import Record

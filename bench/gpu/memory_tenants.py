@@ -24,7 +24,7 @@ from memory_raw import PlainCopies, synchronise
 from memory_saver import make_saver
 from memory_standins import EngineStandIn, Shape, TrainerStandIn, finish
 
-from myxa.actors.contracts.memory import MemoryContract
+from myxa.actors.contracts import MemoryContract
 from myxa.actors.tenancy.tenant import Tenant, TenantOptions
 from myxa.core.actor import PeerEvent
 from myxa.core.device_memory import (

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from myxa.actors.contracts.roles import BufferContract, CoordinatorContract, MonitorContract
+from myxa.actors.contracts import BufferContract, CoordinatorContract, MonitorContract
 from myxa.core.messages import (
     Assignment,
     DrawReply,

@@ -34,7 +34,7 @@ from rollout_peers import QuietCoordinator, QuietMonitor, RoundBuffer
 from runs import attach_override, stage
 from servers import Server, ServerDiedError, running
 
-from myxa.actors.contracts.roles import RolloutContract
+from myxa.actors.contracts import RolloutContract
 from myxa.core.config import load_config
 from myxa.core.messages import Assignment, SamplingParams, WeightManifest
 from myxa.core.samples import Message, Prompt

@@ -15,7 +15,7 @@ import random
 import re
 from pathlib import Path
 
-from myxa.actors.workflows.context import WorkflowContext
+from myxa.actors.workflows.episode import WorkflowContext
 from myxa.core.completions import Completion
 from myxa.core.samples import Prompt, Sample
 

@@ -40,7 +40,7 @@ def add_history(verbs: Verbs) -> None:
 def _history(options: argparse.Namespace) -> int:
     if options.replay is not None:
         return _replay(options)
-    from ...actors.audit import AUDIT_FILE
+    from ...actors.coordinator.audit import AUDIT_FILE
 
     run: Path | None = options.run_path
     found = run if run is not None and run.is_dir() else client_or_folder(options)
@@ -64,7 +64,7 @@ def _history_lines(records: list[dict[str, Any]]) -> str:
 def _history_list(options: argparse.Namespace, path: Path) -> int:
     import msgspec
 
-    from ...actors.audit import read_audit
+    from ...actors.coordinator.audit import read_audit
 
     records = msgspec.to_builtins(read_audit(path, options.limit))
     show(options, records, _history_lines)
@@ -74,7 +74,7 @@ def _history_list(options: argparse.Namespace, path: Path) -> int:
 def _verify(options: argparse.Namespace, path: Path) -> int:
     from dataclasses import asdict
 
-    from ...actors.audit import verify_audit
+    from ...actors.coordinator.audit import verify_audit
 
     verdict = verify_audit(path)
     if verdict.complaint:
@@ -93,7 +93,7 @@ def _verdict_text(told: dict[str, Any]) -> str:
 
 
 def _log_of(run: Path) -> Path:
-    from ...actors.audit import AUDIT_FILE
+    from ...actors.coordinator.audit import AUDIT_FILE
 
     folder = run if run.is_dir() else Path(find_run(run).run_dir)
     return folder / AUDIT_FILE
@@ -173,7 +173,7 @@ def replay(client: ControlClient, log: Path) -> dict[str, Any]:
 
     Raises ConfigError for a log without changes, and whatever ends the run's answers.
     """
-    from ...actors.audit import read_audit
+    from ...actors.coordinator.audit import read_audit
 
     turns = trajectory(read_audit(log))
     if not turns:

@@ -41,7 +41,7 @@ def eval_rewards(config: RunConfig) -> dict[str, RewardSettings]:
 
 def eval_rewarders(config: RunConfig) -> dict[str, Rewarder]:
     """The same, loaded. Raises ConfigError or UserCodeError for a function that cannot be."""
-    from ...actors.rewards.call import Keys
+    from ...actors.rewards.call import RewardKeys
     from ...actors.rewards.rewarder import Rewarder
 
-    return {name: Rewarder(settings, Keys.of_eval_set(name)) for name, settings in eval_rewards(config).items()}
+    return {name: Rewarder(settings, RewardKeys.of_eval_set(name)) for name, settings in eval_rewards(config).items()}

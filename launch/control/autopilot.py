@@ -23,7 +23,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Container
 from dataclasses import dataclass
 
-from ...actors.contracts.roles import CoordinatorContract
+from ...actors.contracts import CoordinatorContract
 from ...core.errors import MyxaError
 from ...core.knobs import ChangeRequest, KnobValue, Operator
 from ...core.refs import with_deadline

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from ...actors.contracts.roles import BufferContract
+from ...actors.contracts import BufferContract
 from ...core.knobs import Operator
 from ...core.messages import DumpReport, RecentGroup, Record
 from ...core.protocols import Tokenizer

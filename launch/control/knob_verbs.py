@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from ...actors.audit import AUDIT_FILE, read_audit
+from ...actors.coordinator.audit import AUDIT_FILE, read_audit
 from ...core.config import RunConfig
 from ...core.config.section import find
 from ...core.errors import ConfigError

@@ -19,8 +19,8 @@ from typing import Annotated, Any, BinaryIO, Literal, TypeVar
 import msgspec
 import psutil
 
-from ...actors.audit import AUDIT_FILE
-from ...actors.contracts.roles import BufferContract, MonitorContract, RolloutContract
+from ...actors.contracts import BufferContract, MonitorContract, RolloutContract
+from ...actors.coordinator.audit import AUDIT_FILE
 from ...actors.sinks.chrome_trace import TRACE_FILE
 from ...core.errors import CallError, ConfigError, LaunchError, MyxaError
 from ...core.knobs import Operator

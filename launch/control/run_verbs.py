@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from ...actors.contracts.memory import MemoryContract
+from ...actors.contracts import MemoryContract
 from ...core.device_memory import MemoryView
 from ...core.errors import ConfigError
 from ...core.knobs import Operator

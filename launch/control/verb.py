@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import msgspec
 
-from ...actors.contracts.roles import CoordinatorContract
+from ...actors.contracts import CoordinatorContract
 from ...core.config import RunConfig
 from ...core.errors import ConfigError, LaunchError, NoSuchActor, NotSent, PeerDied
 from ...core.knobs import Operator

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
 
-from ...actors.contracts.roles import BufferContract, CoordinatorContract, MonitorContract
+from ...actors.contracts import BufferContract, CoordinatorContract, MonitorContract
 from ...actors.monitor.latest import LONGEST_WINDOW_S
 from ...core.config import RoleName, RunConfig
 from ...core.errors import CallError, ConfigError, LaunchError

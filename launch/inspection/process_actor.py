@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from ...actors.own_thread import in_own_thread
+from ...actors.daemon_thread import in_daemon_thread
 from ...core.errors import ConfigError, NoSuchActor
 from ..contracts import ProcessContract, ProcessFacts, ProfileOrder, ProfileReply, StackReply
 from .live_stacks import task_stacks, thread_stacks
@@ -78,7 +78,7 @@ class ProcessActor(ProcessContract):
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             path, work = self._chosen(order)
-            num_samples, top = await in_own_thread(partial(work, path), name=f"profile {order.kind}")
+            num_samples, top = await in_daemon_thread(partial(work, path), name=f"profile {order.kind}")
         except ConfigError as error:
             raise ConfigError(f"{self._name}: {error.message}", remedy=error.remedy) from error
         finally:

@@ -35,7 +35,7 @@ KITS: Mapping[str, Kit] = {
             *("myxa.launch.composition.checkpoint_parts", "myxa.launch.composition.knob_limits"),
             *("myxa.actors.buffer.buffer", "myxa.actors.coordinator.coordinator", "myxa.actors.data.mixed"),
             *("myxa.actors.rollout.rollout", "myxa.actors.rewards.rewarder", "myxa.actors.models.hf_folder"),
-            *("myxa.actors.workflows.single_turn", "myxa.actors.workflows.demonstration", "numpy.random"),
+            *("myxa.actors.workflows.named", "myxa.actors.workflows.named", "numpy.random"),
         ),
         patience_s=10.0,
     ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from ...actors.contracts.roles import MonitorContract
+from ...actors.contracts import MonitorContract
 from ...core.actor import ActorContext
 from ...core.errors import CallError
 from ...core.messages import MetricPoint, Telemetry

@@ -15,10 +15,9 @@ from ...actors.data.layout import Item, Layout
 from ...actors.data.row_file import RowError
 from ...actors.models.chat_template import template_of
 from ...actors.models.tokenizer import FolderTokenizer, load_tokenizer
-from ...actors.workflows.appending import roles_that_fit
 from ...actors.workflows.demonstrated import demonstrate
-from ...actors.workflows.demonstration import shown_turns
-from ...actors.workflows.turn_renderer import TurnRenderer
+from ...actors.workflows.named import shown_turns
+from ...actors.workflows.turn_renderer import TurnRenderer, roles_that_fit
 from ...core.config import RunConfig
 from ...core.config.data import Source, parse_sources
 from ...core.errors import DataError, ModelError, MyxaError, TemplateError

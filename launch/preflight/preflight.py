@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 from ...actors.backends.megatron.layout import ParallelLayout
 from ...actors.backends.megatron.verbatim import check_tables
-from ...actors.checkpoints.folder import read_manifest
-from ...actors.checkpoints.whose_model import check_model
+from ...actors.checkpoints.folder import check_model, read_manifest
 from ...actors.data.data_files import check_data_files, needs_pyarrow
 from ...actors.data.mixed import open_data
 from ...actors.ledger.file import is_in_use

@@ -1,7 +1,7 @@
 """Checks from their source text that the functions named in a run file exist and take the right arguments.
 
 No user code runs. The actor that loads a function checks what only an import shows: a name made at run time, a
-signature that a decorator changes. The messages are those of `actors/user_code.py`.
+signature that a decorator changes. The messages are those of `actors/user_code/functions.py`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import NamedTuple
 
-from ...actors.rewards.call import ALONE, Keys, check_args
-from ...actors.user_code import (
+from ...actors.rewards.call import ALONE, RewardKeys
+from ...actors.rewards.rewarder import check_args
+from ...actors.user_code.functions import (
     ADVANTAGE_FN,
     GROUP_FILTER,
     LOSS_FN,
@@ -55,10 +56,10 @@ def function_findings(
     """What is wrong with each named function that actors of these roles call, and with the arguments of built-in
     ones. `sees_modules`: whether this process finds the modules that they find; else only files are looked at."""
     for name, part in config.reward.parts().items() if "rollout" in roles else ():
-        keys = Keys.of_one(name) if name else ALONE
+        keys = RewardKeys.of_one(name) if name else ALONE
         yield from looked(keys.args, _check_args, keys, part)
     for name, part in eval_rewards(config).items() if "rollout" in roles else ():
-        keys = Keys.of_eval_set(name)
+        keys = RewardKeys.of_eval_set(name)
         yield from looked(keys.args, _check_args, keys, part)
     algo = config.algo
     if "buffer" in roles and algo.group_filter in GROUP_FILTERS:
@@ -73,7 +74,7 @@ def function_findings(
             yield from looked(named.expected.key, check_function, named)
 
 
-def _check_args(keys: Keys, part: RewardSettings) -> None:
+def _check_args(keys: RewardKeys, part: RewardSettings) -> None:
     check_args(part.fn, pattern=part.pattern, args=part.args, keys=keys)
 
 

@@ -5,7 +5,7 @@ Lossy, as all telemetry: a monitor that is away, or hangs itself, costs the entr
 
 from __future__ import annotations
 
-from ...actors.contracts.roles import MonitorContract
+from ...actors.contracts import MonitorContract
 from ...core.actor import ActorContext, PeerEvent
 from ...core.errors import CallError
 from ...core.messages import Event, Telemetry

@@ -6,7 +6,7 @@ back begins again elsewhere, from its prompts.
 
 from __future__ import annotations
 
-from ...actors.contracts.roles import CoordinatorContract, RolloutContract
+from ...actors.contracts import CoordinatorContract, RolloutContract
 from ...core.actor import ActorContext
 from ...core.errors import MyxaError
 from ...core.refs import with_deadline

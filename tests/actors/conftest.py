@@ -15,13 +15,13 @@ from waiting import WAIT_S, until  # pyright: ignore[reportMissingImports]
 
 from myxa.actors.buffer.buffer import Buffer
 from myxa.actors.buffer.filters import load_group_filters
-from myxa.actors.contracts.roles import BufferContract, CoordinatorContract, RolloutContract
+from myxa.actors.contracts import BufferContract, CoordinatorContract, RolloutContract
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.actors.monitor.monitor import Monitor
-from myxa.actors.rewards.making import FixedReward
+from myxa.actors.rewards.rewarder import FixedReward
 from myxa.actors.rollout.rollout import Rollout, RolloutOptions
-from myxa.actors.workflows import single_turn
+from myxa.actors.workflows import named
 from myxa.algos.staleness import Admission
 from myxa.core.clock import SystemClock
 from myxa.core.knobs import KnobChange, KnobCommit, KnobsInForce, KnobValue, KnobVote
@@ -171,7 +171,7 @@ class Floor:
         engine = self.engines[name] = options.pop("engine", None) or GateEngine()
         rollout = self.rollouts[name] = Rollout(
             engine=engine,
-            workflow=options.pop("workflow", single_turn.generate),
+            workflow=options.pop("workflow", named.answer_once),
             scorer=FixedReward(),
             evaluation=options.pop("evaluation", None),
             tokenizer=self.tokenizer,

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 import pytest
 from waiting import until  # pyright: ignore[reportMissingImports]
 
-from myxa.actors.contracts.roles import RolloutContract, TrainerContract
-from myxa.actors.coordinator import adopter as module
-from myxa.actors.coordinator.adopter import Adopter, AdoptionLimits
-from myxa.actors.coordinator.adoption import Adoption
+from myxa.actors.contracts import RolloutContract, TrainerContract
+from myxa.actors.weights import rollout_update as module
+from myxa.actors.weights.rollout_update import Adopter, Adoption, AdoptionLimits
 from myxa.core.activity import ActivityMeter, TelemetryBuffer
 from myxa.core.actor import Actor
 from myxa.core.clock import SystemClock

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from myxa.actors.coordinator.adoption import Adoption
+from myxa.actors.weights.rollout_update import Adoption
 from myxa.core.messages import WeightManifest
 
 

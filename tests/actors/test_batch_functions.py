@@ -12,14 +12,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from myxa.actors.trainer.batch_functions import BatchFunctions
-from myxa.actors.trainer.step_plan import Batch, PlanOptions, plan_step, planned_step
+from myxa.actors.trainer.step_plan import BatchFunctions, ClaimedBatch, StepPlanOptions, plan_step, planned_step
 from myxa.core.config import AlgoConfig
 from myxa.core.errors import ConfigError, UserCodeError
 from myxa.core.samples import Group, Message, Prompt, Sample, TrainSample
 
 EXAMPLE = (Path(__file__).parents[2] / "examples" / "own_algorithm.py").read_text()
-OPTIONS = PlanOptions(kind="grpo", normalise_std=True, num_ranks=2, max_tokens=40, minibatches=1)
+OPTIONS = StepPlanOptions(kind="grpo", normalise_std=True, num_ranks=2, max_tokens=40, minibatches=1)
 WRONG = """
 import math, numpy as np, time
 
@@ -100,12 +99,12 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def options_of(file: Path, **names: str) -> PlanOptions:
+def options_of(file: Path, **names: str) -> StepPlanOptions:
     algo: dict[str, Any] = {key: f"{file}:{name}" for key, name in names.items()}
     return replace(OPTIONS, functions=BatchFunctions.load(AlgoConfig(**algo)))
 
 
-def samples_of(options: PlanOptions, groups: Sequence[Group] = GROUPS) -> list[TrainSample]:
+def samples_of(options: StepPlanOptions, groups: Sequence[Group] = GROUPS) -> list[TrainSample]:
     found = [s for shard in plan_step(3, groups, options) for s in shard.samples]
     return sorted(found, key=lambda s: (s.group_id, s.index))
 
@@ -132,7 +131,7 @@ def test_a_number_per_token_is_the_tokens_own(mine: Path) -> None:
 
 @pytest.mark.asyncio
 async def test_rewards_are_what_the_function_makes_of_them(mine: Path) -> None:
-    plan = await planned_step(3, Batch(GROUPS), options_of(mine, reward_post_process="process"), 10.0)
+    plan = await planned_step(3, ClaimedBatch(GROUPS), options_of(mine, reward_post_process="process"), 10.0)
     samples = sorted((s for shard in plan.shards for s in shard.samples), key=lambda s: (s.group_id, s.index))
     lengths = np.array([len(s.response_ids) for g in GROUPS for s in g.samples])
     expected = np.concatenate([g.rewards for g in GROUPS]) - 0.1 * lengths / lengths.max()
@@ -140,7 +139,7 @@ async def test_rewards_are_what_the_function_makes_of_them(mine: Path) -> None:
     assert samples[4].advantage > samples[5].advantage, "of equal rewards the shorter answer has more now"
     assert plan.metrics["reward/mean"] == pytest.approx(np.mean([g.rewards for g in GROUPS])), "as they were given"
     assert plan.metrics["reward/processed_mean"] == pytest.approx(expected.mean())
-    plain = await planned_step(3, Batch(GROUPS), OPTIONS, 10.0)
+    plain = await planned_step(3, ClaimedBatch(GROUPS), OPTIONS, 10.0)
     assert "reward/processed_mean" not in plain.metrics
 
 
@@ -163,7 +162,7 @@ REFUSED = [
 async def test_what_cannot_be_trained_on_is_refused(mine: Path, key: str, name: str, said: str) -> None:
     mine.write_text(WRONG)
     with pytest.raises(UserCodeError) as caught:
-        await planned_step(3, Batch(GROUPS), options_of(mine, **{key: name}), 10.0)
+        await planned_step(3, ClaimedBatch(GROUPS), options_of(mine, **{key: name}), 10.0)
     what = "reward" if key == "reward_post_process" else "advantage"
     assert str(caught.value).startswith(f'algo.{key} = "{mine}:{name}" {said.format(file=mine, what=what)}')
     assert str(caught.value).endswith(" -- mend the function; docs/algorithms.md says what it gets and returns")
@@ -182,7 +181,7 @@ def test_rows_have_the_length_of_the_response(mine: Path) -> None:
 async def test_one_that_hangs_is_named_and_not_waited_for(mine: Path) -> None:
     mine.write_text(WRONG)
     with pytest.raises(UserCodeError, match=r'sleeps" did not return within 0\.05 s \(step 3\)'):
-        await planned_step(3, Batch(GROUPS), options_of(mine, advantage_fn="sleeps"), 0.05)
+        await planned_step(3, ClaimedBatch(GROUPS), options_of(mine, advantage_fn="sleeps"), 0.05)
 
 
 @pytest.mark.parametrize(

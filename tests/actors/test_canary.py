@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from myxa.actors.trainer.canary import BOUNDS, ORDER, CanaryOptions, Guard, as_train_samples, judge, precision_of
+from myxa.actors.trainer.canary import BOUNDS, ORDER, CanaryGuard, CanaryOptions, as_train_samples, judge, precision_of
 from myxa.core.activity import ActivityMeter, TelemetryBuffer
 from myxa.core.clock import SystemClock
 from myxa.core.messages import CanaryAnswers
@@ -99,7 +99,7 @@ async def test_an_engine_that_answers_with_nothing_is_told_and_fails_nobody():
     ranks: Any = None  # are not asked
     clock = SystemClock()
     telemetry = TelemetryBuffer("trainer/0", clock)
-    guard = Guard(ctx, CanaryOptions(every=1, bound=0.1), ranks, ActivityMeter("trainer/0", clock), telemetry)
+    guard = CanaryGuard(ctx, CanaryOptions(every=1, bound=0.1), ranks, ActivityMeter("trainer/0", clock), telemetry)
     await guard.check(4)
     assert [event.kind for event in telemetry.drain().events] == ["guard-skipped"]
 

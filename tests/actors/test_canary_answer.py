@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from myxa.actors.rewards.making import FixedReward
+from myxa.actors.rewards.rewarder import FixedReward
 from myxa.actors.rollout.evaluation import Evaluation
 from myxa.core.errors import CallError, EngineError
 from myxa.core.messages import EvalRequest, SamplingParams

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from myxa.actors.coordinator.adoption import Adoption
 from myxa.actors.coordinator.engine_fleet import EngineFleet
 from myxa.actors.coordinator.run_state import RunState
+from myxa.actors.weights.rollout_update import Adoption
 from myxa.core.actor import PeerEvent
 from myxa.core.messages import EngineStatus, WeightManifest
 
@@ -48,10 +48,9 @@ class Place:
         adopter: Any = Adopter()
         self.conductor: Conductor = conductor
         self.fleet = EngineFleet(
-            RunState(), self.adoption, serves=True, keep=self._keep,
+            {}, RunState(), conductor, self.adoption, adopter, serves=True, keep=self._keep,
             tell=lambda kind, text: self.told.append(kind), on_change=lambda: None,
         )  # fmt: skip
-        self.fleet.conductor, self.fleet.adopter = conductor, adopter
 
     async def _keep(self) -> None:
         """Durable."""

@@ -99,7 +99,7 @@ async def test_each_lie_ends_the_stream_and_what_came_before_is_handed_on(name: 
 @pytest.mark.asyncio
 async def test_nothing_may_come_after_the_end() -> None:
     lies: list[EngineLied] = []
-    with pytest.raises(EngineLied, match="goes on after its end"):
+    with pytest.raises(EngineLied, match="after its end"):
         await told_by(checks_of(lies), delta(finish="length"), delta())
 
 
@@ -114,9 +114,9 @@ async def test_a_truthful_stream_passes_through_commits_and_a_trainer_that_went_
     )
     assert len(seen) == 3
     checks.loaded()
-    with pytest.raises(EngineLied, match=r"stamped with weight version 5; it was told to serve \[3\]"):
+    with pytest.raises(EngineLied, match=r"stamped with weight version 5; its orders were \[3\]"):
         await told_by(checks, delta(versions=(5, 5)))
-    with pytest.raises(EngineLied, match=r"stamped with weight version 3; it was told to serve \[5\]"):
+    with pytest.raises(EngineLied, match=r"stamped with weight version 3; its orders were \[5\]"):
         checks.loading(5)
         await told_by(checks, delta(versions=(3, 5)), delta(versions=(5, 3)))  # backwards within a stream
     assert len(lies) == 2
@@ -127,7 +127,7 @@ async def test_a_version_that_it_refused_must_not_be_stamped() -> None:
     checks = checks_of([], told=(3,))
     checks.loading(4)
     checks.kept()
-    with pytest.raises(EngineLied, match=r"version 4; it was told to serve \[3\]"):
+    with pytest.raises(EngineLied, match=r"version 4; its orders were \[3\]"):
         await told_by(checks, delta(versions=(3, 4)))
 
 

@@ -11,9 +11,9 @@ import pytest
 from myxa.actors.trainer import step_plan
 from myxa.actors.trainer.step_plan import (
     MAX_PARTS,
-    Batch,
+    ClaimedBatch,
     PartMetrics,
-    PlanOptions,
+    StepPlanOptions,
     batch_metrics,
     plan_step,
     repetition,
@@ -40,8 +40,8 @@ def group(group_id: int, rewards: list[float], *, length: int = 5, version: int 
     return Group(prompt=prompt, samples=samples, rewards=np.asarray(rewards, np.float32))
 
 
-def options(**changes: int) -> PlanOptions:
-    first = PlanOptions(kind="grpo", normalise_std=True, num_ranks=2, max_tokens=40, minibatches=1)
+def options(**changes: int) -> StepPlanOptions:
+    first = StepPlanOptions(kind="grpo", normalise_std=True, num_ranks=2, max_tokens=40, minibatches=1)
     return replace(first, **changes)
 
 
@@ -85,7 +85,7 @@ def test_samples_keep_the_temperature_they_were_drawn_at_and_the_step_tells_of_i
     groups = [drawn_at(group(i, [0.0, 1.0]), t, knobs=10 + i) for i, t in temperatures.items()]
     samples = [s for shard in plan_step(3, groups, options()) for s in shard.samples]
     assert {s.group_id: s.temperature for s in samples} == {0: 0.7, 1: 1.3, 2: 1.0}, "greedy is scored at 1"
-    told, _ = batch_metrics(3, Batch(groups))
+    told, _ = batch_metrics(3, ClaimedBatch(groups))
     assert (told["batch/temperature_min"], told["batch/temperature_max"]) == (0.0, 1.3)
     assert (told["batch/knobs_min"], told["batch/knobs_max"]) == (10, 12)
 
@@ -123,7 +123,7 @@ def test_empty_batch_is_refused() -> None:
 
 def test_lag_counts_from_the_oldest_token_of_the_group() -> None:
     old = group(0, [0.0, 1.0], version=1)
-    metrics, lags = batch_metrics(3, Batch([old, group(1, [1.0, 1.0], version=3)]))
+    metrics, lags = batch_metrics(3, ClaimedBatch([old, group(1, [1.0, 1.0], version=3)]))
     assert lags == (2, 0)
     assert (metrics["lag/max"], metrics["lag_hist/2"], metrics["lag_hist/0"]) == (2.0, 1.0, 1.0)
     assert "reward/zero_std_groups" not in metrics, "the buffer tells of all finished groups, the filtered ones too"
@@ -135,24 +135,26 @@ def test_each_source_has_its_share_and_its_reward() -> None:
         return msgspec.structs.replace(found, prompt=prompt)
 
     groups = [of("math", group(0, [0.0, 1.0])), of("math", group(1, [1.0, 1.0])), of("code", group(2, [0.0, 0.0]))]
-    told, _ = batch_metrics(3, Batch(groups), ("code", "math", "web"))
+    told, _ = batch_metrics(3, ClaimedBatch(groups), ("code", "math", "web"))
     shares = {name: value for name, value in told.items() if "/source/" in name}
     assert shares == {
         "batch/source/code": pytest.approx(1 / 3), "batch/source/math": pytest.approx(2 / 3), "batch/source/web": 0.0,
         "reward/source/code": 0.0, "reward/source/math": 0.75,
     }  # fmt: skip
-    assert not [name for name in batch_metrics(3, Batch(groups))[0] if "/source/" in name]
+    assert not [name for name in batch_metrics(3, ClaimedBatch(groups))[0] if "/source/" in name]
 
 
 def test_samples_without_an_engine_have_no_lag() -> None:
-    metrics, lags = batch_metrics(9, Batch([group(0, [1.0], version=NO_VERSION)]))
+    metrics, lags = batch_metrics(9, ClaimedBatch([group(0, [1.0], version=NO_VERSION)]))
     assert lags == (-1,)
     assert metrics["lag/max"] == 0.0
     assert not [name for name in metrics if name.startswith("reward/")], "demonstrations have no reward"
 
 
 def test_a_stamp_of_weights_that_were_undone_counts_as_the_buffer_says():
-    metrics, lags = batch_metrics(5, Batch([group(0, [1.0], version=9), group(1, [0.0], version=4)], {0: 4, 1: 4}))
+    metrics, lags = batch_metrics(
+        5, ClaimedBatch([group(0, [1.0], version=9), group(1, [0.0], version=4)], {0: 4, 1: 4})
+    )
     assert lags == (1, 1)
     assert (metrics["lag/max"], metrics["lag/min"]) == (1.0, 1.0)
 
@@ -188,7 +190,7 @@ def test_only_so_many_names_become_metrics_however_long_the_run() -> None:
 
 
 def test_lengths_and_repetition_of_answers_are_told() -> None:
-    told, _ = batch_metrics(3, Batch([group(0, [0.0] * 100, length=1)]))  # of 1 to 100 tokens
+    told, _ = batch_metrics(3, ClaimedBatch([group(0, [0.0] * 100, length=1)]))  # of 1 to 100 tokens
     names = ("p10", "p50", "p90", "p99", "max", "mean")
     assert [told[f"batch/response_tokens_{name}"] for name in names] == [10, 50, 90, 99, 100, 50.5]
     assert (told["batch/repetition_mean"], told["batch/repetition_max"]) == (0, 0)

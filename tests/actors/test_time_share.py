@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from myxa.actors.contracts.memory import MemoryContract
-from myxa.actors.contracts.roles import RolloutContract
-from myxa.actors.coordinator.adoption import Adoption
+from myxa.actors.contracts import MemoryContract, RolloutContract
 from myxa.actors.tenancy import time_share
 from myxa.actors.tenancy.tenant import WorkspaceRoom
 from myxa.actors.tenancy.time_share import ROLLOUT_TAGS, TRAINER_TAGS, TimeShare, TimeShareOptions
+from myxa.actors.weights.rollout_update import Adoption
 from myxa.core.activity import ActivityMeter, TelemetryBuffer
 from myxa.core.actor import Actor, PeerEvent
 from myxa.core.clock import SystemClock
@@ -165,9 +164,7 @@ async def test_a_refusal_names_who_holds_what(tmp_path: Path) -> None:
     async with stage(tmp_path) as (share, manager, _):
         holders = (Holder("host:0", "rollout/0", "kv_cache", 7_000_000, "active"), Holder("host:0", "", "", 5, ""))
         manager.reply = LeaseReply(granted=False, epoch=2, reason="3.1 GiB short", holders=holders)
-        with pytest.raises(
-            LeaseRefused, match=r"3\.1 GiB short \[rollout/0 kv_cache 7,000,000 .*nobody known.*myxa mem"
-        ):
+        with pytest.raises(LeaseRefused, match=r"3\.1 GiB short \[rollout/0 kv_cache 7,000,000 .*unknown.*myxa mem"):
             await share.take()
 
 

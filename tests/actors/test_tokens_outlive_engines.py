@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from myxa.actors.buffer.poison_prompts import POISON
-from myxa.actors.ledger.payload import decode_partial
+from myxa.actors.buffer.quarantine import POISON
+from myxa.actors.ledger.states import decode_partial
 from myxa.core.errors import EngineError
 from myxa.core.protocols import Delta, GenerateRequest
 

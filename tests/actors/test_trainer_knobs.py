@@ -9,7 +9,7 @@ import pytest
 
 from myxa.actors.backends.torch_backend.settings import KNOBS
 from myxa.actors.trainer.knobs import LEADER_TUNABLES, STEP_TUNABLES, TUNABLES, TrainerKnobs, step_values
-from myxa.actors.trainer.step_plan import PlanOptions
+from myxa.actors.trainer.step_plan import StepPlanOptions
 from myxa.core.config import AlgoConfig, GuardSettings, OptimizerConfig, RunSettings, TrainerConfig
 from myxa.core.errors import ConfigError
 
@@ -66,7 +66,7 @@ def test_only_values_that_differ_from_the_run_files_travel_with_a_step() -> None
 
 
 def test_plans_follow_their_knobs() -> None:
-    options = PlanOptions(kind="grpo", normalise_std=True, num_ranks=1, max_tokens=64, minibatches=1)
+    options = StepPlanOptions(kind="grpo", normalise_std=True, num_ranks=1, max_tokens=64, minibatches=1)
     live = TrainerKnobs({"minibatches": 1, "max_tokens_per_microbatch": 64})
     assert live.planned(options) is options
     for knob in live.knobs():

@@ -21,7 +21,7 @@ from myxa.actors.backends.rank_backend import RankSettings
 from myxa.actors.backends.torch_backend.backend import TorchBackend
 from myxa.actors.backends.torch_backend.tensors import whole_tensor
 from myxa.actors.backends.torch_backend.world import Gang
-from myxa.actors.trainer.step_plan import PlanOptions, plan_step
+from myxa.actors.trainer.step_plan import StepPlanOptions, plan_step
 from myxa.core.config import AlgoConfig, CriticConfig, OptimizerConfig, TrainerConfig
 from myxa.core.errors import MyxaError
 from myxa.core.protocols import StepStats
@@ -90,7 +90,7 @@ def make_shards(
     **groups: Any,
 ) -> tuple[TrainShard, ...]:
     """One shard per rank, planned as the leader does. `is_served`: the reference log-probs come with the samples."""
-    options = PlanOptions(
+    options = StepPlanOptions(
         kind=kind,
         normalise_std=True,
         num_ranks=num_ranks,

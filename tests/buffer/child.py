@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from conftest import NumberedRows, make_buffer
 
-from myxa.actors.contracts.roles import BufferContract
+from myxa.actors.contracts import BufferContract
 from myxa.core.actor import Actor
 from myxa.core.messages import DrawRequest
 from myxa.transport.node import Node, Rendezvous

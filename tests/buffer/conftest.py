@@ -16,7 +16,7 @@ import pytest
 from myxa.actors.buffer.buffer import Buffer
 from myxa.actors.buffer.filters import GroupFilters
 from myxa.actors.buffer.knobs import BufferLimits
-from myxa.actors.contracts.roles import BufferContract, DataContract
+from myxa.actors.contracts import BufferContract, DataContract
 from myxa.actors.monitor.monitor import Monitor
 from myxa.algos.filters import GROUP_FILTERS, SampleFilter, keep_all, learn_from_all
 from myxa.algos.staleness import Admission

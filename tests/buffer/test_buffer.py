@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from myxa.actors.contracts.roles import BufferContract, MonitorContract
+from myxa.actors.contracts import BufferContract, MonitorContract
 from myxa.actors.ledger.audit import audit_ledger
 from myxa.actors.trainer.train_loop import GroupFetcher
 from myxa.algos.filters import zero_variance

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from myxa.actors.buffer.knobs import BufferLimits
-from myxa.actors.contracts.roles import MonitorContract
+from myxa.actors.contracts import MonitorContract
 from myxa.algos.staleness import STALE_AFTER_RETUNE
 from myxa.core.config import RunConfig
 from myxa.core.errors import BadRequest
@@ -163,7 +163,7 @@ REFUSED = [
     ({"stop_token_ids": ","}, "',' is no list of token ids"),
     ({"stop_token_ids": "13,-1"}, "'13,-1' is no list of token ids"),
     ({"stop_token_ids": "13," + "9" * 5000}, "token ids are at most 2147483647"),
-    ({"stop_token_ids": "1" + ",1" * 64}, "65 of them, but at most 64 are told"),
+    ({"stop_token_ids": "1" + ",1" * 64}, "65 of them, but at most 64"),
     ({"stop_token_ids": 0.5}, "must be text"),
     ({"stop_token_ids": "320"}, "320 is no token of the model, which has 320"),
 ]

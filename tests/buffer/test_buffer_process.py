@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from myxa.actors.contracts.roles import BufferContract
+from myxa.actors.contracts import BufferContract
 from myxa.core.errors import CallError
 from myxa.core.messages import DrawRequest
 from myxa.core.refs import with_deadline

@@ -195,7 +195,7 @@ def test_the_other_sources_go_on_without_one_that_has_nothing_inside(tmp_path: P
     told = (
         "the mean rewards of all 3 prompts of easy lie outside the difficulty window 0.2 to 0.8: 0 below it, 3 above; "
     )
-    assert desk.cursor.take_news() == [("source-outside", told + "others go on")]
+    assert desk.cursor.take_news() == [("source-outside", told + "others continue")]
     assert desk.ledger.draws.stretch.mix == "good:1"
     desk.cursor.use("easy:1,good:1", Window(low=0.2, high=1.0, skips=0))
     assert [row.source for row in desk.draw(4)] == ["easy", "good", "easy", "good"]
@@ -209,7 +209,7 @@ def test_a_source_that_ends_is_told_once_and_the_others_go_on_by_their_ratios(tm
     assert [drawn.count(name) for name in "abc"] == [4, 6, 6]
     assert sorted(drawn[:4]) == ["a", "a", "b", "c"] and sorted(drawn[4:8]) == ["a", "a", "b", "c"]
     assert drawn[8:] == ["b", "c"] * 4
-    assert desk.cursor.take_news() == [("source-ended", "a has no more prompts after 4 draws; others go on")]
+    assert desk.cursor.take_news() == [("source-ended", "a has no more prompts after 4 draws; others continue")]
     desk.draw(4)
     desk.restart()
     desk.cursor.use("a:2,b:1,c:1", NO_WINDOW)

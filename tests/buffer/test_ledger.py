@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from myxa.actors.ledger.audit import audit_ledger
-from myxa.actors.ledger.file import Change
+from myxa.actors.ledger.file import LedgerChange
 from myxa.actors.ledger.ledger import Ledger
 from myxa.actors.ledger.resume import floor_of, read_facts
 from myxa.actors.ledger.states import AT_REST, LEFTOVER, REWIND, TRANSITIONS, Row, State, check_path
@@ -342,7 +342,7 @@ def test_a_checkpoint_looks_only_at_what_lies_between_the_two_before(ledger: Led
     freed: list[int] = []
     commit = ledger._file.commit
 
-    def watch(change: Change) -> None:
+    def watch(change: LedgerChange) -> None:
         freed.extend(group_id for (group_id,) in change.freed)
         commit(change)
 

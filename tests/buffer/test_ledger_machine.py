@@ -200,7 +200,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.ledger.rewind(version)
             return
         if version > self.next_step and self.has_claimed:
-            with pytest.raises(LedgerError, match="cannot go on from"):
+            with pytest.raises(LedgerError, match="cannot continue from"):
                 self.ledger.rewind(version)
             return
         num_ready = 0

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from myxa.actors.buffer.knobs import BufferLimits
-from myxa.actors.buffer.poison_prompts import CLEARING_S, MAX_NEW_SUSPECTS, POISON, SUSPECT_AFTER, PoisonTracker
+from myxa.actors.buffer.quarantine import CLEARING_S, MAX_NEW_SUSPECTS, POISON, SUSPECT_AFTER, PoisonTracker
 from myxa.actors.ledger.ledger import Ledger
 from myxa.actors.ledger.states import Row, State
 from myxa.core.messages import Assignment, DrawRequest, GroupReturned

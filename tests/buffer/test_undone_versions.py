@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from myxa.actors.engine_versions import ALWAYS_NEWEST, EngineVersions, Weights
+from myxa.actors.weights.engine_versions import ALWAYS_NEWEST, EngineVersions, ServedWeights
 from myxa.core.messages import Assignment
 
 ETA, BATCH, NUM_ENGINES, NUM_EVENTS = 2, 2, 3, 250
@@ -52,11 +52,11 @@ async def test_an_engine_goes_down_with_the_trainer(shop: Any) -> None:
 
 def test_the_same_number_means_what_the_leader_that_made_it_made() -> None:
     versions = EngineVersions()
-    old, anew = Weights(1, 5), Weights(2, 5)
+    old, anew = ServedWeights(1, 5), ServedWeights(2, 5)
     assert versions.told("e", 1, old)
     versions.rewound(3, lineage=2)
 
-    def served(told: Weights, newest: int) -> tuple[int, bool]:
+    def served(told: ServedWeights, newest: int) -> tuple[int, bool]:
         versions.told("e", 1, told)
         found = versions.serving("e", 1, told, newest)
         return found.version, found.is_undone
@@ -67,7 +67,7 @@ def test_the_same_number_means_what_the_leader_that_made_it_made() -> None:
     assert served(old, newest=6) == (3, True)
     assert served(anew, newest=6) == (5, False), "nobody heard that it took the new one: its draw says so"
     assert served(old, newest=6) == (5, False), "a draw that was sent before that"
-    assert served(Weights(1, 3), newest=6) == (5, False)
+    assert served(ServedWeights(1, 3), newest=6) == (5, False)
 
 
 def test_weights_from_before_a_rewind_and_not_above_it_count_as_what_they_are() -> None:
@@ -77,7 +77,7 @@ def test_weights_from_before_a_rewind_and_not_above_it_count_as_what_they_are() 
     versions.rewound(6, lineage=7)
     assert [one.version for one in versions.rewinds] == [3, 6], "what the first says the second says too"
     worth = {
-        weights: versions.serving("e", 1, Weights(*weights), newest=9).version
+        weights: versions.serving("e", 1, ServedWeights(*weights), newest=9).version
         for weights in ((1, 2), (1, 4), (2, 5), (5, 5), (5, 8), (7, 8))
     }
     assert worth == {(1, 2): 2, (1, 4): 3, (2, 5): 3, (5, 5): 5, (5, 8): 6, (7, 8): 8}
@@ -87,19 +87,19 @@ def test_weights_from_before_a_rewind_and_not_above_it_count_as_what_they_are() 
 
 def test_a_draw_from_before_and_a_new_incarnation_and_no_engine() -> None:
     versions = EngineVersions()
-    before = Weights(1, 5)
+    before = ServedWeights(1, 5)
     versions.told("e", 1, before)
     versions.rewound(3, lineage=2)
     assert versions.serving("e", 1, before, newest=5).version == 3
-    versions.told("e", 1, Weights(2, 4))
+    versions.told("e", 1, ServedWeights(2, 4))
     assert versions.serving("e", 1, before, newest=5).version == 4, "not what the draw told in another lineage"
-    versions.told("e", 2, Weights(2, 5))
-    assert versions.serving("e", 2, Weights(2, 5), newest=5).version == 5
-    assert not versions.told("e", 1, Weights(2, 6)), "that one is over"
-    nothing = Weights(0, ALWAYS_NEWEST)
+    versions.told("e", 2, ServedWeights(2, 5))
+    assert versions.serving("e", 2, ServedWeights(2, 5), newest=5).version == 5
+    assert not versions.told("e", 1, ServedWeights(2, 6)), "that one is over"
+    nothing = ServedWeights(0, ALWAYS_NEWEST)
     assert not versions.told("none", 1, nothing)
     assert versions.serving("none", 1, nothing, newest=5).version == 5
-    unheard = versions.serving("e", 2, Weights(2, 8), newest=5)
+    unheard = versions.serving("e", 2, ServedWeights(2, 8), newest=5)
     assert (unheard.version, unheard.is_undone) == (5, True), "nobody has trained that one"
 
 

@@ -21,7 +21,7 @@ import pytest
 from live import Live, live_run
 from run_job import metrics, until  # pyright: ignore[reportMissingImports]
 
-from myxa.actors.audit import read_audit
+from myxa.actors.coordinator.audit import read_audit
 from myxa.launch.cli import main
 from myxa.launch.control.client import ControlClient
 from myxa.transport.security import JobKey

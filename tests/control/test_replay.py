@@ -9,7 +9,7 @@ import pytest
 from live import live_run
 from run_job import make_job, until  # pyright: ignore[reportMissingImports]
 
-from myxa.actors.audit import read_audit
+from myxa.actors.coordinator.audit import read_audit
 from myxa.launch.control.client import ControlClient
 
 pytestmark = pytest.mark.timeout(600)

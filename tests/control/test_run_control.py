@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from myxa.actors.audit import AuditDesk, read_audit
 from myxa.actors.coordinator import run_control as module
+from myxa.actors.coordinator.audit import AuditWriter, read_audit
 from myxa.actors.coordinator.journal import CoordinatorJournal, Kept
 from myxa.actors.coordinator.run_control import RunControl
 from myxa.core.activity import ActivityMeter
@@ -58,7 +58,7 @@ class Place:
         anything: Any = self
         telemetry: Any = self
         self.control = RunControl(
-            anything, AuditDesk(folder / "audit.jsonl", lambda: STANDS_AT, self.clock), self.journal,
+            anything, AuditWriter(folder / "audit.jsonl", lambda: STANDS_AT, self.clock), self.journal,
             version=lambda: STANDS_AT, evaluate=self._evaluate, meter=ActivityMeter("c", self.clock), telemetry=telemetry,
         )  # fmt: skip
         self.journal.make = lambda: Kept(launch="here", pause=self.control.kept())

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from myxa.actors.contracts import roles as contracts
+from myxa.actors import contracts
 from myxa.core.actor import Actor
 from myxa.core.errors import BadRequest
 from myxa.core.handlers import (

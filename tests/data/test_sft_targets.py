@@ -18,8 +18,8 @@ from myxa.actors.data import open_prompts
 from myxa.actors.models.chat_template import ChatTemplate
 from myxa.actors.models.tokenizer import FolderTokenizer, load_tokenizer
 from myxa.actors.models.tokenizer_files import read_tokenizer_files
-from myxa.actors.workflows.demonstration import shown_turns
 from myxa.actors.workflows.episode import Episode, ModelAccess
+from myxa.actors.workflows.named import shown_turns
 from myxa.core.config import RunConfig
 from myxa.core.errors import DataError, TemplateError
 from myxa.core.messages import SamplingParams

@@ -10,7 +10,7 @@ import pytest
 
 from myxa.actors.engines.embedded.engine import EmbeddedOptions
 from myxa.actors.engines.http_server import serve
-from myxa.actors.http_guard import Door, Head, is_loopback
+from myxa.actors.http_guard import Head, HttpAccess, is_loopback
 from myxa.core.errors import ConfigError
 from myxa.launch.cli import make_parser
 from myxa.launch.commands.offline import read_key
@@ -177,13 +177,13 @@ def test_a_key_comes_from_a_variable_or_a_file(tmp_path, monkeypatch):
 
 
 def test_every_head_is_judged_alike_at_every_door() -> None:
-    door = Door()
+    door = HttpAccess()
     assert door.refusal(CURL, "/x") is None
     assert door.refusal(replace(CURL, content_type=""), "/x") is None
-    assert Door(host="127.0.0.7").refusal(replace(CURL, host="127.0.0.7:1"), "/x") is None
+    assert HttpAccess(host="127.0.0.7").refusal(replace(CURL, host="127.0.0.7:1"), "/x") is None
     assert door.refusal(replace(CURL, host="127.0.0.7:1"), "/x") is not None
-    assert Door(KEY, open_paths=("/health",)).refusal(replace(CURL, host="x"), "/healthy") is None
-    assert Door(KEY).refusal(CURL, "/health") is not None
+    assert HttpAccess(KEY, open_paths=("/health",)).refusal(replace(CURL, host="x"), "/healthy") is None
+    assert HttpAccess(KEY).refusal(CURL, "/health") is not None
 
 
 @pytest.mark.parametrize(("host", "is_it"), [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("[::1]", True), ("LOCALHOST", True), ("0.0.0.0", False), ("::", False), ("localhost.evil", False), ("", False)])  # fmt: skip

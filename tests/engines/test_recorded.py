@@ -20,12 +20,11 @@ from myxa.actors.engines.recorded_reference import RecordedReference
 from myxa.actors.models.chat_template import template_of
 from myxa.actors.models.hf_folder import read_config
 from myxa.actors.models.tokenizer import load_tokenizer
-from myxa.actors.rewards.making import FixedReward, make_rewarder
+from myxa.actors.rewards.rewarder import FixedReward, make_rewarder
 from myxa.actors.rollout.group_runner import GroupRunner
 from myxa.actors.stream_checks import StreamChecks
-from myxa.actors.workflows import single_turn
-from myxa.actors.workflows.context import Workflow, WorkflowContext
-from myxa.actors.workflows.episode import ModelAccess
+from myxa.actors.workflows import named
+from myxa.actors.workflows.episode import ModelAccess, Workflow, WorkflowContext
 from myxa.core.clock import SystemClock
 from myxa.core.config import RunConfig
 from myxa.core.errors import DataError, EngineError, ReferenceFailed, RequestRefused
@@ -45,7 +44,7 @@ async def two_turns(ctx: WorkflowContext, prompt: Prompt) -> Sample:
     return ctx.episode.sample(metadata={"first": turn.text})
 
 
-WORKFLOWS: dict[str, Workflow] = {"one turn": single_turn.generate, "two turns": two_turns}
+WORKFLOWS: dict[str, Workflow] = {"one turn": named.answer_once, "two turns": two_turns}
 
 
 def runner_of(engine: Engine, folder: Path, workflow: Workflow, scorer: Any) -> GroupRunner:

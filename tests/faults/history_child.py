@@ -16,13 +16,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "buffer"))
 import msgspec
 from put_history import Journal
 
-from myxa.actors.contracts.roles import BufferContract
+from myxa.actors.contracts import BufferContract
 from myxa.core.actor import Actor
 from myxa.core.errors import CallError
 from myxa.core.messages import Assignment, DrawRequest
 from myxa.core.process import die_with_parent
 from myxa.core.refs import with_deadline
-from myxa.transport.node import Node, Rendezvous
+from myxa.transport.address import Rendezvous
+from myxa.transport.node import Node
 
 NUM_AT_ONCE = 3
 BUFFER_TESTS: Any = importlib.import_module("conftest")

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from put_history import History, faults_of
 
-from myxa.actors.contracts.roles import BufferContract
+from myxa.actors.contracts import BufferContract
 from myxa.core.errors import CallError
 from myxa.core.refs import with_deadline
 from myxa.transport.node import Node

@@ -21,7 +21,7 @@ import mutations
 import stubs
 from mutations import ENVELOPE_MUTATIONS, HEADER, Corpus, as_messages
 
-from myxa.actors.contracts.roles import BufferContract, RolloutContract
+from myxa.actors.contracts import BufferContract, RolloutContract
 from myxa.core.handlers import handlers_of
 from myxa.core.ids import PeerKey
 from myxa.transport.node import InprocNetwork, Node

@@ -28,7 +28,7 @@ from raw_peers import ONE_SHOT, Attack
 from raw_unix import RawUnix  # pyright: ignore[reportMissingImports]
 from victim import State, WitnessContract
 
-from myxa.actors.contracts.roles import BufferContract
+from myxa.actors.contracts import BufferContract
 from myxa.core.errors import CallError
 from myxa.core.handlers import handlers_of
 from myxa.core.ids import PeerKey

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import audit
 import stubs
 
-from myxa.actors.contracts.roles import BufferContract
+from myxa.actors.contracts import BufferContract
 from myxa.core.actor import Actor
 from myxa.core.handlers import call
 from myxa.transport.descriptors import raise_limit

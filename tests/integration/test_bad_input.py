@@ -30,9 +30,9 @@ from rich.console import Console
 from run_job import Job, audit, events, make_job
 
 from myxa.actors.buffer.store import NUM_BATCHES, StarvationCheck
-from myxa.actors.contracts.roles import BufferContract, CoordinatorContract
+from myxa.actors.contracts import BufferContract, CoordinatorContract
 from myxa.actors.models.safetensors_file import open_safetensors
-from myxa.actors.rewards.error_budget import GroupBudget
+from myxa.actors.rewards.guard import GroupBudget
 from myxa.core.config import load_config
 from myxa.core.errors import (
     DataError,

@@ -27,8 +27,8 @@ import pytest
 import torch  # noqa: F401  # what its import opens and starts is not the actor's doing
 from run_job import Job, audit, events, make_job, metrics, until
 
-from myxa.actors.contracts.roles import BufferContract, RolloutContract
-from myxa.actors.ledger.payload import decode_partial
+from myxa.actors.contracts import BufferContract, RolloutContract
+from myxa.actors.ledger.states import decode_partial
 from myxa.core.errors import LaunchError
 from myxa.launch.embed import EmbeddedRollout, rollout_in
 

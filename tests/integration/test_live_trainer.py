@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from run_job import Job, audit, events, metrics, until, worker_pids
 
-from myxa.actors.contracts.roles import CoordinatorContract
+from myxa.actors.contracts import CoordinatorContract
 from myxa.core.knobs import ChangeReply, ChangeRequest, KnobValue, Operator
 from myxa.transport.address import Rendezvous
 from myxa.transport.node import Node

@@ -17,13 +17,12 @@ from run_job import Job, audit, metrics, until, worker_pids
 from myxa.actors.buffer.dumps import FORMAT, DumpedGroup, DumpHeader, DumpWriter
 from myxa.actors.data import PromptDataset, open_data
 from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
-from myxa.actors.ledger.payload import decode_group
-from myxa.actors.ledger.snapshot import entries_in
-from myxa.actors.ledger.states import State
+from myxa.actors.ledger.resume import entries_in
+from myxa.actors.ledger.states import State, decode_group
 from myxa.actors.models.tokenizer import load_tokenizer
-from myxa.actors.rewards.making import make_rewarder
+from myxa.actors.rewards.rewarder import make_rewarder
 from myxa.actors.rollout.group_runner import GroupRunner
-from myxa.actors.workflows import single_turn
+from myxa.actors.workflows import named
 from myxa.actors.workflows.episode import ModelAccess
 from myxa.core.clock import SystemClock
 from myxa.core.config import load_config
@@ -43,7 +42,7 @@ async def recorded(job: Job, path: Path) -> list[Group]:
     engine, scorer = EmbeddedEngine(config.model.path, EmbeddedOptions(seed=9)), make_rewarder(config)
     await engine.start()
     runner = GroupRunner(
-        workflow=single_turn.generate,
+        workflow=named.answer_once,
         scorer=scorer,
         tokenizer=load_tokenizer(config.model.path),
         model=ModelAccess(generate=engine.generate, sampling=SamplingParams(), context_length=64),

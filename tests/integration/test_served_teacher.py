@@ -17,9 +17,8 @@ from run_job import Job, audit, metrics, until
 
 from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
 from myxa.actors.engines.http_server import Served, serve_engine
-from myxa.actors.ledger.payload import decode_group
-from myxa.actors.ledger.snapshot import entries_in
-from myxa.actors.ledger.states import State
+from myxa.actors.ledger.resume import entries_in
+from myxa.actors.ledger.states import State, decode_group
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.core.samples import Group
 

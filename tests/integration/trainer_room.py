@@ -12,12 +12,12 @@ import numpy as np
 
 from myxa.actors.backends.rank_backend import RankSettings
 from myxa.actors.backends.torch_backend.backend import TorchBackend
-from myxa.actors.contracts.roles import BufferContract, CoordinatorContract, TrainerContract
+from myxa.actors.contracts import BufferContract, CoordinatorContract, TrainerContract
 from myxa.actors.trainer.canary import CanaryOptions
 from myxa.actors.trainer.checkpoints import CheckpointOptions
 from myxa.actors.trainer.knobs import step_values
 from myxa.actors.trainer.start_point import FixedStart
-from myxa.actors.trainer.step_plan import PlanOptions
+from myxa.actors.trainer.step_plan import StepPlanOptions
 from myxa.actors.trainer.train_loop import TrainLoopOptions
 from myxa.actors.trainer.trainer import Trainer, TrainerOptions
 from myxa.actors.weights.channel_ends import ChannelEnds, EndMakers
@@ -235,7 +235,7 @@ async def trainer_room(
     leader = TrainLoopOptions(
         world_size=1,
         num_steps=num_steps,
-        plan=PlanOptions(
+        plan=StepPlanOptions(
             kind=algo_config.kind, normalise_std=True, num_ranks=1, max_tokens=64, minibatches=algo_config.minibatches
         ),
         publishes=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from myxa.actors.audit import AuditLog
+from myxa.actors.coordinator.audit import AuditLog
 from myxa.core.knobs import AuditRecord, Operator
 
 if __name__ == "__main__":

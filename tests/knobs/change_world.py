@@ -25,7 +25,7 @@ from myxa.actors.coordinator.knob_change import (
     Voted,
 )
 from myxa.actors.coordinator.knob_decisions import Decisions
-from myxa.actors.coordinator.knob_plan import Roster, plan_change
+from myxa.actors.coordinator.knob_plan import OwnerStates, plan_change
 from myxa.actors.knobs.owner import Knob, KnobOwner
 from myxa.core.clock import ManualClock
 from myxa.core.errors import ConfigError
@@ -154,7 +154,7 @@ class World:
         """Begin a change; returns why not, if not."""
         if self.is_open:
             return "one at a time"
-        roster = Roster([s.owner.sheet() for s in self.sites.values() if s.has_joined], {})
+        roster = OwnerStates([s.owner.sheet() for s in self.sites.values() if s.has_joined], {})
         request = ChangeRequest(values=values, who=Operator(), target=target, not_before=not_before)
         try:
             plan = plan_change(request, roster)
@@ -180,7 +180,7 @@ class World:
     def undo(self, epoch: int) -> str:
         if self.is_open:
             return "one at a time"
-        roster = Roster([s.owner.sheet() for s in self.sites.values() if s.has_joined], {})
+        roster = OwnerStates([s.owner.sheet() for s in self.sites.values() if s.has_joined], {})
         try:
             self.undoes, plan = self.decisions.plan_undo(epoch, roster)
         except ConfigError as error:

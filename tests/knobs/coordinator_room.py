@@ -16,7 +16,7 @@ from typing import Any
 from knob_maker import Desk, make_desk
 from waiting import until  # pyright: ignore[reportMissingImports]
 
-from myxa.actors.contracts.roles import CoordinatorContract, TrainerContract
+from myxa.actors.contracts import CoordinatorContract, TrainerContract
 from myxa.actors.coordinator.coordinator import Coordinator
 from myxa.actors.coordinator.options import CoordinatorOptions
 from myxa.actors.knobs.owner import OwnsKnobs

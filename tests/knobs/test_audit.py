@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from myxa.actors import audit
-from myxa.actors.audit import AuditHead, AuditLog, read_audit, verify_audit
+from myxa.actors.coordinator import audit
+from myxa.actors.coordinator.audit import AuditHead, AuditLog, read_audit, verify_audit
 from myxa.core.errors import ConfigError, LedgerError
 from myxa.core.knobs import AuditRecord, KnobMove, Operator
 

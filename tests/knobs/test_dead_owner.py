@@ -8,7 +8,7 @@ import pytest
 from coordinator_room import WHO, open_room
 from waiting import until  # pyright: ignore[reportMissingImports]
 
-from myxa.actors.audit import read_audit, verify_audit
+from myxa.actors.coordinator.audit import read_audit, verify_audit
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(170)]
 

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 from knob_maker import Desk, make_desk
 
-from myxa.actors.coordinator.knob_decisions import Decisions
-from myxa.actors.coordinator.knob_expiry import Expiries, Expiry
-from myxa.actors.coordinator.knob_plan import ChangePlan, Roster, plan_change
+from myxa.actors.coordinator.knob_decisions import Decisions, Expiries, Expiry
+from myxa.actors.coordinator.knob_plan import ChangePlan, OwnerStates, plan_change
 from myxa.core.errors import ConfigError
 from myxa.core.knobs import ChangeRequest, KnobCommit, KnobValue, Operator
 
@@ -30,8 +29,8 @@ class Run:
         self.now_s = 0.0
 
     @property
-    def roster(self) -> Roster:
-        return Roster([desk.owner.sheet() for desk in self.desks.values()], {})
+    def roster(self) -> OwnerStates:
+        return OwnerStates([desk.owner.sheet() for desk in self.desks.values()], {})
 
     def set(self, target: str, for_s: float = 0.0, **values: KnobValue) -> int:
         request = ChangeRequest(values=values, who=Operator(), target=target)

@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from myxa.actors.contracts.knobs import KnobsContract
+from myxa.actors.contracts import KnobsContract
 from myxa.core.config import RunConfig
 from myxa.core.config.section import walk
 from myxa.core.errors import ConfigError

@@ -13,10 +13,10 @@ from coordinator_room import WHO, Room, open_room
 from knob_maker import FIRST, Desk, make_desk
 from waiting import until  # pyright: ignore[reportMissingImports]
 
-from myxa.actors.audit import read_audit
 from myxa.actors.buffer.knobs import BufferKnobs, BufferLimits
 from myxa.actors.buffer.settings import BufferValues, LiveSettings, Terms
-from myxa.actors.contracts.roles import CoordinatorContract, RolloutContract
+from myxa.actors.contracts import CoordinatorContract, RolloutContract
+from myxa.actors.coordinator.audit import read_audit
 from myxa.actors.knobs.owner import OwnsKnobs
 from myxa.actors.ledger.ledger import Ledger
 from myxa.algos.staleness import Admission

@@ -25,7 +25,7 @@ from walk import (
     take,
 )
 
-from myxa.actors.audit import AUDIT_FILE, read_audit, verify_audit
+from myxa.actors.coordinator.audit import AUDIT_FILE, read_audit, verify_audit
 from myxa.launch.commands.history import replay, trajectory
 
 pytestmark = pytest.mark.timeout(300)

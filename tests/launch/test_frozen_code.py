@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from myxa.actors.user_code import REWARD_POST_PROCESS, load_function
+from myxa.actors.user_code.functions import REWARD_POST_PROCESS, load_function
 from myxa.core.config import RunConfig, load_config
 from myxa.core.errors import ConfigError, LaunchError
 from myxa.launch.frozen_code import freeze, write_code

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from myxa.actors.coordinator.adopter import AdoptionLimits
+from myxa.actors.weights.rollout_update import AdoptionLimits
 from myxa.core.config import RunConfig
 from myxa.launch.composition.weight_channels import (
     COMMIT_S,

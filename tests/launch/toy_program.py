@@ -12,13 +12,7 @@ import os
 import time
 from pathlib import Path
 
-from myxa.actors.contracts.roles import (
-    BufferContract,
-    CoordinatorContract,
-    MonitorContract,
-    RolloutContract,
-    TrainerContract,
-)
+from myxa.actors.contracts import BufferContract, CoordinatorContract, MonitorContract, RolloutContract, TrainerContract
 from myxa.core.actor import Actor, PeerEvent
 from myxa.core.config import RunConfig
 from myxa.core.errors import DataError, EngineError

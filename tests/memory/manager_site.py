@@ -14,7 +14,7 @@ from typing import Any
 
 from manager_toys import CAPACITY, TAGS, MortalAgent, MortalManager, ToyContract, node_of
 
-from myxa.actors.contracts.memory import MemoryContract
+from myxa.actors.contracts import MemoryContract
 from myxa.core.device_memory import LeaseReply, LeaseRequest, MemoryView
 from myxa.core.errors import CallError
 from myxa.core.refs import with_deadline

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from myxa.actors.contracts.memory import MemoryContract, TenantContract
-from myxa.actors.own_thread import in_own_thread
+from myxa.actors.contracts import MemoryContract, TenantContract
+from myxa.actors.daemon_thread import in_daemon_thread
 from myxa.actors.tenancy.memory_manager import ManagerOptions, MemoryManager
 from myxa.actors.tenancy.node_agent import NodeAgent
 from myxa.actors.tenancy.tenant import Tenant, TenantOptions
@@ -135,7 +135,7 @@ class Toy(ToyContract):
             ),
             stores=(),
             gate=self,
-            in_thread=lambda work: in_own_thread(work, "memory"),
+            in_thread=lambda work: in_daemon_thread(work, "memory"),
             clock=SystemClock(),
         )
         self.ctx.watch(self._manager)
@@ -203,7 +203,7 @@ class Toy(ToyContract):
         self._idle.clear()
         try:
             step = self._train if self._gang == "trainer" else self._generate
-            return [await in_own_thread(step, "work") for _ in range(count)]
+            return [await in_daemon_thread(step, "work") for _ in range(count)]
         finally:
             self._idle.set()
 

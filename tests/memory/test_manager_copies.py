@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 from manager_toys import CAPACITY, MIB, TAGS, Toy, ToyContract
 
-from myxa.actors.contracts.memory import MemoryContract
+from myxa.actors.contracts import MemoryContract
 from myxa.actors.tenancy.memory_manager import ManagerOptions, MemoryManager
 from myxa.core.clock import SystemClock
 from myxa.core.device_memory import LeaseReply, LeaseRequest, Tag

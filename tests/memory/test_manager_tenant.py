@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from myxa.actors.own_thread import in_own_thread
+from myxa.actors.daemon_thread import in_daemon_thread
 from myxa.actors.tenancy.tenant import Tenant, TenantOptions
 from myxa.core.clock import SystemClock
 from myxa.core.device_memory import CommandKind, MemoryCommand, MemoryReply, MovedMemory, Tag, TagReport
@@ -104,7 +104,7 @@ class Bench:
         self.count = 0
 
     async def _in_thread(self, work: Callable[[], Any]) -> Any:
-        return await in_own_thread(work, "memory")
+        return await in_daemon_thread(work, "memory")
 
     async def tell(self, kind: CommandKind, epoch: int = 1, deadline_s: float = 5.0, **change: Any) -> MemoryReply:
         self.count += 1

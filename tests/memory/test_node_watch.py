@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from myxa.actors.contracts.memory import NodeAgentContract
+from myxa.actors.contracts import NodeAgentContract
 from myxa.actors.tenancy import node_agent
 from myxa.actors.tenancy.node_agent import NodeWatch, ProcessWatch
 from myxa.core.actor import Actor, PeerEvent

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from myxa.actors.contracts.roles import MonitorContract
+from myxa.actors.contracts import MonitorContract
 from myxa.actors.monitor.monitor import Monitor
 from myxa.actors.sinks.chrome_trace import ChromeTraceSink
 from myxa.actors.sinks.jsonl import JsonlSink

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from trace_rules import check_events, follow
 
-from myxa.actors.sinks.chrome_trace import ChromeTraceSink, Lanes, Place, TraceFlows
+from myxa.actors.sinks.chrome_trace import ChromeTraceSink, Lanes, TraceFlows, TraceSlice
 from myxa.core.activity import FlowSampler, TelemetryBuffer
 from myxa.core.clock import ManualClock
 from myxa.core.messages import Event, MetricPoint, Span, Telemetry
@@ -118,13 +118,13 @@ def test_a_group_handed_out_again_goes_on_from_its_newest_station(tmp_path: Path
 
 
 def test_half_an_arrow_is_never_written_and_what_waits_is_bounded() -> None:
-    flows, place = TraceFlows(), Place(1, 0, 0, 10)
+    flows, place = TraceFlows(), TraceSlice(1, 0, 0, 10)
     assert not [arrow for group_id in range(20_000) for arrow in flows.station(group_id, "dispatch", place)]
     assert not list(flows.station(0, "generate", place))  # forgotten long ago
-    assert len(list(flows.station(19_999, "generate", Place(2, 0, 5, 15)))) == 1
+    assert len(list(flows.station(19_999, "generate", TraceSlice(2, 0, 5, 15)))) == 1
     assert not list(flows.station(5, "no such hop", place))
     assert not [arrow for version in range(5000) for arrow in flows.adopted(version, place)]
-    backwards = list(flows.station(19_999, "reward", Place(2, 0, 0, 2)))
+    backwards = list(flows.station(19_999, "reward", TraceSlice(2, 0, 0, 2)))
     assert not backwards  # over before the station in front of it began
 
 

@@ -14,7 +14,7 @@ from live_run import live, myxa, until
 from run_job import Job, make_job  # pyright: ignore[reportMissingImports]
 from trace_rules import check_events, follow
 
-from myxa.actors.audit import AUDIT_FILE, read_audit, verify_audit
+from myxa.actors.coordinator.audit import AUDIT_FILE, read_audit, verify_audit
 from myxa.core.errors import MyxaError
 from myxa.launch.control.client import ControlClient
 from myxa.launch.views.grafana import PANELS, dashboard_metrics

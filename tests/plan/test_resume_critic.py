@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from planned import RUN, Site, plan
 
-from myxa.actors.checkpoints.folder import Manifest, begin, commit, rank_file, writer_of
-from myxa.actors.checkpoints.whose_model import identity_of
+from myxa.actors.checkpoints.folder import Manifest, begin, commit, identity_of, rank_file, writer_of
 from myxa.actors.models.hf_folder import read_config
 from myxa.core.files import describe_file
 

@@ -23,13 +23,12 @@ from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.actors.reference.served import ServedReference
 from myxa.actors.reference.servers import ReferenceServers
-from myxa.actors.rewards.error_budget import GroupBudget
-from myxa.actors.rewards.making import FixedReward
+from myxa.actors.rewards.guard import GroupBudget
+from myxa.actors.rewards.rewarder import FixedReward
 from myxa.actors.rollout.group_runner import GroupRunner, Partial, drop_reason
 from myxa.actors.rollout.judging import ScorerAndReference
-from myxa.actors.trainer.step_plan import PlanOptions, plan_step
-from myxa.actors.workflows.context import WorkflowContext
-from myxa.actors.workflows.episode import Interrupted, ModelAccess
+from myxa.actors.trainer.step_plan import StepPlanOptions, plan_step
+from myxa.actors.workflows.episode import Interrupted, ModelAccess, WorkflowContext
 from myxa.core.clock import SystemClock
 from myxa.core.config import RewardSettings
 from myxa.core.errors import ReferenceFailed, UserCodeError
@@ -79,7 +78,9 @@ async def test_a_served_model_says_what_the_trainers_reference_model_says(tmp_pa
         judged = await asyncio.gather(*(asked.judged(PROMPT, sample) for sample in samples))
         await asked.close()
     group = Group(prompt=PROMPT, samples=tuple(judged), rewards=np.zeros(len(judged), np.float32))
-    options = PlanOptions("grpo", normalise_std=True, num_ranks=1, max_tokens=500, minibatches=1, takes_reference=True)
+    options = StepPlanOptions(
+        "grpo", normalise_std=True, num_ranks=1, max_tokens=500, minibatches=1, takes_reference=True
+    )
     (shard,) = plan_step(0, [group], options)
     backend = TorchBackend(RankSettings(model_path=str(tmp_path / "teacher")))
     backend.setup()

@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from myxa.actors.group_text import MAX_CHARS, group_text
 from myxa.actors.sinks.jsonl import JsonlSink
+from myxa.actors.telemetry import MAX_CHARS, group_text
 from myxa.core.activity import TelemetryBuffer
 from myxa.core.clock import SystemClock
 from myxa.core.messages import GroupText, Telemetry

@@ -14,8 +14,7 @@ import pytest
 
 from myxa.actors.rewards.rewarder import Rewarder
 from myxa.actors.rollout.group_runner import GroupRunner, Partial
-from myxa.actors.workflows.context import WorkflowContext
-from myxa.actors.workflows.episode import Interrupted, ModelAccess
+from myxa.actors.workflows.episode import Interrupted, ModelAccess, WorkflowContext
 from myxa.algos.rewards.outcome import RewardOutcome
 from myxa.core.clock import SystemClock
 from myxa.core.completions import Completion
@@ -132,7 +131,7 @@ def test_builtins_judge_single_answers() -> None:
 
 
 def test_a_function_with_another_signature_is_told_the_right_one(file: Path) -> None:
-    from myxa.actors.user_code import GROUP_REWARD
+    from myxa.actors.user_code.functions import GROUP_REWARD
 
     file.write_text("def rank(completions, label): return []\n")
     with pytest.raises(

@@ -13,7 +13,7 @@ import pytest
 from myxa.actors.buffer.filters import load_sample_filter
 from myxa.actors.data import open_prompts
 from myxa.actors.rewards.rewarder import Rewarder
-from myxa.actors.user_code import GROUP_FILTER, WORKFLOW, load_function
+from myxa.actors.user_code.functions import GROUP_FILTER, WORKFLOW, load_function
 from myxa.algos.rewards.builtin import BUILTINS
 from myxa.algos.rewards.outcome import RewardOutcome
 from myxa.core.completions import Completion

@@ -19,10 +19,9 @@ import psutil
 import pytest
 
 from myxa.actors.rewards import rewarder as rewarder_module
-from myxa.actors.rewards.error_budget import ErrorBudget
-from myxa.actors.rewards.making import FixedReward, make_rewarder
+from myxa.actors.rewards.guard import ErrorBudget
 from myxa.actors.rewards.pool import RewardWorker
-from myxa.actors.rewards.rewarder import Rewarder
+from myxa.actors.rewards.rewarder import FixedReward, Rewarder, make_rewarder
 from myxa.algos.rewards.outcome import RewardOutcome
 from myxa.core.completions import Completion
 from myxa.core.config import RewardSettings, RunConfig

@@ -12,10 +12,8 @@ import pytest
 
 from myxa.actors.data import open_prompts
 from myxa.actors.data.mixed import open_data
-from myxa.actors.rewards.call import Keys
-from myxa.actors.rewards.making import make_rewarder
-from myxa.actors.rewards.rewarder import Rewarder
-from myxa.actors.rewards.several import SeveralRewards
+from myxa.actors.rewards.call import RewardKeys
+from myxa.actors.rewards.rewarder import Rewarder, SeveralRewards, make_rewarder
 from myxa.actors.rollout.evaluation import Evaluation
 from myxa.algos.rewards.outcome import RewardOutcome
 from myxa.core.completions import Completion
@@ -223,7 +221,7 @@ async def test_what_the_workflow_says_counts_beside_what_others_judge(workers: i
 @pytest.mark.asyncio
 @pytest.mark.parametrize("workers", [0, 1])
 async def test_an_evaluation_set_may_judge_otherwise_than_the_workflow(workers: int) -> None:
-    made = Rewarder(RewardSettings(fn="workflow", workers=workers).alone("numeric"), Keys.of_eval_set("sums"))
+    made = Rewarder(RewardSettings(fn="workflow", workers=workers).alone("numeric"), RewardKeys.of_eval_set("sums"))
     assert (await made.score(msgspec.structs.replace(answer("4", "5"), reward=1.0))).value == 0.0
     await made.close()
 
@@ -239,7 +237,7 @@ async def test_functions_are_named_as_data_names_its_sources() -> None:
 @pytest.mark.asyncio
 async def test_that_an_evaluation_waits_for_the_function_of_a_set_is_told(file: Path) -> None:
     settings = RewardSettings(pause_after=1, max_outage_s=0.2, cool_down_s=0.1).alone(f"{file}:shape")
-    made = Rewarder(settings, Keys.of_eval_set("sums"))
+    made = Rewarder(settings, RewardKeys.of_eval_set("sums"))
     events: list[tuple[str, str]] = []
     Evaluation({"sums": made}).listen(lambda kind, text: events.append((kind, text)))
     await made.score(answer("four"))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from myxa.actors.rewards import side_by_side
+from myxa.actors.rewards import pool
 from myxa.actors.rewards.rewarder import Rewarder
 from myxa.algos.rewards.outcome import RewardOutcome
 from myxa.core.completions import Completion
@@ -109,7 +109,7 @@ async def test_d01_code_that_cannot_be_interrupted_loses_its_process_and_nobody_
 async def test_d01_code_that_holds_the_interpreter_is_found_by_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(side_by_side, "SLACK_S", 0.2)
+    monkeypatch.setattr(pool, "SLACK_S", 0.2)
     async with judge(tmp_path, timeout_s=1.0) as made:
         (told,) = await with_others(made, "holds the interpreter")
         assert isinstance(told, UserCodeError)

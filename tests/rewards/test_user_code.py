@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from myxa.actors.user_code import GROUP_FILTER, REWARD, WORKFLOW, Expected, load_function
+from myxa.actors.user_code.functions import GROUP_FILTER, REWARD, WORKFLOW, Expected, load_function
 from myxa.core.errors import ConfigError, MyxaError, UserCodeError
 
 SIGNATURE = "def reward(completion: Completion) -> float | dict[str, float]"

@@ -19,7 +19,7 @@ from simulator import Nemesis, Sim, carry_out
 
 from myxa.actors.buffer.buffer import Buffer
 from myxa.actors.buffer.filters import GroupFilters
-from myxa.actors.contracts.roles import BufferContract
+from myxa.actors.contracts import BufferContract
 from myxa.algos.filters import keep_all
 from myxa.algos.staleness import Admission
 from myxa.core.actor import Actor

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from coordinator_room import STEP_S, Room, Trainer, until  # pyright: ignore[reportMissingImports]
 
-from myxa.actors.contracts.roles import CoordinatorContract
+from myxa.actors.contracts import CoordinatorContract
 from myxa.actors.monitor.monitor import Monitor
 from myxa.core.actor import PeerEvent
 from myxa.core.clock import SystemClock

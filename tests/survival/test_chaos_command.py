@@ -10,7 +10,7 @@ import pytest
 from live import Live, live_run  # pyright: ignore[reportMissingImports]
 from run_job import events, until  # pyright: ignore[reportMissingImports]
 
-from myxa.actors.audit import read_audit
+from myxa.actors.coordinator.audit import read_audit
 from myxa.core.chaos import POINTS
 from myxa.core.config import RoleName
 from myxa.core.errors import ConfigError

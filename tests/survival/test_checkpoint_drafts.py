@@ -19,10 +19,10 @@ from myxa.actors.checkpoints.folder import (
     being_read,
     find_checkpoint,
     hold_drafts,
-    let_go_drafts,
     list_checkpoints,
     look_at,
     partial_of,
+    release_drafts,
     sweep,
     take_away_unread,
 )
@@ -70,12 +70,12 @@ def test_a_draft_is_its_writers_own_and_stays_while_it_is_held(tmp_path: Path):
     begin(place, OWN)
     sweep(tmp_path, OWN)
     assert partial_of(place, OWN).is_dir(), "somebody holds that name, whoever asks"
-    let_go_drafts(own)
+    release_drafts(own)
     sweep(tmp_path, OWN)
     assert names(tmp_path) == left
     with pytest.raises(TrainError, match="another process writes checkpoints to .* as life 1, attempt 3"):
         hold_drafts(tmp_path, ZOMBIE)
-    let_go_drafts(held)
+    release_drafts(held)
     (tmp_path / ".writing-1.2").touch()  # of one that was killed
     sweep(tmp_path, OWN)
     assert names(tmp_path) == [partial_of(place, LATER).name], "a later one's is for later ones to clear"

@@ -202,7 +202,7 @@ async def test_a_rank_whose_error_is_of_our_own_tree_is_not_silent(tmp_path: Pat
     (text,) = room.told("checkpoint-failed")
     assert "trainer/1 could not" in text
     assert "no space left" in text
-    assert "training goes on, the next one follows in 30 s" in text
+    assert "training continues, the next follows in 30 s" in text
 
 
 @pytest.mark.asyncio

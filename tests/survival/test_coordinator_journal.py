@@ -18,11 +18,11 @@ from pathlib import Path
 
 import pytest
 
-from myxa.actors.audit import AuditDesk, read_audit
 from myxa.actors.coordinator import journal as journal_module
+from myxa.actors.coordinator.audit import AuditWriter, read_audit
 from myxa.actors.coordinator.journal import CoordinatorJournal, Kept, KnobsKept, PauseKept
-from myxa.actors.coordinator.knob_book import KnobBook
-from myxa.actors.coordinator.knob_order import AUTO, Order
+from myxa.actors.coordinator.knob_change import AUTO, KnobOrder
+from myxa.actors.coordinator.knob_conductor import DecisionLog
 from myxa.actors.coordinator.knob_plan import ChangePlan
 from myxa.actors.coordinator.run_state import RunState
 from myxa.core.clock import ManualClock
@@ -71,13 +71,13 @@ class Desk:
         self.journal = _journal(folder)
         self.audit = folder / "audit.jsonl"
         self.errors: list[BaseException] = []
-        desk = AuditDesk(self.audit, lambda: 7, self.clock)
-        self.book = KnobBook(desk, self.journal, self.clock, self.errors.append)
+        desk = AuditWriter(self.audit, lambda: 7, self.clock)
+        self.book = DecisionLog(desk, self.journal, self.clock, self.errors.append)
         self.journal.make = lambda: Kept(launch="here", knobs=self.book.kept())
 
     async def decide(self, value: float, *, for_s: float = 0.0) -> int:
         epoch = await self.book.ask(f"set lr = {value}")
-        order = Order("set", AUTO, for_s=for_s)
+        order = KnobOrder("set", AUTO, for_s=for_s)
         await self.book.decide(order, _plan(value), epoch, at=epoch + 10, version=7)
         return epoch
 
@@ -165,7 +165,7 @@ async def test_a_journal_that_cannot_take_a_decision_back_ends_its_owner(tmp_pat
 
     desk.journal.keep = keep_once
     with pytest.raises(LedgerError, match="the disk is full"):
-        await desk.book.decide(Order("set", AUTO), _plan(4e-3), epoch, at=11, version=7)
+        await desk.book.decide(KnobOrder("set", AUTO), _plan(4e-3), epoch, at=11, version=7)
     assert [str(error) for error in desk.errors] == ["the disk is full"]
 
 

@@ -13,7 +13,7 @@ import pytest
 from coordinator_anew import Anew, open_anew
 from coordinator_room import until  # pyright: ignore[reportMissingImports]
 
-from myxa.actors.audit import read_audit, verify_audit
+from myxa.actors.coordinator.audit import read_audit, verify_audit
 from myxa.core.errors import CallError
 from myxa.core.knobs import ChangeReply, Operator
 
@@ -138,7 +138,7 @@ async def test_killed_at_random_moments_owners_agree_and_the_audit_log_says_on_w
 
 async def _values(room: Anew, owner: str) -> dict[str, object]:
     """What an owner says itself: there is no coordinator to ask."""
-    from myxa.actors.contracts.roles import RolloutContract
+    from myxa.actors.contracts import RolloutContract
 
     sheet = await room.node.ref(RolloutContract, owner).knobs()
     return {state.tunable.name: state.value for state in sheet.knobs}

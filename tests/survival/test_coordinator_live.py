@@ -22,7 +22,7 @@ from commands import Command  # pyright: ignore[reportMissingImports]
 from live import Live, live_run, made_steps  # pyright: ignore[reportMissingImports]
 from run_job import audit, events, metrics, until, worker_pids  # pyright: ignore[reportMissingImports]
 
-from myxa.actors.audit import read_audit, verify_audit
+from myxa.actors.coordinator.audit import read_audit, verify_audit
 from myxa.launch.control.client import ControlClient
 
 pytestmark = pytest.mark.timeout(400)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from coordinator_room import until  # pyright: ignore[reportMissingImports]
 
-from myxa.actors.contracts.roles import CoordinatorContract, TrainerContract
+from myxa.actors.contracts import CoordinatorContract, TrainerContract
 from myxa.actors.coordinator.coordinator import Coordinator, PhaseMoves
 from myxa.actors.coordinator.options import CoordinatorOptions
 from myxa.actors.coordinator.rejoin import LeaderControl

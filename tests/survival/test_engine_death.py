@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from run_job import Job, audit, events, make_job, until, worker_pids  # pyright: ignore[reportMissingImports]
 
-from myxa.actors.ledger.payload import decode_group, decode_partial
+from myxa.actors.ledger.states import decode_group, decode_partial
 from myxa.core.samples import Sample
 
 pytestmark = pytest.mark.timeout(240)

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 from checkpoint_maker import RunOnDisk
 
-from myxa.actors.ledger import snapshot as copy_module
+from myxa.actors.ledger import resume as copy_module
 from myxa.actors.ledger.file import is_in_use, lock_ledger
-from myxa.actors.ledger.resume import LEDGER, read_facts
-from myxa.actors.ledger.snapshot import copy_ledger
+from myxa.actors.ledger.resume import LEDGER, copy_ledger, read_facts
 from myxa.core.errors import LedgerError
 from myxa.core.files import FileEntry, describe_file
 from myxa.launch.lives.resume_point import choose_point

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from myxa.actors.contracts.roles import TrainerContract
+from myxa.actors.contracts import TrainerContract
 from myxa.actors.trainer.train_loop import TrainerGang
 from myxa.core.activity import TelemetryBuffer
 from myxa.core.actor import Actor

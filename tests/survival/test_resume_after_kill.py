@@ -12,7 +12,7 @@ import pytest
 from lives import BATCH, NUM_PROMPTS, Consumed, Lives, consumed, make_lives
 from run_job import events, metrics  # pyright: ignore[reportMissingImports]
 
-from myxa.actors.audit import verify_audit
+from myxa.actors.coordinator.audit import verify_audit
 from myxa.launch.lives.origin import Origin
 
 pytestmark = pytest.mark.timeout(400)

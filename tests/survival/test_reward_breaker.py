@@ -17,7 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from myxa.actors.rewards.breaker import TRANSITIONS, Breaker, BreakerState
+from myxa.actors.rewards.guard import TRANSITIONS, Breaker, BreakerState
 from myxa.actors.rewards.rewarder import Rewarder
 from myxa.algos.rewards.outcome import RewardOutcome
 from myxa.core.completions import Completion

@@ -16,9 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
-from myxa.actors import user_process
-from myxa.actors.keeper import descendants
 from myxa.actors.rewards.rewarder import Rewarder
+from myxa.actors.user_code import process
+from myxa.actors.user_code.subreaper import descendants
 from myxa.core.completions import Completion
 from myxa.core.config import RewardSettings
 from myxa.core.errors import DeadlyReward, UserCodeError
@@ -162,7 +162,7 @@ async def test_tools_of_a_call_end_with_its_worker(code: str, tmp_path: Path, th
 async def test_a_keeper_that_was_stopped_does_not_keep_the_actor_from_ending(
     code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(user_process, "END_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(process, "END_TIMEOUT_S", 0.5)
     async with rewarder(code) as made:
         await made.score(answer("fine"))
         (pid,) = made.worker_pids

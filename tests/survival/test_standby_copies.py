@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from checkpoint_room import Ranks, refused
 
-from myxa.actors.trainer.standby import Standby, StandbyOptions
+from myxa.actors.trainer.start_point import Standby, StandbyOptions
 from myxa.core.activity import ActivityMeter, TelemetryBuffer
 from myxa.core.clock import SystemClock
 from myxa.core.errors import CallError

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from coordinator_room import until  # pyright: ignore[reportMissingImports]
 
-from myxa.actors.contracts.roles import CoordinatorContract
+from myxa.actors.contracts import CoordinatorContract
 from myxa.actors.coordinator.coordinator import Coordinator
 from myxa.actors.coordinator.options import CoordinatorOptions
 from myxa.core.clock import SystemClock

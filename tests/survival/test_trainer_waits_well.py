@@ -12,7 +12,7 @@ import pytest
 from trainer_room import BATCH, Conductor, make_group, trainer_room  # pyright: ignore[reportMissingImports]
 
 from myxa.actors.checkpoints.run_part import RUN_FILE
-from myxa.actors.contracts.roles import TrainerContract
+from myxa.actors.contracts import TrainerContract
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.trainer import checkpoints as checkpoints_module
 from myxa.actors.trainer import train_loop as leader_module

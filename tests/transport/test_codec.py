@@ -127,7 +127,7 @@ def test_nothing_of_a_message_is_kept():
 
 
 def test_codecs_are_compiled_once_per_handler():
-    from myxa.actors.contracts.roles import BufferContract
+    from myxa.actors.contracts import BufferContract
 
     spec = handlers_of(BufferContract).by_name["put_group"]
     assert codecs_of(spec) is codecs_of(spec)

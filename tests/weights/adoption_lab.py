@@ -27,13 +27,12 @@ from fault_cells import Channel
 from fingerprint import greedy
 from weight_lab import CONTEXT, ENVIRONMENT, VOCAB, SenderProcess, Server, sending, serving
 
-from myxa.actors.contracts.roles import RolloutContract, TrainerContract
-from myxa.actors.coordinator.adopter import Adopter, AdoptionLimits
-from myxa.actors.coordinator.adoption import Adoption
+from myxa.actors.contracts import RolloutContract, TrainerContract
 from myxa.actors.engines.sglang import SglangEngine, SglangOptions
 from myxa.actors.engines.sglang_weights import DeviceRouteOptions, device_routes
 from myxa.actors.stream_checks import StreamChecks
 from myxa.actors.weights.receive import EngineWeights
+from myxa.actors.weights.rollout_update import Adopter, Adoption, AdoptionLimits
 from myxa.core.activity import ActivityMeter, TelemetryBuffer
 from myxa.core.actor import Actor
 from myxa.core.clock import SystemClock

@@ -16,7 +16,7 @@ from run_job import (  # pyright: ignore[reportMissingImports]  # of tests/integ
 )
 from weight_lab import serving
 
-from myxa.actors.contracts.roles import CoordinatorContract
+from myxa.actors.contracts import CoordinatorContract
 from myxa.core.knobs import ChangeReply, ChangeRequest, KnobValue, Operator
 from myxa.transport.address import Rendezvous
 from myxa.transport.node import Node

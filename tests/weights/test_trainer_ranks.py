@@ -13,12 +13,12 @@ from model_tensors import arrays_of, tensors_of
 from torch import Tensor
 from weight_lab import CONTEXT, VOCAB, engine_of, greedy, serving, started
 
-from myxa.actors.contracts.roles import RolloutContract
+from myxa.actors.contracts import RolloutContract
 from myxa.actors.engines.embedded.engine import EmbeddedEngine
 from myxa.actors.engines.sglang import SglangEngine
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.trainer.checkpoints import CheckpointOptions
-from myxa.actors.trainer.step_plan import PlanOptions
+from myxa.actors.trainer.step_plan import StepPlanOptions
 from myxa.actors.trainer.train_loop import TrainLoopOptions
 from myxa.actors.trainer.trainer import Trainer, TrainerOptions
 from myxa.actors.weights.channel_ends import ChannelEnds, EndMakers
@@ -78,7 +78,7 @@ class StageBackend:
 
 def trainer(rank: int, backend: StageBackend, run_dir: Path, channel: SentChannel = "nccl", beside: int = 2) -> Trainer:
     """`beside`: so many ranks, the first ones, are on the GPUs of engines."""
-    plan = PlanOptions(kind="grpo", normalise_std=True, num_ranks=2, max_tokens=100, minibatches=1)
+    plan = StepPlanOptions(kind="grpo", normalise_std=True, num_ranks=2, max_tokens=100, minibatches=1)
     leader = TrainLoopOptions(
         world_size=2, num_steps=1, plan=plan, publishes=True, run_dir=str(run_dir),
         checkpoints=CheckpointOptions(run_dir=str(run_dir)), channel=channel,

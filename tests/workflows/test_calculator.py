@@ -15,10 +15,9 @@ from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.models.tokenizer import FolderTokenizer, load_tokenizer
 from myxa.actors.rewards.rewarder import Rewarder
 from myxa.actors.rollout.group_runner import GroupRunner
-from myxa.actors.user_code import WORKFLOW, load_function
-from myxa.actors.workflows import demonstration
-from myxa.actors.workflows.context import WorkflowContext
-from myxa.actors.workflows.episode import Episode, ModelAccess
+from myxa.actors.user_code.functions import WORKFLOW, load_function
+from myxa.actors.workflows import named
+from myxa.actors.workflows.episode import Episode, ModelAccess, WorkflowContext
 from myxa.core.clock import SystemClock
 from myxa.core.config import RunConfig, load_config
 from myxa.core.messages import Assignment, SamplingParams
@@ -71,7 +70,7 @@ async def test_demonstrations_are_the_model_s_turns_and_the_tool_s_replies(
     num_right = 0
     for prompt in prompts:
         episode = Episode(prompt=prompt, index=0, tokenizer=tokenizer, model=nobody)
-        sample = await demonstration.generate(
+        sample = await named.replay_demonstration(
             WorkflowContext(episode=episode, tokenizer=tokenizer, max_turns=config.rollout.max_turns, index=0), prompt
         )
         turns = prompt.metadata["demonstration_turns"]

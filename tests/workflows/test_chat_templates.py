@@ -25,8 +25,7 @@ from hypothesis import strategies as st
 
 from myxa.actors.models.chat_template import ChatTemplate, PlainText
 from myxa.actors.models.tokenizer import FolderTokenizer
-from myxa.actors.workflows.appending import ANSWER, QUESTION, REPLY
-from myxa.actors.workflows.turn_renderer import TurnRenderer
+from myxa.actors.workflows.turn_renderer import ANSWER, QUESTION, REPLY, TurnRenderer
 from myxa.core.errors import TemplateError
 from myxa.core.messages import SamplingParams
 from myxa.core.samples import Message, Sample

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from myxa.actors.workflows.context import WorkflowContext
-from myxa.actors.workflows.demonstration import generate as demonstrate
-from myxa.actors.workflows.episode import Episode, Interrupted, ModelAccess
+from myxa.actors.workflows.episode import Episode, Interrupted, ModelAccess, WorkflowContext
+from myxa.actors.workflows.named import replay_demonstration as demonstrate
 from myxa.core.errors import EngineError, PromptTooLong, UserCodeError
 from myxa.core.messages import SamplingParams
 from myxa.core.protocols import Delta, GenerateRequest

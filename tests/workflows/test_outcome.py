@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from chat_models import QWEN3, Drawn
 
-from myxa.actors.ledger.payload import decode_group, encode
+from myxa.actors.ledger.states import decode_group, encode
 from myxa.actors.rewards.rewarder import Rewarder
 from myxa.actors.rollout.group_runner import GroupRunner, Partial, drop_reason
-from myxa.actors.workflows.context import WorkflowContext
-from myxa.actors.workflows.episode import ModelAccess
+from myxa.actors.workflows.episode import ModelAccess, WorkflowContext
 from myxa.actors.workflows.named import load_workflow
 from myxa.core.clock import SystemClock
 from myxa.core.config import RewardSettings

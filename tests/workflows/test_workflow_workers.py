@@ -21,7 +21,7 @@ import pytest
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.actors.rewards.rewarder import Rewarder
-from myxa.actors.rollout.group_runner import GroupRunner, Load, Partial
+from myxa.actors.rollout.group_runner import GroupLoad, GroupRunner, Partial
 from myxa.actors.workflows.episode import ModelAccess
 from myxa.actors.workflows.pool import WorkflowPool
 from myxa.actors.workflows.worker_messages import PhaseLimits, WorkflowSpec
@@ -217,7 +217,7 @@ class Bench:
         self.runner.on_failure = lambda kind, words: self.told.append((kind, words))
         self.runner.run_name = "r1"
 
-    def _load(self, load: Load) -> None:
+    def _load(self, load: GroupLoad) -> None:
         self.loads.append((load.generating, load.waiting, load.place))
 
     async def run(self, num: int = 3, **more: Any) -> Group:
@@ -496,7 +496,7 @@ def _workers_of(flows: Path) -> list[int]:
     return [
         one.pid
         for one in psutil.process_iter()
-        if one.ppid() in (1, os.getpid()) and "myxa.actors.keeper" in " ".join(_words(one))
+        if one.ppid() in (1, os.getpid()) and "myxa.actors.user_code.subreaper" in " ".join(_words(one))
     ]
 
 

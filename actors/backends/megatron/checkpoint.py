@@ -32,9 +32,18 @@ from torch import Tensor, nn
 from ....core.chaos import reached
 from ....core.errors import TrainError
 from ....core.files import FileEntry, describe_file
-from ...checkpoints.folder import FORMAT, Manifest, begin, commit, partial_of, rank_file, writer_of
-from ...checkpoints.whose_model import check_model, identity_of
-from ...models.hf_folder import ModelConfig
+from ...checkpoints.folder import (
+    FORMAT,
+    Manifest,
+    begin,
+    check_model,
+    commit,
+    identity_of,
+    partial_of,
+    rank_file,
+    writer_of,
+)
+from ...models.model_config import ModelConfig
 from ...models.safetensors_file import open_safetensors, write_safetensors
 from ..torch_backend.checkpoint import RNG_CPU, RNG_CUDA, check_extra
 from ..torch_backend.checkpoint_agreement import agreed_checkpoint, of_a_checkpoint

@@ -22,8 +22,17 @@ from ....core.chaos import reached
 from ....core.errors import TrainError
 from ....core.files import FileEntry, describe_file
 from ....core.protocols import NamedArray
-from ...checkpoints.folder import FORMAT, Manifest, begin, commit, partial_of, rank_file, writer_of
-from ...checkpoints.whose_model import check_model, identity_of
+from ...checkpoints.folder import (
+    FORMAT,
+    Manifest,
+    begin,
+    check_model,
+    commit,
+    identity_of,
+    partial_of,
+    rank_file,
+    writer_of,
+)
 from ...models.hf_folder import ModelConfig
 from ...models.safetensors_file import open_safetensors, write_safetensors
 from .adamw import AdamW

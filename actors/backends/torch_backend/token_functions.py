@@ -17,7 +17,7 @@ from ....algos.objective import LossTokens, TokenFunctions
 from ....algos.ratios import TokenWeights
 from ....core.config import AlgoConfig
 from ....core.errors import ConfigError, UserCodeError
-from ...user_code import LOSS_FN, WEIGHT_FN, UserFunction, load_function, source_digest, what_was_raised
+from ...user_code.functions import LOSS_FN, WEIGHT_FN, UserFunction, load_function, source_digest, what_was_raised
 from .tally import Tally
 from .world import World
 

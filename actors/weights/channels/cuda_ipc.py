@@ -49,15 +49,15 @@ class Made:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenPart:
     """A value that was written before, to be put in as it is: see `write_part`."""
 
     stream: bytes
 
 
-def write_part(value: object) -> Written:
+def write_part(value: object) -> WrittenPart:
     """A value that many streams will hold. Raises TypeError for a kind that cannot be written."""
-    return Written(_write(value))
+    return WrittenPart(_write(value))
 
 
 def write_object(value: object) -> bytes:
@@ -120,7 +120,7 @@ _WRITERS: Mapping[type, Callable[[Any], bytes]] = MappingProxyType(
         dict: _dict,
         Name: _name,
         Made: _made,
-        Written: lambda value: value.stream,
+        WrittenPart: lambda value: value.stream,
     }
 )
 
@@ -129,7 +129,7 @@ _METADATA = Name("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadat
 _REBUILD = Name("torch.multiprocessing.reductions", "rebuild_cuda_tensor")
 
 
-def bucket_metadata(bucket: Bucket) -> Written:
+def bucket_metadata(bucket: Bucket) -> WrittenPart:
     """The bucket's tensors as SGLang names them; the same for every version, so made once."""
     tensors = [
         Made(
@@ -148,12 +148,12 @@ def bucket_metadata(bucket: Bucket) -> Written:
     return write_part(tensors)
 
 
-def bucket_payload(flat: Tensor, metadata: Written) -> str:
+def bucket_payload(flat: Tensor, metadata: WrittenPart) -> str:
     """Base64 of the stream for one reader of a flat uint8 buffer. Raises TrainError where memory cannot be shared."""
     return payload_of(shared_tensor(flat), metadata)
 
 
-def payload_of(tensor: object, metadata: Written) -> str:
+def payload_of(tensor: object, metadata: WrittenPart) -> str:
     """Base64 of the stream."""
     return base64.b64encode(write_object({"flattened_tensor": tensor, "metadata": metadata})).decode("ascii")
 

@@ -73,7 +73,7 @@ def clear_folders(root: Path) -> None:
 
 
 def _remove_empty(root: Path) -> None:
-    with suppress(OSError):  # there is none, or somebody else's things are in it
+    with suppress(OSError):  # there is none, or it holds other files
         root.rmdir()
 
 

@@ -3,7 +3,7 @@
 The other side is SGLang's `/init_weights_update_group` (0.5.17), or our own server's. It meets at a TCP store and
 builds its group through torch's own helper, which puts the group's name, the name again and the device in front of
 every key; this module builds the very same backend on the very same keys without torch's default group, which belongs
-to the trainer's gang (if there is one). Knows torch.distributed; must not know weights.
+to the trainer's gang (if there is one).
 
 Library considered: `torch.distributed.new_group` (only subsets of the default group) and `split_group` (same).
 

@@ -37,7 +37,7 @@ class ChannelReader:
 
     @contextmanager
     def _open_folder(self, manifest: WeightManifest) -> Generator[Mapping[str, NamedArray]]:
-        """Slabs of earlier versions are let go: a run that went over to folders writes no others."""
+        """Slabs of earlier versions are released: a run that changed to folders writes no others."""
         with self._disk.open(manifest) as tensors:
             yield tensors
         self._shm.close()

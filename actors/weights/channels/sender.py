@@ -43,7 +43,7 @@ from ....core.weight_channel import (
     ShareRequest,
 )
 from ...torch_store import host_store
-from .cuda_ipc import Written, bucket_metadata, bucket_payload
+from .cuda_ipc import WrittenPart, bucket_metadata, bucket_payload
 from .plan import WeightPlan
 from .process_group import ChannelGroup
 from .staging import Staged, Staging, beside_training
@@ -76,7 +76,7 @@ class DeviceWeightSender:
         self._is_needed = is_needed
         self._staging = Staging(bucket_bytes, keeps_buffers=keeps_buffers)
         self._channels = Channels(name, host)
-        self._metadata: tuple[str, tuple[Written, ...]] = ("", ())
+        self._metadata: tuple[str, tuple[WrittenPart, ...]] = ("", ())
         """Fingerprint of a plan, and its buckets' metadata."""
 
     def publish(self, version: int, export: Callable[[], Tensors]) -> WeightManifest | None:
@@ -155,8 +155,8 @@ class DeviceWeightSender:
             self._staging.done(staged)
         return ShareReply(payloads=payloads, fingerprint=staged.buffers.plan.fingerprint)
 
-    def _metadata_of(self, plan: WeightPlan) -> tuple[Written, ...]:
-        """What is told of each bucket, the same for all versions of the plan."""
+    def _metadata_of(self, plan: WeightPlan) -> tuple[WrittenPart, ...]:
+        """Metadata of each bucket, the same for all versions of the plan."""
         fingerprint, metadata = self._metadata
         if fingerprint != plan.fingerprint:
             metadata = tuple(bucket_metadata(bucket) for bucket in plan.buckets)
@@ -187,8 +187,8 @@ class DeviceWeightSender:
 
 
 IDLE_VERSIONS = 8
-"""A channel through which none of so many published versions went is given up: its engine died without a word. One that
-was only busy joins anew."""
+"""A channel that carried none of so many published versions is closed: its engine died silently. A merely busy engine
+joins again."""
 
 
 @dataclass(slots=True)
@@ -202,12 +202,12 @@ class Channel:
     why_gone: str = ""
     group: ChannelGroup | None = None
     at: str = "waiting for the engine's ranks"
-    """Progress, for whoever has to explain a failure."""
+    """Progress, for error messages."""
     num_idle: int = 0
     """Versions published since something was sent."""
     sending: threading.Lock = field(default_factory=threading.Lock)
     over: threading.Event = field(default_factory=threading.Event)
-    """The send under way has ended, or nobody waits for it any more."""
+    """The running send has ended, or is no longer waited for."""
 
     def give_up(self, reason: str) -> None:
         """Wake everybody who waits for this channel."""
@@ -234,7 +234,7 @@ class Channels:
         return name in self._channels
 
     def published(self) -> None:
-        """There is one more version; channels that nobody uses any more go."""
+        """There is one more version; idle channels are closed."""
         with self._lock:
             for channel in self._channels.values():
                 channel.num_idle += 1
@@ -291,7 +291,7 @@ class Channels:
         """Broadcast all buckets, in order; the channel is given up on any error. `on_end` is called when the thread
         that sends has ended, which after a missed deadline may be later than the return. A broadcast of NCCL's that
         missed it may then still be queued on the device, until the group's abort has ended it; what it sends counts for
-        nothing, because the engine's version has failed and is loaded anew as a whole: buckets may be written again.
+        nothing, because the engine's version has failed and is loaded again as a whole: buckets may be overwritten.
 
         Raises TrainError that names the sender, the engine, the phase and the bucket.
         """
@@ -370,7 +370,7 @@ def address_for(request: JoinRequest, own_host: str) -> str:
     """Loopback for an engine on this host, else the address of ours from which a packet to it would leave.
 
     An engine with a loopback address seen from another host is on that other host; then our host's name has to do.
-    Raises OSError for a name that nobody knows.
+    Raises OSError for an unknown name.
     """
     if request.engine_host in _LOCAL:
         return LOOPBACK if request.asker_host == own_host else socket.gethostbyname(socket.gethostname())

@@ -1,6 +1,6 @@
 """Weights through shared memory: for engines on the trainer's host.
 
-The writer keeps a few slabs and writes a new version into one that nobody reads any more; a version's bytes therefore
+The writer keeps a few slabs and writes a new version into one that has no reader any more; a version's bytes therefore
 stay where they are until it is released. The reader keeps slabs open between versions, because mapping is the
 expensive part, and proves what it hands out: digest before, generation before and after.
 """
@@ -29,12 +29,12 @@ class ShmWeightWriter:
         self._used: dict[int, SlabWriter] = {}
 
     def publish(self, version: int, tensors: Sequence[NamedArray]) -> WeightManifest:
-        """Write into a slab that nobody reads. Raises TrainError if there is no memory for one."""
+        """Write into a slab without readers. Raises TrainError if there is no memory for one."""
         self.release(version)
         needed = needed_bytes([t.spec.num_bytes for t in tensors])
         try:
             slab = self._take(needed)
-            # From here on it is ours whatever happens: one that is in neither place would be memory that nobody frees.
+            # From here on it is ours: a slab in neither place would never be freed.
             self._used[version] = slab
             specs, digest, generation = slab.write(tensors)
         except MyxaError as err:

@@ -209,7 +209,7 @@ class Staging:
             self._reuse(staged.buffers)
 
     def release(self, version: int) -> None:
-        """The version may be overwritten, once nobody reads it."""
+        """The version may be overwritten once it has no reader."""
         with self._lock:
             staged = self._staged.pop(version, None)
             if staged is not None:

@@ -20,7 +20,7 @@ ALWAYS_NEWEST = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Weights:
+class ServedWeights:
     """What an engine serves; the greater is the later."""
 
     lineage: int
@@ -36,7 +36,7 @@ class Rewind:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class JudgedVersion:
     """What a draw is judged by."""
 
     version: int
@@ -49,7 +49,7 @@ class EngineVersions:
 
     def __init__(self, rewinds: Iterable[Rewind] = ()) -> None:
         """`rewinds`: those that an earlier process of the buffer knew."""
-        self._engines: dict[str, tuple[int, Weights]] = {}
+        self._engines: dict[str, tuple[int, ServedWeights]] = {}
         """Rollout actor -> its newest incarnation, and the latest weights that it told."""
         self._rewinds = tuple(rewinds)
 
@@ -58,7 +58,7 @@ class EngineVersions:
         """Those that may still matter, oldest first."""
         return self._rewinds
 
-    def told(self, rollout: str, epoch: int, weights: Weights) -> bool:
+    def told(self, rollout: str, epoch: int, weights: ServedWeights) -> bool:
         """An engine serves these weights, or did when it said so; whether that is news."""
         known_epoch, known = self._engines.get(rollout, (-1, None))
         is_old = epoch < known_epoch or (epoch == known_epoch and known is not None and weights <= known)
@@ -73,14 +73,14 @@ class EngineVersions:
         kept = [one for one in self._rewinds if one.lineage < lineage and one.version < version]
         self._rewinds = (*kept, Rewind(lineage, version))
 
-    def serving(self, rollout: str, epoch: int, told: Weights, newest: int) -> Served:
+    def serving(self, rollout: str, epoch: int, told: ServedWeights, newest: int) -> JudgedVersion:
         """By which version a draw that told this is judged now. `newest`: version that there is."""
         if told.version == ALWAYS_NEWEST:
-            return Served(newest)
+            return JudgedVersion(newest)
         known_epoch, known = self._engines.get(rollout, (-1, told))
         weights = max(told, known) if known_epoch == epoch else told
         undone_to = [one.version for one in self._rewinds if one.lineage > weights.lineage]
         worth = min(undone_to, default=weights.version)
         if worth < weights.version:
-            return Served(worth, is_undone=True)
-        return Served(newest, is_undone=True) if weights.version > newest else Served(weights.version)
+            return JudgedVersion(worth, is_undone=True)
+        return JudgedVersion(newest, is_undone=True) if weights.version > newest else JudgedVersion(weights.version)

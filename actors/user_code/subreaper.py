@@ -1,15 +1,14 @@
-"""A process between a rollout actor and a worker with user code: whatever that code started ends with the worker.
-`python -m myxa.actors.keeper <pid of the actor> <module of the worker> <grace>` starts both.
+"""A process between an actor and a worker with user code: all processes that the code started end with the worker.
+`python -m myxa.actors.user_code.subreaper <pid of the actor> <module of the worker> <grace>` starts both.
 
-    rollout actor ── keeper ── worker ── tools that the code runs, whatever session they put themselves in
+    rollout actor ── subreaper ── worker ── tools that the code runs, in whatever session
 
-The keeper is what orphans of the worker fall back to (a sub-reaper). When the worker ends, when the keeper is told to
-(SIGTERM) or when the rollout actor dies (then `grace` seconds later, which the worker has to clean up), it kills the
-worker and every descendant, and then ends as the worker did, so that whoever waits for it learns the worker's exit code
-or signal. A keeper that is itself killed with SIGKILL takes the worker along (the kernel sees to that), but the tools
-are then nobody's and go on. Knows processes; must not know what a worker does.
+Orphans of the worker become the subreaper's children. The subreaper ends on three occasions: the worker ended, SIGTERM
+arrived, or the actor died (then after `grace` seconds, in which the worker can clean up). It kills the worker and every
+descendant, and then ends as the worker did, so that its parent sees the worker's exit code or signal. If the subreaper
+itself is killed with SIGKILL, the kernel ends the worker too, but the tools survive.
 
-A process group was not enough: a tool may start a session of its own, and a group has no owner once its leader is dead.
+A process group is not enough: a tool may start a session of its own, and a group has no owner once its leader is dead.
 Cgroups need rights that a container rarely gives.
 """
 
@@ -26,13 +25,13 @@ import sys
 import time
 from pathlib import Path
 
-from ..core.errors import LaunchError
-from ..core.process import die_with_parent
+from ...core.errors import LaunchError
+from ...core.process import die_with_parent
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PAUSE_S = 0.02
 _END_LIMIT_S = 5.0
-"""For killed processes to be gone; only one that waits for a dead device takes longer, and nobody can help that."""
+"""For killed processes to be gone; only one that waits for a dead device takes longer, which cannot be helped."""
 OOM_SCORE_ADJ = 500
 """Where memory runs out, the kernel is to take the worker and its tools, not the actor with its engine."""
 _ORPHANED = signal.SIGHUP
@@ -40,7 +39,7 @@ _WATCHED = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, _ORPHANED})
 
 
 def keep(parent_pid: int, grace_s: float) -> None:
-    """Fork. Returns in the child, the worker; the keeper itself never returns. Call it while there is one thread.
+    """Fork. Returns in the child, the worker; the subreaper itself never returns. Call it while there is one thread.
 
     Raises LaunchError where the kernel refuses.
     """
@@ -48,21 +47,21 @@ def keep(parent_pid: int, grace_s: float) -> None:
     die_with_parent(parent_pid, _ORPHANED)
     if ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0) != 0:
         raise LaunchError("prctl(PR_SET_CHILD_SUBREAPER) failed", remedy="allow prctl in the container's policy")
-    keeper = os.getpid()
+    subreaper = os.getpid()
     worker = os.fork()
     if worker == 0:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
-        die_with_parent(keeper)
+        die_with_parent(subreaper)
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_ADJ))
         return
     status = _until_end(worker, grace_s)
-    _end_all(keeper)
+    _end_all(subreaper)
     _end_like(status)
 
 
 def _until_end(worker: int, grace_s: float) -> int:
-    """The worker's wait status; as if it was killed when the keeper was told to end."""
+    """The worker's wait status; as if it was killed when the subreaper had to end."""
     until_s = math.inf
     while True:
         left_s = until_s - time.monotonic()
@@ -85,11 +84,11 @@ def _until_end(worker: int, grace_s: float) -> int:
                 break
 
 
-def _end_all(keeper: int) -> None:
-    """Kill all descendants until there are none: those of a killed one fall back to the keeper."""
+def _end_all(subreaper: int) -> None:
+    """Kill all descendants until there are none: those of a killed one fall back to the subreaper."""
     until_s = time.monotonic() + _END_LIMIT_S
     while time.monotonic() < until_s:
-        for pid in descendants(keeper):
+        for pid in descendants(subreaper):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         try:
@@ -127,4 +126,4 @@ def _end_like(status: int) -> None:
 
 if __name__ == "__main__":
     keep(int(sys.argv[1]), float(sys.argv[3]))
-    importlib.import_module(sys.argv[2]).main()  # only now: the keeper stays small, and libraries may start threads
+    importlib.import_module(sys.argv[2]).main()  # only now: the subreaper stays small, and libraries may start threads

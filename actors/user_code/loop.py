@@ -1,11 +1,9 @@
-"""What a worker process has whose loop runs code of the user's, many calls side by side: rewards and workflows.
+"""The event loop of a worker process that runs many calls of user code side by side: rewards and workflows.
 
-    main thread   the loop: what is async of all calls, and what talks to the actor
-    threads       one for each `asyncio.to_thread`; daemons, so that one that hangs neither keeps others waiting nor the
-                  process from ending
-    watch thread  interrupts (SIGUSR1) code that holds the loop too long: that call fails, with its place
-
-Knows loops, threads and frames; must not know what a call is.
+main thread   the loop: async parts of all calls, and the traffic with the actor
+threads       one for each `asyncio.to_thread`; daemons, so that a hanging one neither delays others nor keeps the
+              process from ending
+watch thread  interrupts (SIGUSR1) code that holds the loop too long: that call fails, with its place
 """
 
 from __future__ import annotations
@@ -26,8 +24,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO, Protocol, TypeVar
 
-from .user_code import PACKAGE
-from .user_process import read_frame, write_frame
+from .functions import PACKAGE
+from .process import read_frame, write_frame
 
 T = TypeVar("T")
 

@@ -6,11 +6,34 @@ shortened per call with `with_deadline(ref, seconds)`.
 
 from __future__ import annotations
 
-from ...core.actor import Actor
-from ...core.files import FileEntry
-from ...core.handlers import call, cast, durable_put
-from ...core.knobs import KnobsInForce, LiveKnobs
-from ...core.messages import (
+from ..core.actor import Actor
+from ..core.device_memory import (
+    DeviceUse,
+    LeaseReply,
+    LeaseRequest,
+    MeasuredDevice,
+    MemoryCommand,
+    MemoryReply,
+    MemoryView,
+    TenantReport,
+    WatchedProcess,
+)
+from ..core.files import FileEntry
+from ..core.handlers import call, cast, durable_put
+from ..core.knobs import (
+    AuditRecord,
+    ChangeReply,
+    ChangeRequest,
+    KnobChange,
+    KnobCommit,
+    KnobSheet,
+    KnobsInForce,
+    KnobTable,
+    KnobVote,
+    LiveKnobs,
+    Operator,
+)
+from ..core.messages import (
     BufferStats,
     CanaryAnswers,
     Claim,
@@ -32,9 +55,9 @@ from ...core.messages import (
     WeightChannel,
     WeightManifest,
 )
-from ...core.protocols import EngineTrace, StepStats
-from ...core.samples import Group, Prompt, ScoredSample, TrainSample, TrainShard
-from ...core.weight_channel import (
+from ..core.protocols import EngineTrace, StepStats
+from ..core.samples import Group, Prompt, ScoredSample, TrainSample, TrainShard
+from ..core.weight_channel import (
     JoinOffer,
     JoinRequest,
     PlanReply,
@@ -47,17 +70,137 @@ from ...core.weight_channel import (
     ShareRequest,
     WeightProgress,
 )
-from .knobs import ConductContract, KnobsContract
-from .memory import TenantContract
 
-__all__ = [
-    "BufferContract",
-    "CoordinatorContract",
-    "DataContract",
-    "MonitorContract",
-    "RolloutContract",
-    "TrainerContract",
-]
+
+class KnobsContract(Actor):
+    """An actor with live knobs: buffer, rollout actors, trainer ranks (rank 0 speaks for all), the coordinator."""
+
+    @call(deadline=10, reentrant=True, safe=True)
+    async def knobs(self) -> KnobSheet:
+        """Declarations and values in force."""
+        raise NotImplementedError
+
+    @call(deadline=10, reentrant=True)
+    async def prepare_knobs(self, change: KnobChange) -> KnobVote:
+        """Judge a change and hold it. A newer epoch replaces one that was prepared and not decided."""
+        raise NotImplementedError
+
+    @call(deadline=10, reentrant=True)
+    async def commit_knobs(self, commit: KnobCommit) -> None:
+        """It is decided. Answered once the values are sure to be used at the boundary, not once they are in force."""
+        raise NotImplementedError
+
+    @call(deadline=10, reentrant=True)
+    async def abort_knobs(self, epoch: int) -> None:
+        """Forget what was prepared under that epoch. Idempotent."""
+        raise NotImplementedError
+
+
+class ConductContract(Actor):
+    """The coordinator as the operator sees it."""
+
+    @call(deadline=60, reentrant=True)
+    async def change_knobs(self, request: ChangeRequest) -> ChangeReply:
+        """Change knobs, all or none; one change at a time."""
+        raise NotImplementedError
+
+    @call(deadline=30, reentrant=True, safe=True)
+    async def knob_table(self) -> KnobTable:
+        """All knobs of all owners."""
+        raise NotImplementedError
+
+    @call(deadline=60, reentrant=True)
+    async def undo(self, who: Operator, reason: str, epoch: int = 0) -> ChangeReply:
+        """Take the newest change back, or that of `epoch`: its knobs get the values they had before it. Refused, naming
+        the later change, when a knob was changed again since."""
+        raise NotImplementedError
+
+    @call(deadline=30, reentrant=True, safe=True)
+    async def history(self, limit: int) -> tuple[AuditRecord, ...]:
+        """The newest records of the audit log, oldest first."""
+        raise NotImplementedError
+
+    @call(deadline=30, reentrant=True)
+    async def pause_run(self, who: Operator, reason: str) -> int:
+        """No new work and no new step; the current step ends. Returns the version the trainer will rest at."""
+        raise NotImplementedError
+
+    @call(deadline=30, reentrant=True)
+    async def resume_run(self, who: Operator, reason: str) -> None:
+        """Resume after a pause, or after steps that were counted."""
+        raise NotImplementedError
+
+    @call(deadline=30, reentrant=True)
+    async def step_run(self, who: Operator, reason: str, num_steps: int) -> int:
+        """Train so many steps, then pause; returns the version at which it will pause."""
+        raise NotImplementedError
+
+    @call(deadline=1800, reentrant=True)
+    async def checkpoint_now(self, who: Operator, reason: str, export: bool) -> str:
+        """A checkpoint at the next step boundary, or with `export` a HuggingFace folder; returns the folder."""
+        raise NotImplementedError
+
+    @call(deadline=600, reentrant=True)
+    async def evaluate_now(self, who: Operator, reason: str, name: str) -> EvalResult:
+        """Held-out reward now, beside training; `name`: of one evaluation set, else all of them."""
+        raise NotImplementedError
+
+
+class TenantContract(Actor):
+    """An actor with memory on a device that it can give back. Trainer ranks and rollout actors answer to it."""
+
+    @call(deadline=300, reentrant=True)
+    async def memory_command(self, command: MemoryCommand) -> MemoryReply:
+        """One step of a switch. Idempotent by `command_id`; an older epoch is answered, not obeyed."""
+        raise NotImplementedError
+
+    @call(deadline=10, reentrant=True)
+    async def memory_report(self) -> TenantReport | None:
+        """How it stands now; None: it holds no memory that can be leased."""
+        raise NotImplementedError
+
+
+class MemoryContract(Actor):
+    """The memory manager of a run: the ledger of all its shared devices."""
+
+    @call(deadline=30, reentrant=True)
+    async def register(self, report: TenantReport) -> int:
+        """A tenant is there, with all that it holds; returns the manager's epoch. Repeated after every change."""
+        raise NotImplementedError
+
+    @cast
+    async def changed(self, report: TenantReport) -> None:
+        """A registered tenant holds something else now."""
+        raise NotImplementedError
+
+    @call(deadline=600, reentrant=True)
+    async def lease(self, request: LeaseRequest) -> LeaseReply:
+        """Have tags of a gang mapped, making room where there is none; waits its turn, one switch at a time."""
+        raise NotImplementedError
+
+    @call(deadline=10, reentrant=True)
+    async def process_ended(self, process: WatchedProcess) -> None:
+        """Said by the agent of another node, until it is answered; twice does no harm."""
+        raise NotImplementedError
+
+    @call(deadline=10, reentrant=True)
+    async def view(self) -> MemoryView:
+        """Who holds what, in which state, and the timeline."""
+        raise NotImplementedError
+
+
+class NodeAgentContract(Actor):
+    """What the memory manager has on a node that is not its own."""
+
+    @call(deadline=30, reentrant=True)
+    async def measure(self, uses: tuple[DeviceUse, ...]) -> tuple[MeasuredDevice, ...]:
+        """Each device once, now. Raises MemoryFault for one that is not there."""
+        raise NotImplementedError
+
+    @call(deadline=10, reentrant=True)
+    async def watch(self, processes: tuple[WatchedProcess, ...]) -> tuple[WatchedProcess, ...]:
+        """Watch these, too; returns those that are gone already."""
+        raise NotImplementedError
 
 
 class BufferContract(KnobsContract):
@@ -97,7 +240,7 @@ class BufferContract(KnobsContract):
     @call(deadline=60, reentrant=True)
     async def claim(self, step: int, wait_s: float, blocked_by: str | None = None) -> Claim:
         """Long poll for a whole batch to train from version `step`. Claiming a step again returns the same groups.
-        `blocked_by`: the reason for having none that the caller knows; another one is told at once."""
+        `blocked_by`: the reason for having none that the caller knows; another reason is answered at once."""
         raise NotImplementedError
 
     @call(deadline=60)
@@ -119,7 +262,7 @@ class BufferContract(KnobsContract):
 
     @call(deadline=600, reentrant=True)
     async def snapshot(self, path: str, version: int) -> FileEntry:
-        """Copy the ledger to a new file, durably and as of one moment, while work goes on; everything trained up to
+        """Copy the ledger to a new file, durably and as of one moment, during the run; everything trained up to
         `version` is in it. Returns name, size and digest."""
         raise NotImplementedError
 
@@ -131,7 +274,7 @@ class BufferContract(KnobsContract):
 
     @call(deadline=10)
     async def set_paused(self, is_paused: bool, until_step: int | None = None) -> int:
-        """Stop or go on handing out work. Paused with `until_step`: claims of steps below it are still served, and work
+        """Stop or resume handing out work. Paused with `until_step`: claims of steps below it are served, and work
         for them handed out; None: nothing more at once, but a step that was claimed already is answered again. Returns
         the version that the trainer will rest at: `until_step`, or the first step without a claim if that is later."""
         raise NotImplementedError
@@ -201,19 +344,19 @@ class CoordinatorContract(KnobsContract, ConductContract):
         live: LiveKnobs | None = None,
         is_leading: bool = False,
     ) -> None:
-        """The gang is up at `version`. `live`: values that were in force when the checkpoint that it goes on from was
-        written; they are put into force again before the leader is let go. `is_leading`: the leader's loop goes on
-        already, and this only tells a coordinator that was started anew where it stands."""
+        """The gang is up at `version`. `live`: values that were in force when the checkpoint that it continues from was
+        written; they are put into force again before the leader starts. `is_leading`: the leader's loop runs already;
+        this call only informs a restarted coordinator."""
         raise NotImplementedError
 
     @call(deadline=60, reentrant=True, safe=True)
     async def live_knobs(self) -> LiveKnobs:
-        """What was decided while the run went on: what a checkpoint holds of the knobs."""
+        """What was decided during the run: what a checkpoint holds of the knobs."""
         raise NotImplementedError
 
     @call(deadline=60, reentrant=True, safe=True)
     async def knobs_in_force(self, owner: str) -> KnobsInForce:
-        """What an owner that was started anew must use before it gets, or gives, any work."""
+        """What a restarted owner must use before it gets, or gives, any work."""
         raise NotImplementedError
 
     @call(deadline=30, reentrant=True)
@@ -228,7 +371,7 @@ class CoordinatorContract(KnobsContract, ConductContract):
 
     @call(deadline=30, reentrant=True)
     async def pause(self, reason: str) -> None:
-        """Nothing is generated or trained any more until an operator resumes the run; the reason is told."""
+        """Nothing is generated or trained any more until an operator resumes the run; the reason is reported."""
         raise NotImplementedError
 
     @call(deadline=30, reentrant=True)
@@ -248,7 +391,7 @@ class CoordinatorContract(KnobsContract, ConductContract):
 
     @call(deadline=30, reentrant=True)
     async def stop(self, reason: str) -> None:
-        """End the run in good order."""
+        """End the run after the current step."""
         raise NotImplementedError
 
 
@@ -341,8 +484,8 @@ class RolloutContract(TenantContract, KnobsContract):
 
     @call(deadline=10, reentrant=True)
     async def fence(self, epoch: int, reason: str) -> bool:
-        """The engine missed a deadline or serves the wrong weights: the actor fails and is built anew. May be told
-        again. False: that was another incarnation, this one goes on."""
+        """The engine missed a deadline or serves the wrong weights: the actor fails and is restarted. May be repeated.
+        False: that was another incarnation, this one stays."""
         raise NotImplementedError
 
     @call(deadline=900, reentrant=True)
@@ -382,7 +525,7 @@ class TrainerContract(TenantContract, KnobsContract):
 
     @call(deadline=1800)
     async def begin_checkpoint(self, folder: str, live: LiveKnobs) -> None:
-        """Collective: copy what a checkpoint holds and begin to write it; training may go on."""
+        """Collective: copy what a checkpoint holds and begin to write it; training may continue."""
         raise NotImplementedError
 
     @call(deadline=1800, reentrant=True)
@@ -408,7 +551,7 @@ class TrainerContract(TenantContract, KnobsContract):
     @call(deadline=30, reentrant=True)
     async def publish_again(self, version: int) -> None:
         """Leader only: no engine can take that version as it was published. If it is still the newest one, its bytes
-        are written anew as soon as the trainer waits for data."""
+        are written again as soon as the trainer waits for data."""
         raise NotImplementedError
 
     @call(deadline=30, reentrant=True)
@@ -423,7 +566,7 @@ class TrainerContract(TenantContract, KnobsContract):
 
     @call(deadline=300, reentrant=True)
     async def send_weights(self, order: SendOrder) -> SendReport:
-        """Broadcast a version into a channel, while training goes on."""
+        """Broadcast a version into a channel, beside training."""
         raise NotImplementedError
 
     @call(deadline=30, reentrant=True)
@@ -448,7 +591,7 @@ class TrainerContract(TenantContract, KnobsContract):
 
     @call(deadline=30, reentrant=True)
     async def stop_leader(self, reason: str) -> None:
-        """Leader only: end the loop after the step in hand, then save and export as configured."""
+        """Leader only: end the loop after the current step, then save and export as configured."""
         raise NotImplementedError
 
     @call(deadline=1800, reentrant=True)

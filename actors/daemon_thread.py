@@ -13,8 +13,8 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-async def in_own_thread(work: Callable[[], T], name: str) -> T:
-    """What `work` returns or raises. Cancelled: it goes on, and nobody hears of its end."""
+async def in_daemon_thread(work: Callable[[], T], name: str) -> T:
+    """What `work` returns or raises. When the caller is cancelled, the work continues and its result is dropped."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[T] = loop.create_future()
 

@@ -1,4 +1,4 @@
-"""What a rewarder and its worker processes say to each other, in the frames of `actors/user_process.py`."""
+"""What a rewarder and its worker processes say to each other, in the frames of `actors/user_code/process.py`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import msgspec
 
 from ...algos.rewards.outcome import RewardOutcome
 from ...core.completions import Completion
-from .call import ALONE, Keys
+from .call import ALONE, RewardKeys
 
 
-class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RewardWorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """First frame to a worker: what it is to call."""
 
     fn: str
@@ -19,7 +19,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     args: dict[str, Any]
     takes_group: bool = False
     strip_thinking: bool = True
-    keys: Keys = ALONE
+    keys: RewardKeys = ALONE
     max_block_s: float = 0.0
     """Above 0: calls are sent as `Judge`, many at a time; so long may one of them hold the loop of all."""
 
@@ -32,8 +32,8 @@ class Judge(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     timeout_s: float
 
 
-class Cancel(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Nobody waits for that call any more."""
+class CancelJudge(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The result of that call is not wanted any more."""
 
     number: int
 
@@ -44,13 +44,13 @@ class Scored(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     outcomes: tuple[RewardOutcome, ...]
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class JudgeFailed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The function raised or returned nonsense."""
 
     cause: str
 
 
-Reply = Scored | Failed
+Reply = Scored | JudgeFailed
 
 
 class Replied(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -62,15 +62,15 @@ class Replied(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
     """Something of it runs all the same."""
 
 
-class Stuck(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class JudgeStuck(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The call cannot be interrupted, and this process ends. `number`: negative if it is not known which."""
 
     number: int
     place: str
 
 
-spec_decoder = msgspec.msgpack.Decoder(WorkerSpec)
-to_side_by_side: msgspec.msgpack.Decoder[Judge | Cancel] = msgspec.msgpack.Decoder(Judge | Cancel)
-from_side_by_side: msgspec.msgpack.Decoder[Replied | Stuck] = msgspec.msgpack.Decoder(Replied | Stuck)
+spec_decoder = msgspec.msgpack.Decoder(RewardWorkerSpec)
+to_side_by_side: msgspec.msgpack.Decoder[Judge | CancelJudge] = msgspec.msgpack.Decoder(Judge | CancelJudge)
+from_side_by_side: msgspec.msgpack.Decoder[Replied | JudgeStuck] = msgspec.msgpack.Decoder(Replied | JudgeStuck)
 answers_decoder = msgspec.msgpack.Decoder(tuple[Completion, ...])
 reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)

@@ -1,11 +1,12 @@
 """A process that runs a user's code beside an actor, and the pipes to it: length-prefixed msgpack frames, typed on both
 sides.
 
-    actor ── keeper ── worker (`python -m myxa.actors.keeper <pid> <module>`; `module.main()` is the worker)
+    actor ── subreaper ── worker    `python -m myxa.actors.user_code.subreaper <pid> <module> <grace>`;
+                                    `module.main()` is the worker
 
-One that hangs is killed with all that it started; how one ended is told. Own, small and typed, instead of
-`concurrent.futures.ProcessPoolExecutor`: that one pickles, cannot kill one hung worker (the whole pool breaks), and
-cannot say which task a dead worker had. Knows processes and pipes; what a worker is asked is its pool's business.
+A process that hangs is killed with all that it started; its exit is reported. Written by hand, small and typed, since
+`concurrent.futures.ProcessPoolExecutor` pickles, cannot kill one hung worker (the whole pool breaks), and cannot say
+which task a dead worker had.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any, BinaryIO, ClassVar, Self, cast
 import msgspec
 import numpy as np
 
-from ..core.errors import ConfigError, MyxaError, UserCodeError
+from ...core.errors import ConfigError, MyxaError, UserCodeError
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ MAX_FRAME_BYTES = 64 << 20
 START_TIMEOUT_S = 120.0
 """For importing the user's module: it may be heavy."""
 END_TIMEOUT_S = 8.0
-"""For a keeper to end all that its worker started, and then itself, so that the worker's exit code can be told."""
+"""For a subreaper to end all that its worker started, and then itself, so that the worker's exit code can be told."""
 
 
 class WorkerGone(Exception):
@@ -47,7 +48,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The user's code is loaded."""
 
     pid: int
-    """Of the process that calls it; the one that was started is its keeper."""
+    """Of the process that calls it; the one that was started is its subreaper."""
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -96,7 +97,7 @@ def frame(message: object) -> bytes:
 
 
 class UserProcess:
-    """A worker and its keeper, seen from the actor."""
+    """A worker and its subreaper, seen from the actor."""
 
     MODULE: ClassVar[str]
     """Of the worker."""
@@ -106,13 +107,13 @@ class UserProcess:
         self._is_killed = False
         self._reaping: asyncio.Future[None] | None = None
         self.pid = process.pid
-        """Of the process that runs the user's code, once it has told; of its keeper before."""
+        """Of the process that runs the user's code, once it has told; of its subreaper before."""
 
     @classmethod
     async def start(cls, grace_s: float = 0.0) -> Self:
         """A process that waits for its first frame. In a session of its own: what is typed at a terminal is not for
         it. `grace_s`: what it has to clean up when this process dies."""
-        command = (sys.executable, "-m", "myxa.actors.keeper", str(os.getpid()), cls.MODULE, str(grace_s))
+        command = (sys.executable, "-m", "myxa.actors.user_code.subreaper", str(os.getpid()), cls.MODULE, str(grace_s))
         return cls(await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, start_new_session=True))
 
     async def load(self, spec: object, what: str) -> None:
@@ -179,7 +180,7 @@ class UserProcess:
         """In words."""
         code = await self._exit_code()
         if code is None:
-            return f"its keeper, process {self._process.pid}, cannot be killed"
+            return f"its subreaper, process {self._process.pid}, cannot be killed"
         if code >= 0:
             return f"exit code {code}"
         return f"signal {signal.Signals(-code).name}"
@@ -191,11 +192,11 @@ class UserProcess:
                 async with asyncio.timeout(END_TIMEOUT_S):
                     return await self._process.wait()
             self._is_killed = True
-            self._signal(signal.SIGKILL)  # somebody stopped the keeper
+            self._signal(signal.SIGKILL)  # the subreaper was stopped from outside
         return self._process.returncode
 
     def kill(self) -> None:
-        """Have its keeper end it and everything it started, at once."""
+        """Have its subreaper end it and everything it started, at once."""
         if self.is_alive:
             self._is_killed = True
             self._signal(signal.SIGTERM)

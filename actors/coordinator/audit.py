@@ -1,15 +1,15 @@
 """The audit log `audit.jsonl`: one line for everything that a person or a rule changed or tried to change.
 
 Append-only. Each line holds the digest of the line before it and its own, so that a changed, removed or exchanged line
-shows; what such a chain cannot show is a tail that was cut off cleanly, or a file that somebody wrote anew as a whole
-(whoever may write the file can): for the first, compare with a head that was noted elsewhere (`verify_audit`, and the
-"knob" events of the run, which carry it).
+shows. Such a chain cannot show a tail that was cut off cleanly, or a file that was rewritten as a whole (any process
+that may write the file can do that). For the former, compare with a head that was noted elsewhere (`verify_audit`, and
+the "knob" events of the run, which carry it).
 
 Several processes may append: each takes the file's lock, reads the last line, writes, and calls fsync. A line without
 its end was never acknowledged (its writer died): the next append removes it. Blocking; a loop calls it in a thread.
 
 Written by hand: `python-json-logger` and `structlog` format lines and have no chain; `pymerkle` keeps a tree beside the
-log, which answers questions that nobody asks here.
+log, for queries that are not needed here.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from pathlib import Path
 
 import msgspec
 
-from ..core.clock import Clock
-from ..core.errors import ConfigError, LedgerError
-from ..core.files import lock_remedy, lock_within
-from ..core.knobs import AuditRecord
-from .own_thread import in_own_thread
+from ...core.clock import Clock
+from ...core.errors import ConfigError, LedgerError
+from ...core.files import lock_remedy, lock_within
+from ...core.knobs import AuditRecord
+from ..daemon_thread import in_daemon_thread
 
 AUDIT_FILE = "audit.jsonl"
 MAX_LINE_BYTES = 256 << 10
@@ -40,7 +40,7 @@ _EMPTY_DIGEST = b'"digest":""}'
 
 @dataclass(frozen=True, slots=True)
 class AuditHead:
-    """The newest line, as somebody noted it: with it a tail that was cut off shows."""
+    """The newest line, as noted elsewhere: it shows a tail that was cut off."""
 
     number: int
     digest: str
@@ -57,7 +57,7 @@ class AuditVerdict:
     bad_line: int = 0
     """From 1; 0: none."""
     is_torn: bool = False
-    """The last line has no end: its writer died, and nobody was told that it was there."""
+    """The last line has no end: its writer died before it acknowledged the line."""
     head: AuditHead | None = None
 
 
@@ -100,7 +100,7 @@ class AuditLog:
             _write_all(descriptor, line + b"\n", end)
             os.fsync(descriptor)
         except OSError:
-            os.ftruncate(descriptor, end)  # who was told that it is not recorded must not find it here
+            os.ftruncate(descriptor, end)  # the caller learns that it is not recorded, so it must not be here
             raise
         return written
 
@@ -230,7 +230,7 @@ NUM_LOOKED_AT = 1000
 """Newest records among which one that may be missing is looked for."""
 
 
-class AuditDesk:
+class AuditWriter:
     """Where the coordinator records what operators and rules change: the log, written off the loop."""
 
     def __init__(self, path: Path, version: Callable[[], int], clock: Clock) -> None:
@@ -249,7 +249,7 @@ class AuditDesk:
 
     async def append(self, record: AuditRecord) -> AuditRecord:
         """Durable once this returns. Raises as `AuditLog.append` does."""
-        return await in_own_thread(lambda: self._log.append(record), "audit")
+        return await in_daemon_thread(lambda: self._log.append(record), "audit")
 
     async def complete(self, record: AuditRecord) -> bool:
         """Append a record, with its time as it is, unless an earlier incarnation came to that; returns whether it was
@@ -262,4 +262,4 @@ class AuditDesk:
 
     async def newest(self, limit: int) -> tuple[AuditRecord, ...]:
         """The newest records, oldest first."""
-        return await in_own_thread(lambda: read_audit(self._log.path, max(limit, 1)), "audit")
+        return await in_daemon_thread(lambda: read_audit(self._log.path, max(limit, 1)), "audit")

@@ -1,8 +1,8 @@
 """Awaiting a user's coroutine so that it cannot harm the actor: it ends by its deadline, and whatever it raises is an
 ordinary exception for the caller.
 
-`asyncio.timeout` alone was not enough: a coroutine that swallows its cancellation would go on for ever, and one that
-raises CancelledError, SystemExit or KeyboardInterrupt would end the actor's own task. Not in reach: code that blocks
+`asyncio.timeout` alone is not enough: a coroutine that swallows its cancellation would run for ever, and one that
+raises CancelledError, SystemExit or KeyboardInterrupt would end the actor's own task. Out of reach: code that blocks
 the loop, and tasks that the coroutine starts beside itself; functions that do so belong into worker processes.
 """
 
@@ -20,10 +20,10 @@ _LEFT_ALONE: set[asyncio.Task[Any]] = set()
 
 
 class TookTooLong(Exception):
-    """The coroutine did not end by its deadline. `goes_on`: nor when it was cancelled."""
+    """The coroutine did not end by its deadline. `goes_on`: not even when it was cancelled."""
 
     def __init__(self, *, goes_on: bool) -> None:
-        super().__init__("goes on although it was cancelled" if goes_on else "was cancelled")
+        super().__init__("still runs although it was cancelled" if goes_on else "was cancelled")
         self.goes_on = goes_on
 
 

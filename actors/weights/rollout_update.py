@@ -1,0 +1,547 @@
+"""How rollout engines come to a new weight version: prepare, commit, and fence the engine that cannot follow.
+
+`Adoption` decides which engine adopts which version when. It is pure. `Adopter` does it, over the contracts of rollout
+and trainer. Engines adopt in a rolling fashion, `at_once` of them side by side, each straight to the newest version.
+
+    prepare -> commit    each phase has a deadline, and a shorter one for an engine without progress (`StallCheck`)
+    refused, and whole   the engine keeps its version and is asked again later: unreadable bytes are not its fault
+    anything else        the engine is fenced and built again; the other engines are not delayed
+
+    JOINED -> ADOPTING(v) -> SERVING(v) -> ADOPTING(v') -> ...
+                 |-> FENCED   it missed a deadline or has torn weights; only a new incarnation comes back
+    ADOPTING(v) -> the state before, when the engine refused and its old weights are whole
+    SERVING(v) -> JOINED when the engine's weights were taken off its device
+
+A version stays readable while it is the newest one, or while an engine adopts it; older ones are released, oldest
+first. A trainer that returns to an older state undoes versions: their numbers come again with other weights. Every
+engine is then behind until it adopts a version that was published afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+from ...core.activity import ActivityMeter, TelemetryBuffer
+from ...core.actor import ActorContext
+from ...core.chaos import reached
+from ...core.clock import Clock
+from ...core.errors import CallError, Draining, EngineError, MyxaError, NoSuchActor, PeerDied, RemoteError
+from ...core.messages import WeightAck, WeightChannel, WeightManifest
+from ...core.refs import with_deadline
+from ...core.weight_channel import SENT_CHANNELS, WeightProgress
+from ..contracts import RolloutContract, TrainerContract
+
+
+class EngineState(Enum):
+    """Life of one engine incarnation as adoption sees it."""
+
+    JOINED = "joined"
+    ADOPTING = "adopting"
+    SERVING = "serving"
+    FENCED = "fenced"
+
+
+_ALLOWED: dict[EngineState, frozenset[EngineState]] = {
+    EngineState.JOINED: frozenset({EngineState.ADOPTING, EngineState.FENCED}),
+    EngineState.ADOPTING: frozenset({EngineState.SERVING, EngineState.JOINED, EngineState.FENCED}),
+    EngineState.SERVING: frozenset({EngineState.ADOPTING, EngineState.JOINED, EngineState.FENCED}),
+    EngineState.FENCED: frozenset(),
+}
+
+_UNKNOWN_LINEAGE = -1
+
+
+@dataclass(slots=True)
+class _Engine:
+    epoch: int
+    version: int
+    state: EngineState
+    lineage: int = _UNKNOWN_LINEAGE
+    """Number of rewinds before `version` was published."""
+    target: int = -1
+    """Version that it is adopting."""
+    target_lineage: int = _UNKNOWN_LINEAGE
+    num_refusals: int = 0
+    """Since it adopted last."""
+    is_put_off: bool = False
+    """It refused its target and is not asked for that one just now."""
+
+    def move(self, name: str, to: EngineState) -> None:
+        if to not in _ALLOWED[self.state]:
+            raise ValueError(f"{name} (epoch {self.epoch}) cannot go from {self.state.value} to {to.value}")
+        self.state = to
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """Instruction: bring `engine` (that incarnation) to `manifest`."""
+
+    engine: str
+    epoch: int
+    manifest: WeightManifest
+
+
+class Adoption:
+    """See the module's head. Methods raise ValueError for moves that the table does not allow."""
+
+    def __init__(self, *, keeps_newest: bool = True, at_once: int = 1) -> None:
+        """`keeps_newest` False: the newest version too is released once every engine serves it, since the trainer's
+        memory is wanted; an engine that comes later has to wait until it is published again. `at_once`: engines that
+        may be in the middle of adopting at the same time."""
+        self._keeps_newest = keeps_newest
+        self.at_once = at_once
+        """May be changed at any time; engines that adopt already are left to it."""
+        self._engines: dict[str, _Engine] = {}
+        self._manifests: dict[int, WeightManifest] = {}
+        self._lineage = 0
+
+    @property
+    def newest(self) -> int:
+        """Newest published version, -1 before the first, and after a rewind before the next."""
+        return max(self._manifests, default=-1)
+
+    @property
+    def lineage(self) -> int:
+        """How often the trainer went back."""
+        return self._lineage
+
+    @property
+    def serving(self) -> dict[str, int]:
+        """Engine -> version, for engines that serve (an adopting engine serves its old version); after a rewind that
+        may be a version that was undone."""
+        return {
+            name: e.version for name, e in self._engines.items() if e.state is not EngineState.FENCED and e.version >= 0
+        }
+
+    @property
+    def adopting(self) -> tuple[str, ...]:
+        """Engines in the middle of adopting, by name."""
+        return tuple(sorted(n for n, e in self._engines.items() if e.state is EngineState.ADOPTING))
+
+    def engines_at(self, version: int | None) -> list[str]:
+        """Engines that serve that version of the trainer as it is now, not one that was undone; None: any of its
+        versions."""
+        return [
+            name
+            for name, served in self.serving.items()
+            if version in (None, served) and self._engines[name].lineage == self._lineage
+        ]
+
+    def published(self, manifest: WeightManifest) -> None:
+        """A new version can be read. An older one and a repeated message are ignored. The newest number with another
+        manifest was published again, because no engine could take it or because the gang restarted before the next
+        version: earlier refusals are forgotten."""
+        if manifest.version < self.newest or manifest == self._manifests.get(manifest.version):
+            return
+        if manifest.version in self._manifests:
+            for engine in self._engines.values():
+                if self._waits(engine):
+                    engine.is_put_off, engine.num_refusals = False, 0
+        self._manifests[manifest.version] = manifest
+
+    def holds(self, version: int) -> bool:
+        """Whether that version was published and can still be read."""
+        return version in self._manifests
+
+    def rewound(self) -> None:
+        """The trainer continues from an older state, in a new process: versions published before cannot be read any
+        more and are forgotten, not released. Every engine is behind from now on; engines that serve keep serving."""
+        self._lineage += 1
+        self._manifests.clear()
+
+    def joined(self, engine: str, epoch: int, version: int = -1) -> None:
+        """An engine reported in. `version` >= 0: it serves that already, by an earlier coordinator. It adopts again if
+        that is newer than what the trainer has or there was a rewind. An older incarnation of the name is forgotten."""
+        known = self._engines.get(engine)
+        if known is not None and known.epoch >= epoch:
+            return
+        joined = _Engine(epoch=epoch, version=version, state=EngineState.JOINED)
+        if version >= 0:
+            joined.state = EngineState.SERVING
+            joined.lineage = self._lineage if self._lineage == 0 else _UNKNOWN_LINEAGE
+        self._engines[engine] = joined
+
+    def gone(self, engine: str, epoch: int) -> None:
+        """That incarnation is dead."""
+        known = self._engines.get(engine)
+        if known is not None and known.epoch <= epoch:
+            del self._engines[engine]
+
+    def epoch_of(self, engine: str) -> int:
+        """Of the incarnation that joined last; -1: none is known."""
+        known = self._engines.get(engine)
+        return known.epoch if known is not None else -1
+
+    def next(self) -> Adopt | None:
+        """The engine that is furthest behind and may adopt now, or None. Marks it ADOPTING."""
+        newest = self.newest
+        if newest < 0 or len(self.adopting) >= self.at_once:
+            return None
+        behind = [
+            (e.lineage if e.version >= 0 else _UNKNOWN_LINEAGE - 1, e.version, name)
+            for name, e in self._engines.items()
+            if e.state in (EngineState.JOINED, EngineState.SERVING) and self._is_behind(e) and not self._waits(e)
+        ]
+        if not behind:
+            return None
+        name = min(behind)[-1]
+        engine = self._engines[name]
+        engine.move(name, EngineState.ADOPTING)
+        engine.target, engine.target_lineage, engine.is_put_off = newest, self._lineage, False
+        return Adopt(engine=name, epoch=engine.epoch, manifest=self._manifests[newest])
+
+    def adopted(self, engine: str, epoch: int, version: int) -> bool:
+        """The engine serves `version`. The word of a dead or fenced incarnation has no effect: False."""
+        known = self._engines.get(engine)
+        if known is None or known.epoch != epoch or known.state is EngineState.FENCED:
+            return False
+        known.move(engine, EngineState.SERVING)
+        known.version = version
+        known.lineage = known.target_lineage
+        known.num_refusals = 0
+        return True
+
+    def put_off(self, engine: str, epoch: int) -> int:
+        """The engine refused and keeps what it served; it gets nothing until `ask_again` or a newer version. Returns
+        how often it refused since it adopted last; 0 for a dead or fenced incarnation."""
+        known = self._engines.get(engine)
+        if known is None or known.epoch != epoch or known.state is EngineState.FENCED:
+            return 0
+        known.move(engine, EngineState.SERVING if known.version >= 0 else EngineState.JOINED)
+        known.is_put_off = True
+        known.num_refusals += 1
+        return known.num_refusals
+
+    def ask_again(self, engine: str, epoch: int) -> None:
+        """An engine that was put off may be given what it refused."""
+        known = self._engines.get(engine)
+        if known is not None and known.epoch == epoch:
+            known.is_put_off = False
+
+    def lost(self, engine: str, epoch: int) -> None:
+        """The engine is well, but its weights are gone."""
+        known = self._engines.get(engine)
+        if known is not None and known.epoch == epoch and known.state is EngineState.SERVING:
+            known.move(engine, EngineState.JOINED)
+            known.version = -1
+
+    def fenced(self, engine: str, epoch: int) -> None:
+        """The engine missed a deadline or refused: it gets nothing more."""
+        known = self._engines.get(engine)
+        if known is None or known.epoch != epoch or known.state is EngineState.FENCED:
+            return
+        known.move(engine, EngineState.FENCED)
+
+    def releasable(self) -> tuple[int, ...]:
+        """Versions that no engine will read again, oldest first; they are forgotten by this call."""
+        engines = self._engines.values()
+        keep = {e.target for e in engines if e.state is EngineState.ADOPTING and e.target_lineage == self._lineage}
+        if self._keeps_newest or any(self._is_behind(e) for e in engines if e.state is not EngineState.FENCED):
+            keep.add(self.newest)
+        free = tuple(sorted(v for v in self._manifests if v not in keep))
+        for version in free:
+            del self._manifests[version]
+        return free
+
+    def _is_behind(self, engine: _Engine) -> bool:
+        """Or ahead: a number that the trainer does not have is one of weights that were undone."""
+        return engine.lineage != self._lineage or engine.version != self.newest
+
+    def _waits(self, engine: _Engine) -> bool:
+        return engine.is_put_off and (engine.target_lineage, engine.target) == (self._lineage, self.newest)
+
+
+LOOK_S = 1.0
+"""Between two questions how far an engine is, and two looks for engines that may begin."""
+MAX_REFUSALS = 5
+"""In a row; at the next one the engine is fenced if others could take what it refuses; otherwise it is asked again, but
+no longer waited for. Refusals while the trainer is away do not count."""
+RETRY_S = 1.0
+"""Pause before an engine that refused is asked again, doubled each time up to `RETRY_LIMIT_S`; also before a lost
+message is sent again."""
+RETRY_LIMIT_S = 4.0
+
+RELEASE_S = 10.0
+"""For the trainer to hear that a version may go."""
+
+Phase = Literal["prepare", "commit"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdoptionLimits:
+    """Deadlines of one engine's adoption."""
+
+    prepare_s: float
+    commit_s: float
+    """Where the engine reads the bytes."""
+    sent_commit_s: float = 0.0
+    """Where they are sent meanwhile; 0: as long as that."""
+    stall_s: float = 20.0
+    """Without any progress; 0: the phases' deadlines only."""
+
+    def commit_by(self, channel: WeightChannel) -> float:
+        """How long a commit may take whose bytes come by that channel."""
+        return self.sent_commit_s or self.commit_s if channel in SENT_CHANNELS else self.commit_s
+
+
+class StandsStill(Exception):
+    """An engine made no progress for too long; says where it stands."""
+
+
+class Adopter:
+    """See the module's head."""
+
+    def __init__(
+        self,
+        ctx: ActorContext,
+        adoption: Adoption,
+        *,
+        limits: AdoptionLimits,
+        on_adopted: Callable[[str, int, int], None],
+        on_work: Callable[[], None],
+        meter: ActivityMeter,
+        telemetry: TelemetryBuffer,
+        clock: Clock,
+    ) -> None:
+        """`on_adopted`: called when an engine serves a version (name, epoch, version). `on_work`: called when
+        `adopt_pending` has something to do again."""
+        self._ctx = ctx
+        self._adoption = adoption
+        self._limits = limits
+        self._on_adopted = on_adopted
+        self._on_work = on_work
+        self._meter = meter
+        self._telemetry = telemetry
+        self._clock = clock
+        self._leader = ctx.ref(TrainerContract, "trainer/0")
+        self._turn = asyncio.Lock()
+        self._under_way: set[asyncio.Task[None]] = set()
+        self._adopted = asyncio.Event()
+        self._unreleased: set[tuple[int, int]] = set()
+        """Lineage and version of releases that the trainer has not acknowledged yet."""
+        self._is_releasing = False
+        self._to_ask: set[tuple[str, int]] = set()
+        """Engines (name, epoch) that refused too often: asked once in every round, so that a round has an end."""
+
+    async def adopt_pending(self) -> None:
+        """Adopt, as many engines at once as allowed, until all serve the newest version or are fenced. Versions that
+        no engine needs any more are released on the way."""
+        async with self._turn:
+            while self._to_ask:
+                self._adoption.ask_again(*self._to_ask.pop())
+            while True:
+                while (instruction := self._adoption.next()) is not None:
+                    name = f"adopt-{instruction.engine}-{instruction.manifest.version}"
+                    self._under_way.add(self._ctx.spawn(self._bring(instruction), name=name))
+                if not self._under_way:
+                    break
+                with self._meter.during("wait-weights", f"adopt {self._adoption.newest}"):
+                    done, _ = await asyncio.wait(self._under_way, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                self._under_way -= done
+                if done:
+                    self._release()
+            self._release()
+
+    async def engines_at(self, version: int | None) -> list[str]:
+        """Engines that serve exactly that version (None: any). Raises EngineError when none comes to it in time."""
+        try:
+            async with asyncio.timeout(self._limits.prepare_s + max(self._limits.commit_s, self._limits.sent_commit_s)):
+                while not (ready := self._adoption.engines_at(version)):
+                    self._adopted.clear()
+                    await self._adopted.wait()
+        except TimeoutError as err:
+            what = "a version" if version is None else f"version {version}"
+            raise EngineError(f"no engine came to {what} in time", remedy="see the engines' logs") from err
+        return ready
+
+    def look_again(self) -> None:
+        """An engine reported in: it may already serve a version that `engines_at` waits for."""
+        self._adopted.set()
+
+    def fence(self, name: str, epoch: int, reason: str) -> None:
+        """Have that incarnation of an engine end and be built again; the other engines are not delayed."""
+        self._adoption.fenced(name, epoch)
+        self._telemetry.event("engine-fenced", f"{name}: {reason}")
+        self._ctx.log.error("%s (epoch %d) is fenced: %s", name, epoch, reason)
+        self._ctx.spawn(self._tell_fenced(name, epoch, reason), name=f"fence-{name}")
+
+    async def _tell_fenced(self, name: str, epoch: int, reason: str) -> None:
+        """Until it has heard, or is gone: one that lives on unheard would get no weights ever again."""
+        engine = self._ctx.ref(RolloutContract, name)
+        while True:
+            try:
+                await engine.fence(epoch, reason)
+            except (Draining, NoSuchActor, PeerDied, RemoteError) as err:
+                self._ctx.log.info("%s (epoch %d) ends by itself, or is gone: %s", name, epoch, err)
+                return
+            except CallError as err:
+                self._ctx.log.warning("the fence did not reach %s: %s; it is repeated", name, err)
+                await asyncio.sleep(RETRY_S)
+            else:
+                return
+
+    # -- one engine
+
+    async def _bring(self, instruction: Adopt) -> None:
+        """Prepare and commit one engine, and report the result to the bookkeeping."""
+        name, epoch, version = instruction.engine, instruction.epoch, instruction.manifest.version
+        reached("coordinator.adopt")
+        started_s = self._clock.monotonic()
+        phase: Phase = "prepare"
+        engine = self._ctx.ref(RolloutContract, name)
+        try:
+            prepare = with_deadline(engine, self._limits.prepare_s).prepare_weights(instruction.manifest)
+            ack = await self._watched(name, self._limits.prepare_s, prepare)
+            if ack.accepted:
+                phase = "commit"
+                limit_s = self._limits.commit_by(instruction.manifest.channel)
+                ack = await self._watched(name, limit_s, with_deadline(engine, limit_s).commit_weights(version))
+        except (Draining, NoSuchActor, PeerDied) as err:
+            text = f"{name} (epoch {epoch}) left during {phase}: {err.message}"
+            self._ctx.log.info("engine-left: %s", text)
+            self._telemetry.event("engine-left", text)
+            self._adoption.gone(name, epoch)
+            return
+        except (CallError, StandsStill) as err:
+            self.fence(name, epoch, f"{phase} of version {version}: {err}")
+            return
+        if ack.accepted:
+            if not self._adoption.adopted(name, epoch, version):
+                return  # that incarnation is over, or was fenced meanwhile
+            self._adopted.set()
+            self._on_adopted(name, epoch, version)
+            self._telemetry.metric(version, {"weights/adopt_s": self._clock.monotonic() - started_s})
+        elif ack.is_whole:
+            await self._put_off(instruction, f"{phase} of version {version} refused: {ack.reason}")
+        else:
+            self._doubt(version)
+            self.fence(name, epoch, f"{phase} of version {version} refused: {ack.reason}")
+
+    async def _watched(self, name: str, limit_s: float, work: Awaitable[WeightAck]) -> WeightAck:
+        """The engine's answer. Raises StandsStill, and what the call raises."""
+        stall = StallCheck(self._limits.stall_s, self._clock.monotonic())
+        try:
+            async with asyncio.TaskGroup() as group:
+                watch = group.create_task(self._watch(name, stall))
+                try:
+                    async with asyncio.timeout(limit_s):
+                        ack = await work
+                except TimeoutError as err:
+                    raise StandsStill(f"was not done after {limit_s:g} s: {stall.at}") from err
+                watch.cancel()
+                return ack
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _watch(self, name: str, stall: StallCheck) -> None:
+        """Asks how far it is, from time to time. Raises StandsStill."""
+        engine = with_deadline(self._ctx.ref(RolloutContract, name), LOOK_S)
+        while True:
+            await asyncio.sleep(LOOK_S)
+            progress: WeightProgress | None = None
+            try:
+                progress = await engine.weight_progress()
+            except CallError as err:
+                self._ctx.log.debug("%s does not say how far it is: %s", name, err)
+            if stall.heard(progress, self._clock.monotonic()):
+                raise StandsStill(f"no progress for {self._limits.stall_s:g} s: {stall.at}")
+
+    async def _put_off(self, instruction: Adopt, reason: str) -> None:
+        """Ask again after a while. An engine that refuses too often what others could take, or serves nothing anyway,
+        is fenced. If no engine could take it, the publication may be at fault: the trainer publishes it again, and the
+        engine is asked again, but not waited for."""
+        name, epoch, version = instruction.engine, instruction.epoch, instruction.manifest.version
+        num_refusals = self._adoption.put_off(name, epoch)
+        self._telemetry.event("weights-refused", f"{name}: {reason}")
+        self._ctx.log.warning("weights-refused: %s: %s", name, reason)
+        pause_s = min(RETRY_LIMIT_S, RETRY_S * 2 ** max(num_refusals - 1, 0))
+        if num_refusals <= MAX_REFUSALS or not self._ctx.peers("trainer/0"):
+            await asyncio.sleep(pause_s)
+            self._adoption.ask_again(name, epoch)
+            return
+        self._doubt(version)
+        if name not in self._adoption.serving or self._adoption.engines_at(version):
+            self.fence(name, epoch, f"{reason} ({num_refusals} refusals in a row)")
+        else:
+            self._ctx.spawn(self._ask_later(name, epoch, pause_s), name=f"ask-again-{name}")
+
+    def _doubt(self, version: int) -> None:
+        """`version` was refused for good. If no engine has it, its publication may be at fault."""
+        if not self._adoption.engines_at(version):
+            self._ctx.spawn(self._have_published_again(version), name=f"publish-again-{version}")
+
+    async def _have_published_again(self, version: int) -> None:
+        try:
+            await with_deadline(self._leader, RELEASE_S).publish_again(version)
+        except MyxaError as err:
+            self._ctx.log.warning("the trainer was not asked to publish version %d again: %s", version, err)
+
+    async def _ask_later(self, name: str, epoch: int, pause_s: float) -> None:
+        await asyncio.sleep(pause_s)
+        self._to_ask.add((name, epoch))
+        self._on_work()
+
+    def _release(self) -> None:
+        """Tell the trainer which versions no engine needs. In a task of its own: a trainer that hangs must not delay
+        the engines."""
+        self._unreleased |= {(self._adoption.lineage, version) for version in self._adoption.releasable()}
+        if self._unreleased and not self._is_releasing:
+            self._is_releasing = True
+            self._ctx.spawn(self._tell_released(), name="release-weights")
+
+    async def _tell_released(self) -> None:
+        """Until it has heard: it may wait for just this before it makes another version, and then nothing else would
+        ever happen that could remind us."""
+        pause_s = RETRY_S
+        try:
+            while self._unreleased:
+                of, version = told = min(self._unreleased)
+                # Else the trainer went back, and the number may mean other weights; or it was offered again meanwhile.
+                if of == self._adoption.lineage and not self._adoption.holds(version):
+                    try:
+                        await with_deadline(self._leader, RELEASE_S).release_weights(version)
+                    except MyxaError as err:
+                        self._ctx.log.warning("the trainer was not told that version %d may go: %s", version, err)
+                        await asyncio.sleep(pause_s)
+                        pause_s = min(2 * pause_s, RETRY_LIMIT_S)
+                        continue
+                self._unreleased.discard(told)
+        finally:
+            self._is_releasing = False
+
+
+SILENT = "it did not say where it is"
+
+
+class StallCheck:
+    """Of one phase of one engine's adoption."""
+
+    def __init__(self, limit_s: float, now_s: float) -> None:
+        """`limit_s`: without any movement at most; 0: as long as it likes."""
+        self._limit_s = limit_s
+        self._moved_s = now_s
+        self._last: WeightProgress | None = None
+        self._is_silent = False
+
+    @property
+    def at(self) -> str:
+        """Where it was when it was heard last, for errors."""
+        where = self._last.at if self._last is not None else SILENT
+        return f"{where}, silent since" if self._is_silent and self._last is not None else where
+
+    def heard(self, progress: WeightProgress | None, now_s: float) -> bool:
+        """What the engine answered, None for no answer; whether it stands still for longer than it may.
+
+        An answer that says that nothing can be counted just now is a sign of life: the phase's deadline has the say.
+        """
+        last, self._last = self._last, progress or self._last
+        self._is_silent = progress is None
+        if progress is not None:
+            is_first = last is None
+            if is_first or not progress.is_counted or progress.num_done != last.num_done:
+                self._moved_s = now_s
+        return bool(self._limit_s) and now_s - self._moved_s > self._limit_s
