@@ -45,7 +45,7 @@ NUM_WAYS = 2
 
 
 class Finder(Protocol):
-    """Where the courier asks for addresses."""
+    """Where the client asks for addresses."""
 
     @property
     def routes(self) -> Mapping[tuple[str, str, str], Route]:
@@ -68,20 +68,20 @@ class Finder(Protocol):
 class CallClient:
     """Carries the calls of all references of one process."""
 
-    def __init__(self, calls: Calls, finder: Finder, clock: Clock, porter: SharedArrayTransfer | None = None) -> None:
+    def __init__(self, calls: Calls, finder: Finder, clock: Clock, transfer: SharedArrayTransfer | None = None) -> None:
         self._calls = calls
         self._finder = finder
         self._clock = clock
         self._now = clock.monotonic
         self._routes = finder.routes
-        self._porter = porter
+        self._transfer = transfer
         """Takes large arrays out of messages; None: all travel whole."""
         self._new_future = asyncio.get_running_loop().create_future
 
     async def request(self, target: str, spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None) -> Any:
         order = self._order(target, spec, request, deadline_s)
-        if order.frames and self._porter is not None and self._porter.is_wanted(order.frames):
-            envelope = await self._exchange_by_handles(self._porter, order, spec)
+        if order.frames and self._transfer is not None and self._transfer.is_wanted(order.frames):
+            envelope = await self._exchange_by_handles(self._transfer, order, spec)
         else:
             route = self._routes.get((target, spec.name, spec.schema))
             if route is None:
@@ -96,8 +96,8 @@ class CallClient:
                 raise
         if envelope is None:
             return None
-        if envelope.frames and self._porter is not None and has_handles(envelope.body):
-            return await self._fetched(self._porter, envelope, target, spec)
+        if envelope.frames and self._transfer is not None and has_handles(envelope.body):
+            return await self._fetched(self._transfer, envelope, target, spec)
         try:
             return codecs_of(spec).reply.decode(envelope.body, envelope.frames)
         except UndecodableError as error:
@@ -119,20 +119,20 @@ class CallClient:
         waiter.forget()
 
     async def _exchange_by_handles(
-        self, porter: SharedArrayTransfer, order: Order, spec: HandlerSpec
+        self, transfer: SharedArrayTransfer, order: Order, spec: HandlerSpec
     ) -> Envelope | None:
         """The same for a message with large arrays: if the callee cannot read them where they lie, by the wire."""
         for _ in range(NUM_WAYS):
             route = await self._route(order, spec)
             if route is None:
                 break
-            packed = await self._packed(porter, order, route)
+            packed = await self._packed(transfer, order, route)
             try:
                 envelope = await self._exchange(_with(order, packed), route)
             except TensorLost:
                 if not packed.is_by_handles:
                     raise
-                porter.note_lost(route.peer, packed)
+                transfer.note_lost(route.peer, packed)
             else:
                 packed.sent()
                 return envelope
@@ -140,16 +140,16 @@ class CallClient:
                 packed.end()
         return await self._exchange(order, await self._route(order, spec))
 
-    async def _packed(self, porter: SharedArrayTransfer, order: Order, route: Route) -> Packed:
+    async def _packed(self, transfer: SharedArrayTransfer, order: Order, route: Route) -> Packed:
         left_s = None if order.deadline_at is None else order.deadline_at - self._clock.monotonic()
-        return await porter.pack(
+        return await transfer.pack(
             route.peer, route.endpoints, order.body, order.frames, is_lent=order.kind != "cast", left_s=left_s
         )
 
-    async def _fetched(self, porter: SharedArrayTransfer, envelope: Envelope, target: str, spec: HandlerSpec) -> Any:
+    async def _fetched(self, transfer: SharedArrayTransfer, envelope: Envelope, target: str, spec: HandlerSpec) -> Any:
         peer = PeerKey(envelope.src_node, envelope.src_epoch)
         try:
-            body, frames = await porter.unpack(peer, envelope.body, envelope.frames, may_lease=leases(spec.reply))
+            body, frames = await transfer.unpack(peer, envelope.body, envelope.frames, may_lease=leases(spec.reply))
         except UndecodableError as error:
             raise _wrong_answer(error, target, spec) from None
         except TensorLost as error:
@@ -163,8 +163,8 @@ class CallClient:
         order = self._order(target, spec, request, deadline_s)
         reader = _Reader()
         route, packed = await self._route(order, spec), None
-        if route is not None and self._porter is not None and self._porter.is_wanted(order.frames):
-            packed = await self._packed(self._porter, order, route)
+        if route is not None and self._transfer is not None and self._transfer.is_wanted(order.frames):
+            packed = await self._packed(self._transfer, order, route)
             order = _with(order, packed)
         window = spec.declaration.window
         num_taken, promised = 0, window
@@ -172,8 +172,8 @@ class CallClient:
         try:
             corr = self._submit(order, route, reader)
             while (envelope := await reader.next()) is not None:
-                if self._porter is not None and has_handles(envelope.body):
-                    yield await self._fetched(self._porter, envelope, target, spec)
+                if self._transfer is not None and has_handles(envelope.body):
+                    yield await self._fetched(self._transfer, envelope, target, spec)
                 else:
                     yield _decoded(envelope, target, spec)
                 num_taken += 1
@@ -210,9 +210,9 @@ class CallClient:
         return calling
 
     def _fetching(self, envelope: Envelope, target: str, spec: HandlerSpec) -> Coroutine[Any, Any, Any] | None:
-        if self._porter is None or not has_handles(envelope.body):
+        if self._transfer is None or not has_handles(envelope.body):
             return None
-        return self._fetched(self._porter, envelope, target, spec)
+        return self._fetched(self._transfer, envelope, target, spec)
 
     def _order(self, target: str, spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None) -> Order:
         declaration, now, scope = spec.declaration, self._now(), current_scope()

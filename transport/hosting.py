@@ -65,7 +65,7 @@ class Hosting:
         """Knows who may only look."""
         self.retry_after_s: float | None = None
         """Set: this process is shutting down, calls of others are refused with this advice."""
-        self.porter: SharedArrayTransfer | None = None
+        self.transfer: SharedArrayTransfer | None = None
         """Carries large arrays."""
         self.memory: ActorRunner | None = None
         """Answers for this process's memory; has no name in the registry."""
@@ -130,7 +130,7 @@ class Hosting:
         cell, spec, codecs, serving = post
         delivery = arrival.handle = Delivery(
             spec, envelope.chain, arrival.deadline_at, envelope.trace, arrival.link.key, arrival, codecs, cell.name,
-            serving, self.porter,
+            serving, self.transfer,
         )  # fmt: skip
         cell.accept(delivery)
         self._num_delivered += 1
@@ -208,7 +208,7 @@ class Delivery(msgspec.Struct, eq=False):
     codecs: Codecs
     callee: str
     serving: Serving
-    porter: SharedArrayTransfer | None = None
+    transfer: SharedArrayTransfer | None = None
     """Fetches large arrays of the request, brings those of the answer; None: all travel whole."""
     is_abandoned: bool = False
     room: asyncio.Event | None = None
@@ -218,18 +218,18 @@ class Delivery(msgspec.Struct, eq=False):
         arrival = self.arrival
         self.serving.begin(arrival)
         envelope = arrival.envelope
-        if envelope.frames and self.porter is not None and has_handles(envelope.body):
-            return self._fetched(self.porter)
+        if envelope.frames and self.transfer is not None and has_handles(envelope.body):
+            return self._fetched(self.transfer)
         try:
             return self.codecs.request.decode(envelope.body, envelope.frames)
         except UndecodableError as error:
             raise self._bad(error) from error
 
-    async def _fetched(self, porter: SharedArrayTransfer) -> msgspec.Struct:
+    async def _fetched(self, transfer: SharedArrayTransfer) -> msgspec.Struct:
         arrival = self.arrival
         envelope, may_lease = arrival.envelope, leases(self.spec.request)
         try:
-            body, frames = await porter.unpack(arrival.peer, envelope.body, envelope.frames, may_lease=may_lease)
+            body, frames = await transfer.unpack(arrival.peer, envelope.body, envelope.frames, may_lease=may_lease)
         except UndecodableError as error:
             raise self._bad(error) from error
         try:
@@ -261,13 +261,13 @@ class Delivery(msgspec.Struct, eq=False):
             packed.end()
 
     def _is_large(self, frames: tuple[memoryview, ...]) -> bool:
-        return bool(frames) and self.porter is not None and self.porter.is_wanted(frames)
+        return bool(frames) and self.transfer is not None and self.transfer.is_wanted(frames)
 
     async def _packed(self, body: bytes, frames: tuple[memoryview, ...]) -> Packed:
-        porter, arrival = self.porter, self.arrival
-        if porter is None:
+        transfer, arrival = self.transfer, self.arrival
+        if transfer is None:
             return Packed(body, frames)
-        return await porter.pack(arrival.peer, None, body, frames, is_lent=False, left_s=self.serving.left_s(arrival))
+        return await transfer.pack(arrival.peer, None, body, frames, is_lent=False, left_s=self.serving.left_s(arrival))
 
     def fail(self, error: BaseException) -> None:
         self.serving.fail(self.arrival, error)

@@ -85,9 +85,9 @@ class Node:
         self.turn = opened.turn
         self.tensors = Tensors(self._session, opened.transport.endpoints, clock)
         """Large arrays for processes of this host: `allocate`, `policy`."""
-        self._hosting.porter = self.tensors.porter
-        self._courier = CallClient(self._session.calls, self._mirror, clock, self.tensors.porter)
-        self._mirror.call_with(self._courier)
+        self._hosting.transfer = self.tensors.transfer
+        self._call_client = CallClient(self._session.calls, self._mirror, clock, self.tensors.transfer)
+        self._mirror.call_with(self._call_client)
         if (door := opened.guard) is not None:
             self._mirror.on_update = lambda directory: door.follow(directory.nodes())
         self._registry: RegistryActor | None = None
@@ -163,7 +163,7 @@ class Node:
 
     def _run(self) -> None:
         guard(self)
-        guard(self._courier)
+        guard(self._call_client)
         self._opened.joined()
         self._opened.transport.start(self._session)
         self._tick()
@@ -247,7 +247,7 @@ class Node:
             await cell.stop("it did not start")
             self._hosting.remove(cell)
             raise
-        return make_ref(self._courier, type(actor), name)
+        return make_ref(self._call_client, type(actor), name)
 
     async def stop(self, name: str, why: str = "stopped", grace_s: float = 5.0) -> None:
         """Stop one actor in good order. Raises NoSuchActor if it is not here."""
@@ -259,11 +259,11 @@ class Node:
 
     def ref(self, contract: type[A], name: str) -> A:
         """A proxy for the actor of that name, wherever it lives and whether or not it is there yet."""
-        return make_ref(self._courier, contract, name)
+        return make_ref(self._call_client, contract, name)
 
     def group(self, contract: type[A], members: str | Sequence[str]) -> ActorGroup[A]:
         """See `ActorContext.group`."""
-        return ActorGroup(self._courier, contract, members, self.peers)
+        return ActorGroup(self._call_client, contract, members, self.peers)
 
     def monitor(self, name: str) -> AsyncGenerator[PeerEvent, None]:
         """See `ActorContext.monitor`."""
@@ -315,7 +315,7 @@ class Node:
 
     @property
     def caller(self) -> GroupRequestSender:
-        return self._courier
+        return self._call_client
 
     @property
     def registry(self) -> RegistryContract:
@@ -531,7 +531,7 @@ def failure_counters(
     return {
         **opened.counters,
         **session.counters,
-        "arrays_lost": tensors.porter.num_by["lost"],
+        "arrays_lost": tensors.transfer.num_by["lost"],
         "late_answers": session.calls.num_late,
         "casts_refused": session.calls.num_casts_refused,
         "puts_replayed": session.serving.num_replayed,

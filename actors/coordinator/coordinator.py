@@ -97,11 +97,11 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
     def _make_parts(self) -> None:
         """In the order in which they need each other."""
         options, state, journal = self._options, self._state, self._journal
-        desk = AuditWriter(options.audit_path, self._version, self._clock)
+        audit = AuditWriter(options.audit_path, self._version, self._clock)
         engines: dict[str, EngineStatus] = {}
         self.conductor = KnobConductor(
             self.ctx,
-            desk,
+            audit,
             journal,
             self._telemetry,
             self._clock,
@@ -141,7 +141,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         )
         self.control = RunControl(
             self.ctx,
-            desk,
+            audit,
             journal,
             version=self._version,
             evaluate=self._evaluate_now,

@@ -49,7 +49,7 @@ class DecisionLog:
     """See the module's head."""
 
     def __init__(
-        self, desk: AuditWriter, journal: CoordinatorJournal, clock: Clock, fail: Callable[[BaseException], None]
+        self, audit: AuditWriter, journal: CoordinatorJournal, clock: Clock, fail: Callable[[BaseException], None]
     ) -> None:
         """`fail`: ends this incarnation of the coordinator."""
         self.decisions = Decisions()
@@ -57,7 +57,7 @@ class DecisionLog:
         self.void = 0
         """Changes up to this epoch that are not in `decisions` are void: owners that an earlier incarnation asked
         learn that. 0: there was none."""
-        self._desk = desk
+        self._audit = audit
         self._journal = journal
         self._clock = clock
         self._fail = fail
@@ -83,7 +83,7 @@ class DecisionLog:
         """The point of no return: from here on the change is made, whichever process dies. `version`: the run's.
         Raises MyxaError when the decision could not be made durable; then it is not made."""
         before = self.kept()
-        record = self._desk.stamp(order.done(plan, epoch, at))
+        record = self._audit.stamp(order.done(plan, epoch, at))
         self._enter(order, plan, epoch, at, version)
         self._undecided, self._record = "", record
         try:
@@ -92,7 +92,7 @@ class DecisionLog:
             self._take(before)
             raise
         try:
-            return await self._desk.append(record)
+            return await self._audit.append(record)
         except MyxaError:
             self._take(before)
             await self._take_back()
@@ -157,7 +157,7 @@ class DecisionLog:
 
     async def complete_audit(self) -> bool:
         """Have the newest decision in the audit log; returns whether it was missing there. Raises as `AuditWriter`."""
-        return self._record is not None and await self._desk.complete(self._record)
+        return self._record is not None and await self._audit.complete(self._record)
 
     def _ahead_s(self) -> float:
         return self._clock.wall() - self._clock.monotonic()
@@ -179,7 +179,7 @@ class KnobConductor:
     def __init__(
         self,
         ctx: ActorContext,
-        desk: AuditWriter,
+        audit: AuditWriter,
         journal: CoordinatorJournal,
         telemetry: TelemetryBuffer,
         clock: Clock,
@@ -195,11 +195,11 @@ class KnobConductor:
         self._ctx = ctx
         self._version = version
         self._on_broken = on_broken
-        self._desk = desk
+        self._audit = audit
         self._telemetry = telemetry
         self._clock = clock
         self._messenger = KnobMessenger(ctx, own, engines)
-        self._book = DecisionLog(desk, journal, clock, ctx.fail)
+        self._book = DecisionLog(audit, journal, clock, ctx.fail)
         self._turn = asyncio.Lock()
         self._is_attached = asyncio.Event()
         """Whether owners that an earlier incarnation knew have reported in, or had the time to."""
@@ -422,7 +422,7 @@ class KnobConductor:
     async def _record_refusal(self, order: KnobOrder, why: str) -> None:
         self._tell("knob-refused", f"{order.verb}: {why}", user=order.who.user)
         try:
-            await self._desk.write(order.refused(why))
+            await self._audit.write(order.refused(why))
         except MyxaError:
             self._ctx.log.exception("the refusal was not recorded")
 

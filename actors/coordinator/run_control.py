@@ -64,7 +64,7 @@ class RunControl:
     def __init__(
         self,
         ctx: ActorContext,
-        desk: AuditWriter,
+        audit: AuditWriter,
         journal: CoordinatorJournal,
         *,
         version: Callable[[], int],
@@ -74,7 +74,7 @@ class RunControl:
     ) -> None:
         """`version`: where the run stands. `evaluate`: on the held-out prompts now, of that set or all."""
         self._ctx = ctx
-        self._desk = desk
+        self._audit = audit
         self._journal = journal
         self._version = version
         self._evaluate = evaluate
@@ -201,7 +201,7 @@ class RunControl:
 
     async def history(self, limit: int) -> tuple[AuditRecord, ...]:
         """The newest records of the audit log."""
-        return await self._desk.newest(min(limit, 1000))
+        return await self._audit.newest(min(limit, 1000))
 
     async def _change(self, deed: _Deed, wanted: PauseKept, num_steps: int = 0) -> int:
         """Durable, recorded, then told; returns where the trainer rests, `num_steps` after where it would by `wanted`.
@@ -214,7 +214,7 @@ class RunControl:
                 wanted = msgspec.structs.replace(wanted, until_step=await self._tell_buffer() + num_steps)
             self._now = wanted
             await self._journal.keep()
-            await self._desk.write(deed.record("done", str(wanted.until_step or "")))
+            await self._audit.write(deed.record("done", str(wanted.until_step or "")))
             return await self._tell_buffer()
         except MyxaError:
             await self._take_back(before)
@@ -264,14 +264,14 @@ class RunControl:
             return error
         if not is_recorded:
             try:
-                await self._desk.write(deed.record("done", str(done)))
+                await self._audit.write(deed.record("done", str(done)))
             except MyxaError as error:
                 return LedgerError(f"{deed.verb} was done ({done}), but could not be recorded: {error}")
         return done
 
     async def _record_failure(self, deed: _Deed, error: MyxaError) -> None:
         try:
-            await self._desk.write(deed.record("failed", str(error)))
+            await self._audit.write(deed.record("failed", str(error)))
         except MyxaError as another:
             self._tell("audit-incomplete", f"that {deed.verb} failed was not recorded: {another}")
 

@@ -107,7 +107,7 @@ class Agent(AgentContract):
         self._starting: dict[str, asyncio.Future[None]] = {}
         """Who has no process yet; done: it is not wanted any more."""
         self._is_stopped = False
-        self._nursery: Nursery | None = None
+        self._fork_servers: Nursery | None = None
         self._orphans = Orphans(self._knows)
         self._looking = asyncio.Lock()
         self._last_look: dict[tuple[str, bool], tuple[float, int, StackReply]] = {}
@@ -125,8 +125,8 @@ class Agent(AgentContract):
             return
         self.ctx.spawn(self._reap_orphans(), name="reap orphans")
         if self._options.preloads is not None:
-            self._nursery = Nursery(self._options.runtime_dir, self.ctx.log)
-            self._nursery.warm(self._options.preloads.warm)
+            self._fork_servers = Nursery(self._options.runtime_dir, self.ctx.log)
+            self._fork_servers.warm(self._options.preloads.warm)
 
     def mind_node_0(self) -> None:
         """This node has joined: from now on it leaves when node 0 is gone, or counts on it no more. Node 0's own agent
@@ -156,7 +156,7 @@ class Agent(AgentContract):
         self._is_stopped = True
         for unwanted in self._starting.values():
             _give_up(unwanted)
-        servers = [self._nursery.close()] if self._nursery is not None else []
+        servers = [self._fork_servers.close()] if self._fork_servers is not None else []
         await asyncio.gather(self.kill_all(), *servers)
         if adopts_orphans():
             self._orphans.look(is_last=True)
@@ -164,12 +164,12 @@ class Agent(AgentContract):
     async def _reap_orphans(self) -> None:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            if self._nursery is None or not self._nursery.is_giving_birth:
+            if self._fork_servers is None or not self._fork_servers.is_giving_birth:
                 self._orphans.look()
 
     def _knows(self, pid: int) -> bool:
         """Whether it is a process that is watched, so that its end is seen."""
-        servers = self._nursery.pids if self._nursery is not None else frozenset[int]()
+        servers = self._fork_servers.pids if self._fork_servers is not None else frozenset[int]()
         return pid in servers or any(child.pid == pid for child in self.children)
 
     async def prepare(self, plan: RunPlan) -> None:
@@ -256,7 +256,7 @@ class Agent(AgentContract):
         self, order: StartOrder, env: dict[str, str], log_path: Path, unwanted: asyncio.Future[None]
     ) -> Child:
         """Forked where that can be, else started; the difference is the time it takes."""
-        actor, nursery, preloads = order.actor, self._nursery, self._options.preloads
+        actor, nursery, preloads = order.actor, self._fork_servers, self._options.preloads
         if nursery is not None and preloads is not None and (kit := preloads.kit_of(actor)):
             begun = nursery.start(kit, actor.name, order.attempt, env=env, log_path=log_path, told=self._on_child_end)
             birth = await race(begun, unwanted)

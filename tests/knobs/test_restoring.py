@@ -240,7 +240,7 @@ async def test_a_value_for_those_that_join_is_refused_where_it_cannot_be_recorde
         await until(lambda: len(room.coordinator.fleet.present) == 1, "the engine")
         await room.change(room=2, target="rollout", for_s=0.5)
         await room.change(room=5, target="rollout/0")
-        desk = room.coordinator.conductor._desk
+        desk = room.coordinator.conductor._audit
         append, num_tried = desk.append, 0
 
         async def full(record: Any) -> Any:

@@ -61,7 +61,7 @@ async def settled(node, seconds=5.0):
 
 
 def ways_used(node) -> dict[str, int]:
-    return {way: n for way, n in node.tensors.porter.num_by.items() if n}
+    return {way: n for way, n in node.tensors.transfer.num_by.items() if n}
 
 
 async def neighbours(world, policy=None):
@@ -146,7 +146,7 @@ async def test_other_transports_share_no_memory(world):
     assert await ref.total(data) == float((data + 1).sum())
     assert (await ref.state() == 1).all()
     assert {*ways_used(near), *ways_used(far)} == {"wire"}
-    assert near.tensors._neighbourhood.known() == []
+    assert near.tensors._same_host_peers.known() == []
 
 
 async def test_an_actor_of_the_same_process_has_an_array_of_its_own(ipc):
@@ -275,7 +275,7 @@ async def test_where_pulling_is_forbidden_the_slab_is_used_and_else_the_wire(ipc
     near, far, ref, _ = await neighbours(ipc)
     assert await ref.total(np.ones(LARGE)) == 2 * LARGE
     assert ways_used(near) == {"slab": 1}
-    reach = near.tensors._neighbourhood.get(far._key).reach
+    reach = near.tensors._same_host_peers.get(far._key).reach
     assert (reach.can_pull, reach.can_map) == (False, True)
 
     monkeypatch.setattr(slab.os, "open", forbidden)
@@ -283,7 +283,7 @@ async def test_where_pulling_is_forbidden_the_slab_is_used_and_else_the_wire(ipc
     other = third.ref(KeeperContract, "callee")
     assert await other.total(np.ones(LARGE)) == 2 * LARGE
     assert ways_used(third) == {"wire": 1}
-    assert third.tensors._neighbourhood.get(far._key).reach.state is ReachState.SHUT
+    assert third.tensors._same_host_peers.get(far._key).reach.state is ReachState.SHUT
 
 
 async def test_what_was_permitted_and_is_not_any_more_costs_one_more_try(ipc, monkeypatch):
@@ -306,7 +306,7 @@ async def test_a_challenge_cannot_be_met_for_another_process(ipc):
     """Who names a process that is not its own has no way to have it read."""
     near, far, ref, _ = await neighbours(ipc)
     await ref.kept()
-    hood = far.tensors._neighbourhood
+    hood = far.tensors._same_host_peers
     victim = await ipc.child("victim")
     found = await hood.probe(near._key, victim.pid, same_host_peers.boot_id())
     assert (found.can_pull, found.can_map) == (False, False)
@@ -320,16 +320,16 @@ async def test_a_challenge_cannot_be_met_for_another_process(ipc):
 
 
 async def sent(near, far, handles, method="total"):
-    """Send such a request as if our own porter had made it."""
-    courier = near._courier
+    """Send such a request as if our own client had made it."""
+    call_client = near._call_client
     spec = handlers_of(KeeperContract).by_name[method]
-    order = courier._order("callee", spec, spec.request(np.zeros(4)), 10.0)
+    order = call_client._order("callee", spec, spec.request(np.zeros(4)), 10.0)
     order = msgspec.structs.replace(order, body=join(handles, b'[{"data":["float64",[4],0]}]'), frames=(b"",))
-    return await courier._exchange(order, await courier._route(order, spec))
+    return await call_client._exchange(order, await call_client._route(order, spec))
 
 
 def _board_of(node):
-    board = node.tensors._neighbourhood._board
+    board = node.tensors._same_host_peers._board
     return board.path, board.slab_id
 
 
@@ -392,7 +392,7 @@ async def test_what_is_lent_no_longer_is_never_used(ipc, monkeypatch):
     monkeypatch.setattr(shared_array_transfer, "pull", late)
     assert await ref.total(np.ones(40_000)) == 80_000  # by the wire at last
     assert actor.num_runs == 1
-    assert near.tensors.porter.num_by["pull"] == 1
+    assert near.tensors.transfer.num_by["pull"] == 1
 
 
 async def test_an_offer_that_expired_is_not_read(ipc):
@@ -401,7 +401,7 @@ async def test_an_offer_that_expired_is_not_read(ipc):
     async with near.tensors.allocate(4, "float64") as block:
         found = near.tensors._pool.find(block.array.__array_interface__["data"][0], 32)
         packed = shared_array_transfer.Packed(b"", ())
-        handle = near.tensors.porter._offered(packed, *found, 32, far._key, 0, False, 1.0)
+        handle = near.tensors.transfer._offered(packed, *found, 32, far._key, 0, False, 1.0)
         near.tensors._pool.freed(near.tensors._ledger.expire(near.clock.monotonic() + 1e6))
         await block.reclaim(1)
         with pytest.raises(TensorLost, match="written again"):
@@ -506,7 +506,7 @@ async def test_between_processes_and_when_the_reader_is_killed(ipc):
             await doomed
     assert ways_used(near) == {"pull": 2, "in place": 1}
     await settled(near)
-    assert near.tensors._neighbourhood.known() == []
+    assert near.tensors._same_host_peers.known() == []
 
 
 async def test_an_incarnation_that_is_over_has_no_leases(ipc):
@@ -548,7 +548,7 @@ async def test_handles_are_small_whatever_they_stand_for(ipc):
     await ref.total(np.ones(LARGE))
     sizes = []
     for count in (40_000, 4_000_000):
-        packed = await near.tensors.porter.pack(
+        packed = await near.tensors.transfer.pack(
             far._key, None, b"[1]", (np.ones(count).view(np.uint8).data,), is_lent=True, left_s=1.0
         )
         sizes.append(len(packed.body) + sum(map(len, packed.frames)))

@@ -31,7 +31,7 @@ SEEN_S = 2.0
 
 
 class Mirror:
-    """Implements `courier.Finder`."""
+    """Implements `call_client.Finder`."""
 
     def __init__(
         self,

@@ -79,13 +79,13 @@ class Session:
             Kind.PONG: self.heartbeat.on_pong,
             Kind.GOODBYE: self._on_goodbye,
         }
-        self._reception = InboundRouter(
+        self._inbound_router = InboundRouter(
             self._links, self.calls, self.serving, clock, limits, door, self.counters, self, handlers
         )
-        self.received = self._reception.received
-        self.malformed = self._reception.malformed
-        self.is_known = self._reception.is_known
-        self.overflowed = self._reception.overflowed
+        self.received = self._inbound_router.received
+        self.malformed = self._inbound_router.malformed
+        self.is_known = self._inbound_router.is_known
+        self.overflowed = self._inbound_router.overflowed
 
     # -- from the transport
 
@@ -153,7 +153,7 @@ class Session:
         if link is not None and key != self.own:
             self._down(link, why)
         for given_up in self._links.bury(key):
-            self._reception.drop(given_up)
+            self._inbound_router.drop(given_up)
             self._links.forget_sources(given_up)
 
     def endpoints_of(self, key: PeerKey) -> Endpoints | None:
@@ -180,7 +180,7 @@ class Session:
         """Say goodbye to everybody; calls that are still pending end now."""
         self.calls.fail_all("this process is closing")
         self._links.is_closed = True
-        self._reception.look_closely()
+        self._inbound_router.look_closely()
         for link in self._links.all():
             if link.key != self.own:
                 self._links.send(link, Lane.CONTROL, encode(self._envelope(Kind.GOODBYE, link.key)))
@@ -226,14 +226,14 @@ class Session:
         self._adopt(link, source, lane, hello.sent_units)
 
     def _objection(self, source: bytes, lane: Lane, key: PeerKey, body: Buffer) -> str:
-        known = self._reception.link_of(source, lane)
+        known = self._inbound_router.link_of(source, lane)
         if known is not None and known.key != key:
             return f"this connection is that of {known.key}"
         return self._dialect.objection(source, lane, key, body)
 
     def _adopt(self, link: Link, source: bytes, lane: Lane, sent_units: int) -> None:
         link.grants[lane].resync(sent_units)
-        previous = self._reception.adopt(link, source, lane)
+        previous = self._inbound_router.adopt(link, source, lane)
         if previous is not None and previous != source:
             self._transport.forget(previous, lane)
             self.calls.on_blip(link)
@@ -292,7 +292,7 @@ class Session:
     def _down(self, link: Link, why: str, linger_s: float = 0.0) -> None:
         if link.is_down:
             return
-        self._reception.drop(link)
+        self._inbound_router.drop(link)
         self._links.forget(link, linger_s)
         self._end_business(link, why)
 

@@ -52,7 +52,7 @@ class Peers(Protocol):
 
 
 class Directions:
-    """Where the memory parts of other processes are, of which the registry knows nothing. A `courier.Finder`."""
+    """Where the memory parts of other processes are, of which the registry knows nothing. A `call_client.Finder`."""
 
     def __init__(self, own: PeerKey, endpoints: Endpoints, peers: Peers) -> None:
         self._own = own

@@ -84,7 +84,7 @@ class SharedArrayTransfer:
 
     def __init__(
         self, clock: Clock, copier: Copier, ledger: BlockLedger, pool: SlabPool, loans: Loans, landing: Landing,
-        neighbourhood: SameHostPeers, releases: Releases,
+        same_host_peers: SameHostPeers, releases: Releases,
     ) -> None:  # fmt: skip
         self.policy = TensorPolicy()
         self.num_by = {"in place": 0, "pull": 0, "slab": 0, "wire": 0, "lost": 0}
@@ -95,7 +95,7 @@ class SharedArrayTransfer:
         self._pool = pool
         self._loans = loans
         self._landing = landing
-        self._neighbourhood = neighbourhood
+        self._same_host_peers = same_host_peers
         self._releases = releases
 
     # -- sending
@@ -118,7 +118,7 @@ class SharedArrayTransfer:
         """The message with handles for what the peer can fetch. `is_lent`: the sender leaves the arrays alone until
         `Packed.end`; else they are copied before this returns. `left_s`: of its deadline."""
         wait_s = PROBE_WAIT_S if left_s is None else min(PROBE_WAIT_S, left_s / 2)
-        reach = await self._neighbourhood.reach(peer, endpoints, wait_s)
+        reach = await self._same_host_peers.reach(peer, endpoints, wait_s)
         packed = Packed(body, tuple(frames))
         if not (reach.can_pull or reach.can_map):
             self.num_by["wire"] += sum(len(frame) >= self.policy.threshold_bytes for frame in frames)
@@ -201,7 +201,7 @@ class SharedArrayTransfer:
 
     def note_lost(self, peer: PeerKey, packed: Packed) -> None:
         """The peer could not read what the message pointed at: that way is not tried again for a while."""
-        neighbour = self._neighbourhood.get(peer)
+        neighbour = self._same_host_peers.get(peer)
         if neighbour is not None:
             neighbour.reach.lost(pull=packed.has_pulls, now=self._clock.monotonic())
 
@@ -232,7 +232,7 @@ class SharedArrayTransfer:
         return rest, found
 
     async def _fetched(self, peer: PeerKey, handle: Handle, may_lease: bool) -> Bytes:
-        neighbour = self._neighbourhood.get(peer)
+        neighbour = self._same_host_peers.get(peer)
         if neighbour is None:
             raise SlabError(f"nothing is known of the memory of {peer}")
         if isinstance(handle, PullHandle):
@@ -422,8 +422,8 @@ _log = logging.getLogger("myxa.transport")
 class Releases:
     """Tells. `add_from_anywhere` may be called in any thread, all else on the loop."""
 
-    def __init__(self, neighbourhood: SameHostPeers) -> None:
-        self._neighbourhood = neighbourhood
+    def __init__(self, same_host_peers: SameHostPeers) -> None:
+        self._same_host_peers = same_host_peers
         self._loop = asyncio.get_running_loop()
         self._due: dict[PeerKey, list[int]] = {}
         self._is_closed = False
@@ -431,7 +431,7 @@ class Releases:
     async def hold(self, owner: PeerKey, ticket: int) -> bool:
         """Keep a block; False: its offer is over, or its owner cannot be asked."""
         try:
-            return await self._neighbourhood.ref(owner).hold(ticket)
+            return await self._same_host_peers.ref(owner).hold(ticket)
         except CallError:
             return False
 
@@ -453,7 +453,7 @@ class Releases:
             waiting.append(ticket)
             return
         self._due[owner] = [ticket]
-        self._neighbourhood.spawn(self._tell(owner), f"releases blocks of {owner}")
+        self._same_host_peers.spawn(self._tell(owner), f"releases blocks of {owner}")
 
     async def _tell(self, owner: PeerKey) -> None:
         try:
@@ -465,7 +465,7 @@ class Releases:
                         break
                 else:
                     return
-                if self._neighbourhood.is_over(owner):
+                if self._same_host_peers.is_over(owner):
                     return
                 await asyncio.sleep(RETRY_S)
             _log.warning("%s was not told that %d of its blocks are not needed", owner, len(self._due[owner]))
@@ -474,7 +474,7 @@ class Releases:
 
     async def _told(self, owner: PeerKey, tickets: tuple[int, ...]) -> bool:
         try:
-            await self._neighbourhood.ref(owner).release(tickets)
+            await self._same_host_peers.ref(owner).release(tickets)
         except MyxaError:
             return False
         return True

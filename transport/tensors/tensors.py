@@ -57,15 +57,15 @@ class Tensors:
         self._loans = Loans(secrets.randbits(60))
         self._landing = Landing(TensorPolicy().spare_bytes)
         directions = Directions(ways.own, endpoints, ways)
-        courier = CallClient(ways.calls, directions, clock)
-        self._neighbourhood = SameHostPeers(endpoints, directions, courier, clock)
-        self._neighbourhood.when_gone = self._on_gone
-        self._releases = Releases(self._neighbourhood)
-        self.porter = SharedArrayTransfer(
-            clock, self._copier, self._ledger, self._pool, self._loans, self._landing, self._neighbourhood,
+        call_client = CallClient(ways.calls, directions, clock)
+        self._same_host_peers = SameHostPeers(endpoints, directions, call_client, clock)
+        self._same_host_peers.when_gone = self._on_gone
+        self._releases = Releases(self._same_host_peers)
+        self.transfer = SharedArrayTransfer(
+            clock, self._copier, self._ledger, self._pool, self._loans, self._landing, self._same_host_peers,
             self._releases,
         )  # fmt: skip
-        self.actor = MemoryActor(self._neighbourhood, self._ledger, self._pool)
+        self.actor = MemoryActor(self._same_host_peers, self._ledger, self._pool)
         self._next_housekeeping = 0.0
 
     # -- for users
@@ -73,11 +73,11 @@ class Tensors:
     @property
     def policy(self) -> TensorPolicy:
         """May be set at any time; holds for what is sent from then on."""
-        return self.porter.policy
+        return self.transfer.policy
 
     @policy.setter
     def policy(self, policy: TensorPolicy) -> None:
-        self.porter.policy = policy
+        self.transfer.policy = policy
         self._pool.pool_bytes = policy.pool_bytes
         self._landing.spare_bytes = policy.spare_bytes
 
@@ -111,7 +111,7 @@ class Tensors:
 
     def counters(self) -> dict[str, int]:
         """For a monitor: arrays sent by each way, arrays that could not be fetched, what is in use now."""
-        ways = {f"arrays_{name.replace(' ', '_')}": number for name, number in self.porter.num_by.items()}
+        ways = {f"arrays_{name.replace(' ', '_')}": number for name, number in self.transfer.num_by.items()}
         return {
             **ways,
             "tensor_leases": self._ledger.num_leases,
@@ -129,22 +129,22 @@ class Tensors:
             return
         self._next_housekeeping = now + HOUSEKEEPING_S
         self._pool.freed(self._ledger.expire(now))
-        for key in {n.key for n in self._neighbourhood.known()} | self._ledger.holders():
+        for key in {n.key for n in self._same_host_peers.known()} | self._ledger.holders():
             if self._ways.is_over(key):
                 self._on_gone(key)
-        for neighbour in self._neighbourhood.known():
+        for neighbour in self._same_host_peers.known():
             neighbour.trim(now)
         self._landing.trim(now)
         self._pool.trim(now)
 
     def _on_gone(self, key: PeerKey) -> None:
-        self._neighbourhood.forget(key)
+        self._same_host_peers.forget(key)
         self._pool.freed(self._ledger.over(key))
 
     async def close(self) -> None:
         """Nothing is left: no file, no thread, no task. Arrays in use keep their memory."""
         self._releases.close()
-        await self._neighbourhood.close()
+        await self._same_host_peers.close()
         self._copier.close()
         self._pool.close()
         self._landing.close()
@@ -153,17 +153,17 @@ class Tensors:
 class MemoryActor(TensorMemoryContract):
     """Answers other processes. Who they are, their connections have proved."""
 
-    def __init__(self, neighbourhood: SameHostPeers, ledger: BlockLedger, pool: SlabPool) -> None:
-        self._neighbourhood = neighbourhood
+    def __init__(self, same_host_peers: SameHostPeers, ledger: BlockLedger, pool: SlabPool) -> None:
+        self._same_host_peers = same_host_peers
         self._ledger = ledger
         self._pool = pool
 
     async def probe(self, pid: int, boot_id: str) -> Findings:
         caller = current_caller()
-        return Findings() if caller is None else await self._neighbourhood.probe(caller, pid, boot_id)
+        return Findings() if caller is None else await self._same_host_peers.probe(caller, pid, boot_id)
 
     async def show(self, challenge: str, reader: int) -> Shown:
-        return self._neighbourhood.show(challenge, reader)
+        return self._same_host_peers.show(challenge, reader)
 
     async def hold(self, ticket: int) -> bool:
         caller = current_caller()
