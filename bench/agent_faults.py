@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from myxa.actors.models.tiny import make_tiny_model
-from myxa.launch.demo.sort_task import write_rows
+from myxa.launch.demo.run import write_rows
 
 BATCH, SAMPLES = 8, 4
 RUN_FILE = """

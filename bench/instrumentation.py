@@ -32,7 +32,7 @@ import psutil
 from instrumentation_parts import SLICE_VARIABLE, STEPS_FILE
 
 from myxa.actors.models.tiny import make_tiny_model
-from myxa.launch.demo.sort_task import write_rows
+from myxa.launch.demo.run import write_rows
 
 HERE = Path(__file__).resolve().parent
 WARM_SLICES = 4

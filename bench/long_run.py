@@ -26,7 +26,7 @@ import psutil
 
 from myxa.actors.models.hf_folder import write_folder
 from myxa.actors.models.tiny import Preset, init_weights, qwen3_config, write_tokenizer
-from myxa.launch.child_env import SPEC_VARIABLE, WORKER_MODULE
+from myxa.launch.worker_spec import SPEC_VARIABLE, WORKER_MODULE
 
 SMALLEST = Preset(hidden_size=64, num_layers=1, num_heads=1, num_kv_heads=1, intermediate_size=64)
 WARM_UP = 0.1

@@ -45,7 +45,7 @@ class ActorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     quorum: int = 0
     """So many actors of its role are enough; 0: all."""
     attach: tuple[str, ...] = ()
-    """Servers that somebody named for it when it joined; empty: its share of the run file's, if there are any."""
+    """Servers that were named when it joined; empty: its share of the run file's, if there are any."""
     rank: RankSpec | None = None
     attempt: int = 0
     """Which of its starts this is; 0: the first. Known where it runs."""
@@ -54,7 +54,7 @@ class ActorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     where it runs."""
 
 
-class GangMeeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GangRendezvous(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the ranks of one attempt of a gang meet (torch's store listens there)."""
 
     address: str

@@ -36,8 +36,7 @@ from ..transport.node import Node
 from ..transport.registry.registry import REGISTRY
 from .contracts import ProcessContract, process_name
 from .run_dir import RunDir
-from .supervisor.roster import ActorRecord
-from .supervisor.signalling import send_signal
+from .supervisor.run_actors import ActorStatus
 
 if TYPE_CHECKING:
     from .supervisor.run_supervisor import RunSupervisor
@@ -62,8 +61,8 @@ class RandomFaults:
         self._faults = tuple(faults)
         self._targets = tuple(targets)
 
-    def draw(self, roster: Sequence[ActorRecord]) -> DrawnFault | None:
-        """The next one; None if nobody who is meant is up. Draws the same count of numbers either way."""
+    def draw(self, roster: Sequence[ActorStatus]) -> DrawnFault | None:
+        """The next fault; None if no target is up. It draws the same count of random numbers either way."""
         up = [r.name for r in roster if r.state == "up" and r.pid and not r.is_leaving and self._is_meant(r.name)]
         chance, fault = self._random.random(), self._random.choice(self._faults)
         return DrawnFault(fault, sorted(up)[int(chance * len(up))]) if up else None
@@ -125,7 +124,7 @@ class DiskFill:
 
 TELL_S = 5.0
 LAUNCHER = "launcher"
-"""Stands for node 0's, with the registry, among those from whom somebody is cut off."""
+"""Name of node 0's launcher, with the registry, in lists of actors to cut off from."""
 
 _log = logging.getLogger("myxa.chaos")
 
@@ -205,32 +204,32 @@ class FaultInjector:
 
     @property
     def has_series(self) -> bool:
-        """Whether random faults go on."""
+        """Whether random faults are being injected."""
         return self._series is not None and not self._series.done()
 
     async def strike(
-        self, context: FaultContext, fault: str, meant: Sequence[ActorRecord], for_s: float, others: Sequence[str] = ()
+        self, context: FaultContext, fault: str, meant: Sequence[ActorStatus], for_s: float, others: Sequence[str] = ()
     ) -> tuple[str, ...]:
         """Bring one about now: "kill", "stop", "cont", "delay" for `for_s`, or "partition" for as long, of `others` as
         `_part` has it. Returns whom it met."""
         if fault == "partition":
             return await self._part(context, meant, others, for_s)
         name = {"kill": "KILL", "cont": "CONT"}.get(fault, "STOP")
-        sending = self._begin(send_signal(context.supervisor, meant, name, FAULT))
+        sending = self._begin(context.supervisor.send_signal(meant, name, FAULT))
         if fault == "delay":
             self._begin(_go_on_later(context, meant, sending, for_s))
-        sent = await asyncio.shield(sending)  # whoever asked may go before the answer; what has begun is ended here
+        sent = await asyncio.shield(sending)  # the caller may go before the answer; what has begun is finished here
         await self._note(context, ChaosAct(wall_s=context.node.clock.wall(), fault=fault, actors=tuple(sent)))
         return tuple(sent)
 
     async def _part(
-        self, context: FaultContext, meant: Sequence[ActorRecord], others: Sequence[str], for_s: float
+        self, context: FaultContext, meant: Sequence[ActorStatus], others: Sequence[str], for_s: float
     ) -> tuple[str, ...]:
-        """Nothing passes between these and the others for so long; nobody named: all others, and the launcher of node
-        0. Returns whom it met."""
+        """Cut these off from the others for so long; no others named: from all, and from the launcher of node 0.
+        Returns the actors that were cut off."""
         names = [record.name for record in meant]
-        apart = others or [LAUNCHER, *(r.name for r in context.supervisor.roster() if r.pid and r.name not in names)]
-        # Shielded: one side that is told and one that is not would be a fault that no network has.
+        apart = others or [LAUNCHER, *(r.name for r in context.supervisor.statuses() if r.pid and r.name not in names)]
+        # Shielded: a cut on one side only would be a fault that no network has.
         met = await asyncio.shield(self._begin(cut_apart(context.node, names, apart, for_s)))
         detail = f"from {', '.join(apart)}, for {for_s:g} s"
         await self._note(
@@ -242,7 +241,7 @@ class FaultInjector:
         """Take space of the run directory's file system, on node 0, and give it back later. Returns how much."""
         ballast = DiskFill(context.run_dir.path)
         filling = asyncio.get_running_loop().run_in_executor(None, ballast.fill, size_bytes)
-        self._begin(_empty_later(ballast, filling, for_s))  # from the first byte on, whatever becomes of whoever asked
+        self._begin(_empty_later(ballast, filling, for_s))  # from the first byte on, even if the caller goes
         taken = await asyncio.shield(filling)
         detail = f"{taken} bytes of {context.run_dir.path}"
         await self._note(
@@ -251,7 +250,7 @@ class FaultInjector:
         return taken
 
     def begin_series(self, context: FaultContext, every_s: float, random_faults: RandomFaults, delay_s: float) -> None:
-        """Random faults from now on, instead of those that went on."""
+        """Begin random faults, instead of those before."""
         self.end_series()
         self._series = self._begin(self._go_through(context, every_s, random_faults, delay_s))
 
@@ -266,10 +265,10 @@ class FaultInjector:
         await self._until_it_runs(context)
         while True:
             await asyncio.sleep(every_s)
-            drawn = random_faults.draw(context.supervisor.roster())
+            drawn = random_faults.draw(context.supervisor.statuses())
             if drawn is None:
                 continue
-            meant = [record for record in context.supervisor.roster() if record.name == drawn.actor]
+            meant = [record for record in context.supervisor.statuses() if record.name == drawn.actor]
             try:
                 await self.strike(context, drawn.fault, meant, delay_s)
             except MyxaError as error:
@@ -323,7 +322,7 @@ async def _tell_monitor(context: FaultContext, event: Event) -> None:
 
 
 async def _go_on_later(
-    context: FaultContext, meant: Sequence[ActorRecord], stopping: asyncio.Future[list[str]], for_s: float
+    context: FaultContext, meant: Sequence[ActorStatus], stopping: asyncio.Future[list[str]], for_s: float
 ) -> None:
     """Also where only some of them could be stopped, and when the run ends before the time is over."""
     try:
@@ -332,7 +331,7 @@ async def _go_on_later(
     finally:
         try:
             async with asyncio.timeout(TELL_S):
-                await send_signal(context.supervisor, meant, "CONT", FAULT)
+                await context.supervisor.send_signal(meant, "CONT", FAULT)
         except (MyxaError, TimeoutError) as error:
             _log.info("what was held up is not there any more: %s", error)
 
@@ -347,7 +346,7 @@ async def _empty_later(ballast: DiskFill, filling: asyncio.Future[int], for_s: f
 
 
 async def _ended_well(work: asyncio.Future[Any]) -> bool:
-    """Waits for it; its error is for whoever asked for it, who may be gone."""
+    """Wait for it; its error is for its caller, who may be gone."""
     await asyncio.wait({work})
     return not work.cancelled() and work.exception() is None
 

@@ -69,7 +69,7 @@ def make_parser() -> Parser:
         prog="myxa",
         description="Reinforcement learning for language models: trainer and rollout engines at the same time.",
         epilog="exit status: 0 done, 1 failed, 2 configuration, 3 nodes did not meet, no run to speak to or no "
-        "checkpoint to go on from, 4 restart budget spent, 5 data or reward, 129 terminal closed, "
+        "checkpoint to resume from, 4 restart budget spent, 5 data or reward, 129 terminal closed, "
         "130 Ctrl-C, 143 SIGTERM before the end",
     )
     parser.add_argument("--version", action="version", version=f"myxa {__version__}")
@@ -105,6 +105,6 @@ def _of_a_file(error: OSError) -> ConfigError:
 
 
 def _end_quietly() -> NoReturn:
-    """Whoever read the output has enough of it (`myxa watch | head`); Python would complain again at its own end."""
+    """The reader of the output has closed it (`myxa watch | head`); Python would report it again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(0)

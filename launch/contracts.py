@@ -8,7 +8,7 @@ import msgspec
 
 from ..core.actor import Actor
 from ..core.handlers import call
-from .actor_spec import ActorSpec, GangMeeting
+from .actor_spec import ActorSpec, GangRendezvous
 
 SUPERVISOR = "supervisor"
 """Actor name of the run supervisor."""
@@ -45,9 +45,9 @@ class NodeFacts(_Record, frozen=True, kw_only=True):
     machine: str = ""
     """The running system (boot id): what it shares with others of the same is memory, not only files."""
     late: LateWish | None = None
-    """Set by a node that comes to a run that goes on; its number is the one that `enlist` gave it."""
+    """Set by a node that joins a live run; its number is the one that `enlist` gave it."""
     nonce: str = ""
-    """Of one launcher, by lot: who asks again because the answer was lost is not taken for a second node."""
+    """Random per launcher: a request repeated because its answer was lost does not count as a second node."""
 
 
 class EnlistReply(_Record, frozen=True, kw_only=True):
@@ -72,7 +72,7 @@ class JoinReply(_Record, frozen=True, kw_only=True):
     reason: str = ""
 
 
-class RunPlan(_Record, frozen=True, kw_only=True):
+class RunDescription(_Record, frozen=True, kw_only=True):
     """What a node must know before it starts actors."""
 
     run_id: str
@@ -89,7 +89,7 @@ class StartOrder(_Record, frozen=True, kw_only=True):
 
     actor: ActorSpec
     attempt: int
-    meeting: GangMeeting | None = None
+    meeting: GangRendezvous | None = None
 
 
 class StartReply(_Record, frozen=True, kw_only=True):
@@ -108,11 +108,11 @@ class NameReply(_Record, frozen=True, kw_only=True):
 
     name: str = ""
     refused: Literal["", "own", "taken"] = ""
-    """own: that name belongs to the run; taken: somebody else has it, or it names no rollout actor."""
+    """own: that name belongs to the run; taken: another actor has it, or it names no rollout actor."""
 
 
 class LogRequest(_Record, frozen=True, kw_only=True):
-    """A part of an actor's log: the last lines, or what follows a place that was told before."""
+    """A request for a part of an actor's log: the last lines, or what follows an earlier position."""
 
     name: str
     """An actor, or "launcher": that of the node itself."""
@@ -211,7 +211,7 @@ class AgentContract(Actor):
     """Starts and ends the processes of its node; decides nothing."""
 
     @call(deadline=30)
-    async def prepare(self, plan: RunPlan) -> None:
+    async def prepare(self, plan: RunDescription) -> None:
         """Make the run directory and be ready for orders."""
         raise NotImplementedError
 
@@ -246,7 +246,7 @@ class AgentContract(Actor):
         raise NotImplementedError
 
     @call(deadline=30, reentrant=True)
-    async def meeting_place(self) -> GangMeeting:
+    async def meeting_place(self) -> GangRendezvous:
         """An address of this node that others reach, and a port that is free now."""
         raise NotImplementedError
 
@@ -291,30 +291,30 @@ class SupervisorContract(Actor):
 
     @call(deadline=30)
     async def join(self, facts: NodeFacts) -> JoinReply:
-        """A node is here. May be repeated by the same launcher."""
+        """A node wants to join. The same launcher may repeat this."""
         raise NotImplementedError
 
     @call(deadline=30)
     async def enlist(self, facts: NodeFacts) -> EnlistReply:
-        """A node wants to come to the run as it goes on: its number, or why it may not. It then joins. May be repeated
-        by the same launcher."""
+        """A node wants to join the live run: its number, or why it may not. It joins afterwards. The same launcher may
+        repeat this."""
         raise NotImplementedError
 
     @call(deadline=30, reentrant=True)
     async def leave_node(self, node: int, reason: str) -> None:
-        """The launcher of a late node was told to end: the node's actors hand their work back and end; then it is told
-        to leave."""
+        """The launcher of a late node got a signal: the node's actors hand their work back and end; then it gets the
+        order to leave."""
         raise NotImplementedError
 
     @call(deadline=30)
     async def decline(self, node: int, host: str, reason: str) -> None:
-        """A node cannot take part: its preflight failed. Nobody shall wait for it."""
+        """A node cannot take part: its preflight failed. The run must not wait for it."""
         raise NotImplementedError
 
     @call(deadline=5, reentrant=True)
     async def ping(self, node: int) -> bool:
-        """That node's launcher lives. An answer says that this one does, and whether the run still counts on that node;
-        if not, it was taken for lost, and has to end what it runs."""
+        """That node's launcher is alive. The answer shows that this one is, and whether that node is still a member; if
+        not, it was considered lost, and has to end its processes."""
         raise NotImplementedError
 
     @call(deadline=30)
@@ -330,5 +330,5 @@ class SupervisorContract(Actor):
 
     @call(deadline=30, reentrant=True)
     async def stop_run(self, reason: str, signal_number: int) -> None:
-        """Any node's launcher got SIGINT or SIGTERM: the run shall end in good order."""
+        """Any node's launcher got SIGINT or SIGTERM: the run shall end in an orderly way."""
         raise NotImplementedError

@@ -1,12 +1,12 @@
-"""A rollout actor of a running run, hosted by a program that has its own event loop, such as a web service.
+"""A rollout actor of a live run, hosted by a program that has its own event loop, such as a web service.
 
-Knows the run's directory, the composition root and transport's `Node`. Must not know the host: it sets no loop policy,
-no signal handler and no logging handler, starts nothing that it does not end, and never ends the host.
+It leaves the host alone: it sets no loop policy, no signal handler and no logging handler, ends all that it starts, and
+never ends the host.
 
     joining    the engine loads; the coordinator brings it to the trainer's version
-    serving    it is given groups
-    leaving    it takes nothing new and hands unfinished groups back with their tokens
-    left       nothing of it is here any more; `reason` says why (asked to, the run is over, it failed)
+    serving    it gets groups
+    leaving    it takes no new groups and hands unfinished ones back with their tokens
+    left       everything of it is closed; `reason` says why (it was asked to, the run is over, it failed)
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,17 +29,40 @@ from ..core.errors import BadRequest, CallError, ConfigError, LaunchError, MyxaE
 from ..core.messages import EngineStatus, RunStatus
 from ..core.refs import with_deadline
 from ..core.samples import NO_VERSION
+from ..transport.address import Rendezvous
 from ..transport.node import Node
 from .actor_spec import ActorSpec
 from .composition.memory_parts import takes_turns
 from .contracts import SUPERVISOR, SupervisorContract, agent_name
 from .program import build_actor, num_actors
 from .run_dir import RunDir
-from .run_link import attach_to
-from .supervisor.reserved_names import number_of
+from .supervisor.placement import number_of
+
+
+async def attach_to(place: RunDir, prefix: str, timeout_s: float) -> Node:
+    """Join the run with a node of one's own. Raises LaunchError for a run that is over or runs on another host."""
+    if not place.rdzv.exists():
+        raise LaunchError(
+            f"no live run in {place.path}",
+            remedy="start one with `myxa up` and name the run directory that it prints; this one is over or is none",
+        )
+    record = Rendezvous.load(place.rdzv)
+    if not Path(record.socket_dir).is_dir():
+        raise LaunchError(
+            f"the run in {place.path} is over, or runs on another host",
+            remedy="its launcher is gone from here; do this on the host on which `myxa up` runs",
+        )
+    # The node's name is never used twice, so joining replaces no other node; the registry checks actor names.
+    return await Node.attach(
+        name=f"{prefix}/{secrets.token_hex(6)}",
+        rdzv=record,
+        node_rank=record.endpoints.node_rank,
+        timeout_s=timeout_s,
+    )
+
 
 LOOK_EVERY_S = 1.0
-"""How often the run is asked whether it goes on."""
+"""How often the host asks whether the run is still live."""
 ASK_S = 1.0
 LOST_S = 20.0
 """How long the run may be silent before the actor leaves by itself."""
@@ -141,7 +165,7 @@ class EmbeddedRollout:
                 self._ended.set_result(reason)
 
     async def _until_over(self) -> str:
-        """Until somebody asks, the actor or its node fails, or the run is over; says which."""
+        """Wait until the actor is asked to leave, it or its node fails, or the run is over; returns which."""
         clock = self.node.clock
         heard_s = clock.monotonic()
         while True:
@@ -186,9 +210,10 @@ async def rollout_in(
     `run_dir`: as `myxa up` printed it, on the same host and of the same user. `name`: "rollout/<number>", not one of
     the run's own; empty: the next free one. `timeout_s`: for the run's processes to answer; a run that is just being
     started is waited for. Building the actor (importing torch, reading the tokenizer) happens in a thread, and the
-    engine goes on loading after this returned: see `status().phase`.
+    engine continues to load after this returned: see `status().phase`.
 
-    If the run ends or the actor fails, the actor leaves by itself and the block goes on (`ended()`, `status().reason`).
+    If the run ends or the actor fails, the actor leaves by itself and the block continues (`ended()`,
+    `status().reason`).
 
     Raises LaunchError for a run that is over, does not answer or was started by another version of myxa, and for a
     name that is taken; ConfigError, ModelError or UserCodeError for what the run file names and this program cannot

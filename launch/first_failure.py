@@ -1,19 +1,67 @@
-"""The first actor that failed, what followed from it, and the end of its log: what a person reads of a failed run.
+"""The first actor that failed, its consequences, and the end of its log: the report of a failed run.
 
-Peers of a dead actor fail after it, and theirs are the loud errors; so the cause is taken when it happens and kept.
-Shown twice: as a report at once (cause first, under 25 lines), and shortly as the run's last words.
+Peers of a dead actor fail after it and log the loudest errors, so the first failure is recorded when it happens. It is
+shown twice: as a report at once (cause first, under 25 lines), and shortly as the run's last lines. The report explains
+the end of a process, such as a signal, and what a person can do about it.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 from ..core.supervision import HOPELESS
 from .contracts import ChildEnd
-from .exit_words import meaning, remedy
+
+_LESS: Final = "less to do at a time (trainer.max_tokens_per_microbatch, engine.max_running, rollout.max_groups)"
+_SIGNALS: Final[Mapping[int, tuple[str, str]]] = {
+    signal.SIGKILL: (
+        "it was killed, most often by the kernel for lack of memory",
+        f"look for its process in `dmesg` or in the container's memory.events; give it more memory, or {_LESS}",
+    ),
+    signal.SIGSEGV: (
+        "it touched memory that is not its own: native code failed, not Python",
+        "the log names the Python line that called it; suspect the library there, and versions that do not fit",
+    ),
+    signal.SIGBUS: (
+        "it touched memory that could not be had",
+        "is a file system or /dev/shm full?",
+    ),
+    signal.SIGABRT: (
+        "a library gave up",
+        "its last words are in the log",
+    ),
+    signal.SIGILL: (
+        "it met an instruction that this processor does not have",
+        "install builds of its libraries that fit this machine",
+    ),
+    signal.SIGFPE: ("native code divided by zero", "the log names the Python line that called it"),
+    signal.SIGTERM: ("it was asked to end from outside", "is there a scheduler or a person that ends processes?"),
+    signal.SIGINT: ("it was interrupted from outside", "is there a scheduler or a person that ends processes?"),
+}
+_OUT_OF_MEMORY: Final = ("MemoryError", "can't allocate memory", "bad_alloc", "Cannot allocate memory", "out of memory")
+_MORE_MEMORY: Final = f"it ran out of memory: raise its limit, or give it {_LESS}"
+_NO_WORD: Final = "it ended without a word, so something in it called exit: a reward, a workflow or a library"
+
+
+def meaning(status: int) -> str:
+    """What a signal says, for people who do not know their numbers; empty for an exit status."""
+    return _SIGNALS.get(-status, ("", ""))[0]
+
+
+def remedy(status: int, log: Sequence[str], *, has_word: bool) -> str:
+    """What to do about a process that did not say it itself; `log` is the end of its log, `has_word`: with a message of
+    ours at its end. Empty: nothing is known."""
+    if any(sign in line for line in log for sign in _OUT_OF_MEMORY):
+        return _MORE_MEMORY
+    if status < 0:
+        return _SIGNALS.get(-status, ("", ""))[1]
+    return "" if has_word else _NO_WORD
+
 
 NUM_LINES = 25
 MAX_LINE = 400
@@ -41,7 +89,7 @@ class FirstFailure:
     followed: tuple[str, ...] = ()
     """What failed after it, in the order in which it did."""
     ended_by: str = ""
-    """Who of this run killed it, and why; empty: nobody, as far as is known."""
+    """Which part of this run killed it, and why; empty: none that is known."""
 
     @property
     def is_mistake(self) -> bool:
@@ -122,7 +170,7 @@ class Failures:
             self._at = now
 
     def note_end(self, end: ChildEnd, words: str, now: float) -> None:
-        """A process ended. After the first failure all are asked to: whoever fails then, fails because of it."""
+        """A process ended. After the first failure all are ended, so later failures are consequences."""
         if self._first is None or end.name == self._first.actor:
             self._ends[end.name] = end
         elif end.status > 0:

@@ -76,7 +76,7 @@ def write_code(run_dir: Path, files: Mapping[str, str]) -> None:
 
 def _copy_of(path: Path, code: Path, key: str) -> tuple[str, dict[str, str]]:
     """Name of the folder, and its files: path in it -> text."""
-    if path.parent.parent.resolve() == code.resolve():  # a copy already: whoever mends it there means this run
+    if path.parent.parent.resolve() == code.resolve():  # a copy already: a change of it there is meant for this run
         return path.parent.name, {
             file.relative_to(path.parent).as_posix(): _text(file, key) for file in sorted(path.parent.rglob("*.py"))
         }

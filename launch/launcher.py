@@ -1,56 +1,143 @@
 """One launcher per node: node 0 hosts the registry and conducts the run, the others (follower.py) lend their processes.
 
-No torch here. Puts the parts together: meeting, agent, run supervisor, signals, view, report.
+Node 0 puts the parts together: registry, agent, run supervisor, signals, screen, report. Its control sockets are open
+from the registry's start to the end of the last process, so that `myxa ps` and `myxa logs` work while the run starts
+and ends. No torch here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import grp
 import logging
+import os
 import random
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import AsyncGenerator, Generator
 from datetime import datetime
+from pathlib import Path
 
+import msgspec
 import uvloop
 from rich.console import Console
 
 from .. import __version__
+from ..actors.coordinator.audit import AUDIT_FILE, AuditLog
 from ..core.clock import SystemClock
 from ..core.config import RunConfig, dump_config
-from ..core.errors import CallError, LaunchError
+from ..core.errors import CallError, ConfigError, LaunchError
 from ..core.process import adopting_orphans
 from ..transport.descriptors import raise_limit
-from .contracts import SUPERVISOR, AgentContract, RunPlan, agent_name
-from .control.client import NOTE
+from .chaos import chaos_of
+from .contracts import SUPERVISOR, AgentContract, RunDescription, agent_name
+from .control.autopilot import autopilot
+from .control.client import NOTE, ControlNote
+from .control.dispatcher import Dispatcher, all_verbs
+from .control.server import ControlServer
+from .control.tcp import TcpServer
 from .control.verb import VerbContext
 from .frozen_code import freeze
-from .lives.named_checkpoint import kept_meanwhile
-from .lives.origin import Origin
 from .nodes.agent import Agent
 from .nodes.follower import follow, follow_late
-from .nodes.launch_options import LaunchOptions, Outcome, agent_options, check_own, facts_of, with_start
-from .nodes.lead import Ending, Lead
-from .nodes.meeting import Meeting, host_meeting
+from .nodes.launch_options import LaunchOptions, LaunchOutcome, agent_options, check_own, facts_of, with_start
+from .nodes.lead import Lead, RunEnd
 from .nodes.race import race
+from .nodes.rendezvous import NodeRendezvous, host_rendezvous
 from .nodes.stop_signals import StopSignals
 from .run_dir import RunDir
+from .run_lineage.origin import RunOrigin
+from .run_lineage.resume_point import kept_meanwhile
 from .run_watch import RunWatch
 from .runtime_dir import RuntimeDir
 from .screen import Screen
-from .seat import control_seat
 from .supervisor.placement import place as place_actors
-from .supervisor.run_supervisor import RunPlace, RunSupervisor
+from .supervisor.run_supervisor import RunSetup, RunSupervisor
 from .views.live import lasting
+
+CONTROL_SOCKET = "control.sock"
+VIEW_SOCKET = "view.sock"
+_control_log = logging.getLogger("myxa.control")
+
+
+@contextlib.asynccontextmanager
+async def open_control(context: VerbContext, runtime: Path) -> AsyncGenerator[ControlNote | None]:
+    """Control sockets of the run, open inside; None: the run file switches them off.
+
+    Raises ConfigError and LaunchError if the sockets cannot be made as the run file says.
+    """
+    if not context.config.control.socket:
+        yield None
+        return
+    dispatcher = Dispatcher(context, all_verbs(), AuditLog(context.run_dir.path / AUDIT_FILE).append)
+    with contextlib.ExitStack() as stack:
+        gid, view_folder = _view_place(context.config, runtime, stack)
+        note = ControlNote(
+            run_dir=str(context.run_dir.path.resolve()),
+            control=str(runtime / CONTROL_SOCKET),
+            view=str(view_folder / VIEW_SOCKET),
+            pid=os.getpid(),
+        )
+        server = ControlServer(dispatcher, Path(note.control), Path(note.view), view_gid=gid)
+        remote = TcpServer(dispatcher, context.config) if context.config.control.tcp else None
+        try:
+            await server.open()
+            if remote is not None:
+                note = msgspec.structs.replace(note, tcp=remote.open(), tcp_key=remote.public)
+            for folder in (runtime, context.run_dir.path):
+                note.save(folder)
+            async with (
+                autopilot(context),
+                chaos_of(context.chaos, context),
+                _dashboard(note, context.config.control.dashboard_port) as url,
+            ):
+                yield msgspec.structs.replace(note, dashboard=url)  # not in the file: the URL holds a secret
+        finally:
+            (context.run_dir.path / NOTE).unlink(missing_ok=True)
+            if remote is not None:
+                await remote.close()
+            await server.close()
+
+
+@contextlib.asynccontextmanager
+async def _dashboard(note: ControlNote, port: int) -> AsyncGenerator[str]:
+    """Serves the dashboard and gives its URL; empty for `port` -1: there is none."""
+    if port < 0:
+        yield ""
+        return
+    from .web.dashboard import run_dashboard  # aiohttp is needed here only
+
+    async with run_dashboard(note, port) as url:
+        yield url
+
+
+def _view_place(config: RunConfig, runtime: Path, stack: contextlib.ExitStack) -> tuple[int, Path]:
+    """The group that may look (-1: none), and the folder of the socket for it."""
+    group = config.control.view_group
+    if not group:
+        return -1, runtime
+    try:
+        gid = grp.getgrnam(group).gr_gid
+    except KeyError:
+        raise ConfigError(
+            f"control.view_group: there is no group {group!r} here", remedy="see `getent group`"
+        ) from None
+    folder = stack.enter_context(RuntimeDir()).path
+    try:
+        os.chown(folder, -1, gid)
+        folder.chmod(0o750)
+    except OSError as error:
+        raise ConfigError(
+            f"control.view_group: {folder} cannot be given to {group!r}: {error.strerror}", remedy="be a member of it"
+        ) from error
+    return gid, folder
+
 
 _log = logging.getLogger("myxa.launcher")
 
-__all__ = ["LaunchOptions", "Outcome", "launch", "launch_late"]
 
-
-def launch(config: RunConfig, options: LaunchOptions) -> Outcome:
+def launch(config: RunConfig, options: LaunchOptions) -> LaunchOutcome:
     """Run this node's part of a run to its end. Raises ConfigError and LaunchError for what cannot start."""
     raise_limit()
     part = _lead if options.place.rank == 0 else follow
@@ -58,8 +145,8 @@ def launch(config: RunConfig, options: LaunchOptions) -> Outcome:
         return runner.run(part(config, options))
 
 
-def launch_late(config: RunConfig | None, options: LaunchOptions) -> Outcome:
-    """Lend this machine to a run that goes on; `config` None: as the run has it. Raises ConfigError and LaunchError."""
+def launch_late(config: RunConfig | None, options: LaunchOptions) -> LaunchOutcome:
+    """Lend this machine to a live run; `config` None: use the run's. Raises ConfigError and LaunchError."""
     raise_limit()
     with adopting_orphans(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(follow_late(config, options))
@@ -68,28 +155,28 @@ def launch_late(config: RunConfig | None, options: LaunchOptions) -> Outcome:
 # -- node 0 ----------------------------------------------------------------------------------------------------------
 
 
-async def _lead(config: RunConfig, options: LaunchOptions) -> Outcome:
-    """Nodes compare what they were told; what they run is that, from the checkpoint that this node chose."""
+async def _lead(config: RunConfig, options: LaunchOptions) -> LaunchOutcome:
+    """Nodes compare their configurations; they run this one, from the checkpoint that this node resolved."""
     actors = place_actors(config, options.place.num_nodes)
     check_own(config, actors, options, 0)
-    if options.run_dir is not None:  # what it refuses is refused before anything there is changed
+    if options.run_dir is not None:  # refuse before anything there is changed
         freeze(config, options.run_dir.path)
     text, config = dump_config(config), with_start(config, options)
     with RuntimeDir() as runtime, contextlib.ExitStack() as stack:
-        if options.run_dir is None:  # a run that goes on deletes its own when it has newer ones
+        if options.run_dir is None:  # a resumed run deletes its own when it has newer ones
             stack.enter_context(kept_meanwhile(config.trainer.resume))
-        async with host_meeting(options.place, runtime.path, options.job_key, options.rdzv_file) as meeting:
+        async with host_rendezvous(options.place, runtime.path, options.job_key, options.rdzv_file) as rendezvous:
             run_dir = stack.enter_context(_run_dir(config, options))
             frozen = freeze(config, run_dir.path)
             config = frozen.config
             screen = Screen(Console(file=lasting(sys.stdout)), run_dir.path, is_quiet=options.is_quiet)
-            with _logging(run_dir, 0, screen), screen, meeting.posted(run_dir.rdzv):
-                run_place = RunPlace(
+            with _logging(run_dir, 0, screen), screen, rendezvous.posted(run_dir.rdzv):
+                run_place = RunSetup(
                     actors=actors,
                     num_nodes=options.place.num_nodes,
                     version=__version__,
                     config=text,
-                    plan=RunPlan(
+                    plan=RunDescription(
                         run_id=run_dir.path.name,
                         run_dir=str(run_dir.path),
                         config=frozen.text,
@@ -98,17 +185,17 @@ async def _lead(config: RunConfig, options: LaunchOptions) -> Outcome:
                     run=config,
                     max_nodes=options.place.max_nodes,
                 )
-                supervisor = RunSupervisor(run_place, lot=random.Random().random, patience=options.patience)
+                supervisor = RunSupervisor(run_place, lot=random.Random().random, timeouts=options.timeouts)
                 screen.say(f"run directory: {run_dir.path}")
                 if options.place.num_nodes > 1:
-                    screen.say(f"waiting for {options.place.num_nodes} nodes at {meeting.endpoint}")
+                    screen.say(f"waiting for {options.place.num_nodes} nodes at {rendezvous.endpoint}")
                 elif not options.place.is_alone:
-                    screen.say(f"other nodes may come: myxa launch --join {meeting.endpoint}")
-                context = VerbContext(meeting.node, run_dir, config, supervisor, time.time())
-                ending = await _conduct(context, meeting, runtime, text, options, screen)
+                    screen.say(f"other nodes may join: myxa launch --join {rendezvous.endpoint}")
+                context = VerbContext(rendezvous.node, run_dir, config, supervisor, time.time())
+                ending = await _conduct(context, rendezvous, runtime, text, options, screen)
     screen.finish(ending, options.next_steps)
     version = ending.status.version if ending.status is not None else -1
-    return Outcome(ending.exit_code, ending.reason, run_dir.path, version)
+    return LaunchOutcome(ending.exit_code, ending.reason, run_dir.path, version)
 
 
 @contextlib.contextmanager
@@ -121,64 +208,71 @@ def _run_dir(config: RunConfig, options: LaunchOptions) -> Generator[RunDir]:
         return
     run_dir = RunDir.create(config.run.dir, config.run.name, datetime.now())
     with run_dir.held():
-        Origin(program=options.program).save(run_dir.path)
+        RunOrigin(program=options.program).save(run_dir.path)
         yield run_dir
 
 
 async def _conduct(
-    context: VerbContext, meeting: Meeting, runtime: RuntimeDir, text: str, options: LaunchOptions, screen: Screen
-) -> Ending:
+    context: VerbContext,
+    rendezvous: NodeRendezvous,
+    runtime: RuntimeDir,
+    text: str,
+    options: LaunchOptions,
+    screen: Screen,
+) -> RunEnd:
     supervisor = context.supervisor
     clock = SystemClock()
-    own = agent_options(options, options.place, meeting, runtime.path, context.config)
-    agent = Agent(own, meeting.exit_seen)
-    await meeting.node.start(supervisor, name=SUPERVISOR)
-    await meeting.node.start(agent, name=agent_name(0))
+    own = agent_options(options, options.place, rendezvous, runtime.path, context.config)
+    agent = Agent(own, rendezvous.exit_seen)
+    await rendezvous.node.start(supervisor, name=SUPERVISOR)
+    await rendezvous.node.start(agent, name=agent_name(0))
     await supervisor.join(facts_of(options.place, text))
     lead = Lead(
-        supervisor, RunWatch(meeting.node, clock), clock=clock, patience=options.patience, show=screen.show,
+        supervisor, RunWatch(rendezvous.node, clock), clock=clock, timeouts=options.timeouts, show=screen.show,
         tell=screen.tell,
     )  # fmt: skip
 
     def asked(reason: str, number: int) -> None:
-        screen.say(f"{reason}: ending in good order; once more ends at once")
-        supervisor.wish_stop(reason, number)
+        screen.say(f"{reason}: ending the run; a second signal ends it at once")
+        supervisor.request_stop(reason, number)
 
-    ending = Ending(1, "the launcher failed")
+    ending = RunEnd(1, "the launcher failed")
     try:
-        async with control_seat(context, runtime.path) as note:
+        async with open_control(context, runtime.path) as note:
             if note is not None and note.dashboard:
                 screen.say(f"dashboard: {note.dashboard}")
-            files = [meeting.rdzv_path, runtime.path / NOTE]
+            files = [rendezvous.rdzv_path, runtime.path / NOTE]
             async with runtime.kept(files):
                 with StopSignals(asked) as signals:
-                    ending = await _until_forced(lead, supervisor, meeting, signals)
+                    ending = await _until_forced(lead, rendezvous, signals)
     except LaunchError as error:
-        ending = Ending(error.exit_code, str(error))
+        ending = RunEnd(error.exit_code, str(error))
         raise
     finally:
         await supervisor.kill_all(ending.reason)
-        await _dismiss(supervisor, meeting, ending)
+        await _dismiss(supervisor, rendezvous, ending)
     return ending
 
 
-async def _until_forced(lead: Lead, supervisor: RunSupervisor, meeting: Meeting, signals: StopSignals) -> Ending:
+async def _until_forced(lead: Lead, rendezvous: NodeRendezvous, signals: StopSignals) -> RunEnd:
     """The run to its end, or to the second signal, or to a failure of this launcher itself."""
-    run = await race(lead.run(), signals.forced, meeting.node.failed)
+    run = await race(lead.run(), signals.forced, rendezvous.node.failed)
     if not run.cancelled():
         return run.result()
     if signals.forced.done():
-        return Ending(128 + signals.forced.result(), "ended at once")
-    raise LaunchError(f"the launcher itself failed: {meeting.node.failed.result()}", remedy="this is a bug; report it")
+        return RunEnd(128 + signals.forced.result(), "ended at once")
+    raise LaunchError(
+        f"the launcher itself failed: {rendezvous.node.failed.result()}", remedy="this is a bug; report it"
+    )
 
 
-async def _dismiss(supervisor: RunSupervisor, meeting: Meeting, ending: Ending) -> None:
+async def _dismiss(supervisor: RunSupervisor, rendezvous: NodeRendezvous, ending: RunEnd) -> None:
     for node in supervisor.nodes[1:]:  # node 0 is this one
-        agent = meeting.node.ref(AgentContract, agent_name(node))
+        agent = rendezvous.node.ref(AgentContract, agent_name(node))
         try:
             await agent.leave(ending.exit_code, ending.reason)
         except CallError as error:
-            _log.info("node %d was not told of the end: %s", node, error)
+            _log.info("node %d was not reached at the end: %s", node, error)
 
 
 @contextlib.contextmanager

@@ -47,7 +47,7 @@ class NodePlace:
 
     @property
     def is_alone(self) -> bool:
-        """Whether nobody can ever come: no port is opened then."""
+        """Whether no other node can ever join: then no port is opened."""
         return self.num_nodes == 1 and self.max_nodes <= 1
 
 
@@ -101,8 +101,8 @@ def find_place(
 
 
 def find_late_place(where: str, env: Mapping[str, str]) -> NodePlace:
-    """Of a node that comes to a run that goes on; its number is given to it. `where`: HOST:PORT, empty: as a scheduler
-    says. Raises ConfigError."""
+    """Place of a node that joins a live run, which gives it its number. `where`: HOST:PORT; empty: from the
+    scheduler's variables. Raises ConfigError."""
     met = parse_endpoint(where, where="--join") if where else _scheduled_endpoint(env, 2)
     if met.port == 0:
         raise ConfigError(f"--join: {met} has port 0", remedy="give the port that node 0 listens on")

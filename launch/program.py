@@ -1,7 +1,7 @@
 """The composition root: which concrete class plays which role. Nothing else names concrete classes.
 
 Each builder imports what its role needs when it is called, so that a coordinator or a buffer never imports torch and
-a rollout actor that only tokenises starts in a fraction of a second.
+a rollout actor that only tokenises starts in a fraction of a second. `composition/` holds the longer builders.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from ..actors.weights.receive import TrainerSenders
 from ..core.actor import Actor
 from ..core.clock import Clock, SystemClock
 from ..core.config import RoleName, RunConfig
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, ModelError
 from ..core.process import boot_id, parent_mark
 from ..core.protocols import Engine
 from .actor_spec import ActorSpec
-from .composition.evaluation import eval_rewarders, eval_sets
 from .composition.memory_parts import (
     lent_memory,
     memory_manager,
@@ -34,10 +33,16 @@ from .composition.memory_parts import (
     takes_turns,
     trainer_tenancy,
 )
-from .composition.recorded import recorded_engine
-from .composition.reference_parts import served_reference
-from .composition.sampling import canary_sampling, eval_sampling, sglang_needs, train_sampling
-from .composition.trainer_backends import make_backend, shard_of_rank
+from .composition.rollout_parts import (
+    canary_sampling,
+    eval_rewarders,
+    eval_sampling,
+    eval_sets,
+    recorded_engine,
+    served_reference,
+    sglang_needs,
+    train_sampling,
+)
 from .composition.weight_channels import (
     COMMIT_S,
     choose_channel,
@@ -47,13 +52,18 @@ from .composition.weight_channels import (
     refused_channels,
     sent_commit_s,
 )
-from .supervisor.attached_servers import servers_of
+from .supervisor.placement import servers_of
 
 if TYPE_CHECKING:
+    from ..actors.buffer.knobs import BufferLimits
     from ..actors.engines.weight_route import Routes
+    from ..actors.trainer.step_plan import StepPlanOptions
 
 NCCL_ENVIRONMENT = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 """SGLang sets these for itself; members of a group must agree on the first, or it fails with "invalid argument"."""
+
+MAX_DEATHS = 10
+"""Bound of the live knob: one prompt may not cause more deaths than this, whatever the run allows an actor."""
 
 Builder = Callable[[ActorSpec, RunConfig, Path, Clock], Actor]
 
@@ -115,8 +125,7 @@ def _buffer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> 
     from ..actors.buffer.filters import load_group_filters, load_sample_filter
     from ..actors.data.mixed import open_data
     from ..algos.staleness import Admission
-    from .composition.checkpoint_parts import earlier_ledger
-    from .composition.knob_limits import buffer_limits
+    from .run_lineage.resume_point import earlier_ledger
 
     prompts = open_data(config)
     prompts.check_batch(config.algo.batch_size)
@@ -140,6 +149,47 @@ def _buffer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> 
         limits=buffer_limits(config),
         resume_from=earlier_ledger(config, run_dir),
     )
+
+
+def buffer_limits(config: RunConfig) -> BufferLimits:
+    """Bounds of the buffer's live knobs: the same that the run file itself is checked by."""
+    from ..actors.buffer.difficulty import Window
+    from ..actors.buffer.knobs import MAX_TOKENS, BufferLimits
+
+    context_length, quarantine_after = config.engine.context_length, config.reward.quarantine_after
+    # One death more than that would end the run, or cost it an engine for good.
+    max_deaths = min(config.roles.rollout.max_restarts, MAX_DEATHS)
+    if config.algo.kind == "sft":
+        return BufferLimits(
+            max_samples=1,
+            quarantine_after=quarantine_after,
+            max_deaths=max_deaths,
+            has_rewards=False,
+            samples_per_step=config.monitor.samples_per_step,
+        )
+    data = config.data
+    return BufferLimits(
+        min_samples=2 if config.algo.needs_groups else 1,
+        max_new_tokens=context_length - 1 if context_length else MAX_TOKENS,
+        quarantine_after=quarantine_after,
+        max_deaths=max_deaths,
+        difficulty=Window(low=data.difficulty_low, high=data.difficulty_high, skips=data.difficulty_skips),
+        samples_per_step=config.monitor.samples_per_step,
+        pass_reward=config.reward.pass_reward,
+        vocab_size=_vocab_size(config.model.path),
+        only_temperature=1.0 if config.algo.ref_urls else None,
+    )
+
+
+def _vocab_size(model_path: str) -> int:
+    """From the model's folder; if it cannot be read here, every valid token id is allowed."""
+    from ..actors.buffer.settings import MAX_ID
+    from ..actors.models.hf_folder import read_config
+
+    try:
+        return read_config(model_path).vocab_size
+    except ModelError:
+        return MAX_ID + 1
 
 
 def _monitor(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
@@ -283,13 +333,18 @@ def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
     from ..actors.backends.torch_backend.world import Gang
     from ..actors.trainer.knobs import step_values
     from ..actors.trainer.start_point import StandbyOptions
-    from ..actors.trainer.step_plan import BatchFunctions, StepPlanOptions
     from ..actors.trainer.train_loop import TrainLoopOptions
     from ..actors.trainer.trainer import Trainer, TrainerOptions
-    from .composition.checkpoint_parts import checkpoint_options
-    from .composition.gang_comms import gang_comms
-    from .composition.gang_start import GangStart, block_limit_s, standby_folder
-    from .composition.weight_ends import channel_ends
+    from .composition.trainer_parts import (
+        GangStart,
+        block_limit_s,
+        channel_ends,
+        checkpoint_options,
+        gang_comms,
+        make_backend,
+        shard_of_rank,
+        standby_folder,
+    )
 
     if is_between_devices(choose_channel(config)):  # before anybody looks at what NCCL can do here
         for name, value in NCCL_ENVIRONMENT.items():
@@ -301,20 +356,10 @@ def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
     )
     backend = make_backend(spec, config, gang, clock)
     shards = shard_of_rank(spec, config, gang.world_size)
-    plan = StepPlanOptions(
-        kind=config.algo.kind,
-        normalise_std=config.algo.normalise_std,
-        num_ranks=max(shards) + 1,
-        max_tokens=config.trainer.max_tokens_per_microbatch,
-        minibatches=config.algo.minibatches,
-        sources=tuple(sorted(config.data.sources)),
-        functions=BatchFunctions() if gang.rank else BatchFunctions.load(config.algo),
-        takes_reference=bool(config.algo.ref_urls),
-    )
     leader = TrainLoopOptions(
         world_size=gang.world_size,
         num_steps=config.run.num_steps,
-        plan=plan,
+        plan=_plan_options(config, gang.rank, num_ranks=max(shards) + 1),
         publishes=not is_supervised(config),
         run_dir=str(run_dir),
         checkpoints=checkpoint_options(spec, config, run_dir),
@@ -335,6 +380,21 @@ def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
         clock=clock,
         tenancy=trainer_tenancy(spec, config, comms),
         start=GangStart(spec, config, run_dir),
+    )
+
+
+def _plan_options(config: RunConfig, rank: int, *, num_ranks: int) -> StepPlanOptions:
+    from ..actors.trainer.step_plan import BatchFunctions, StepPlanOptions
+
+    return StepPlanOptions(
+        kind=config.algo.kind,
+        normalise_std=config.algo.normalise_std,
+        num_ranks=num_ranks,
+        max_tokens=config.trainer.max_tokens_per_microbatch,
+        minibatches=config.algo.minibatches,
+        sources=tuple(sorted(config.data.sources)),
+        functions=BatchFunctions() if rank else BatchFunctions.load(config.algo),
+        takes_reference=bool(config.algo.ref_urls),
     )
 
 

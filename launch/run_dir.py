@@ -1,6 +1,6 @@
 """Where a run keeps its files: logs, configuration, metrics, checkpoints, report. It stays after the run.
 
-Knows paths and links. Must not know what the files hold.
+It handles paths and links, not the content of files.
 """
 
 from __future__ import annotations

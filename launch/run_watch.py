@@ -16,11 +16,11 @@ A = TypeVar("A")
 T = TypeVar("T")
 
 ASK_S = 2.0
-"""How long one look may take; whoever does not answer in time is left out of it."""
+"""How long one look may take; actors that do not answer in time are left out."""
 
 
-class Surroundings(Protocol):
-    """The part of a node that is needed here."""
+class _NodeView(Protocol):
+    """The part of a node that is used here."""
 
     def ref(self, contract: type[A], name: str) -> A: ...
 
@@ -30,7 +30,7 @@ class Surroundings(Protocol):
 class RunWatch:
     """Takes looks; remembers the last one that had a status."""
 
-    def __init__(self, node: Surroundings, clock: Clock) -> None:
+    def __init__(self, node: _NodeView, clock: Clock) -> None:
         self._coordinator = node.ref(CoordinatorContract, "coordinator")
         self._buffer = node.ref(BufferContract, "buffer")
         self._monitor = node.ref(MonitorContract, "monitor")
@@ -64,7 +64,7 @@ class RunWatch:
         return state
 
     async def ask_to_stop(self, reason: str, seconds: float) -> bool:
-        """Ask the coordinator to end the run in good order; whether it heard."""
+        """Ask the coordinator for an orderly end of the run; whether it answered."""
         stop = with_deadline(self._coordinator, seconds).stop
         try:
             await stop(reason)
@@ -73,11 +73,11 @@ class RunWatch:
         return True
 
     async def close_monitor(self, seconds: float) -> bool:
-        """Have the monitor write everything; whether it did."""
+        """Have the monitor write everything; whether it answered."""
         return await self._answer("monitor", with_deadline(self._monitor, seconds).finish) is not None
 
     async def _answer(self, name: str, ask: Callable[[], Awaitable[T]]) -> T | None:
-        """None from whoever is not there or does not answer; who is not there is not waited for."""
+        """The answer; None if the actor is absent or does not answer. An absent actor is not waited for."""
         if name not in self._node.peers(name):
             return None
         try:

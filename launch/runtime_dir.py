@@ -1,6 +1,6 @@
 """The folder for sockets and process descriptions. It goes with the launcher, however that ends, and not before.
 
-Knows paths, permissions and one helper process. Must not know what the files hold.
+It handles paths, permissions and one helper process, not the content of files.
 `tempfile.TemporaryDirectory` was considered: it leaves its folder when the process is killed. Here a shell waits on
 a pipe whose other end only the launcher holds, and removes the folder when that end closes. Where the shell was killed
 too, the next launcher of this user removes it: each keeps a file in its folder locked as long as it lives.
@@ -112,7 +112,7 @@ class RuntimeDir:
                 await task
 
     async def _keep(self, held: Mapping[Path, bytes]) -> None:
-        """What is gone twice in a row: whoever removes the folder has ended by then."""
+        """Files that are missing twice in a row: the program that removes the folder has ended by then."""
         import asyncio
 
         gone_before, told = False, ""
@@ -145,12 +145,12 @@ def _write_again(path: Path, data: bytes) -> None:
 
 
 def ram_folder(runtime: Path) -> Path:
-    """A folder in the host's memory that belongs to a runtime folder and goes with it. Whoever wants it makes it."""
+    """A folder in the host's memory that belongs to a runtime folder and is removed with it. Its user makes it."""
     return MEMORY / f"{runtime.name}.ram"
 
 
 def _locks_in(folder: Path) -> ExitStack:
-    """The folder itself, and a file that appears locked, so that nobody takes the folder for deserted meanwhile."""
+    """The folder itself, and a file that appears locked, so that the folder never looks deserted."""
     draft = folder / f"{_LOCK}.new"
     with ExitStack() as locks:
         handle = take_lock(draft)
@@ -172,7 +172,7 @@ def _remove_deserted(base: Path) -> None:
             if lock.parent.lstat().st_uid != os.getuid():
                 continue
             handle = take_lock(lock, "r")
-        except OSError:  # somebody else was faster
+        except OSError:  # another process was faster
             continue
         if handle is not None:  # else it lives
             with handle:

@@ -1,6 +1,6 @@
 """What a person at node 0 sees: the live view, the launcher's warnings, the report and how the run ended.
 
-Knows the views and the terminal. Must not know actors, processes or sockets.
+It knows views and the terminal only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..actors.rewards.guard import kind_of_cause
 from ..actors.sinks.jsonl import EVENTS_FILE
 from ..core.errors import MyxaError
 from .first_failure import FirstFailure
-from .nodes.lead import Ending
+from .nodes.lead import RunEnd
 from .views.live import Curves, LiveView, final_summary
 from .views.live_state import LiveState, clean
 from .views.report import REPORT_FILE, write_page
@@ -74,7 +74,7 @@ class Screen:
             self._view.say(text)
 
     def tell(self, failure: FirstFailure) -> None:
-        """The report of a failure, now. Who wants it quiet is told of his own mistakes by the last words alone."""
+        """Show the report of a failure now. In quiet mode errors of the run file appear in the last lines only."""
         if self._is_quiet and failure.is_mistake:
             return
         for line in failure.report().splitlines():
@@ -87,7 +87,7 @@ class Screen:
         """Shows warnings of the launcher's own log."""
         return _Shown(self)
 
-    def finish(self, ending: Ending, next_steps: Sequence[str]) -> None:
+    def finish(self, ending: RunEnd, next_steps: Sequence[str]) -> None:
         """Write the report, print how the run ended; the cause of a failure comes last."""
         self._tell_news()
         run = self._read()

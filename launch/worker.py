@@ -32,13 +32,11 @@ from ..core.registry import load_callable
 from ..transport.descriptors import raise_limit
 from ..transport.node import CHOSEN_BY, keep_freed_memory
 from .actor_spec import ActorSpec
-from .child_env import SPEC_VARIABLE
 from .contracts import process_name
-from .inspection.loop_watch import LoopWatch
-from .inspection.process_actor import ProcessActor
-from .nodes.meeting import attach_worker
+from .inspection.process_actor import LoopWatch, ProcessActor
+from .nodes.rendezvous import attach_worker
 from .runtime_dir import ram_folder
-from .worker_spec import WorkerSpec, read_spec
+from .worker_spec import SPEC_VARIABLE, ProcessSpec, read_spec
 
 BuildActor = Callable[[ActorSpec, RunConfig, Path], Actor]
 
@@ -50,7 +48,7 @@ PATIENCE_S: dict[str, float] = {"rollout": 5.0, "buffer": 30.0}
 _log = logging.getLogger("myxa.worker")
 
 
-async def serve(spec: WorkerSpec) -> None:
+async def serve(spec: ProcessSpec) -> None:
     """Run the actor until SIGTERM. Raises what failed it."""
     config = load_config(spec.config_path)
     if config.run.chaos:
@@ -58,11 +56,11 @@ async def serve(spec: WorkerSpec) -> None:
     build = cast("BuildActor", load_callable(spec.program, where="program"))
     place = replace(spec.actor, attempt=spec.attempt, ram_dir=str(ram_folder(Path(spec.socket_dir))))
     actor = build(place, config, Path(spec.run_dir))
-    # From here on there is something to end in good order; before, SIGTERM just ends the process, so that nobody waits
-    # for an import of torch to be over.
+    # Before this line SIGTERM ends the process at once, so that an import of torch delays no end; from here on the end
+    # is orderly.
     loop = asyncio.get_running_loop()
-    told_to_stop: asyncio.Future[None] = loop.create_future()
-    loop.add_signal_handler(signal.SIGTERM, lambda: told_to_stop.done() or told_to_stop.set_result(None))
+    stop_requested: asyncio.Future[None] = loop.create_future()
+    loop.add_signal_handler(signal.SIGTERM, lambda: stop_requested.done() or stop_requested.set_result(None))
     node = await attach_worker(spec)
     watch = _watch_for_users_code(spec.actor, config, lambda: node.busy_s)
     try:
@@ -72,10 +70,10 @@ async def serve(spec: WorkerSpec) -> None:
         await node.start(actor, name=spec.actor.name)
         watch.start()
         _log.info("%s serves as attempt %d, epoch %d", spec.actor.name, spec.attempt, node.epoch)
-        await asyncio.wait({told_to_stop, node.failed}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({stop_requested, node.failed}, return_when=asyncio.FIRST_COMPLETED)
         if node.failed.done():
             raise node.failed.result()
-        _log.info("%s was told to stop", spec.actor.name)
+        _log.info("%s got the order to stop", spec.actor.name)
     finally:
         watch.stop()
         await node.close(grace_s=CLOSE_S)
@@ -83,14 +81,14 @@ async def serve(spec: WorkerSpec) -> None:
 
 def end(code: int, message: str) -> NoReturn:
     """Leave at once with the message as the last line of the log: a thread stuck in a collective must not hold the
-    process, for nobody would hear of the failure."""
+    process, because the failure would not be noticed."""
     print(f"myxa: {message}", file=sys.stderr, flush=True)
     os._exit(code)
 
 
 def leave(status: int = 0) -> NoReturn:
-    """End in good order: Python's own exit functions run, destructors of native libraries do not. Gloo's threads have
-    aborted processes there ("terminate called without an active exception") whose work was done."""
+    """End in an orderly way: Python's exit functions run, destructors of native libraries do not. There Gloo's threads
+    have aborted processes whose work was done ("terminate called without an active exception")."""
     atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]  # there is no public name
     logging.shutdown()
     sys.stdout.flush()

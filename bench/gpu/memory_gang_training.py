@@ -41,8 +41,7 @@ from myxa.actors.backends.torch_backend.world import Gang
 from myxa.actors.tenancy.time_share import TRAINER_TAGS
 from myxa.core.clock import SystemClock
 from myxa.core.config import load_config
-from myxa.launch.composition.gang_comms import gang_comms
-from myxa.launch.composition.trainer_backends import make_backend
+from myxa.launch.composition.trainer_parts import gang_comms, make_backend
 from myxa.launch.supervisor.placement import place
 
 NORM = "train/grad_norm"

@@ -27,10 +27,8 @@ from myxa.actors.backends.torch_backend.world import Gang
 from myxa.actors.tenancy.time_share import TRAINER_TAGS
 from myxa.core.clock import SystemClock
 from myxa.core.config import load_config
-from myxa.launch.composition.gang_comms import gang_comms
-from myxa.launch.composition.trainer_backends import make_backend
+from myxa.launch.composition.trainer_parts import gang_comms, make_backend, weight_sender
 from myxa.launch.composition.weight_channels import choose_channel
-from myxa.launch.composition.weight_ends import weight_sender
 from myxa.launch.supervisor.placement import place
 from myxa.memory.arenas.torch_cache import trim_torch_cache
 

@@ -145,7 +145,7 @@ def add_convert(verbs: Verbs) -> None:
 
 def _convert(options: argparse.Namespace) -> int:
     from ...actors.backends.convert import convert  # torch is needed here only
-    from ..lives.named_checkpoint import named_checkpoint
+    from ..run_lineage.resume_point import named_checkpoint
 
     model = options.model or _model_of_run(options.checkpoint)
     done = convert(named_checkpoint(options.checkpoint, reads_all=True), model, options.folder, dtype=options.dtype)

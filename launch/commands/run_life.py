@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ...core.errors import ConfigError, LaunchError
 from ..control.client import CONFIG, RUNS, ControlClient, ControlNote, NoLiveRun, find_run
 from ..run_dir import is_run_folder
-from ..supervisor.patience import Patience
+from ..supervisor.timeouts import RunTimeouts
 from .output import Verbs, add_json_flag, add_run_flags, client_of, note_of, show, table
 from .parser import at_least
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
     from ...core.config import RunConfig
     from ..launcher import LaunchOptions
-    from ..lives.resume_point import ResumePoint
     from ..run_dir import RunDir
+    from ..run_lineage.resume_point import ResumePoint
 
 
-PATIENCE = Patience()
+PATIENCE = RunTimeouts()
 
 
 def add_up(verbs: Verbs) -> None:
@@ -76,14 +76,14 @@ def start(options: argparse.Namespace, base: LaunchOptions) -> int:
 
 def chosen_by(options: argparse.Namespace, base: LaunchOptions) -> LaunchOptions:
     """What the flags say of how to launch; the rest as in `base`."""
-    patience = Patience(
+    timeouts = RunTimeouts(
         gather_s=getattr(options, "rdzv_timeout", PATIENCE.gather_s),
         start_s=options.start_timeout,
         finish_s=options.finish_timeout,
         end_s=options.stop_timeout,
         lost_s=getattr(options, "lost_timeout", PATIENCE.lost_s),
     )
-    return replace(base, program=options.program or base.program, is_quiet=options.quiet, patience=patience)
+    return replace(base, program=options.program or base.program, is_quiet=options.quiet, timeouts=timeouts)
 
 
 def _up(options: argparse.Namespace) -> int:
@@ -166,7 +166,7 @@ def _join(options: argparse.Namespace) -> int:
     from ...core.config import load_config
     from ..contracts import LateWish
     from ..launcher import LaunchOptions, launch_late
-    from ..nodes.late_meeting import find_meeting
+    from ..nodes.rendezvous import find_late_rendezvous
 
     if options.nnodes is not None or options.node_rank is not None:
         raise ConfigError(
@@ -181,7 +181,7 @@ def _join(options: argparse.Namespace) -> int:
         raise ConfigError(f"--rollouts is {options.rollouts}", remedy="give a positive number, or leave it out")
     if options.overrides and not options.file:
         raise ConfigError("--set without a run file", remedy="leave it out: the run's own configuration is taken")
-    met = find_meeting(options.join or options.rdzv or "", options.rdzv_file, options.job_key, os.environ)
+    met = find_late_rendezvous(options.join or options.rdzv or "", options.rdzv_file, options.job_key, os.environ)
     late = LateWish(num_rollouts=options.rollouts, devices=options.devices)
     base = LaunchOptions(place=met.place, rdzv_file=met.rdzv_file, job_key=met.job_key, late=late)
     config = load_config(options.file, options.overrides) if options.file else None
@@ -294,10 +294,10 @@ def _only_live_run(options: argparse.Namespace) -> ControlNote:
 def start_again(named: Path, options: argparse.Namespace) -> int:
     """A run that is over, from a checkpoint of it; returns the exit status that it ends with."""
     from ..launcher import LaunchOptions
-    from ..lives.next_life import no_longer_alive
-    from ..lives.resume_point import choose_point
     from ..node_place import find_place
     from ..run_dir import RunDir
+    from ..run_lineage.next_run import no_longer_alive
+    from ..run_lineage.resume_point import choose_point
 
     several = is_on_several(options)
     base = options_of_node(options) if several else LaunchOptions(place=find_place(1, 0, None, {}))
@@ -317,13 +317,12 @@ def _resume_launch(run_dir: RunDir, point: ResumePoint | None, options: argparse
     from ...core.config import load_config
     from ...core.config.loading import toml_value
     from ..launcher import launch
-    from ..lives.next_life import begin_next_life, put_config_back
-    from ..lives.origin import Origin
-    from ..lives.start_files import config_of
+    from ..run_lineage.next_run import begin_next_life, put_config_back
+    from ..run_lineage.origin import RunOrigin, config_of
 
     place = f"trainer.resume={toml_value(str(run_dir.path))}"  # the same on all nodes; node 0 says which checkpoint
     text, torn = config_of(run_dir.path)
-    origin, lost = Origin.found(run_dir.path)
+    origin, lost = RunOrigin.found(run_dir.path)
     for said in filter(None, (torn, lost)):
         print(said, flush=True)
     config = load_config(run_dir.config, [*options.overrides, place], text=text)
@@ -363,7 +362,7 @@ def add_fork(verbs: Verbs) -> None:
 def _fork(options: argparse.Namespace) -> int:
     from datetime import datetime
 
-    from ..lives.fork_run import fork_run
+    from ..run_lineage.next_run import fork_run
 
     if is_on_several(options) and not options.no_start:
         raise ConfigError(
@@ -386,10 +385,10 @@ def _fork(options: argparse.Namespace) -> int:
 def _check_of(options: argparse.Namespace) -> Callable[[RunConfig], None]:
     """What can be seen to be wrong before a directory is made: all, or only what does not depend on the machine."""
     from ..launcher import LaunchOptions
-    from ..lives.origin import Origin
     from ..node_place import find_place
     from ..nodes.launch_options import check_own
     from ..preflight.preflight import RESUME_CHECKS, check_node
+    from ..run_lineage.origin import RunOrigin
     from ..supervisor.placement import place
 
     def check(config: RunConfig) -> None:
@@ -397,7 +396,7 @@ def _check_of(options: argparse.Namespace) -> Callable[[RunConfig], None]:
         if options.no_start:
             check_node(config, actors, RESUME_CHECKS)
             return
-        program = options.program or Origin.load(options.run_dir).program
+        program = options.program or RunOrigin.load(options.run_dir).program
         check_own(config, actors, LaunchOptions(place=find_place(1, 0, None, {}), program=program), 0)
 
     return check
@@ -463,7 +462,7 @@ def _ckpt(options: argparse.Namespace) -> int:
 
 
 def _ckpt_list(options: argparse.Namespace) -> int:
-    from ..lives.checkpoint_list import checkpoints_of
+    from ..run_lineage.resume_point import checkpoints_of
 
     run_dir: Path = options.run_path or Path(note_of(options).run_dir)
     show(options, checkpoints_of(run_dir), _ckpt_page)

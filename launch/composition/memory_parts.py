@@ -1,11 +1,13 @@
-"""What runs whose trainer and engines take turns on a device are made of. Part of the composition root: beside
-`program.py` and `trainer_backends.py`, the only place that names concrete classes. Imports them where they are built.
+"""Memory of runs whose trainer and engines take turns on a device: the manager, both tenants, arenas, estimates.
+
+Part of the composition root. It imports concrete classes where it builds them, because every process imports this file.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,29 +19,34 @@ from ...core.device_memory import Tag, TagPolicy, TagReport
 from ...core.errors import ConfigError
 from ...core.protocols import Engine, ReleasesMemory
 from ...memory.budget import DEFAULT_SHARE, ITEM_BYTES
+from ...memory.communicators.residency import CommResidency
 from ..actor_spec import ActorSpec
 
 if TYPE_CHECKING:
-    from ...actors.backends.megatron.residence import Housing, MegatronResidence
+    from ...actors.backends.megatron.residence import Coming, Housing, MegatronResidence
     from ...actors.backends.torch_backend.residence import TorchResidence
     from ...actors.engines.embedded.lent_memory import LentMemory
     from ...actors.rollout.tenant import Tenancy
     from ...actors.tenancy.time_share import TimeShareOptions
     from ...actors.trainer.tenant import TrainerTenancy
+    from ...core.device_memory import MovedBytes
     from ...memory.arenas.arena import Arena
-    from .gang_comms import MakeComms
+    from ...memory.arenas.cuda_vmm import CudaMemory
+    from ...memory.arenas.torch_saver import TorchSaver
 
 MIB = 1 << 20
 GIB = 1 << 30
 HOST_CHUNK_BYTES = 4 * MIB
 POOL_SLACK = 1.05
-"""Of what is planned: tensors are padded, and sizes rounded up."""
+"""Factor on the planned size: tensors are padded and sizes rounded up."""
 START_SLACK_S = 120.0
-"""For the processes themselves to start."""
+"""Time for the processes themselves to start."""
 
 GRAPH_BYTES = 2 * GIB
-"""Of captured graphs and workspaces: an estimate until the server tells."""
+"""Captured graphs and workspaces: an estimate until the server reports."""
 
+MakeComms = Callable[[], CommResidency | None]
+"""Called once the gang is initialised; None: its communicators stay on their devices."""
 Planned = Mapping[Tag, tuple[int, TagPolicy]]
 
 
@@ -63,7 +70,7 @@ def devices_of(spec: ActorSpec, config: RunConfig) -> tuple[str, ...]:
 
 
 def host_devices_of(spec: ActorSpec, config: RunConfig) -> tuple[str, ...]:
-    """Of an actor on the CPU: its share of the stand-in devices, which it may have together with others."""
+    """Devices of an actor on the CPU: its share of the stand-in devices, which other actors may use too."""
     count, num_devices = config.roles[spec.role].count, config.memory.host_devices
     local = spec.index % count
     first = local * num_devices // count
@@ -72,7 +79,7 @@ def host_devices_of(spec: ActorSpec, config: RunConfig) -> tuple[str, ...]:
 
 
 def host_device(number: int, node: int, config: RunConfig) -> str:
-    """What stands for a GPU in runs on the CPU. Every device of a run has a name of its own."""
+    """Name of a stand-in for a GPU in runs on the CPU; unique within the run."""
     return f"host:{number}" if len(shared_nodes(config)) == 1 else f"host:{number}@{node}"
 
 
@@ -85,7 +92,7 @@ def shared_nodes(config: RunConfig) -> tuple[int, ...]:
 
 
 def share_options(config: RunConfig) -> TimeShareOptions:
-    """What the leader is told of taking turns."""
+    """Options of the leader for taking turns."""
     from ...actors.tenancy.time_share import TimeShareOptions
 
     num_nodes = len(shared_nodes(config))
@@ -105,7 +112,7 @@ def start_timeout_s(config: RunConfig) -> float:
 
 
 def memory_manager(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
-    """On the first of the nodes with shared devices the manager, on others its agent. It imports no torch."""
+    """The manager on the first node with shared devices, its agent on the others. Neither imports torch."""
     from ...actors.tenancy.memory_manager import ManagerOptions, MemoryManager
     from ...actors.tenancy.node_agent import NodeAgent
     from ...memory.ledger.arbiter import ArbiterOptions
@@ -138,7 +145,7 @@ def memory_manager(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clo
 
 
 def trainer_tenancy(spec: ActorSpec, config: RunConfig, comms: MakeComms) -> TrainerTenancy | None:
-    """The rank as a tenant; None where it has its device for itself."""
+    """The rank as a tenant; None if its device is not shared."""
     if not takes_turns(config):
         return None
     from ...actors.tenancy.tenant import WORKSPACE
@@ -160,7 +167,7 @@ def trainer_tenancy(spec: ActorSpec, config: RunConfig, comms: MakeComms) -> Tra
 
 
 def trainer_plan(spec: ActorSpec, config: RunConfig) -> Planned:
-    """What the rank is going to hold, by tag."""
+    """Sizes that the rank will hold, by tag."""
     from ...actors.models.hf_folder import read_config
 
     model = read_config(config.model.path)
@@ -180,7 +187,7 @@ def trainer_plan(spec: ActorSpec, config: RunConfig) -> Planned:
 
 
 def torch_residence(spec: ActorSpec, config: RunConfig, clock: Clock) -> TorchResidence | None:
-    """Memory for the torch trainer that can leave its device; None where it stays."""
+    """Memory of the torch trainer that can leave its device; None if it stays there."""
     if not takes_turns(config):
         return None
     from ...actors.backends.torch_backend.residence import TorchResidence
@@ -189,7 +196,7 @@ def torch_residence(spec: ActorSpec, config: RunConfig, clock: Clock) -> TorchRe
 
 
 def megatron_residence(spec: ActorSpec, config: RunConfig, clock: Clock) -> MegatronResidence | None:
-    """Memory for the Megatron trainer that can leave its device; None where it stays."""
+    """Memory of the Megatron trainer that can leave its device; None if it stays there."""
     if not takes_turns(config):
         return None
     from ...actors.backends.megatron.residence import MegatronResidence, rebuilds_params
@@ -199,21 +206,105 @@ def megatron_residence(spec: ActorSpec, config: RunConfig, clock: Clock) -> Mega
     def open_housing(local_gpu: int) -> Housing:
         if uses_saver:
             from ...memory.arenas.torch_saver import TorchSaver
-            from .megatron_housing import SaverHousing
 
-            return SaverHousing(TorchSaver(clock, ordinal=local_gpu))
+            return _SaverHousing(TorchSaver(clock, ordinal=local_gpu))
         from ...memory.arenas.cuda_vmm import open_cuda
-        from .megatron_housing import ArenaHousing
 
-        return ArenaHousing(open_cuda(local_gpu, pool_bytes(config, trainer_plan(spec, config)), clock))
+        return _ArenaHousing(open_cuda(local_gpu, pool_bytes(config, trainer_plan(spec, config)), clock))
 
-    # torch-memory-saver copies blindly and cannot say what is there: nothing is rebuilt over it.
+    # torch-memory-saver copies without knowing the content, so nothing can be rebuilt over it.
     rebuilds = rebuilds_params(config.megatron, config.trainer, "backup" if uses_saver else config.memory.params)
     return MegatronResidence(open_housing, config.megatron, rebuilds=rebuilds, clock=clock)
 
 
+class _ArenaHousing:
+    """A trainer's memory by arenas on the driver's virtual memory."""
+
+    def __init__(self, memory: CudaMemory) -> None:
+        self._memory = memory
+
+    def region(self, tag: Tag, policy: TagPolicy) -> AbstractContextManager[None]:
+        """See `Housing`."""
+        return self._memory.region(tag, policy)
+
+    def shrink(self, tags: Collection[Tag]) -> None:
+        """See `Housing`."""
+        for tag in tags:
+            self._memory.pools.drop(tag)
+
+    def divide(self, parts: Sequence[Tag]) -> None:
+        """See `Housing`."""
+        for part in parts[1:]:
+            self._memory.arena.tag(part, "backup")
+        self._memory.arena.divide(parts)
+
+    def mark_dirty(self, tag: Tag) -> None:
+        """See `Housing`."""
+        self._memory.arena.mark_dirty(tag)
+
+    def release(self, tags: Collection[Tag]) -> MovedBytes:
+        """See `Housing`; staged weights that engines have released leave too."""
+        return self._memory.release(tags)
+
+    def begin_restore(self, tags: Collection[Tag], *, awaited: Collection[Tag]) -> Coming:
+        """See `Housing`."""
+        self._memory.trim()
+        return self._memory.arena.begin_restore(tags, awaited=awaited)
+
+    def report(self) -> tuple[TagReport, ...]:
+        """See `Housing`."""
+        return self._memory.report()
+
+    def close(self) -> None:
+        """See `Housing`."""
+        self._memory.close()
+
+
+class _Restored:
+    def wait(self, tag: Tag) -> None:
+        """The restore was synchronous: everything is back."""
+
+
+class _SaverHousing:
+    """A trainer's memory by torch-memory-saver, which copies everything each time and restores it as a whole."""
+
+    def __init__(self, saver: TorchSaver) -> None:
+        self._saver = saver
+
+    def region(self, tag: Tag, policy: TagPolicy) -> AbstractContextManager[None]:
+        """See `Housing`."""
+        return self._saver.region(tag, policy)
+
+    def shrink(self, tags: Collection[Tag]) -> None:
+        """Not supported."""
+
+    def divide(self, parts: Sequence[Tag]) -> None:
+        """Not supported: a tag leaves as a whole."""
+
+    def mark_dirty(self, tag: Tag) -> None:
+        """See `Housing`."""
+        self._saver.mark_dirty(tag)
+
+    def release(self, tags: Collection[Tag]) -> MovedBytes:
+        """See `Housing`; torch's cache outside the regions is freed first."""
+        return self._saver.release(tags)
+
+    def begin_restore(self, tags: Collection[Tag], *, awaited: Collection[Tag]) -> Coming:
+        """See `Housing`; blocks until everything is there."""
+        self._saver.restore(tags)
+        return _Restored()
+
+    def report(self) -> tuple[TagReport, ...]:
+        """See `Housing`."""
+        return self._saver.report()
+
+    def close(self) -> None:
+        """See `Housing`."""
+        self._saver.close()
+
+
 def pool_bytes(config: RunConfig, plan: Planned) -> int:
-    """Of the host, for what leaves the device."""
+    """Host memory for what leaves the device."""
     if config.memory.host_pool_gb:
         return int(config.memory.host_pool_gb * GIB)
     return int(sum(size for size, policy in plan.values() if policy == "backup") * POOL_SLACK) + 64 * MIB
@@ -241,7 +332,7 @@ def _host_arena(device: str, config: RunConfig, num_bytes: int, clock: Clock) ->
 
 
 def lent_memory(spec: ActorSpec, config: RunConfig, clock: Clock) -> LentMemory | None:
-    """Memory for the embedded engine that can leave its device; None where it stays."""
+    """Memory of the embedded engine that can leave its device; None if it stays there."""
     if not takes_turns(config):
         return None
     from ...actors.engines.embedded.lent_memory import LentMemory
@@ -250,7 +341,7 @@ def lent_memory(spec: ActorSpec, config: RunConfig, clock: Clock) -> LentMemory 
 
 
 def memory_share(config: RunConfig) -> float:
-    """Of the memory that an embedded engine finds (its devices', in turns), what it may plan with."""
+    """Share of the memory that it finds (its devices' in turns) which an embedded engine may plan with."""
     num_beside = config.roles.rollout.count
     if takes_turns(config):
         num_beside = max(1, num_beside // config.memory.host_devices)
@@ -258,7 +349,7 @@ def memory_share(config: RunConfig) -> float:
 
 
 def rollout_tenancy(spec: ActorSpec, config: RunConfig, engine: Engine | None) -> Tenancy | None:
-    """The engine as a tenant; None where it has its device for itself. Raises ConfigError for engines that cannot
+    """The engine as a tenant; None if its device is not shared. Raises ConfigError for engines that cannot
     give their memory back."""
     if not takes_turns(config):
         return None
@@ -270,15 +361,15 @@ def rollout_tenancy(spec: ActorSpec, config: RunConfig, engine: Engine | None) -
 
 
 def sglang_plan(spec: ActorSpec, config: RunConfig, model: ModelConfig) -> tuple[TagReport, ...] | None:
-    """What a launched server is going to hold on each GPU, as far as can be said before it is started; None where its
-    memory is its own. Raises ConfigError when [sglang] does not say how much it may take."""
+    """What a launched server will hold on each GPU, as far as this is known before it starts; None if its memory is
+    not shared. Raises ConfigError when [sglang] does not say how much it may take."""
     if not takes_turns(config):
         return None
     share = config.sglang.get("mem_fraction_static")
     if not isinstance(share, int | float):
         raise ConfigError(
             'memory.share = "switch": [sglang] does not set mem_fraction_static',
-            remedy="set it: the share of the GPU that weights and cache take while the engine has its turn, e.g. 0.85",
+            remedy="set it: the share of the GPU that weights and cache take during the engine's turn, e.g. 0.85",
         )
     from ...memory.gpu_facts import gpu_capacity
 

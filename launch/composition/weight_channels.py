@@ -20,7 +20,7 @@ def choose_channel(config: RunConfig) -> WeightChannel:
         return named
     rollout, trainer = config.roles.rollout, config.roles.trainer
     is_spread = rollout.nodes == "*" or set(rollout.nodes) != set(trainer.nodes)
-    if rollout.kind == "recorded":  # nobody reads them
+    if rollout.kind == "recorded":  # they have no reader
         return "shm"
     if rollout.kind == "embedded":
         return "disk" if is_spread else "shm"
@@ -32,8 +32,8 @@ def choose_channel(config: RunConfig) -> WeightChannel:
 
 
 def is_beside_an_engine(config: RunConfig, local_rank: int) -> bool:
-    """Whether that trainer rank of a node is on the GPU of an engine. Engines whose GPUs nobody named are with the only
-    rank there is."""
+    """Whether that trainer rank of a node is on the GPU of an engine. If the run file names no GPUs of
+    engines, they are with the only rank."""
     engines = config.roles.rollout.device_ids
     return not engines or config.roles.trainer.rank_devices[local_rank] in engines
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, cast
 
 import msgspec
+from pydantic import BaseModel
 
 from ...actors.coordinator.audit import AUDIT_FILE, read_audit
 from ...core.config import RunConfig
@@ -24,10 +25,47 @@ from ...core.knobs import (
     Tunable,
 )
 from ...core.suggestion import nearest, suggest
-from ..config_keys import default_at, flat, value_at
-from ..supervisor.roster import ActorRecord
+from ..supervisor.run_actors import ActorStatus
 from .run_verbs import Reason
 from .verb import Arguments, Verb, VerbContext, coordinator_call, find_targets
+
+
+def value_at(config: RunConfig, key: str) -> Any:
+    """The value at "section.key"; None where there is none. Names are the file's ("async"), not the attributes'."""
+    place: Any = config
+    for name in key.split("."):
+        if isinstance(place, BaseModel):
+            fields = type(place).model_fields
+            found = next((f for f, info in fields.items() if name in (f, info.alias)), None)
+            place = getattr(place, found) if found is not None else None
+        elif isinstance(place, dict):
+            place = cast(dict[str, Any], place).get(name)
+        else:
+            return None
+    return place
+
+
+def default_at(kind: type[BaseModel], key: str) -> Any:
+    """What a run file means that leaves "section.key" out; None where there is no such key, or it has to be given."""
+    name, _, rest = key.partition(".")
+    info = next((info for field, info in kind.model_fields.items() if name in (field, info.alias)), None)
+    if info is None:
+        return None
+    inner = info.annotation
+    if rest:
+        return default_at(inner, rest) if isinstance(inner, type) and issubclass(inner, BaseModel) else None
+    return None if info.is_required() else info.get_default(call_default_factory=True)
+
+
+def flat(table: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """("optimizer.lr", 1e-4) for every leaf of nested tables."""
+    for name, value in table.items():
+        key = f"{above}.{name}" if above else name
+        if isinstance(value, dict):
+            yield from flat(cast(dict[str, Any], value), key)
+        else:
+            yield key, value
+
 
 ASK_S = 20.0
 """Less than callers wait, so that their error names the owner that did not answer."""
@@ -199,7 +237,7 @@ async def _set(context: VerbContext, arguments: SetArguments, who: Operator) -> 
     names = (*arguments.values, *arguments.expect)
     target = arguments.target
     if target.startswith("node:"):
-        target = owner_on_node(target, context.supervisor.roster(), names, await knob_table(context))
+        target = owner_on_node(target, context.supervisor.statuses(), names, await knob_table(context))
     request = ChangeRequest(
         values=dict[str, KnobValue](arguments.values),
         who=who,
@@ -220,7 +258,7 @@ async def _set(context: VerbContext, arguments: SetArguments, who: Operator) -> 
     return reply
 
 
-def owner_on_node(target: str, roster: Sequence[ActorRecord], names: Sequence[str], table: KnobTable) -> str:
+def owner_on_node(target: str, roster: Sequence[ActorStatus], names: Sequence[str], table: KnobTable) -> str:
     """A target that the coordinator knows for "node:1": the one owner of these knobs there, or its whole role if all of
     it is there. Raises ConfigError when it is neither."""
     here = {record.name for record in find_targets(target, roster)}

@@ -38,7 +38,7 @@ from ..contracts import (
     process_name,
 )
 from ..run_watch import RunWatch
-from ..supervisor.roster import ActorRecord
+from ..supervisor.run_actors import ActorStatus
 from .verb import Arguments, Verb, VerbContext, find_targets
 
 T = TypeVar("T")
@@ -149,7 +149,7 @@ def _log_owners(context: VerbContext, target: str) -> list[tuple[int, str]]:
             raise ConfigError(f"node {node} takes no part", remedy=f"there are {context.supervisor.nodes}")
         return [(node, LAUNCHER)]
     try:
-        return [(record.node, record.name) for record in find_targets(target, context.supervisor.roster())]
+        return [(record.node, record.name) for record in find_targets(target, context.supervisor.statuses())]
     except ConfigError:
         if "/" in target and (context.run_dir.logs / "latest" / f"{target.replace('/', '.')}.log").exists():
             return [(0, target)]
@@ -160,7 +160,7 @@ def _log_owners(context: VerbContext, target: str) -> list[tuple[int, str]]:
 
 
 async def _stack(context: VerbContext, arguments: StackArguments, who: Operator) -> list[StackReply]:
-    meant = find_targets(arguments.target, context.supervisor.roster())
+    meant = find_targets(arguments.target, context.supervisor.statuses())
     looks = [_stack_of(context, record.name, record.node, py_spy=arguments.py_spy) for record in meant]
     return await _all_or_told(looks, [record.name for record in meant])
 
@@ -189,7 +189,7 @@ async def _all_or_told(looks: Sequence[Awaitable[StackReply]], names: list[str])
 
 
 async def _facts(context: VerbContext, arguments: TargetArguments, who: Operator) -> list[ProcessFacts]:
-    meant = find_targets(arguments.target, context.supervisor.roster())
+    meant = find_targets(arguments.target, context.supervisor.statuses())
     return list(await asyncio.gather(*(_asked(r.name, _process(context, r.name).facts()) for r in meant)))
 
 
@@ -198,7 +198,7 @@ async def _facts(context: VerbContext, arguments: TargetArguments, who: Operator
 
 async def _profile(context: VerbContext, arguments: ProfileArguments, who: Operator) -> list[ProfileReply]:
     """Of several, one that refuses says why in its place; raises if all of them do."""
-    meant = find_targets(arguments.target, context.supervisor.roster())
+    meant = find_targets(arguments.target, context.supervisor.statuses())
     order = ProfileOrder(kind=arguments.kind, duration_s=arguments.for_s, interval_s=arguments.interval_s)
     is_served = context.config.roles.rollout.kind == "sglang" and arguments.engine and arguments.kind != "memory"
     looks = [
@@ -222,12 +222,12 @@ async def _profile(context: VerbContext, arguments: ProfileArguments, who: Opera
     return told
 
 
-async def _own_profile(context: VerbContext, record: ActorRecord, order: ProfileOrder) -> list[ProfileReply]:
+async def _own_profile(context: VerbContext, record: ActorStatus, order: ProfileOrder) -> list[ProfileReply]:
     ref = with_deadline(_process(context, record.name), order.duration_s + SPARE_S)
     return [await _asked(record.name, ref.profile(order))]
 
 
-async def _engine_profiles(context: VerbContext, record: ActorRecord, order: ProfileOrder) -> list[ProfileReply]:
+async def _engine_profiles(context: VerbContext, record: ActorStatus, order: ProfileOrder) -> list[ProfileReply]:
     """Never raises for a server: the profile of the actor's own process is kept."""
     ref = with_deadline(context.node.ref(RolloutContract, record.name), order.duration_s + ENGINE_SPARE_S)
     try:
@@ -237,7 +237,7 @@ async def _engine_profiles(context: VerbContext, record: ActorRecord, order: Pro
     return [_of_engine(record, trace) for trace in traces]
 
 
-def _of_engine(record: ActorRecord, trace: EngineTrace) -> ProfileReply:
+def _of_engine(record: ActorStatus, trace: EngineTrace) -> ProfileReply:
     name = f"{record.name}, its server{'' if trace.engine == record.name else f' {trace.engine}'}"
     if trace.refused:
         return _refusal(name, record.node, trace.refused)
@@ -303,7 +303,7 @@ class ActorRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def _ps(context: VerbContext, arguments: Arguments, who: Operator) -> list[ActorRow]:
-    roster = context.supervisor.roster()
+    roster = context.supervisor.statuses()
     now = context.node.clock.wall()
     here = socket.gethostname()
     shares, disk = await asyncio.gather(_shares(context), _disk(context))

@@ -22,10 +22,8 @@ from ...core.knobs import Operator
 from ...core.suggestion import suggest
 from ..actor_spec import ActorSpec
 from ..chaos import LAUNCHER, RandomFaults
-from ..supervisor.late_place import check_leaver, staff
-from ..supervisor.placement import START_ORDER
-from ..supervisor.roster import ActorRecord
-from ..supervisor.signalling import send_signal
+from ..supervisor.placement import START_ORDER, check_leaver, staff
+from ..supervisor.run_actors import ActorStatus
 from .verb import Arguments, Verb, VerbContext, find_targets, node_of
 
 LOOK_S = 0.1
@@ -93,7 +91,7 @@ async def _scale(context: VerbContext, arguments: ScaleArguments, who: Operator)
     joining = [actor.name for actor in staffing.joining]
 
     def is_done() -> bool:
-        there = {record.name: record for record in supervisor.roster()}
+        there = {record.name: record for record in supervisor.statuses()}
         is_up = all(name in there and there[name].state == "up" for name in joining)
         return is_up and not set(staffing.leaving) & there.keys()
 
@@ -120,10 +118,10 @@ async def _drain(context: VerbContext, arguments: DrainArguments, who: Operator)
     supervisor = context.supervisor
     node = node_of(arguments.target)
     is_node = node is not None and node != 0 and node in supervisor.nodes
-    meant = () if is_node and not _lives_on(context, node) else find_targets(arguments.target, supervisor.roster())
+    meant = () if is_node and not _lives_on(context, node) else find_targets(arguments.target, supervisor.statuses())
     roles: set[RoleName] = {record.role for record in meant}
     for role in roles:
-        staying = [r for r in supervisor.roster() if r.role == role and not (r.is_over or r.is_leaving)]
+        staying = [r for r in supervisor.statuses() if r.role == role and not (r.is_over or r.is_leaving)]
         check_leaver(context.config, role, len({r.name for r in staying} - {r.name for r in meant}))
     names = [record.name for record in meant]
     if is_node and node is not None:
@@ -134,23 +132,23 @@ async def _drain(context: VerbContext, arguments: DrainArguments, who: Operator)
 
     def is_done() -> bool:
         is_gone = not (is_node and node in supervisor.nodes)
-        return is_gone and not set(names) & {record.name for record in supervisor.roster()}
+        return is_gone and not set(names) & {record.name for record in supervisor.statuses()}
 
     return {"leaving": names, "is_done": await _until(is_done, arguments.wait_s)}
 
 
 def _lives_on(context: VerbContext, node: int | None) -> bool:
-    return any(record.node == node for record in context.supervisor.roster())
+    return any(record.node == node for record in context.supervisor.statuses())
 
 
 # -- restart -----------------------------------------------------------------------------------------------------------
 
 
 async def _restart(context: VerbContext, arguments: RestartArguments, who: Operator) -> dict[str, Any]:
-    meant = find_targets(arguments.target, context.supervisor.roster())
+    meant = find_targets(arguments.target, context.supervisor.statuses())
     if not arguments.force:
         for record in meant:
-            _check_restart(record, context.supervisor.crew[record.name].spec)
+            _check_restart(record, context.supervisor.actors[record.name].spec)
     for record in meant:
         if record.is_leaving:
             raise ConfigError(f"{record.name} is leaving the run", remedy="`myxa scale` starts a new one")
@@ -161,13 +159,13 @@ async def _restart(context: VerbContext, arguments: RestartArguments, who: Opera
     )
 
     def is_done() -> bool:
-        there = {r.name: r for r in context.supervisor.roster()}
+        there = {r.name: r for r in context.supervisor.statuses()}
         return all(n in there and there[n].state == "up" and there[n].attempt > attempts[n] for n in names)
 
     return {"restarting": names, "is_done": await _until(is_done, arguments.wait_s)}
 
 
-def _check_restart(record: ActorRecord, spec: ActorSpec) -> None:
+def _check_restart(record: ActorStatus, spec: ActorSpec) -> None:
     if spec.rank is not None and spec.restart != "gang":
         raise ConfigError(
             f"{record.name} is not restarted in a running run: its mates would not restart with it",
@@ -175,13 +173,13 @@ def _check_restart(record: ActorRecord, spec: ActorSpec) -> None:
         )
 
 
-async def _one_by_one(context: VerbContext, meant: Sequence[ActorRecord], reason: str) -> None:
+async def _one_by_one(context: VerbContext, meant: Sequence[ActorStatus], reason: str) -> None:
     """Restarts one after another: the next when the one before is back. A gang restarts as a whole."""
     supervisor = context.supervisor
     gangs: set[str] = set()
     for record in meant:
         try:
-            spec = supervisor.crew[record.name].spec
+            spec = supervisor.actors[record.name].spec
             if spec.rank is not None and spec.rank.gang in gangs:
                 continue
             if spec.rank is not None:
@@ -198,7 +196,7 @@ async def _one_by_one(context: VerbContext, meant: Sequence[ActorRecord], reason
 
 def _is_back(context: VerbContext, name: str, before: int) -> bool:
     """Also when it has left, or failed: then there is nothing to wait for."""
-    record = next((r for r in context.supervisor.roster() if r.name == name), None)
+    record = next((r for r in context.supervisor.statuses() if r.name == name), None)
     return record is None or record.is_over or (record.state == "up" and record.attempt > before)
 
 
@@ -207,12 +205,12 @@ def _is_back(context: VerbContext, name: str, before: int) -> bool:
 
 async def _kill(context: VerbContext, arguments: KillArguments, who: Operator) -> dict[str, Any]:
     supervisor = context.supervisor
-    meant = [record for record in find_targets(arguments.target, supervisor.roster()) if record.pid]
+    meant = [record for record in find_targets(arguments.target, supervisor.statuses()) if record.pid]
     if not meant:
         raise ConfigError(f"{arguments.target!r}: none of them has a process now", remedy="see `myxa ps`")
     supervisor.ctx.log.warning("%s: SIG%s to %s", _why(who, arguments.reason), arguments.signal, arguments.target)
     by = f"`myxa kill` by {who.user or 'an unknown user'}" + (f" ({arguments.reason})" if arguments.reason else "")
-    return {"signal": arguments.signal, "sent": await send_signal(supervisor, meant, arguments.signal, by)}
+    return {"signal": arguments.signal, "sent": await supervisor.send_signal(meant, arguments.signal, by)}
 
 
 # -- common ------------------------------------------------------------------------------------------------------------
@@ -291,16 +289,16 @@ async def _chaos(context: VerbContext, arguments: ChaosArguments, who: Operator)
             return {"act": arguments.act, "actors": list(met), **told}
 
 
-def _meant(context: VerbContext, arguments: ChaosArguments) -> list[ActorRecord]:
+def _meant(context: VerbContext, arguments: ChaosArguments) -> list[ActorStatus]:
     if not arguments.target:
         raise ConfigError(f"chaos {arguments.act}: of whom?", remedy="name an actor, such as rollout/1")
-    return [record for record in find_targets(arguments.target, context.supervisor.roster()) if record.pid]
+    return [record for record in find_targets(arguments.target, context.supervisor.statuses()) if record.pid]
 
 
 def _others(context: VerbContext, text: str) -> list[str]:
     if text == LAUNCHER:
         return [LAUNCHER]
-    return [r.name for r in find_targets(text, context.supervisor.roster()) if r.pid] if text else []
+    return [r.name for r in find_targets(text, context.supervisor.statuses()) if r.pid] if text else []
 
 
 async def _acts(context: VerbContext, arguments: Arguments, who: Operator) -> dict[str, Any]:

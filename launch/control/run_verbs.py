@@ -83,7 +83,7 @@ async def _evaluate(context: VerbContext, arguments: EvalArguments, who: Operato
 async def _down(context: VerbContext, arguments: WithReason, who: Operator) -> dict[str, str]:
     """The launcher's own loop ends the run, as after Ctrl-C; this only asks for it."""
     reason = arguments.reason or f"{who.user} asked for it (myxa down)"
-    context.supervisor.wish_stop(reason, signal.SIGTERM)
+    context.supervisor.request_stop(reason, signal.SIGTERM)
     return {"ending": reason}
 
 

@@ -26,7 +26,7 @@ from ...core.suggestion import nearest
 from ...transport.node import Node
 from ..chaos import FaultInjector
 from ..run_dir import RunDir
-from ..supervisor.roster import ActorRecord
+from ..supervisor.run_actors import ActorStatus
 from .suggestions import Proposals
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ MAX_SHOWN = 12
 _NODE = re.compile(r"node:(\d{1,6})")
 
 
-def find_targets(target: str, roster: Sequence[ActorRecord]) -> tuple[ActorRecord, ...]:
+def find_targets(target: str, roster: Sequence[ActorStatus]) -> tuple[ActorStatus, ...]:
     """The actors that `target` means, in start order; never none. Raises ConfigError, with the names there are, if
     it names no actor."""
     word = target.strip()
@@ -131,7 +131,7 @@ def node_of(target: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _names_actor(record: ActorRecord, word: str) -> bool:
+def _names_actor(record: ActorStatus, word: str) -> bool:
     if (node := node_of(word)) is not None:
         return record.node == node
     return word in ("all", "*", record.name, record.role, f"{record.role}/*")
@@ -161,6 +161,6 @@ async def coordinator_call(context: VerbContext, seconds: float) -> AsyncGenerat
 
 
 def _away(context: VerbContext) -> NotSent:
-    record = next((record for record in context.supervisor.roster() if record.name == NAME), None)
+    record = next((record for record in context.supervisor.statuses() if record.name == NAME), None)
     state = f"{record.state}, attempt {record.attempt}" if record is not None else "not there"
     return NotSent(f"the coordinator is restarting ({state}): nothing was asked of it", remedy="ask again in a moment")

@@ -21,7 +21,7 @@ from ...core.knobs import ChangeReply, ChangeRequest, KnobState, KnobTable, Oper
 from ...core.messages import BufferStats, Record, RunStatus
 from ...core.refs import with_deadline
 from ..preflight.machine import look_at_gpus
-from ..supervisor.late_place import Present, staff
+from ..supervisor.placement import Present, staff
 from ..views.advice import Facts, all_advice, most_on_cores, num_cores
 from ..views.bottleneck import Bottleneck, Filtered, engines_look_full, judge
 from ..views.why import Reason, actors_of, explain, explain_actors

@@ -1,23 +1,97 @@
 """`myxa demo`: from random weights to a model that sorts digits, on a laptop, by the code that runs on clusters.
 
-Two ordinary runs, one after the other, with run files anybody may copy (`sft.toml`, `rl.toml` beside this file): short
-imitation of mostly wrong demonstrations, then asynchronous GRPO. Model, tokenizer and task are made on the spot.
+Two ordinary runs, one after the other, with run files to copy (`sft.toml`, `rl.toml` beside this file): a short
+imitation of mostly wrong demonstrations, then asynchronous GRPO. Model, tokenizer and data are made here. A
+demonstration is right with probability `p_right`, else a typical slip. A model that imitates them answers about a
+quarter of the prompts, so every group of samples has spread and reinforcement can learn.
 """
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from importlib.resources import files
 from pathlib import Path
 
 import orjson
 
 from ...core.config import load_config
-from ..launcher import LaunchOptions, Outcome, launch
+from ..launcher import LaunchOptions, LaunchOutcome, launch
 from ..node_place import find_place
-from .material import prepare
+
+DIGITS = "0123456789"
+SHORTEST, LONGEST = 3, 7
+
+_SLIPS: tuple[Callable[[str], str], ...] = (
+    lambda digits: digits,
+    lambda digits: digits[::-1],
+    lambda digits: "".join(sorted(digits, reverse=True)),
+    lambda digits: "".join(sorted(digits))[:-1],
+)
+"""Copied, reversed, sorted downwards, last digit dropped."""
+
+
+def question(rng: random.Random) -> str:
+    """A prompt such as "sort 52713"."""
+    length = rng.randint(SHORTEST, LONGEST)
+    return "sort " + "".join(rng.choice(DIGITS) for _ in range(length))
+
+
+def answer(prompt: str) -> str:
+    """The right answer: "12357"."""
+    return "".join(sorted(prompt.split()[1]))
+
+
+def demonstration(prompt: str, rng: random.Random, p_right: float) -> str:
+    """An answer that is right with probability `p_right` and a slip otherwise."""
+    if rng.random() < p_right:
+        return answer(prompt)
+    return rng.choice(_SLIPS)(prompt.split()[1])
+
+
+def rows(num: int, seed: int, p_right: float) -> Iterator[dict[str, str]]:
+    """`num` dataset rows with prompt, label and demonstration."""
+    rng = random.Random(seed)
+    for _ in range(num):
+        prompt = question(rng)
+        yield {"prompt": prompt, "label": answer(prompt), "demonstration": demonstration(prompt, rng, p_right)}
+
+
+def write_rows(path: Path, num: int, seed: int, *, p_right: float = 0.3, exclude: frozenset[str] = frozenset()) -> None:
+    """Write a JSONL file of `num` rows; prompts in `exclude` are left out (held-out prompts stay unseen)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = (row for row in rows(num, seed, p_right) if row["prompt"] not in exclude)
+    path.write_bytes(b"\n".join(orjson.dumps(row) for row in kept) + b"\n")
+
+
+def prompts(path: Path) -> frozenset[str]:
+    """All prompts of a JSONL file written by `write_rows`."""
+    return frozenset(orjson.loads(line)["prompt"] for line in path.read_bytes().splitlines())
+
+
+PRESET = "0p5m"
+NUM_DEMONSTRATIONS = 12_800
+NUM_PROMPTS = 20_000
+NUM_HELDOUT = 256
+
+
+def prepare(folder: Path, seed: int) -> None:
+    """Write model, data and run files into `folder`."""
+    from ...actors.models.tiny import make_tiny_model  # imports torch
+
+    folder.mkdir(parents=True, exist_ok=True)
+    make_tiny_model(folder / "model", preset=PRESET, seed=seed)
+    data = folder / "data"
+    write_rows(data / "heldout.jsonl", NUM_HELDOUT, seed=seed + 1)
+    unseen = prompts(data / "heldout.jsonl")
+    write_rows(data / "demonstrations.jsonl", NUM_DEMONSTRATIONS, seed=seed + 2, exclude=unseen)
+    write_rows(data / "prompts.jsonl", NUM_PROMPTS, seed=seed + 3, exclude=unseen)
+    for name in ("sft.toml", "rl.toml"):
+        (folder / name).write_text((files("myxa.launch.demo") / name).read_text())
+
 
 _NEXT_STEPS = (
     "myxa up {folder}/rl.toml --set async.max_staleness=0     the same without asynchrony: watch the trainer wait",
@@ -58,7 +132,7 @@ def run_demo(options: DemoOptions) -> int:
     return 0
 
 
-def warm_up(options: DemoOptions) -> Outcome:
+def warm_up(options: DemoOptions) -> LaunchOutcome:
     """Make model and data, run the supervised stage; afterwards `<folder>/sft/export` holds the warm model."""
     prepare(options.folder, options.seed)
     result = _launch(options, "sft", [], ())
@@ -69,7 +143,7 @@ def warm_up(options: DemoOptions) -> Outcome:
     return result
 
 
-def _launch(options: DemoOptions, stage: str, overrides: Sequence[str], next_steps: tuple[str, ...]) -> Outcome:
+def _launch(options: DemoOptions, stage: str, overrides: Sequence[str], next_steps: tuple[str, ...]) -> LaunchOutcome:
     always = [
         f'run.dir="{options.folder.absolute()}"',
         f"run.seed={options.seed}",

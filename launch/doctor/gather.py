@@ -28,13 +28,12 @@ from ...actors.engines.sglang_memory import saver_env
 from ...core.errors import LaunchError
 from ...memory.communicators.proxy_build import COMPILERS
 from ...memory.host import CGROUP_ROOT, available_bytes
-from ..child_env import SPEC_VARIABLE, WORKER_MODULE
 from ..control.client import ControlNote
 from ..node_place import DEFAULT_PORT
 from ..preflight.interpreters import has_module, module_folder
 from ..preflight.machine import free_at, look_at_gpus, nearest_folder
 from ..runtime_dir import PREFIX, short_base
-from ..worker_spec import WorkerSpec, read_spec
+from ..worker_spec import SPEC_VARIABLE, WORKER_MODULE, ProcessSpec, read_spec
 from .machine_facts import Disk, FoundRun, MachineFacts, Network, Packages, Preload, Rights, Room, Server, System, Time
 
 SERVER_MODULE = "sglang.launch_server"
@@ -93,7 +92,7 @@ def _folders() -> Iterator[Path]:
             yield entry
 
 
-def _workers() -> Iterator[tuple[int, Path, WorkerSpec]]:
+def _workers() -> Iterator[tuple[int, Path, ProcessSpec]]:
     """Process id, runtime folder and description of every actor of this user."""
     for pid, words in _command_lines().items():
         if WORKER_MODULE not in words:

@@ -1,28 +1,33 @@
-"""What every actor's process answers for itself, beside its actor: stacks, facts, profiles. Costs nothing until asked.
+"""What every actor's process answers beside its actor (stacks, facts, profiles), and the watch of its event loop.
 
-Knows the process it is in and the run directory. Must not know the actor it stands beside.
+The loop watch notices a user's function that blocks where it should await. Such a process neither answers nor ends, and
+no `asyncio.timeout` in it fires. A thread asks the loop for a sign once a second. It counts missing signs, not seconds,
+so that a process is not blamed for the time that it was stopped. asyncio's debug mode was considered: it reports a slow
+callback only after it has ended.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
+import sys
+import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import FrameType
 
 import psutil
 
 from ...actors.daemon_thread import in_daemon_thread
 from ...core.errors import ConfigError, NoSuchActor
 from ..contracts import ProcessContract, ProcessFacts, ProfileOrder, ProfileReply, StackReply
-from .live_stacks import task_stacks, thread_stacks
-from .memory_profile import cuda_bytes, trace_memory
-from .stack_sampler import sample_stacks
-from .torch_profile import profile_torch
+from .profilers import cuda_bytes, profile_torch, sample_stacks, task_stacks, thread_stacks, trace_memory
 
 MAX_PROFILE_S = 600.0
 NUM_TOP = 10
@@ -120,9 +125,84 @@ class ProcessActor(ProcessContract):
         return seen.num_looks, seen.top(NUM_TOP)
 
     def _path(self, ending: str) -> Path:
-        """A new file; two within a second are told apart."""
+        """A new file; several within a second get a number."""
         stem = f"{self._name.replace('/', '.')}.{time.strftime('%Y%m%d-%H%M%S')}"
         number = 1
         while (path := self._folder / f"{stem}{f'-{number}' if number > 1 else ''}.{ending}").exists():
             number += 1
         return path
+
+
+TICK_S = 1.0
+WARN_S = 10.0
+
+OURS = str(Path(__file__).parents[1])
+INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {OURS})
+
+_log = logging.getLogger("myxa.worker")
+
+
+class LoopWatch:
+    """Watches the loop of the thread that makes it, from `start` to `stop`. `give_up` is called in a thread of its own,
+    once, with the line that holds the loop up. `busy_s` says for how long it has been declared that this may be."""
+
+    def __init__(
+        self, limit_s: float, give_up: Callable[[str], object], busy_s: Callable[[], float] = lambda: 0.0
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._watched = threading.get_ident()
+        self._limit_s = limit_s
+        self._give_up = give_up
+        self._busy_s = busy_s
+        self._sign = threading.Event()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="loop watch", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        self._is_over.set()
+        if self._thread.is_alive():
+            self._thread.join(TICK_S)
+
+    def _watch(self) -> None:
+        missed_s = 0.0
+        self._ask()
+        while not self._is_over.wait(TICK_S):
+            if self._sign.is_set():
+                missed_s = 0.0
+                self._ask()
+                continue
+            if self._busy_s() > 0:
+                continue
+            missed_s += TICK_S
+            if missed_s == WARN_S:
+                _log.warning("the event loop has been held up for %g s:\n%s", missed_s, self._stack())
+            if missed_s >= self._limit_s:
+                _log.error("the event loop has been held up for %g s:\n%s", missed_s, self._stack())
+                self._give_up(self._line())
+                return
+
+    def _ask(self) -> None:
+        self._sign.clear()
+        try:
+            self._loop.call_soon_threadsafe(self._sign.set)
+        except RuntimeError:  # the loop is closed
+            self._is_over.set()
+
+    def _stack(self) -> str:
+        return "".join(traceback.format_stack(self._frame()))
+
+    def _line(self) -> str:
+        """The innermost line of a file that is neither ours nor installed; else the innermost of all."""
+        places = [(frame.filename, frame.lineno) for frame in traceback.extract_stack(self._frame())]
+        foreign = [place for place in places if not place[0].startswith((*INSTALLED, "<"))]
+        filename, line = (foreign or places)[-1]
+        return f"{filename}:{line}"
+
+    def _frame(self) -> FrameType | None:
+        frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage] - documented, and there is no other way
+        return frames.get(self._watched)

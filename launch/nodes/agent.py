@@ -1,6 +1,6 @@
-"""A node's agent: starts processes, watches them, ends them. Decides nothing; the run supervisor on node 0 does.
+"""A node's agent: starts the processes of actors, watches them, ends them, reaps orphans.
 
-Knows children, log files and the run-time directory. Must not know policies, roles or what a run is for.
+It decides nothing: the run supervisor on node 0 gives the orders. It has no knowledge of policies or roles.
 """
 
 from __future__ import annotations
@@ -10,23 +10,26 @@ import contextlib
 import os
 import signal
 import socket
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ...actors.contracts import MonitorContract
+from ...core.actor import ActorContext
 from ...core.errors import CallError, ConfigError, LaunchError, MyxaError, NoSuchActor, PeerDied
+from ...core.messages import MetricPoint, Telemetry
 from ...core.process import adopts_orphans
 from ...core.refs import with_deadline
 from ...core.retry import until_answered
-from ..actor_spec import GangMeeting
-from ..child_env import child_env, worker_command
+from ..actor_spec import GangRendezvous
 from ..contracts import (
     SUPERVISOR,
     AgentContract,
     ChildEnd,
     LogChunk,
     LogRequest,
-    RunPlan,
+    RunDescription,
     StackReply,
     StartOrder,
     StartReply,
@@ -35,56 +38,55 @@ from ..contracts import (
 from ..first_failure import read_end
 from ..frozen_code import write_code
 from ..run_dir import RunDir
-from ..worker_spec import DEFAULT_PROGRAM, WorkerSpec, write_spec
-from .child import Child, start_child
+from ..worker_spec import DEFAULT_PROGRAM, ProcessSpec, child_env, worker_command, write_spec
+from .child import Child, spied_stacks, start_child, written_stacks
+from .fork_server_pool import ForkServerPool
 from .log_reader import read_log
-from .nursery import Nursery
-from .orphans import LOOK_EVERY_S, Orphans
-from .outside_stacks import spied_stacks, written_stacks
 from .preloads import Preloads
-from .process_time import tell_process_time
-from .quiet_port import quiet_port
 from .race import race
+from .rendezvous import quiet_port
 
 PING_S = 1.0
+REAP_EVERY_S = 2.0
+REPORT_EVERY_S = 2.0
 KeyFor = Callable[[str], Awaitable[str]]
 
 LOOK_AGAIN_S = 1.0
-"""Stacks found out from outside are told again for so long instead of being looked for."""
+"""For so long, stacks that were taken from outside are returned again instead of taken again."""
 STACKS_S = 0.5
-"""How long a process that hangs may take to write down where it hangs."""
+"""How long a process that hangs may take to write its stacks."""
 SIGNALS = frozenset({signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT})
-"""What an operator may send."""
+"""Signals that an operator may send."""
 KILL_S = 5.0
 """How long a process may take to vanish after SIGKILL (longer: it hangs in the kernel)."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentOptions:
-    """What a node's agent works with."""
+    """Facts of a node's agent."""
 
     node: int
     address: str
-    """Under which the other nodes reach this one."""
+    """Address at which other nodes reach this one."""
     runtime_dir: Path
     rdzv_path: str
     """File that tells workers how to reach the registry."""
     lost_s: float = 20.0
-    """How long node 0 may be silent before this node gives the run up."""
+    """How long node 0 may be silent before this node leaves the run."""
     program: str = DEFAULT_PROGRAM
     must_share: bool = False
     """Whether the run directory has to be there already, as on the other nodes."""
     key_for: KeyFor | None = None
-    """Makes the key of a process that is to be started and tells the registry of it; None: no process needs one."""
+    """Makes the key of a process and registers it at the registry; None: processes need no key."""
     preloads: Preloads | None = None
-    """Which actors are forked from a process that has their imports; None: nobody is."""
+    """Which actors are forked from a process that has their imports; None: no actor is."""
     base_env: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Variables of actors that the launcher's own environment overrules."""
+    """Variables of actors; the launcher's own environment overrides them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Farewell:
-    """How this node's launcher is to exit."""
+class NodeExit:
+    """How this node's launcher exits."""
 
     exit_code: int
     reason: str
@@ -94,24 +96,24 @@ ExitSeen = Callable[[ChildEnd], Awaitable[None]]
 
 
 class Agent(AgentContract):
-    """See the module's head. `exit_seen` hears of every end before the supervisor does."""
+    """`exit_seen` is called for every end of a process before the supervisor is informed."""
 
     def __init__(self, options: AgentOptions, exit_seen: ExitSeen) -> None:
-        self.left: asyncio.Future[Farewell] = asyncio.get_running_loop().create_future()
+        self.left: asyncio.Future[NodeExit] = asyncio.get_running_loop().create_future()
         """Set once the run is over."""
         self._options = options
         self._exit_seen = exit_seen
-        self._plan: RunPlan | None = None
+        self._plan: RunDescription | None = None
         self._run_dir: RunDir | None = None
         self._children: dict[str, Child] = {}
         self._starting: dict[str, asyncio.Future[None]] = {}
-        """Who has no process yet; done: it is not wanted any more."""
+        """Actor that has no process yet -> done once it is not wanted any more."""
         self._is_stopped = False
-        self._fork_servers: Nursery | None = None
+        self._fork_servers: ForkServerPool | None = None
         self._orphans = Orphans(self._knows)
         self._looking = asyncio.Lock()
         self._last_look: dict[tuple[str, bool], tuple[float, int, StackReply]] = {}
-        """(actor, by py-spy) -> when it was looked at, which process, what was seen."""
+        """(actor, by py-spy) -> time, process id, stacks."""
 
     @property
     def children(self) -> tuple[Child, ...]:
@@ -119,18 +121,18 @@ class Agent(AgentContract):
         return tuple(self._children.values())
 
     async def on_start(self) -> None:
-        """Nothing is asked of it yet."""
-        self.ctx.spawn(tell_process_time(self.ctx), name="tell process time")
-        if not adopts_orphans():  # as in a program that hosts us: what is forked for us would not become our child
+        """Start to report and to reap; start fork servers."""
+        self.ctx.spawn(report_process_time(self.ctx), name="report process time")
+        if not adopts_orphans():  # in a program that hosts us a forked process would not become our child
             return
         self.ctx.spawn(self._reap_orphans(), name="reap orphans")
         if self._options.preloads is not None:
-            self._fork_servers = Nursery(self._options.runtime_dir, self.ctx.log)
+            self._fork_servers = ForkServerPool(self._options.runtime_dir, self.ctx.log)
             self._fork_servers.warm(self._options.preloads.warm)
 
     def mind_node_0(self) -> None:
-        """This node has joined: from now on it leaves when node 0 is gone, or counts on it no more. Node 0's own agent
-        ends with node 0."""
+        """This node has joined: from now on it leaves when node 0 is gone or has dropped it. Node 0's own agent ends
+        with node 0."""
         self.ctx.spawn(self._mind_node_0(), name="mind node 0")
 
     async def _mind_node_0(self) -> None:
@@ -139,10 +141,10 @@ class Agent(AgentContract):
         while True:
             await asyncio.sleep(PING_S)
             try:
-                is_counted_on = await supervisor.ping(self._options.node)
+                is_member = await supervisor.ping(self._options.node)
                 heard_s = self.ctx.clock.monotonic()
-                if not is_counted_on:
-                    await self.leave(LaunchError.exit_code, "node 0 takes this node for lost")
+                if not is_member:
+                    await self.leave(LaunchError.exit_code, "node 0 considers this node lost")
                     return
             except CallError as error:
                 silent_s = self.ctx.clock.monotonic() - heard_s
@@ -155,7 +157,7 @@ class Agent(AgentContract):
         """Nothing may outlive the launcher."""
         self._is_stopped = True
         for unwanted in self._starting.values():
-            _give_up(unwanted)
+            _cancel(unwanted)
         servers = [self._fork_servers.close()] if self._fork_servers is not None else []
         await asyncio.gather(self.kill_all(), *servers)
         if adopts_orphans():
@@ -163,16 +165,16 @@ class Agent(AgentContract):
 
     async def _reap_orphans(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
-            if self._fork_servers is None or not self._fork_servers.is_giving_birth:
+            await asyncio.sleep(REAP_EVERY_S)
+            if self._fork_servers is None or not self._fork_servers.has_fork_in_flight:
                 self._orphans.look()
 
     def _knows(self, pid: int) -> bool:
-        """Whether it is a process that is watched, so that its end is seen."""
+        """Whether the process is watched, so that its end will be noticed."""
         servers = self._fork_servers.pids if self._fork_servers is not None else frozenset[int]()
         return pid in servers or any(child.pid == pid for child in self.children)
 
-    async def prepare(self, plan: RunPlan) -> None:
+    async def prepare(self, plan: RunDescription) -> None:
         if self._options.must_share and not RunDir(Path(plan.run_dir)).config.exists():
             raise LaunchError(
                 f"{plan.run_dir} is not there on {socket.gethostname()}: weights travel through it",
@@ -188,7 +190,7 @@ class Agent(AgentContract):
         try:
             child = await self._start(order)
         except MyxaError as error:
-            # A call's outcome says nothing of the run file, whatever its own exit status is.
+            # A failed call says nothing about the run file, whatever its own exit status.
             problem = str(error)
             status = LaunchError.exit_code if isinstance(error, CallError) else error.exit_code
         except (OSError, ValueError) as error:
@@ -197,7 +199,7 @@ class Agent(AgentContract):
             self.ctx.log.info("%s: attempt %d is process %d", name, order.attempt, child.pid)
             return StartReply(pid=child.pid)
         if self._run_dir is not None and name not in self._children:
-            with contextlib.suppress(OSError):  # what is in the way of a start may be in the way of its log
+            with contextlib.suppress(OSError):  # what prevents a start may prevent its log too
                 self._run_dir.log_path(name, order.attempt).write_text(f"{problem}\n", encoding="utf-8")
         return StartReply(problem=problem, status=status)
 
@@ -221,7 +223,7 @@ class Agent(AgentContract):
             raise LaunchError(f"{self.ctx.name} is not prepared", remedy="this is a bug; report it")
         key = await self._options.key_for(name) if self._options.key_for is not None else ""
         self._check_wanted(name, unwanted)
-        spec = WorkerSpec(
+        spec = ProcessSpec(
             actor=order.actor,
             attempt=order.attempt,
             launcher_pid=os.getpid(),
@@ -242,25 +244,27 @@ class Agent(AgentContract):
         )
         child = await self._make_process(order, env, run_dir.new_log(name, order.attempt), unwanted)
         self._children[name] = child
-        if self._is_stopped:  # while it was forked; nobody looks for it any more
+        if self._is_stopped:  # stopped while it was forked: `kill_all` has run already
             child.kill()
         return child
 
     def _check_wanted(self, name: str, unwanted: asyncio.Future[None]) -> None:
         if self._is_stopped or self.left.done():
-            raise LaunchError(f"{self.ctx.name} leaves: it starts nobody any more")
+            raise LaunchError(f"{self.ctx.name} leaves and starts no more actors")
         if unwanted.done():
-            raise LaunchError(f"{name} was to end before it was there")
+            raise LaunchError(f"{name} was ended before it started")
 
     async def _make_process(
         self, order: StartOrder, env: dict[str, str], log_path: Path, unwanted: asyncio.Future[None]
     ) -> Child:
-        """Forked where that can be, else started; the difference is the time it takes."""
-        actor, nursery, preloads = order.actor, self._fork_servers, self._options.preloads
-        if nursery is not None and preloads is not None and (kit := preloads.kit_of(actor)):
-            begun = nursery.start(kit, actor.name, order.attempt, env=env, log_path=log_path, told=self._on_child_end)
-            birth = await race(begun, unwanted)
-            if not birth.cancelled() and (forked := birth.result()) is not None:
+        """Fork it where that is possible, else start an interpreter; only the time it takes differs."""
+        actor, pool, preloads = order.actor, self._fork_servers, self._options.preloads
+        if pool is not None and preloads is not None and (set_name := preloads.set_of(actor)):
+            begun = pool.start(
+                set_name, actor.name, order.attempt, env=env, log_path=log_path, on_exit=self._on_child_end
+            )
+            forking = await race(begun, unwanted)
+            if not forking.cancelled() and (forked := forking.result()) is not None:
                 return forked
         self._check_wanted(actor.name, unwanted)
         return start_child(
@@ -269,7 +273,7 @@ class Agent(AgentContract):
             worker_command(actor),
             env=env,
             log_path=log_path,
-            told=self._on_child_end,
+            on_exit=self._on_child_end,
         )
 
     def _on_child_end(self, child: Child, status: int) -> None:
@@ -297,7 +301,7 @@ class Agent(AgentContract):
     async def end_actors(self, names: tuple[str, ...], grace_s: float) -> None:
         for name in names:
             if name in self._starting:
-                _give_up(self._starting[name])
+                _cancel(self._starting[name])
         children = [self._children[name] for name in names if name in self._children]
         if grace_s > 0:
             for child in children:
@@ -329,7 +333,7 @@ class Agent(AgentContract):
 
     async def read_log(self, request: LogRequest) -> LogChunk:
         if self._run_dir is None:
-            raise LaunchError(f"{self.ctx.name} is not prepared", remedy="try again when the run goes on")
+            raise LaunchError(f"{self.ctx.name} is not prepared", remedy="try again when the run has started")
         # In a thread: it may look through megabytes on a slow disk, and this process serves the run meanwhile.
         return await asyncio.to_thread(read_log, self._run_dir, self._options.node, request)
 
@@ -337,7 +341,7 @@ class Agent(AgentContract):
         child = self._children.get(name)
         if child is None:
             raise ConfigError(f"{name} has no process on node {self._options.node}", remedy="see `myxa ps`")
-        async with self._looking:  # who only looks must not be able to keep a process, or this node, busy
+        async with self._looking:  # an observer must not keep a process or this node busy
             at, pid, held = self._last_look.get((name, py_spy), (0.0, 0, None))
             if held is None or pid != child.pid or self.ctx.clock.monotonic() - at > LOOK_AGAIN_S:
                 held = await (spied_stacks(child) if py_spy else written_stacks(child))
@@ -350,21 +354,85 @@ class Agent(AgentContract):
             child.kill()
         await _still_there(self.children, KILL_S)
 
-    async def meeting_place(self) -> GangMeeting:
+    async def meeting_place(self) -> GangRendezvous:
         family = socket.AF_INET6 if ":" in self._options.address else socket.AF_INET
-        return GangMeeting(address=self._options.address, port=quiet_port(family))
+        return GangRendezvous(address=self._options.address, port=quiet_port(family))
 
     async def leave(self, exit_code: int, reason: str) -> None:
         if not self.left.done():
-            self.left.set_result(Farewell(exit_code, reason))
+            self.left.set_result(NodeExit(exit_code, reason))
 
 
-def _give_up(unwanted: asyncio.Future[None]) -> None:
+def _cancel(unwanted: asyncio.Future[None]) -> None:
     if not unwanted.done():
         unwanted.set_result(None)
 
 
 async def _still_there(children: Sequence[Child], timeout_s: float) -> list[Child]:
-    """Those that have not ended within that time."""
+    """Children that have not ended within that time."""
     ended = await asyncio.gather(*(child.wait(timeout_s) for child in children))
     return [child for child, has_ended in zip(children, ended, strict=True) if not has_ended]
+
+
+# -- orphans, processor time
+
+
+class Orphans:
+    """Reaps processes that actors started and that outlived their parents: the launcher adopts those.
+
+    `os.waitpid(-1)` was considered: it would take the status of children that others in this process wait for. Actors
+    and what they start have sessions of their own. What `subprocess` starts here has our session, or, if it does not,
+    its starter's `wait` reaps it at once; so a zombie is reaped only if it was one at the last look already.
+    `is_known(pid)`: whether the process is watched by its descriptor."""
+
+    def __init__(self, is_known: Callable[[int], bool]) -> None:
+        self._is_known = is_known
+        self._dead: frozenset[int] = frozenset()
+
+    def look(self, *, is_last: bool = False) -> None:
+        """`is_last`: no other waiter is left."""
+        dead = frozenset(pid for pid in _children() if not self._is_known(pid) and _is_foreign_dead(pid))
+        for pid in dead if is_last else dead & self._dead:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        self._dead = dead
+
+
+def _children() -> list[int]:
+    """Children of the main thread, to which the kernel gives orphans; empty if /proc does not list them."""
+    try:
+        text = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="ascii")
+    except OSError:
+        return []
+    return [int(word) for word in text.split()]
+
+
+def _is_foreign_dead(pid: int) -> bool:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return False
+    return fields[0] == "Z" and int(fields[3]) != os.getsid(0)
+
+
+async def report_process_time(ctx: ActorContext) -> None:
+    """Until cancelled, send the launcher's cumulative processor time to the monitor, as every actor sends its own.
+
+    The launcher has no meter: its work is spread over supervisor, agent, control sockets and their threads. The rest of
+    its time it waits for orders. A lost message only costs a point."""
+    monitor = ctx.ref(MonitorContract, "monitor")
+    started_s, worked_s = ctx.clock.monotonic(), time.process_time()
+    while True:
+        await asyncio.sleep(REPORT_EVERY_S)
+        elapsed_s = ctx.clock.monotonic() - started_s
+        compute_s = min(time.process_time() - worked_s, elapsed_s)
+        values = {
+            "time/compute": compute_s,
+            "time/wait-data": elapsed_s - compute_s,
+            "time/wait-data/orders": elapsed_s - compute_s,
+        }
+        point = MetricPoint(source=ctx.name, step=-1, wall_s=ctx.clock.wall(), values=values)
+        try:
+            await monitor.telemetry(Telemetry(metrics=(point,)))
+        except CallError as error:
+            ctx.log.debug("the launcher's time did not reach the monitor: %s", error)

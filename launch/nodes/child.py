@@ -1,8 +1,11 @@
 """One attempt of one actor as a process: started in its own session, watched by pidfd, ended with all it started.
 
-Knows a command, an environment and a log file. Must not know roles, policies or messages.
-asyncio's own subprocess support was considered: it reaps by SIGCHLD or a thread and hands the status out only after
-the process id is free again, so what a dead child left in its process group could not be killed safely.
+asyncio's own subprocess support was considered: it reaps by SIGCHLD or a thread and hands the status out only after the
+process id is free again, so that the remains of a child's process group could not be killed safely.
+
+Stacks of a process can be taken from outside, even if its loop hangs or the interpreter lock is held: by SIGQUIT, on
+which faulthandler writes them into the log (worker.py), or by py-spy, if it is installed and may use ptrace (root, or
+kernel.yama.ptrace_scope = 0).
 """
 
 from __future__ import annotations
@@ -11,24 +14,33 @@ import asyncio
 import contextlib
 import errno
 import os
+import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from ...core.errors import ConfigError, LaunchError
+from ..contracts import StackReply
 
-ExitTold = Callable[["Child", int], None]
+OnExit = Callable[["Child", int], None]
 
 NO_SUCH_PROGRAM = frozenset({errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.ENOEXEC})
-"""What the kernel says of a program that it would not start the next time either. Anything else (no process, no memory,
-no descriptor is left) may pass."""
+"""Errors of a program that would not start the next time either. Other errors (no process, memory or descriptor left)
+may pass."""
 REAP_S = 5.0
+WRITE_S = 5.0
+QUIET_S = 0.3
+"""The stacks are complete when the log has not grown for so long."""
+LOOK_S = 0.05
+SPY_S = 20.0
+MAX_TEXT = 512 * 1024
 
 
-class Process(Protocol):
-    """A child of this process that nobody else waits for."""
+class _Process(Protocol):
+    """A child of this process, to be reaped here alone."""
 
     @property
     def pid(self) -> int: ...
@@ -39,7 +51,7 @@ class Process(Protocol):
 
 
 class Adopted:
-    """A process that a fork server made for us (nursery.py): the kernel made us its parent."""
+    """A process that a fork server made for us (fork_server.py). The kernel made us its parent."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -47,22 +59,22 @@ class Adopted:
     def wait(self) -> int:
         try:
             return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        except ChildProcessError:  # somebody else in this process took its status; it did not end in good order for us
+        except ChildProcessError:  # another waiter in this process took its status: count it as a failure
             return -signal.SIGKILL
 
 
 class Child:
-    """A running process. `told(child, status)` is called once, on the loop, when it has ended and was reaped. Making
-    one raises OSError where the process cannot be watched."""
+    """A running process. `on_exit(child, status)` is called once, on the loop, after it has ended and was reaped.
+    The constructor raises OSError if the process cannot be watched."""
 
-    def __init__(self, name: str, attempt: int, log_path: Path, process: Process, told: ExitTold) -> None:
+    def __init__(self, name: str, attempt: int, log_path: Path, process: _Process, on_exit: OnExit) -> None:
         self.name = name
         self.attempt = attempt
         self.log_path = log_path
         self.status: int | None = None
         """Return code as `subprocess` gives it (negative: signal), None while it runs."""
         self._process = process
-        self._told = told
+        self._on_exit = on_exit
         self._is_asked = False
         self._loop = asyncio.get_running_loop()
         self._ended = asyncio.Event()
@@ -102,7 +114,7 @@ class Child:
         return bool(int(_proc_field(self.pid, "SigCgt") or "0", 16) >> (signal.SIGQUIT - 1) & 1)
 
     def send(self, number: int) -> None:
-        """A signal to the process and everything in its group."""
+        """Send a signal to the process and everything in its group."""
         if self.status is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
@@ -121,13 +133,13 @@ class Child:
 
     def _reap(self) -> None:
         self._loop.remove_reader(self._pidfd)
-        # The zombie still holds the process id, so the group cannot be anybody else's: end what it left behind.
+        # The zombie still holds the process id, so the group cannot be another's: end the rest of it.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self.status = self._process.wait()
         os.close(self._pidfd)
         self._ended.set()
-        self._told(self, self.status)
+        self._on_exit(self, self.status)
 
 
 def _proc_field(pid: int, name: str) -> str:
@@ -146,14 +158,14 @@ def start_child(
     *,
     env: Mapping[str, str],
     log_path: Path,
-    told: ExitTold,
+    on_exit: OnExit,
     pass_fds: Sequence[int] = (),
 ) -> Child:
     """Start a process with standard output and error in `log_path` (made new) and no input; of our descriptors it gets
     `pass_fds`.
 
-    Raises ConfigError for a program that cannot be started, LaunchError when the machine has no room for a process now,
-    OSError for a log that cannot be written. Whatever is raised, there is no process.
+    Raises ConfigError for a program that cannot be started, LaunchError if the machine has no room for a process now,
+    OSError for a log that cannot be written. If it raises, there is no process.
     """
     with log_path.open("wb") as log:
         try:
@@ -170,19 +182,78 @@ def start_child(
             what = f"{name} cannot be started: {command[0]}: {error.strerror}"
             if error.errno in NO_SUCH_PROGRAM:
                 raise ConfigError(what, remedy="check the role's `python` in the run file") from error
-            raise LaunchError(what, remedy="look for what is used up there: memory, processes, descriptors") from error
+            raise LaunchError(what, remedy="check what is used up there: memory, processes, descriptors") from error
     try:
-        return Child(name, attempt, log_path=log_path, process=process, told=told)
+        return Child(name, attempt, log_path=log_path, process=process, on_exit=on_exit)
     except OSError as error:
         _end_unwatched(process)
         raise LaunchError(
-            f"{name} cannot be watched: {error.strerror}", remedy="look for what is used up there: descriptors, memory"
+            f"{name} cannot be watched: {error.strerror}",
+            remedy="check what is used up there: descriptors, memory",
         ) from error
 
 
 def _end_unwatched(process: subprocess.Popen[bytes]) -> None:
-    """Nobody would hear of its end, so it must not run. It was started a moment ago: this takes no time."""
+    """Its end would not be noticed, so it must not run. It has just been started, so this is quick."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(REAP_S)
+
+
+# -- stacks from outside
+
+
+async def written_stacks(child: Child) -> StackReply:
+    """Stacks by SIGQUIT. Raises LaunchError for a process that is stopped, has just begun, or wrote nothing."""
+    if child.is_stopped:
+        raise LaunchError(
+            f"{child.name} (process {child.pid}) is stopped (SIGSTOP) and executes nothing",
+            remedy=f"`myxa kill {child.name} --signal CONT` continues it",
+        )
+    if not child.writes_stacks:
+        raise LaunchError(f"{child.name} (process {child.pid}) has just been started", remedy="try again in a second")
+    before = child.log_path.stat().st_size
+    child.ask_for_stacks()
+    size, quiet_s, waited_s = before, 0.0, 0.0
+    while waited_s < WRITE_S and (size == before or quiet_s < QUIET_S):
+        await asyncio.sleep(LOOK_S)
+        waited_s += LOOK_S
+        now = child.log_path.stat().st_size
+        quiet_s = quiet_s + LOOK_S if now == size else 0.0
+        size = now
+    text = _stacks_in(child.log_path, before)
+    if not text:
+        raise LaunchError(
+            f"{child.name} (process {child.pid}) wrote no stacks within {WRITE_S:g} s: it hangs in the kernel",
+            remedy=f"`cat /proc/{child.pid}/stack` as root shows where",
+        )
+    return StackReply(name=child.name, pid=child.pid, text=text, how="signal")
+
+
+def _stacks_in(log: Path, start: int) -> str:
+    """The text of faulthandler; other threads may have logged before it."""
+    with log.open("rb") as file:
+        file.seek(start)
+        text = file.read(MAX_TEXT).decode("utf-8", errors="replace")
+    begin = min((at for at in (text.find("Thread 0x"), text.find("Current thread 0x")) if at >= 0), default=-1)
+    return text[begin:] if begin >= 0 else ""
+
+
+async def spied_stacks(child: Child) -> StackReply:
+    """Stacks by py-spy. Raises ConfigError if it is not installed, LaunchError if it has no permission."""
+    program = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
+    if program is None:
+        raise ConfigError(
+            "py-spy is not installed beside this launcher", remedy="pip install py-spy, or leave --py-spy out"
+        )
+    command = [program, "dump", "--nonblocking", "--pid", str(child.pid)]
+    try:
+        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, timeout=SPY_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise LaunchError(f"py-spy did not finish within {SPY_S:g} s", remedy="leave --py-spy out") from error
+    if done.returncode:
+        why = done.stderr.decode("utf-8", errors="replace").strip()[-500:]
+        raise LaunchError(f"py-spy cannot read {child.name}: {why}", remedy="leave --py-spy out")
+    text = done.stdout[:MAX_TEXT].decode("utf-8", errors="replace")
+    return StackReply(name=child.name, pid=child.pid, text=text, how="py-spy")

@@ -1,4 +1,4 @@
-"""How a node's part of a run is launched, how it ended, and what a node says of itself. Plain records."""
+"""How a node's part of a run is launched, how it ended, and how a node introduces itself. Plain records."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from ...core.process import boot_id
 from ..actor_spec import ActorSpec
 from ..composition.weight_channels import choose_channel
 from ..contracts import LateWish, NodeFacts
-from ..lives.named_checkpoint import named_checkpoint
 from ..node_place import NodePlace
 from ..preflight.preflight import check_node
 from ..run_dir import RunDir
-from ..supervisor.patience import Patience
+from ..run_lineage.resume_point import named_checkpoint
 from ..supervisor.placement import place as place_actors
+from ..supervisor.timeouts import RunTimeouts
 from ..worker_spec import DEFAULT_PROGRAM
 from .agent import AgentOptions
-from .meeting import Meeting
 from .preloads import preloads_of
+from .rendezvous import NodeRendezvous
 
 NCCL_WITHIN_HOST = {"NCCL_SOCKET_IFNAME": "lo"}
 """NCCL's processes meet over sockets; it takes the host's own address otherwise. gloo: actors/torch_store.py."""
@@ -41,21 +41,21 @@ class LaunchOptions:
     job_key: Path | None = None
     program: str = DEFAULT_PROGRAM
     is_quiet: bool = False
-    patience: Patience = field(default_factory=Patience)
+    timeouts: RunTimeouts = field(default_factory=RunTimeouts)
     run_dir: RunDir | None = None
-    """A directory that is there already, and held by whoever names it; None: a new one is made."""
+    """An existing directory, held by the caller; None: a new one is made."""
     start: Path | None = None
-    """Checkpoint that node 0 chose to go on from; None: what `trainer.resume` names."""
+    """Checkpoint that node 0 chose to resume from; None: what `trainer.resume` names."""
     prepare: Callable[[], object] | None = None
-    """What is left to do there once this node is known to be able to take part."""
+    """Prepares the directory once it is clear that this node can take part."""
     next_steps: tuple[str, ...] = ()
-    """What to suggest at a good end."""
+    """Commands to suggest after success."""
     late: LateWish | None = None
-    """Set on a node that comes to a run that goes on."""
+    """Set on a node that joins a live run."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class LaunchOutcome:
     """How the run ended, as this node's launcher saw it."""
 
     exit_code: int
@@ -66,7 +66,7 @@ class Outcome:
 
 
 def check_own(config: RunConfig, actors: Sequence[ActorSpec], options: LaunchOptions, node: int) -> None:
-    """Whether this node has what its actors need. Somebody's own composition root may need none of what ours needs.
+    """Whether this node has what its actors need. A user's own composition root may need none of what ours needs.
     Raises what `check_node` raises."""
     if options.program == DEFAULT_PROGRAM:
         check_node(config, [actor for actor in actors if actor.node == node])
@@ -85,15 +85,15 @@ def _check_program(program: str) -> None:
 
 
 def with_start(config: RunConfig, options: LaunchOptions) -> RunConfig:
-    """With the checkpoint that `trainer.resume` means now, for node 0: the run that it names may live and write newer
-    ones, and everybody has to begin from the same, whenever it looks. Quick, for the other nodes wait meanwhile. Raises
-    ConfigError if it means none."""
+    """For node 0: resolve `trainer.resume` to a checkpoint. The run that it names may be live and write newer ones, and
+    all actors have to begin from the same. This is quick, because the other nodes wait. Raises ConfigError if there is
+    no checkpoint."""
     if options.start is None and not config.trainer.resume:
         return config
     try:
         start = options.start or named_checkpoint(config.trainer.resume).absolute()
     except TrainError as error:
-        if options.program != DEFAULT_PROGRAM:  # it may mean something else by it
+        if options.program != DEFAULT_PROGRAM:  # it may interpret the key otherwise
             return config
         raise ConfigError(f"trainer.resume: {error.message}", remedy=error.remedy) from error
     trainer = config.trainer.model_copy(update={"resume": str(start)})
@@ -115,18 +115,20 @@ def facts_of(place: NodePlace, text: str, late: LateWish | None = None) -> NodeF
 
 
 def agent_options(
-    options: LaunchOptions, place: NodePlace, meeting: Meeting, runtime_dir: Path, config: RunConfig
+    options: LaunchOptions, place: NodePlace, rendezvous: NodeRendezvous, runtime_dir: Path, config: RunConfig
 ) -> AgentOptions:
-    """What this node's agent works with."""
-    actors = place_actors(config, place.num_nodes) if options.late is None else ()  # a late node's come with the orders
+    """Options of this node's agent."""
+    actors = (
+        place_actors(config, place.num_nodes) if options.late is None else ()
+    )  # a late node gets its actors by orders
     return AgentOptions(
         node=place.rank,
-        address=meeting.address,
+        address=rendezvous.address,
         runtime_dir=runtime_dir,
-        rdzv_path=str(meeting.rdzv_path),
-        lost_s=options.patience.lost_s,
+        rdzv_path=str(rendezvous.rdzv_path),
+        lost_s=options.timeouts.lost_s,
         program=options.program,
-        key_for=None if place.is_alone else meeting.key_for,
+        key_for=None if place.is_alone else rendezvous.key_for,
         must_share=options.late is not None and choose_channel(config) == "disk",
         preloads=preloads_of(config, options.program, [each for each in actors if each.node == place.rank], os.environ),
         base_env=NCCL_WITHIN_HOST if place.is_alone and not config.engine.attach else {},

@@ -1,7 +1,4 @@
-"""Node 0's part: from the nodes' meeting to the last process's end. Decides when a run is over and how.
-
-Knows the run supervisor, the run watch and a place to show states. Must not know sockets, processes or the terminal.
-"""
+"""Node 0's part: from the gathering of nodes to the end of the last process. It decides when a run is over and how."""
 
 from __future__ import annotations
 
@@ -13,22 +10,22 @@ from ...core.clock import Clock
 from ...core.messages import RunStatus
 from ..first_failure import FirstFailure
 from ..run_watch import RunWatch
-from ..supervisor.run_supervisor import Patience, RunSupervisor, StopWish
+from ..supervisor.run_supervisor import RunSupervisor, RunTimeouts, StopRequest
 from ..views.live_state import LiveState
 from .race import race
 
 LOOK_EVERY_S = 0.5
 ASK_TO_STOP_S = 10.0
-"""How long one request to end in good order may take; it is repeated."""
+"""How long one request for an orderly end may take; it is repeated."""
 VERDICT_S = 1.5
-"""How long a run that the coordinator calls failed waits for the failing process's own exit status."""
+"""After the coordinator reports a failure: how long to wait for the failing process's own exit status."""
 CONSEQUENCES_S = 0.5
-"""How long the report of a failure waits for others to fail of it. Report within 3 s: with the two above it is."""
+"""How long the report of a failure waits for consequences. With the two above, the report comes within 3 s."""
 CLOSE_MONITOR_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class RunEnd:
     """How the run ended."""
 
     exit_code: int
@@ -46,20 +43,20 @@ class Lead:
         watch: RunWatch,
         *,
         clock: Clock,
-        patience: Patience,
+        timeouts: RunTimeouts,
         show: Callable[[LiveState], None],
         tell: Callable[[FirstFailure], None],
     ) -> None:
         self._supervisor = supervisor
         self._watch = watch
         self._clock = clock
-        self._patience = patience
+        self._timeouts = timeouts
         self._show = show
         self._tell = tell
 
-    async def run(self) -> Ending:
+    async def run(self) -> RunEnd:
         """Gather, start, watch, end. Raises LaunchError if the nodes do not meet."""
-        start = await race(self._start(), self._supervisor.stop_wished)
+        start = await race(self._start(), self._supervisor.stop_requested)
         if start.cancelled():
             ending = self._stopped_early()
         else:
@@ -69,28 +66,28 @@ class Lead:
         await self._watch.close_monitor(CLOSE_MONITOR_S)
         await self._supervisor.stop_all(ending.reason)
         failure = self._supervisor.first_failure if ending.exit_code else None
-        return Ending(ending.exit_code, ending.reason, self._watch.last.status, failure)
+        return RunEnd(ending.exit_code, ending.reason, self._watch.last.status, failure)
 
     async def _start(self) -> None:
         await self._supervisor.gather()
         await self._supervisor.start_all()
 
     async def _report(self) -> None:
-        """Tell of a failure now: to end everything in good order takes longer than a person should wait for a word."""
+        """Report a failure now: an orderly end takes longer than a person should wait for the reason."""
         if not self._supervisor.has_failed:
             return
         await asyncio.sleep(CONSEQUENCES_S)
         status = self._watch.last.status
         if status is not None and status.phase == "failed" and status.error:
-            self._supervisor.add_consequence(f"the coordinator gave the run up: {status.error}")
+            self._supervisor.add_consequence(f"the coordinator ended the run: {status.error}")
         if (failure := self._supervisor.first_failure) is not None:
             self._tell(failure)
 
-    def _stopped_early(self) -> Ending:
-        wish = self._supervisor.stop_wished.result()
-        return Ending(wish.exit_code(is_orderly=True), wish.reason)
+    def _stopped_early(self) -> RunEnd:
+        wish = self._supervisor.stop_requested.result()
+        return RunEnd(wish.exit_code(is_orderly=True), wish.reason)
 
-    async def _until_over(self) -> Ending:
+    async def _until_over(self) -> RunEnd:
         deadline: float | None = None
         is_heard = False
         while True:
@@ -99,49 +96,50 @@ class Lead:
                 return await self._settle(ending)
             wish = self._wish()
             if wish is not None and deadline is None:
-                deadline = self._clock.monotonic() + self._patience.finish_s
-            if wish is not None and not is_heard:  # a coordinator that is being restarted hears it the next time
-                is_heard = await self._watch.ask_to_stop(wish.reason, min(ASK_TO_STOP_S, self._patience.finish_s))
+                deadline = self._clock.monotonic() + self._timeouts.finish_s
+            if wish is not None and not is_heard:  # a coordinator that is being restarted gets the next request
+                is_heard = await self._watch.ask_to_stop(wish.reason, min(ASK_TO_STOP_S, self._timeouts.finish_s))
             if wish is not None and deadline is not None and self._clock.monotonic() > deadline:
-                waited = f"the run did not end in good order within {self._patience.finish_s:g} s"
+                waited = f"the run had no orderly end within {self._timeouts.finish_s:g} s"
                 why = waited if is_heard else "the coordinator did not answer"
-                return Ending(wish.exit_code(is_orderly=False), f"{wish.reason}; {why}")
+                return RunEnd(wish.exit_code(is_orderly=False), f"{wish.reason}; {why}")
             await asyncio.wait({self._supervisor.failed}, timeout=LOOK_EVERY_S)
 
     async def _look(self) -> LiveState:
-        """How things stand; a failure is not kept waiting for the answers of others."""
+        """State of the run; a failure does not wait for answers of others."""
         look = await race(self._watch.look(self._note()), self._supervisor.failed)
         if look.cancelled():
             return self._watch.last
         state = look.result()
         if state.status is not None:
-            self._supervisor.hear(state.status)
+            self._supervisor.on_status(state.status)
         self._show(state)
         return state
 
-    def _wish(self) -> StopWish | None:
-        return self._supervisor.stop_wished.result() if self._supervisor.stop_wished.done() else None
+    def _wish(self) -> StopRequest | None:
+        return self._supervisor.stop_requested.result() if self._supervisor.stop_requested.done() else None
 
-    def _judge(self, state: LiveState) -> Ending | None:
-        """Whether the run is over. An actor's death weighs more than what the coordinator says of it."""
+    def _judge(self, state: LiveState) -> RunEnd | None:
+        """Whether the run is over. An actor's death counts more than the coordinator's status."""
         if self._supervisor.failed.done():
             verdict = self._supervisor.failed.result()
-            return Ending(verdict.exit_code, verdict.reason)
+            return RunEnd(verdict.exit_code, verdict.reason)
         if state.status is None or state.status.phase not in ("finished", "failed"):
             return None
         if state.status.phase == "failed":
-            return Ending(1, state.status.error or state.status.reason or "the coordinator gave the run up")
+            return RunEnd(1, state.status.error or state.status.reason or "the coordinator ended the run")
         wish = self._wish()
-        return Ending(wish.exit_code(is_orderly=True) if wish else 0, state.status.reason)
+        return RunEnd(wish.exit_code(is_orderly=True) if wish else 0, state.status.reason)
 
-    async def _settle(self, ending: Ending) -> Ending:
-        """A failed run's cause is the process that failed, if it ends by itself now; else the one the error names."""
+    async def _settle(self, ending: RunEnd) -> RunEnd:
+        """The cause of a failed run is the process that fails, if it ends by itself now; else the actor that the
+        error names."""
         if ending.exit_code != 1 or self._supervisor.failed.done():
             return ending
         await asyncio.wait({self._supervisor.failed}, timeout=VERDICT_S)
         if self._supervisor.failed.done():
             verdict = self._supervisor.failed.result()
-            return Ending(verdict.exit_code, ending.reason)
+            return RunEnd(verdict.exit_code, ending.reason)
         name = ending.reason.partition(":")[0]
         self._supervisor.blame(name if self._supervisor.knows(name) else "coordinator", ending.reason)
         return ending

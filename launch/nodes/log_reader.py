@@ -1,7 +1,7 @@
-"""Reads logs of this node in bounded pieces: the last lines, then whatever is added, attempt after attempt.
+"""Reads logs of this node in bounded pieces: the last lines, then what is added, attempt after attempt.
 
-Knows the run directory's names. A library that follows files (`watchfiles`, inotify) was considered: a log is asked for
-by somebody who is elsewhere, twice a second, and a look at its size is all that costs.
+A library that follows files (`watchfiles`, inotify) was considered: logs are requested from another process twice a
+second, and checking a file's size is cheap.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ def _newest(run_dir: RunDir, node: int, request: LogRequest) -> Path:
 
 
 def _go_on(path: Path, request: LogRequest, newest: Path) -> LogChunk:
-    """Whole lines from the place that was told."""
+    """Whole lines from the requested position."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
         start = request.offset if request.offset <= size else 0
         file.seek(start)
         data = file.read(CHUNK_BYTES)
     end = data.rfind(b"\n") + 1
-    if end == 0 and (len(data) == CHUNK_BYTES or path != newest):  # one endless line; or nobody will end it
+    if end == 0 and (len(data) == CHUNK_BYTES or path != newest):  # a very long line, or one without an end
         end = len(data)
     lines = _lines(data[:end], request.grep)
     is_more = start + end < size or path != newest

@@ -1,7 +1,7 @@
-"""What each actor's process imports anyway, so that a process which has it already can be forked into one.
+"""Preload sets: modules that fork servers import once, so that actors are forked with their imports done.
 
-Knows roles, kinds and names of modules; which modules a role's process has when it serves was read off `sys.modules`.
-Must not import any of them, nor know processes. A module that is left out costs its import at each start, nothing else.
+The modules of each role were read off `sys.modules` of a serving process. This file names them and imports none. A
+module that is missing here costs its import at each start, nothing else.
 """
 
 from __future__ import annotations
@@ -15,71 +15,72 @@ from ..worker_spec import DEFAULT_PROGRAM
 
 
 @dataclass(frozen=True, slots=True)
-class Kit:
-    """Modules that are imported together."""
+class PreloadSet:
+    """Modules that one fork server imports."""
 
     modules: tuple[str, ...]
     patience_s: float
-    """How long starts wait for a new server's imports, those of its base included. Afterwards they go without, until it
-    is ready; that repeats the imports beside it, so it is longer than they take on a slow disk."""
+    """How long starts wait for a new server's imports, those of its base included. Afterwards actors start without it
+    until it is ready. Such a start repeats the imports, so this is longer than they take on a slow disk."""
     base: str = ""
-    """Kit whose process is forked to make this one's: what it has is there already."""
+    """Set whose server is forked to make this one's server: its modules are imported already."""
 
 
 LIGHT, SERVED, TORCH, MEGATRON = "light", "served", "torch", "megatron"
 
-KITS: Mapping[str, Kit] = {
-    LIGHT: Kit(
+PRELOAD_SETS: Mapping[str, PreloadSet] = {
+    LIGHT: PreloadSet(
         (
             *("myxa.launch.worker", "myxa.launch.program", "myxa.launch.composition.monitor_parts"),
-            *("myxa.launch.composition.checkpoint_parts", "myxa.launch.composition.knob_limits"),
+            "myxa.launch.run_lineage.resume_point",
             *("myxa.actors.buffer.buffer", "myxa.actors.coordinator.coordinator", "myxa.actors.data.mixed"),
             *("myxa.actors.rollout.rollout", "myxa.actors.rewards.rewarder", "myxa.actors.models.hf_folder"),
-            *("myxa.actors.workflows.named", "myxa.actors.workflows.named", "numpy.random"),
+            *("myxa.actors.workflows.named", "numpy.random"),
         ),
         patience_s=10.0,
     ),
-    SERVED: Kit(
+    SERVED: PreloadSet(
         ("myxa.actors.engines.engine_pool", "myxa.actors.engines.sglang_launched"), patience_s=20.0, base=LIGHT
     ),
-    TORCH: Kit(
+    TORCH: PreloadSet(
         (
-            *("myxa.launch.composition.gang_comms", "myxa.launch.composition.gang_start"),
-            *("myxa.actors.backends.torch_backend.backend", "myxa.actors.trainer.trainer"),
+            *("myxa.launch.composition.trainer_parts", "myxa.actors.trainer.trainer"),
+            "myxa.actors.backends.torch_backend.backend",
             *("myxa.actors.engines.embedded.engine", "myxa.actors.weights.channels.reader"),
         ),
         patience_s=30.0,
         base=LIGHT,
     ),
-    MEGATRON: Kit(("myxa.actors.backends.megatron.backend",), patience_s=45.0, base=TORCH),
+    MEGATRON: PreloadSet(("myxa.actors.backends.megatron.backend",), patience_s=45.0, base=TORCH),
 }
-"""Roles that need no torch get none and do not wait for it."""
+"""Roles that need no torch have a set without it and do not wait for it."""
 
 
-def with_bases(kit: str) -> tuple[str, ...]:
-    """The kit, then what it is made of: those that can stand in for it, the fullest first."""
-    base = KITS[kit].base
-    return (kit, *(with_bases(base) if base else ()))
+def with_bases(preload_set: str) -> tuple[str, ...]:
+    """The set, its base, and so on: servers that can fork the actor, the one with most modules first."""
+    base = PRELOAD_SETS[preload_set].base
+    return (preload_set, *(with_bases(base) if base else ()))
 
 
 READ_AT_IMPORT = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_")
-"""How variables begin that numeric libraries read when they are loaded, when it is not known yet for whom."""
+"""Prefixes of variables that numeric libraries read when they are loaded, before the actor is known."""
 SET_PER_ACTOR = "OMP_NUM_THREADS"
-"""Of these the one that the launcher itself sets for each actor: the child makes up for it (forked.py)."""
+"""The one of these that the launcher itself sets for each actor. A forked child applies it later (fork_server.py)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preloads:
-    """Which actors of a run are forked, and from which kit."""
+    """Which actors of a run are forked, and from which preload set."""
 
     is_our_program: bool
-    """Somebody's own composition root may need none of what ours needs."""
+    """A user's own composition root may need other modules than ours."""
     has_engines: bool
     warm: tuple[str, ...] = ()
-    """Kits that this node needs, and makes before it is asked for them."""
+    """Sets whose servers this node starts before the first actor needs them."""
 
-    def kit_of(self, actor: ActorSpec) -> str:
-        """Empty: it gets an interpreter of its own. Variables of a role may be for the loader, or read at import."""
+    def set_of(self, actor: ActorSpec) -> str:
+        """Name of the actor's preload set; empty: it gets an interpreter of its own, since variables of its role may be
+        for the loader, or read at import."""
         if actor.python or actor.env:
             return ""
         if not self.is_our_program:
@@ -95,10 +96,10 @@ class Preloads:
 def preloads_of(
     config: RunConfig, program: str, own_actors: Iterable[ActorSpec], env: Mapping[str, str]
 ) -> Preloads | None:
-    """For a node with these actors and this launcher's variables; None: every actor gets an interpreter of its own."""
+    """Preloads of a node with these actors and launcher variables; None: every actor gets its own interpreter."""
     is_fixed = any(name.startswith(READ_AT_IMPORT) and name != SET_PER_ACTOR for name in env)
     if not config.run.preload or is_fixed:
         return None
     found = Preloads(is_our_program=program == DEFAULT_PROGRAM, has_engines=config.algo.kind != "sft")
-    kits = dict.fromkeys(kit for kit in map(found.kit_of, own_actors) if kit)
-    return Preloads(found.is_our_program, found.has_engines, tuple(kits))
+    sets = dict.fromkeys(name for name in map(found.set_of, own_actors) if name)
+    return Preloads(found.is_our_program, found.has_engines, tuple(sets))

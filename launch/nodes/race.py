@@ -1,5 +1,6 @@
-"""Work that may be overtaken. `asyncio.TaskGroup` was considered: it wraps the work's own error into a group, and the
-callers here answer to single errors with an exit status each."""
+"""Work that may be overtaken. `asyncio.TaskGroup` was considered: it wraps the work's own error into a group, and
+callers here map single errors to exit statuses.
+"""
 
 from __future__ import annotations
 

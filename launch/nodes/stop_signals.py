@@ -1,7 +1,6 @@
-"""Ctrl-C, SIGTERM and a terminal that is closed: the first asks for an orderly end, the second ends everything at once.
+"""Ctrl-C, SIGTERM and a closed terminal: the first signal requests an orderly end, the second ends everything at once.
 
-A closed terminal may be told twice, by the kernel and by the shell, so SIGHUP is never the second. Who is to outlive it
-was started by nohup, which has it ignored.
+Kernel and shell may both report a closed terminal, so SIGHUP never counts as the second. nohup has SIGHUP ignored.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ CTRL_C = "Ctrl-C"
 
 
 class StopSignals:
-    """Catches them while it is open. `asked(reason, signal number)` is called on the loop for the first one."""
+    """Catches the signals while it is open. `asked(reason, signal number)` is called on the loop for the first one."""
 
     def __init__(self, asked: Callable[[str, int], None]) -> None:
         self.forced: asyncio.Future[int] = asyncio.get_running_loop().create_future()

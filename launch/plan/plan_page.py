@@ -20,14 +20,14 @@ import msgspec
 from ...core.config import Inspected, RunConfig
 from ...core.config.problems import KeyOrigin, Problem
 from ...core.errors import MyxaError
-from ..actor_spec import ActorSpec, GangMeeting
-from ..child_env import SPEC_VARIABLE, child_env, worker_command
+from ..actor_spec import ActorSpec, GangRendezvous
 from ..composition.memory_parts import takes_turns
 from ..composition.weight_channels import choose_channel
 from ..memory_part import count_text, size_text
 from ..node_place import DEFAULT_PORT
 from ..preflight.disk import DiskNeed
 from ..preflight.finding import ConfigFinding
+from ..worker_spec import SPEC_VARIABLE, child_env, worker_command
 from .batch import BatchPlan
 from .data_glance import PlannedSource
 from .memory_estimate import DeviceLoad, Memory, used_devices
@@ -53,7 +53,7 @@ def starts_of(config: RunConfig, actors: Sequence[ActorSpec]) -> tuple[PlannedPr
     """Every process that the launcher starts, and the servers that rollout actors start, in start order."""
     found: list[PlannedProcess] = []
     for actor in actors:
-        meeting = GangMeeting(address=CHOSEN, port=0) if actor.rank is not None else None
+        meeting = GangRendezvous(address=CHOSEN, port=0) if actor.rank is not None else None
         env = child_env({}, actor, spec_path=CHOSEN, run_id=CHOSEN, attempt=0, meeting=meeting)
         if "MASTER_PORT" in env:
             env["MASTER_PORT"] = CHOSEN

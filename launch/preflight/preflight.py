@@ -32,7 +32,7 @@ from ...core.config import RunConfig
 from ...core.config.data import parse_sources
 from ...core.errors import ConfigError, LedgerError, ModelError, MyxaError, TrainError
 from ..actor_spec import ActorSpec
-from ..lives.named_checkpoint import named_checkpoint
+from ..run_lineage.resume_point import named_checkpoint
 from .chat_template_checks import row_findings, template_findings
 from .disk import disk_findings, disk_of
 from .finding import ConfigFinding, looked

@@ -30,7 +30,7 @@ from ...algos.filters import GROUP_FILTERS, SAMPLE_FILTERS, group_filter, sample
 from ...core.config import RewardSettings, RunConfig
 from ...core.errors import ConfigError, UserCodeError
 from ...core.suggestion import suggest
-from ..composition.evaluation import eval_rewards
+from ..composition.rollout_parts import eval_rewards
 from .finding import ConfigFinding, looked
 
 ALL = ("rollout", "buffer", "trainer")

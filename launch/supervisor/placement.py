@@ -1,21 +1,37 @@
-"""Which actor runs on which node and devices: a pure function of the run's configuration.
+"""Which actors a run has, on which node and devices: at its start, on late nodes, and when it is scaled.
 
-Must not know processes, interpreters that exist, or addresses; those are found out when an actor is started.
+Pure functions of the run's configuration and of who is there; what is impossible is refused with the reason. At the
+start the run file decides; later only rollout actors join and leave. Attached servers are divided among the rollout
+actors at the start; new actors name theirs. `ReservedNames` keeps names for rollout actors that other programs host.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
 from msgspec.structs import replace
 
-from ...core.config import RoleName, RoleSettings, RolesSettings, RolloutRole, RunConfig
+from ...core.config import RoleName, RoleSettings, RolesSettings, RolloutRole, RunConfig, parse_devices
+from ...core.config.section import HTTP_URL
 from ...core.errors import ConfigError
 from ..actor_spec import ActorSpec, RankSpec
+from ..composition.weight_channels import choose_channel
+from ..contracts import NameReply
+from .run_actors import ActorStatus
 
 START_ORDER: tuple[RoleName, ...] = ("monitor", "buffer", "coordinator", "memory", "trainer", "rollout")
-"""Who is needed by others starts first; they are stopped in reverse."""
+"""Roles that others need start first. Roles are stopped in reverse order."""
 
 NUMBERED: frozenset[RoleName] = frozenset({"memory", "trainer", "rollout"})
-"""Roles whose actors carry their index in the name even when there is one."""
+"""Roles whose actors have their index in the name even if there is only one."""
+
+
+HELD_S = 600.0
+"""How long a name is reserved for a program that has not joined yet: it loads torch and a model."""
+
+_NAME = re.compile(r"rollout/(0|[1-9]\d{0,5})")
 
 
 def place(config: RunConfig, num_nodes: int) -> tuple[ActorSpec, ...]:
@@ -30,12 +46,12 @@ def place(config: RunConfig, num_nodes: int) -> tuple[ActorSpec, ...]:
 
 
 def placement_problems(config: RunConfig, num_nodes: int) -> list[str]:
-    """What cannot be placed; each text begins with the key it is about."""
+    """What cannot be placed; each text begins with the key of the run file."""
     return [text for role in started_roles(config) for text in _problems(role, config.roles[role], num_nodes)]
 
 
 def started_roles(config: RunConfig) -> tuple[RoleName, ...]:
-    """The roles of this run in start order: a memory manager only where memory is shared in turns."""
+    """The roles of this run in start order: a memory manager only if memory is shared in turns."""
     return tuple(role for role in START_ORDER if role != "memory" or config.memory.share == "switch")
 
 
@@ -99,3 +115,285 @@ def make_spec(role: RoleName, settings: RoleSettings, index: int, node: int, dev
         when_hung=settings.when_hung,
         quorum=settings.quorum if isinstance(settings, RolloutRole) else 0,
     )
+
+
+def servers_of(actor: ActorSpec, config: RunConfig) -> tuple[str, ...]:
+    """Addresses of this actor's attached servers; empty: it launches its own."""
+    urls = config.engine.attach
+    if actor.attach or not urls:
+        return actor.attach
+    return urls[actor.index % len(urls) :: num_at_start(config)]
+
+
+def num_at_start(config: RunConfig) -> int:
+    """Rollout actors among which the servers of the run file are divided."""
+    return max(config.roles.rollout.count * len(config.roles.rollout.nodes), 1)
+
+
+def divide_servers(config: RunConfig, text: str, num_actors: int, there: Iterable[ActorSpec]) -> list[tuple[str, ...]]:
+    """Divide the addresses "URL,URL,..." among so many new actors, at least one each. Without addresses: new actors may
+    take those of original actors that left. `there`: actors that have servers now. Raises ConfigError with the
+    reason."""
+    there = tuple(there)
+    urls = tuple(part.strip() for part in text.split(",") if part.strip())
+    is_attached = config.roles.rollout.kind == "sglang" and bool(config.engine.attach)
+    if not urls:
+        if not is_attached or (len(there) + num_actors <= num_at_start(config) and not any(a.attach for a in there)):
+            return [()] * num_actors
+        num = len(config.engine.attach)
+        raise ConfigError(
+            f"the {num} servers of engine.attach were divided among the rollout actors at the start",
+            remedy="name servers for the new ones: myxa scale rollout=N --attach http://host:port,...",
+        )
+    if not is_attached:
+        raise ConfigError("this run has no attached servers", remedy="leave --attach out: new actors have their own")
+    _check_urls(urls, config, there)
+    if len(urls) < num_actors:
+        raise ConfigError(
+            f"{len(urls)} servers are too few for {num_actors} more rollout actors", remedy="name one for each at least"
+        )
+    return [urls[number::num_actors] for number in range(num_actors)]
+
+
+def _check_urls(urls: Sequence[str], config: RunConfig, there: Iterable[ActorSpec]) -> None:
+    wrong = next((url for url in urls if not HTTP_URL.fullmatch(url)), "")
+    if wrong:
+        raise ConfigError(f'--attach: "{wrong}" is no address of a server', remedy="write http://host:port")
+    in_use = {_bare(url): actor.name for actor in there for url in servers_of(actor, config)}
+    taken = next((url for url in urls if _bare(url) in in_use), "")
+    if taken:
+        owner = in_use[_bare(taken)]
+        raise ConfigError(f"{taken} serves {owner} already", remedy=f"drain {owner} first, or name another server")
+    if len({_bare(url) for url in urls}) != len(urls):
+        raise ConfigError("--attach names a server twice", remedy="name each once")
+
+
+def _bare(url: str) -> str:
+    return url.rstrip("/")
+
+
+WHY_FIXED: dict[str, str] = {
+    "trainer": "its ranks form one gang, whose size is part of how parameters and optimizer are divided",
+    "memory": "each node with shared devices has one",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Present:
+    """Actors, nodes and devices of a live run."""
+
+    actors: tuple[ActorSpec, ...]
+    """All actors of the run that do not leave."""
+    nodes: tuple[int, ...]
+    """Nodes that are members now."""
+    taken: Collection[str] = ()
+    """Further names that are in use."""
+    leaving: tuple[ActorSpec, ...] = ()
+    """Actors about to leave: their names and devices are in use until they are gone."""
+    late: Mapping[int, str] = field(default_factory=dict[int, str])
+    """Late nodes, and the GPUs that they named ("": those of the role). They may have rollout actors whatever
+    `roles.rollout.nodes` says."""
+
+    @classmethod
+    def of(
+        cls,
+        roster: Sequence[ActorStatus],
+        specs: Mapping[str, ActorSpec],
+        nodes: tuple[int, ...],
+        foreign_names: Collection[str] = (),
+        late: Mapping[int, str] | None = None,
+    ) -> Present:
+        """From the run supervisor's state; `foreign_names`: of actors that other programs host."""
+        leaving = [record.name for record in roster if record.is_leaving]
+        return cls(
+            actors=tuple(specs[r.name] for r in roster if not (r.is_over or r.is_leaving)),
+            nodes=nodes,
+            taken={*foreign_names, *leaving},
+            leaving=tuple(specs[name] for name in leaving),
+            late=dict(late or {}),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Staffing:
+    """Actors to start and to end."""
+
+    joining: tuple[ActorSpec, ...] = ()
+    leaving: tuple[str, ...] = ()
+    """Highest number first."""
+
+
+def staff(
+    config: RunConfig, role: RoleName, count: int, present: Present, devices: str = "", attach: str = ""
+) -> Staffing:
+    """How to reach `count` actors of the role in the whole run. `devices`: GPUs of each node, beside the role's own,
+    that new actors may use. `attach`: servers for new actors, "URL,URL,...". Raises ConfigError with the reason."""
+    there = [actor for actor in present.actors if actor.role == role]
+    _check(config, role, count, len(there))
+    if count <= len(there):
+        ordered = sorted(there, key=lambda actor: actor.index, reverse=True)
+        return Staffing(leaving=tuple(actor.name for actor in ordered[: len(there) - count]))
+    _check_growth(config, devices)
+    given = parse_devices(devices) if devices else ()
+    joining: list[ActorSpec] = []
+    for servers in divide_servers(config, attach, count - len(there), (*there, *present.leaving)):
+        one = _one_more(config, (*present.actors, *joining), present, given)
+        joining.append(replace(one, attach=servers))
+    return Staffing(joining=tuple(joining))
+
+
+def staff_node(config: RunConfig, node: int, count: int, present: Present) -> tuple[ActorSpec, ...]:
+    """The rollout actors of a late node; `count` 0: as many as the role has on each node. Raises ConfigError with the
+    reason if the run cannot have them there."""
+    wanted = count or config.roles.rollout.count
+    there = sum(actor.role == "rollout" for actor in present.actors)
+    check_leaver(config, "rollout", there + wanted)
+    divide_servers(config, "", wanted, [actor for actor in present.actors if actor.role == "rollout"])
+    joining: list[ActorSpec] = []
+    for _ in range(wanted):
+        joining.append(_one_more(config, (*present.actors, *joining), present, (), (node,)))
+    return tuple(joining)
+
+
+def check_distance(config: RunConfig, is_same_machine: bool) -> None:
+    """Check that new weights can reach engines on a late node. Raises ConfigError with the reason."""
+    channel = choose_channel(config)
+    if channel == "cuda_ipc" or (channel == "shm" and not is_same_machine):
+        why = {"shm": "memory of the trainer's machine", "cuda_ipc": "memory of the trainer's GPUs"}[channel]
+        raise ConfigError(
+            f"weights travel by {channel} in this run: engines read {why}, which another machine cannot",
+            remedy='start the run with weights.channel = "disk" (its directory must be on a shared file system), '
+            'or "nccl" for servers on GPUs',
+        )
+
+
+def check_leaver(config: RunConfig, role: RoleName, num_left: int) -> None:
+    """Check that the role may shrink to that number. Raises ConfigError."""
+    settings = config.roles.rollout
+    if role != "rollout":
+        raise ConfigError(f"{role} cannot leave a run: {WHY_FIXED.get(role, 'a run has exactly one')}")
+    if settings.restart == "gang":
+        raise ConfigError(
+            'the rollout actors are a gang (roles.rollout.restart = "gang"): none of them can join or leave alone',
+            remedy='use restart = "one" in the next run',
+        )
+    if config.memory.share == "switch":
+        raise ConfigError(
+            "rollout actors and trainer take turns on their devices: who takes part is fixed for the run",
+            remedy='use memory.share = "none" in the next run',
+        )
+    if num_left < max(1, settings.quorum):
+        why = f"roles.rollout.quorum = {settings.quorum}" if settings.quorum > 1 else "a run needs one that generates"
+        raise ConfigError(f"{num_left} rollout actors are too few: {why}", remedy="`myxa pause` stops generation")
+
+
+def _check(config: RunConfig, role: RoleName, count: int, num_there: int) -> None:
+    if role != "rollout":
+        why = WHY_FIXED.get(role, "a run has exactly one")
+        raise ConfigError(f"the number of {role} actors is fixed: {why}", remedy="only rollout actors join and leave")
+    check_leaver(config, role, count)
+
+
+def _check_growth(config: RunConfig, devices: str) -> None:
+    if devices and choose_channel(config) == "cuda_ipc":
+        raise ConfigError(
+            "weights travel by cuda_ipc, which needs every engine on a GPU of the trainer; another one has none there",
+            remedy='use weights.channel = "nccl" in the next run',
+        )
+
+
+def _one_more(
+    config: RunConfig,
+    actors: Sequence[ActorSpec],
+    present: Present,
+    given: tuple[int, ...],
+    only: tuple[int, ...] = (),
+) -> ActorSpec:
+    settings = config.roles.rollout
+    numbers = {number_of(name) for name in (*(actor.name for actor in actors), *present.taken)}
+    index = next(number for number in range(len(numbers) + 1) if number not in numbers)
+    wanted = present.nodes if settings.nodes == "*" else (*settings.nodes, *present.late)
+    allowed = only or tuple(node for node in present.nodes if node in wanted)
+    share = len(settings.device_ids) // settings.count
+    load = {node: sum(actor.role == "rollout" and actor.node == node for actor in actors) for node in allowed}
+    holders = (*actors, *present.leaving)
+    own_of = {node: _devices_of(config, present, node) for node in allowed}
+    free = {node: _free_devices(own_of[node], given, holders, node) for node in allowed}
+    roomy = [node for node in sorted(allowed, key=lambda node: (load[node], node)) if len(free[node]) >= share]
+    if not roomy:
+        raise _no_room(share, free, given, present.leaving)
+    node = roomy[0]
+    return make_spec("rollout", settings, index, node, free[node][:share])
+
+
+def _devices_of(config: RunConfig, present: Present, node: int) -> tuple[int, ...]:
+    named = present.late.get(node, "")
+    return parse_devices(named) if named else config.roles.rollout.device_ids
+
+
+def _free_devices(
+    own: tuple[int, ...], given: tuple[int, ...], actors: Sequence[ActorSpec], node: int
+) -> tuple[int, ...]:
+    """Unused GPUs of the role, then unused ones of those that were named."""
+    here = [actor for actor in actors if actor.node == node]
+    used = {device for actor in here if actor.role == "rollout" for device in actor.devices}
+    used_by_any = {device for actor in here for device in (*actor.devices, *actor.visible_devices)}
+    spare = [device for device in given if device not in used_by_any and device not in own]
+    return (*(device for device in own if device not in used), *spare)
+
+
+def _no_room(
+    share: int, free: dict[int, tuple[int, ...]], given: tuple[int, ...], leaving: Sequence[ActorSpec]
+) -> ConfigError:
+    if not free:
+        return ConfigError("no node of roles.rollout.nodes is a member any more", remedy="start the run again")
+    left = "; ".join(f"node {node}: {', '.join(map(str, own)) or 'none'}" for node, own in free.items())
+    remedy = "name unused GPUs with --devices" if not given else "those of --devices are in use or too few"
+    if names := ", ".join(actor.name for actor in leaving if actor.devices and actor.node in free):
+        remedy = f"wait until {names} is gone, which still holds some; or {remedy}"
+    return ConfigError(
+        f"a rollout actor of this run needs {share} GPU{'s' if share > 1 else ''}, free are {left}", remedy=remedy
+    )
+
+
+# -- names of actors that other programs host -----------------------------------------------------------------------
+
+
+class ReservedNames:
+    """Names that no late actor of the run may get (embed.py). `num_own`: this many names, from rollout/0, are always
+    the run's own."""
+
+    def __init__(self, num_own: int) -> None:
+        self._num_own = num_own
+        self._held: dict[str, float] = {}
+
+    def ask(self, wanted: str, own: Iterable[str], there: Iterable[str], now: float) -> NameReply:
+        """The answer to a program that wants a name. `own`: the run's names; `there`: all registered names."""
+        taken = {*there, *self.held(now)}
+        if wanted:
+            number = number_of(wanted)
+            if wanted in own or (number is not None and number < self._num_own):
+                return NameReply(refused="own")
+            if wanted in taken or number is None:
+                return NameReply(refused="taken")
+            name = wanted
+        else:
+            numbers = [number_of(name) for name in {*own, *taken}]
+            name = f"rollout/{max(self._num_own - 1, *(n for n in numbers if n is not None), -1) + 1}"
+        self._held[name] = now
+        return NameReply(name=name)
+
+    def held(self, now: float) -> frozenset[str]:
+        """Names that are reserved now."""
+        self._held = {name: at for name, at in self._held.items() if now - at < HELD_S}
+        return frozenset(self._held)
+
+    def left(self, name: str) -> None:
+        """The actor of that name is gone."""
+        self._held.pop(name, None)
+
+
+def number_of(name: str) -> int | None:
+    """7 for "rollout/7"; None: not the name of a rollout actor."""
+    match = _NAME.fullmatch(name)
+    return None if match is None else int(match[1])

@@ -1,6 +1,9 @@
 """The run supervisor on node 0: gathers nodes, has actors started, carries out what `core/supervision` decides.
 
-Knows names, nodes, attempts and deadlines. Must not know processes (agents do), sockets, or what actors are for.
+Every actor is a leaf of a supervision tree: the run, below it a branch per role, below that a gang or a branch per
+actor. Neither the run nor a role restarts anything: an actor (or gang) that has spent its budget ends the run, unless
+its role can do without it. The agents of the nodes start and end processes; membership.py decides which nodes take
+part.
 """
 
 from __future__ import annotations
@@ -8,12 +11,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
+from ...actors.contracts import MonitorContract
 from ...core.actor import PeerEvent
-from ...core.errors import ConfigError, LaunchError, MyxaError
-from ...core.messages import RunStatus
+from ...core.config import RunConfig
+from ...core.errors import CallError, ConfigError, LaunchError, MyxaError
+from ...core.messages import Event, RunStatus, Telemetry
+from ...core.refs import with_deadline
 from ...core.supervision import (
+    OVER,
     AllEnded,
     Drain,
     End,
@@ -26,7 +35,7 @@ from ...core.supervision import (
     Supervisor,
     describe_status,
 )
-from ...core.supervision_tree import SupervisionError
+from ...core.supervision_tree import BranchSpec, ChildSpec, SupervisionError
 from ..actor_spec import ActorSpec
 from ..contracts import (
     SUPERVISOR,
@@ -36,120 +45,152 @@ from ..contracts import (
     JoinReply,
     NameReply,
     NodeFacts,
+    RunDescription,
     SupervisorContract,
     agent_name,
 )
 from ..first_failure import Failures, FirstFailure
-from .at_work import SEEN_IN_STATUS, AtWork
-from .bulletin import Bulletin
-from .crew import Crew
-from .departures import Departures
-from .hand_back import hand_back
-from .late_place import Present
-from .muster import Muster
-from .patience import Patience
-from .reach import Reach
-from .reserved_names import ReservedNames
-from .roster import ActorRecord, roster_of
-from .run_place import RunPlace, StopWish
-from .run_tree import role_name, run_tree, seat
-from .silence import Silence
-from .starts import Starts
-from .visitors import Visitors
+from .actor_processes import ActorProcesses
+from .membership import JoinedNodes, LateNodes, SilenceCheck
+from .placement import Present, ReservedNames
+from .run_actors import ActorStatus, RunActors, actor_statuses
+from .timeouts import RunTimeouts
 
+SEEN_IN_STATUS = frozenset({"coordinator", "trainer", "rollout"})
+"""Roles whose work the run's status shows; the others are at work when they have registered."""
 START_ALONE_S = 0.5
-"""So long a start has the node for itself, so that those which are quick come in order; then the next begins."""
+"""A start has the node for itself for so long, so that quick starts keep their order; then the next one begins."""
+LEAVE_S = 10.0
+"""How long a node may take to acknowledge that it has to leave."""
+SIGNALS = {"KILL": signal.SIGKILL, "STOP": signal.SIGSTOP, "CONT": signal.SIGCONT}
+"""Signals that an operator may have sent to actors."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunSetup:
+    """Actors and nodes of a run, and what all nodes must agree on."""
+
+    actors: tuple[ActorSpec, ...]
+    num_nodes: int
+    version: str
+    config: str
+    plan: RunDescription
+    run: RunConfig | None = None
+    """The configuration from which late nodes get their actors; None: no node may join late."""
+    max_nodes: int = 0
+    """Most nodes at the same time; 0: no limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequest:
+    """A person or a scheduler wants the run to end."""
+
+    reason: str
+    signal: int
+
+    def exit_code(self, *, is_orderly: bool) -> int:
+        """130 after Ctrl-C, as shells have it; a scheduler's SIGTERM is no failure if the run ended orderly."""
+        return 0 if self.signal == signal.SIGTERM and is_orderly else 128 + self.signal
 
 
 class RunSupervisor(SupervisorContract):
-    """See the module's head. The launcher of node 0 hosts it and calls `gather`, `start_all`, `stop_all` directly."""
+    """The launcher of node 0 hosts it and calls `gather`, `start_all` and `stop_all` directly."""
 
-    def __init__(self, place: RunPlace, *, lot: Callable[[], float], patience: Patience) -> None:
+    def __init__(self, setup: RunSetup, *, lot: Callable[[], float], timeouts: RunTimeouts) -> None:
         self.failed: asyncio.Future[FailRun] = asyncio.get_running_loop().create_future()
         """Set when an actor may not be started again, or a node is lost."""
-        self.stop_wished: asyncio.Future[StopWish] = asyncio.get_running_loop().create_future()
+        self.stop_requested: asyncio.Future[StopRequest] = asyncio.get_running_loop().create_future()
         self._failures = Failures()
-        self._place = place
-        self._patience = patience
-        self._crew = Crew(place.actors)
-        self._rules = Supervisor(run_tree(place.actors, patience.end_s), lot=lot)
-        self._muster = Muster(place.num_nodes, place.version, place.config, logging.getLogger(f"myxa.{SUPERVISOR}"))
-        self._visitors = Visitors(place.run, place.num_nodes, place.max_nodes, self._muster)
-        self._others = {agent_name(node): node for node in range(1, place.num_nodes)}
+        self._setup = setup
+        self._timeouts = timeouts
+        self._actors = RunActors(setup.actors)
+        self._rules = Supervisor(run_tree(setup.actors, timeouts.end_s), lot=lot)
+        self._nodes = JoinedNodes(setup.num_nodes, setup.version, setup.config, logging.getLogger(f"myxa.{SUPERVISOR}"))
+        self._late = LateNodes(setup.run, setup.num_nodes, setup.max_nodes, self._nodes)
+        self._others = {agent_name(node): node for node in range(1, setup.num_nodes)}
         self._gone = asyncio.Event()
-        self._at_work = AtWork()
-        self._reserved = ReservedNames(sum(actor.role == "rollout" for actor in place.actors))
+        self._work = WorkSeen()
+        self._reserved = ReservedNames(sum(actor.role == "rollout" for actor in setup.actors))
         self._has_started = False
-        self._silence = Silence(self._crew, self._rules, patience)
+        self._silent = SilenceCheck(self._actors, self._rules, timeouts)
 
     async def on_start(self) -> None:
-        """Hear of every actor and every node."""
+        """Watch every actor and every node."""
         self.ctx.watch("")
-        self._bulletin = Bulletin(self.ctx)
-        self._departures = Departures(
-            self.ctx, self._crew, self._rules, muster=self._muster, visitors=self._visitors, silence=self._silence,
-            carry_out=self._carry_out,
-        )  # fmt: skip
-        self._reach = Reach(self.ctx, self._crew, self._departures.lose)
-        self._starts = Starts(
-            self.ctx, self._crew, self._rules, self._reach, plan=self._place.plan, end_s=self._patience.end_s,
-            lose=self._departures.lose, ended=self.child_ended,
+        self._processes = ActorProcesses(
+            self.ctx, self._actors, self._rules, plan=self._setup.plan, end_s=self._timeouts.end_s,
+            lose=self._lose_node, ended=self.child_ended,
         )  # fmt: skip
         self.ctx.spawn(self._watch_silence(), name="watch silence")
 
     async def on_peer(self, event: PeerEvent) -> None:
-        if event.name in self._crew:
+        if event.name in self._actors:
             self._on_actor(event)
         elif event.kind in ("down", "restarted") and event.name in self._others:
-            self._departures.lose(self._others[event.name], event.reason)
+            self._lose_node(self._others[event.name], event.reason)
         elif event.kind == "down":
             self._reserved.left(event.name)
 
     def _on_actor(self, event: PeerEvent) -> None:
         if event.kind in ("suspect", "hung", "recovered"):
             self.ctx.log.warning("%s: %s (%s)", event.name, event.kind, event.reason or "it answers again")
-            self._bulletin.post(event)
+            self.ctx.spawn(self._publish_health(event), name=f"health of {event.name}")
             self._carry_out(self._rules.on_health(event.name, event.kind, event.reason, self._now()))
         elif event.kind == "down":
-            if self._rules.state(event.name) in ("up", "hung", "draining"):  # now: it may leave before the task begins
-                seen_to = self._see_it_end(event, self._rules.attempt(event.name))
-                self.ctx.spawn(seen_to, name=f"end of {event.name}")
+            # Checked here and not in the task: the state may change before the task begins.
+            if self._rules.state(event.name) in ("up", "hung", "draining"):
+                ending = self._end_after_grace(event, self._rules.attempt(event.name))
+                self.ctx.spawn(ending, name=f"end of {event.name}")
         elif self._rules.state(event.name) == "starting":
             self.ctx.log.info("%s is up (epoch %d)", event.name, event.epoch)
-            self._crew[event.name].epoch = event.epoch
+            self._actors[event.name].epoch = event.epoch
             self._rules.on_up(event.name)
-            if self._crew[event.name].spec.role == "coordinator":
-                self._at_work.coordinator_came()
-            if self._crew[event.name].spec.role not in SEEN_IN_STATUS:
+            if self._actors[event.name].spec.role == "coordinator":
+                self._work.on_coordinator()
+            if self._actors[event.name].spec.role not in SEEN_IN_STATUS:
                 self._rules.on_work(event.name, self._now())
 
-    async def _see_it_end(self, event: PeerEvent, attempt: int) -> None:
-        """Its incarnation is over for everybody. A process that does not end of it, perhaps because nobody can tell it,
-        is in the next one's way."""
-        await asyncio.sleep(self._patience.leave_s if event.is_own_word else self._patience.over_s)
-        if event.name not in self._crew or self._rules.attempt(event.name) != attempt:
+    async def _publish_health(self, event: PeerEvent) -> None:
+        """To the monitor, for events.jsonl, the live view and the report. An absent monitor misses the entry."""
+        entry = Event(
+            source=event.name,
+            wall_s=self.ctx.clock.wall(),
+            kind=f"actor-{event.kind}",
+            text=f"{event.name} (epoch {event.epoch}): {event.reason}",
+            data={"epoch": event.epoch},
+        )
+        try:
+            await self.ctx.ref(MonitorContract, "monitor").telemetry(Telemetry(events=(entry,)))
+        except CallError as error:
+            self.ctx.log.info("the monitor did not learn that %s is %s: %s", event.name, event.kind, error)
+
+    async def _end_after_grace(self, event: PeerEvent, attempt: int) -> None:
+        """The registry has ended this incarnation. If its process does not exit, perhaps because it cannot be reached,
+        it is ended, since it is in the way of the next one."""
+        await asyncio.sleep(self._timeouts.leave_s if event.is_own_word else self._timeouts.over_s)
+        if event.name not in self._actors or self._rules.attempt(event.name) != attempt:
             return
-        member = self._crew[event.name]
+        member = self._actors[event.name]
         if member.pid and member.epoch == event.epoch:
             self._carry_out(self._rules.on_health(event.name, "given up", event.reason, self._now()))
 
-    # -- what the launcher asks for ----------------------------------------------------------------------------
+    # -- for the launcher ---------------------------------------------------------------------------------------
 
     async def gather(self) -> None:
-        """Until all nodes joined. LaunchError naming the missing ones, and why those that came were refused; at once
-        if a node says that it cannot take part."""
-        await self._muster.gather(self._patience.gather_s)
+        """Wait until all nodes joined. LaunchError names the missing ones and the reasons of refusals; it comes at once
+        if a node reports that it cannot take part."""
+        await self._nodes.gather(self._timeouts.gather_s)
 
     async def start_all(self) -> None:
-        """Prepare every node, then start every actor in order; one that takes long holds up no other. A start goes on
-        and is told of if this is cancelled: whoever ends the run has to know what there is to end."""
-        for node in range(self._place.num_nodes):
-            await self.agent(node).prepare(self._place.plan)
+        """Prepare every node, then start every actor in order; a slow start delays no other. Starts continue if this is
+        cancelled, so that all processes are known when the run is ended."""
+        for node in range(self._setup.num_nodes):
+            await self.agent(node).prepare(self._setup.plan)
         starts: set[asyncio.Task[None]] = set()
-        for actor in self._place.actors:
-            if self._rules.may_launch(actor.name, 0):  # not if the run, or a mate of its gang, failed already
+        for actor in self._setup.actors:
+            if self._rules.may_launch(actor.name, 0):  # false if the run or its gang failed already
                 self._rules.on_launch(actor.name)
-                starts.add(start := self.ctx.spawn(self._starts.start(actor.name, 0), name=f"start {actor.name}"))
+                starts.add(start := self.ctx.spawn(self._processes.start(actor.name, 0), name=f"start {actor.name}"))
                 await asyncio.wait({start}, timeout=START_ALONE_S)
         if starts:
             await asyncio.wait(starts)
@@ -158,41 +199,39 @@ class RunSupervisor(SupervisorContract):
     async def stop_all(self, reason: str) -> None:
         """End all actors, last started role first, and wait until they are gone."""
         self._carry_out(self._rules.stop(reason, self._now()))
-        roles = len({actor.role for actor in self._crew.specs})
+        roles = len({actor.role for actor in self._actors.specs})
         try:
-            await asyncio.wait_for(self._gone.wait(), (self._patience.end_s + 10.0) * roles)
+            await asyncio.wait_for(self._gone.wait(), (self._timeouts.end_s + 10.0) * roles)
         except TimeoutError:
-            left = ", ".join(self._crew[name].process for name in self._rules.alive)
-            raise LaunchError(
-                f"these did not end: {left}", remedy="look for what they hang in, on those nodes"
-            ) from None
+            left = ", ".join(self._actors[name].process for name in self._rules.alive)
+            raise LaunchError(f"these did not end: {left}", remedy="check on those nodes where they hang") from None
 
     async def kill_all(self, reason: str) -> None:
         """End all actors at once."""
         self._rules.stop(reason, self._now())
-        await self._reach.end_at_once(self._rules.alive)
+        await self._processes.end_at_once(self._rules.alive)
 
-    def hear(self, status: RunStatus) -> None:
-        """What the run's coordinator says: it shows who is at work."""
-        for name in self._at_work.seen(status, self._crew.specs):
+    def on_status(self, status: RunStatus) -> None:
+        """The coordinator's status shows which actors are at work."""
+        for name in self._work.seen(status, self._actors.specs):
             self._rules.on_work(name, self._now())
 
     def blame(self, name: str, reason: str) -> None:
-        """Keep who failed first, for the report."""
+        """Record the first failure, for the report."""
         self._failures.blame(name, reason, self._now())
 
     def add_consequence(self, text: str) -> None:
-        """Something that followed from the first failure, for the report."""
+        """Record a consequence of the first failure, for the report."""
         self._failures.add(text, self._now())
 
     @property
     def has_failed(self) -> bool:
-        """Whether somebody is to blame."""
+        """Whether an actor has failed."""
         return self._failures.first is not None
 
     @property
     def first_failure(self) -> FirstFailure | None:
-        """Who failed first, with the end of its log and what followed; complete once its process has ended."""
+        """The first failure with the end of its log and its consequences; complete once the process has ended."""
         return self._failures.first
 
     @property
@@ -202,39 +241,52 @@ class RunSupervisor(SupervisorContract):
 
     def knows(self, name: str) -> bool:
         """Whether the run has an actor of that name."""
-        return name in self._crew
+        return name in self._actors
 
-    # -- what an operator asks for -----------------------------------------------------------------------------
+    # -- for the operator ---------------------------------------------------------------------------------------
 
-    def roster(self) -> tuple[ActorRecord, ...]:
+    def statuses(self) -> tuple[ActorStatus, ...]:
         """All actors of the run, in start order."""
-        return roster_of(self._crew, self._rules, self._muster.host, self._now())
+        return actor_statuses(self._actors, self._rules, self._nodes.host, self._now())
 
     def present(self) -> Present:
-        """Who is there and what is free, for whoever decides how many there are to be."""
-        specs = {spec.name: spec for spec in self._crew.specs}
-        return Present.of(self.roster(), specs, self.nodes, self.foreign_names, self._visitors.late)
+        """Actors, nodes and free devices: the input of scaling decisions."""
+        specs = {spec.name: spec for spec in self._actors.specs}
+        return Present.of(self.statuses(), specs, self.nodes, self.foreign_names, self._late.late)
 
     def dismiss(self, node: int, reason: str) -> None:
-        """Have all actors of a node hand their work back and end for good, then tell its launcher to leave. Raises
-        ConfigError where one of them cannot; then none of them does."""
-        self._departures.dismiss(node, reason)
+        """Have all actors of a node hand their work back and end for good, then have its launcher leave. Raises
+        ConfigError if one of them cannot; then none of them does."""
+        if node == 0 or node not in self.nodes:
+            raise ConfigError(f"node {node} cannot leave", remedy="node 0 conducts the run; see `myxa ps` for others")
+        try:
+            for name in self._on_node(node):
+                self._rules.check_retire(name)
+        except SupervisionError as error:
+            raise ConfigError(f"node {node} cannot leave: {error}", remedy="`myxa down` ends the run") from error
+        if self._late.leave(node, reason):
+            self.ctx.log.info("node %d leaves: %s", node, reason)
+            for name in reversed(self._on_node(node)):
+                self._carry_out(self._rules.retire(name, reason, self._now()))
+            if not any(spec.role == "rollout" and spec.node != node for spec in self._actors.specs):
+                self.ctx.log.error("no rollout actor is left: `myxa scale rollout=N` starts some")
+            self._release_nodes()
 
     @property
-    def crew(self) -> Crew:
-        """Where each actor belongs."""
-        return self._crew
+    def actors(self) -> RunActors:
+        """All actors of the run, with their nodes and processes."""
+        return self._actors
 
     @property
     def nodes(self) -> tuple[int, ...]:
         """Nodes that joined and are not lost."""
-        return self._muster.nodes
+        return self._nodes.nodes
 
     @property
     def foreign_names(self) -> frozenset[str]:
-        """Names of rollout actors that other programs host, or are about to."""
+        """Names of rollout actors that other programs host, or have reserved."""
         there = {*self.ctx.peers("rollout/"), *self._reserved.held(self._now())}
-        return frozenset(there - set(self._crew.names))
+        return frozenset(there - set(self._actors.names))
 
     def agent(self, node: int) -> AgentContract:
         """A reference to that node's agent."""
@@ -245,16 +297,30 @@ class RunSupervisor(SupervisorContract):
         if not self._has_started:
             raise ConfigError(f"{actor.name} cannot join: the run is being started", remedy="try again when it runs")
         try:
-            self._rules.grow(role_name(actor.role), seat(actor, self._patience.end_s))
+            self._rules.grow(role_name(actor.role), actor_branch(actor, self._timeouts.end_s))
         except SupervisionError as error:
             raise ConfigError(f"{actor.name} cannot join: {error}") from error
-        self._crew.add(actor)
+        self._actors.add(actor)
         self._rules.on_launch(actor.name)
-        self.ctx.spawn(self._starts.start(actor.name, self._rules.attempt(actor.name)), name=f"hire {actor.name}")
+        self.ctx.spawn(self._processes.start(actor.name, self._rules.attempt(actor.name)), name=f"hire {actor.name}")
 
-    def signalled(self, name: str, number: signal.Signals, who: str) -> None:
-        """An actor's process gets a signal from this run; `who` asked for it, and why. To be told before it is sent."""
-        if name in self._crew:
+    async def send_signal(self, meant: Sequence[ActorStatus], name: str, who: str) -> list[str]:
+        """Send the signal (of `SIGNALS`) to the processes of these actors and all that they started; returns the actors
+        that got it. `who`: who asked for it, and why, for the report if it ends the run. Raises LaunchError if a node
+        could not be asked."""
+        sent: list[str] = []
+        for node, names in self._actors.by_node([record.name for record in meant]):
+            for actor in names:
+                self._note_signal(actor, SIGNALS[name], who)
+            try:
+                sent += await self.agent(node).signal_actors(names, int(SIGNALS[name]))
+            except CallError as error:
+                raise LaunchError(f"node {node} was not asked: {error}; signalled before: {sent}") from error
+        return sent
+
+    def _note_signal(self, name: str, number: signal.Signals, who: str) -> None:
+        """For the report, before it is sent."""
+        if name in self._actors:
             self._failures.signalled(name, self._rules.attempt(name), number, who)
 
     def retire(self, name: str, reason: str) -> None:
@@ -271,42 +337,42 @@ class RunSupervisor(SupervisorContract):
         except SupervisionError as error:
             raise ConfigError(f"{name} cannot be restarted: {error}", remedy="`myxa scale` starts new ones") from error
 
-    # -- what others tell --------------------------------------------------------------------------------------
+    # -- for nodes and other programs ---------------------------------------------------------------------------
 
     async def join(self, facts: NodeFacts) -> JoinReply:
-        if facts.late is not None and not self._visitors.is_expected(facts.node):
-            return JoinReply(accepted=False, reason=f"nobody gave the number {facts.node} to it")
-        is_new = facts.node not in self._muster.nodes
-        reply = self._muster.join(facts)
+        if facts.late is not None and not self._late.is_expected(facts.node):
+            return JoinReply(accepted=False, reason=f"it was not given the number {facts.node}")
+        is_new = facts.node not in self._nodes.nodes
+        reply = self._nodes.join(facts)
         if not reply.accepted or not is_new:
             return reply
         if facts.node:
-            self._silence.heard(facts.node, self._now())
+            self._silent.heard(facts.node, self._now())
         if facts.late is not None:
             self._others[agent_name(facts.node)] = facts.node
             self.ctx.spawn(self._welcome(facts.node), name=f"welcome node {facts.node}")
         return reply
 
     async def enlist(self, facts: NodeFacts) -> EnlistReply:
-        has_room = self._has_started and not self.stop_wished.done() and self._rules.verdict is None
-        reply = self._visitors.enlist(facts, self.present, has_room)
+        is_open = self._has_started and not self.stop_requested.done() and self._rules.verdict is None
+        reply = self._late.enlist(facts, self.present, is_open)
         if reply.reason and not reply.is_early:
-            self.ctx.log.error("%s may not come to the run: %s", facts.host, reply.reason)
+            self.ctx.log.error("%s may not join the run: %s", facts.host, reply.reason)
         return reply
 
     async def leave_node(self, node: int, reason: str) -> None:
         self.dismiss(node, reason)
 
     async def decline(self, node: int, host: str, reason: str) -> None:
-        self._muster.decline(node, host, reason)
+        self._nodes.decline(node, host, reason)
 
     async def reserve_name(self, wanted: str) -> NameReply:
-        own = [actor.name for actor in self._crew.specs if actor.role == "rollout"]
+        own = [actor.name for actor in self._actors.specs if actor.role == "rollout"]
         return self._reserved.ask(wanted, own, self.ctx.peers("rollout/"), self._now())
 
     async def child_ended(self, end: ChildEnd) -> None:
-        if end.name not in self._crew or end.attempt != self._rules.attempt(end.name):
-            return  # told twice, or of an attempt before a lost node's
+        if end.name not in self._actors or end.attempt != self._rules.attempt(end.name):
+            return  # reported twice, or an attempt before a lost node's
         if end.name not in self._rules.alive:
             return
         self._failures.note_end(end, describe_status(end.status), self._now())
@@ -315,42 +381,91 @@ class RunSupervisor(SupervisorContract):
         self._carry_out(self._rules.on_exit(end.name, end.status, self._now()))
 
     async def ping(self, node: int) -> bool:
-        if node not in self._muster.nodes:
+        if node not in self._nodes.nodes:
             return False
-        self._silence.heard(node, self._now())
+        self._silent.heard(node, self._now())
         return True
 
     async def stop_run(self, reason: str, signal_number: int) -> None:
-        self.wish_stop(reason, signal_number)
+        self.request_stop(reason, signal_number)
 
-    def wish_stop(self, reason: str, signal_number: int) -> None:
-        """The run shall end in good order; only the first wish counts."""
-        if not self.stop_wished.done():
-            self.stop_wished.set_result(StopWish(reason, signal_number))
+    def request_stop(self, reason: str, signal_number: int) -> None:
+        """Request an orderly end of the run; only the first request counts."""
+        if not self.stop_requested.done():
+            self.stop_requested.set_result(StopRequest(reason, signal_number))
 
     async def _welcome(self, node: int) -> None:
-        """A late node has joined: it gets its actors."""
+        """Start the actors of a late node that has joined."""
         try:
-            await self.agent(node).prepare(self._place.plan)
-            for actor in self._visitors.staff(node, self.present()):
+            await self.agent(node).prepare(self._setup.plan)
+            for actor in self._late.staff(node, self.present()):
                 self.hire(actor)
         except MyxaError as error:
-            self.ctx.log.warning("node %d is sent away: %s", node, error)
-            await self._departures.let_go(node, LaunchError.exit_code, str(error))
+            self.ctx.log.warning("node %d has to leave: %s", node, error)
+            await self.release_node(node, LaunchError.exit_code, str(error))
 
-    # -- carrying out ------------------------------------------------------------------------------------------
+    # -- nodes that leave or are lost ---------------------------------------------------------------------------
+
+    def _release_nodes(self) -> None:
+        """Leaving nodes whose last actor has ended may leave."""
+        for node, reason in self._late.released(lambda node: bool(self._on_node(node))):
+            self.ctx.spawn(self.release_node(node, 0, reason), name=f"release node {node}")
+
+    async def release_node(self, node: int, exit_code: int, reason: str) -> None:
+        """From here on the node's end is no loss."""
+        if self._forget_node(node):
+            self._lose_actors_on(node, f"node {node} left: {reason}")
+            await self._order_leave(node, exit_code, reason)
+            self.ctx.log.info("node %d has left the run: %s", node, reason)
+
+    def _lose_node(self, node: int, why: str) -> None:
+        """The node is gone or considered lost, and its actors with it. It is ordered to leave: it may be alive, and its
+        processes must not continue without the run. No effect if this is known, or nothing was on the node yet."""
+        was_here = self._forget_node(node)
+        if not was_here and not any(name in self._rules.alive for name in self._actors.on_node(node)):
+            return
+        why = why or "no sign of life"
+        reason = f"the launcher of node {node} is gone ({why})"
+        self.ctx.log.error("%s", reason)
+        if was_here and node:
+            order = self._order_leave(node, LaunchError.exit_code, f"node 0 considers this node lost: {why}")
+            self.ctx.spawn(order, name=f"order node {node} to leave")
+        self._lose_actors_on(node, reason)
+
+    def _lose_actors_on(self, node: int, reason: str) -> None:
+        if names := self._on_node(node):
+            self._carry_out(self._rules.on_lost(agent_name(node), names, reason, self._now()))
+
+    def _on_node(self, node: int) -> list[str]:
+        """Its actors that have a process or will get one."""
+        return [name for name in self._actors.on_node(node) if self._rules.state(name) not in OVER]
+
+    def _forget_node(self, node: int) -> bool:
+        """Whether it was a member."""
+        self._silent.forget(node)
+        self._late.forget(node)
+        return self._nodes.lose(node)
+
+    async def _order_leave(self, node: int, exit_code: int, reason: str) -> None:
+        agent = with_deadline(self.agent(node), LEAVE_S)
+        try:
+            await agent.leave(exit_code, reason)
+        except MyxaError as error:
+            self.ctx.log.info("node %d did not get the order to leave: %s", node, error)
+
+    # -- carrying out -------------------------------------------------------------------------------------------
 
     def _carry_out(self, instructions: Sequence[Instruction]) -> None:
         for instruction in instructions:
             match instruction:
                 case Restart():
-                    self.ctx.spawn(self._starts.again(instruction), name=f"restart {instruction.children[0]}")
+                    self.ctx.spawn(self._processes.restart(instruction), name=f"restart {instruction.children[0]}")
                 case Drain():
                     for name in instruction.children:
-                        drained = self._drain(self._crew[name].spec, instruction.reason)
+                        drained = self._drain(self._actors[name].spec, instruction.reason)
                         self.ctx.spawn(drained, name=f"drain {name}")
                 case End():
-                    self.ctx.spawn(self._reach.end(instruction), name=f"end {len(instruction.children)} actors")
+                    self.ctx.spawn(self._processes.end(instruction), name=f"end {len(instruction.children)} actors")
                 case Kill():
                     self._kill_hung(instruction)
                 case FailRun():
@@ -358,61 +473,131 @@ class RunSupervisor(SupervisorContract):
                     if not self.failed.done():
                         self.failed.set_result(instruction)
                 case GiveUp() | Retired() | AllEnded():
-                    self._take_leave(instruction)
+                    self._on_end(instruction)
 
     def _kill_hung(self, kill: Kill) -> None:
         self.ctx.log.error("%s: killed", kill.reason)
         for name in kill.children:
-            self.signalled(name, signal.SIGKILL, f"the launcher, since {kill.reason}")
-        self.ctx.spawn(self._reach.kill_hung(kill.children), name=f"kill {kill.children[0]}")
+            self._note_signal(name, signal.SIGKILL, f"the launcher, since {kill.reason}")
+        self.ctx.spawn(self._processes.kill_hung(kill.children), name=f"kill {kill.children[0]}")
 
-    def _take_leave(self, news: GiveUp | Retired | AllEnded) -> None:
+    def _on_end(self, news: GiveUp | Retired | AllEnded) -> None:
         if isinstance(news, Retired):
             for name in news.children:
                 self.ctx.log.info("%s has left the run", name)
-                self._crew.remove(name)
-            self._departures.release()
+                self._actors.remove(name)
+            self._release_nodes()
         elif isinstance(news, GiveUp):
-            told = "%s; the run goes on without it: %d are left, %d must be"
-            self.ctx.log.error(told, news.reason, news.num_left, news.quorum)
+            text = "%s; the run continues without it: %d are left, %d must be"
+            self.ctx.log.error(text, news.reason, news.num_left, news.quorum)
         else:
             self._gone.set()
 
     async def _drain(self, actor: ActorSpec, reason: str) -> None:
-        await hand_back(self.ctx, actor, reason)
+        await self._processes.drain(actor, reason)
         self._carry_out(self._rules.on_drained(actor.name, self._now()))
 
     async def _watch_silence(self) -> None:
-        """A process that never registers is killed, and the rules judge its end as any other. One that does not go when
-        it has to is lost, and so is a node that is silent. Nothing here waits: others may be silent meanwhile."""
+        """Kill processes that do not register in time; the rules judge their end like any other. A process that does
+        not vanish is lost, and so is a silent node. Nothing here waits, because others may be silent at the same
+        time."""
         while True:
             await asyncio.sleep(1.0)
             now = self._now()
-            for name in self._silence.unregistered(now):
-                self.ctx.log.error("%s did not register within %g s and is killed", name, self._patience.start_s)
-                why = f"the launcher, since it did not register within {self._patience.start_s:g} s"
-                self.signalled(name, signal.SIGKILL, why)
+            for name in self._silent.unregistered(now):
+                self.ctx.log.error("%s did not register within %g s and is killed", name, self._timeouts.start_s)
+                why = f"the launcher, since it did not register within {self._timeouts.start_s:g} s"
+                self._note_signal(name, signal.SIGKILL, why)
                 self._kill(name)
-            for name in self._silence.undead(now):
-                if name in self._crew:  # it may have left with the one before
-                    self._bury(name)
-            for node in self._silence.lost_nodes(now):
-                self._departures.lose(node, f"no word from it for {self._patience.lost_s:g} s")
+            for name in self._silent.undead(now):
+                if name in self._actors:  # it may have left with the previous one
+                    self._lose_actor(name)
+            for node in self._silent.lost_nodes(now):
+                self._lose_node(node, f"no sign of life for {self._timeouts.lost_s:g} s")
 
     def _kill(self, name: str) -> None:
-        node = self._crew[name].spec.node
-        self.ctx.spawn(self._reach.end_on(node, (name,), 0.0), name=f"kill {name}")
+        node = self._actors[name].spec.node
+        self.ctx.spawn(self._processes.end_on(node, (name,), 0.0), name=f"kill {name}")
 
-    def _bury(self, name: str) -> None:
-        """Its process holds what another attempt would need, so there is none."""
-        member = self._crew[name]
+    def _lose_actor(self, name: str) -> None:
+        """Its process holds what another attempt would need, so there is no other attempt."""
+        member = self._actors[name]
         reason = (
-            f"{member.process} is still there {self._patience.gone_s:g} s after it had to be gone: it survives "
+            f"{member.process} is still there {self._timeouts.gone_s:g} s after it had to end: it survives "
             "SIGKILL, so it hangs in the kernel"
         )
         self.ctx.log.error("%s", reason)
-        self._kill(name)  # if that order was lost
+        self._kill(name)  # in case that order was lost
         self._carry_out(self._rules.on_lost(name, (name,), reason, self._now()))
 
     def _now(self) -> float:
         return self.ctx.clock.monotonic()
+
+
+# -- the supervision tree, actors at work (no IO) -------------------------------------------------------------------
+
+
+def run_tree(actors: Sequence[ActorSpec], grace_s: float) -> BranchSpec:
+    """The supervision tree. `actors` are in start order, the actors of a role together."""
+    roles = [(role, tuple(mates)) for role, mates in groupby(actors, key=lambda actor: actor.role)]
+    return BranchSpec("run", tuple(_role(role, mates, grace_s) for role, mates in roles), max_restarts=0)
+
+
+def _role(role: str, actors: Sequence[ActorSpec], grace_s: float) -> BranchSpec:
+    first = actors[0]
+    if first.restart == "gang":
+        ranks = tuple(_child(actor, grace_s) for actor in actors)
+        return BranchSpec(gang_name(role), ranks, "gang", first.max_restarts)
+    branches = tuple(actor_branch(actor, grace_s) for actor in actors)
+    return BranchSpec(role_name(role), branches, max_restarts=0, quorum=first.quorum)
+
+
+def role_name(role: str) -> str:
+    """Name of the branch of a role's actors, each with a restart budget of its own."""
+    return f"role {role}"
+
+
+def actor_branch(actor: ActorSpec, grace_s: float) -> BranchSpec:
+    """Branch of an actor with a restart budget of its own."""
+    return BranchSpec(actor.name, (_child(actor, grace_s),), max_restarts=actor.max_restarts)
+
+
+def gang_name(role: str) -> str:
+    """Name of the gang of a role's actors."""
+    return f"gang {role}"
+
+
+def _child(actor: ActorSpec, grace_s: float) -> ChildSpec:
+    restart = "temporary" if actor.restart == "never" else "permanent"
+    return ChildSpec(actor.name, restart, actor.when_hung, grace_s)
+
+
+class WorkSeen:
+    """Finds the actors that a run's status shows at work.
+
+    An actor registers as soon as its process has joined, while its model still loads; a failure of loading comes
+    minutes later. A version that was reached before does not count: after a rewind the same steps are repeated, up to
+    the one at which the trainer fails."""
+
+    def __init__(self) -> None:
+        self._highest = -1
+        self._knows_version = False
+        """Whether `_highest` is the trainer's version, and not only the last one seen."""
+
+    def on_coordinator(self) -> None:
+        """A coordinator registered: versions made in its absence show as one rise, whichever trainer made them."""
+        self._knows_version = False
+
+    def seen(self, status: RunStatus, actors: Iterable[ActorSpec]) -> list[str]:
+        """Names of the actors that this status shows at work: a rollout actor serves weights, the trainer has made a
+        version above all earlier ones, the coordinator has started the run."""
+        has_stepped = self._has_stepped(status)
+        serving = {engine.rollout for engine in status.engines if engine.version >= 0}
+        works = {"coordinator": status.phase != "starting", "trainer": has_stepped}
+        return [actor.name for actor in actors if works.get(actor.role, actor.name in serving)]
+
+    def _has_stepped(self, status: RunStatus) -> bool:
+        if status.phase == "starting" or status.version <= self._highest:
+            return False
+        knew, self._knows_version, self._highest = self._knows_version, True, status.version
+        return knew

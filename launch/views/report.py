@@ -25,7 +25,7 @@ from markupsafe import Markup
 from ...actors.workflows.failures import FAILURE_KINDS
 from ...core.activity import ACTIVITY_KINDS
 from ...core.errors import ConfigError, LaunchError
-from ..lives.origin import Origin
+from ..run_lineage.origin import RunOrigin
 from .advice import facts_of_file, num_cores, what_to_try
 from .bottleneck import Filtered, engines_look_full, judge
 from .changes import stairs, when_text
@@ -267,7 +267,7 @@ def _steps_tile(run: RunFiles) -> Tile:
 def _origin_tile(run: RunFiles) -> Tile | None:
     """Of a run that was forked from another one, or resumed."""
     try:
-        origin = Origin.load(run.run_dir)
+        origin = RunOrigin.load(run.run_dir)
     except LaunchError:
         return None
     return Tile("lives", f"{len(origin.lives)}", origin.in_words()) if origin.in_words() else None

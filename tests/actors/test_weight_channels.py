@@ -17,7 +17,7 @@ from myxa.core.config import RunConfig
 from myxa.core.errors import EngineError
 from myxa.core.messages import WeightChannel, WeightManifest
 from myxa.core.protocols import NamedArray, WeightWriter
-from myxa.launch.composition.weight_ends import channel_ends
+from myxa.launch.composition.trainer_parts import channel_ends
 
 CONFIG = tiny_config("0p5m")
 

@@ -17,7 +17,7 @@ from commands import Command  # pyright: ignore[reportMissingImports]
 
 from myxa.actors.backends.torch_backend.backend import TorchBackend
 from myxa.actors.models.tiny import make_tiny_model
-from myxa.launch.nodes.quiet_port import quiet_port
+from myxa.launch.nodes.rendezvous import quiet_port
 
 PROGRAM = Path(__file__).with_name("gang_rank.py")
 FORKED = Path(__file__).with_name("forked_ranks.py")
@@ -99,8 +99,8 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[tup
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[tuple[int, str]]]:
-    """Runs that many ranks of a program to their end: [(exit status, output)]. They are forked from one process that has
-    imported what they need: importing Megatron takes longer than most gangs run."""
+    """Runs that many ranks of a program to their end: [(exit status, output)]. They are forked from one process that
+    has imported what they need: importing Megatron takes longer than most gangs run."""
 
     def run_all(
         num_ranks: int, program: Path, *arguments: str, timeout_s: float = RANK_TIMEOUT_S

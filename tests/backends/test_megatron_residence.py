@@ -1,4 +1,5 @@
-"""Megatron trains the same bits whether or not its memory leaves between steps (unmodified megatron-core, on the CPU)."""
+"""Megatron trains the same bits whether or not its memory leaves between steps (unmodified megatron-core, on the
+CPU)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from myxa.actors.backends.megatron.residence import planned, rebuilds_params
 from myxa.core.config import MegatronSettings, TrainerConfig
 from myxa.core.device_memory import OPTIMIZER_PARTS
 from myxa.core.errors import ConfigError
-from myxa.launch.nodes.quiet_port import quiet_port
+from myxa.launch.nodes.rendezvous import quiet_port
 
 PROGRAM = Path(__file__).with_name("megatron_moving.py")
 TIMEOUT_S = 120

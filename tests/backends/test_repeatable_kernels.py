@@ -16,7 +16,7 @@ import json, os, sys
 from myxa.actors.backends.torch_backend.world import Gang
 from myxa.core.clock import SystemClock
 from myxa.core.config import load_config
-from myxa.launch.composition.trainer_backends import make_backend
+from myxa.launch.composition.trainer_parts import make_backend
 from myxa.launch.supervisor.placement import place
 
 config = load_config([sys.argv[1]], sys.argv[2:])

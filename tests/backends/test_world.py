@@ -12,7 +12,7 @@ import torch
 from myxa.actors.backends.torch_backend.tally import Tally
 from myxa.actors.backends.torch_backend.world import Gang, World
 from myxa.core.errors import LaunchError
-from myxa.launch.nodes.quiet_port import quiet_port
+from myxa.launch.nodes.rendezvous import quiet_port
 
 Ranks = Callable[..., list[tuple[int, str]]]
 

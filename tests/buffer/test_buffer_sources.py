@@ -17,7 +17,7 @@ from myxa.core.config import RunConfig
 from myxa.core.errors import DataError
 from myxa.core.knobs import KnobChange
 from myxa.core.samples import Group
-from myxa.launch.composition.knob_limits import buffer_limits
+from myxa.launch.program import buffer_limits
 
 WAIT_S = 20.0
 

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from myxa.launch.actor_spec import ActorSpec
-from myxa.launch.child_env import SPEC_VARIABLE
 from myxa.launch.cli import main
 from myxa.launch.control.client import ControlNote
 from myxa.launch.doctor import gather
@@ -34,7 +33,7 @@ from myxa.launch.doctor.machine_facts import (
     Time,
 )
 from myxa.launch.preflight.machine import Gpu, Gpus
-from myxa.launch.worker_spec import WorkerSpec, write_spec
+from myxa.launch.worker_spec import SPEC_VARIABLE, ProcessSpec, write_spec
 
 GIB = 1 << 30
 H200 = Gpu("NVIDIA H200", 140 * GIB)
@@ -344,7 +343,7 @@ def test_actors_without_their_launcher_are_named(base: Path) -> None:
     """A process with an actor's command line and description, whose launcher is gone."""
     folder = base / "myxa-orphans"
     folder.mkdir()
-    spec = WorkerSpec(
+    spec = ProcessSpec(
         actor=ActorSpec(name="rollout/0", role="rollout", kind="embedded", index=0, node=0), attempt=0,
         launcher_pid=dead_pid(), config_path="", run_dir="/runs/c", socket_dir=str(folder), rdzv_path="",
     )  # fmt: skip

@@ -31,7 +31,7 @@ from myxa.core.errors import DataError, EngineError, ReferenceFailed, RequestRef
 from myxa.core.messages import Assignment, SamplingParams, WeightManifest
 from myxa.core.protocols import Engine, GenerateRequest
 from myxa.core.samples import Group, Prompt, Sample
-from myxa.launch.composition.recorded import recorded_engine
+from myxa.launch.composition.rollout_parts import recorded_engine
 
 SAMPLING = SamplingParams(max_new_tokens=7)
 NUM_SAMPLES = 3

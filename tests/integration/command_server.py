@@ -1,13 +1,15 @@
-"""A process that has imported what `myxa` imports, and is forked into one command after the other: a program for the tests.
+"""A process that has imported what `myxa` imports, and is forked into one command after the other: a program for the
+tests.
 
     python command_server.py DESCRIPTOR ROOM
 
-A suite starts `myxa` hundreds of times, and most of what a short run computes is imports: the launcher's, and those of the
-fork server that its actors are forked from (torch). A request on the socket DESCRIPTOR is the words, folder and variables of
-one command as JSON, with its standard streams and a pipe. Each gets a process of its own, whose parent writes its process id
-and then its exit status into the pipe: what runs is `python -m myxa.launch` from its first line, on its own streams, signals
-and session; or a program of the tests that needs the same imports. What starts a run has a child that stands by to be its first fork server (standing_by.py). ROOM is overwritten
-by what a command looks like. Ends when the socket is closed.
+A suite starts `myxa` hundreds of times, and most of what a short run computes is imports: the launcher's, and those of
+the fork server that its actors are forked from (torch). A request on the socket DESCRIPTOR is the words, folder and
+variables of one command as JSON, with its standard streams and a pipe. Each gets a process of its own, whose parent
+writes its process id and then its exit status into the pipe: what runs is `python -m myxa.launch` from its first line,
+on its own streams, signals and session; or a program of the tests that needs the same imports. What starts a run has a
+child that stands by to be its first fork server (standing_by.py). ROOM is overwritten by what a command looks like.
+Ends when the socket is closed.
 """
 
 from __future__ import annotations
@@ -31,16 +33,15 @@ from typing import Any
 import standing_by
 
 from myxa.launch.cli import make_parser
-from myxa.launch.nodes.fork_server import unfit
-from myxa.launch.nodes.preloads import KITS, LIGHT, SERVED, TORCH
-from myxa.launch.nodes.process_look import look_like
+from myxa.launch.nodes.fork_server import look_like, unfit
+from myxa.launch.nodes.preloads import LIGHT, PRELOAD_SETS, SERVED, TORCH
 from myxa.launch.views.report import page_template
 from myxa.transport.codec import compile_loaded
 
 MODULES = (
     *("myxa.core.config", "myxa.launch.cli", "myxa.launch.commands.run_life", "myxa.launch.control.client"),
-    *("myxa.launch.launcher", "myxa.launch.lives.origin", "uvloop"),
-    *(module for kit in (LIGHT, SERVED, TORCH) for module in KITS[kit].modules),
+    *("myxa.launch.launcher", "myxa.launch.run_lineage.origin", "uvloop"),
+    *(module for kit in (LIGHT, SERVED, TORCH) for module in PRELOAD_SETS[kit].modules),
 )
 STARTERS = ("up", "launch", "resume", "fork", "demo")
 """Commands that start runs."""
@@ -168,8 +169,8 @@ def play(request: Request) -> int:
 
 
 def end(status: int) -> None:
-    """As Python ends, but for the taking apart of all modules: it writes to every page of torch's, which the server lends
-    us, and takes most of a second."""
+    """As Python ends, but for the taking apart of all modules: it writes to every page of torch's, which the server
+    lends us, and takes most of a second."""
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -1,7 +1,7 @@
 """`myxa` as a process of its own, forked from one that has done its imports (command_server.py).
 
-Where the start itself is looked at, or a shell has a part in it, an interpreter is started: the first test of test_up.py,
-docs/control.md's examples, tests/launch/test_cli.py.
+Where the start itself is looked at, or a shell has a part in it, an interpreter is started: the first test of
+test_up.py, docs/control.md's examples, tests/launch/test_cli.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import psutil
 
-from myxa.launch.child_env import server_env
+from myxa.launch.worker_spec import server_env
 
 ROOM = 1024
 SERVER = Path(__file__).with_name("command_server.py")
@@ -156,7 +156,8 @@ class Command(subprocess.Popen[str]):
         return []
 
     def communicate(self, input: str | None = None, timeout: float | None = None) -> tuple[str, str]:
-        """Everything that it said (and of errors, if not merged), once it has ended. Raises subprocess.TimeoutExpired."""
+        """Everything that it said (and of errors, if not merged), once it has ended. Raises
+        subprocess.TimeoutExpired."""
         assert input is None
         deadline = time.monotonic() + (FOR_EVER_S if timeout is None else timeout)
         streams = [stream for stream in (self.stdout, self.stderr) if stream is not None]

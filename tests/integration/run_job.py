@@ -17,7 +17,7 @@ from commands import Command, processes_below
 from commands import run as run_command
 
 from myxa.actors.models.tiny import make_tiny_model
-from myxa.launch.demo.sort_task import write_rows
+from myxa.launch.demo.run import write_rows
 
 BATCH = 4
 RUN_TOML = """

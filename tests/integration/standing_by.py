@@ -1,9 +1,10 @@
 """The first fork server of a run of the tests: forked from the command that starts the run, with all imports done.
 
-A run's own fork servers import torch, which is half of what a short run computes. A command of the tests has these modules
-already (command_server.py), and forks itself before its first line, while it has one thread. The run's nursery takes that
-process instead of starting an interpreter; from there on everything is as always. One that is taken and ends is replaced by
-one of an interpreter. Starts with interpreters of their own are tested in tests/launch/test_fork_server.py.
+A run's own fork servers import torch, which is half of what a short run computes. A command of the tests has these
+modules already (command_server.py), and forks itself before its first line, while it has one thread. The run's nursery
+takes that process instead of starting an interpreter; from there on everything is as always. One that is taken and ends
+is replaced by one of an interpreter. Starts with interpreters of their own are tested in
+tests/launch/test_fork_server.py.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import socket
 import sys
 
 from myxa.core.process import die_with_parent
-from myxa.launch.child_env import server_env
-from myxa.launch.nodes import nursery
+from myxa.launch.nodes import fork_server_pool
 from myxa.launch.nodes.fork_server import serve
 from myxa.launch.nodes.preloads import LIGHT
+from myxa.launch.worker_spec import server_env
 
 
 def begin() -> None:
@@ -30,24 +31,24 @@ def begin() -> None:
         stand_by(theirs, launcher)
         os._exit(0)
     theirs.close()
-    start_plainly = nursery.Nursery._first
+    start_plainly = fork_server_pool.ForkServerPool._first
     ours.setblocking(False)
     free = [(pid, ours)]
 
-    def first(self: nursery.Nursery, kit: str) -> nursery.ForkServer:
+    def first(self: fork_server_pool.ForkServerPool, kit: str) -> fork_server_pool.ForkServer:
         if not free:
             return start_plainly(self, kit)
         pid, link = free.pop()
         log_path = self._log_path(kit)
         with log_path.open("wb") as log:
             socket.send_fds(link, [b"log"], [log.fileno()])
-        child = nursery._adopt(
+        child = fork_server_pool._adopt(
             f"fork server {kit}", 0, pid, log_path, lambda child, status: self._on_end(kit, child, status)
         )
         self._children.add(child)
-        return nursery.ForkServer(kit, child, link)
+        return fork_server_pool.ForkServer(kit, child, link)
 
-    nursery.Nursery._first = first
+    fork_server_pool.ForkServerPool._first = first
 
 
 def stand_by(launcher: socket.socket, launcher_pid: int) -> None:

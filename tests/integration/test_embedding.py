@@ -246,10 +246,10 @@ async def test_names_that_are_not_free_are_refused(run: Run) -> None:
 
 @pytest.mark.asyncio
 async def test_runs_that_are_not_there_are_refused(run: Run, tmp_path: Path) -> None:
-    assert f"no run is going on in {tmp_path}" in await refusal(tmp_path)
+    assert f"no live run in {tmp_path}" in await refusal(tmp_path)
     record = json.loads((run.folder / "rdzv.json").read_text())
     (tmp_path / "rdzv.json").write_text(json.dumps({**record, "socket_dir": str(tmp_path / "gone")}))
-    assert "is over, or goes on on another host" in await refusal(tmp_path)
+    assert "is over, or runs on another host" in await refusal(tmp_path)
     nobody = {"node_rank": 0, "ipc": [f"ipc://{tmp_path}/c", f"ipc://{tmp_path}/b"]}
     (tmp_path / "rdzv.json").write_text(json.dumps({**record, "endpoints": nobody}))
     assert "no answer from the registry" in await refusal(tmp_path, timeout_s=1)
@@ -367,4 +367,4 @@ async def test_when_the_run_ends_the_actor_leaves_and_the_books_are_clean(run: R
     assert len(facts.trained) == len(set(facts.trained)) >= 16
     assert set(facts.states) <= {"TRAINED", "DURABLE", "READY", "DISPATCHED", "REQUEUED", "DROPPED"}, facts.states
     assert not (run.folder / "rdzv.json").exists()
-    assert "no run is going on" in await refusal(run.folder)
+    assert "no live run" in await refusal(run.folder)

@@ -1,4 +1,5 @@
-"""A node's agent: whatever is in the way of a start is in its reply, with no process left; and when it leaves by itself."""
+"""A node's agent: whatever is in the way of a start is in its reply, with no process left; and when it leaves by
+itself."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from myxa.launch.contracts import (
     SUPERVISOR,
     AgentContract,
     ChildEnd,
-    RunPlan,
+    RunDescription,
     StartOrder,
     StartReply,
     SupervisorContract,
@@ -57,7 +58,7 @@ async def agent_in(folder: Path, key_for: KeyFor | None = None) -> AsyncIterator
     try:
         agent = Agent(options(folder, key_for=key_for), nothing_seen)
         ref = await node.start(agent, agent_name(0))
-        await ref.prepare(RunPlan(run_id="r", run_dir=str(folder / "run"), config=""))
+        await ref.prepare(RunDescription(run_id="r", run_dir=str(folder / "run"), config=""))
         yield agent, ref
     finally:
         await node.close(grace_s=1)
@@ -121,7 +122,9 @@ async def test_a_loop_that_takes_no_more_descriptors_leaves_no_process_and_no_de
     with monkeypatch.context() as patch:
         patch.setattr(asyncio.get_running_loop(), "add_reader", add_reader)
         with pytest.raises(LaunchError, match="rollout/0 cannot be watched: no watches left"):
-            start_child("rollout/0", 0, ["/bin/sleep", "60"], env={}, log_path=tmp_path / "log", told=lambda c, s: None)
+            start_child(
+                "rollout/0", 0, ["/bin/sleep", "60"], env={}, log_path=tmp_path / "log", on_exit=lambda c, s: None
+            )
     assert not [child for child in psutil.Process().children() if "sleep" in child.name()]
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -169,7 +172,7 @@ async def test_one_that_is_not_prepared_or_has_that_process_already_says_so(tmp_
         await node.close(grace_s=1)
     async with agent_in(tmp_path) as (agent, ref):
         child = start_child(
-            "rollout/0", 4, ["/bin/sleep", "60"], env={}, log_path=tmp_path / "log", told=agent._on_child_end
+            "rollout/0", 4, ["/bin/sleep", "60"], env={}, log_path=tmp_path / "log", on_exit=agent._on_child_end
         )
         agent._children["rollout/0"] = child
         reply = await ref.start_actor(order())
@@ -190,7 +193,7 @@ async def test_one_that_leaves_starts_nobody_any_more(tmp_path: Path):
     async with agent_in(tmp_path, key_for) as (agent, ref):
         starting = asyncio.get_running_loop().create_task(ref.start_actor(order()))
         await is_asked.wait()
-        await agent.leave(3, "node 0 takes this node for lost")
+        await agent.leave(3, "node 0 considers this node lost")
         await agent.kill_all()
         may_go_on.set()
         reply = await starting
@@ -239,7 +242,7 @@ def minded(tmp_path: Path, conductor: Conductor | None, begins: bool = True) -> 
 
 def test_a_node_that_nobody_counts_on_any_more_leaves_at_once(tmp_path: Path):
     conductor = Conductor(3)
-    assert minded(tmp_path, conductor) == (LaunchError.exit_code, "node 0 takes this node for lost")
+    assert minded(tmp_path, conductor) == (LaunchError.exit_code, "node 0 considers this node lost")
     assert conductor.num_left == -1, "it did not ask again"
 
 

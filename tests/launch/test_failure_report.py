@@ -1,4 +1,5 @@
-"""The report of a first failure in real runs of toy actors: at once, cause first, under 25 lines, with what followed."""
+"""The report of a first failure in real runs of toy actors: at once, cause first, under 25 lines, with what
+followed."""
 
 from __future__ import annotations
 
@@ -10,8 +11,7 @@ import pytest
 
 from myxa.launch.contracts import ChildEnd
 from myxa.launch.control.client import ControlClient, find_run
-from myxa.launch.exit_words import meaning, remedy
-from myxa.launch.first_failure import REPORT_LINES, Failures, FirstFailure
+from myxa.launch.first_failure import REPORT_LINES, Failures, FirstFailure, meaning, remedy
 
 FIRST = ("monitor", "buffer", "coordinator", "trainer/0", "rollout/0")
 
@@ -74,7 +74,7 @@ def test_a_process_that_leaves_without_a_word_gets_a_remedy_and_the_run_goes_on_
     with run(tmp_path, "up", *flags) as one:
         one.until_serving(*FIRST, "rollout/1", "rollout/2")
         os.kill(one.pid_of("rollout/2"), signal.SIGKILL)
-        one.until(lambda: "the run goes on without it: 2 are left, 2 must be" in one.output, "rollout/2 is given up")
+        one.until(lambda: "2 are left, 2 must be" in one.output, "rollout/2 is given up")
         assert one.process.poll() is None
         one.switch("rollout.1.vanish")
         assert one.ended() == 4, one.evidence()
@@ -121,7 +121,7 @@ def test_the_report_is_bounded_whatever_happened():
     assert len(lines) == REPORT_LINES < 25
     assert lines[0] == (
         "first failure: trainer/1 ended with signal SIGKILL and is never restarted (node 3): "
-        "somebody killed it, most often the kernel for lack of memory"
+        "it was killed, most often by the kernel for lack of memory"
     )
     assert "dmesg" in lines[1]
     assert lines[2].startswith("then: 0.5 s later: rollout/0 ended with exit status 1: lost xxx")

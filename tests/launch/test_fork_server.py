@@ -24,15 +24,14 @@ import pytest
 from myxa.core.config import load_config
 from myxa.core.process import adopting_orphans, adopts_orphans
 from myxa.launch.actor_spec import ActorSpec
-from myxa.launch.child_env import child_env, worker_command
-from myxa.launch.nodes import fork_server, nursery
+from myxa.launch.nodes import fork_server, fork_server_pool
+from myxa.launch.nodes.agent import Orphans
 from myxa.launch.nodes.child import Child, start_child
-from myxa.launch.nodes.fork_wire import ForkRequest, pack
-from myxa.launch.nodes.nursery import Nursery
-from myxa.launch.nodes.orphans import Orphans
+from myxa.launch.nodes.fork_server import ForkRequest, pack
+from myxa.launch.nodes.fork_server_pool import ForkServerPool
 from myxa.launch.nodes.preloads import LIGHT, TORCH, preloads_of
 from myxa.launch.supervisor.placement import place
-from myxa.launch.worker_spec import DEFAULT_PROGRAM, WorkerSpec, write_spec
+from myxa.launch.worker_spec import DEFAULT_PROGRAM, ProcessSpec, child_env, worker_command, write_spec
 
 HERE = Path(__file__).parent
 WAIT_S = 60.0
@@ -46,7 +45,7 @@ class Room:
     """A nursery in this process, which adopts orphans meanwhile, and what was told of its children."""
 
     folder: Path
-    nursery: Nursery
+    nursery: ForkServerPool
     ends: list[tuple[str, int]] = field(default_factory=list)
     attempts: int = 0
 
@@ -54,7 +53,7 @@ class Room:
         self.ends.append((child.name, status))
 
     def env(self, actor: ActorSpec) -> dict[str, str]:
-        spec = WorkerSpec(
+        spec = ProcessSpec(
             actor=actor, attempt=self.attempts, launcher_pid=os.getpid(), config_path=str(self.folder / "run.toml"),
             run_dir=str(self.folder), socket_dir=str(self.folder), rdzv_path="", program="facts_program:build",
         )  # fmt: skip
@@ -63,7 +62,7 @@ class Room:
 
     async def fork(self, actor: ActorSpec, kit: str = LIGHT) -> Child | None:
         return await self.nursery.start(
-            kit, actor.name, 0, env=self.env(actor), log_path=self.log(actor), told=self.told
+            kit, actor.name, 0, env=self.env(actor), log_path=self.log(actor), on_exit=self.told
         )
 
     async def forked(self, actor: ActorSpec, kit: str = LIGHT) -> Child:
@@ -73,7 +72,7 @@ class Room:
 
     def fresh(self, actor: ActorSpec) -> Child:
         return start_child(
-            actor.name, 0, worker_command(actor), env=self.env(actor), log_path=self.log(actor), told=self.told
+            actor.name, 0, worker_command(actor), env=self.env(actor), log_path=self.log(actor), on_exit=self.told
         )
 
     def log(self, actor: ActorSpec) -> Path:
@@ -99,7 +98,7 @@ def enter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     @asynccontextmanager
     async def open_room() -> AsyncIterator[Room]:
-        room = Room(tmp_path, Nursery(tmp_path, logging.getLogger("test")))
+        room = Room(tmp_path, ForkServerPool(tmp_path, logging.getLogger("test")))
         with adopting_orphans():
             try:
                 yield room
@@ -195,7 +194,7 @@ async def test_an_actor_lives_on_without_its_server_and_the_next_one_gets_anothe
 @pytest.mark.asyncio
 async def test_a_server_that_keeps_dying_is_given_up(enter: Enter, caplog: pytest.LogCaptureFixture):
     async with enter() as room:
-        for n in range(nursery.MAX_ENDS):
+        for n in range(fork_server_pool.MAX_ENDS):
             child = await room.forked(actor(f"rollout/{n}"))
             assert await child.wait(WAIT_S)
             (server,) = room.nursery.pids
@@ -203,7 +202,7 @@ async def test_a_server_that_keeps_dying_is_given_up(enter: Enter, caplog: pytes
             await until(lambda: not room.nursery.pids, "the server's end")
         assert await room.fork(actor()) is None
         assert not room.nursery.pids
-    assert "actors with kit light are not forked any more: its fork server ended 3 times" in caplog.text
+    assert "actors with preload set light are not forked any more: its fork server ended 3 times" in caplog.text
 
 
 @pytest.mark.asyncio
@@ -215,15 +214,15 @@ async def test_a_server_that_hangs_is_killed_and_bears_nobody(
         assert await (await room.forked(actor("rollout/0"))).wait(WAIT_S)
         (server,) = room.nursery.pids
         os.kill(server, signal.SIGSTOP)
-        monkeypatch.setattr(nursery, "FORK_S", 0.3)
+        monkeypatch.setattr(fork_server_pool, "FORK_S", 0.3)
         assert await room.fork(actor("rollout/1")) is None
         await until(lambda: not room.nursery.pids, "the server's end")
         await asyncio.sleep(0.3)
         born = set(psutil.Process().children()) - others
         assert not [child for child in born if child.status() != psutil.STATUS_ZOMBIE]
         assert not (room.folder / "rollout.1.facts").exists()
-    assert "rollout/1 is not forked with kit light" in caplog.text
-    assert "the fork server with kit light did not answer within 0.3 s" in caplog.text
+    assert "rollout/1 is not forked with preload set light" in caplog.text
+    assert "the fork server light did not answer within 0.3 s" in caplog.text
 
 
 @pytest.mark.asyncio
@@ -237,7 +236,7 @@ async def test_who_is_not_wanted_any_more_does_not_begin(enter: Enter):
         request = ForkRequest(name="rollout/0", launcher_pid=os.getpid(), env=env)
         with theirs, room.log(unwanted).open("wb") as log:
             socket.send_fds(server.link, [pack(request)], [theirs.fileno(), log.fileno()])
-        pid = (await asyncio.to_thread(nursery.unpack_reply, await asyncio.to_thread(ours.recv, 100))).pid
+        pid = (await asyncio.to_thread(fork_server_pool.unpack_reply, await asyncio.to_thread(ours.recv, 100))).pid
         assert psutil.Process(pid).ppid() == os.getpid()
         ours.close()
         await until(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, "the end of who is not wanted")
@@ -270,7 +269,7 @@ async def test_what_cannot_be_forked_is_not(enter: Enter, caplog: pytest.LogCapt
         await until(lambda: not room.nursery.pids, "the end of the servers")
     told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert [text.partition(": ")[0] for text in told] == [
-        f"actors with kit {kit} are not forked any more" for kit in (LIGHT, TORCH)
+        f"actors with preload set {kit} are not forked any more" for kit in (LIGHT, TORCH)
     ], "told once"
     assert all(problem in text for text in told)
 
@@ -284,7 +283,7 @@ async def test_a_kit_that_cannot_be_forked_leaves_its_base(enter: Enter, caplog:
         assert [end[0] for end in room.ends] == ["rollout/0", "rollout/1"]
         assert (await room.facts("rollout/1"))["parent"] == os.getpid()
     told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert told == ["actors with kit torch are not forked any more: ImportError: none today"]
+    assert told == ["actors with preload set torch are not forked any more: ImportError: none today"]
 
 
 SLOW_LIGHT = """
@@ -299,12 +298,12 @@ async def test_a_kit_whose_base_is_slow_is_not_given_up(
     enter: Enter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     """Starts go without the server meanwhile, however often; when it is ready it is used."""
-    impatient = {name: replace(kit, patience_s=0.1) for name, kit in nursery.KITS.items()}
+    impatient = {name: replace(kit, patience_s=0.1) for name, kit in fork_server_pool.PRELOAD_SETS.items()}
     async with enter() as room:
         (room.folder / "sitecustomize.py").write_text(SLOW_LIGHT.format(seconds=2))
         with monkeypatch.context() as patched:
-            patched.setattr(nursery, "KITS", impatient)
-            for _ in range(nursery.MAX_ENDS + 1):
+            patched.setattr(fork_server_pool, "PRELOAD_SETS", impatient)
+            for _ in range(fork_server_pool.MAX_ENDS + 1):
                 assert await room.fork(actor(), TORCH) is None
         child = await room.forked(actor("rollout/1"), TORCH)
         assert await child.wait(WAIT_S)
@@ -368,7 +367,7 @@ def test_which_actors_are_forked(tmp_path: Path):
         config = load_config(file)
         actors = place(config, 1)
         found = preloads_of(config, program, actors, env or {"OMP_NUM_THREADS": "4"})
-        return {} if found is None else {each.role: found.kit_of(each) for each in actors}
+        return {} if found is None else {each.role: found.set_of(each) for each in actors}
 
     light = {"monitor": "light", "buffer": "light", "coordinator": "light"}
     assert kits() == light | {"trainer": "torch", "rollout": "torch"}
@@ -387,7 +386,7 @@ def test_which_actors_are_forked(tmp_path: Path):
     assert kits('preset = "recorded"\n[roles.rollout]\nkind = "recorded"\n')["rollout"] == "light"
 
 
-IN_KITS = "import importlib; from myxa.launch.nodes.preloads import KITS\nfor name in NAMES: [importlib.import_module(m) for m in KITS[name].modules]"
+IN_KITS = "import importlib; from myxa.launch.nodes.preloads import PRELOAD_SETS\nfor name in NAMES: [importlib.import_module(m) for m in PRELOAD_SETS[name].modules]"
 
 
 @pytest.mark.parametrize(("kits", "has_torch"), [(("light", "served"), False), (("light", "torch"), True)])
@@ -433,7 +432,7 @@ def test_orphans_are_reaped_and_children_that_somebody_waits_for_are_not():
 
 
 def servers_of(run: Any) -> list[psutil.Process]:
-    return [child for child in run.children() if nursery.SERVER_MODULE in child.cmdline()]
+    return [child for child in run.children() if fork_server_pool.SERVER_MODULE in child.cmdline()]
 
 
 def is_forked(pid: int) -> bool:
@@ -472,7 +471,7 @@ def test_a_server_that_hangs_delays_a_restart_and_no_more(tmp_path: Path, run: A
         began_s = time.monotonic()
         os.kill(one.pid_of("rollout/0"), signal.SIGKILL)
         one.until_serving("rollout/0", attempt=1)
-        assert time.monotonic() - began_s < nursery.FORK_S + WAIT_S / 4
+        assert time.monotonic() - began_s < fork_server_pool.FORK_S + WAIT_S / 4
         assert not is_forked(one.pid_of("rollout/0", attempt=1))
         assert "did not answer within" in one.output, "it is shown"
         assert not server.is_running()

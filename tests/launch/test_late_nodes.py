@@ -10,7 +10,7 @@ import pytest
 
 from myxa.core.errors import ConfigError, LaunchError
 from myxa.launch.control.client import ControlClient
-from myxa.launch.nodes.late_meeting import find_meeting
+from myxa.launch.nodes.rendezvous import find_late_rendezvous
 from myxa.transport.address import Rendezvous
 from myxa.transport.node import JobKey
 from myxa.transport.wire import Endpoints
@@ -174,18 +174,18 @@ def test_flags_that_do_not_go_together_are_refused(stage: Stage, flags: tuple[st
 def test_where_a_run_is_met(tmp_path: Path):
     file = tmp_path / "rdzv"
     file.write_text("h:5")
-    assert find_meeting(str(file), None, None, {}).rdzv_file == file
-    assert find_meeting("", file, None, {}).rdzv_file == file
-    assert str(find_meeting("h:6", file, None, {}).place.endpoint) == "h:6"
+    assert find_late_rendezvous(str(file), None, None, {}).rdzv_file == file
+    assert find_late_rendezvous("", file, None, {}).rdzv_file == file
+    assert str(find_late_rendezvous("h:6", file, None, {}).place.endpoint) == "h:6"
     with pytest.raises(ConfigError, match="there is no /no/run"):
-        find_meeting("/no/run", None, None, {})
-    with pytest.raises(LaunchError, match="no run is going on"):
-        find_meeting(str(tmp_path), None, None, {})
+        find_late_rendezvous("/no/run", None, None, {})
+    with pytest.raises(LaunchError, match="no live run"):
+        find_late_rendezvous(str(tmp_path), None, None, {})
     Rendezvous(endpoints=Endpoints(), key_file="").save(tmp_path / "rdzv.json")
     with pytest.raises(LaunchError, match="was started for one machine"):
-        find_meeting(str(tmp_path), None, None, {})
+        find_late_rendezvous(str(tmp_path), None, None, {})
     Rendezvous(endpoints=Endpoints(tcp=("tcp://10.0.0.1:7", "")), key_file="/k").save(tmp_path / "rdzv.json")
-    met = find_meeting(str(tmp_path), None, None, {})
+    met = find_late_rendezvous(str(tmp_path), None, None, {})
     assert (str(met.place.endpoint), met.job_key) == ("10.0.0.1:7", Path("/k"))
 
 

@@ -14,13 +14,19 @@ from myxa.launch.actor_spec import ActorSpec
 from myxa.launch.contracts import LateWish, NameReply, NodeFacts
 from myxa.launch.node_place import NodePlace
 from myxa.launch.nodes.launch_options import facts_of
-from myxa.launch.supervisor.attached_servers import servers_of
-from myxa.launch.supervisor.late_place import Present, check_distance, check_leaver, staff, staff_node
-from myxa.launch.supervisor.muster import Muster
-from myxa.launch.supervisor.placement import place
-from myxa.launch.supervisor.reserved_names import HELD_S, ReservedNames
-from myxa.launch.supervisor.roster import ActorRecord
-from myxa.launch.supervisor.visitors import Visitors
+from myxa.launch.supervisor.membership import JoinedNodes, LateNodes
+from myxa.launch.supervisor.placement import (
+    HELD_S,
+    Present,
+    ReservedNames,
+    check_distance,
+    check_leaver,
+    place,
+    servers_of,
+    staff,
+    staff_node,
+)
+from myxa.launch.supervisor.run_actors import ActorStatus
 
 GPUS = ('roles.rollout.kind="sglang"', 'roles.rollout.devices="0-3"', 'roles.trainer.devices="4-7"',
         "roles.rollout.count=2", 'weights.channel="nccl"')  # fmt: skip
@@ -93,7 +99,7 @@ def test_the_gpus_of_who_is_still_leaving_are_in_use(tmp_path: Path):
 
     def now(*leaving: str, **states: ChildState) -> Present:
         roster = [
-            ActorRecord(name=name, role=spec.role, node=spec.node, host="a", attempt=0, devices=spec.devices,
+            ActorStatus(name=name, role=spec.role, node=spec.node, host="a", attempt=0, devices=spec.devices,
                         state=states.get(name.replace("/", ""), "up"), is_leaving=name in leaving)
             for name, spec in specs.items()
         ]  # fmt: skip
@@ -226,8 +232,8 @@ def test_other_programs_get_names_that_the_run_never_uses():
 
 def test_a_late_launcher_that_asks_again_is_told_the_same_number_and_another_one_the_next(tmp_path: Path):
     run = config(tmp_path, 'weights.channel="disk"')
-    muster = Muster(1, "1", "c", logging.getLogger("myxa.test"))
-    visitors = Visitors(run, 1, 0, muster)
+    muster = JoinedNodes(1, "1", "c", logging.getLogger("myxa.test"))
+    visitors = LateNodes(run, 1, 0, muster)
 
     def facts(nonce: str, node: int = -1) -> NodeFacts:
         return NodeFacts(node=node, num_nodes=0, version="1", config="", host="h", late=LateWish(), nonce=nonce)

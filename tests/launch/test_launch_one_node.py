@@ -173,7 +173,7 @@ def test_a_coordinator_that_does_not_end_the_run_is_not_waited_for_for_ever(tmp_
         one.until_serving(*FIRST)
         one.signal(signal.SIGTERM)
         assert one.ended() == 143, one.evidence()
-        assert "did not end in good order within 1 s" in one.output
+        assert "no orderly end within 1 s" in one.output
         assert (one.dir / "monitor.stopped").exists()
 
 

@@ -179,7 +179,7 @@ def test_a_node_that_cannot_take_part_is_not_waited_for(tmp_path: Path, run):
         run(tmp_path / "node0", *flags(tmp_path, 0, *there, *real)) as node0,
     ):
         assert node1.ended() == 2, node1.evidence()
-        assert "this node cannot take part, node 0 is told: " in node1.output
+        assert "this node cannot take part" in node1.output
         assert "model.path" in node1.output
         assert node0.ended() == 3, node0.evidence()
         assert "node 1 (" in node0.output
@@ -197,9 +197,7 @@ def test_a_run_goes_on_without_a_node_while_there_is_a_quorum(tmp_path: Path, ru
         node1.signal(signal.SIGKILL)
         node1.process.wait()
         node1.until_gone(children)
-        node0.until(
-            lambda: "the run goes on without it: 1 are left, 1 must be" in node0.output, "rollout/1 is given up"
-        )
+        node0.until(lambda: "1 are left, 1 must be" in node0.output, "rollout/1 is given up")
         node0.switch("finish")
         assert node0.ended() == 0, node0.evidence()
 

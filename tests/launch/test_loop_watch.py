@@ -7,15 +7,15 @@ import time
 
 import pytest
 
-from myxa.launch.inspection import loop_watch
-from myxa.launch.inspection.loop_watch import LoopWatch
+from myxa.launch.inspection import process_actor
+from myxa.launch.inspection.process_actor import LoopWatch
 
 pytestmark = pytest.mark.asyncio
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_watch, "TICK_S", 0.05)
+    monkeypatch.setattr(process_actor, "TICK_S", 0.05)
 
 
 async def held_up(busy_s: float) -> list[str]:

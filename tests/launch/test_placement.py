@@ -8,9 +8,9 @@ import pytest
 
 from myxa.core.config import RunConfig, load_config
 from myxa.core.errors import ConfigError
-from myxa.launch.actor_spec import GangMeeting, RankSpec
-from myxa.launch.child_env import child_env
+from myxa.launch.actor_spec import GangRendezvous, RankSpec
 from myxa.launch.supervisor.placement import place
+from myxa.launch.worker_spec import child_env
 
 
 def config(tmp_path: Path, *overrides: str) -> RunConfig:
@@ -84,7 +84,7 @@ def test_a_rank_gets_torchruns_contract(tmp_path: Path):
     second = next(a for a in actors if a.name == "trainer/1")
     base = {"PATH": "/bin", "RANK": "77", "ROLE_RANK": "77", "CUDA_VISIBLE_DEVICES": "9"}
     env = child_env(
-        base, second, spec_path="/s.json", run_id="run-1", attempt=2, meeting=GangMeeting(address="h", port=5)
+        base, second, spec_path="/s.json", run_id="run-1", attempt=2, meeting=GangRendezvous(address="h", port=5)
     )
     assert env == {
         "PATH": "/bin",

@@ -50,7 +50,7 @@ async def run_child(tmp_path: Path, code: str, act=None) -> tuple[Child, list[tu
         [sys.executable, "-u", "-c", code],
         env=dict(os.environ),
         log_path=tmp_path / "log",
-        told=lambda c, status: told.append((c.name, status)),
+        on_exit=lambda c, status: told.append((c.name, status)),
     )
     if act is not None:
         await act(child)
@@ -115,7 +115,7 @@ def test_it_has_a_session_of_its_own_and_no_input(tmp_path: Path):
 
 def test_a_program_that_is_not_there_is_an_error_with_a_remedy(tmp_path: Path):
     async def start() -> None:
-        start_child("rollout/0", 0, ["/no/such/python"], env={}, log_path=tmp_path / "log", told=lambda c, s: None)
+        start_child("rollout/0", 0, ["/no/such/python"], env={}, log_path=tmp_path / "log", on_exit=lambda c, s: None)
 
     with pytest.raises(ConfigError, match=r"rollout/0 cannot be started: /no/such/python: No such file.*`python`"):
         asyncio.run(start())

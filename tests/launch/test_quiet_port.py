@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from myxa.launch.nodes import quiet_port as module
-from myxa.launch.nodes.quiet_port import quiet_port
+from myxa.launch.nodes import rendezvous as module
+from myxa.launch.nodes.rendezvous import quiet_port
 
 
 def test_it_lies_outside_the_range_that_connections_get_and_is_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -17,25 +17,23 @@ from myxa.core.config import RestartPolicy
 from myxa.core.errors import ConfigError, DeadlineExceeded, LaunchError
 from myxa.core.messages import EngineStatus, RunPhase, RunStatus
 from myxa.core.supervision import ChildState
-from myxa.launch.actor_spec import ActorSpec, GangMeeting, RankSpec
+from myxa.launch.actor_spec import ActorSpec, GangRendezvous, RankSpec
 from myxa.launch.contracts import (
     SUPERVISOR,
     AgentContract,
     ChildEnd,
     NodeFacts,
-    RunPlan,
+    RunDescription,
     StartOrder,
     StartReply,
     SupervisorContract,
     agent_name,
 )
-from myxa.launch.supervisor.at_work import AtWork
-from myxa.launch.supervisor.patience import Patience
-from myxa.launch.supervisor.run_place import RunPlace
-from myxa.launch.supervisor.run_supervisor import RunSupervisor
+from myxa.launch.supervisor.run_supervisor import RunSetup, RunSupervisor, WorkSeen
+from myxa.launch.supervisor.timeouts import RunTimeouts
 from myxa.transport.node import Node
 
-PATIENCE = Patience(start_s=60.0, end_s=5.0, lost_s=20.0, gone_s=30.0)
+TIMEOUTS = RunTimeouts(start_s=60.0, end_s=5.0, lost_s=20.0, gone_s=30.0)
 SIGKILL = -9
 
 
@@ -72,13 +70,13 @@ class Hands(AgentContract):
         self.end_s = 0.0
         """How long it takes to end one."""
 
-    async def prepare(self, plan: RunPlan) -> None:
+    async def prepare(self, plan: RunDescription) -> None:
         pass
 
-    async def meeting_place(self) -> GangMeeting:
+    async def meeting_place(self) -> GangRendezvous:
         if self.no_meeting is not None:
             raise self.no_meeting
-        return GangMeeting(address="h", port=1)
+        return GangRendezvous(address="h", port=1)
 
     async def start_actor(self, order: StartOrder) -> StartReply:
         name = order.actor.name
@@ -147,7 +145,7 @@ class Stage:
     hands: list[Hands] = field(default_factory=list[Hands])
 
     def states(self) -> dict[str, ChildState]:
-        return {record.name: record.state for record in self.supervisor.roster()}
+        return {record.name: record.state for record in self.supervisor.statuses()}
 
     def facts(self, node: int, nonce: str = "") -> NodeFacts:
         return NodeFacts(
@@ -184,14 +182,14 @@ def staged(
     *actors: ActorSpec,
     num_nodes: int = 1,
     at_once: bool = True,
-    patience: Patience = PATIENCE,
+    timeouts: RunTimeouts = TIMEOUTS,
 ) -> Any:
     """Run `body` on a run of these actors; `at_once`: with all of them started."""
 
     async def scenario(seed: int) -> Any:
         async with Sim(seed) as sim:
-            place = RunPlace(actors, num_nodes, "1", "c", RunPlan(run_id="r", run_dir="/nowhere", config=""))
-            stage = Stage(sim, RunSupervisor(place, lot=lambda: 0.0, patience=patience))
+            place = RunSetup(actors, num_nodes, "1", "c", RunDescription(run_id="r", run_dir="/nowhere", config=""))
+            stage = Stage(sim, RunSupervisor(place, lot=lambda: 0.0, timeouts=timeouts))
             home = sim.nodes["launcher/0"].node
             await stage.on_0(lambda: home.start(stage.supervisor, SUPERVISOR))
             for number in range(num_nodes):
@@ -286,7 +284,7 @@ def test_a_process_that_survives_sigkill_fails_the_run_and_is_named_with_its_nod
         verdict = stage.supervisor.failed.result()
         pid = away.pids["trainer/0"]
         assert verdict.culprit == "trainer/0"
-        assert f"trainer/0 (process {pid} on node 1) is still there 30 s after it had to be gone" in verdict.reason
+        assert f"trainer/0 (process {pid} on node 1) is still there 30 s after it had to end" in verdict.reason
         await stage.on_0(lambda: stage.supervisor.stop_all("it failed"))  # and does not wait for it
 
     staged(body, rollout(0), *trainers(1, 2), num_nodes=3)
@@ -319,10 +317,10 @@ def test_who_does_not_register_is_killed_once_and_one_that_then_does_not_go_is_l
         hands.answers = False
         hands.undead.add("rollout/0")
         await stage.begin()
-        await asyncio.sleep(PATIENCE.start_s + 10)
+        await asyncio.sleep(TIMEOUTS.start_s + 10)
         assert hands.ended == ["rollout/0"]
         assert not stage.supervisor.failed.done()
-        await asyncio.sleep(PATIENCE.gone_s)
+        await asyncio.sleep(TIMEOUTS.gone_s)
         assert stage.supervisor.failed.result().culprit == "rollout/0"
 
     staged(body, rollout(0), at_once=False)
@@ -337,7 +335,7 @@ def test_attempts_that_never_register_run_out_however_long_each_takes():
         assert "3 restarts that come to no work" in stage.supervisor.failed.result().reason
         assert len(stage.hands[0].started) == 4
 
-    staged(body, rollout(0), at_once=False, patience=replace(PATIENCE, start_s=200.0))
+    staged(body, rollout(0), at_once=False, timeouts=replace(TIMEOUTS, start_s=200.0))
 
 
 def test_nobody_waits_for_the_end_of_another_one_who_was_silent():
@@ -347,10 +345,10 @@ def test_nobody_waits_for_the_end_of_another_one_who_was_silent():
         home = stage.hands[0]
         home.end_s = 25.0
         await stage.begin()
-        await stage.ping(1, seconds=PATIENCE.start_s + 3)
+        await stage.ping(1, seconds=TIMEOUTS.start_s + 3)
         assert {"rollout/0", "rollout/1"} <= set(home.ended), "both at the same time"
         await stage.on_0(lambda: asyncio.sleep(0, stage.supervisor.retire("rollout/1", "somebody wished it")))
-        await asyncio.sleep(PATIENCE.lost_s + 3)
+        await asyncio.sleep(TIMEOUTS.lost_s + 3)
         assert stage.supervisor.nodes == (0,), "node 1 is silent by now"
         await asyncio.sleep(30)
         assert "rollout/1" not in stage.states(), "it left"
@@ -365,12 +363,12 @@ def test_nobody_waits_for_the_end_of_another_one_who_was_silent():
 def test_a_node_that_was_silent_and_lives_is_told_to_leave_and_its_pings_are_told_that_nobody_counts_on_it():
     async def body(stage: Stage) -> None:
         assert await stage.on_0(lambda: stage.supervisor.ping(1)) is True
-        await asyncio.sleep(PATIENCE.lost_s + 3)
+        await asyncio.sleep(TIMEOUTS.lost_s + 3)
         assert stage.supervisor.nodes == (0,)
         left = stage.hands[1].left
         assert left is not None
         assert left[0] == LaunchError.exit_code
-        assert "takes this node for lost: no word from it" in left[1]
+        assert "lost" in left[1]
         assert await stage.on_0(lambda: stage.supervisor.ping(1)) is False
         assert stage.states() == {"rollout/0": "up", "rollout/1": "stopped"}
 
@@ -379,7 +377,7 @@ def test_a_node_that_was_silent_and_lives_is_told_to_leave_and_its_pings_are_tol
 
 def test_a_node_that_joined_and_never_gave_a_sign_of_life_is_lost_too():
     async def body(stage: Stage) -> None:
-        await stage.ping(1, seconds=PATIENCE.lost_s + 3)
+        await stage.ping(1, seconds=TIMEOUTS.lost_s + 3)
         assert stage.supervisor.nodes == (0, 1)
 
     staged(body, rollout(0, quorum=1), rollout(1, 1, quorum=1), rollout(2, 2, quorum=1), num_nodes=3)
@@ -387,7 +385,7 @@ def test_a_node_that_joined_and_never_gave_a_sign_of_life_is_lost_too():
 
 def test_what_is_started_on_a_node_that_has_left_does_not_stay_starting_for_ever():
     async def body(stage: Stage) -> None:
-        await stage.on_0(lambda: stage.supervisor._departures.let_go(1, 0, "it may go"))
+        await stage.on_0(lambda: stage.supervisor.release_node(1, 0, "it may go"))
         assert stage.hands[1].left == (0, "it may go")
         assert stage.states()["rollout/1"] == "stopped"
         await stage.sim.crash("launcher/1")
@@ -406,7 +404,7 @@ def test_a_node_goes_as_a_whole_or_not_at_all():
             await stage.on_0(lambda: stage.supervisor.leave_node(1, "a signal"))
         await stage.ping(1, seconds=3)
         assert set(stage.states().values()) == {"up"}, "nobody was asked to end"
-        assert not any(record.is_leaving for record in stage.supervisor.roster())
+        assert not any(record.is_leaving for record in stage.supervisor.statuses())
 
     staged(body, rollout(0), rollout(1, 1), *trainers(0, 1), num_nodes=2)
 
@@ -433,20 +431,20 @@ def test_restarts_grow_old_when_the_runs_status_shows_the_actor_at_work():
         return RunStatus(name="toy", phase="running", version=version, num_steps=9, engines=(engine,))
 
     def left(stage: Stage) -> dict[str, int]:
-        return {record.name: record.restarts_left for record in stage.supervisor.roster()}
+        return {record.name: record.restarts_left for record in stage.supervisor.statuses()}
 
     async def body(stage: Stage) -> None:
         for name in ("rollout/0", "trainer/0"):
             await stage.sim.spawn("launcher/0", stage.hands[0].die(name))
         await asyncio.sleep(5)
         assert left(stage) == {"trainer/0": 2, "rollout/0": 2}
-        stage.supervisor.hear(status(3, -1))
+        stage.supervisor.on_status(status(3, -1))
         await asyncio.sleep(400)
         assert left(stage) == {"trainer/0": 2, "rollout/0": 2}, "they answer, and nothing came of it"
-        stage.supervisor.hear(status(3, 3))
+        stage.supervisor.on_status(status(3, 3))
         await asyncio.sleep(301)
         assert left(stage) == {"trainer/0": 2, "rollout/0": 3}, "it serves weights"
-        stage.supervisor.hear(status(4, 3))
+        stage.supervisor.on_status(status(4, 3))
         await asyncio.sleep(301)
         assert left(stage) == {"trainer/0": 3, "rollout/0": 3}, "a step was made"
 
@@ -454,18 +452,18 @@ def test_restarts_grow_old_when_the_runs_status_shows_the_actor_at_work():
 
 
 def test_a_gang_is_at_work_when_it_makes_a_version_that_was_never_reached():
-    def steps(seen: AtWork, *versions: int, phase: RunPhase = "running") -> list[int]:
+    def steps(seen: WorkSeen, *versions: int, phase: RunPhase = "running") -> list[int]:
         statuses = [RunStatus(name="toy", phase=phase, version=v, num_steps=99, engines=()) for v in versions]
         return [status.version for status in statuses if "trainer/0" in seen.seen(status, trainers(0))]
 
-    seen = AtWork()
-    seen.coordinator_came()
+    seen = WorkSeen()
+    seen.on_coordinator()
     assert steps(seen, 0, phase="starting") == []
     assert steps(seen, 7, 7) == [], "that is where it begins"
     assert steps(seen, 8, 10) == [8, 10]
     assert steps(seen, 8, 9, 10) == [], "after a rewind the same steps come again"
     assert steps(seen, 11) == [11]
-    seen.coordinator_came()
+    seen.on_coordinator()
     assert steps(seen, 6, 14) == [], "whoever made those, it may have been the gang before"
     assert steps(seen, 14, 15) == [15]
 
@@ -475,17 +473,17 @@ def test_another_coordinator_s_first_word_of_versions_proves_nothing():
         return RunStatus(name="toy", phase="running", version=version, num_steps=99, engines=())
 
     async def body(stage: Stage) -> None:
-        stage.supervisor.hear(status(3))
+        stage.supervisor.on_status(status(3))
         for name in ("trainer/0", "coordinator"):
             await stage.sim.spawn("launcher/0", stage.hands[0].die(name))
             await asyncio.sleep(5)
-        stage.supervisor.hear(status(9))
+        stage.supervisor.on_status(status(9))
         await asyncio.sleep(400)
-        left = {record.name: record.restarts_left for record in stage.supervisor.roster()}
+        left = {record.name: record.restarts_left for record in stage.supervisor.statuses()}
         assert left["trainer/0"] == 2
-        stage.supervisor.hear(status(10))
+        stage.supervisor.on_status(status(10))
         await asyncio.sleep(301)
-        left = {record.name: record.restarts_left for record in stage.supervisor.roster()}
+        left = {record.name: record.restarts_left for record in stage.supervisor.statuses()}
         assert left["trainer/0"] == 3
 
     coordinator = ActorSpec(name="coordinator", role="coordinator", kind="", index=0, node=0, restart="one")
@@ -501,13 +499,13 @@ def test_one_that_retires_may_go_and_be_told_of_in_the_same_moment():
 
         async def both_news() -> None:
             supervisor.retire("rollout/1", "somebody wished it")
-            await supervisor.on_peer(PeerEvent("down", "rollout/1", stage.supervisor.crew["rollout/1"].epoch, "lost"))
+            await supervisor.on_peer(PeerEvent("down", "rollout/1", stage.supervisor.actors["rollout/1"].epoch, "lost"))
             await supervisor.child_ended(
                 ChildEnd(name="rollout/1", attempt=0, status=0, node=0, log_path="", pid=hands.pids["rollout/1"])
             )
 
         await stage.on_0(both_news)
-        await asyncio.sleep(PATIENCE.leave_s + 5)
+        await asyncio.sleep(TIMEOUTS.leave_s + 5)
         assert set(stage.states()) == {"rollout/0"}
 
     staged(body, rollout(0, quorum=1), rollout(1, quorum=1))
@@ -517,12 +515,12 @@ def test_one_that_says_that_it_ends_has_longer_to_do_so_than_one_that_was_lost()
     async def body(stage: Stage) -> None:
         hands, supervisor = stage.hands[0], stage.supervisor
         for name, reason in (("rollout/0", f"{FAILED}: its data is wrong"), ("rollout/1", "the connection is lost")):
-            event = PeerEvent("down", name, supervisor.crew[name].epoch, reason)
+            event = PeerEvent("down", name, supervisor.actors[name].epoch, reason)
             await stage.on_0(lambda event=event: supervisor.on_peer(event))
-        await asyncio.sleep(PATIENCE.over_s + 2)
+        await asyncio.sleep(TIMEOUTS.over_s + 2)
         assert hands.killed == ["rollout/1"]
         assert stage.states()["rollout/0"] == "up"
-        await asyncio.sleep(PATIENCE.leave_s)
+        await asyncio.sleep(TIMEOUTS.leave_s)
         assert hands.killed == ["rollout/1", "rollout/0"]
 
     staged(body, rollout(0, quorum=1), rollout(1, quorum=1))

@@ -9,10 +9,10 @@ import pytest
 from myxa.core.config import RoleName
 from myxa.core.errors import ConfigError
 from myxa.launch.control.verb import find_targets
-from myxa.launch.supervisor.roster import ActorRecord
+from myxa.launch.supervisor.run_actors import ActorStatus
 
 ROSTER = tuple(
-    ActorRecord(name=name, role=cast("RoleName", role), node=node, host="h", state="up", attempt=0)
+    ActorStatus(name=name, role=cast("RoleName", role), node=node, host="h", state="up", attempt=0)
     for name, role, node in [
         ("buffer", "buffer", 0), ("trainer/0", "trainer", 0), ("rollout/0", "rollout", 0),
         ("rollout/1", "rollout", 1), ("rollout/10", "rollout", 1),

@@ -8,8 +8,7 @@ import pytest
 from myxa.core.config import RunConfig
 from myxa.core.knobs import KnobState, KnobValue, Tunable
 from myxa.launch.control.why_verbs import room_for_rollouts
-from myxa.launch.supervisor.late_place import Present
-from myxa.launch.supervisor.placement import place
+from myxa.launch.supervisor.placement import Present, place
 from myxa.launch.views.advice import Facts, advise, all_advice, facts_of_file, what_to_try
 from myxa.launch.views.bottleneck import Bottleneck, Bound, judge
 from myxa.launch.views.run_view import VerbAnswer, run_view_of

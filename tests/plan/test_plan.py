@@ -12,12 +12,12 @@ import pytest
 from planned import RUN, Site, plan
 
 from myxa.core.config import load_config
-from myxa.launch.child_env import child_env
 from myxa.launch.cli import main
 from myxa.launch.plan.data_glance import MAX_BYTES
 from myxa.launch.plan.staleness_plan import scaled_scenario, staleness_findings, staleness_of
 from myxa.launch.preflight.disk import FEW_BYTES, disk_findings, disk_of
 from myxa.launch.supervisor.placement import place
+from myxa.launch.worker_spec import child_env
 
 LINE = {line: number for number, line in enumerate(RUN.splitlines(), 1)}
 

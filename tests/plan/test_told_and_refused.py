@@ -15,8 +15,7 @@ from myxa.actors.models.hf_folder import read_config
 from myxa.core.config import RunConfig, load_config
 from myxa.core.errors import ConfigError, ModelError
 from myxa.core.knobs import KnobSheet, KnobState, KnobTable, Tunable
-from myxa.launch.config_keys import default_at
-from myxa.launch.control.knob_verbs import check_names
+from myxa.launch.control.knob_verbs import check_names, default_at
 from myxa.launch.plan.plan_page import staleness_lines
 from myxa.launch.plan.staleness_plan import staleness_of
 from myxa.launch.run_dir import RunDir

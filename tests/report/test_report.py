@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from myxa.core.errors import ConfigError
-from myxa.launch.lives.origin import Life, Origin
+from myxa.launch.run_lineage.origin import Life, RunOrigin
 from myxa.launch.views.report import write_report
 
 VOID = {"meta", "input", "br", "link", "img", "hr"}
@@ -207,7 +207,7 @@ def test_a_run_says_where_it_comes_from(tmp_path: Path) -> None:
     for name in ("metrics.jsonl", "events.jsonl", "trace.json"):
         (tmp_path / name).touch()
     assert "forked from" not in report_of(tmp_path, tmp_path).text
-    Origin(parent="/runs/first <b>", parent_version=40, lives=(Life(), Life(version=60))).save(tmp_path)
+    RunOrigin(parent="/runs/first <b>", parent_version=40, lives=(Life(), Life(version=60))).save(tmp_path)
     assert "forked from version 40 of /runs/first <b>; life 2, from version 60" in report_of(tmp_path, tmp_path).text
     (tmp_path / "origin.json").write_text("{")
     assert "forked from" not in report_of(tmp_path, tmp_path).text

@@ -1,4 +1,5 @@
-"""Several reward functions: added up by their weights, or chosen by the row; each with errors and workers of its own."""
+"""Several reward functions: added up by their weights, or chosen by the row; each with errors and workers of its
+own."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from myxa.algos.rewards.outcome import RewardOutcome
 from myxa.core.completions import Completion
 from myxa.core.config import RewardSettings, RunConfig
 from myxa.core.errors import ConfigError, DataError, UserCodeError
-from myxa.launch.composition.evaluation import eval_rewarders
+from myxa.launch.composition.rollout_parts import eval_rewarders
 from myxa.launch.preflight.user_functions import function_findings
 
 CODE = """

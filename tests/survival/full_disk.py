@@ -23,7 +23,7 @@ from run_job import events, metrics, until  # pyright: ignore[reportMissingImpor
 from myxa.actors.checkpoints.folder import look_at
 from myxa.actors.ledger.audit import audit_ledger
 from myxa.actors.ledger.states import REDRAWN
-from myxa.launch.lives.origin import Origin
+from myxa.launch.run_lineage.origin import RunOrigin
 
 MIB = 1 << 20
 ROOM_BYTES = 3 * MIB
@@ -103,7 +103,7 @@ def stays_full_and_is_ended(lives: Lives, ballast: Ballast) -> None:
     assert audit_ledger(run_dir / "ledger.sqlite").problems == ()
     lives.resume()
     assert lives.wait() == 0
-    assert Origin.load(run_dir).lives[-1].ledger == "its own ledger"
+    assert RunOrigin.load(run_dir).lives[-1].ledger == "its own ledger"
 
 
 def has_no_room_at_its_end(lives: Lives, ballast: Ballast) -> None:

@@ -18,7 +18,7 @@ import psutil
 from commands import Command  # pyright: ignore[reportMissingImports]
 from run_job import PATIENT, Job, make_job, metrics, until  # pyright: ignore[reportMissingImports]
 
-from myxa.launch.lives.origin import Origin
+from myxa.launch.run_lineage.origin import RunOrigin
 
 NUM_PROMPTS, BATCH = 64, 4
 
@@ -127,7 +127,7 @@ class Lives:
         """Wait until the life of that number, from 1, has begun."""
         assert self.run_dir is not None
         run_dir = self.run_dir
-        until(lambda: len(Origin.load(run_dir).lives) >= number, f"life {number}", timeout_s=60)
+        until(lambda: len(RunOrigin.load(run_dir).lives) >= number, f"life {number}", timeout_s=60)
 
     def has_checkpoint(self) -> bool:
         """Whether it could go on."""

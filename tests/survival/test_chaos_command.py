@@ -1,4 +1,5 @@
-"""`myxa chaos`: refused unless the run may fail; each act does what it says, is an event and a line of the audit log."""
+"""`myxa chaos`: refused unless the run may fail; each act does what it says, is an event and a line of the audit
+log."""
 
 from __future__ import annotations
 
@@ -16,19 +17,19 @@ from myxa.core.config import RoleName
 from myxa.core.errors import ConfigError
 from myxa.launch.chaos import BALLAST, DiskFill, RandomFaults
 from myxa.launch.cli import main
-from myxa.launch.supervisor.roster import ActorRecord
+from myxa.launch.supervisor.run_actors import ActorStatus
 
 MIB = 1 << 20
 
 
-def actor(name: str, role: RoleName = "rollout", *, pid: int = 7) -> ActorRecord:
-    return ActorRecord(name=name, role=role, node=0, host="h", state="up" if pid else "waiting", attempt=0, pid=pid)
+def actor(name: str, role: RoleName = "rollout", *, pid: int = 7) -> ActorStatus:
+    return ActorStatus(name=name, role=role, node=0, host="h", state="up" if pid else "waiting", attempt=0, pid=pid)
 
 
 CREW = (actor("buffer", "buffer"), *(actor(f"rollout/{n}") for n in range(3)), actor("trainer/0", "trainer"))
 
 
-def series(seed: int, crew: tuple[ActorRecord, ...] = CREW) -> list[tuple[str, str]]:
+def series(seed: int, crew: tuple[ActorStatus, ...] = CREW) -> list[tuple[str, str]]:
     lots = RandomFaults(seed, ("kill", "stop"), ("rollout/*", "buffer"))
     return [(lot.fault, lot.actor) for _ in range(40) if (lot := lots.draw(crew)) is not None]
 

@@ -17,10 +17,11 @@ from myxa.core.errors import LaunchError, NotSent
 from myxa.launch import chaos as desk_module
 from myxa.launch.chaos import FaultContext, FaultInjector
 from myxa.launch.run_dir import RunDir
-from myxa.launch.supervisor.roster import ActorRecord
+from myxa.launch.supervisor.run_actors import ActorStatus
+from myxa.launch.supervisor.run_supervisor import SIGNALS
 
 FOR_EVER_S = 3600.0
-MEANT = [ActorRecord(name="rollout/0", role="rollout", node=0, host="h", state="up", attempt=0, pid=7)]
+MEANT = [ActorStatus(name="rollout/0", role="rollout", node=0, host="h", state="up", attempt=0, pid=7)]
 
 
 class Room:
@@ -28,7 +29,7 @@ class Room:
 
     def __init__(self, folder: Path) -> None:
         self.run_dir = RunDir(folder)
-        self.node = self.supervisor = self.crew = self
+        self.node = self.supervisor = self
         self.clock = SystemClock()
         self.sent: list[int] = []
         self.may_answer = asyncio.Event()
@@ -38,21 +39,12 @@ class Room:
     def ref(self, contract: type, name: str) -> Any:
         raise NotSent(f"there is no {name}")
 
-    def by_node(self, names: list[str]) -> list[tuple[int, tuple[str, ...]]]:
-        return [(0, tuple(names))]
-
-    def agent(self, node: int) -> Room:
-        return self
-
-    def signalled(self, name: str, number: int, who: str) -> None:
-        """The report of a failure is not looked at here."""
-
-    async def signal_actors(self, names: tuple[str, ...], number: int) -> tuple[str, ...]:
-        self.sent.append(number)
+    async def send_signal(self, meant: list[ActorStatus], name: str, who: str) -> list[str]:
+        self.sent.append(int(SIGNALS[name]))
         if self.fails:
-            raise NotSent("the node is away")
+            raise LaunchError("node 0 was not asked: the node is away")
         await self.may_answer.wait()
-        return names
+        return [record.name for record in meant]
 
 
 class Bulk:

@@ -1,5 +1,5 @@
-"""What is being written, and what is being read, is cleared away by nobody: writers of several lives write side by side,
-and a run that lives keeps a checkpoint as long as somebody reads it."""
+"""What is being written, and what is being read, is cleared away by nobody: writers of several lives write side by
+side, and a run that lives keeps a checkpoint as long as somebody reads it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from myxa.actors.checkpoints.run_part import read_run_part
 from myxa.actors.ledger.file import lock_ledger
 from myxa.core.errors import LaunchError, MyxaError, TornCheckpoint, TrainError
 from myxa.core.files import FileEntry, is_locked, locked_folder, take_lock
-from myxa.launch.lives.named_checkpoint import kept_meanwhile
 from myxa.launch.run_dir import RunDir
+from myxa.launch.run_lineage.resume_point import kept_meanwhile
 
 ZOMBIE, OWN, LATER = (1, 3), (2, 0), (2, 1)
 

@@ -1,5 +1,5 @@
-"""The newest checkpoints turn out to be damaged when they are loaded, their sizes as they were: the run goes on from the
-oldest one that `trainer.keep_last` kept, with its own ledger, and trains every prompt once."""
+"""The newest checkpoints turn out to be damaged when they are loaded, their sizes as they were: the run goes on from
+the oldest one that `trainer.keep_last` kept, with its own ledger, and trains every prompt once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lives import BATCH, NUM_PROMPTS, Lives, consumed, make_lives
 from run_job import events  # pyright: ignore[reportMissingImports]
 
 from myxa.actors.ledger.audit import audit_ledger
-from myxa.launch.lives.origin import Origin
+from myxa.launch.run_lineage.origin import RunOrigin
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -60,7 +60,7 @@ def test_a_killed_run_goes_on_from_the_oldest_that_was_kept(lives: Lives, keep_l
         damage(checkpoint)
     lives.resume()
     assert lives.wait() == 0, lives.said[-1]
-    life = Origin.load(lives.run_dir).lives[-1]
+    life = RunOrigin.load(lives.run_dir).lives[-1]
     assert (life.began_at, life.ledger) == (version_of(whole), "its own ledger")
     told = "\n".join(event["text"] for event in events(lives.run_dir, "checkpoint-passed-over"))
     assert all(checkpoint.name in told for checkpoint in damaged)

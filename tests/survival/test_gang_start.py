@@ -17,16 +17,13 @@ from myxa.actors.trainer.start_point import FixedStart, StartPoint, marks_of, re
 from myxa.core.config import RunConfig
 from myxa.core.errors import MyxaError, TornCheckpoint, TrainError
 from myxa.launch.actor_spec import ActorSpec
-from myxa.launch.composition.checkpoint_parts import checkpoint_options, earlier_ledger
-from myxa.launch.composition.gang_start import GangStart
-from myxa.launch.lives.checkpoint_list import checkpoints_of
-from myxa.launch.lives.named_checkpoint import named_checkpoint
-from myxa.launch.lives.next_life import begin_next_life
-from myxa.launch.lives.origin import Life, Origin
-from myxa.launch.lives.resume_point import choose_point
+from myxa.launch.composition.trainer_parts import GangStart, checkpoint_options
 from myxa.launch.node_place import find_place
 from myxa.launch.nodes.launch_options import LaunchOptions, with_start
 from myxa.launch.run_dir import RunDir
+from myxa.launch.run_lineage.next_run import begin_next_life
+from myxa.launch.run_lineage.origin import Life, RunOrigin
+from myxa.launch.run_lineage.resume_point import checkpoints_of, choose_point, earlier_ledger, named_checkpoint
 
 NUM_RANKS = 2
 
@@ -171,7 +168,7 @@ def test_the_one_that_was_named_is_not_passed_over(tmp_path: Path):
 def test_a_life_passes_over_what_it_finds_damaged_when_it_is_loaded(tmp_path: Path):
     """`myxa resume` looked at sizes: the ranks are the first who see the bytes."""
     run = RunOnDisk(tmp_path, steps=3)
-    Origin(lives=(Life(), Life(version=3))).save(run.path)
+    RunOrigin(lives=(Life(), Life(version=3))).save(run.path)
     spec, config = asked(attempt=0)
     options = checkpoint_options(spec, config, run.path)
 
@@ -186,11 +183,11 @@ def test_a_life_passes_over_what_it_finds_damaged_when_it_is_loaded(tmp_path: Pa
     assert (extra, start.is_restart, start.life) == ({"version": 2}, False, 2)
     assert "have changed" in start.passed_over[0]
     assert versions_in(run.path / "lives" / "2" / "undone") == [3], "a rank that starts again does not read it again"
-    origin = Origin.load(run.path)
+    origin = RunOrigin.load(run.path)
     assert origin.lives[-1].began_at == 2
     assert origin.in_words() == "life 2, from version 2"
     told = [text for kind, text in options.origin() if kind == "resumed"]
-    assert told == ["life 2 goes on from version 2 with "], "as it came to be, not as it was meant"
+    assert told == ["life 2 continues from version 2 with "], "as it came to be, not as it was meant"
     assert gang(run.path, attempt=1, resume=str(run.place(3))).find({}).checkpoint == str(run.place(2))
     late = marked(run, 3, life=1, attempt=0)
     assert "went back to version 2" in origin.why_undone(look_at(late))
@@ -206,7 +203,7 @@ def test_a_life_all_of_whose_checkpoints_are_damaged_says_so_and_leaves_them(tmp
     for answer in answers:
         assert all(str(answer).count(str(run.place(version))) == 1 for version in (1, 2)), "each once"
         assert str(answer).count("its bytes have changed") == 2 * NUM_RANKS
-    assert answers[0].remedy == "start anew with its config.toml"
+    assert answers[0].remedy == "start a new run with its config.toml"
     assert versions_in(run.path / "checkpoints") == [1, 2]
 
 
@@ -215,7 +212,7 @@ def test_what_the_ledger_cannot_go_back_to_is_passed_over_and_nothing_put_away(t
     """A checkpoint that would be refused by the ledger is no place to begin: each attempt would put more away."""
     run = RunOnDisk(tmp_path, steps=4)
     begin_next_life(RunDir(run.path), choose_point(run.path, None))
-    begun = Origin.load(run.path)
+    begun = RunOrigin.load(run.path)
     assert begun.lives[-1].floor == 3, "it keeps what is needed to go back by one"
 
     def damaged(*versions: int) -> Callable[[int, str], dict[str, Any]]:
@@ -234,7 +231,7 @@ def test_what_the_ledger_cannot_go_back_to_is_passed_over_and_nothing_put_away(t
     assert answers[0].message.count("goes back to version 3 at most") == 2
     assert f"`myxa resume {run.path} --from 2`" in answers[0].remedy
     assert versions_in(run.path / "checkpoints") == [1, 2, 3, 4]
-    assert Origin.load(run.path) == begun
+    assert RunOrigin.load(run.path) == begun
     assert not choose_point(run.path, 2, reads_all=True).is_own_ledger, "as the remedy says"
     start, _ = Ranks(damaged(4)).restore(gang(run.path, attempt, resume=str(run.place(4))))[0]
     assert start.checkpoint == str(run.place(3))
@@ -255,7 +252,7 @@ def marked(run: RunOnDisk, version: int, life: int, attempt: int) -> Path:
 def test_what_a_rank_of_an_earlier_life_commits_too_late_is_nobodys(tmp_path: Path):
     """It hung in the kernel while its run was killed and went on from 3; then its disk answered."""
     run = RunOnDisk(tmp_path, steps=3)
-    Origin(lives=(Life(), Life(version=3))).save(run.path)
+    RunOrigin(lives=(Life(), Life(version=3))).save(run.path)
     marked(run, 9, life=1, attempt=0)
     start = gang(run.path, attempt=1).find({})
     assert (start.checkpoint, start.life) == (str(run.place(3)), 2)
@@ -282,7 +279,7 @@ def test_nor_is_that_of_an_attempt_that_was_undone(tmp_path: Path):
 
 def test_a_run_that_is_named_is_gone_on_from_where_it_stands_itself(tmp_path: Path):
     run = RunOnDisk(tmp_path, steps=3)
-    Origin(lives=(Life(), Life(version=3))).save(run.path)
+    RunOrigin(lives=(Life(), Life(version=3))).save(run.path)
     late = marked(run, 9, life=1, attempt=0)
     for place in (run.path, run.path / "checkpoints"):
         resume, other = str(place), tmp_path / "other"

@@ -1,5 +1,5 @@
-"""All processes of a run die at the same moment, at labelled points of its life and at random, and `myxa resume` goes on:
-in the end every prompt was trained once, and going on costs seconds."""
+"""All processes of a run die at the same moment, at labelled points of its life and at random, and `myxa resume` goes
+on: in the end every prompt was trained once, and going on costs seconds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from run_job import until  # pyright: ignore[reportMissingImports]
 from under_chaos import struck
 
 from myxa.actors.ledger.audit import LedgerAudit, audit_ledger
-from myxa.launch.demo.sort_task import write_rows
+from myxa.launch.demo.run import write_rows
 
 AT = (
     "buffer.put:stop:20", "trainer.trained:stop:1", "trainer.checkpoint_write:stop:1", "trainer.manifest_commit:stop:1",

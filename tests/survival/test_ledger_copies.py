@@ -17,7 +17,7 @@ from myxa.actors.ledger.file import is_in_use, lock_ledger
 from myxa.actors.ledger.resume import LEDGER, copy_ledger, read_facts
 from myxa.core.errors import LedgerError
 from myxa.core.files import FileEntry, describe_file
-from myxa.launch.lives.resume_point import choose_point
+from myxa.launch.run_lineage.resume_point import choose_point
 
 
 @pytest.fixture

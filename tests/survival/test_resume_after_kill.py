@@ -13,7 +13,7 @@ from lives import BATCH, NUM_PROMPTS, Consumed, Lives, consumed, make_lives
 from run_job import events, metrics  # pyright: ignore[reportMissingImports]
 
 from myxa.actors.coordinator.audit import verify_audit
-from myxa.launch.lives.origin import Origin
+from myxa.launch.run_lineage.origin import RunOrigin
 
 pytestmark = pytest.mark.timeout(400)
 NUM_KILLS = 5
@@ -52,7 +52,7 @@ def test_a_run_killed_as_a_whole_again_and_again_trains_each_prompt_once(lives: 
     assert lives.wait() == 0
     assert lives.run_dir is not None
     as_if_nothing_had_been(consumed(lives.run_dir))
-    assert len(Origin.load(lives.run_dir).lives) == NUM_KILLS + 1
+    assert len(RunOrigin.load(lives.run_dir).lives) == NUM_KILLS + 1
     values = [point["values"] for point in metrics(lives.run_dir) if "train/loss" in point["values"]]
     assert all("train/explained_variance" in one for one in values), "the critic came along"
     told = [event["text"] for event in events(lives.run_dir, "resumed")]

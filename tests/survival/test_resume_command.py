@@ -1,5 +1,5 @@
-"""`myxa resume`, `myxa fork` and what a run that is told to stop leaves, with real runs: what is said where it cannot be,
-and that a run goes on with its version, its knobs and its files."""
+"""`myxa resume`, `myxa fork` and what a run that is told to stop leaves, with real runs: what is said where it cannot
+be, and that a run goes on with its version, its knobs and its files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from myxa.actors.checkpoints.folder import look_at
 from myxa.actors.checkpoints.run_part import ledger_in, read_run_part
 from myxa.actors.ledger.resume import read_facts
 from myxa.core.config import load_config
-from myxa.launch.lives.origin import Origin
+from myxa.launch.run_lineage.origin import RunOrigin
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -88,7 +88,7 @@ def fork_goes_on_beside_its_parent(live: Live, run_dir: Path, version: int) -> N
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     (child,) = (run_dir.parent).glob("child-*")
-    origin = Origin.load(child)
+    origin = RunOrigin.load(child)
     assert (origin.parent, origin.parent_version) == (str(run_dir.resolve()), version)
     assert [event["text"] for event in events(child, "forked")], "it is told"
     found = consumed(child)
@@ -136,7 +136,7 @@ def what_cannot_be_is_told(live: Live, run_dir: Path, version: int) -> None:
     assert (status, "myxa resume runs/" in said) == (3, True), said
     status, said = refused(str(run_dir), "--run", str(live.job.folder))
     assert (status, "which run" in said) == (2, True), said
-    assert len(Origin.load(run_dir).lives) == 1, "nothing was begun"
+    assert len(RunOrigin.load(run_dir).lives) == 1, "nothing was begun"
 
 
 def it_goes_on(live: Live, run_dir: Path, version: int) -> None:
@@ -179,9 +179,9 @@ def it_goes_back(live: Live, run_dir: Path, version: int) -> None:
     assert f"version_{version:08d}" in told
     assert "the bytes of rank-00000.safetensors have changed" in told
     resumed = [e["text"] for e in events(run_dir, "resumed")]
-    assert f"life 3 goes on from version {first} with" in resumed[-1], "as it came to be"
+    assert f"life 3 continues from version {first} with" in resumed[-1], "as it came to be"
     assert any(f"to version {first}" in e["text"] for e in events(run_dir, "trainer-goes-back"))
-    lives = Origin.load(run_dir).lives
+    lives = RunOrigin.load(run_dir).lives
     assert [(life.version, life.began_at) for life in lives] == [(0, 0), (version, version), (version, first)]
     assert (run_dir / "lives" / "3" / "undone" / hurt.parent.name).is_dir(), "nobody takes it for the newest again"
     assert set(consumed(run_dir).steps) == set(range(first + 1))

@@ -16,14 +16,14 @@ from myxa.core.config import RunConfig, dump_config, load_config
 from myxa.core.errors import ConfigError
 from myxa.launch import launcher
 from myxa.launch.cli import main
-from myxa.launch.composition.checkpoint_parts import earlier_ledger
-from myxa.launch.contracts import RunPlan
-from myxa.launch.lives import resume_point
-from myxa.launch.lives.origin import Origin
+from myxa.launch.contracts import RunDescription
 from myxa.launch.node_place import find_place
 from myxa.launch.nodes.agent import Agent, AgentOptions
-from myxa.launch.nodes.launch_options import LaunchOptions, Outcome, with_start
+from myxa.launch.nodes.launch_options import LaunchOptions, LaunchOutcome, with_start
 from myxa.launch.run_dir import RunDir
+from myxa.launch.run_lineage import resume_point
+from myxa.launch.run_lineage.origin import RunOrigin
+from myxa.launch.run_lineage.resume_point import earlier_ledger
 
 ALONE = find_place(1, 0, None, {})
 CONFIG = '[run]\nname = "small"\ndir = "{folder}"\n[model]\npath = "/m"\n[data]\ntrain = "/d.jsonl"\n'
@@ -42,9 +42,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """What would be launched."""
     seen: Launches = []
 
-    def launch(config: RunConfig, options: LaunchOptions) -> Outcome:
+    def launch(config: RunConfig, options: LaunchOptions) -> LaunchOutcome:
         seen.append((config, options))
-        return Outcome(0, "over")
+        return LaunchOutcome(0, "over")
 
     monkeypatch.setattr(launcher, "launch", launch)
     return seen
@@ -92,7 +92,7 @@ def test_node_0_takes_the_runs_own_ledger_while_others_look_at_it(run: RunOnDisk
     ((_, options),) = launches
     assert options.prepare is not None
     options.prepare()
-    assert Origin.load(run.path).lives[-1].ledger == "its own ledger"
+    assert RunOrigin.load(run.path).lives[-1].ledger == "its own ledger"
     assert not (run.path / "lives" / "1" / LEDGER).exists()
 
 
@@ -102,7 +102,7 @@ async def test_what_node_0_posts_is_what_every_node_runs(run: RunOnDisk, tmp_pat
     posted = dump_config(with_start(told, LaunchOptions(place=ALONE)))
     agent = Agent(AgentOptions(node=1, address="", runtime_dir=tmp_path, rdzv_path=""), cast(Any, None))
     place = tmp_path / "runs" / "next"
-    await agent.prepare(RunPlan(run_id="next", run_dir=str(place), config=posted))
+    await agent.prepare(RunDescription(run_id="next", run_dir=str(place), config=posted))
     assert load_config(place / "config.toml").trainer.resume == str(run.place(4))
 
 

@@ -1,6 +1,7 @@
-"""From where a dead run goes on: its newest whole checkpoint with its own ledger, or with the copy in the checkpoint when
-the own one is gone, damaged, behind, or has given away what it would need. What is passed over is named; an attempt that
-is killed while it prepares the directory is repeated; a fork changes nothing in the run that it comes from."""
+"""From where a dead run goes on: its newest whole checkpoint with its own ledger, or with the copy in the checkpoint
+when the own one is gone, damaged, behind, or has given away what it would need. What is passed over is named; an
+attempt that is killed while it prepares the directory is repeated; a fork changes nothing in the run that it comes
+from."""
 
 from __future__ import annotations
 
@@ -23,13 +24,12 @@ from myxa.actors.ledger.ledger import Ledger
 from myxa.actors.ledger.resume import LEDGER
 from myxa.core.errors import LaunchError, LedgerError
 from myxa.launch.cli import main
-from myxa.launch.lives import fork_run as fork_run_module
-from myxa.launch.lives import next_life
-from myxa.launch.lives.fork_run import fork_run
-from myxa.launch.lives.next_life import begin_next_life, no_longer_alive
-from myxa.launch.lives.origin import Origin, origin_events
-from myxa.launch.lives.resume_point import OWN_LEDGER, choose_point
 from myxa.launch.run_dir import RunDir
+from myxa.launch.run_lineage import next_run
+from myxa.launch.run_lineage import next_run as fork_run_module
+from myxa.launch.run_lineage.next_run import begin_next_life, fork_run, no_longer_alive
+from myxa.launch.run_lineage.origin import RunOrigin, origin_events
+from myxa.launch.run_lineage.resume_point import OWN_LEDGER, choose_point
 
 NOW = datetime(2030, 1, 1)
 COPY = "the checkpoint's copy of the ledger"
@@ -125,7 +125,7 @@ def test_a_torn_checkpoint_is_passed_over_and_moved_out_of_the_way(
     assert (run.path / "lives" / "1" / "undone" / "version_00000004").is_dir()
     told = dict(origin_events(run.path))
     assert "is torn" in told["checkpoint-passed-over"]
-    assert told["resumed"] == "life 2 goes on from version 3 with its own ledger"
+    assert told["resumed"] == "life 2 continues from version 3 with its own ledger"
 
 
 def test_a_version_whose_payloads_are_given_away_needs_the_copy(run: RunOnDisk):
@@ -157,7 +157,7 @@ def test_without_a_copy_older_runs_go_on_as_well(run: RunOnDisk):
 
 @pytest.mark.parametrize(
     ("version", "said"),
-    [(9, "has no checkpoint of version 9; there are: 4, 3, 2, 1"), (4, "cannot go on from version 4:\n  version_")],
+    [(9, "has no checkpoint of version 9; there are: 4, 3, 2, 1"), (4, "cannot resume from version 4:\n  version_")],
 )
 def test_a_version_that_cannot_be_had_is_told(run: RunOnDisk, version: int, said: str):
     halve(run.place(4) / "rank-00001.safetensors")
@@ -172,7 +172,7 @@ def test_a_version_that_is_named_is_read_before_anything_is_moved(run: RunOnDisk
     before = bytes_of(run.path)
     assert main(["resume", str(run.path), "--from", "3"]) == 3
     said = capsys.readouterr().err
-    assert "cannot go on from version 3" in said
+    assert "cannot resume from version 3" in said
     assert "the bytes of rank-00001.safetensors have changed" in said
     assert bytes_of(run.path) == before
 
@@ -245,7 +245,7 @@ def test_an_attempt_that_is_killed_at_any_moment_is_repeated(
         with monkeypatch.context() as patch:
             for name in ("replace", "rename", "unlink", "mkdir"):
                 patch.setattr(Path, name, counted(getattr(Path, name)))
-            patch.setattr(next_life.shutil, "copy2", counted(shutil.copy2))
+            patch.setattr(next_run.shutil, "copy2", counted(shutil.copy2))
             try:
                 begin_next_life(RunDir(run.path), choose_point(run.path, version))
             except Crash:
@@ -261,7 +261,7 @@ def test_an_attempt_that_is_killed_at_any_moment_is_repeated(
 
 
 def test_a_run_that_lives_is_left_alone(run: RunOnDisk, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(next_life, "BUFFER_ENDS_S", 0.3)
+    monkeypatch.setattr(next_run, "BUFFER_ENDS_S", 0.3)
     run_dir = RunDir(run.path)
     with run_dir.held():
         assert run_dir.is_held
@@ -293,20 +293,20 @@ def test_lives_are_counted_and_the_config_of_each_is_kept(run: RunOnDisk):
     (run.path / "config.toml").write_text("second")
     go_on(run, 4)
     assert [(run.path / "lives" / n / "config.toml").read_text() for n in ("1", "2")] == ["first", "second"]
-    assert Origin.load(run.path).in_words() == "life 3, from version 4"
+    assert RunOrigin.load(run.path).in_words() == "life 3, from version 4"
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b'{"program": 3}', b"\xff\xfe"])
 def test_an_origin_that_cannot_be_read_is_not_guessed(run: RunOnDisk, damage: bytes):
     """Another composition root would be started in place of the one that the run had."""
-    Origin(program="mine:build").save(run.path)
+    RunOrigin(program="mine:build").save(run.path)
     (run.path / "origin.json").write_bytes(damage)
-    for ask in (lambda: Origin.load(run.path), lambda: choose_point(run.path, None)):
+    for ask in (lambda: RunOrigin.load(run.path), lambda: choose_point(run.path, None)):
         with pytest.raises(LaunchError, match=r"origin\.json.* cannot be read") as caught:
             ask()
         assert caught.value.remedy
     (run.path / "origin.json").unlink()
-    assert len(Origin.load(run.path).lives) == 1, "started once, by an older version"
+    assert len(RunOrigin.load(run.path).lives) == 1, "started once, by an older version"
 
 
 # -- forks ---------------------------------------------------------------------------------------------------------
@@ -348,7 +348,7 @@ def test_a_fork_of_a_run_that_lives_changes_nothing_there(tmp_path: Path):
     assert 'name = "other"' in text
     assert "num_steps = 9" in text
     assert made.name.startswith("other-")
-    child = Origin.load(made)
+    child = RunOrigin.load(made)
     assert (child.parent, child.parent_version) == (str(run.path.resolve()), 2)
     point = choose_point(made, None)
     assert (point.version, point.is_own_ledger) == (2, False)

@@ -1,6 +1,6 @@
-"""A run on two nodes, a rank of its gang and an engine on each, is killed as a whole (both launchers and every actor), and
-`myxa resume` on two nodes goes on to the end of the data: each prompt is trained on once. Two launchers on this machine
-meet over tcp, as on two."""
+"""A run on two nodes, a rank of its gang and an engine on each, is killed as a whole (both launchers and every actor),
+and `myxa resume` on two nodes goes on to the end of the data: each prompt is trained on once. Two launchers on this
+machine meet over tcp, as on two."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lives import BATCH, FLAGS, NUM_PROMPTS, consumed
 from run_job import PATIENT, Job, events, make_job, metrics, until, worker_pids  # pyright: ignore[reportMissingImports]
 
 from myxa.actors.ledger.audit import audit_ledger
-from myxa.launch.lives.origin import Origin
+from myxa.launch.run_lineage.origin import RunOrigin
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -109,6 +109,6 @@ def test_a_run_on_two_nodes_that_is_killed_as_a_whole_goes_on_on_two(nodes: TwoN
     assert found.net == {}
     audit = audit_ledger(run_dir / "ledger.sqlite")
     assert (audit.problems, audit.num_waiting, audit.trained) == ((), 0, Counter(range(NUM_PROMPTS)))
-    assert len(Origin.load(run_dir).lives) == 2
+    assert len(RunOrigin.load(run_dir).lives) == 2
     (told,) = [event["text"] for event in events(run_dir, "resumed")]
     assert "its own ledger" in told

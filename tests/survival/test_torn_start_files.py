@@ -1,5 +1,6 @@
 """config.toml and origin.json are once in the run directory and once in each checkpoint: a run with a whole checkpoint
-goes on whatever became of the two, and says what it took instead. What a person wrote into them is never passed over."""
+goes on whatever became of the two, and says what it took instead. What a person wrote into them is never passed
+over."""
 
 from __future__ import annotations
 
@@ -14,11 +15,10 @@ from lives import Lives, consumed, make_lives
 
 from myxa.actors.checkpoints.run_part import START_FILE, read_start_copy
 from myxa.core.errors import LaunchError
-from myxa.launch.lives.next_life import begin_next_life
-from myxa.launch.lives.origin import Life, Origin, start_keeper
-from myxa.launch.lives.resume_point import choose_point
-from myxa.launch.lives.start_files import config_of, config_text
 from myxa.launch.run_dir import RunDir, is_run_folder
+from myxa.launch.run_lineage.next_run import begin_next_life
+from myxa.launch.run_lineage.origin import Life, RunOrigin, config_of, config_text, start_keeper
+from myxa.launch.run_lineage.resume_point import choose_point
 from myxa.launch.runtime_dir import RuntimeDir
 
 TEXT = '# Resolved\n[run]\nname = "small"\n\n[model]\npath = "model"\n\n[optimizer]\nlr = 0.001\n'
@@ -70,7 +70,7 @@ HURTS: tuple[Callable[[Path], None], ...] = (empty, cut, garbage, zeros, other_t
 def run(tmp_path: Path) -> RunOnDisk:
     made = RunOnDisk(tmp_path, steps=3)
     (made.path / "config.toml").write_text(TEXT)
-    Origin(program="mine:build", lives=(Life(), Life(version=1))).save(made.path)
+    RunOrigin(program="mine:build", lives=(Life(), Life(version=1))).save(made.path)
     for version in (1, 2, 3):
         start_keeper(made.path)(made.place(version))
     return made
@@ -94,14 +94,14 @@ def test_e11_a_torn_configuration_is_replaced_by_its_copy_and_kept_aside(run: Ru
 
 @pytest.mark.parametrize("hurt", HURTS)
 def test_e11_a_torn_origin_is_replaced_by_its_copy_and_kept_aside(run: RunOnDisk, hurt: Callable[[Path], None]):
-    before = Origin.load(run.path)
+    before = RunOrigin.load(run.path)
     hurt(run.path / "origin.json")
-    origin, why = Origin.found(run.path)
+    origin, why = RunOrigin.found(run.path)
     assert origin == before
     assert "its copy in version_00000003 is taken" in why
     begun = begin_next_life(RunDir(run.path), choose_point(run.path, None))
     assert (begun.program, len(begun.lives)) == ("mine:build", 3)
-    assert Origin.found(run.path) == (begun, "")
+    assert RunOrigin.found(run.path) == (begun, "")
 
 
 def test_e11_both_are_replaced_at_once(run: RunOnDisk):
@@ -125,8 +125,8 @@ def test_without_any_copy_the_files_say_what_is_wrong_themselves(run: RunOnDisk)
     garbage(run.path / "origin.json")
     empty(run.path / "config.toml")
     assert config_of(run.path) == (None, "")
-    with pytest.raises(LaunchError, match="which tells of the run's lives, cannot be read"):
-        Origin.load(run.path)
+    with pytest.raises(LaunchError, match="origin.json.*cannot be read"):
+        RunOrigin.load(run.path)
 
 
 def test_what_a_person_wrote_is_not_passed_over(run: RunOnDisk):
@@ -140,11 +140,11 @@ def test_the_copy_of_the_latest_life_is_taken(run: RunOnDisk):
     """A life that went back to version 2, and made no checkpoint of its own yet."""
     begun = begin_next_life(RunDir(run.path), choose_point(run.path, 2))
     missing(run.path / "origin.json")
-    assert Origin.load(run.path) == begun
+    assert RunOrigin.load(run.path) == begun
 
 
 def test_a_fork_keeps_its_own_and_leaves_its_parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from myxa.launch.lives.fork_run import fork_run
+    from myxa.launch.run_lineage.next_run import fork_run
 
     monkeypatch.chdir(tmp_path)
     made = RunOnDisk(tmp_path, steps=3)
@@ -188,7 +188,7 @@ def test_e11_a_killed_run_whose_start_files_are_torn_goes_on_to_its_end(killed: 
     assert killed.wait() == 0, killed.said
     assert "config.toml is cut off: its copy in version_" in killed.said[-1]
     assert "origin.json is missing: its copy in version_" in killed.said[-1]
-    assert len(Origin.load(killed.run_dir).lives) == 2
+    assert len(RunOrigin.load(killed.run_dir).lives) == 2
     after = (killed.run_dir / "config.toml").read_text()
     assert [line for line in after.splitlines() if not line.startswith("resume")] == [
         line for line in before.splitlines() if not line.startswith("resume")

@@ -1,7 +1,8 @@
 """How the processes of a run find each other: the registry on node 0, the rendezvous record, the job's key.
 
-With embed.py the one place in launch/ that knows transport's `Node`. On one node everything goes over Unix sockets in
-the run-time directory; several nodes meet over tcp, encrypted, admitting only holders of the job's key.
+On one node all traffic uses Unix sockets in the run-time directory. Several nodes use tcp, encrypted, and admit only
+holders of the job's key. A late node needs a run directory, an address, or the scheduler's variables. Ranks of a gang
+meet at a port of rank 0's node. This file and embed.py alone use transport's `Node` in launch/.
 """
 
 from __future__ import annotations
@@ -11,62 +12,64 @@ import contextlib
 import ipaddress
 import logging
 import os
+import random
 import socket
 import time
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from ...core.errors import CallError, LaunchError
+from ...core.errors import CallError, ConfigError, LaunchError
 from ...transport.address import Rendezvous, interface_towards
 from ...transport.node import JobKey, KeyPair, Node
 from ..contracts import ChildEnd, agent_name
-from ..node_place import Endpoint, NodePlace, parse_endpoint
+from ..node_place import Endpoint, NodePlace, find_late_place, parse_endpoint
 from ..preflight.machine import check_port
-from ..worker_spec import WorkerSpec
+from ..run_dir import RunDir
+from ..worker_spec import ProcessSpec
 
 ATTACH_S = 10.0
 WORKER_ATTACH_S = 30.0
 CLOSE_S = 5.0
 FOLDER_S = 5.0
-"""How long an actor's process waits for the folder of sockets, which its launcher makes again (runtime_dir.py)."""
+"""How long an actor's process waits for the folder of sockets; its launcher restores a removed one (runtime_dir.py)."""
 POLL_S = 0.1
 NOWHERE = 1 << 30
-"""Node number of a launcher that has none yet: it shares sockets with nobody."""
+"""Node number of a launcher that has none yet: it shares no sockets."""
 
 _log = logging.getLogger("myxa.launcher")
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """This launcher's seat at the meeting."""
+class NodeRendezvous:
+    """This launcher's connection to the run's registry."""
 
     node: Node
     endpoint: str
-    """Where other nodes meet node 0, "host:port"; empty on a single node."""
+    """Address of node 0's registry, "host:port"; empty on a single node."""
     address: str
-    """Under which other nodes reach this one."""
+    """Address at which other nodes reach this one."""
     rdzv_path: Path
-    """For this node's workers."""
+    """Rendezvous record for this node's workers."""
 
     async def exit_seen(self, end: ChildEnd) -> None:
-        """Tell everybody at once that a process is gone: calls that wait for it fail now, not at their deadlines."""
+        """Report a process's end to the registry: calls that wait for it fail now instead of at their deadlines."""
         try:
             await self.node.registry.process_exited(end.name, 0, end.status, end.pid)
         except CallError as error:
-            _log.warning("the registry could not be told that %s ended: %s", end.name, error)
+            _log.warning("the end of %s did not reach the registry: %s", end.name, error)
 
     async def key_for(self, name: str) -> str:
-        """A new key pair for a process of this node, which may join under that name only. Raises CallError."""
+        """A new key pair for a process of this node; it may join under that name only. Raises CallError."""
         pair = KeyPair.generate()
         await self.node.registry.expect(name, pair.public)
         return pair.text
 
     @contextlib.contextmanager
     def posted(self, path: Path) -> Generator[None]:
-        """While this lasts, other programs of this host and user find the run by that file (see embed.py)."""
+        """Inside, other programs of this host and user find the run by that file (see embed.py)."""
         Rendezvous.load(self.rdzv_path).save(path)
         try:
             yield
@@ -75,9 +78,9 @@ class Meeting:
 
 
 @contextlib.asynccontextmanager
-async def host_meeting(
+async def host_rendezvous(
     place: NodePlace, runtime_dir: Path, job_key: Path | None, rdzv_file: Path | None
-) -> AsyncGenerator[Meeting]:
+) -> AsyncGenerator[NodeRendezvous]:
     """Node 0: open the registry. Raises LaunchError if the endpoint cannot be listened on."""
     is_alone = place.is_alone
     key_path = None if is_alone else _own_key(job_key or default_job_key())
@@ -96,7 +99,7 @@ async def host_meeting(
         if rdzv_file is not None:
             _write_in_one_step(rdzv_file, f"{endpoint or host}\n")
         record.save(runtime_dir / "rdzv.json")
-        yield Meeting(node, endpoint, host, runtime_dir / "rdzv.json")
+        yield NodeRendezvous(node, endpoint, host, runtime_dir / "rdzv.json")
     finally:
         await node.close(grace_s=CLOSE_S)
         if rdzv_file is not None:
@@ -104,7 +107,7 @@ async def host_meeting(
 
 
 @contextlib.asynccontextmanager
-async def join_meeting(
+async def join_rendezvous(
     place: NodePlace,
     runtime_dir: Path,
     job_key: Path | None,
@@ -112,8 +115,8 @@ async def join_meeting(
     deadline: float,
     *,
     name: str = "",
-) -> AsyncGenerator[Meeting]:
-    """Other nodes: join the registry of node 0, which may come later than we do. `name`: of a launcher that has no
+) -> AsyncGenerator[NodeRendezvous]:
+    """Other nodes: join the registry of node 0, which may start later than we do. `name`: for a launcher that has no
     number yet.
 
     `deadline` is a moment of `time.monotonic`. Raises LaunchError naming the endpoint if it passes.
@@ -126,13 +129,13 @@ async def join_meeting(
     node = await _attach_until(record, name or agent_name(place.rank), place.rank, runtime_dir, deadline)
     try:
         record.save(runtime_dir / "rdzv.json")
-        yield Meeting(node, str(endpoint), interface_towards(str(endpoint)), runtime_dir / "rdzv.json")
+        yield NodeRendezvous(node, str(endpoint), interface_towards(str(endpoint)), runtime_dir / "rdzv.json")
     finally:
         await node.close(grace_s=CLOSE_S)
 
 
-async def attach_worker(spec: WorkerSpec) -> Node:
-    """An actor's process joins. Folders that were removed under the run are there again in a moment."""
+async def attach_worker(spec: ProcessSpec) -> Node:
+    """Join from an actor's process. The launcher restores folders that were removed during the run in a moment."""
     deadline = time.monotonic() + FOLDER_S
     while not (Path(spec.rdzv_path).exists() and _is_there(spec)) and time.monotonic() < deadline:
         await asyncio.sleep(POLL_S)
@@ -147,8 +150,8 @@ async def attach_worker(spec: WorkerSpec) -> Node:
     )
 
 
-def _is_there(spec: WorkerSpec) -> bool:
-    """The folder of the registry's sockets, if they are on this host."""
+def _is_there(spec: ProcessSpec) -> bool:
+    """Whether the folder of the registry's sockets is there, if it is on this host."""
     try:
         rdzv = Rendezvous.load(Path(spec.rdzv_path))
     except LaunchError:
@@ -157,19 +160,19 @@ def _is_there(spec: WorkerSpec) -> bool:
 
 
 def default_job_key() -> Path:
-    """Where the key is if no flag says so: in the home directory, which the nodes of a cluster usually share."""
+    """Default path of the key: in the home directory, which the nodes of a cluster usually share."""
     base = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
     return Path(base) / "myxa" / "job.key"
 
 
 def _own_key(path: Path) -> Path:
-    """Node 0 makes the key if it is missing."""
+    """The key of node 0, which makes it if it is missing."""
     if not path.exists():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             JobKey.generate().save(path)
         except FileExistsError:
-            pass  # another run of ours made it in the same moment
+            pass  # another run of this user made it at the same time
         except OSError as error:
             raise LaunchError(
                 f"the job's key cannot be written to {path}: {error.strerror}", remedy="give --job-key"
@@ -178,7 +181,7 @@ def _own_key(path: Path) -> Path:
 
 
 def _listen_address(endpoint: Endpoint | None) -> str:
-    """Address of this host to listen on. A name is looked up here, for libzmq would take it for an interface."""
+    """Address of this host to listen on. A name is resolved here, because libzmq would take it for an interface."""
     host = endpoint.host if endpoint is not None else socket.gethostname()
     try:
         address = str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
@@ -212,7 +215,7 @@ async def _attach_until(record: Rendezvous, name: str, rank: int, runtime_dir: P
 
 async def _read_endpoint(rdzv_file: Path | None, deadline: float) -> Endpoint:
     if rdzv_file is None:
-        raise LaunchError("nobody said where node 0 is met", remedy="give --rdzv HOST:PORT")
+        raise LaunchError("the address of node 0 is not known", remedy="give --rdzv HOST:PORT")
     await _until_there(rdzv_file, deadline, "node 0's endpoint")
     return parse_endpoint(rdzv_file.read_text(encoding="utf-8"), where=str(rdzv_file))
 
@@ -220,7 +223,9 @@ async def _read_endpoint(rdzv_file: Path | None, deadline: float) -> Endpoint:
 async def _until_there(path: Path, deadline: float, what: str) -> None:
     while not path.exists():
         if time.monotonic() > deadline:
-            raise LaunchError(f"{path} with {what} did not come", remedy="is node 0's launcher running? is it shared?")
+            raise LaunchError(
+                f"{path} with {what} did not appear", remedy="is node 0's launcher running? is it shared?"
+            )
         await asyncio.sleep(POLL_S)
 
 
@@ -231,3 +236,80 @@ def _write_in_one_step(path: Path, text: str) -> None:
         draft.replace(path)
     except OSError as error:
         raise LaunchError(f"{path} cannot be written: {error.strerror}", remedy="give another --rdzv-file") from error
+
+
+@dataclass(frozen=True, slots=True)
+class LateRendezvous:
+    """Arguments of `launch` for a node that joins late."""
+
+    place: NodePlace
+    rdzv_file: Path | None
+    job_key: Path | None
+
+
+def find_late_rendezvous(
+    where: str, rdzv_file: Path | None, job_key: Path | None, env: Mapping[str, str]
+) -> LateRendezvous:
+    """Rendezvous of a late node. `where`: a run directory (it names address and key), HOST:PORT, a file with that, or
+    empty: `rdzv_file`, else the scheduler's variables. Raises ConfigError and LaunchError."""
+    path = Path(where)
+    if where and path.is_dir():
+        return _of_run(RunDir(path.resolve()), job_key)
+    if where and path.is_file():
+        return LateRendezvous(NodePlace(-1, 0, None), path, job_key)
+    if "/" in where.removeprefix("tcp://"):
+        raise ConfigError(f"--join: there is no {where}", remedy="name the directory of a live run, or HOST:PORT")
+    if not where and rdzv_file is not None:
+        return LateRendezvous(NodePlace(-1, 0, None), rdzv_file, job_key)
+    return LateRendezvous(find_late_place(where, env), None, job_key)
+
+
+def _of_run(run_dir: RunDir, job_key: Path | None) -> LateRendezvous:
+    if not run_dir.rdzv.exists():
+        raise LaunchError(f"no live run in {run_dir.path}", remedy="name the directory of a live run")
+    record = Rendezvous.load(run_dir.rdzv)
+    if not any(record.endpoints.tcp):
+        raise LaunchError(
+            f"the run in {run_dir.path} was started for one machine: no other can reach it",
+            remedy="start it with `myxa launch --nnodes 1:MAX --rdzv HOST:PORT` to admit other nodes",
+        )
+    key = Path(record.key_file) if record.key_file else None
+    return LateRendezvous(find_late_place(record.endpoints.tcp[0], {}), None, job_key or key)
+
+
+EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+LOWEST, HIGHEST = 1024, 65535
+NUM_TRIES = 100
+
+
+def quiet_port(family: socket.AddressFamily = socket.AF_INET) -> int:
+    """A port where nothing listens and that stays free for minutes. Raises OSError if the machine has none.
+
+    It lies outside the ephemeral range if possible: the kernel gives ports of that range to every connection. The
+    choice is random, so that concurrent callers get different ports."""
+    below, above = _around_ephemeral()
+    candidates = [*range(max(LOWEST, below - 20_000), below), *range(above + 1, HIGHEST + 1)]
+    for port in random.sample(candidates, min(NUM_TRIES, len(candidates))):  # not seeded: runs must differ
+        if _is_free(family, port):
+            return port
+    with socket.socket(family) as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def _is_free(family: socket.AddressFamily, port: int) -> bool:
+    with socket.socket(family) as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+        return True
+
+
+def _around_ephemeral() -> tuple[int, int]:
+    """First and last port of the ephemeral range; Linux's default if the machine does not tell."""
+    try:
+        first, last = EPHEMERAL.read_text().split()
+        return int(first), int(last)
+    except (OSError, ValueError):
+        return 32768, 60999

@@ -1,0 +1,337 @@
+"""What a trainer rank is built from: backend, communicators, checkpoints, the gang's start, weight channels.
+
+Part of the composition root: this file and `program.py` name the concrete classes. It imports torch, so only trainers
+import it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]  # documented, not in __all__
+
+from ...actors.backends.torch_backend.world import Gang
+from ...actors.checkpoints.folder import CheckpointInfo, list_checkpoints, take_away
+from ...actors.trainer.checkpoints import CheckpointOptions
+from ...actors.trainer.start_point import StartPoint
+from ...actors.weights.channel_ends import ChannelEnds, EndMakers
+from ...core.clock import Clock
+from ...core.config import RunConfig
+from ...core.errors import ConfigError, LaunchError, TrainError
+from ...core.messages import WeightChannel
+from ...core.process import boot_id
+from ...core.protocols import TrainBackend, WeightSender, WeightWriter
+from ...core.weight_channel import SHARED_CHANNELS
+from ...memory.communicators.probe import choose
+from ...memory.communicators.residency import CommResidency
+from ..actor_spec import ActorSpec
+from ..run_lineage.origin import CHECKPOINTS, UNDONE, RunOrigin, origin_events, past_of, put_away, start_keeper
+from ..run_lineage.resume_point import named_checkpoint
+from .memory_parts import MIB, MakeComms, megatron_residence, takes_turns, torch_residence
+from .weight_channels import choose_channel, is_beside_an_engine
+
+REPEATABLE_ENVIRONMENT = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "Ring",
+    "NCCL_PROTO": "Simple",
+    "TORCHINDUCTOR_DETERMINISTIC": "1",
+}
+"""For libraries that choose kernels and the order of sums by timing."""
+FEW_CHANNELS = ("NCCL_MAX_NCHANNELS", "1")
+"""A gang of one rank sends nothing: 10 MiB of the GPU per group instead of 512. It does not apply where weights go to
+engines by NCCL: both ends of a group need the same number, or messages are truncated."""
+STORE_PREFIX = "myxa-comms"
+
+# -- the backend
+
+
+def make_backend(spec: ActorSpec, config: RunConfig, gang: Gang, clock: Clock) -> TrainBackend:
+    """The rank's backend, not set up yet. In a deterministic run on GPUs an operation without a deterministic kernel
+    raises; torch names the operation."""
+    if config.rollout.deterministic and spec.devices:
+        _use_repeatable_kernels()
+    return (_megatron if spec.kind == "megatron" else _torch)(spec, config, gang, clock)
+
+
+def _use_repeatable_kernels() -> None:
+    """Before CUDA starts."""
+    import torch
+    from torch.utils import deterministic
+
+    for name, value in REPEATABLE_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    torch.use_deterministic_algorithms(True)
+    # Nothing here reads memory that was not written.
+    deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue] -- set by a property
+
+
+def shard_of_rank(spec: ActorSpec, config: RunConfig, world_size: int) -> tuple[int, ...]:
+    """The shard that each rank trains: its own, or that of the replica of which it holds a part."""
+    if spec.kind != "megatron":
+        return tuple(range(world_size))
+    from ...actors.backends.megatron.settings import layout_of
+
+    layout = layout_of(config.megatron)
+    return tuple(layout.dp_rank_of(rank, world_size) for rank in range(world_size))
+
+
+def _torch(spec: ActorSpec, config: RunConfig, gang: Gang, clock: Clock) -> TrainBackend:
+    from ...actors.backends.rank_backend import RankSettings
+    from ...actors.backends.torch_backend.backend import TorchBackend
+
+    residence = torch_residence(spec, config, clock)
+    return TorchBackend(RankSettings(**_rank_settings(spec, config, gang)), clock, residence=residence)
+
+
+def _megatron(spec: ActorSpec, config: RunConfig, gang: Gang, clock: Clock) -> TrainBackend:
+    from ...actors.backends.megatron.backend import MegatronBackend
+    from ...actors.backends.megatron.settings import MegatronRankSettings
+
+    if spec.devices:  # before CUDA starts: one queue, so that overlapped collectives run in the order of their calls
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    megatron = config.megatron
+    if config.rollout.deterministic:  # else its embedding sums gradients in any order
+        megatron = megatron.model_copy(update={"model": {"deterministic_mode": True, **megatron.model}})
+    settings = MegatronRankSettings(megatron=megatron, **_rank_settings(spec, config, gang))
+    return MegatronBackend(settings, clock, residence=megatron_residence(spec, config, clock))
+
+
+def _rank_settings(spec: ActorSpec, config: RunConfig, gang: Gang) -> dict[str, Any]:
+    """Fields of `RankSettings`."""
+    return {
+        "model_path": config.model.path,
+        "algo": config.algo,
+        "optimizer": config.optimizer,
+        "trainer": config.trainer,
+        "critic": config.critic,
+        "max_new_tokens": config.rollout.max_new_tokens,
+        "num_steps": config.run.num_steps,
+        "seed": config.run.seed,
+        "device": "cuda" if spec.devices else "cpu",
+        "num_threads": spec.threads,
+        "gang": gang,
+        "serving_dtype": _serving_dtype(config),
+    }
+
+
+def _serving_dtype(config: RunConfig) -> str:
+    """The engines' number type, for servers, to which tensors may go from device to device; else the trainer's own."""
+    return config.engine.dtype if config.roles.rollout.kind == "sglang" else ""
+
+
+# -- communicators
+
+
+def stay() -> CommResidency | None:
+    """Communicators that stay on their devices."""
+    return None
+
+
+def gang_comms(config: RunConfig, gang: Gang, *, on_gpus: bool) -> tuple[Gang, MakeComms]:
+    """The gang with the backend that it must be initialised with, and a factory of its communicators' residency,
+    called after initialisation. A gang of one rank has no communicators to release.
+
+    Raises ConfigError for a method that this process does not have.
+    """
+    if gang.world_size == 1 and on_gpus and choose_channel(config) != "nccl":
+        os.environ.setdefault(*FEW_CHANNELS)
+    if config.memory.share == "none" or gang.world_size == 1:
+        return gang, stay
+    rung = choose(config.memory.communicators, environment=os.environ)
+    if rung.kind == "rebuild":
+        raise ConfigError(
+            'memory.communicators = "rebuild": trainers keep their groups for a whole run',
+            remedy='use "reload", which rebuilds them internally, or "auto"',
+        )
+    if rung.kind == "reload":
+        from ...memory.communicators.reload import ReloadComms, proxied_name
+
+        comms = ReloadComms()
+        comms.register()
+        return replace(gang, backend=proxied_name("nccl" if on_gpus else "gloo")), lambda: comms
+    return gang, (lambda: _suspending(gang, rung.way)) if rung.kind == "suspend" else stay
+
+
+def _suspending(gang: Gang, way: str) -> CommResidency:
+    from ...memory.communicators.ctypes_suspend import NcclLibrary, ctypes_comms
+    from ...memory.communicators.native import native_comms
+    from ...memory.communicators.peers import Peers
+
+    store = PrefixStore(STORE_PREFIX, dist.distributed_c10d._get_default_store())  # pyright: ignore[reportPrivateUsage]
+    peers = Peers.over(store, gang.rank, range(gang.world_size))
+    return native_comms(peers) if way == "native" else ctypes_comms(peers, NcclLibrary())
+
+
+# -- the start of the gang, its checkpoints
+
+
+def block_limit_s(spec: ActorSpec) -> float:
+    """How long a rank may hold the interpreter lock while it sets up, compiles or writes. On a CPU nothing is
+    compiled."""
+    return 600.0 if spec.devices else 10.0
+
+
+def standby_folder(spec: ActorSpec, config: RunConfig) -> str:
+    """Where the gang keeps its state in the host's memory; empty if it does not."""
+    return spec.ram_dir if config.trainer.standby_every else ""
+
+
+class GangStart:
+    """A `StartFinder`: the checkpoint that a gang begins from. Rank 0 asks for all ranks.
+
+    First start: what `trainer.resume` names, else the model folder. A resumed run falls back to an older checkpoint of
+    its own, which its ledger can go back to, if the named one is torn.
+    Restart: the newest state that this run wrote, durable or in the host's memory, and that was not undone since; else
+    as at the first start.
+
+    Here only file sizes are checked; loading checks the bytes, and what is torn then is passed in as `torn`. Once all
+    ranks have begun, newer checkpoints are put away: training continues under the same version numbers, so the next
+    restart would take a checkpoint that was skipped for a transient error for the newest.
+    """
+
+    def __init__(self, spec: ActorSpec, config: RunConfig, run_dir: Path) -> None:
+        self._attempt = spec.attempt
+        self._named = config.trainer.resume
+        self._run_dir = run_dir
+        self._own = run_dir / CHECKPOINTS
+        self._standby = standby_folder(spec, config)
+
+    def find(self, torn: Mapping[str, str]) -> StartPoint:
+        """See `StartFinder`. Raises TrainError if `trainer.resume` names nothing that is whole, or nothing older will
+        do."""
+        origin = RunOrigin.load(self._run_dir)
+        floor = origin.lives[-1].floor if origin.lives else 0
+        place, passed_over = "", list[str]()
+        falls_back = self._falls_back(torn)
+        there, too_old = list(self._there()) if self._attempt or falls_back else [], list[int]()
+        for info in sorted(there, key=lambda info: info.version, reverse=True):  # the durable one first, of two
+            problem = torn.get(str(info.path)) or info.problem or origin.why_undone(info)
+            if not problem and info.version < floor:
+                too_old.append(info.version)
+                problem = f"the run's own ledger goes back to version {floor} at most"
+            if not problem:
+                place = str(info.path)
+                break
+            passed_over.append(problem if str(info.path) in problem else f"{info.path}: {problem}")
+        if falls_back and not place:
+            raise self._nothing(passed_over, too_old)
+        return StartPoint(
+            checkpoint=place or self._named_one(torn),
+            is_restart=bool(self._attempt),
+            passed_over=tuple(passed_over),
+            life=len(origin.lives),
+            attempt=self._attempt,
+        )
+
+    def begun(self, start: StartPoint, version: int) -> None:
+        """See `StartFinder`."""
+        if not (start.is_restart or start.passed_over):
+            return
+        try:
+            for info in self._there():
+                if info.version <= version or str(info.path) == start.checkpoint:
+                    continue
+                if info.path.parent == self._own:
+                    put_away(info.path, past_of(self._run_dir, start.life) / UNDONE)
+                else:
+                    take_away(info.path)
+            RunOrigin.load(self._run_dir).went_back(start.attempt, version).save(self._run_dir)
+            if (place := Path(start.checkpoint)).parent == self._own:
+                start_keeper(self._run_dir)(place)
+        except (OSError, LaunchError) as error:
+            raise TrainError(
+                f"what is newer than version {version} cannot be put away: {error}",
+                remedy=f"check disk and rights of {self._run_dir}",
+            ) from error
+
+    def _falls_back(self, torn: Mapping[str, str]) -> bool:
+        """Whether the checkpoint that this run was resumed from turned out to be torn."""
+        return bool(torn) and Path(self._named).resolve().parent == self._own.resolve()
+
+    def _nothing(self, passed_over: list[str], too_old: list[int]) -> TrainError:
+        """Nothing is moved: a transient disk error may be over when the run is resumed the next time."""
+        found = "".join(f"\n  {text}" for text in passed_over)
+        again = f"`myxa resume {self._run_dir} --from"
+        return TrainError(
+            f"no checkpoint in {self._own} can be used:{found}",
+            remedy=f"end the run, then {again} {too_old[0]}`, with the copy of the ledger in that checkpoint"
+            if too_old
+            else "start a new run with its config.toml",
+        )
+
+    def _there(self) -> Iterator[CheckpointInfo]:
+        for folder in filter(None, (str(self._own), self._standby)):
+            yield from list_checkpoints(folder)
+
+    def _named_one(self, torn: Mapping[str, str]) -> str:
+        if not self._named:
+            return ""
+        place = str(named_checkpoint(self._named))
+        if place in torn:
+            raise TrainError(torn[place], remedy="name an older one, as trainer.resume or with --from")
+        return place
+
+
+def checkpoint_options(spec: ActorSpec, config: RunConfig, run_dir: Path) -> CheckpointOptions:
+    """How the leader writes checkpoints."""
+    trainer = config.trainer
+    return CheckpointOptions(
+        run_dir=str(run_dir),
+        every=trainer.checkpoint_every,
+        keep_last=trainer.keep_last,
+        keep_every=trainer.keep_every,
+        at_stop=trainer.checkpoint_at_stop and not config.megatron.offload_optimizer,
+        is_async=trainer.async_save,
+        origin=tuple if spec.attempt else lambda: origin_events(run_dir),
+        keep_start=start_keeper(run_dir),
+        writer=(len(RunOrigin.load(run_dir).lives), spec.attempt),
+    )
+
+
+# -- weight channels
+
+
+def channel_ends(config: RunConfig, run_dir: Path, rank: int, *, local_rank: int) -> ChannelEnds:
+    """The channel ends of one rank. Each is made at its first use: a rank that writes folders needs no sender."""
+    from ...actors.weights.channels.disk import clear_folders
+
+    makers = EndMakers(
+        writer=lambda channel: weight_writer(config, run_dir, channel),
+        sender=lambda channel: weight_sender(config, rank, channel, local_rank=local_rank),
+        clear=lambda: clear_folders(weight_folder(run_dir)),
+    )
+    return ChannelEnds(f"trainer/{rank}", makers, writes=rank == 0)
+
+
+def weight_folder(run_dir: Path) -> Path:
+    """Folder of the disk channel's versions."""
+    return run_dir / "weights"
+
+
+def weight_writer(config: RunConfig, run_dir: Path, channel: WeightChannel) -> WeightWriter:
+    """Writes versions to where engines read them."""
+    from ...actors.weights.channels.reader import ReadChannel, make_writer
+
+    return make_writer(cast(ReadChannel, channel), weight_folder(run_dir), Path(config.model.path))
+
+
+def weight_sender(config: RunConfig, rank: int, channel: WeightChannel, *, local_rank: int) -> WeightSender:
+    """Sends versions from this rank's device."""
+    from ...actors.weights.channels.fp8 import Fp8Rule
+    from ...actors.weights.channels.sender import DeviceWeightSender, SentChannel
+
+    rule = Fp8Rule.of_folder(Path(config.weights.served_folder or config.model.path))
+    return DeviceWeightSender(
+        f"trainer/{rank}",
+        channel=cast(SentChannel, channel),
+        bucket_bytes=config.weights.bucket_mb * MIB,
+        host=boot_id(),
+        quantise=None if rule is None else rule.apply,
+        keeps_buffers=not takes_turns(config),
+        is_needed=channel not in SHARED_CHANNELS or is_beside_an_engine(config, local_rank),
+    )

@@ -1,0 +1,261 @@
+"""Where a run comes from: its parent, if it was forked, and its lives. A life is one start of the run in its directory.
+
+`origin.json` in the run directory records both. Checkpoints hold copies of `origin.json` and `config.toml`; if a file
+is torn, its newest copy is used. A file that a person edited is not torn: its errors are reported.
+
+Checkpoints that training went back behind are moved to `lives/<number>/undone`, so that none is taken for the newest:
+when a life begins, and when a trainer gang restarts from an older one. Nothing is deleted.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from ...actors.checkpoints.folder import CheckpointInfo, version_in
+from ...actors.checkpoints.run_part import MAX_START_BYTES, StartCopy, read_start_copy, write_start_copy
+from ...core.errors import LaunchError
+from ...core.files import read_regular, write_durably
+from ..worker_spec import DEFAULT_PROGRAM
+
+CHECKPOINTS = "checkpoints"
+CONFIG = "config.toml"
+ORIGIN = "origin.json"
+
+
+class _Lives(msgspec.Struct):
+    """The part of origin.json that tells how new it is."""
+
+    lives: list[dict[str, object]] = []
+
+
+def newest_copy(run_dir: Path) -> tuple[StartCopy, Path] | None:
+    """The copy of the latest life, in its newest checkpoint, and that checkpoint; None: there is none."""
+    found: list[tuple[tuple[int, int], StartCopy, Path]] = []
+    for path in (run_dir / CHECKPOINTS).glob("*/"):
+        copy = read_start_copy(path)
+        if copy is not None and (lives := _num_lives(copy)) >= 0:
+            found.append(((lives, version_in(path)), copy, path))
+    if not found:
+        return None
+    _, copy, path = max(found, key=lambda each: each[0])
+    return copy, path
+
+
+def _num_lives(copy: StartCopy) -> int:
+    try:
+        return len(msgspec.json.decode(copy.origin, type=_Lives).lives)
+    except msgspec.MsgspecError:
+        return -1
+
+
+def config_of(run_dir: Path) -> tuple[str | None, str]:
+    """(text of config.toml as the newest copy has it, why), or (None, ""): read the file itself."""
+    newest = newest_copy(run_dir)
+    if newest is None:
+        return None, ""
+    copy, place = newest
+    trouble = _trouble(run_dir / CONFIG, copy.config)
+    return (copy.config, f"{run_dir / CONFIG} {trouble}: its copy in {place.name} is taken") if trouble else (None, "")
+
+
+def config_text(run_dir: Path) -> str:
+    """Text of config.toml, or of its copy. Raises OSError if there is neither."""
+    text, _ = config_of(run_dir)
+    return (run_dir / CONFIG).read_text(encoding="utf-8-sig") if text is None else text
+
+
+def _trouble(path: Path, whole: str) -> str:
+    try:
+        text = read_regular(path, MAX_START_BYTES).decode("utf-8-sig")
+    except FileNotFoundError:
+        return "is missing"
+    except UnicodeDecodeError:
+        return "is no text"
+    except OSError as error:
+        return f"cannot be read ({error})"
+    if "\0" in text:
+        return "is no text"
+    if text.strip() != whole.strip() and whole.startswith(text.rstrip()):
+        return "is cut off" if text.strip() else "is empty"
+    return "" if _is_toml(text) or _is_edited(text, whole) else "is no TOML"
+
+
+def _is_toml(text: str) -> bool:
+    try:
+        tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        return False
+    return True
+
+
+def _is_edited(text: str, whole: str) -> bool:
+    """Most of its lines are still there, so a person made an error in it."""
+    lines = set(whole.splitlines())
+    return len(lines & set(text.splitlines())) * 2 > len(lines)
+
+
+MAX_BYTES = 16 << 20
+
+
+class WentBack(msgspec.Struct, frozen=True, kw_only=True):
+    """A restart of the trainer gang, or a start from an older checkpoint than the chosen one."""
+
+    attempt: int
+    """0: the first of the life: the chosen checkpoint turned out to be damaged when it was loaded."""
+    version: int
+    """Version that training continued from."""
+
+
+class Life(msgspec.Struct, frozen=True, kw_only=True):
+    """One start of the run."""
+
+    version: int = 0
+    """Version chosen to begin from; 0: the model folder, or what `trainer.resume` named."""
+    ledger: str = ""
+    """Which ledger it continued with, in words."""
+    floor: int = 0
+    """Oldest version that this ledger could go back to at that time."""
+    passed_over: tuple[str, ...] = ()
+    """Checkpoints that could not be used, newest first, each with the reason."""
+    gang: tuple[WentBack, ...] = ()
+    """Later attempts of its trainer gang."""
+
+    @property
+    def began_at(self) -> int:
+        """Version that it actually began from."""
+        return next((back.version for back in self.gang if back.attempt == 0), self.version)
+
+
+class RunOrigin(msgspec.Struct, frozen=True, kw_only=True):
+    """Content of origin.json."""
+
+    program: str = DEFAULT_PROGRAM
+    """Composition root that the run was started with."""
+    parent: str = ""
+    """Run directory of the parent; empty: it was not forked."""
+    parent_version: int = -1
+    lives: tuple[Life, ...] = (Life(),)
+
+    def save(self, run_dir: Path) -> None:
+        """Write it in one step. Raises LaunchError if the disk refuses."""
+        try:
+            write_durably(run_dir / ORIGIN, self.text.encode())
+        except OSError as error:
+            raise LaunchError(f"{run_dir / ORIGIN} cannot be written: {error.strerror}", remedy="check disk") from error
+
+    @property
+    def text(self) -> str:
+        """The text of origin.json."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=2).decode()
+
+    @classmethod
+    def load(cls, run_dir: Path) -> RunOrigin:
+        """What `save` wrote; if the file is torn, its newest copy in a checkpoint; if there is neither, that of a first
+        life. Raises LaunchError if it cannot be read: a guess could start another program, or take an undone life for
+        the newest."""
+        return cls.found(run_dir)[0]
+
+    @classmethod
+    def found(cls, run_dir: Path) -> tuple[RunOrigin, str]:
+        """The same, and why a copy was used; empty: the file was read."""
+        path = run_dir / ORIGIN
+        try:
+            return msgspec.json.decode(read_regular(path, MAX_BYTES), type=cls), ""
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            failure = error
+        newest = newest_copy(run_dir)
+        is_missing = isinstance(failure, FileNotFoundError)
+        if newest is not None:
+            copy, place = newest
+            trouble = "is missing" if is_missing else f"cannot be read ({failure})"
+            return msgspec.json.decode(copy.origin, type=cls), f"{path} {trouble}: its copy in {place.name} is taken"
+        if is_missing:
+            return cls(), ""
+        raise LaunchError(
+            f"{path}, the record of the run's lives, cannot be read: {failure}",
+            remedy="correct it (it is JSON), or remove it if the run was started once, by `myxa up`",
+        ) from failure
+
+    def went_back(self, attempt: int, version: int) -> RunOrigin:
+        """The same, with another attempt of this life's trainer gang."""
+        life = self.lives[-1]
+        life = msgspec.structs.replace(life, gang=(*life.gang, WentBack(attempt=attempt, version=version)))
+        return msgspec.structs.replace(self, lives=(*self.lives[:-1], life))
+
+    def why_undone(self, info: CheckpointInfo) -> str:
+        """Why a checkpoint in the folder is undone: its writer learnt too late that training had gone back behind it.
+        Empty if it is valid, or does not name its writer."""
+        if info.writer is None:
+            return ""
+        by_life, by_attempt = info.writer
+        for number, life in enumerate(self.lives, 1):
+            if number > by_life and info.version > life.version:
+                return f"it is of life {by_life}, and life {number} went back to version {life.version}"
+            for later in life.gang:
+                if (number, later.attempt) > (by_life, by_attempt) and info.version > later.version:
+                    return f"the trainer gang wrote it before it went back to version {later.version}"
+        return ""
+
+    def in_words(self) -> str:
+        """Parent and lives; empty for a run that was started once, from nothing."""
+        words: list[str] = []
+        if self.parent:
+            words.append(f"forked from version {self.parent_version} of {self.parent}")
+        if len(self.lives) > 1:
+            words.append(f"life {len(self.lives)}, from version {self.lives[-1].began_at}")
+        return "; ".join(words)
+
+
+def origin_events(run_dir: Path) -> tuple[tuple[str, str], ...]:
+    """Kinds and texts of the events to record once the trainer of this life has begun."""
+    origin = RunOrigin.load(run_dir)
+    life = origin.lives[-1]
+    events = [("checkpoint-passed-over", text) for text in life.passed_over]
+    if len(origin.lives) > 1:
+        events.append(
+            ("resumed", f"life {len(origin.lives)} continues from version {life.began_at} with {life.ledger}")
+        )
+    elif origin.parent:
+        events.append(("forked", f"from version {origin.parent_version} of {origin.parent}, with {life.ledger}"))
+    return tuple(events)
+
+
+def start_keeper(run_dir: Path) -> Callable[[Path], None]:
+    """A function that copies the run's config.toml, as it is now, and origin.json into a checkpoint; it may raise
+    OSError. A run without these files gets no copy."""
+    try:
+        config = config_text(run_dir)
+    except (OSError, UnicodeDecodeError):
+        return lambda _: None
+
+    def keep(checkpoint: Path) -> None:
+        with suppress(LaunchError):  # an unreadable origin.json is not copied
+            write_start_copy(checkpoint, StartCopy(config=config, origin=RunOrigin.load(run_dir).text))
+
+    return keep
+
+
+LIVES = "lives"
+UNDONE = "undone"
+
+
+def past_of(run_dir: Path, life: int) -> Path:
+    """Folder of what that life left behind."""
+    return run_dir / LIVES / str(life)
+
+
+def put_away(path: Path, folder: Path) -> None:
+    """Move it there, under a unique name, if it exists. Raises OSError."""
+    if not path.exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    target, number = folder / path.name, 1
+    while target.exists():
+        number += 1
+        target = folder / f"{path.name}.{number}"
+    path.replace(target)

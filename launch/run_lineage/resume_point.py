@@ -1,0 +1,219 @@
+"""From where a run that has ended can resume: which of its checkpoints, with which ledger.
+
+Checkpoints are tried from the newest version on. A torn one is passed over and named. Only file sizes are checked: the
+ranks check bytes when they load, and pass over what they find damaged (`composition/trainer_parts.py`). The run's own
+ledger is preferred, since it has everything that was generated since; if it is missing, damaged or cannot go back so
+far, the checkpoint's copy of it is used. `named_checkpoint` resolves `trainer.resume`; `checkpoints_of` is the list of
+`myxa ckpt --list`. Nothing here writes or locks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...actors.checkpoints.folder import (
+    MANIFEST,
+    OLD,
+    CheckpointInfo,
+    being_read,
+    find_checkpoint,
+    look_at,
+    version_in,
+    whole_ones,
+)
+from ...actors.checkpoints.run_part import is_kept, ledger_in
+from ...actors.ledger.file import is_in_use
+from ...actors.ledger.resume import LEDGER, LedgerFacts, read_facts
+from ...core.config import RunConfig
+from ...core.errors import LaunchError, LedgerError, TornCheckpoint, TrainError
+from .origin import CHECKPOINTS, RunOrigin
+
+OWN_LEDGER = "its own ledger"
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """A checkpoint and a ledger to resume with."""
+
+    checkpoint: Path
+    version: int
+    ledger: Path
+    ledger_words: str
+    """Which ledger that is, and why."""
+    is_own_ledger: bool
+    passed_over: tuple[str, ...]
+    """Newer checkpoints that cannot be used, each with the reason."""
+
+    @property
+    def place(self) -> Path:
+        """Proper path of the checkpoint; a crash during its replacement may have left it beside it."""
+        return self.checkpoint.with_name(self.checkpoint.name.removeprefix(OLD))
+
+
+def choose_point(
+    run_dir: Path, version: int | None, *, needs_copy: bool = False, reads_all: bool = False
+) -> ResumePoint:
+    """The newest point, or that of `version`. `needs_copy`: do not read the run's own ledger; without it, no process
+    may be writing that ledger. `reads_all`: check every byte of the checkpoint, for callers that cannot pass over it
+    later.
+
+    Raises LaunchError saying what there is instead.
+    """
+    own = _refused("it is not read") if needs_copy else _own_ledger(run_dir / LEDGER)
+    origin = RunOrigin.load(run_dir)
+    passed: list[str] = []
+    for info in whole_ones(run_dir / CHECKPOINTS, version, reads_all=reads_all):
+        point = _problem(info) or origin.why_undone(info) or _with_ledger(info, run_dir / LEDGER, own, tuple(passed))
+        if isinstance(point, ResumePoint):
+            return point
+        passed.append(f"{info.path.name}: {point}")
+    raise _nothing(run_dir, version, passed)
+
+
+def _problem(info: CheckpointInfo) -> str:
+    if info.problem or info.version >= 0:
+        return info.problem
+    return "it does not say of which version it is"
+
+
+WhyNot = Callable[[int], str]
+"""Why training cannot continue from a version with some ledger; empty if it can."""
+
+
+def _own_ledger(path: Path) -> WhyNot:
+    if not path.exists():
+        return _refused("there is none")
+    try:
+        facts: LedgerFacts = read_facts(path)
+    except LedgerError as error:
+        return _refused(error.message)
+    return facts.why_not
+
+
+def _refused(reason: str) -> WhyNot:
+    return lambda _: reason
+
+
+def _with_ledger(info: CheckpointInfo, own: Path, why_not: WhyNot, passed: tuple[str, ...]) -> ResumePoint | str:
+    """A point at this checkpoint, or why there is none."""
+    reason = why_not(info.version)
+    if not reason:
+        return ResumePoint(info.path, info.version, own, OWN_LEDGER, is_own_ledger=True, passed_over=passed)
+    try:
+        copy = ledger_in(info.path)
+    except TrainError as error:
+        return f"{error.message}; and of the run's own ledger: {reason}"
+    words = f"the checkpoint's copy of the ledger (of the run's own: {reason})"
+    return ResumePoint(info.path, info.version, copy, words, is_own_ledger=False, passed_over=passed)
+
+
+def _nothing(run_dir: Path, version: int | None, passed: list[str]) -> LaunchError:
+    found = "".join(f"\n  {text}" for text in passed)
+    if version is not None:
+        if passed:
+            return LaunchError(f"{run_dir} cannot resume from version {version}:{found}", remedy="leave --from out")
+        there = ", ".join(str(info.version) for info in whole_ones(run_dir / CHECKPOINTS, reads_all=False))
+        there = there or "none"
+        return LaunchError(f"{run_dir} has no checkpoint of version {version}; there are: {there}")
+    if passed:
+        return LaunchError(
+            f"no checkpoint in {run_dir} can be used:{found}", remedy="start a new run with its config.toml"
+        )
+    return LaunchError(
+        f"{run_dir} has no checkpoint: it wrote none",
+        remedy=f"start a new run: myxa up {run_dir / 'config.toml'} (and set trainer.checkpoint_every)",
+    )
+
+
+def checkpoints_of(run_dir: Path) -> list[dict[str, Any]]:
+    """Every checkpoint, each byte checked, as JSON types, newest version first. Raises LaunchError if there is no
+    such directory, or it cannot be read."""
+    if not run_dir.is_dir():
+        raise LaunchError(f"there is no run directory {run_dir}", remedy="`myxa up` prints it when it starts")
+    origin = RunOrigin.load(run_dir)
+    return [_row(info, origin) for info in whole_ones(run_dir / CHECKPOINTS)]
+
+
+def _row(info: CheckpointInfo, origin: RunOrigin) -> dict[str, Any]:
+    problem = info.problem or origin.why_undone(info)
+    return {
+        "version": info.version,
+        "folder": info.path.name,
+        "stays": "for ever" if is_kept(info.path) else "",
+        "problem": problem,
+        "lacks": "" if problem else _lacks(info.path),
+    }
+
+
+def _lacks(folder: Path) -> str:
+    """Why the checkpoint serves its own run only."""
+    try:
+        ledger_in(folder)
+    except TrainError as error:
+        return f"whole, but needs the run's own ledger: {error.message}"
+    return ""
+
+
+def named_checkpoint(place: str | Path, *, reads_all: bool = False) -> Path:
+    """`place`: a checkpoint, which is not looked into, a run directory, or its folder of checkpoints. `reads_all`:
+    check every byte, for callers that others do not wait for. Raises TrainError naming what was found instead."""
+    root = Path(place)
+    try:
+        origin = RunOrigin.load(root.parent if root.name == CHECKPOINTS else root)
+    except LaunchError as error:
+        raise TrainError(error.message, remedy=error.remedy) from error
+    if (root / "config.toml").is_file() and not (root / CHECKPOINTS).exists():
+        remedy = "set trainer.checkpoint_every, or say `myxa ckpt` while it runs"
+        raise TrainError(f"{root} has no checkpoint: it wrote none", remedy=remedy)
+    return find_checkpoint(root, reads_all=reads_all, why_not=origin.why_undone)
+
+
+@contextmanager
+def kept_meanwhile(place: str) -> Generator[None]:
+    """The run that wrote it may live: it deletes no checkpoint as too old that ranks and buffer of another run begin
+    from inside. Raises LaunchError if it has, since that place was found."""
+    folder = Path(place)
+    is_gone = folder.is_absolute() and version_in(folder) >= 0 and not folder.exists()
+    with ExitStack() as stack:
+        if is_gone or (place and (folder / MANIFEST).is_file()):  # else none, or something that is not ours to judge
+            try:
+                stack.enter_context(being_read(folder))
+            except TornCheckpoint as error:
+                remedy = "start again, or name another one"
+                raise LaunchError(f"trainer.resume: {error.message}", remedy=remedy) from error
+        yield
+
+
+def earlier_ledger(config: RunConfig, run_dir: Path) -> Path | None:
+    """The ledger that the run's is copied from; None if it begins with an empty one, or has one already.
+
+    With `trainer.resume`: that of the run that wrote the checkpoint, if it is over and can go back so far, else the
+    copy in the checkpoint. Raises TrainError if there is neither.
+    """
+    if not config.trainer.resume or (run_dir / LEDGER).exists():
+        return None
+    checkpoint = named_checkpoint(config.trainer.resume)
+    own = checkpoint.parent.parent / LEDGER
+    reason = _why_unusable(own, look_at(checkpoint).version)
+    if not reason:
+        return own
+    try:
+        return ledger_in(checkpoint)
+    except TrainError as error:
+        raise TrainError(
+            f"{checkpoint} has no usable ledger: {error.message}; and of its run's own: {reason}",
+            remedy="resume from another checkpoint",
+        ) from error
+
+
+def _why_unusable(ledger: Path, version: int) -> str:
+    if is_in_use(ledger):
+        return f"{ledger} is in use: its run lives"
+    try:
+        return read_facts(ledger).why_not(version)
+    except LedgerError as error:
+        return error.message
