@@ -34,9 +34,9 @@ STAGES = {
     "caller: number, credit, pending call, its end": ("transport/session/calls.py", "transport/session/pending.py"),
     "both: types to bytes and back": ("transport/codec.py",),
     "both: header, credit word": ("transport/session/links.py", "transport/session/credit.py"),
-    "both: on its way out": ("transport/sending/", "transport/socket_transport.py", "transport/unix/outbox.py"),
-    "both: taken in, cut up": ("transport/unix/", "transport/session/reassembly.py", "transport/turn_budget.py"),
-    "both: whose it is, what it is": ("transport/session/inbound_router.py", "transport/session/frames.py"),
+    "both: on its way out": ("transport/sending/", "transport/socket_transport.py", "transport/unix.py"),
+    "both: taken in, cut up": ("transport/unix.py", "transport/session/frames.py", "transport/outbox.py"),
+    "both: whose it is, what it is": ("transport/session/session.py", "transport/session/frames.py"),
     "callee: arrival, answer": ("transport/session/serving.py", "transport/hosting.py"),
     "callee: mailbox, handler's turn": (
         "transport/hosting.py",

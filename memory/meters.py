@@ -1,7 +1,9 @@
-"""How full devices are, seen from a process that does not use them: no context is made, none is needed.
+"""Identity and fill of devices, read without using them: no CUDA context is made.
 
-GPUs by the management library (NVML through nvidia-ml-py, else the `nvidia-smi` program), by UUID; "host:<n>" by what
-its tenants hold. `torch.cuda.mem_get_info` was considered: it makes a context of half a gibibyte in whoever asks.
+GPUs are read by the management library (NVML through nvidia-ml-py, else the `nvidia-smi` program); "host:<n>" devices
+by what their tenants hold. `torch.cuda.mem_get_info` was considered: it makes a context of half a gibibyte in the
+calling process. `gpu_uuid` and `gpu_capacity` take a GPU's number of this node, that of the run file and of
+`nvidia-smi`; CUDA_VISIBLE_DEVICES does not change it.
 """
 
 from __future__ import annotations
@@ -9,12 +11,12 @@ from __future__ import annotations
 import importlib
 import subprocess
 import threading
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
 
 from ..core.device_memory import DeviceReading
-from ..core.errors import MemoryFault
-from .arenas.resident import HostDevice
+from ..core.errors import ConfigError, MemoryFault
+from .arenas.host_vmm import HostDevice
 
 SMI_TIMEOUT_S = 10.0
 
@@ -33,7 +35,7 @@ class DeviceMeters:
         """By the driver, of each device; asked for once."""
 
     def measure(self, device: str, pids: Collection[int]) -> DeviceReading:
-        """Now. Raises MemoryFault for a device that nobody here knows."""
+        """Now. Raises MemoryFault for an unknown device."""
         if device.startswith("host:"):
             host = self._hosts.get(device)
             if host is None:
@@ -99,6 +101,40 @@ def _by_smi(device: str) -> DeviceReading:
         ) from error
     except (subprocess.SubprocessError, ValueError) as error:
         raise MemoryFault(
-            f"{device}: nvidia-smi does not tell its memory: {error}", remedy="see `nvidia-smi -L`"
+            f"{device}: nvidia-smi does not report its memory: {error}", remedy="see `nvidia-smi -L`"
         ) from error
     return DeviceReading(total, free)
+
+
+T = TypeVar("T")
+
+
+def gpu_uuid(number: int) -> str:
+    """Like "GPU-1d2c..."; raises ConfigError for a GPU that is not there."""
+    return _ask(number, lambda nvml, handle: _text(nvml.nvmlDeviceGetUUID(handle)))
+
+
+def gpu_capacity(number: int) -> int:
+    """Bytes of the whole device; raises ConfigError for a GPU that is not there."""
+    return _ask(number, lambda nvml, handle: int(nvml.nvmlDeviceGetMemoryInfo(handle).total))
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def _ask(number: int, question: Callable[[Any, Any], T]) -> T:
+    try:
+        nvml: Any = importlib.import_module("pynvml")  # part of GPU installations only
+    except ImportError as err:
+        raise ConfigError(
+            'memory.share = "switch" on GPUs needs the package nvidia-ml-py', remedy="pip install nvidia-ml-py"
+        ) from err
+    try:
+        nvml.nvmlInit()
+        try:
+            return question(nvml, nvml.nvmlDeviceGetHandleByIndex(number))
+        finally:
+            nvml.nvmlShutdown()
+    except nvml.NVMLError as err:
+        raise ConfigError(f"GPU {number} cannot be asked: {err}", remedy="see nvidia-smi, and roles.*.devices") from err

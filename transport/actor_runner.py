@@ -67,7 +67,7 @@ class Inbound(Protocol):
     trace: bytes
     caller: PeerKey
     is_abandoned: bool
-    """Nobody waits for the answer any more."""
+    """The caller does not wait for the answer any more."""
 
     def begin(self) -> msgspec.Struct | Awaitable[msgspec.Struct]:
         """It leaves the mailbox: its credit goes back, its request is decoded. Raises BadRequest, DeadlineExceeded.
@@ -124,7 +124,7 @@ class ActorRunner:
         self._background: dict[asyncio.Task[Any], None] = {}  # in order: a simulated run repeats itself
         self._quiet = asyncio.Event()
         self._is_awaited = False
-        """Somebody waits for quiet."""
+        """A task waits for quiet."""
         self._has_ended = asyncio.Event()
 
     @property
@@ -170,14 +170,14 @@ class ActorRunner:
 
     async def stop(self, why: str) -> None:
         """Cancel what runs, refuse what waits, call `on_stop`. Never raises; a second call waits for the first one's
-        end, so that whoever closes the node does not cut an actor's `on_stop` short."""
+        end, so that closing the node does not cut an actor's `on_stop` short."""
         if self.state is RunnerState.STOPPED:
             await self._has_ended.wait()
         elif self.state is not RunnerState.NEW:
             await self._end(why)
 
     def fail(self, error: BaseException) -> None:
-        """The actor cannot go on; its node hears of it once and stops it."""
+        """The actor cannot continue; its node hears of it once and stops it."""
         if self.error is not None or self.state is RunnerState.STOPPED:
             return
         self.error = error
@@ -427,7 +427,7 @@ class Eager:
         self._is_closed = False
 
     def start(self, coro: Coro, context: contextvars.Context) -> asyncio.Task[Any] | None:
-        """Step `coro` in `context`: None if it has ended (or was cancelled), else the task that goes on with it.
+        """Step `coro` in `context`: None if it has ended (or was cancelled), else the task that continues it.
 
         What it raises in its first step passes through.
         """
@@ -472,7 +472,7 @@ class Eager:
 
 
 class _StandIn(Coroutine[Any, Any, Any]):
-    """What the task in readiness runs: nothing, until there is a suspended coroutine to go on with."""
+    """What the task in readiness runs: nothing, until there is a suspended coroutine to continue."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._idle: asyncio.Future[None] = loop.create_future()

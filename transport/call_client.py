@@ -32,20 +32,18 @@ from ..core.errors import (
 )
 from ..core.handlers import NO_SCOPE, HandlerSpec, current_scope, remaining_s
 from ..core.ids import PeerKey
-from .codec import codecs_of
-from .payload import Buffer, UndecodableError, leases
+from .codec import Buffer, UndecodableError, codecs_of, leases
 from .session.calls import Calls
 from .session.frames import Envelope
-from .session.pending import Order, Route
-from .tensors.handles import has_handles
-from .tensors.shared_array_transfer import Packed, SharedArrayTransfer
+from .session.pending import CallOrder, Route
+from .tensors.shared_array_transfer import Packed, SharedArrayTransfer, has_handles
 
 NUM_WAYS = 2
 """For large arrays on one host, before the wire: pulled, by slab."""
 
 
 class Finder(Protocol):
-    """Where the client asks for addresses."""
+    """Where the call client asks for addresses."""
 
     @property
     def routes(self) -> Mapping[tuple[str, str, str], Route]:
@@ -103,7 +101,7 @@ class CallClient:
         except UndecodableError as error:
             raise _wrong_answer(error, target, spec) from None
 
-    async def _exchange(self, order: Order, route: Route | None) -> Envelope | None:
+    async def _exchange(self, order: CallOrder, route: Route | None) -> Envelope | None:
         """The same in a coroutine of its own, for those who have more to do around it."""
         waiter = _Waiter(self._new_future())
         corr = self._submit(order, route, waiter)
@@ -119,7 +117,7 @@ class CallClient:
         waiter.forget()
 
     async def _exchange_by_handles(
-        self, transfer: SharedArrayTransfer, order: Order, spec: HandlerSpec
+        self, transfer: SharedArrayTransfer, order: CallOrder, spec: HandlerSpec
     ) -> Envelope | None:
         """The same for a message with large arrays: if the callee cannot read them where they lie, by the wire."""
         for _ in range(NUM_WAYS):
@@ -140,7 +138,7 @@ class CallClient:
                 packed.end()
         return await self._exchange(order, await self._route(order, spec))
 
-    async def _packed(self, transfer: SharedArrayTransfer, order: Order, route: Route) -> Packed:
+    async def _packed(self, transfer: SharedArrayTransfer, order: CallOrder, route: Route) -> Packed:
         left_s = None if order.deadline_at is None else order.deadline_at - self._clock.monotonic()
         return await transfer.pack(
             route.peer, route.endpoints, order.body, order.frames, is_lent=order.kind != "cast", left_s=left_s
@@ -214,7 +212,7 @@ class CallClient:
             return None
         return self._fetched(self._transfer, envelope, target, spec)
 
-    def _order(self, target: str, spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None) -> Order:
+    def _order(self, target: str, spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None) -> CallOrder:
         declaration, now, scope = spec.declaration, self._now(), current_scope()
         kind = declaration.kind
         waits, left_s = kind != "cast", deadline_s
@@ -225,17 +223,17 @@ class CallClient:
         body, frames = codecs_of(spec).request.encode(request)
         if scope is NO_SCOPE and kind == "call" and not frames:  # nearly always
             deadline_at = None if left_s is None else now + left_s
-            return Order(target, spec.name, spec.schema, kind, body, deadline_at, declaration.is_idempotent, True)
+            return CallOrder(target, spec.name, spec.schema, kind, body, deadline_at, declaration.is_idempotent, True)
         if declaration.is_idempotent:  # it may be sent again much later: the caller's arrays may have changed by then
             frames = tuple(bytes(frame) for frame in frames)
-        return Order(
+        return CallOrder(
             target=target, method=spec.name, schema=spec.schema, kind=kind, body=body, frames=frames,
             deadline_at=None if left_s is None else now + left_s, is_resendable=declaration.is_idempotent,
             key=_key(target, spec, request, body, frames) if kind == "put" else b"",
             chain=scope.chain if waits else NO_SCOPE.chain, trace=scope.trace, window=declaration.window,
         )  # fmt: skip
 
-    async def _route(self, order: Order, spec: HandlerSpec) -> Route | None:
+    async def _route(self, order: CallOrder, spec: HandlerSpec) -> Route | None:
         """Where to send it; None: nowhere now, but it may wait for its callee to come back."""
         route = self._finder.route(order.target, spec)
         if route is None:
@@ -247,7 +245,7 @@ class CallClient:
             raise _named(route, order.target)
         return route
 
-    def _submit(self, order: Order, route: Route | None, sink: _Waiter | _Reader) -> int:
+    def _submit(self, order: CallOrder, route: Route | None, sink: _Waiter | _Reader) -> int:
         if route is None:
             return self._calls.submit_later(order, sink)
         try:
@@ -319,7 +317,7 @@ def _wrong_answer(error: UndecodableError, target: str, spec: HandlerSpec) -> Ca
     return _named(kind(f"{target}.{spec.name} answered with something else than it declares: {error}"), target)
 
 
-def _with(order: Order, packed: Packed) -> Order:
+def _with(order: CallOrder, packed: Packed) -> CallOrder:
     return msgspec.structs.replace(order, body=packed.body, frames=packed.frames)
 
 
@@ -366,7 +364,7 @@ class Calling:
         self._num_wanted = 1
         self._waiter: asyncio.Future[None] | None = None
 
-    def send(self, order: Order, routes: Sequence[Route]) -> None:
+    def send(self, order: CallOrder, routes: Sequence[Route]) -> None:
         """`order` is that of the first of them."""
         submit, corrs = self._calls.submit, self._corrs
         for place, (target, route) in enumerate(zip(self._targets, routes, strict=True)):
@@ -442,9 +440,9 @@ class _Member(msgspec.Struct, eq=False):
         raise AssertionError(f"{envelope.kind} for a call that is no stream")
 
 
-def _redirected(order: Order, target: str) -> Order:
+def _redirected(order: CallOrder, target: str) -> CallOrder:
     """The same for another callee. Written out: `structs.replace` takes three times as long."""
-    return Order(
+    return CallOrder(
         target=target, method=order.method, schema=order.schema, kind=order.kind, body=order.body,
         deadline_at=order.deadline_at, is_resendable=order.is_resendable, chain=order.chain, trace=order.trace,
         is_plain=order.is_plain,

@@ -23,25 +23,22 @@ from ..core.failure_detector import Verdict
 from ..core.handlers import HandlerSpec
 from ..core.ids import PeerKey
 from .actor_runner import ActorRunner
-from .codec import Codecs
-from .payload import UndecodableError, leases
-from .registry.directory import ActorRecord
-from .session.guard import Guard
-from .session.inbound_router import LOOPBACK
+from .codec import Codecs, UndecodableError, leases
+from .registry.directory import HostedActor
+from .session.guard import PeerGuard
 from .session.links import Arrival
 from .session.serving import Serving
-from .session.session import Session
-from .tensors.handles import has_handles
+from .session.session import LOOPBACK, Session
 from .tensors.same_host_peers import MEMORY_INDEX
-from .tensors.shared_array_transfer import Packed, SharedArrayTransfer
+from .tensors.shared_array_transfer import Packed, SharedArrayTransfer, has_handles
 from .wire import Lane
 
 Post = tuple[ActorRunner, HandlerSpec, Codecs, Serving]
 """What handles a call."""
 
 
-class Keeper(Protocol):
-    """What the node does with news that concern all of it."""
+class NodeEvents(Protocol):
+    """What the node does with events that concern all of it."""
 
     def peer_unreachable(self, key: PeerKey, why: str) -> None: ...
 
@@ -53,15 +50,15 @@ class Keeper(Protocol):
 class Hosting:
     """Implements `session_host.SessionHost`."""
 
-    def __init__(self, keeper: Keeper) -> None:
+    def __init__(self, node_events: NodeEvents) -> None:
         self._cells: dict[int, ActorRunner] = {}
         self._next_index = 0
         self._posts: dict[int, Post] = {}
         """By number of the actor and, in the lower 16 bits, of the handler: of calls and streams that came before."""
         self._session: Session | None = None
         self._watched: list[tuple[str, ActorRunner]] = []
-        self._keeper = keeper
-        self.guard: Guard | None = None
+        self._node_events = node_events
+        self.guard: PeerGuard | None = None
         """Knows who may only look."""
         self.retry_after_s: float | None = None
         """Set: this process is shutting down, calls of others are refused with this advice."""
@@ -94,10 +91,10 @@ class Hosting:
         """In the order in which they were started."""
         return tuple(self._cells.values())
 
-    def records(self) -> tuple[ActorRecord, ...]:
+    def records(self) -> tuple[HostedActor, ...]:
         """What others need to know of them."""
         return tuple(
-            ActorRecord(name=cell.name, index=index, handlers=cell.table.schema) for index, cell in self._cells.items()
+            HostedActor(name=cell.name, index=index, handlers=cell.table.schema) for index, cell in self._cells.items()
         )
 
     # -- events
@@ -184,16 +181,16 @@ class Hosting:
     # -- news for the node
 
     def judged(self, key: PeerKey, verdict: Verdict, reason: str) -> None:
-        self._keeper.peer_judged(key, verdict, reason)
+        self._node_events.peer_judged(key, verdict, reason)
 
     def unreachable(self, key: PeerKey, why: str) -> None:
-        self._keeper.peer_unreachable(key, why)
+        self._node_events.peer_unreachable(key, why)
 
     def fenced(self, error: MyxaError) -> None:
-        self._keeper.node_failed(error)
+        self._node_events.node_failed(error)
 
     def crashed(self, error: BaseException) -> None:
-        self._keeper.node_failed(error)
+        self._node_events.node_failed(error)
 
 
 class Delivery(msgspec.Struct, eq=False):

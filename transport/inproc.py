@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from ..core.errors import LaunchError
 from ..core.ids import PeerKey
-from .wire import Endpoints, Lane, Parcel, Sink
+from .wire import Endpoints, InboundSink, Lane, Parcel
 
 RECONNECT_S = 0.05
 UNREACHABLE_S = 1.0
@@ -78,7 +78,7 @@ class InprocNetwork:
         return f"c{next(self._numbers)}".encode()
 
     def kill(self, transport: InprocTransport) -> None:
-        """As SIGKILL: nothing more goes out or comes in, nobody is told except by the broken connections."""
+        """As SIGKILL: nothing more goes out or comes in; peers only see the broken connections."""
         transport.is_dead = True
         self.drop(transport.endpoints.inproc)
         for other in self.nodes():
@@ -108,7 +108,7 @@ class InprocTransport:
     def __init__(self, network: InprocNetwork, address: str) -> None:
         self._network = network
         self._endpoints = Endpoints(inproc=address)
-        self._sink: Sink | None = None
+        self._sink: InboundSink | None = None
         self._outlets: dict[PeerKey, _Outlet] = {}
         self._open: set[bytes] = set()
         self.is_dead = False
@@ -118,7 +118,7 @@ class InprocTransport:
     def endpoints(self) -> Endpoints:
         return self._endpoints
 
-    def start(self, sink: Sink) -> None:
+    def start(self, sink: InboundSink) -> None:
         self._sink = sink
 
     def connect(self, peer: PeerKey, endpoints: Endpoints) -> None:
@@ -176,7 +176,7 @@ class InprocTransport:
             outlet.lost_at = loop.time() if outlet.lost_at is None else outlet.lost_at
             outlet.timer = loop.call_later(self._network.pause_s(), self._try, peer)
             if loop.time() - outlet.lost_at > self._network.unreachable_s:
-                self._sink.unreachable(peer, f"nobody listens at {outlet.address}")
+                self._sink.unreachable(peer, f"no process listens at {outlet.address}")
             return
         outlet.lost_at = None
         for lane in Lane:

@@ -38,16 +38,15 @@ from .address import Rendezvous
 from .call_client import CallClient
 from .hosting import Hosting
 from .inproc import InprocNetwork
-from .opening import Opened, open_transport
-from .registry.bootstrap import RegistryClaim, RegistrySeat, claim_registry, found_registry, join
+from .outbox import TURN_S, TurnBudget
+from .registry.bootstrap import Mirror, RegistryLocation, RegistryLock, claim_registry, host_registry, join
 from .registry.directory import Directory, NodeRecord
-from .registry.mirror import Mirror
 from .registry.registry import REGISTRY, RegistryActor, RegistryContract
 from .security import JobKey, KeyPair
+from .session.calls import TICK_S
 from .session.session import Session
-from .session.wheel import TICK_S
+from .socket_transport import Opened, open_transport
 from .tensors.tensors import Tensors
-from .turn_budget import TURN_S, TurnBudget
 
 A = TypeVar("A")
 
@@ -61,7 +60,7 @@ _log = logging.getLogger("myxa.transport")
 class Node:
     """Use `await Node.attach(...)`; the constructor is internal."""
 
-    def __init__(self, *, name: str, key: PeerKey, seat: RegistrySeat, opened: Opened, clock: Clock) -> None:
+    def __init__(self, *, name: str, key: PeerKey, seat: RegistryLocation, opened: Opened, clock: Clock) -> None:
         loop = asyncio.get_running_loop()
         self.name = name
         self._seat = seat
@@ -78,9 +77,9 @@ class Node:
         )
         self._hosting.guard = opened.guard
         self._hosting.serve_with(self._session)
-        self._news = PeerEvents(name, self._hosting)
-        self._mirror = Mirror(seat, self._session, clock, self._news.tell, self.node_failed, self._describe)
-        self.monitors = self._news.read(self._mirror.directory)
+        self._peer_events = PeerEvents(name, self._hosting)
+        self._mirror = Mirror(seat, self._session, clock, self._peer_events.tell, self.node_failed, self._describe)
+        self.monitors = self._peer_events.read(self._mirror.directory)
         """For `monitor` and `link`."""
         self.turn = opened.turn
         self.tensors = Tensors(self._session, opened.transport.endpoints, clock)
@@ -124,7 +123,7 @@ class Node:
         sockets' directory is made (short path; None: the system's place for temporary files). `tcp`: "host:port" (0:
         any port) of an own interface, to listen on encrypted tcp besides ipc; nodes of other hosts need it. It needs
         `key`, or a key file named by `rdzv`; with a key and a registry on tcp the interface is found by itself. `key`:
-        the job's, or one that the registry was told of (`RegistryContract.expect`) and that fits this name only.
+        the job's, or one that was announced to the registry (`RegistryContract.expect`) and that fits this name only.
         `network`: no sockets at all, other nodes are in this process. `turn_budget_s`: how long the node may take in
         messages before the loop's other work gets its turn. `journal`: file of a registry that shall survive its own
         death: attach again under the same name with the same file, and with the same `tcp` (or port 0).
@@ -132,7 +131,7 @@ class Node:
         """
         check_name(name)
         clock = clock or SystemClock()
-        claim = claim_registry(name, tcp, journal) if rdzv is None else RegistryClaim(None, tcp)
+        claim = claim_registry(name, tcp, journal) if rdzv is None else RegistryLock(None, tcp)
         opened: Opened | None = None
         registry: RegistryActor | None = None
         try:
@@ -141,9 +140,9 @@ class Node:
                 listen=claim.tcp, network=network, turn=TurnBudget(turn_budget_s), reused_dir=claim.socket_dir,
             )  # fmt: skip
             if rdzv is None:
-                registry, record, seat = await found_registry(name, opened, claim)
+                registry, record, seat = await host_registry(name, opened, claim)
             else:
-                seat = RegistrySeat(rdzv, node_rank)
+                seat = RegistryLocation(rdzv, node_rank)
                 record = await join(seat, name, opened.transport, clock, timeout_s, opened.door)
             node = cls(name=name, key=record.key, seat=seat, opened=opened, clock=clock)
         except BaseException:
@@ -250,7 +249,7 @@ class Node:
         return make_ref(self._call_client, type(actor), name)
 
     async def stop(self, name: str, why: str = "stopped", grace_s: float = 5.0) -> None:
-        """Stop one actor in good order. Raises NoSuchActor if it is not here."""
+        """Stop one actor cleanly. Raises NoSuchActor if it is not here."""
         cell = next((c for c in self._hosting.cells() if c.name == name), None)
         if cell is None:
             raise NoSuchActor(f"{self.name} hosts no actor {name!r}")
@@ -360,7 +359,7 @@ class Node:
             self._registry.unreachable(key, why)
 
     def peer_judged(self, key: PeerKey, verdict: Verdict, reason: str) -> None:
-        self._news.judged(key, verdict, reason)
+        self._peer_events.judged(key, verdict, reason)
 
     def node_failed(self, error: BaseException) -> None:
         if self._is_closed or (self._is_fenced and isinstance(error, StaleEpoch)):
@@ -661,7 +660,7 @@ class _Feed:
 
 
 CHOSEN_BY = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
-"""Environment variables by which whoever starts a process decides it."""
+"""Environment variables by which the starter of a process decides it."""
 KEPT_BYTES = 64 << 20
 """Freed memory at the end of a heap that is not given back to the kernel; there is one heap for some threads each."""
 MAPPED_FROM_BYTES = 4 << 20

@@ -1,5 +1,5 @@
 r"""The sending half of every wire: one connection at a time to one peer on one lane, kept up as long as the peer is
-wanted. Decides what leaves when, and when to reconnect; `zeromq/outbox.py` and `unix/outbox.py` know how.
+wanted. It decides what leaves when, and when to reconnect; `zeromq.py` and `unix.py` carry it out.
 
 The first envelope of a burst leaves at once, the rest of the turn of the loop leaves together (if the last turn had
 several, all of them together). While messages are taken in, their answers are held and leave together
@@ -7,12 +7,16 @@ several, all of them together). While messages are taken in, their answers are h
 
     CONNECTING --ready--> READY --broken--> BACKOFF --timer--> CONNECTING
          \--refused, timer--> BACKOFF           any --close--> CLOSED (may linger in CONNECTING to say what is queued)
+
+`TurnBudget` bounds how much a node takes in before the loop's other work runs. The inboxes of a node share it: a burst
+of thousands of messages would otherwise hold the host's loop up for tens of milliseconds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -20,9 +24,8 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Protocol
 
-from ..core.errors import LaunchError
-from .session.frames import LIMITS, batch, sole
-from .session.lent import fill_chunk, lent_of
+from ..core.errors import ConfigError, LaunchError
+from .session.frames import LIMITS, batch, fill_chunk, lent_of, sole
 from .wire import Parcel
 
 BACKOFF_S = (0.05, 2.0)
@@ -51,14 +54,14 @@ _HELLO = 1
 
 
 class Outbox(ABC):
-    """See the module's head."""
+    """One connection at a time to one peer on one lane."""
 
     STEADY_S = 0.0
     """A connection that lasted so long was a good one: the next attempts begin with the shortest pause again."""
 
-    def __init__(self, events: OutboxEvents, departures: WriteCoalescing | None = None) -> None:
+    def __init__(self, events: OutboxEvents, coalescing: WriteCoalescing | None = None) -> None:
         """Begins to connect: whatever `_open` needs is there before."""
-        self._departures = departures or WriteCoalescing()
+        self._coalescing = coalescing or WriteCoalescing()
         self._events = events
         self._loop = asyncio.get_running_loop()
         self._state = OutboxState.CLOSED
@@ -122,11 +125,11 @@ class Outbox(ABC):
         self._queue.append(parcel)
         if self._is_turn_taken or self._state is not _READY:
             return
-        if self._departures.is_holding:
+        if self._coalescing.is_holding:
             self._is_turn_taken = True
-            self._departures.add(self._depart)
+            self._coalescing.add(self._depart)
             return
-        now, num_intakes = time.monotonic(), self._departures.num_intakes
+        now, num_intakes = time.monotonic(), self._coalescing.num_intakes
         if self._is_hot or (num_intakes == self._left_after and now - self._left_at < BURST_S):
             self._take_turn()
         else:
@@ -161,7 +164,7 @@ class Outbox(ABC):
         self._depart()
 
     def _depart(self) -> None:
-        """Send what is queued now; what remains of large envelopes goes on in the next turn."""
+        """Send what is queued now; what remains of large envelopes continues in the next turn."""
         if self._is_held:
             return
         self._is_turn_taken = False
@@ -276,7 +279,7 @@ class Outbox(ABC):
     # -- the connection
 
     def interrupt(self, why: str) -> None:
-        """The network is gone, as far as this connection knows; attempts to make it again go on."""
+        """The network is gone, as far as this connection knows; attempts to make it again continue."""
         self._on_broken(why)
 
     def _connect(self) -> None:
@@ -381,7 +384,7 @@ class OutboxEvents(Protocol):
         ...
 
     def silence_s(self) -> float:
-        """How long ago the peer should have been heard; 0: nobody knows."""
+        """How long ago the peer should have been heard; 0: unknown."""
         ...
 
     def closed(self) -> None: ...
@@ -401,7 +404,7 @@ class WriteCoalescing:
         """To be called when the messages have been taken in."""
 
     def hold(self) -> None:
-        """From now on whoever has something to send calls `add` instead."""
+        """From now on senders call `add` instead."""
         self.is_holding = True
         self.num_intakes += 1
 
@@ -419,3 +422,57 @@ class WriteCoalescing:
             except BaseException:
                 self.release()  # one that fails must not keep the others' answers back
                 raise
+
+
+_monotonic = time.monotonic
+TURN_S = 0.001
+"""Default: what a host that streams tokens does not notice."""
+
+
+class TurnBudget:
+    """Asked after each message; when it is over, the rest waits for the next turn of the loop."""
+
+    __slots__ = ("_num_inboxes", "is_spent", "max_taken", "num_taken", "turn_s", "until")
+
+    UNLIMITED = sys.maxsize
+
+    def __init__(self, turn_s: float = TURN_S) -> None:
+        """`turn_s`: of one turn of the loop, for all inboxes together. Raises ConfigError if nothing fits into it."""
+        if not turn_s > 0:
+            raise ConfigError(f"in a turn of {turn_s} s no message is taken in", remedy="turn_budget_s is above 0")
+        self.turn_s = turn_s
+        self.num_taken = 0
+        """Messages taken in since the node attached."""
+        self.max_taken = self.UNLIMITED
+        """`num_taken` at which no more are taken for now; for hosts that poll by hand."""
+        self.is_spent = False
+        """The current inbox has to stop, as of the last look at the clock."""
+        self._num_inboxes = 0
+        self.until = 0.0
+        """When the part of the inbox whose turn it is ends."""
+
+    def add_inbox(self) -> None:
+        """One more shares the time; each overruns its part by one message at most."""
+        self._num_inboxes += 1
+
+    def begin(self) -> bool:
+        """An inbox begins its part of the turn; False: it may take nothing now."""
+        self.until = time.monotonic() + self.turn_s / max(1, self._num_inboxes)
+        self.is_spent = False
+        return self.num_taken < self.max_taken
+
+    def resume(self, until: float) -> bool:
+        """An inbox continues with the rest of its part; False: it may take nothing now."""
+        self.until = until
+        self.is_spent = False
+        return self.num_taken < self.max_taken
+
+    def note_taken(self) -> bool:
+        """A message was taken in. True: the current inbox has to stop."""
+        self.num_taken = num_taken = self.num_taken + 1
+        self.is_spent = is_spent = _monotonic() >= self.until or num_taken >= self.max_taken
+        return is_spent
+
+    def look(self) -> None:
+        """Time has passed with something that is no message yet: see whether the turn is over."""
+        self.is_spent = _monotonic() >= self.until or self.num_taken >= self.max_taken

@@ -1,4 +1,4 @@
-"""Keys. The job's key lets a process join; every process then speaks under a key of its own.
+"""CurveKeys. The job's key lets a process join; every process then speaks under a key of its own.
 
     job key      a file (0600) that all launchers of a job hold: who holds it may join under any name, and the process
                  that hosts the registry proves itself with it
@@ -85,7 +85,7 @@ class JobKey(KeyPair):
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
+class CurveKeys:
     """What a process needs to speak over tcp."""
 
     own: KeyPair
@@ -96,13 +96,13 @@ class Keys:
     """Public key of the process that hosts the registry."""
 
     @classmethod
-    def of_registry(cls, job: KeyPair) -> Keys:
+    def of_registry(cls, job: KeyPair) -> CurveKeys:
         """Of the process that hosts the registry: it is known by the job's key."""
         return cls(own=job, joining=job, registry=job.public)
 
     @classmethod
-    def to_join(cls, key: KeyPair, registry: str) -> Keys:
-        """With the job's key (`registry` "" or its public half), or with a key that the registry was told of."""
+    def to_join(cls, key: KeyPair, registry: str) -> CurveKeys:
+        """With the job's key (`registry` "" or its public half), or with a key that was announced to the registry."""
         if key.public == (registry or key.public):
             return cls(own=KeyPair.generate(), joining=key, registry=key.public)
         return cls(own=key, joining=key, registry=registry)

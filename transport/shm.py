@@ -11,11 +11,11 @@ A reader checks it before it reads and again after; what it read in between coun
 
 The digest is zlib's CRC-32 over specs and bytes: 3.9 GiB/s where BLAKE2b does 0.9 and SHA-256 1.7, a fifth of a read's
 time at most, and in every interpreter. xxh64 (12 GiB/s) would need its package in the engines' environments too. It
-guards against mistakes, not against malice: whoever can write the slab could also write the manifest.
+guards against mistakes, not against malice: a process that can write the slab could also write the manifest.
 
 Memory files of other processes: anonymous (`memfd_create`), opened by `/proc/<pid>/fd/<n>`, as the same user may.
 
-Linux. Knows nothing of what is in them.
+Linux. It does not interpret their contents.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class SlabWriter:
         """A new slab, its memory taken at once. Raises SlabError if the host has not that much."""
         free = available_bytes()
         if capacity_bytes > free:
-            # Asking the kernel would not fail: it would give pages until it has to kill somebody.
+            # Asking the kernel would not fail: it would give pages until it has to kill a process.
             raise SlabError(
                 f"no shared memory of {capacity_bytes} bytes: {free} are available",
                 remedy="free memory, or use the disk channel",

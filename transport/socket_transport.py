@@ -12,6 +12,8 @@ network; what was on its way already still arrives.
 Where cores are short, ZeroMQ's bulk thread gets a lower priority than the loop and the thread of small messages: it
 always has work while bulk is under way, and the kernel would let it finish its slice of some milliseconds first.
 ZeroMQ's own option for the priority of its threads is one for all of them.
+
+Chooses and opens a node's transport: in-process, or sockets of this host and, where wanted, tcp.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ import contextlib
 import functools
 import logging
 import os
+import shutil
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
@@ -32,19 +36,15 @@ import zmq
 from ..core.clock import Clock, SystemClock
 from ..core.errors import LaunchError
 from ..core.ids import PeerKey
-from .address import make_private, socket_paths
-from .outbox import Outbox, WriteCoalescing
-from .security import KeyPair, Keys
-from .session.guard import Guard
-from .turn_budget import TurnBudget
-from .unix.inbox import UnixInbox
-from .unix.outbox import UnixOutbox
-from .unix.sockets import SCHEME, can_be_told_apart
-from .wire import Endpoints, Lane, Parcel, Sink
-from .zeromq.inbox import HandshakeWatch, ZmqInbox
-from .zeromq.outbox import ZmqOutbox
-from .zeromq.sockets import Socket, make_context, make_inbox, make_outbox
-from .zeromq.zap import Gatekeeper
+from .address import Rendezvous, check_socket_dir, interface_towards, make_private, make_socket_dir, socket_paths
+from .inproc import InprocNetwork
+from .outbox import Outbox, TurnBudget, WriteCoalescing
+from .registry.registry import REGISTRY_NODE_ID
+from .security import CurveKeys, JobKey, KeyPair
+from .session.guard import PeerGuard
+from .unix import SCHEME, UnixInbox, UnixOutbox, can_be_told_apart
+from .wire import ConnectionGuard, Endpoints, InboundSink, Lane, Parcel, Transport
+from .zeromq import HandshakeWatch, Socket, ZapHandler, ZmqInbox, ZmqOutbox, make_context, make_inbox, make_outbox
 
 UNREACHABLE_S = 6.0
 """So long after the last sign of its host a peer is given up, at the first attempt to reach it that fails then."""
@@ -53,7 +53,7 @@ SETTLE_S = 0.25
 room on those that are full."""
 TERM_S = 5.0
 LOOK_S = 1.0
-"""How often our sockets' files are looked for: somebody may tidy up their folder under a living run."""
+"""How often our sockets' files are checked: their folder may be cleaned up during a run."""
 NAMED_S = 0.1
 """By then ZeroMQ's threads have given themselves their names."""
 
@@ -69,7 +69,7 @@ class _Peer:
 
 
 class SocketTransport:
-    """Implements `wire.Transport` and `wire.Door`. `bind` first; everything else on the running loop."""
+    """Implements `wire.Transport` and `wire.ConnectionGuard`. `bind` first; everything else on the running loop."""
 
     takes_lent = True
     """Reads the arrays of large envelopes piece by piece, as it sends them."""
@@ -80,8 +80,8 @@ class SocketTransport:
         node_rank: int,
         folder: Path,
         listen: str,
-        keys: Keys | None,
-        guard: Guard | None = None,
+        keys: CurveKeys | None,
+        guard: PeerGuard | None = None,
         turn: TurnBudget | None = None,
         is_plain: bool | None = None,
     ) -> None:
@@ -89,7 +89,7 @@ class SocketTransport:
         self._is_plain = can_be_told_apart() if is_plain is None else is_plain
         self._node_rank = node_rank
         self._turn = turn or TurnBudget()
-        self._departures = WriteCoalescing()
+        self._coalescing = WriteCoalescing()
         self._folder = folder
         self._listen = listen
         self._keys = keys
@@ -103,14 +103,14 @@ class SocketTransport:
         self._were_gone = False
         self._context = make_context()
         self._inboxes: list[tuple[Lane, ZmqInbox | UnixInbox]] = []
-        self._gatekeeper: Gatekeeper | None = None
+        self._zap_handler: ZapHandler | None = None
         self._watches: list[HandshakeWatch] = []
         self._paths: list[Path] = []
         self._peers: dict[PeerKey, _Peer] = {}
         self._cuts = Cuts()
         self._lingering: set[Outbox] = set()
         self._all_closed = asyncio.Event()
-        self._sink: Sink | None = None
+        self._sink: InboundSink | None = None
         self._endpoints = Endpoints(node_rank=node_rank)
         self._is_closed = False
 
@@ -130,20 +130,20 @@ class SocketTransport:
         curve = ""
         if self._listen and self._keys is not None and self._guard is not None:
             host, _, port = self._listen.rpartition(":")
-            self._gatekeeper = Gatekeeper(self._context, self._guard, self.counters, self._note)
+            self._zap_handler = ZapHandler(self._context, self._guard, self.counters, self._note)
             own, curve = self._keys.own, self._keys.own.public
             first = self._bind(Lane.CONTROL, f"tcp://{host}:{port if port != '0' else '*'}", own)
             tcp = (first, self._bind(Lane.BULK, f"tcp://{host}:*", own))
         self._endpoints = Endpoints(node_rank=self._node_rank, ipc=ipc, tcp=tcp, curve=curve)
 
     def _listen_plainly(self, path: Path) -> str:
-        inbox = UnixInbox(path, Lane.CONTROL, self._turn, self._departures, self.counters, self._note)
+        inbox = UnixInbox(path, Lane.CONTROL, self._turn, self._coalescing, self.counters, self._note)
         self._inboxes.append((Lane.CONTROL, inbox))
         return inbox.endpoint
 
     def _bind(self, lane: Lane, endpoint: str, key: KeyPair | None) -> str:
         socket = make_inbox(self._context, lane, key)
-        self._inboxes.append((lane, ZmqInbox(socket, lane, self._turn, self._departures)))
+        self._inboxes.append((lane, ZmqInbox(socket, lane, self._turn, self._coalescing)))
         if key is not None:
             self._watches.append(HandshakeWatch(socket, self.counters, self._note))
         try:
@@ -153,20 +153,20 @@ class SocketTransport:
             raise LaunchError(f"cannot listen at {endpoint}: {error}", remedy=remedy) from error
         return socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
-    def start(self, sink: Sink) -> None:
+    def start(self, sink: InboundSink) -> None:
         self._sink = sink
         if self._lowering is None:
             loop = asyncio.get_running_loop()
             self._lowering = loop.call_later(NAMED_S, lower_bulk_thread, self._other_threads)
             self._looking = loop.call_later(LOOK_S, self._look_for_files)
-        if self._gatekeeper is not None:
-            self._gatekeeper.start()
+        if self._zap_handler is not None:
+            self._zap_handler.start()
         for _, inbox in self._inboxes:
             inbox.start(sink)
 
     def _look_for_files(self) -> None:
-        """Connections outlive the files of the sockets by which they came; newcomers need them. Twice in a row: whoever
-        removes them has ended by then."""
+        """Connections outlive the files of the sockets by which they came; new peers need them. Twice in a
+        row: a process that removes them has ended by then."""
         is_gone = not all(path.exists() for path in self._paths)
         try:
             if is_gone and self._were_gone:
@@ -277,9 +277,9 @@ class SocketTransport:
     def _opened(self, peer: PeerKey, known: _Peer, lane: Lane, events: _Events) -> Outbox:
         endpoint = self._address(peer, known.endpoints, lane)
         if endpoint.startswith(SCHEME):
-            return UnixOutbox(endpoint, functools.partial(self._cuts.why_not, peer), events, self._departures)
+            return UnixOutbox(endpoint, functools.partial(self._cuts.why_not, peer), events, self._coalescing)
         make = functools.partial(self._make_outbox, endpoint, peer, known, lane)
-        return ZmqOutbox(endpoint, make, events, self._departures)
+        return ZmqOutbox(endpoint, make, events, self._coalescing)
 
     def _make_outbox(self, endpoint: str, peer: PeerKey, known: _Peer, lane: Lane) -> Socket:
         if why := self._cuts.why_not(peer):
@@ -332,8 +332,8 @@ class SocketTransport:
         for _, inbox in self._inboxes:
             inbox.close()
         self._inboxes.clear()
-        if self._gatekeeper is not None:
-            self._gatekeeper.close()
+        if self._zap_handler is not None:
+            self._zap_handler.close()
         for path in self._paths:
             path.unlink(missing_ok=True)
 
@@ -349,7 +349,7 @@ class SocketTransport:
         thread = threading.Thread(target=term, name="myxa-zmq-term", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # Python is ending and starts no thread any more (3.12); nobody is held up by now
+        except RuntimeError:  # Python is ending and starts no thread any more (3.12); no caller is delayed by now
             self._context.term()
             return
         try:
@@ -366,7 +366,7 @@ class SocketTransport:
             self._all_closed.set()
 
     @property
-    def sink(self) -> Sink:
+    def sink(self) -> InboundSink:
         if self._sink is None:
             raise RuntimeError("the transport was not started")
         return self._sink
@@ -426,7 +426,7 @@ class Cuts:
 
 
 NICE = 5
-"""More than the rest of the process: a third of its weight, so bulk goes on beside one that uses all cores."""
+"""More than the rest of the process: a third of its weight, so bulk progresses beside a busy process."""
 _NAME = "/IO/1"
 _TASKS = Path("/proc/self/task")
 
@@ -446,3 +446,101 @@ def lower_bulk_thread(others: frozenset[int]) -> None:
         with contextlib.suppress(OSError):
             if (_TASKS / str(thread) / "comm").read_text().strip().endswith(_NAME):
                 os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICE))
+
+
+@dataclass(slots=True)
+class Opened:
+    """A transport and what was made for it."""
+
+    transport: Transport
+    socket_dir: str = ""
+    key_file: str = ""
+    made_dir: Path | None = None
+    guard: PeerGuard | None = None
+    """Who may speak over tcp, if that is listened on."""
+    door: ConnectionGuard | None = None
+    keys: CurveKeys | None = None
+    turn: TurnBudget = field(default_factory=TurnBudget)
+
+    def joined(self) -> None:
+        """The registry knows this process now."""
+        if isinstance(self.transport, SocketTransport):
+            self.transport.joined()
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Connections that were refused, by reason."""
+        return dict(self.transport.counters) if isinstance(self.transport, SocketTransport) else {}
+
+    def cut_off(self, node_id: int, for_s: float) -> None:
+        """See `SocketTransport.cut_off`. Raises LaunchError for a transport inside one process: use its network."""
+        if not isinstance(self.transport, SocketTransport):
+            raise LaunchError("only connections of sockets can be cut here", remedy="tell the in-process network")
+        self.transport.cut_off(node_id, for_s)
+
+    async def close(self, linger_s: float) -> None:
+        """Close the transport and remove the directory, if we made it."""
+        await self.transport.close(linger_s)
+        if self.made_dir is not None:
+            shutil.rmtree(self.made_dir, ignore_errors=True)
+
+
+def open_transport(
+    *,
+    rdzv: Rendezvous | None,
+    run_dir: Path | None,
+    node_rank: int,
+    key: KeyPair | None,
+    listen: str,
+    network: InprocNetwork | None,
+    turn: TurnBudget,
+    reused_dir: Path | None = None,
+) -> Opened:
+    """See `Node.attach`. `reused_dir`: of an earlier incarnation of this process. Raises LaunchError."""
+    if network is not None:
+        return Opened(network.transport(), turn=turn)
+    if key is None and rdzv is not None and rdzv.key_file:
+        key = JobKey.load(Path(rdzv.key_file))
+    listen = listen or _found_interface(rdzv, key)
+    if listen and key is None:
+        raise LaunchError("listening on tcp needs the job's key", remedy="give key=JobKey.load(path)")
+    if rdzv is not None and rdzv.endpoints.node_rank == node_rank and rdzv.socket_dir:
+        folder, made = check_socket_dir(Path(rdzv.socket_dir)), None
+    else:
+        folder = made = reused_dir or make_socket_dir(run_dir)
+    keys, guard = _keys_and_guard(rdzv, key) if key is not None and listen else (None, None)
+    try:
+        transport = _bound(
+            SocketTransport(node_rank=node_rank, folder=folder, listen=listen, keys=keys, guard=guard, turn=turn)
+        )
+    except BaseException:
+        if made is not None:
+            shutil.rmtree(made, ignore_errors=True)
+        raise
+    return Opened(
+        transport, str(folder), rdzv.key_file if rdzv is not None else "", made,
+        guard=guard, door=transport, keys=keys, turn=turn,
+    )  # fmt: skip
+
+
+def _bound(transport: SocketTransport) -> SocketTransport:
+    try:
+        transport.bind()
+    except BaseException:
+        transport.abort()
+        raise
+    return transport
+
+
+def _keys_and_guard(rdzv: Rendezvous | None, key: KeyPair) -> tuple[CurveKeys, PeerGuard]:
+    if rdzv is None:
+        keys = CurveKeys.of_registry(key)
+        return keys, PeerGuard(keys.registry, registry_node=REGISTRY_NODE_ID, is_registry=True)
+    keys = CurveKeys.to_join(key, rdzv.endpoints.curve)
+    return keys, PeerGuard(keys.registry, registry_node=rdzv.node_id, is_registry=False)
+
+
+def _found_interface(rdzv: Rendezvous | None, key: KeyPair | None) -> str:
+    """Where to listen on tcp by default: towards a registry that does, else nowhere."""
+    registry = rdzv.endpoints.tcp[0] if rdzv is not None else ""
+    return f"{interface_towards(registry)}:0" if registry and key is not None else ""

@@ -1,7 +1,7 @@
 """The seam between the session (what to say) and a transport (how bytes get there).
 
 A transport moves envelopes to named incarnations, keeps them while a connection is being made, begins each connection
-with the session's greeting, and says when connections come and go. It knows nothing of calls.
+with the session's greeting, and says when connections come and go. It does not interpret calls.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return self.inproc or self.tcp[0] or self.ipc[0] or "nowhere"
 
 
-class Door(Protocol):
+class ConnectionGuard(Protocol):
     """Who may come in; a transport that can tell connections apart by proof implements it."""
 
     def objection(self, source: bytes, lane: Lane, peer: PeerKey, name: str) -> str:
@@ -63,7 +63,7 @@ class Parcel(msgspec.Struct, eq=False, gc=False):
     """Must not be sent any more."""
 
 
-class Sink(Protocol):
+class InboundSink(Protocol):
     """What a transport reports to."""
 
     def greeting(self, peer: PeerKey, lane: Lane, sent_units: int) -> bytearray:
@@ -97,11 +97,11 @@ class Sink(Protocol):
         ...
 
     def silence_s(self, peer: PeerKey) -> float:
-        """How long ago that peer should have been heard and was not; 0: it was, or nobody listened."""
+        """How long ago that peer should have been heard and was not; 0: it was, or it is not watched."""
         ...
 
     def unreachable(self, peer: PeerKey, why: str) -> None:
-        """Nobody could be reached for a while. Trying stops when the peer is disconnected."""
+        """The peer could not be reached for a while. Trying stops when the peer is disconnected."""
         ...
 
     def crashed(self, error: BaseException) -> None:
@@ -117,7 +117,7 @@ class Transport(Protocol):
         """To be published."""
         ...
 
-    def start(self, sink: Sink) -> None:
+    def start(self, sink: InboundSink) -> None:
         """Report to `sink` from now on; may be called again with another one."""
         ...
 

@@ -1,6 +1,6 @@
 """The memory manager: one actor that decides who has the memory of all shared devices, and measures before it gives.
 
-Decisions are `memory/ledger`'s, which does no IO; here they are carried out: commands go to tenants by reference, each
+Decisions are `memory/leases`'s, which does no IO; here they are carried out: commands go to tenants by reference, each
 written to the journal before; devices are measured and processes watched by `NodeWatch`, on other nodes than the
 manager's through an agent. The manager holds no device memory and no context, and moves no bytes.
 """
@@ -25,12 +25,20 @@ from ...core.device_memory import (
 )
 from ...core.errors import CallError, MemoryFault, MyxaError
 from ...core.refs import with_deadline
-from ...memory.ledger.arbiter import Arbiter, ArbiterOptions
-from ...memory.ledger.book import check_report
-from ...memory.ledger.instructions import Answer, Ask, Fence, Instruction, Measure, PhaseEnded, Send, Told
-from ...memory.ledger.journal import Journal
-from ...memory.ledger.timeline import Timeline
-from ...memory.ledger.wake import KEY as WATCH
+from ...memory.leases.arbiter import KEY as WATCH
+from ...memory.leases.arbiter import Arbiter, ArbiterOptions, Timeline
+from ...memory.leases.instructions import (
+    AskReport,
+    Fence,
+    Instruction,
+    LeaseAnswer,
+    Measure,
+    PhaseEnded,
+    Send,
+    TimelineNote,
+)
+from ...memory.leases.journal import Journal
+from ...memory.leases.lease_ledger import check_report
 from ..contracts import MemoryContract, MonitorContract, TenantContract
 from ..telemetry import report_forever
 from .node_agent import NodeWatch
@@ -167,14 +175,14 @@ class MemoryManager(MemoryContract):
         self._node_watch.ended(process)
 
     async def view(self) -> MemoryView:
-        book = self._arbiter.book
+        ledger = self._arbiter.ledger
         return MemoryView(
             manager=self.ctx.name,
             epoch=self._arbiter.epoch,
             switching=self._arbiter.switching,
-            devices=tuple(book.view(device) for device in sorted(book.devices)),
+            devices=tuple(ledger.view(device) for device in sorted(ledger.devices)),
             host_pool_bytes=self._options.host_pool_bytes or self._options.arbiter.switch.host_limit_bytes,
-            host_pool_used_bytes=book.host_bytes(),
+            host_pool_used_bytes=ledger.host_bytes(),
             timeline=self._timeline.rows,
         )
 
@@ -193,9 +201,9 @@ class MemoryManager(MemoryContract):
             self.ctx.spawn(self._send(instruction), name=instruction.command.command_id)
         elif isinstance(instruction, Measure):
             self._begin_measure(instruction)
-        elif isinstance(instruction, Ask):
+        elif isinstance(instruction, AskReport):
             self.ctx.spawn(self._ask(instruction.tenant), name=f"ask {instruction.tenant}")
-        elif isinstance(instruction, Answer):
+        elif isinstance(instruction, LeaseAnswer):
             self._answer(instruction)
         else:
             self._tell(instruction)
@@ -248,7 +256,7 @@ class MemoryManager(MemoryContract):
 
     def _by_node(self, measure: Measure) -> list[Measure]:
         """Quiet devices of the other nodes are still watched when one node does not answer."""
-        node_of = {device: self._arbiter.book.devices[device].node for device in measure.devices}
+        node_of = {device: self._arbiter.ledger.devices[device].node for device in measure.devices}
         return [
             Measure(
                 measure.key, tuple(device for device in measure.devices if node_of[device] == node), measure.after_s
@@ -257,13 +265,13 @@ class MemoryManager(MemoryContract):
         ]
 
     async def _measure(self, measure: Measure) -> None:
-        book = self._arbiter.book
+        ledger = self._arbiter.ledger
         try:
             await asyncio.sleep(measure.after_s)
             uses: dict[int, list[DeviceUse]] = {}
             for device in measure.devices:
-                pids = sorted({pid for tenant in book.on(device) for pid in tenant.report.pids})
-                uses.setdefault(book.devices[device].node, []).append(DeviceUse(device, tuple(pids)))
+                pids = sorted({pid for tenant in ledger.on(device) for pid in tenant.report.pids})
+                uses.setdefault(ledger.devices[device].node, []).append(DeviceUse(device, tuple(pids)))
             readings = await self._node_watch.measure(uses, within_s=self._options.measure_s)
         except MyxaError as error:
             self.ctx.log.warning("%s could not be measured: %s", ", ".join(measure.devices), error)
@@ -274,7 +282,7 @@ class MemoryManager(MemoryContract):
             self._measuring.discard((measure.key, measure.devices))
         self._do(self._arbiter.measured(measure.key, readings, self._clock.monotonic()))
 
-    def _answer(self, answer: Answer) -> None:
+    def _answer(self, answer: LeaseAnswer) -> None:
         for future in self._waiting.pop(answer.request_id, []):
             if not future.done():
                 future.set_result(answer.reply)
@@ -289,8 +297,8 @@ class MemoryManager(MemoryContract):
         if not reply.granted:
             self.ctx.log.warning("%s: %s", answer.request_id, reply.reason)
 
-    def _tell(self, instruction: Told | PhaseEnded | Fence) -> None:
-        if isinstance(instruction, Told):
+    def _tell(self, instruction: TimelineNote | PhaseEnded | Fence) -> None:
+        if isinstance(instruction, TimelineNote):
             self._timeline.add(
                 self._clock.wall(), instruction.device, instruction.tenant, f"{instruction.kind}: {instruction.text}"
             )

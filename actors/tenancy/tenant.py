@@ -37,10 +37,9 @@ from ...core.device_memory import (
 from ...core.errors import MyxaError
 from ...core.process import start_time
 from ...core.retry import until_answered
+from ...memory.communicators.membership import Absent
 from ...memory.communicators.residency import CommResidency
-from ...memory.communicators.roll_call import Absent
-from ...memory.ledger.tenant_machine import TenantMachine
-from ...memory.ledger.tenant_states import resting_state
+from ...memory.leases.tenant_states import TenantMachine, resting_state
 from ..contracts import MemoryContract
 
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
@@ -51,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 
 class Gate(Protocol):
-    """Stops and resumes an actor's use of its device. Both may be called again in the same position."""
+    """What stops an actor's use of its device, and lets it go on. Both may be called again in the same position."""
 
     async def quiesce(self) -> None:
         """Admit nothing, finish what runs, synchronise. Cancelled at the deadline; then `resume` is called."""
@@ -115,7 +114,7 @@ class Tenant:
 
     @property
     def state(self) -> str:
-        """The state of its life."""
+        """Where it stands in its life."""
         return self._machine.state
 
     @property
@@ -160,7 +159,7 @@ class Tenant:
         await until_answered(lambda: manager.register(self.report()), who=who, clock=self._clock, log=_log)
 
     async def on_peer(self, event: PeerEvent) -> None:
-        """Reports again to a manager that restarted, if the event is of one."""
+        """A manager that was restarted is told again, if the event is of one."""
         target = getattr(self._manager, "ref_target", "")
         if self._manager is not None and event.name == target and event.kind in ("up", "restarted"):
             await self.join(self._manager)
@@ -224,7 +223,7 @@ class Tenant:
         except MyxaError as error:
             self._rest()
             return self._reply(command, reason=str(error))
-        except Exception as error:  # noqa: BLE001 -- a foreign store: the manager has to hear of it all the same
+        except Exception as error:  # noqa: BLE001 -- a store of somebody else's making: the manager has to hear of it all the same
             _log.exception("%s: %s", self._options.name, command.command_id)
             self._rest()
             return self._reply(command, reason=f"{type(error).__name__}: {error}")
@@ -259,7 +258,7 @@ class Tenant:
         try:
             async with asyncio.timeout(REOPEN_S):
                 await self._gate.resume()
-        except Exception:  # noqa: BLE001 -- whatever a foreign gate raises
+        except Exception:  # noqa: BLE001 -- whatever a gate of somebody else's making raises
             _log.exception("%s: the gate does not open", self._options.name)
             self._machine.rest("quiesced")
         else:
@@ -447,11 +446,11 @@ class TenantAssets:
     def _release_comms(self, command: MemoryCommand) -> None:
         if self.comms is None or self._are_comms_away or self.comms.kind == "keep":
             return
-        self.survey_comms()  # their size is reported while they are away
+        self.survey_comms()  # their size is told while they are away
         try:
             self.comms.release(command.epoch, command.deadline_s)
         except Absent:
-            raise  # nothing was released
+            raise  # nobody let go of anything
         except MyxaError:
             self.comms.abort()
             self._are_comms_away = True

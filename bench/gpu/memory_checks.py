@@ -15,7 +15,7 @@ import torch
 from memory_device import bytes_at, settled_used
 
 from myxa.memory.arenas.cuda_driver import CudaDriver
-from myxa.memory.arenas.cuda_vmm import CudaMemory
+from myxa.memory.arenas.cuda_memory import CudaMemory
 
 MIB, GIB = 1 << 20, 1 << 30
 TESTS = Path(__file__).resolve().parents[2] / "tests/memory"

@@ -23,11 +23,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from myxa.core.errors import MemoryFault
-from myxa.memory.communicators.ctypes_suspend import NcclLibrary, ctypes_comms
-from myxa.memory.communicators.native import native_comms
-from myxa.memory.communicators.peers import Peers
+from myxa.memory.communicators.membership import GangMembers
 from myxa.memory.communicators.probe import probe
 from myxa.memory.communicators.reload import ReloadComms
+from myxa.memory.communicators.suspend import NcclLibrary, ctypes_comms, native_comms
 
 torch_dist: Any = dist
 TIMEOUT_S = 60.0
@@ -246,7 +245,7 @@ def suspend(me: Rank) -> None:
         me.keep(missing="; ".join(f"{each.way}: {each.reason}" for each in rungs))
         return
     me.step("join")
-    peers = Peers.over(PrefixStore("peers", me.store), me.rank, range(me.num_ranks))
+    peers = GangMembers.over(PrefixStore("peers", me.store), me.rank, range(me.num_ranks))
     comms = native_comms(peers) if rung.way == "native" else ctypes_comms(peers, NcclLibrary())
     me.join(me.native)
     groups = [None, *make_groups(me, group_set(me.num_ranks))]

@@ -20,7 +20,7 @@ from myxa.memory.arenas.driver import VmmDriver
 from myxa.memory.arenas.host_pool import HostPool
 from myxa.memory.arenas.host_vmm import HostVmmDriver
 from myxa.memory.arenas.tensors import tensor_at
-from myxa.memory.gpu_facts import gpu_uuid
+from myxa.memory.meters import gpu_uuid
 
 HASH_BYTES = 256 * MIB
 """Hashed at a time; twice that is needed beside it."""

@@ -30,7 +30,7 @@ from myxa.core.config import load_config
 from myxa.launch.composition.trainer_parts import gang_comms, make_backend, weight_sender
 from myxa.launch.composition.weight_channels import choose_channel
 from myxa.launch.supervisor.placement import place
-from myxa.memory.arenas.torch_cache import trim_torch_cache
+from myxa.memory.arenas.cuda_memory import trim_torch_cache
 
 
 class Stages:

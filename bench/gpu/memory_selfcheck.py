@@ -25,7 +25,7 @@ from memory_driver_checks import identity, mapping, plain
 
 from myxa.core.clock import SystemClock
 from myxa.core.errors import MemoryFault, OutOfDeviceMemory
-from myxa.memory.arenas.cuda_vmm import open_cuda
+from myxa.memory.arenas.cuda_memory import open_cuda
 
 SAVER_LIMIT_S = 60
 

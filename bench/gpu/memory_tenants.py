@@ -37,7 +37,7 @@ from myxa.core.device_memory import (
     TenantReport,
 )
 from myxa.memory.arenas.arena import Arena
-from myxa.memory.arenas.streams import Restoring, Saving
+from myxa.memory.arenas.transfer import Restoring, Saving
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ import select
 
 from judge import Judge, JudgeContract
 
-from myxa.transport.facades.poll_node import PollNode
+from myxa.transport.poll_node import PollNode
 
 node = PollNode(name="scheduler")
 node.start(Judge(), "judge/0")

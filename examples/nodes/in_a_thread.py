@@ -10,7 +10,7 @@ from judge import Judge, JudgeContract
 
 from myxa.core.errors import NoSuchActor
 from myxa.core.refs import with_deadline
-from myxa.transport.facades.node_thread import NodeThread
+from myxa.transport.sync_node import NodeThread
 
 with NodeThread(name="tool") as node:
     node.start(Judge(), "judge/0")

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ...actors.trainer.tenant import TrainerTenancy
     from ...core.device_memory import MovedBytes
     from ...memory.arenas.arena import Arena
-    from ...memory.arenas.cuda_vmm import CudaMemory
+    from ...memory.arenas.cuda_memory import CudaMemory
     from ...memory.arenas.torch_saver import TorchSaver
 
 MIB = 1 << 20
@@ -64,7 +64,7 @@ def devices_of(spec: ActorSpec, config: RunConfig) -> tuple[str, ...]:
     """The names under which the actor's devices are leased. Raises ConfigError for a GPU that is not there."""
     if not spec.devices:
         return host_devices_of(spec, config)
-    from ...memory.gpu_facts import gpu_uuid
+    from ...memory.meters import gpu_uuid
 
     return tuple(gpu_uuid(number) for number in spec.devices)
 
@@ -115,8 +115,8 @@ def memory_manager(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clo
     """The manager on the first node with shared devices, its agent on the others. Neither imports torch."""
     from ...actors.tenancy.memory_manager import ManagerOptions, MemoryManager
     from ...actors.tenancy.node_agent import NodeAgent
-    from ...memory.ledger.arbiter import ArbiterOptions
-    from ...memory.ledger.journal import Journal
+    from ...memory.leases.arbiter import ArbiterOptions
+    from ...memory.leases.journal import Journal
     from ...memory.meters import DeviceMeters
 
     on_gpus = bool(config.roles.trainer.device_ids)
@@ -150,7 +150,7 @@ def trainer_tenancy(spec: ActorSpec, config: RunConfig, comms: MakeComms) -> Tra
         return None
     from ...actors.tenancy.tenant import WORKSPACE
     from ...actors.trainer.tenant import TrainerTenancy
-    from ...memory.arenas.torch_cache import vacate
+    from ...memory.arenas.cuda_memory import vacate
 
     planned = dict(trainer_plan(spec, config))
     if config.memory.workspace_mb:
@@ -208,7 +208,7 @@ def megatron_residence(spec: ActorSpec, config: RunConfig, clock: Clock) -> Mega
             from ...memory.arenas.torch_saver import TorchSaver
 
             return _SaverHousing(TorchSaver(clock, ordinal=local_gpu))
-        from ...memory.arenas.cuda_vmm import open_cuda
+        from ...memory.arenas.cuda_memory import open_cuda
 
         return _ArenaHousing(open_cuda(local_gpu, pool_bytes(config, trainer_plan(spec, config)), clock))
 
@@ -313,7 +313,7 @@ def pool_bytes(config: RunConfig, plan: Planned) -> int:
 def make_arena(spec: ActorSpec, config: RunConfig, num_bytes: int, clock: Clock) -> Arena:
     """An arena on a trainer rank's device with so much host memory."""
     if spec.devices:
-        from ...memory.arenas.cuda_vmm import open_cuda
+        from ...memory.arenas.cuda_memory import open_cuda
 
         return open_cuda(spec.rank.local_rank if spec.rank else 0, num_bytes, clock).arena
     return _host_arena(host_devices_of(spec, config)[0], config, num_bytes, clock)
@@ -371,7 +371,7 @@ def sglang_plan(spec: ActorSpec, config: RunConfig, model: ModelConfig) -> tuple
             'memory.share = "switch": [sglang] does not set mem_fraction_static',
             remedy="set it: the share of the GPU that weights and cache take during the engine's turn, e.g. 0.85",
         )
-    from ...memory.gpu_facts import gpu_capacity
+    from ...memory.meters import gpu_capacity
 
     num_gpus = max(1, len(spec.devices))
     weights = ITEM_BYTES[config.engine.dtype] * model.num_parameters // num_gpus

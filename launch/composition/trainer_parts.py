@@ -158,12 +158,11 @@ def gang_comms(config: RunConfig, gang: Gang, *, on_gpus: bool) -> tuple[Gang, M
 
 
 def _suspending(gang: Gang, way: str) -> CommResidency:
-    from ...memory.communicators.ctypes_suspend import NcclLibrary, ctypes_comms
-    from ...memory.communicators.native import native_comms
-    from ...memory.communicators.peers import Peers
+    from ...memory.communicators.membership import GangMembers
+    from ...memory.communicators.suspend import NcclLibrary, ctypes_comms, native_comms
 
     store = PrefixStore(STORE_PREFIX, dist.distributed_c10d._get_default_store())  # pyright: ignore[reportPrivateUsage]
-    peers = Peers.over(store, gang.rank, range(gang.world_size))
+    peers = GangMembers.over(store, gang.rank, range(gang.world_size))
     return native_comms(peers) if way == "native" else ctypes_comms(peers, NcclLibrary())
 
 

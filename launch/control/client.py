@@ -25,7 +25,7 @@ from ..run_dir import is_run_folder
 from ..runtime_dir import PREFIX, short_base
 
 if TYPE_CHECKING:
-    from ...transport.zeromq.control_endpoint import ControlCaller
+    from ...transport.control_endpoint import ControlCaller
 
 RUNS = Path("runs")
 """Where run directories are looked for first when none is named."""
@@ -303,8 +303,8 @@ def answers_of(note: ControlNote, verb: str, request: bytes, deadline: float | N
     Raises LaunchError for keys that cannot be used; the iterator DeadlineExceeded when no answer comes, which is also
     what a key that is not admitted gets: the endpoint does not answer unknown keys.
     """
+    from ...transport.control_endpoint import ControlCaller
     from ...transport.security import JobKey  # zmq is needed here only
-    from ...transport.zeromq.control_endpoint import ControlCaller
 
     try:
         key = JobKey.load(Path(note.key_file).expanduser())

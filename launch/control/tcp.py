@@ -25,10 +25,10 @@ from typing import Any
 from ...core.config import RunConfig
 from ...core.errors import ConfigError, LaunchError, MyxaError, NotPermitted, Overloaded
 from ...core.knobs import Operator
+from ...transport.control_endpoint import ControlEndpoint, ControlRequest
 from ...transport.security import JobKey
-from ...transport.session.guard import Verdict
+from ...transport.session.guard import KeyVerdict
 from ...transport.wire import is_public_key
-from ...transport.zeromq.control_endpoint import Asked, ControlEndpoint
 from .dispatcher import Dispatcher, VerbCall, VerbCaller
 from .verb import Access
 from .wire import MAX_QUOTED_CHARS, Request, decode_request, encode, told
@@ -55,10 +55,10 @@ class AllowList:
         self._admitted: dict[str, KeyGrant] = {}
         self._read()
 
-    def verdict(self, key: str, now: float) -> Verdict:
+    def verdict(self, key: str, now: float) -> KeyVerdict:
         """For a connection."""
         del now
-        return Verdict.ADMIT if self.grant(key) is not None else Verdict.UNKNOWN
+        return KeyVerdict.ADMIT if self.grant(key) is not None else KeyVerdict.UNKNOWN
 
     def grant(self, key: str) -> KeyGrant | None:
         """For a request; None: not (any more)."""
@@ -149,7 +149,7 @@ class TcpServer:
         self._dispatcher.counters.update(self._endpoint.counters)
         self._endpoint.close()
 
-    def _heard(self, asked: Asked) -> None:
+    def _heard(self, asked: ControlRequest) -> None:
         if self._num_in_hand[asked.key] >= MAX_IN_HAND:
             busy = Overloaded(f"{MAX_IN_HAND} requests are being served", remedy="wait for the answers of earlier ones")
             self._endpoint.tell(asked.peer, _refusal(None, busy))
@@ -165,7 +165,7 @@ class TcpServer:
         if not self._num_in_hand[key]:
             del self._num_in_hand[key]
 
-    async def _serve(self, asked: Asked) -> None:
+    async def _serve(self, asked: ControlRequest) -> None:
         try:
             request = decode_request(asked.body)
         except ConfigError as error:
@@ -180,7 +180,7 @@ class TcpServer:
         else:
             self._endpoint.tell(asked.peer, await self._answer(order, request))
 
-    async def _order(self, request: Request, asked: Asked) -> VerbCall | bytes:
+    async def _order(self, request: Request, asked: ControlRequest) -> VerbCall | bytes:
         """What to do, or the refusal."""
         grant = self._allowed.grant(asked.key)
         if grant is None:

@@ -1,11 +1,13 @@
-"""One device's memory of one process, by tags that leave and come back while every address stays what it was.
+"""One device's memory of one process, by tags that leave and come back while every address stays the same.
 
-The arena knows a driver (a GPU's, or the host's), a pool of host memory, and the policy of each tag; it knows no
-tensors, no actors and no reasons: what leaves when is the memory manager's business. All calls block; one worker
-thread per device makes them, and a lock keeps torch's allocator, which may come from any thread, out of the middle.
+An arena has a driver (a GPU's, or the host's), a pool of host memory, and a policy for each tag. It has no tensors and
+no actors; the memory manager decides what leaves when. All calls block. One worker thread per device makes them, and a
+lock keeps torch's allocator, which may call from any thread, out of the middle of a transfer.
 
-torch-memory-saver does the same for one policy (all or nothing, copied blindly, host memory pinned anew in every
-cycle); it serves engines that are built on it, and is what this is measured against.
+`SpreadArenas` joins the arenas of several devices into one store: a tag is on all of them or on none.
+
+torch-memory-saver does the same for one policy (all or nothing, always copied, host memory pinned in every cycle). It
+serves engines that are built on it, and it is the baseline of the benchmarks.
 """
 
 from __future__ import annotations
@@ -15,25 +17,35 @@ from functools import partial
 from threading import RLock
 from typing import get_args
 
+from msgspec.structs import replace
+
 from ...core.clock import Clock
-from ...core.device_memory import Tag, TagPolicy, TagReport
+from ...core.device_memory import MovedBytes, MovedMemory, Tag, TagPolicy, TagReport
 from ...core.errors import MemoryFault
-from .arrival import arrive, settle
-from .departure import Departure, admit
 from .driver import VmmDriver
 from .host_pool import HostPool
-from .moving import Account, Floor, Moved, OnFreed, at_place, begin_copy_out
-from .parts import deal
-from .readback import Readback
-from .streams import Restoring, Saving
-from .tag_states import AWAY, LEAVES_BY, MAPPED, REMEDIES, Event
-from .tagged_memory import Chunk, Region, TaggedMemory
+from .tagged_memory import AWAY, LEAVES_BY, MAPPED, REMEDIES, MemoryChunk, Region, TagEvent, TaggedMemory, deal
+from .transfer import (
+    Offload,
+    OnFreed,
+    Readback,
+    Restoring,
+    Saving,
+    TransferContext,
+    TransferMeter,
+    TransferStats,
+    at_place,
+    begin_copy_out,
+    onload,
+    reserve_host_copies,
+    settle,
+)
 
 CHUNK_BYTES = 256 << 20
 
 
 class Arena:
-    """See the module's head. Driver and pool belong to the arena from here on: `close` closes them too.
+    """The tags of one device. Driver and pool belong to the arena from here on: `close` closes them too.
 
     `chunk_bytes`: memory is created, copied and given back in pieces of this size at most (rounded up to the driver's
     granularity). `on_freed(bytes)` is called, in the thread that releases, each time a piece went back to the device;
@@ -55,7 +67,7 @@ class Arena:
         if chunk_bytes <= 0:
             raise MemoryFault(f"arena on {driver.device}: chunks of {chunk_bytes} bytes", remedy="use at least 1")
         self._chunk_bytes = _rounded(chunk_bytes, driver.granularity)
-        self._floor = Floor(
+        self._context = TransferContext(
             driver=driver,
             pool=pool,
             clock=clock,
@@ -71,12 +83,12 @@ class Arena:
     @property
     def device(self) -> str:
         """As the driver names it."""
-        return self._floor.driver.device
+        return self._context.driver.device
 
     @property
     def driver(self) -> VmmDriver:
         """For allocators that make memory for `adopt`."""
-        return self._floor.driver
+        return self._context.driver
 
     # -- tags and their memory -------------------------------------------------------------------------------------
 
@@ -85,18 +97,18 @@ class Arena:
         when the policy of a tag that holds memory would change."""
         if tag not in get_args(Tag) or policy not in get_args(TagPolicy):
             raise MemoryFault(
-                f"{self._floor.place}: tag {tag!r} with policy {policy!r}",
+                f"{self._context.place}: tag {tag!r} with policy {policy!r}",
                 remedy=f"tags are {', '.join(get_args(Tag))}; policies are {', '.join(get_args(TagPolicy))}",
             )
         with self._lock:
             known = self._memories.get(tag)
             if known is not None and known.policy != policy and known.regions:
                 raise MemoryFault(
-                    f"{self._floor.place}: tag {tag!r} holds {known.num_bytes:,} bytes under policy {known.policy}",
+                    f"{self._context.place}: tag {tag!r} holds {known.num_bytes:,} bytes under policy {known.policy}",
                     remedy=f"free them before the policy becomes {policy}",
                 )
             if known is None or known.policy != policy:
-                self._memories[tag] = TaggedMemory(self._floor.place, tag, policy, priority)
+                self._memories[tag] = TaggedMemory(self._context.place, tag, policy, priority)
             else:
                 known.priority = priority
 
@@ -105,36 +117,37 @@ class Arena:
         granularity. Raises OutOfDeviceMemory with nothing changed."""
         with self._lock:
             memory = self._growing(tag, num_bytes)
-            total = _rounded(num_bytes, self._floor.driver.granularity)
-            address = self._floor.driver.reserve(total)
+            total = _rounded(num_bytes, self._context.driver.granularity)
+            address = self._context.driver.reserve(total)
             sizes = [min(self._chunk_bytes, total - start) for start in range(0, total, self._chunk_bytes)]
-            chunks = [Chunk(address + index * self._chunk_bytes, size) for index, size in enumerate(sizes)]
+            chunks = [MemoryChunk(address + index * self._chunk_bytes, size) for index, size in enumerate(sizes)]
             try:
-                self._floor.give_all(chunks)
+                self._context.give_all(chunks)
             except MemoryFault as error:
-                self._floor.driver.free_reservation(address, total)
-                raise at_place(f"{self._floor.place}: {num_bytes:,} bytes for tag {tag!r}", error) from error
+                self._context.driver.free_reservation(address, total)
+                raise at_place(f"{self._context.place}: {num_bytes:,} bytes for tag {tag!r}", error) from error
             self._add(memory, Region(address, num_bytes, chunks))
             return address
 
     def adopt(self, tag: Tag, address: int, num_bytes: int, handles: Sequence[tuple[int, int]]) -> None:
-        """Take over memory that somebody else made by calls to the same driver: one reservation at `address`, filled
-        from its start with chunks (handle, bytes). Whoever frees it asks `forget` what to free."""
+        """Take over memory that another allocator made by calls to the same driver: one reservation at `address`,
+        filled from its start with chunks (handle, bytes). The allocator asks `forget` what to free."""
         with self._lock:
             memory = self._growing(tag, num_bytes)
-            chunks: list[Chunk] = []
+            chunks: list[MemoryChunk] = []
             end = address
             for handle, size in handles:
-                chunks.append(Chunk(end, size, handle))
+                chunks.append(MemoryChunk(end, size, handle))
                 end += size
             if any(size <= 0 for _, size in handles) or end - address < num_bytes:
+                sizes = [size for _, size in handles]
                 raise MemoryFault(
-                    f"{self._floor.place}: {num_bytes:,} bytes at {address:#x} in chunks of {[s for _, s in handles]}",
+                    f"{self._context.place}: {num_bytes:,} bytes at {address:#x} in chunks of {sizes}",
                     remedy="name every chunk of the region, in the order of addresses",
                 )
             if any(r.address < end and address < r.address + r.mapped_bytes for r in self._regions()):
                 raise MemoryFault(
-                    f"{self._floor.place}: {num_bytes:,} bytes at {address:#x} overlap a region it has",
+                    f"{self._context.place}: {num_bytes:,} bytes at {address:#x} overlap a region it has",
                     remedy="adopt a region once, and forget it when it is freed",
                 )
             self._add(memory, Region(address, num_bytes, chunks))
@@ -147,7 +160,7 @@ class Arena:
             self._calm(memory)
             handles = tuple((c.handle, c.num_bytes) for c in region.chunks if c.handle is not None)
             for chunk in region.chunks:
-                self._floor.give_up_copy(chunk)
+                self._context.give_up_copy(chunk)
             del memory.regions[address]
             return handles
 
@@ -157,9 +170,9 @@ class Arena:
             memory, region = self._region_at(address)
             self._calm(memory)
             for chunk in region.chunks:
-                self._floor.take_memory(chunk)
-                self._floor.give_up_copy(chunk)
-            self._floor.driver.free_reservation(address, region.mapped_bytes)
+                self._context.take_memory(chunk)
+                self._context.give_up_copy(chunk)
+            self._context.driver.free_reservation(address, region.mapped_bytes)
             del memory.regions[address]
 
     def divide(self, parts: Sequence[Tag]) -> None:
@@ -171,17 +184,17 @@ class Arena:
         with self._lock:
             whole, *others = memories = [self._memory(tag) for tag in dict.fromkeys(parts)]
             for memory in memories:
-                settle(self._floor, memory)
+                settle(self._context, memory)
                 if memory.backing not in MAPPED or memory.policy != whole.policy:
                     raise self._unfit(memory, f"a part of {whole.tag!r} ({whole.policy})")
             if any(memory.regions for memory in others):
                 raise MemoryFault(
-                    f"{self._floor.place}: parts of tag {whole.tag!r} hold memory of their own",
+                    f"{self._context.place}: parts of tag {whole.tag!r} hold memory of their own",
                     remedy="divide a tag once, after it was filled",
                 )
-            deal(whole, memories, self._floor.driver.granularity)
+            deal(whole, memories, self._context.driver.granularity)
             for memory in memories:
-                memory.step(Event.WRITTEN)
+                memory.step(TagEvent.WRITTEN)
 
     def mark_dirty(self, tag: Tag) -> None:
         """Its owner changed the contents, or has filled what came back empty (policy rematerialise)."""
@@ -189,11 +202,11 @@ class Arena:
             memory = self._memory(tag)
             if memory.backing == "copy_in" and memory.policy != "rematerialise":
                 raise MemoryFault(
-                    f"{self._floor.place}: tag {tag!r} was written to while its contents still come in",
+                    f"{self._context.place}: tag {tag!r} was written to while its contents still come in",
                     remedy="wait for its restore first",
                 )
             memory.is_saving = False
-            memory.step(Event.WRITTEN)
+            memory.step(TagEvent.WRITTEN)
 
     def mark_clean(self, tag: Tag) -> None:
         """Its owner knows that the contents are those of the host copy. MemoryFault when there is no whole copy."""
@@ -201,14 +214,14 @@ class Arena:
             memory = self._memory(tag)
             if memory.backing == "mapped_dirty" and not (memory.policy == "backup" and memory.has_whole_copy):
                 raise MemoryFault(
-                    f"{self._floor.place}: tag {tag!r} has no whole copy on the host that it could be equal to",
+                    f"{self._context.place}: tag {tag!r} has no whole copy on the host that it could be equal to",
                     remedy="back it up first",
                 )
-            memory.step(Event.EQUAL)
+            memory.step(TagEvent.EQUAL)
 
     # -- leaving and coming back -----------------------------------------------------------------------------------
 
-    def release(self, tags: Collection[Tag]) -> Moved:
+    def release(self, tags: Collection[Tag]) -> TransferStats:
         """Take tags off the device, each by its policy; those that are away already are left alone.
 
         Waits for all work on the device first. Raises MemoryFault before anything moved when a tag is unknown, kept
@@ -216,19 +229,19 @@ class Arena:
         stays away, what had not begun stays.
         """
         with self._lock:
-            account = Account(self._floor.clock)
+            meter = TransferMeter(self._context.clock)
             leaving = [m for m in self._chosen(tags) if m.backing not in AWAY]
             for memory in leaving:
                 self._check_can_leave(memory)
             for memory in leaving:
                 if not memory.is_saving:
-                    settle(self._floor, memory)
-            dirty = [m for m in leaving if LEAVES_BY[m.policy, m.backing] is Event.COPY_BEGUN]
-            admit(self._floor, dirty, self._all_but(leaving))
+                    settle(self._context, memory)
+            dirty = [m for m in leaving if LEAVES_BY[m.policy, m.backing] is TagEvent.COPY_BEGUN]
+            reserve_host_copies(self._context, dirty, self._all_but(leaving))
             if leaving:
-                self._floor.driver.synchronise()
-            Departure(self._floor, account).run(sorted(leaving, key=lambda memory: memory.priority))
-            return account.total()
+                self._context.driver.synchronise()
+            Offload(self._context, meter).run(sorted(leaving, key=lambda memory: memory.priority))
+            return meter.total()
 
     def begin_restore(self, tags: Collection[Tag], *, awaited: Collection[Tag] = ()) -> Restoring:
         """Map tags that are away and let their contents stream in; a tag may be touched after its `wait`. Those
@@ -237,15 +250,15 @@ class Arena:
         Raises OutOfDeviceMemory, with everything as it was, when not all of it fits.
         """
         with self._lock:
-            account = Account(self._floor.clock)
+            meter = TransferMeter(self._context.clock)
             memories = self._chosen(tags)
             for memory in memories:
                 if memory.backing == "poisoned":
-                    settle(self._floor, memory)
-            arrive(self._floor, [m for m in memories if m.backing in AWAY], awaited, account)
-            return Restoring(self._floor, self._lock, memories, account)
+                    settle(self._context, memory)
+            onload(self._context, [m for m in memories if m.backing in AWAY], awaited, meter)
+            return Restoring(self._context, self._lock, memories, meter)
 
-    def restore(self, tags: Collection[Tag]) -> Moved:
+    def restore(self, tags: Collection[Tag]) -> TransferStats:
         """Bring tags back and wait for their contents. A tag under policy rematerialise comes back undefined and is
         not released from "copy_in" before its owner, who fills it, calls `mark_dirty`."""
         return self.begin_restore(tags, awaited=tags).wait_all()
@@ -254,35 +267,35 @@ class Arena:
         """Copy tags of policy backup to the host while they stay. Once waited for, a tag that was not marked dirty
         meanwhile is clean, and its next release copies nothing."""
         with self._lock:
-            account = Account(self._floor.clock)
+            meter = TransferMeter(self._context.clock)
             memories = self._chosen(tags)
             for memory in memories:
-                settle(self._floor, memory)
+                settle(self._context, memory)
                 if memory.policy != "backup" or memory.backing not in MAPPED:
                     raise self._unfit(memory, "copied to the host")
             dirty = [m for m in memories if m.backing == "mapped_dirty"]
-            admit(self._floor, dirty, self._all_but(memories))
+            reserve_host_copies(self._context, dirty, self._all_but(memories))
             if dirty:
-                self._floor.driver.synchronise()
+                self._context.driver.synchronise()
             for memory in dirty:
-                self._begin_saving(memory, account)
-            return Saving(self._floor, self._lock, memories, account)
+                self._begin_saving(memory, meter)
+            return Saving(self._context, self._lock, memories, meter)
 
     # -- looking ---------------------------------------------------------------------------------------------------
 
     def report(self) -> tuple[TagReport, ...]:
-        """Every declared tag, in the order of declaration. Waits for nobody, whatever is moving."""
+        """Every declared tag, in the order of declaration. Does not wait for transfers."""
         return tuple(memory.report() for memory in tuple(self._memories.values()))
 
     def digest(self, tag: Tag) -> str:
         """Of the bytes that were asked for, on the device or on the host; MemoryFault when there are no contents."""
         with self._lock:
             memory = self._memory(tag)
-            settle(self._floor, memory)
+            settle(self._context, memory)
             if memory.backing not in MAPPED and memory.backing != "host":
                 raise self._unfit(memory, "read: it has no contents")
-            self._floor.driver.synchronise()
-            return self._floor.readback.digest(memory)
+            self._context.driver.synchronise()
+            return self._context.readback.digest(memory)
 
     def close(self) -> None:
         """Give everything back: no mapping, no file, no thread is left, and every tensor on it is dead. A second time
@@ -293,8 +306,8 @@ class Arena:
             self._is_closed = True
             errors: list[MemoryFault] = []
             ends = [partial(self.free, region.address) for region in self._regions()]
-            floor = self._floor
-            for end in (*ends, self._memories.clear, floor.driver.close, floor.readback.close, floor.pool.close):
+            context = self._context
+            for end in (*ends, self._memories.clear, context.driver.close, context.readback.close, context.pool.close):
                 try:
                     end()
                 except MemoryFault as error:
@@ -308,7 +321,7 @@ class Arena:
         memory = self._memories.get(tag)
         if memory is None:
             raise MemoryFault(
-                f"{self._floor.place}: nobody declared a tag {tag!r} "
+                f"{self._context.place}: tag {tag!r} was not declared "
                 f"({'the arena is closed' if self._is_closed else ', '.join(self._memories) or 'no tag at all'})",
                 remedy="declare it with its policy first",
             )
@@ -316,7 +329,7 @@ class Arena:
 
     def _chosen(self, tags: Collection[Tag]) -> list[TaggedMemory]:
         if isinstance(tags, str):
-            raise MemoryFault(f"{self._floor.place}: tags {tags!r}", remedy="pass a collection of tags")
+            raise MemoryFault(f"{self._context.place}: tags {tags!r}", remedy="pass a collection of tags")
         return [self._memory(tag) for tag in dict.fromkeys(tags)]
 
     def _all_but(self, chosen: Collection[TaggedMemory]) -> list[TaggedMemory]:
@@ -329,13 +342,15 @@ class Arena:
         for memory in self._memories.values():
             if address in memory.regions:
                 return memory, memory.regions[address]
-        raise MemoryFault(f"{self._floor.place}: no region begins at {address:#x}", remedy="free each region once")
+        raise MemoryFault(f"{self._context.place}: no region begins at {address:#x}", remedy="free each region once")
 
     def _growing(self, tag: Tag, num_bytes: int) -> TaggedMemory:
         memory = self._memory(tag)
         if num_bytes <= 0:
-            raise MemoryFault(f"{self._floor.place}: {num_bytes} bytes for tag {tag!r}", remedy="ask for at least one")
-        settle(self._floor, memory)
+            raise MemoryFault(
+                f"{self._context.place}: {num_bytes} bytes for tag {tag!r}", remedy="ask for at least one"
+            )
+        settle(self._context, memory)
         if memory.backing not in MAPPED and memory.backing != "copy_in":
             raise self._unfit(memory, "given more memory")
         return memory
@@ -343,40 +358,96 @@ class Arena:
     def _add(self, memory: TaggedMemory, region: Region) -> None:
         memory.regions[region.address] = region
         if memory.backing in MAPPED:
-            memory.step(Event.WRITTEN)
+            memory.step(TagEvent.WRITTEN)
 
     def _check_can_leave(self, memory: TaggedMemory) -> None:
         if memory.policy == "keep":
             raise MemoryFault(
-                f"{self._floor.place}: tag {memory.tag!r} is kept: it never leaves the device",
+                f"{self._context.place}: tag {memory.tag!r} is kept: it never leaves the device",
                 remedy="release other tags, or declare it with another policy",
             )
         if memory.backing == "poisoned":
-            settle(self._floor, memory)
+            settle(self._context, memory)
 
-    def _begin_saving(self, memory: TaggedMemory, account: Account) -> None:
+    def _begin_saving(self, memory: TaggedMemory, meter: TransferMeter) -> None:
         try:
             for chunk in memory.chunks():
-                memory.pending.append((begin_copy_out(self._floor, chunk), chunk))
-                account.copied_bytes += chunk.num_bytes
+                memory.pending.append((begin_copy_out(self._context, chunk), chunk))
+                meter.copied_bytes += chunk.num_bytes
         except MemoryFault as error:
-            raise at_place(f"{self._floor.place}: tag {memory.tag!r}, which stays whole", error) from error
+            raise at_place(f"{self._context.place}: tag {memory.tag!r}, which stays whole", error) from error
         memory.is_saving = True
 
     def _calm(self, memory: TaggedMemory) -> None:
         """Nothing is under way on it; a copy that fails poisons the tag, whose memory can still be freed."""
         try:
-            settle(self._floor, memory)
+            settle(self._context, memory)
         except MemoryFault:
             if memory.backing != "poisoned":
                 raise
 
     def _unfit(self, memory: TaggedMemory, what: str) -> MemoryFault:
         return MemoryFault(
-            f"{self._floor.place}: tag {memory.tag!r} ({memory.policy}) is {memory.backing} and cannot be {what}",
+            f"{self._context.place}: tag {memory.tag!r} ({memory.policy}) is {memory.backing} and cannot be {what}",
             remedy=REMEDIES.get(memory.backing, ""),
         )
 
 
 def _rounded(num_bytes: int, granularity: int) -> int:
     return -(-num_bytes // granularity) * granularity
+
+
+class SpreadArenas:
+    """An `AssetStore` of at least one arena, all of which have the same tags. Methods block; one caller at a time."""
+
+    def __init__(self, arenas: Sequence[Arena]) -> None:
+        """Raises MemoryFault without any."""
+        if not arenas:
+            raise MemoryFault("a store over no device", remedy="name at least one arena")
+        self.arenas = tuple(arenas)
+
+    def report(self) -> tuple[TagReport, ...]:
+        """Of each tag what the fullest device has of it; it is away only where all have it away."""
+        return tuple(_fullest(parts) for parts in zip(*(arena.report() for arena in self.arenas), strict=True))
+
+    def release(self, tags: Collection[Tag]) -> MovedMemory:
+        """See the protocol. A tag that fails on one device stays on the others."""
+        return _sum([arena.release(tags) for arena in self.arenas])
+
+    def restore(self, tags: Collection[Tag]) -> MovedMemory:
+        """See the protocol. With MemoryFault the tags that were away are away again."""
+        moved: list[MovedBytes] = []
+        away = {report.tag for report in self.report() if report.backing in AWAY}
+        for number, arena in enumerate(self.arenas):
+            try:
+                moved.append(arena.restore(tags))
+            except MemoryFault:
+                for done in self.arenas[:number]:
+                    done.release([tag for tag in tags if tag in away])
+                raise
+        return _sum(moved)
+
+    def close(self) -> None:
+        """Give everything back on all devices; the first error met is raised at the end."""
+        errors: list[MemoryFault] = []
+        for arena in self.arenas:
+            try:
+                arena.close()
+            except MemoryFault as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+
+def _fullest(parts: Sequence[TagReport]) -> TagReport:
+    worst = max(parts, key=lambda part: (part.backing == "poisoned", part.backing not in AWAY))
+    num_bytes, host_bytes = max(p.num_bytes for p in parts), max(p.host_bytes for p in parts)
+    return replace(worst, num_bytes=num_bytes, host_bytes=host_bytes)
+
+
+def _sum(moved: Sequence[MovedBytes]) -> MovedMemory:
+    return MovedMemory(
+        copied_bytes=sum(m.copied_bytes for m in moved),
+        dropped_bytes=sum(m.dropped_bytes for m in moved),
+        seconds=sum(m.seconds for m in moved),
+    )

@@ -1,12 +1,18 @@
 """Memory of one NVIDIA GPU by its driver's virtual memory management: what an arena on a GPU is made of.
 
-Knows one device and its calls; knows no tags, no pool, no torch. It works in the primary context, so memory made here
-is memory to torch, NCCL and every kernel of this process. Copies out, copies in and fillings have a stream each: none
-waits for the default stream, for another kind, or holds up torch's. A copy's ticket is an event; waiting for it sleeps.
-Copies are the engines' work, those in that somebody stands still for a kernel's (`cuda_copy_kernel.py` says why).
+It works in the primary context, so memory made here is usable by torch, NCCL and every kernel of this process. Copies
+out, copies in and fills have one stream each; none waits for the default stream or for another kind. A copy's ticket is
+an event, and waiting for it sleeps. torch's expandable segments make memory by the same calls, but cannot release a
+tensor's memory while the tensor lives.
 
-torch's expandable segments make memory by the same calls but cannot give a tensor's memory back while the tensor
-lives, and `torch.cuda.caching_allocator_*` never does; hence these calls. Why ctypes: see `cuda_library.py`.
+libcuda is called by ctypes. NVIDIA's `cuda-bindings` find libcuda themselves, so the tests' stand-in could not replace
+it, and each of their releases needs a certain CUDA release. The few dozen functions used have kept their binary
+interface since CUDA 11. Calls release the interpreter lock.
+
+Copy engines do the copies, except those in that a caller waits for: a kernel does these. The driver clears released
+memory with the copy engines before another process may have it, and a switch copies in at just that moment: 12 GiB took
+0.42 s on an H200 after another process had released 100 GiB, 0.24 s a second later, and 0.26 s at once by the kernel
+(`bench/gpu.sh memory_rates`). The kernel is PTX, which the driver compiles: no nvcc and no Triton at start.
 """
 
 from __future__ import annotations
@@ -16,26 +22,339 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from types import MappingProxyType, TracebackType
+from typing import Any, Final
 
-from ...core.errors import MemoryFault
-from . import cuda_copy_kernel
-from .cuda_library import (
-    HAS_VMM,
-    LIBRARY,
-    NON_BLOCKING,
-    NOT_READY,
-    ON_DEVICE,
-    PINNED_ON_DEVICE,
-    RDMA_WITH_VMM,
-    READ_WRITE,
-    SLEEPING_EVENT,
-    AccessDesc,
-    AllocationProp,
-    CudaLibrary,
-    MemLocation,
-    PrimaryContext,
-)
+from ...core.errors import MemoryFault, OutOfDeviceMemory
 from .driver import VmmDriver, next_ticket
+
+LIBRARY = "libcuda.so.1"
+"""What every CUDA driver installs; the loader finds it."""
+OUT_OF_MEMORY = 2
+NOT_READY = 600
+PINNED_ON_DEVICE = 1  # CU_MEM_ALLOCATION_TYPE_PINNED, the only one
+ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
+READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the default stream
+SLEEPING_EVENT = 1 | 2  # CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING: waiting costs no core
+REGISTERED_EVERYWHERE = 1 | 2  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP: kernels may read it
+RDMA_WITH_VMM = 110  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
+HAS_VMM = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+HOST_NUMA_ID = 134  # CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID
+PCI_BUS, PCI_DEVICE, PCI_DOMAIN = 33, 34, 50
+
+
+class MemLocation(ctypes.Structure):
+    """CUmemLocation."""
+
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class AllocationFlags(ctypes.Structure):
+    """CUmemAllocationProp.allocFlags."""
+
+    _fields_ = (
+        ("compression", ctypes.c_ubyte),
+        ("rdma_capable", ctypes.c_ubyte),
+        ("usage", ctypes.c_ushort),
+        ("reserved", ctypes.c_ubyte * 4),
+    )
+
+
+class AllocationProp(ctypes.Structure):
+    """CUmemAllocationProp: 32 bytes."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", MemLocation),
+        ("win32_metadata", ctypes.c_void_p),
+        ("flags", AllocationFlags),
+    )
+
+
+class AccessDesc(ctypes.Structure):
+    """CUmemAccessDesc: 12 bytes."""
+
+    _fields_ = (("location", MemLocation), ("flags", ctypes.c_int))
+
+
+def _out(kind: Any) -> Any:
+    return ctypes.POINTER(kind)  # pyright: ignore[reportUnknownVariableType]
+
+
+_INT, _UINT, _SIZE = ctypes.c_int, ctypes.c_uint, ctypes.c_size_t
+_U64, _PTR, _STR = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_char_p
+_PROP, _ACCESS = ctypes.POINTER(AllocationProp), ctypes.POINTER(AccessDesc)
+
+SIGNATURES: MappingProxyType[str, tuple[object, ...]] = MappingProxyType(
+    {
+        "cuInit": (_UINT,),
+        "cuGetErrorName": (_INT, _out(_STR)),
+        "cuGetErrorString": (_INT, _out(_STR)),
+        "cuDeviceGet": (_out(_INT), _INT),
+        "cuDeviceGetUuid_v2": (_PTR, _INT),
+        "cuDeviceGetAttribute": (_out(_INT), _INT, _INT),
+        "cuDevicePrimaryCtxRetain": (_out(_PTR), _INT),
+        "cuDevicePrimaryCtxRelease_v2": (_INT,),
+        "cuCtxPushCurrent_v2": (_PTR,),
+        "cuCtxPopCurrent_v2": (_out(_PTR),),
+        "cuCtxSynchronize": (),
+        "cuMemGetInfo_v2": (_out(_SIZE), _out(_SIZE)),
+        "cuMemGetAllocationGranularity": (_out(_SIZE), _PROP, _INT),
+        "cuMemAddressReserve": (_out(_U64), _SIZE, _SIZE, _U64, _U64),
+        "cuMemAddressFree": (_U64, _SIZE),
+        "cuMemCreate": (_out(_U64), _SIZE, _PROP, _U64),
+        "cuMemRelease": (_U64,),
+        "cuMemMap": (_U64, _SIZE, _SIZE, _U64, _U64),
+        "cuMemUnmap": (_U64, _SIZE),
+        "cuMemSetAccess": (_U64, _SIZE, _ACCESS, _SIZE),
+        "cuMemcpyDtoHAsync_v2": (_PTR, _U64, _SIZE, _PTR),
+        "cuMemcpyHtoDAsync_v2": (_U64, _PTR, _SIZE, _PTR),
+        "cuMemsetD8Async": (_U64, ctypes.c_ubyte, _SIZE, _PTR),
+        "cuModuleLoadData": (_out(_PTR), _STR),
+        "cuModuleGetFunction": (_out(_PTR), _PTR, _STR),
+        "cuLaunchKernel": (_PTR, *(_UINT,) * 7, _PTR, _out(_PTR), _out(_PTR)),
+        "cuMemHostGetDevicePointer_v2": (_out(_U64), _PTR, _UINT),
+        "cuMemHostRegister_v2": (_PTR, _SIZE, _UINT),
+        "cuMemHostUnregister": (_PTR,),
+        "cuStreamCreate": (_out(_PTR), _UINT),
+        "cuStreamSynchronize": (_PTR,),
+        "cuStreamDestroy_v2": (_PTR,),
+        "cuEventCreate": (_out(_PTR), _UINT),
+        "cuEventRecord": (_PTR, _PTR),
+        "cuEventQuery": (_PTR,),
+        "cuEventSynchronize": (_PTR,),
+        "cuEventDestroy_v2": (_PTR,),
+    }
+)
+"""Exported name -> types of arguments, as in cuda.h of CUDA 12.9; every function returns a CUresult."""
+
+REMEDIES: MappingProxyType[int, str] = MappingProxyType(
+    {
+        3: "the driver was not initialised in this process: a forked child cannot use its parent's CUDA",
+        4: "the process is ending: close arenas before that",
+        100: "no GPU is visible here: see CUDA_VISIBLE_DEVICES and nvidia-smi",
+        101: "there is no GPU of that number here: see CUDA_VISIBLE_DEVICES",
+        700: "a kernel used memory that was away or never there; this process has lost its GPU, restart it",
+        712: "this range was pinned before: pin a pool once",
+        719: "a kernel failed; this process has lost its GPU, restart it",
+        801: "this GPU or driver cannot do that: run `nvidia-smi`; virtual memory management is needed",
+        802: "the GPU is not ready: see nvidia-smi and the fabric manager",
+    }
+)
+
+
+class CudaLibrary:
+    """The loaded library, initialised. `call` raises what a call answered."""
+
+    def __init__(self, path: str = LIBRARY) -> None:
+        self.path = path
+        try:
+            library = ctypes.CDLL(path)
+        except OSError as error:
+            raise MemoryFault(
+                f"the CUDA driver's library cannot be loaded: {error}",
+                remedy="this machine has no NVIDIA driver, or the container was not given it: use a host arena",
+            ) from error
+        self._functions: dict[str, ctypes._NamedFuncPointer] = {}  # pyright: ignore[reportPrivateUsage]
+        for name, arguments in SIGNATURES.items():
+            try:
+                function = getattr(library, name)
+            except AttributeError as error:
+                raise MemoryFault(f"{path} has no {name}", remedy="a CUDA driver of 470 or later is needed") from error
+            function.argtypes = arguments
+            function.restype = ctypes.c_int
+            self._functions[name] = function
+        self.call("cuInit", 0)
+
+    def call(self, name: str, *arguments: object, what: str = "") -> None:
+        """Raises MemoryFault in the driver's words, OutOfDeviceMemory for its out-of-memory; `what` says for what."""
+        result = self.result_of(name, *arguments)
+        if result:
+            raise self.fault(name, result, what)
+
+    def result_of(self, name: str, *arguments: object) -> int:
+        """The bare CUresult."""
+        return int(self._functions[name](*arguments))
+
+    def fault(self, name: str, result: int, what: str = "") -> MemoryFault:
+        """The error of a CUresult that is not 0."""
+        words = f"{name}{f' ({what})' if what else ''}: {self._word('cuGetErrorName', result)} ({result}), "
+        words += self._word("cuGetErrorString", result)
+        if result == OUT_OF_MEMORY:
+            return OutOfDeviceMemory(words, remedy="release tags, or have others release theirs, first")
+        return MemoryFault(words, remedy=REMEDIES.get(result, "see the driver's log (dmesg, nvidia-smi -q)"))
+
+    def _word(self, function: str, result: int) -> str:
+        word = ctypes.c_char_p()
+        if self.result_of(function, result, ctypes.byref(word)) or word.value is None:
+            return "unknown to this driver"
+        return word.value.decode("utf-8", "replace")
+
+
+class PrimaryContext:
+    """One device's context that the CUDA runtime, and so torch, uses too; retained until `close`.
+
+    `with context:` makes it this thread's current one and puts back what was: torch's idea of its device is untouched.
+    """
+
+    def __init__(self, library: CudaLibrary, ordinal: int) -> None:
+        self.library = library
+        self.ordinal = ordinal
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        library.call("cuDeviceGet", ctypes.byref(device), ordinal, what=f"GPU {ordinal}")
+        self.cuda_device = device.value
+        library.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device, what=f"GPU {ordinal}")
+        self._context: ctypes.c_void_p | None = context
+
+    def __enter__(self) -> CudaLibrary:
+        if self._context is None:
+            raise MemoryFault(f"GPU {self.ordinal}: its context was given back", remedy="it is closed: use a new one")
+        self.library.call("cuCtxPushCurrent_v2", self._context)
+        return self.library
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        popped = ctypes.c_void_p()
+        result = self.library.result_of("cuCtxPopCurrent_v2", ctypes.byref(popped))
+        if result and error is None:
+            raise self.library.fault("cuCtxPopCurrent_v2", result)
+
+    def attribute(self, number: int) -> int:
+        """Of the device; raises for an attribute that the driver does not know."""
+        value = ctypes.c_int()
+        self.library.call(
+            "cuDeviceGetAttribute", ctypes.byref(value), number, self.cuda_device, what=f"attribute {number}"
+        )
+        return value.value
+
+    def uuid(self) -> str:
+        """As nvidia-smi writes it."""
+        raw = (ctypes.c_ubyte * 16)()
+        self.library.call("cuDeviceGetUuid_v2", ctypes.byref(raw), self.cuda_device)
+        digits = bytes(raw).hex()
+        return "GPU-" + "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
+
+    def close(self) -> None:
+        """A second time does nothing."""
+        context, self._context = self._context, None
+        if context is not None:
+            self.library.call("cuDevicePrimaryCtxRelease_v2", self.cuda_device)
+
+
+NUM_BLOCKS = 16
+"""Of 132 processors on an H200; 8 are enough there (12 GiB in 0.27 s), 32 hold up mapping beside them."""
+NUM_THREADS = 512
+UNIT = 16
+"""Bytes that a thread moves at a time; addresses and sizes must be multiples."""
+NAME: Final = b"copy_in"
+SOURCE: Final = b"""
+.version 7.0
+.target sm_80
+.address_size 64
+.visible .entry copy_in(.param .u64 to, .param .u64 from, .param .u64 num_bytes)
+{
+  .reg .pred %is_over;
+  .reg .b32 %r<4>, %a<4>, %b<4>, %c<4>, %d<4>;
+  .reg .b64 %to, %from, %end, %at, %far, %step, %stride, %t<4>, %f<4>;
+
+  ld.param.u64 %to, [to];
+  ld.param.u64 %from, [from];
+  ld.param.u64 %end, [num_bytes];
+  mov.u32 %r0, %ctaid.x;
+  mov.u32 %r1, %ntid.x;
+  mov.u32 %r2, %tid.x;
+  mov.u32 %r3, %nctaid.x;
+  mul.wide.u32 %at, %r0, %r1;
+  cvt.u64.u32 %step, %r2;
+  add.u64 %at, %at, %step;
+  shl.b64 %at, %at, 4;                  // where this thread begins
+  mul.wide.u32 %step, %r3, %r1;
+  shl.b64 %step, %step, 4;              // what all threads move together
+  shl.b64 %stride, %step, 2;
+
+FOUR:                                   // four loads are on their way at a time
+  mad.lo.u64 %far, %step, 3, %at;
+  setp.ge.u64 %is_over, %far, %end;
+  @%is_over bra ONE;
+  add.u64 %f0, %from, %at;
+  add.u64 %f1, %f0, %step;
+  add.u64 %f2, %f1, %step;
+  add.u64 %f3, %f2, %step;
+  ld.global.cs.v4.u32 {%a0, %a1, %a2, %a3}, [%f0];
+  ld.global.cs.v4.u32 {%b0, %b1, %b2, %b3}, [%f1];
+  ld.global.cs.v4.u32 {%c0, %c1, %c2, %c3}, [%f2];
+  ld.global.cs.v4.u32 {%d0, %d1, %d2, %d3}, [%f3];
+  add.u64 %t0, %to, %at;
+  add.u64 %t1, %t0, %step;
+  add.u64 %t2, %t1, %step;
+  add.u64 %t3, %t2, %step;
+  st.global.v4.u32 [%t0], {%a0, %a1, %a2, %a3};
+  st.global.v4.u32 [%t1], {%b0, %b1, %b2, %b3};
+  st.global.v4.u32 [%t2], {%c0, %c1, %c2, %c3};
+  st.global.v4.u32 [%t3], {%d0, %d1, %d2, %d3};
+  add.u64 %at, %at, %stride;
+  bra FOUR;
+
+ONE:                                    // what is left of a size that four do not divide
+  setp.ge.u64 %is_over, %at, %end;
+  @%is_over bra OVER;
+  add.u64 %f0, %from, %at;
+  ld.global.cs.v4.u32 {%a0, %a1, %a2, %a3}, [%f0];
+  add.u64 %t0, %to, %at;
+  st.global.v4.u32 [%t0], {%a0, %a1, %a2, %a3};
+  add.u64 %at, %at, %step;
+  bra ONE;
+
+OVER:
+  ret;
+}
+"""
+
+
+class CopyKernel:
+    """The loaded kernel; lives as long as its context, which must be current in every call."""
+
+    def __init__(self, library: CudaLibrary) -> None:
+        """Raises MemoryFault where this GPU or driver cannot have it."""
+        self._library = library
+        module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        library.call("cuModuleLoadData", ctypes.byref(module), SOURCE, what="the copy kernel")
+        library.call("cuModuleGetFunction", ctypes.byref(self._function), module, NAME)
+
+    def source(self, host_address: int, address: int, num_bytes: int) -> int:
+        """Where the device sees these bytes of the host; 0: it does not, or they do not begin and end as the kernel
+        needs it."""
+        if (host_address | address | num_bytes) % UNIT:
+            return 0
+        seen: list[int] = []
+        for end in (host_address, host_address + num_bytes - UNIT):
+            at = ctypes.c_uint64()
+            if self._library.result_of("cuMemHostGetDevicePointer_v2", ctypes.byref(at), ctypes.c_void_p(end), 0):
+                return 0
+            seen.append(at.value)
+        return seen[0] if seen[1] - seen[0] == num_bytes - UNIT else 0
+
+    def enqueue(self, stream: ctypes.c_void_p, address: int, source: int, num_bytes: int) -> None:
+        """`source`: the result of `source`. Raises MemoryFault."""
+        values = (ctypes.c_uint64 * 3)(address, source, num_bytes)
+        size = ctypes.sizeof(ctypes.c_uint64)
+        pointers = (ctypes.c_void_p * 3)(*(ctypes.addressof(values) + index * size for index in range(3)))
+        self._library.call(
+            "cuLaunchKernel", self._function, NUM_BLOCKS, 1, 1, NUM_THREADS, 1, 1, 0, stream, pointers, None,
+            what=f"copy of {num_bytes:,} bytes to {address:#x}",
+        )  # fmt: skip
+
+
+def load_copy_kernel(library: CudaLibrary) -> CopyKernel | None:
+    """None: copy engines it is."""
+    try:
+        return CopyKernel(library)
+    except MemoryFault:  # a GPU before sm_80, or a driver that compiles nothing
+        return None
+
 
 OUT, IN, FILL = range(3)
 """Lanes of a driver."""
@@ -77,7 +396,7 @@ class CopyLane:
             try:
                 self._library.call("cuEventRecord", event, stream)
             except MemoryFault:
-                # It may be under way and nobody would know when it ends.
+                # It may be running, and there is no event that says when it ends.
                 self._library.result_of("cuStreamSynchronize", stream)
                 raise
         except MemoryFault:
@@ -88,15 +407,15 @@ class CopyLane:
     def wait(self, ticket: int) -> None:
         """For it and all begun before it.
 
-        Raises MemoryFault when one of them failed, and again for every ticket begun by then: which of them arrived
-        nobody can say, and their tags must not pass for whole.
+        Raises MemoryFault when one of them failed, and again for every ticket begun by then: it is unknown which
+        of them arrived, so their tags must not count as whole.
         """
         while self._flights and self._flights[0].ticket <= ticket:
             flight = self._flights.popleft()
             self._spare.append(flight.event)
             result = self._library.result_of("cuEventSynchronize", flight.event)
             if result:
-                # Nobody knows any more what is under way, and its memory may be taken away next.
+                # It is unknown what is still running, and its memory may be taken away next.
                 self._library.result_of("cuStreamSynchronize", self._stream)
                 last = self._flights[-1].ticket if self._flights else flight.ticket
                 what = f"copy of {flight.num_bytes:,} bytes at {flight.address:#x}"
@@ -165,7 +484,7 @@ class CudaDriver(VmmDriver):
                 for _ in range(3):
                     self._lanes.append(CopyLane(cuda))
                     opened.callback(self._lanes[-1].close)
-                self._kernel = cuda_copy_kernel.load(cuda)
+                self._kernel = load_copy_kernel(cuda)
                 opened.pop_all()
         except MemoryFault:
             self._context.close()
@@ -268,7 +587,7 @@ class CudaDriver(VmmDriver):
         if errors:
             raise errors[0]
 
-    def _copy_by(self, kernel: cuda_copy_kernel.CopyKernel, address: int, host_address: int, num_bytes: int) -> int:
+    def _copy_by(self, kernel: CopyKernel, address: int, host_address: int, num_bytes: int) -> int:
         """The ticket; 0: the kernel cannot do this one."""
         with self._context:
             source = kernel.source(host_address, address, num_bytes)

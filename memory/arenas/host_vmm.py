@@ -1,18 +1,22 @@
 """Memory of the host that stands for a device: real pages that leave and return while their addresses stay.
 
-All physical memory is one anonymous file (memfd) per driver; a chunk is a range of it that has been given pages, and
-giving it back punches a hole. So a process needs one file descriptor however many chunks it has, the pages of a dead
-process go with it, and what is held can be read from outside (`resident.py`). A mapping replaces a part of a
-reservation that cannot be touched; unmapping puts the untouchable part back in one step.
+All physical memory is one anonymous file (memfd) per driver. A chunk is a range of it with pages, and releasing it
+punches a hole. So a process needs one file descriptor for any number of chunks, the pages of a dead process are freed
+with it, and another process can measure what is held: `device_bytes` counts the pages of the memfd through /proc.
+RssShmem would also count weight slabs that were never on the device, and the kernel keeps it only roughly on machines
+with many cores. A mapping replaces a part of a reservation that cannot be touched; unmapping restores that part in one
+step.
 
-Nothing of this kind is to be had ready-made: Python's `mmap` and `multiprocessing.shared_memory` choose the addresses.
+Python's `mmap` and `multiprocessing.shared_memory` were considered: they choose the addresses themselves.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 
 from ...core.errors import MemoryFault, OutOfDeviceMemory
 from . import libc
@@ -20,11 +24,11 @@ from .driver import VmmDriver, next_ticket
 
 
 def file_name(device: str) -> str:
-    """Of the memfd that is a device's memory in one process; told by /proc to those who count it."""
+    """Of the memfd that is a device's memory in one process; /proc shows it to those who count it."""
     return "myxa-device-" + device.replace("/", "_")
 
 
-class Lane:
+class CopyThread:
     """Work of one kind: one after another, in a thread of its own."""
 
     def __init__(self, name: str) -> None:
@@ -38,7 +42,7 @@ class Lane:
         self._running[ticket] = (self._thread.submit(work), address, num_bytes)
 
     def wait(self, ticket: int) -> None:
-        """For it and all before it. A failure is told to everybody who waits for something begun before it was seen."""
+        """For it and all before it. Every wait for work begun before a failure was seen raises that failure."""
         for earlier in [number for number in self._running if number <= ticket]:
             error = self._running.pop(earlier)[0].exception()
             if error is not None:
@@ -93,9 +97,9 @@ class HostVmmDriver(VmmDriver):
         self._mapped: dict[int, tuple[int, int]] = {}
         """Address -> (bytes, handle)."""
         self._num_tickets = 0
-        self._out = Lane(f"{device} out")
-        self._in = Lane(f"{device} in")
-        self._fill = Lane(f"{device} fill")
+        self._out = CopyThread(f"{device} out")
+        self._in = CopyThread(f"{device} in")
+        self._fill = CopyThread(f"{device} fill")
         self._lanes = (self._out, self._in, self._fill)
 
     @property
@@ -202,7 +206,7 @@ class HostVmmDriver(VmmDriver):
         fd, self._fd = self._fd, -1
         os.close(fd)
 
-    def _begin(self, lane: Lane, address: int, num_bytes: int, work: Callable[[], None]) -> int:
+    def _begin(self, lane: CopyThread, address: int, num_bytes: int, work: Callable[[], None]) -> int:
         self._num_tickets = next_ticket(self._num_tickets, self._lanes.index(lane), len(self._lanes))
         lane.begin(self._num_tickets, address, num_bytes, work)
         return self._num_tickets
@@ -237,3 +241,68 @@ class HostVmmDriver(VmmDriver):
     def _check_mapped(self, address: int, num_bytes: int) -> None:
         if not any(at <= address and address + num_bytes <= at + size for at, (size, _) in self._mapped.items()):
             raise self._fault(f"{num_bytes:,} bytes at {address:#x} are not mapped", "map them first")
+
+
+PROC = Path("/proc")
+
+
+def rss_shmem(pid: int) -> int:
+    """Shared pages that the process has in its page table: mapped chunks, and all other shared memory."""
+    return _status(pid, "RssShmem:")
+
+
+def rss_anon(pid: int) -> int:
+    """Private pages: the host pool, and Python itself."""
+    return _status(pid, "RssAnon:")
+
+
+def device_bytes(pids: Iterable[int], device: str) -> int:
+    """Pages of `device` that these processes have created, mapped or not; a file held by several counts once."""
+    files: dict[int, int] = {}
+    for pid in set(pids):
+        files |= _device_files(pid, f"/memfd:{file_name(device)} (deleted)")
+    return sum(files.values())
+
+
+def _device_files(pid: int, wanted: str) -> dict[int, int]:
+    files: dict[int, int] = {}
+    try:
+        for link in (PROC / str(pid) / "fd").iterdir():
+            with suppress(FileNotFoundError):  # closed while we looked
+                if str(link.readlink()) == wanted:
+                    stat = link.stat()
+                    files[stat.st_ino] = stat.st_blocks * 512
+    except (FileNotFoundError, ProcessLookupError):
+        return {}
+    except PermissionError as error:
+        raise MemoryFault(
+            f"process {pid} belongs to another user, so the device memory that it holds cannot be read",
+            remedy="run all tenants of a device of the host as one user",
+        ) from error
+    return files
+
+
+class HostDevice:
+    """The measure of a device that is made of the host's memory: what a GPU's management library is for a GPU."""
+
+    def __init__(self, device: str, capacity_bytes: int) -> None:
+        if capacity_bytes <= 0:
+            raise MemoryFault(f"{device}: a capacity of {capacity_bytes} bytes", remedy="use a positive capacity")
+        self.device = device
+        self.capacity_bytes = capacity_bytes
+
+    def used_bytes(self, pids: Iterable[int]) -> int:
+        """By these processes, now."""
+        return device_bytes(pids, self.device)
+
+    def free_bytes(self, pids: Iterable[int]) -> int:
+        """Capacity less what these processes hold; negative when they hold more than there is."""
+        return self.capacity_bytes - self.used_bytes(pids)
+
+
+def _status(pid: int, key: str) -> int:
+    try:
+        lines = (PROC / str(pid) / "status").read_text(encoding="ascii", errors="replace").splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(key)), 0)

@@ -1,7 +1,7 @@
 """The C library's calls on memory that Python does not offer at fixed addresses. Linux only.
 
 Python's `mmap` chooses addresses itself and hands out objects; here addresses are what is needed. Calls made through
-ctypes let go of the interpreter lock, so a copy in a thread runs beside Python.
+ctypes release the interpreter lock, so a copy in a thread runs beside Python.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def empty_file(fd: int, offset: int, num_bytes: int) -> None:
 
 
 def copy(target: int, source: int, num_bytes: int) -> None:
-    """Both ranges must be mapped; nobody checks."""
+    """Both ranges must be mapped; this is not checked."""
     _memcpy(target, source, num_bytes)
 
 

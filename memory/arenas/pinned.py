@@ -20,7 +20,7 @@ from types import MappingProxyType
 
 from ...core.clock import Clock, SystemClock
 from ...core.errors import MemoryFault
-from .cuda_library import (
+from .cuda_driver import (
     HOST_NUMA_ID,
     LIBRARY,
     PCI_BUS,
@@ -64,7 +64,7 @@ class PinReport:
 
 
 class Pinning:
-    """A `pin` for `HostPool`: `pin(address, num_bytes)` returns the callable that unpins. See the module's head."""
+    """A `pin` for `HostPool`: `pin(address, num_bytes)` returns the callable that unpins."""
 
     def __init__(
         self, ordinal: int, *, library: str = LIBRARY, num_threads: int = 8, clock: Clock | None = None

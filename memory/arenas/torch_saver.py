@@ -1,9 +1,9 @@
-"""torch-memory-saver behind the interface of an arena: the baseline to beat, and what engines built on it need.
+"""torch-memory-saver behind the interface of an arena: the baseline of the benchmarks, and for engines built on it.
 
-It ends the process at every call that does not fit its state (a pause of what is paused, of a tag that it never saw, a
-resume that finds no memory), so the state of each tag is kept here and no such call is made. It copies a tag whole,
-clean or not, pins host memory anew in each cycle unless told to retain it, and tells no sizes: bytes here are what the
-device gained and lost in our own measure. Releasing waits for the device first, which the library does not.
+The library ends the process at every call that does not fit its state (a pause of a paused or unknown tag, a resume
+without enough memory), so the state of each tag is kept here and no such call is made. It copies a tag whole, clean or
+not, pins host memory again in each cycle unless `retain_cpu_backup` is set, and reports no sizes: the bytes here are
+differences of the device's free memory. Releasing waits for the device first, which the library does not.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import torch
 from ...core.clock import Clock
 from ...core.device_memory import Backing, Tag, TagPolicy, TagReport
 from ...core.errors import MemoryFault, OutOfDeviceMemory
-from .moving import Account, Moved
-from .tag_states import AWAY, MAPPED
-from .torch_cache import trim_torch_cache
+from .cuda_memory import trim_torch_cache
+from .tagged_memory import AWAY, MAPPED
+from .transfer import TransferMeter, TransferStats
 
 HookMode = Literal["preload", "torch"]
 """How it comes between torch and the driver: LD_PRELOAD set before the process began, or a pluggable allocator."""
@@ -81,7 +81,7 @@ class SavedTag:
 
 
 class TorchSaver:
-    """See the module's head. The subset of an arena that torch-memory-saver can do; addresses stay there too."""
+    """The subset of an arena that torch-memory-saver can do; addresses stay there too."""
 
     def __init__(
         self,
@@ -136,10 +136,10 @@ class TorchSaver:
         finally:
             saved.num_bytes += max(self._device.reserved_bytes() - before, 0)
 
-    def release(self, tags: Collection[Tag]) -> Moved:
+    def release(self, tags: Collection[Tag]) -> TransferStats:
         """Pause the tags that are here and hold anything. MemoryFault, with nothing done, for unknown and kept ones."""
         with self._lock:
-            account = Account(self._clock)
+            meter = TransferMeter(self._clock)
             chosen = self._chosen(tags)
             for tag, saved in chosen:
                 if saved.policy == "keep":
@@ -151,20 +151,20 @@ class TorchSaver:
                     continue
                 if saved.num_bytes:
                     before = self._device.free_bytes()
-                    with account.part("pause"):
+                    with meter.part("pause"):
                         self._saver.pause(tag)
                     saved.num_bytes = max(self._device.free_bytes() - before, 0) or saved.num_bytes
                 is_copied = saved.policy == "backup"
                 saved.backing = "host" if is_copied else "discarded"
-                account.copied_bytes += saved.num_bytes if is_copied else 0
-                account.dropped_bytes += 0 if is_copied else saved.num_bytes
-            return account.total()
+                meter.copied_bytes += saved.num_bytes if is_copied else 0
+                meter.dropped_bytes += 0 if is_copied else saved.num_bytes
+            return meter.total()
 
-    def restore(self, tags: Collection[Tag]) -> Moved:
+    def restore(self, tags: Collection[Tag]) -> TransferStats:
         """Resume the tags that are away. OutOfDeviceMemory before anything when they do not fit: the library would end
         the process in the middle. What has no copy comes back undefined, not zeroed."""
         with self._lock:
-            account = Account(self._clock)
+            meter = TransferMeter(self._clock)
             away = [(tag, saved) for tag, saved in self._chosen(tags) if saved.backing in AWAY]
             self._device.trim()
             wanted, free = sum(saved.num_bytes for _, saved in away), self._device.free_bytes()
@@ -176,12 +176,12 @@ class TorchSaver:
                 )
             for tag, saved in away:
                 if saved.num_bytes:
-                    with account.part("resume"):
+                    with meter.part("resume"):
                         self._saver.resume(tag)
-                account.copied_bytes += saved.num_bytes if saved.backing == "host" else 0
+                meter.copied_bytes += saved.num_bytes if saved.backing == "host" else 0
                 saved.backing = "mapped_dirty"
             self._device.synchronise()
-            return account.total()
+            return meter.total()
 
     def mark_dirty(self, tag: Tag) -> None:
         """Nothing changes: it copies every time."""
@@ -215,7 +215,7 @@ class TorchSaver:
         saver = self._saver
         steps: list[tuple[str, Callable[[], None]]] = [
             (
-                "it was used before in this process, perhaps in another mode: say the mode before anybody uses it",
+                "it was used before in this process, perhaps in another mode: set the mode before its first use",
                 lambda: setattr(saver, "hook_mode", hook_mode),
             ),
             (
@@ -237,7 +237,7 @@ class TorchSaver:
     def _saved(self, tag: Tag) -> SavedTag:
         saved = self._tags.get(tag)
         if saved is None:
-            raise MemoryFault(f"torch-memory-saver: nobody declared a tag {tag!r}", remedy="declare it first")
+            raise MemoryFault(f"torch-memory-saver: tag {tag!r} was not declared", remedy="declare it first")
         return saved
 
     def _chosen(self, tags: Collection[Tag]) -> list[tuple[Tag, SavedTag]]:

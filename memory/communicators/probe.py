@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from ...core.errors import ConfigError, MemoryFault
-from .ctypes_suspend import NEEDED_VERSION, NcclLibrary
 from .proxy_build import missing_for_build
 from .residency import ResidencyKind
+from .suspend import NEEDED_VERSION, NcclLibrary
 
 Setting = Literal["auto", "keep", "suspend", "reload", "rebuild"]
 Way = Literal["", "native", "ctypes", "proxy"]

@@ -1,39 +1,182 @@
-"""Communicators that are dropped and built again inside process groups that stay themselves.
+"""Communicators that are dropped and built again inside process groups that stay the same objects.
 
     comms = ReloadComms()
-    comms.register()                                    # torch.distributed now knows "myxa_gloo" and "myxa_nccl"
-    dist.init_process_group("myxa_nccl", ...)           # new_group, DeviceMesh, parallel_state: all as ever
+    comms.register()                                    # torch.distributed now has "myxa_gloo" and "myxa_nccl"
+    dist.init_process_group("myxa_nccl", ...)           # new_group, DeviceMesh, parallel_state: as usual
     comms.release(epoch=5, timeout_s=30)                # every member: no communicator is left on the device
-    comms.restore(epoch=6, timeout_s=30)                # every member: those that had been live are live again
+    comms.restore(epoch=6, timeout_s=30)                # every member: those that were live are live again
 
-Groups are made through the public `torch.distributed.Backend.register_backend`; nothing of torch is replaced. So the
-group object, its name, its place in every registry, meshes and functional collectives never notice. What callers see:
-`get_backend()` says "myxa_nccl" (torch keeps the name under which a group was asked for; `native_name` maps it), the
-backend's own `name()` says "nccl".
+Groups are made through the public `torch.distributed.Backend.register_backend`; no function of torch is replaced. So
+the group object, its name, its place in every registry, meshes and functional collectives do not change. Callers see:
+`get_backend()` says "myxa_nccl" (torch keeps the requested name; `native_name` maps it), the backend's `name()` "nccl".
 
-Considered: patching torch.distributed's functions (forty names, and code that had imported them earlier goes past),
-destroying and making groups again (identities change), a Python ProcessGroup (functional collectives refuse it).
+A `ProxiedGroup` makes its inner backend at the first operation or at a restore, from the group's own store under a
+prefix of the epoch, so keys of an earlier epoch cannot be met. All members (two, for a send or a receive over NCCL)
+first pass the membership check, because NCCL's rendezvous has no deadline and gloo's does not name absent members.
+
+Considered: patching torch.distributed's functions (forty names, and code that had imported them earlier bypasses the
+patch); destroying and making groups again (identities change); a Python ProcessGroup (functional collectives refuse
+it).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, Protocol, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from ...core.clock import Clock, SystemClock
 from ...core.errors import MemoryFault
-from .deadline import Overrun, all_at_once, within
-from .epochs import EpochGate
-from .native import device_of_caller
-from .proxied_group import KEYS, GroupFacts, Native, ProxiedGroup
+from .membership import Absent, MembershipCheck
 from .proxy_build import load
-from .residency import CommStats, ResidencyKind
-from .roll_call import Absent, RollCall
+from .residency import CommStats, EpochGate, Overrun, ResidencyKind, all_at_once, within
+from .suspend import device_of_caller
+
+Native = Literal["gloo", "nccl"]
+KEYS = "myxa"
+
+
+class Proxy(Protocol):
+    """What `proxy_backend.cpp` gives to Python, beside what every torch backend has."""
+
+    is_live: bool
+
+    def build(self) -> None: ...
+    def drop(self, how: str) -> bool: ...
+    def inner(self) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFacts:
+    """What torch gave when the group was made."""
+
+    name: str
+    native: Native
+    store: Any
+    rank: int
+    """Of this process, inside the group."""
+    ranks: tuple[int, ...]
+    """All members, as ranks of WORLD."""
+    timeout: timedelta
+    options: Any = None
+    """ProcessGroupNCCL.Options that the caller gave."""
+
+
+class ProxiedGroup:
+    """The owner that the proxy calls. `closed` means: out of the registry."""
+
+    def __init__(
+        self,
+        facts: GroupFacts,
+        clock: Clock,
+        allowance: Callable[[str], tuple[int, float]],
+        on_closed: Callable[[str], None],
+    ) -> None:
+        self.facts = facts
+        self.proxy: Proxy | None = None
+        self.failed_epoch: int = -1
+        """Its members did not meet under it: what some of them left in the store would confuse a second try."""
+        self._clock = clock
+        self._allowance = allowance
+        self._on_closed = on_closed
+        self._membership = MembershipCheck(PrefixStore(f"{KEYS}-roll", facts.store), facts.ranks[facts.rank], clock)
+
+    # -- called by the proxy -------------------------------------------------------------------------------------------
+
+    def make(self, is_pair: bool) -> object:
+        """The inner backend; MemoryFault when communicators are released, or who did not come."""
+        epoch, timeout_s = self._allowance(self.facts.name)
+        if epoch == self.failed_epoch:
+            raise MemoryFault(
+                f"group {self.facts.name} could not be built under epoch {epoch}", remedy="restore under a newer epoch"
+            )
+        try:
+            if is_pair and self.facts.native == "nccl":
+                self._membership.arrive(f"epoch {epoch}")  # NCCL joins the two; the others may come later or never
+            elif len(self.facts.ranks) > 1:
+                self._meet(epoch, timeout_s)
+            return self._make(epoch, timeout_s)
+        except MemoryFault:
+            self.failed_epoch = epoch
+            raise
+        except RuntimeError as error:
+            self.failed_epoch = epoch
+            raise MemoryFault(
+                f"rank {self._rank}: {self._words} could not be built under epoch {epoch}: {_first_line(error)}",
+                remedy="a member ended meanwhile, or the network is broken; restore under a newer epoch without it",
+            ) from error
+
+    def closed(self) -> None:
+        self.proxy = None  # else proxy and owner would hold each other for ever
+        self._on_closed(self.facts.name)
+
+    # -- called by the residency ---------------------------------------------------------------------------------------
+
+    @property
+    def is_live(self) -> bool:
+        return self.proxy is not None and self.proxy.is_live
+
+    def drop(self, how: str) -> None:
+        if self.proxy is not None:
+            self.proxy.drop(how)
+
+    def build(self) -> None:
+        """Everything that a first operation would wait for."""
+        if self.proxy is None:
+            return
+        self.proxy.build()
+        if self.facts.native == "nccl":
+            device = torch.device("cuda", torch.cuda.current_device())
+            self.proxy.inner().eager_connect_single_device(device)
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _rank(self) -> int:
+        return self.facts.ranks[self.facts.rank]
+
+    @property
+    def _words(self) -> str:
+        return f"{self.facts.native} group {self.facts.name} of ranks {list(self.facts.ranks)}"
+
+    def _meet(self, epoch: int, timeout_s: float) -> None:
+        self._membership.tell(f"at epoch {epoch}")
+        try:
+            self._membership.meet(f"epoch {epoch}", self.facts.ranks, self._clock.monotonic() + timeout_s)
+        except Absent as error:
+            raise Absent(
+                f"rank {self._rank}: {self._words} could not be built under epoch {epoch} within {timeout_s:.1f} s: "
+                f"{error.message}",
+                error.ranks,
+                remedy="those ranks ended, or did not get the order; restore under a newer epoch",
+            ) from None
+
+    def _make(self, epoch: int, timeout_s: float) -> object:
+        store = PrefixStore(f"{KEYS}-epoch-{epoch}", self.facts.store)
+        size = len(self.facts.ranks)
+        if self.facts.native == "gloo":
+            meeting = min(timedelta(seconds=timeout_s), self.facts.timeout)
+            gloo: Any = cast(Any, dist).ProcessGroupGloo(store, self.facts.rank, size, timeout=meeting)
+            gloo._set_default_timeout(self.facts.timeout)
+            return gloo
+        nccl = cast(Any, dist).ProcessGroupNCCL
+        options = nccl.Options() if self.facts.options is None else self.facts.options
+        options._timeout = self.facts.timeout
+        options.global_ranks_in_group = list(self.facts.ranks)
+        options.group_name = self.facts.name
+        return nccl(store, self.facts.rank, size, options)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).split("\n", 1)[0][:300]
+
 
 NAMES: dict[str, Native] = {"myxa_gloo": "gloo", "myxa_nccl": "nccl"}
 DEVICES = {"gloo": ["cpu", "cuda"], "nccl": ["cuda"]}
@@ -80,7 +223,7 @@ class ReloadComms:
         self._free_bytes = free_bytes
         self._gate = EpochGate()
         self._groups: dict[str, ProxiedGroup] = {}
-        self._roll_call: RollCall | None = None
+        self._membership: MembershipCheck | None = None
         self._world: tuple[int, ...] = ()
         self._members: tuple[int, ...] = ()
         self._was_live: tuple[str, ...] = ()
@@ -134,8 +277,8 @@ class ReloadComms:
 
     def _begin(self, store: Any, rank: int, ranks: tuple[int, ...]) -> None:
         """WORLD is made: whom to agree with, and over what."""
-        self._roll_call = RollCall(PrefixStore(f"{KEYS}-control", store), rank, self._clock)
-        self._roll_call.tell("at epoch 0")
+        self._membership = MembershipCheck(PrefixStore(f"{KEYS}-control", store), rank, self._clock)
+        self._membership.tell("at epoch 0")
         self._world = self._members = ranks
 
     def _forget(self, name: str) -> None:
@@ -229,21 +372,21 @@ class ReloadComms:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _meet(self, point: str, deadline: float, word: str = "") -> dict[int, str]:
-        if self._roll_call is None:
+        if self._membership is None:
             return {0: word}
         try:
-            return self._roll_call.meet(point, self._members, deadline, word)
+            return self._membership.meet(point, self._members, deadline, word)
         except Absent as error:
             lost = sorted(name for name, group in self._groups.items() if set(group.facts.ranks) & set(error.ranks))
             raise Absent(
-                f"rank {self._roll_call.rank}: {error.message}, of groups {', '.join(lost)}",
+                f"rank {self._membership.rank}: {error.message}, of groups {', '.join(lost)}",
                 error.ranks,
                 remedy="they ended or did not get the order; abort, and restore under a newer epoch with who is left",
             ) from None
 
     def _tell(self, where: str) -> None:
-        if self._roll_call is not None:
-            self._roll_call.tell(where)
+        if self._membership is not None:
+            self._membership.tell(where)
 
     def _drop_all(self) -> None:
         def drop(group: ProxiedGroup) -> None:
@@ -282,10 +425,10 @@ class ReloadComms:
         self._was_live = tuple(sorted(live.union(self._was_live)))
 
     def _choose_members(self, members: Collection[int] | None) -> None:
-        if members is None or self._roll_call is None:
+        if members is None or self._membership is None:
             return
         chosen = tuple(sorted(set(members)))
-        if self._roll_call.rank not in chosen or not set(chosen) <= set(self._world):
+        if self._membership.rank not in chosen or not set(chosen) <= set(self._world):
             raise MemoryFault(f"members {list(chosen)} are not some of WORLD {list(self._world)} with this rank")
         self._members = chosen
 

@@ -14,7 +14,7 @@ from myxa.actors.data import held_out, jsonl, open_prompts, row_set
 from myxa.actors.rollout.group_pull import DRAW_AT_ONCE
 from myxa.core.config import RunConfig
 from myxa.core.errors import ConfigError, DataError
-from myxa.transport.session.frames import Limits
+from myxa.transport.session.frames import FrameLimits
 
 GOOD = '{"prompt": "1+1?", "label": "2"}'
 USER = '{"role": "user", "content": "hi"}'
@@ -192,7 +192,7 @@ def test_an_over_long_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_rows_that_no_message_would_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fits = Limits().body - (8 << 20)  # the rest is room for what surrounds them
+    fits = FrameLimits().body - (8 << 20)  # the rest is room for what surrounds them
     assert fits >= DRAW_AT_ONCE * row_set.MAX_ROW_BYTES
     assert fits >= held_out.MAX_HELD_OUT_BYTES
     monkeypatch.setattr(row_set, "MAX_ROW_BYTES", 200)

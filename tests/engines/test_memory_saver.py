@@ -32,8 +32,7 @@ from myxa.core.protocols import GenerateRequest, ReleasesMemory
 from myxa.core.samples import Message, Prompt
 from myxa.memory.arenas.arena import Arena
 from myxa.memory.arenas.host_pool import HostPool
-from myxa.memory.arenas.host_vmm import HostVmmDriver
-from myxa.memory.arenas.resident import device_bytes
+from myxa.memory.arenas.host_vmm import HostVmmDriver, device_bytes
 
 GIB = 1 << 30
 FIELDS = (

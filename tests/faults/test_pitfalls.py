@@ -1,4 +1,4 @@
-"""What users of pyzmq fall into (README.md lists it all): one regression test for each that needs its own."""
+"""What users of pyzmq fall into (docs/reliability.md lists it all): one regression test for each that needs its own."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from growth import check_flat, held
 
 from myxa.core.errors import CallError
 from myxa.core.refs import with_deadline
+from myxa.transport import zeromq as zmq_sockets
 from myxa.transport.node import JobKey, Node
 from myxa.transport.wire import Lane
-from myxa.transport.zeromq import sockets as zmq_sockets
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [path for floor in ("core", "transport", "actors", "launch") for path in sorted((ROOT / floor).rglob("*.py"))]

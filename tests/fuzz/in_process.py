@@ -24,10 +24,9 @@ from mutations import ENVELOPE_MUTATIONS, HEADER, Corpus, as_messages
 from myxa.actors.contracts import BufferContract, RolloutContract
 from myxa.core.handlers import handlers_of
 from myxa.core.ids import PeerKey
+from myxa.transport.codec import UndecodableError, decode_value
 from myxa.transport.node import InprocNetwork, Node
-from myxa.transport.payload import UndecodableError, decode_value
-from myxa.transport.session.frames import Chunk, Envelope, Kind, Malformed, batch, decode, split
-from myxa.transport.session.reassembly import Assemblies
+from myxa.transport.session.frames import Assemblies, Envelope, EnvelopeChunk, Kind, Malformed, batch, decode, split
 from myxa.transport.wire import Endpoints, Lane
 
 CONTRACTS = (stubs.MixedContract, BufferContract, RolloutContract)
@@ -144,7 +143,7 @@ class Rogue:
         source, session = self._sources[lane], self._session
         self.left -= 1
         parts = split(memoryview(message))
-        if isinstance(parts, Chunk):
+        if isinstance(parts, EnvelopeChunk):
             parts = self._assembled(source, lane, parts)
         if isinstance(parts, Malformed):
             session.malformed(source, lane, parts.reason)
@@ -152,7 +151,7 @@ class Rogue:
         for part in parts:
             session.received(source, lane, part)
 
-    def _assembled(self, source: bytes, lane: Lane, chunk: Chunk) -> list[memoryview] | Malformed:
+    def _assembled(self, source: bytes, lane: Lane, chunk: EnvelopeChunk) -> list[memoryview] | Malformed:
         if not self._session.is_known(source, lane):
             return Malformed(reason="a chunk before HELLO")
         given_up = self._assemblies[lane].overflow(source, chunk)

@@ -14,7 +14,7 @@ from typed_values import random_json, random_value
 from myxa.core.errors import EngineError, Overloaded
 from myxa.core.handlers import HandlerTable
 from myxa.core.ids import PeerKey
-from myxa.transport.payload import encode_value
+from myxa.transport.codec import encode_value
 from myxa.transport.session.faults import encode_fault
 from myxa.transport.session.frames import (
     HEADER_BYTES,

@@ -10,7 +10,7 @@ import psutil
 from run_job import worker_pids
 
 from myxa.core.errors import MemoryFault
-from myxa.memory.arenas.resident import device_bytes
+from myxa.memory.arenas.host_vmm import device_bytes
 
 
 @dataclass

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from standin_gpu import StandinGpu, build
 
-from myxa.memory.arenas.native_build import built
-from myxa.memory.arenas.segment_table import SOURCE
+from myxa.memory.arenas.segment_table import SOURCE, built
 
 
 @pytest.fixture(scope="session")

@@ -22,12 +22,10 @@ from myxa.core.device_memory import (
     TagReport,
     TenantReport,
 )
-from myxa.memory.ledger.arbiter import Arbiter, ArbiterOptions
-from myxa.memory.ledger.instructions import Answer, Ask, Instruction, Measure, Send
-from myxa.memory.ledger.switch import SwitchOptions
-from myxa.memory.ledger.tenant_machine import TenantMachine
-from myxa.memory.ledger.tenant_states import resting_state
-from myxa.memory.ledger.transition import TransitionOptions
+from myxa.memory.leases.arbiter import Arbiter, ArbiterOptions
+from myxa.memory.leases.instructions import AskReport, Instruction, LeaseAnswer, Measure, Send
+from myxa.memory.leases.switch import SwitchOptions, TransitionOptions
+from myxa.memory.leases.tenant_states import TenantMachine, resting_state
 
 MIB = 1 << 20
 CAPACITY = 1000 * MIB
@@ -209,9 +207,9 @@ class World:
                 self.call(instruction)
             elif isinstance(instruction, Measure):
                 self.at(instruction.after_s + 0.001, self.of_now(lambda m=instruction: self.measure(m)))
-            elif isinstance(instruction, Ask):
+            elif isinstance(instruction, AskReport):
                 self.at(self.lag(), self.of_now(lambda a=instruction: self.ask(a)))
-            elif isinstance(instruction, Answer):
+            elif isinstance(instruction, LeaseAnswer):
                 self.answered(instruction)
         for device, asked in restores.items():
             self.check_proof(device, asked)
@@ -229,7 +227,7 @@ class World:
         assert command.epoch >= self.last_epoch.get(send.tenant, 0), "I4: epochs do not go back"
         self.last_epoch[send.tenant] = command.epoch
         if command.kind == "restore":
-            report = self.arbiter.book.tenants[send.tenant].report
+            report = self.arbiter.ledger.tenants[send.tenant].report
             asked = sum(
                 t.num_bytes for t in report.tags if t.tag in command.tags and not t.backing.startswith("mapped")
             )
@@ -246,7 +244,7 @@ class World:
         assert span and span[0] - span[-1] >= 0.0199, (
             f"I2: {device}: {asked} granted after {self.readings[device][-4:]}"
         )
-        held = self.arbiter.book.held(device)
+        held = self.arbiter.ledger.held(device)
         assert held <= CAPACITY - RESERVE or self.has_cheated, f"I1: {held} promised on {device}"
 
     def measure(self, measure: Measure) -> None:
@@ -260,7 +258,7 @@ class World:
             readings[device] = DeviceReading(CAPACITY, free)
         self.do(self.arbiter.measured(measure.key, readings, self.now))
 
-    def ask(self, ask: Ask) -> None:
+    def ask(self, ask: AskReport) -> None:
         process = self.live.get(ask.tenant)
         if process is None or process.is_stopped or self.random.random() < self.weather.drop:
             return
@@ -478,7 +476,7 @@ class World:
         self.do(self.arbiter.leased(request, self.now))
         return request.request_id
 
-    def answered(self, answer: Answer) -> None:
+    def answered(self, answer: LeaseAnswer) -> None:
         request, _ = self.leases.pop(answer.request_id, (None, 0.0))
         self.answers[answer.request_id] = answer.reply
         if request is None:
@@ -489,7 +487,7 @@ class World:
             return
         self.num_granted += 1
         for process in self.live.values():
-            known = self.arbiter.book.tenants.get(process.name)
+            known = self.arbiter.ledger.tenants.get(process.name)
             if known is None or not known.is_usable or known.report.epoch != process.epoch:
                 continue
             if process.gang == request.gang:
@@ -508,7 +506,7 @@ class World:
             assert len({p.comm_epoch for p in usable}) <= 1, "I7: communicators of different epochs"
 
     def is_usable(self, process: Process) -> bool:
-        known = self.arbiter.book.tenants.get(process.name)
+        known = self.arbiter.ledger.tenants.get(process.name)
         return known is not None and known.is_usable and known.report.epoch == process.epoch
 
     # -- the truth
@@ -523,7 +521,7 @@ class World:
             running: list[Any] = [s for s in self.arbiter._running if device in s.devices]
             assert len(running) <= 1, "I9: two switches on one device"
         for process in self.live.values():
-            known = self.arbiter.book.tenants.get(process.name)
+            known = self.arbiter.ledger.tenants.get(process.name)
             if known is not None and known.report.epoch == process.epoch and not known.is_dead:
                 assert known.held_bytes >= max(map(process.used, process.devices)), (
                     f"the ledger has less of {process.name} than it holds"

@@ -18,7 +18,7 @@ from myxa.actors.contracts import MemoryContract
 from myxa.core.device_memory import LeaseReply, LeaseRequest, MemoryView
 from myxa.core.errors import CallError
 from myxa.core.refs import with_deadline
-from myxa.memory.arenas.resident import device_bytes, rss_shmem
+from myxa.memory.arenas.host_vmm import device_bytes, rss_shmem
 from myxa.transport.node import Node
 
 TOYS = Path(__file__).parent / "manager_toys.py"

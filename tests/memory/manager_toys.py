@@ -36,11 +36,10 @@ from myxa.core.handlers import call
 from myxa.memory.arenas.arena import Arena
 from myxa.memory.arenas.host_pool import HostPool
 from myxa.memory.arenas.host_vmm import HostVmmDriver
-from myxa.memory.ledger.arbiter import ArbiterOptions
-from myxa.memory.ledger.instructions import Answer, Measure, Send
-from myxa.memory.ledger.journal import Journal
-from myxa.memory.ledger.switch import SwitchOptions
-from myxa.memory.ledger.transition import TransitionOptions
+from myxa.memory.leases.arbiter import ArbiterOptions
+from myxa.memory.leases.instructions import LeaseAnswer, Measure, Send
+from myxa.memory.leases.journal import Journal
+from myxa.memory.leases.switch import SwitchOptions, TransitionOptions
 from myxa.memory.meters import DeviceMeters
 from myxa.transport.node import Node, Rendezvous
 
@@ -255,7 +254,7 @@ class MortalManager(MemoryManager):
                 point(f"before_journal_{instruction.command.kind}")
             elif isinstance(instruction, Measure) and instruction.key != "watch":
                 point("before_measure")
-            elif isinstance(instruction, Answer):
+            elif isinstance(instruction, LeaseAnswer):
                 point("before_answer")
         super()._do(instructions)
 

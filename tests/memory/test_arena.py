@@ -23,9 +23,8 @@ from myxa.core.errors import MemoryFault, OutOfDeviceMemory
 from myxa.memory.arenas import libc
 from myxa.memory.arenas.arena import Arena
 from myxa.memory.arenas.host_pool import HostPool
-from myxa.memory.arenas.host_vmm import HostVmmDriver
-from myxa.memory.arenas.resident import HostDevice, device_bytes, rss_anon, rss_shmem
-from myxa.memory.arenas.tag_states import bytes_to_copy
+from myxa.memory.arenas.host_vmm import HostDevice, HostVmmDriver, device_bytes, rss_anon, rss_shmem
+from myxa.memory.arenas.tagged_memory import bytes_to_copy
 from myxa.memory.arenas.tensors import empty_tensor, empty_tensors
 
 MIB = 1 << 20
@@ -651,7 +650,7 @@ def test_repeating_a_command_does_nothing(arena: Arena):
 def test_an_unknown_tag_stops_a_command_before_it_begins(arena: Arena, call: str):
     empty_tensor(arena, "optimizer", (100,), torch.uint8)
     with pytest.raises(
-        MemoryFault, match=r"host:7: nobody declared a tag 'weights' \(optimizer, grads, params, context\)"
+        MemoryFault, match=r"host:7: tag 'weights' was not declared \(optimizer, grads, params, context\)"
     ):
         getattr(arena, call)(["optimizer", "weights"])
     assert backing(arena) == {"optimizer": "mapped_dirty"}

@@ -17,9 +17,8 @@ from myxa.core.errors import MemoryFault
 from myxa.memory.arenas import libc
 from myxa.memory.arenas.arena import Arena
 from myxa.memory.arenas.host_pool import HostPool
-from myxa.memory.arenas.host_vmm import HostVmmDriver
-from myxa.memory.arenas.resident import device_bytes
-from myxa.memory.arenas.tag_states import AWAY, LEAVES_BY, TRANSITIONS, Event, after
+from myxa.memory.arenas.host_vmm import HostVmmDriver, device_bytes
+from myxa.memory.arenas.tagged_memory import AWAY, LEAVES_BY, TRANSITIONS, TagEvent, after
 
 PAGE = libc.PAGE_BYTES
 CHUNKS = 4
@@ -330,6 +329,6 @@ def test_every_state_can_be_reached_and_only_poison_is_for_ever():
     assert reached == {"mapped_dirty", "mapped_clean", "copy_out", "host", "discarded", "copy_in", "poisoned"}
     assert {source for source, _ in TRANSITIONS} == reached - {"poisoned"}
     assert all(TRANSITIONS[backing, event] for (_, backing), event in LEAVES_BY.items())
-    assert all(event is Event.MAPPED for (source, event) in TRANSITIONS if source in AWAY)
+    assert all(event is TagEvent.MAPPED for (source, event) in TRANSITIONS if source in AWAY)
     with pytest.raises(MemoryFault, match="here: tag 'grads' is discarded and cannot be copied out -- restore the tag"):
-        after("here", "grads", "discarded", Event.COPY_BEGUN)
+        after("here", "grads", "discarded", TagEvent.COPY_BEGUN)

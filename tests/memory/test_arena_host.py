@@ -18,8 +18,7 @@ from myxa.core.errors import MemoryFault, OutOfDeviceMemory
 from myxa.memory.arenas import libc
 from myxa.memory.arenas.arena import Arena
 from myxa.memory.arenas.host_pool import HostPool
-from myxa.memory.arenas.host_vmm import HostVmmDriver
-from myxa.memory.arenas.resident import PROC, device_bytes, rss_anon, rss_shmem
+from myxa.memory.arenas.host_vmm import PROC, HostVmmDriver, device_bytes, rss_anon, rss_shmem
 from myxa.memory.arenas.tensors import empty_tensor, empty_tensors, tensor_at
 
 PAGE = libc.PAGE_BYTES

@@ -23,9 +23,8 @@ from myxa.core.errors import MemoryFault, OutOfDeviceMemory
 from myxa.memory.arenas import libc
 from myxa.memory.arenas.arena import Arena
 from myxa.memory.arenas.host_pool import HostPool
-from myxa.memory.arenas.host_vmm import HostVmmDriver
-from myxa.memory.arenas.resident import device_bytes
-from myxa.memory.arenas.streams import Stream
+from myxa.memory.arenas.host_vmm import HostVmmDriver, device_bytes
+from myxa.memory.arenas.transfer import Transfer
 
 PAGE = libc.PAGE_BYTES
 CAPACITY_PAGES = 17
@@ -99,7 +98,7 @@ class ArenaAgainstModel(RuleBasedStateMachine):
             self.driver, self.pool, ManualClock(), chunk_bytes=1, is_verifying=is_verifying, on_freed=self.note
         )
         self.model: dict[Tag, Expected] = {}
-        self.streams: list[tuple[Stream, list[Tag]]] = []
+        self.streams: list[tuple[Transfer, list[Tag]]] = []
         for tag, policy in TAGS.items():
             self.arena.tag(tag, policy, priority=PRIORITIES[tag])
             self.model[tag] = Expected()

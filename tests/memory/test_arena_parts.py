@@ -15,9 +15,8 @@ from myxa.core.device_memory import OPTIMIZER_PARTS
 from myxa.core.errors import MemoryFault
 from myxa.memory.arenas.arena import Arena
 from myxa.memory.arenas.host_pool import HostPool
-from myxa.memory.arenas.host_vmm import HostVmmDriver
-from myxa.memory.arenas.parts import shares
-from myxa.memory.arenas.resident import device_bytes
+from myxa.memory.arenas.host_vmm import HostVmmDriver, device_bytes
+from myxa.memory.arenas.tagged_memory import shares
 from myxa.memory.arenas.tensors import empty_tensor
 
 MIB = 1 << 20

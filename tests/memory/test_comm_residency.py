@@ -18,17 +18,11 @@ from fake_nccl import MIB, FakeBackend, FakeGroup, together
 
 from myxa.core.errors import ConfigError, MemoryFault
 from myxa.memory.communicators import proxy_build
-from myxa.memory.communicators.ctypes_suspend import NcclLibrary, ctypes_comms
-from myxa.memory.communicators.deadline import Overrun, all_at_once
-from myxa.memory.communicators.epochs import EpochGate
-from myxa.memory.communicators.keep import KeepComms
-from myxa.memory.communicators.native import native_comms, nccl_backends
-from myxa.memory.communicators.peers import Peers
+from myxa.memory.communicators.membership import Absent, GangMembers
 from myxa.memory.communicators.probe import Rung, choose, probe
-from myxa.memory.communicators.rebuild import RebuildComms
 from myxa.memory.communicators.reload import ReloadComms
-from myxa.memory.communicators.residency import CommResidency
-from myxa.memory.communicators.roll_call import Absent
+from myxa.memory.communicators.residency import CommResidency, EpochGate, KeepComms, Overrun, RebuildComms, all_at_once
+from myxa.memory.communicators.suspend import NcclLibrary, ctypes_comms, native_comms, nccl_backends
 
 torch_dist: Any = dist
 WAIT_S = 20.0
@@ -51,9 +45,9 @@ class Gang:
                 raise found
 
 
-def peers(num_ranks: int) -> list[Peers]:
+def peers(num_ranks: int) -> list[GangMembers]:
     store = torch_dist.HashStore()
-    return [Peers.over(store, rank, range(num_ranks)) for rank in range(num_ranks)]
+    return [GangMembers.over(store, rank, range(num_ranks)) for rank in range(num_ranks)]
 
 
 def keeping(_: Path) -> Gang:
@@ -144,7 +138,7 @@ def calling(folder: Path) -> Gang:
 def rebuilding(_: Path) -> Gang:
     live = [3, 3]
 
-    def owner(rank: int, p: Peers) -> RebuildComms:
+    def owner(rank: int, p: GangMembers) -> RebuildComms:
         def destroy(epoch: int) -> None:
             live[rank] = 0
 
@@ -284,8 +278,8 @@ def test_peer_that_dies_in_a_suspend_is_left_by_the_deadline():
     said = '["0", "1"]'
 
     def dies() -> None:
-        assert both[1].roll_call is not None
-        both[1].roll_call.meet("suspend under epoch 1", (0, 1), both[1].clock.monotonic() + WAIT_S, said)
+        assert both[1].membership is not None
+        both[1].membership.meet("suspend under epoch 1", (0, 1), both[1].clock.monotonic() + WAIT_S, said)
 
     found = together([lambda: mine.release(1, 2.0), dies])
     assert isinstance(found[0], Overrun), found
@@ -338,7 +332,7 @@ def test_error_of_the_c_call_is_told(tmp_path: Path):
     library, backend = NcclLibrary(stand_in(tmp_path)), PointerBackend()
     assert library.version == (2, 29, 7)
     backend.communicator.busy = 1
-    residency = ctypes_comms(Peers.alone(), library, lambda: [("0", (0,), backend)])
+    residency = ctypes_comms(GangMembers.alone(), library, lambda: [("0", (0,), backend)])
     with pytest.raises(MemoryFault, match=r"ncclCommSuspend answered 5 \(invalid usage\).*idle"):
         residency.release(1, WAIT_S)
 
@@ -364,7 +358,7 @@ def test_gloo_groups_are_not_among_ncclS():
 
 def test_member_that_arrived_without_waiting_is_counted_on():
     """Two ranks of a group sent to each other first; a later collective of all must not wait for them."""
-    both = [each.roll_call for each in peers(2)]
+    both = [each.membership for each in peers(2)]
     assert both[0] is not None
     assert both[1] is not None
     both[0].arrive("epoch 3")
@@ -376,7 +370,7 @@ def test_member_that_arrived_without_waiting_is_counted_on():
 def test_keys_of_former_points_are_taken_away():
     """A switch every minute for a month must not fill the store."""
     store = torch_dist.HashStore()
-    both = [Peers.over(store, rank, (0, 1)) for rank in range(2)]
+    both = [GangMembers.over(store, rank, (0, 1)) for rank in range(2)]
     for point in range(20):
         together(
             [
@@ -413,7 +407,7 @@ def test_callback_that_fails_leaves_the_groups_broken_until_a_newer_epoch():
             raise RuntimeError("no route to host")
         return 1
 
-    comms = RebuildComms(lambda epoch: None, make, Peers.alone(), num_groups=1)
+    comms = RebuildComms(lambda epoch: None, make, GangMembers.alone(), num_groups=1)
     comms.release(1, WAIT_S)
     with pytest.raises(RuntimeError, match="no route"):
         comms.restore(2, WAIT_S)

@@ -14,8 +14,7 @@ from myxa.core.device_memory import Tag, TagPolicy
 from myxa.core.errors import MemoryFault, OutOfDeviceMemory
 from myxa.memory.arenas import pinned
 from myxa.memory.arenas.arena import Arena
-from myxa.memory.arenas.cuda_driver import IN, OUT, CudaDriver
-from myxa.memory.arenas.cuda_library import CudaLibrary, PrimaryContext
+from myxa.memory.arenas.cuda_driver import IN, OUT, CudaDriver, CudaLibrary, PrimaryContext
 from myxa.memory.arenas.host_pool import HostPool
 from myxa.memory.arenas.pinned import Pinning, near, pin_for
 
@@ -387,15 +386,19 @@ def test_a_node_is_preferred_only_where_there_are_several(tmp_path):
 
 
 @pytest.fixture
-def arena(gpu: StandinGpu):
-    pool = HostPool(64 * MIB, pin_for(0, library=gpu.path, num_threads=2))
-    arena = Arena(CudaDriver(0, gpu.path), pool, SystemClock(), chunk_bytes=4 * MIB)
+def host_pool(gpu: StandinGpu):
+    return HostPool(64 * MIB, pin_for(0, library=gpu.path, num_threads=2))
+
+
+@pytest.fixture
+def arena(gpu: StandinGpu, host_pool: HostPool):
+    arena = Arena(CudaDriver(0, gpu.path), host_pool, SystemClock(), chunk_bytes=4 * MIB)
     yield arena
     gpu.fail_nothing()
     arena.close()
 
 
-def test_tags_leave_the_device_and_come_back_to_the_bit(arena: Arena, gpu: StandinGpu):
+def test_tags_leave_the_device_and_come_back_to_the_bit(arena: Arena, host_pool: HostPool, gpu: StandinGpu):
     tags: list[tuple[Tag, TagPolicy]] = [("optimizer", "backup"), ("grads", "discard"), ("params", "rematerialise")]
     for tag, policy in tags:
         arena.tag(tag, policy)
@@ -412,7 +415,7 @@ def test_tags_leave_the_device_and_come_back_to_the_bit(arena: Arena, gpu: Stand
         assert arena.digest("optimizer") == before
         arena.mark_dirty("optimizer")
         arena.mark_dirty("params")
-    assert gpu.is_pinned(arena._floor.pool.take(MIB), MIB)
+    assert gpu.is_pinned(host_pool.take(MIB), MIB)
 
 
 def test_a_restore_that_is_waited_for_takes_the_kernel_and_one_that_streams_does_not(arena: Arena, gpu: StandinGpu):

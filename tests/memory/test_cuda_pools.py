@@ -18,7 +18,7 @@ from standin_gpu import MIB, StandinGpu
 
 from myxa.core.clock import SystemClock
 from myxa.core.errors import MemoryFault, OutOfDeviceMemory
-from myxa.memory.arenas.cuda_vmm import CudaMemory, open_cuda
+from myxa.memory.arenas.cuda_memory import CudaMemory, open_cuda
 
 
 class Bench:

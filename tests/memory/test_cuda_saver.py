@@ -133,7 +133,7 @@ def test_no_call_that_would_end_the_process_is_made(saver: TorchSaver, strict: S
     saver.restore(("kv_cache", "params"))
     saver.restore(("kv_cache", "params"))
     assert strict.calls == ["pause params", "resume params"]
-    with pytest.raises(MemoryFault, match="nobody declared a tag 'weights'"):
+    with pytest.raises(MemoryFault, match="tag 'weights' was not declared"):
         saver.release(("weights",))
     saver.release(("params",))
     with pytest.raises(MemoryFault, match="region of tag 'params', which is host"), saver.region("params", "backup"):
@@ -168,15 +168,15 @@ def test_marks_are_taken_and_change_nothing(saver: TorchSaver):
     saver.mark_clean("params")
     saver.mark_dirty("params")
     assert saver.release(("params",)).copied_bytes == 30 * MIB
-    with pytest.raises(MemoryFault, match="nobody declared"):
+    with pytest.raises(MemoryFault, match="was not declared"):
         saver.mark_dirty("weights")
 
 
 @pytest.mark.parametrize(
     ("mode", "error", "said"),
     [
-        ("torch", AssertionError("Cannot configure after initialization"), "say the mode before anybody uses it"),
-        ("torch", AttributeError("_impl_ctor_kwargs"), "say the mode before anybody uses it"),
+        ("torch", AssertionError("Cannot configure after initialization"), "set the mode before its first use"),
+        ("torch", AttributeError("_impl_ctor_kwargs"), "set the mode before its first use"),
     ],
 )
 def test_a_library_that_is_in_use_otherwise_is_told(device: FakeDevice, mode: Any, error: Exception, said: str):

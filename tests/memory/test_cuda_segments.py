@@ -15,9 +15,8 @@ from standin_gpu import GRANULE, MIB, StandinGpu
 
 from myxa.core.errors import MemoryFault
 from myxa.core.files import take_lock
-from myxa.memory.arenas import native_build
-from myxa.memory.arenas.native_build import built
-from myxa.memory.arenas.segment_table import SLOTS, SOURCE, SegmentTable, SlotRegister
+from myxa.memory.arenas import segment_table
+from myxa.memory.arenas.segment_table import SLOTS, SOURCE, SegmentTable, SlotRegister, built
 
 SLOT = SLOTS[0]
 
@@ -253,8 +252,8 @@ def test_a_source_is_compiled_once_whoever_asks(tmp_path: Path, monkeypatch: pyt
     source = tmp_path / "seven.c"
     source.write_text('__attribute__((visibility("default"))) int seven(void) { return 7; }\n')
     calls: list[str] = []
-    compile_it = native_build._compile
-    monkeypatch.setattr(native_build, "_compile", lambda *a: (calls.append("one"), compile_it(*a)))
+    compile_it = segment_table._compile
+    monkeypatch.setattr(segment_table, "_compile", lambda *a: (calls.append("one"), compile_it(*a)))
     with ThreadPoolExecutor(4) as threads:
         paths = {done.result(timeout=60) for done in [threads.submit(built, source, tmp_path / "c") for _ in range(4)]}
     assert len(paths) == len(calls) == 1
@@ -268,7 +267,7 @@ def test_a_source_is_compiled_once_whoever_asks(tmp_path: Path, monkeypatch: pyt
 def test_whoever_waits_for_another_that_compiles_waits_no_longer_than_that_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(native_build, "LOCK_S", 0.2)
+    monkeypatch.setattr(segment_table, "LOCK_S", 0.2)
     source = tmp_path / "seven.c"
     source.write_text("int seven(void) { return 7; }\n")
     done = built(source, tmp_path / "c")
@@ -302,19 +301,19 @@ def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path):
 def test_a_home_that_cannot_be_written_is_replaced_by_a_folder_of_ones_own(tmp_path: Path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(native_build.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(segment_table.tempfile, "gettempdir", lambda: str(tmp_path))
     made = built(SOURCE)
     assert made.parent == tmp_path / f"myxa-native-{os.getuid()}"
     assert made.parent.stat().st_mode & 0o777 == 0o700
     assert built(SOURCE) == made
-    monkeypatch.setattr(native_build.os, "getuid", lambda: 4711)  # somebody else made that folder
+    monkeypatch.setattr(segment_table.os, "getuid", lambda: 4711)  # somebody else made that folder
     made.parent.rename(tmp_path / "myxa-native-4711")
-    with pytest.raises(MemoryFault, match="belongs to somebody else"):
+    with pytest.raises(MemoryFault, match="belongs to another user"):
         built(SOURCE)
 
 
 @pytest.mark.parametrize("compiler", ["gcc", "g++"])
 def test_the_allocator_compiles_without_a_warning(tmp_path: Path, compiler: str, monkeypatch: pytest.MonkeyPatch):
     assert shutil.which(compiler)
-    monkeypatch.setattr(native_build, "FLAGS", (*native_build.FLAGS, "-Wextra", "-Werror"))
+    monkeypatch.setattr(segment_table, "FLAGS", (*segment_table.FLAGS, "-Wextra", "-Werror"))
     assert built(SOURCE, tmp_path, compilers=(compiler,)).exists()

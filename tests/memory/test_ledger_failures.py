@@ -54,7 +54,7 @@ def test_who_never_answers_is_fenced_and_taken_back(world: World) -> None:
     world.stop("trainer/1")
     reply = answer(world, "rollout", "trainer")
     assert not reply.granted
-    fenced = world.arbiter.book.tenants["trainer/1"]
+    fenced = world.arbiter.ledger.tenants["trainer/1"]
     assert not fenced.is_usable
     assert fenced.held_bytes == fenced.report.residue_bytes + sum(t.num_bytes for t in fenced.report.tags)
     refused = answer(world, "trainer", "rollout")
@@ -92,7 +92,7 @@ def test_a_stranger_that_takes_what_was_freed(world: World, monkeypatch: pytest.
     reply = answer(world, "rollout", "trainer")
     assert not reply.granted
     assert "short on gpu-a, held by" in reply.reason
-    assert "by nobody registered" in reply.reason
+    assert "by unregistered processes" in reply.reason
     assert world.live["trainer/0"].machine.state in ("quiesced", "released")
     monkeypatch.setattr(world, "leave", leave)
     world.strangers["gpu-a"] = 0
@@ -194,19 +194,19 @@ def test_an_engine_that_dies_while_it_restores_gives_the_device_back(world: Worl
 
 def test_the_dead_count_until_their_memory_is_seen_to_be_free(world: World) -> None:
     granted(world, "rollout", "trainer")
-    held = world.arbiter.book.held("gpu-a")
+    held = world.arbiter.ledger.held("gpu-a")
     process = world.live.pop("rollout/0")
     process.is_alive = False  # its memory stays for a while
     world.do(world.arbiter.died("rollout/0", process.epoch, "killed", world.now))
     world.advance(2.0)
-    assert world.arbiter.book.held("gpu-a") == held
-    assert {h.state for h in world.arbiter.book.holders("gpu-a") if h.tenant == "rollout/0"} == {
+    assert world.arbiter.ledger.held("gpu-a") == held
+    assert {h.state for h in world.arbiter.ledger.holders("gpu-a") if h.tenant == "rollout/0"} == {
         "dead, not proven free"
     }
     process.freed.add("gpu-a")
     world.advance(0.5)
-    assert world.arbiter.book.held("gpu-a") == held - process.report().residue_bytes - 580 * MIB
-    assert world.arbiter.book.ghosts == []
+    assert world.arbiter.ledger.held("gpu-a") == held - process.report().residue_bytes - 580 * MIB
+    assert world.arbiter.ledger.ghosts == []
 
 
 def test_the_dead_of_several_devices_count_on_each_until_it_is_seen_to_be_free_there() -> None:
@@ -214,21 +214,21 @@ def test_the_dead_of_several_devices_count_on_each_until_it_is_seen_to_be_free_t
     world.advance(0.5)
     granted(world, "trainer", "rollout")
     granted(world, "rollout", "trainer")
-    held = {device: world.arbiter.book.held(device) for device in ("gpu-a", "gpu-b")}
+    held = {device: world.arbiter.ledger.held(device) for device in ("gpu-a", "gpu-b")}
     process = world.live.pop("rollout/0")
     process.is_alive = False
     world.do(world.arbiter.died("rollout/0", process.epoch, "killed", world.now))
     process.freed.add("gpu-b")
     world.advance(1.0)
     gone = process.report().residue_bytes + 580 * MIB
-    assert world.arbiter.book.held("gpu-b") == held["gpu-b"] - gone
-    assert world.arbiter.book.held("gpu-a") == held["gpu-a"]
+    assert world.arbiter.ledger.held("gpu-b") == held["gpu-b"] - gone
+    assert world.arbiter.ledger.held("gpu-a") == held["gpu-a"]
     asked = world.lease("trainer", ALL["trainer"], (), True, 30.0)
     world.advance(5.0)
     assert asked not in world.answers, "gpu-a is not proven free"
     process.freed.add("gpu-a")
     world.advance(5.0)
-    assert world.arbiter.book.ghosts == []
+    assert world.arbiter.ledger.ghosts == []
     assert world.answers[asked].granted
 
 
@@ -252,7 +252,7 @@ def test_a_death_that_is_noticed_late_is_proven_as_soon_as_it_is_noticed() -> No
     world.advance(5.5)
     killed_unnoticed(world, "rollout/1", unnoticed_s=5.5)
     world.advance(0.2)
-    assert world.arbiter.book.ghosts == []
+    assert world.arbiter.ledger.ghosts == []
     world.spawn("rollout/1")
     world.advance(0.2)
     assert granted(world, "rollout", "trainer")
@@ -269,25 +269,25 @@ def test_what_is_measured_after_a_tenant_lost_a_process_is_no_baseline() -> None
     process.assets["cuda_graph"].on_device = True
     world.hear(process.report(), world.arbiter.reported)
     world.advance(5.5)
-    assert world.arbiter.book.devices["gpu-b"].baseline_bytes == 90 * MIB
+    assert world.arbiter.ledger.devices["gpu-b"].baseline_bytes == 90 * MIB
     world.arbiter.lost_a_process("rollout/1", process.epoch)
     killed_unnoticed(world, "rollout/1", unnoticed_s=5.5)
     world.advance(0.2)
-    assert world.arbiter.book.ghosts == []
+    assert world.arbiter.ledger.ghosts == []
 
 
 def test_what_a_tenant_loads_is_not_taken_for_a_strangers() -> None:
     world = World(10)
     world.advance(0.5)
-    process, account = world.live["rollout/1"], world.arbiter.book.devices["gpu-b"]
+    process, account = world.live["rollout/1"], world.arbiter.ledger.devices["gpu-b"]
     world.strangers["gpu-b"] = 30 * MIB
     world.advance(5.5)
-    told = world.arbiter.book.tenants["rollout/1"].report
+    told = world.arbiter.ledger.tenants["rollout/1"].report
     loads = TagReport("kv_cache", 420 * MIB, "discard", "mapped_dirty")
     world.do(world.arbiter.reported(replace(told, tags=(loads,), reserved_bytes=420 * MIB, sequence=100), world.now))
     process.assets["kv_cache"].on_device = True
     world.advance(5.5)
-    assert world.arbiter.book.unattributed("gpu-b") == 450 * MIB
+    assert world.arbiter.ledger.unattributed("gpu-b") == 450 * MIB
     assert account.baseline_bytes == 30 * MIB
 
 
@@ -295,7 +295,7 @@ def test_room_that_nobody_took_limits_the_baseline() -> None:
     """Less is used than its owner may take: a stranger cannot have more than what is not surely the owner's."""
     world = World(9)
     world.advance(0.5)
-    process, account = world.live["other/0"], world.arbiter.book.devices["gpu-b"]
+    process, account = world.live["other/0"], world.arbiter.ledger.devices["gpu-b"]
     world.strangers["gpu-b"] = 300 * MIB
     world.advance(5.5)
     assert account.baseline_bytes == 300 * MIB
@@ -314,14 +314,14 @@ def test_of_the_dead_no_more_counts_than_the_measurement_leaves() -> None:
     granted(world, "trainer")
     granted(world, "rollout", "trainer")
     world.advance(5.5)
-    live = world.arbiter.book.held("gpu-b") - world.live["rollout/1"].used("gpu-b")
+    live = world.arbiter.ledger.held("gpu-b") - world.live["rollout/1"].used("gpu-b")
     world.strangers["gpu-b"] = 60 * MIB
     killed_unnoticed(world, "rollout/1", unnoticed_s=0.1)
     world.advance(0.5)
-    assert world.arbiter.book.held("gpu-b") == live + 60 * MIB
-    ghost = [h for h in world.arbiter.book.holders("gpu-b") if h.state == "dead, not proven free"]
+    assert world.arbiter.ledger.held("gpu-b") == live + 60 * MIB
+    ghost = [h for h in world.arbiter.ledger.holders("gpu-b") if h.state == "dead, not proven free"]
     assert sum(h.num_bytes for h in ghost) == 60 * MIB
-    assert not [h for h in world.arbiter.book.holders("gpu-b") if not h.tenant]
+    assert not [h for h in world.arbiter.ledger.holders("gpu-b") if not h.tenant]
     world.spawn("rollout/1")
     world.advance(0.2)
     assert granted(world, "rollout", "trainer")
@@ -340,7 +340,7 @@ def test_a_refusal_for_the_dead_says_what_is_measured() -> None:
     world.advance(0.2)
     reason = answer(world, "rollout", "trainer").reason
     assert "rollout/1 kv_cache 420 MiB (dead, not proven free)" in reason
-    assert "MiB used by nobody that lives, before they died 0 bytes" in reason
+    assert "MiB used by no living tenant, before the deaths 0 bytes" in reason
     assert "measured: " in reason
 
 

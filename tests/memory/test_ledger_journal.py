@@ -8,10 +8,10 @@ import pytest
 
 from myxa.core.device_memory import MemoryCommand, TenantReport
 from myxa.core.errors import MemoryFault
-from myxa.memory.ledger import journal as journal_module
-from myxa.memory.ledger.arbiter import EPOCHS_PER_MANAGER, Arbiter, ArbiterOptions
-from myxa.memory.ledger.instructions import Ask
-from myxa.memory.ledger.journal import Journal
+from myxa.memory.leases import journal as journal_module
+from myxa.memory.leases.arbiter import EPOCHS_PER_MANAGER, Arbiter, ArbiterOptions
+from myxa.memory.leases.instructions import AskReport
+from myxa.memory.leases.journal import Journal
 
 
 def report(name: str, sequence: int = 1) -> TenantReport:
@@ -38,8 +38,8 @@ def test_a_successor_knows_whom_to_ask_and_where_to_begin(tmp_path: Path) -> Non
         assert second.commands == {"trainer/0": order(41)}
         arbiter = Arbiter(ArbiterOptions(), last_epoch=second.last_epoch, known=second.known)
     assert arbiter.epoch == 41 + EPOCHS_PER_MANAGER
-    assert arbiter.tick(0.0)[0] == Ask("trainer/0")  # trusted in nothing before it has answered
-    assert not arbiter.book.tenants["trainer/0"].is_usable
+    assert arbiter.tick(0.0)[0] == AskReport("trainer/0")  # trusted in nothing before it has answered
+    assert not arbiter.ledger.tenants["trainer/0"].is_usable
     with Journal(path) as third:
         assert third.last_epoch == 41
 

@@ -24,13 +24,20 @@ from myxa.core.device_memory import (
     TenantState,
 )
 from myxa.core.errors import MemoryFault
-from myxa.memory.ledger.book import Book, check_report
-from myxa.memory.ledger.eviction import Candidate, candidate, choose, rank_of
-from myxa.memory.ledger.overrun import overruns
-from myxa.memory.ledger.plan import Shortage, SwitchPlan, build, copies_in, copies_out
-from myxa.memory.ledger.refusal import in_words, short_words
-from myxa.memory.ledger.tenant_machine import MAX_REPLIES, TenantMachine
-from myxa.memory.ledger.tenant_states import ALLOWED, AT_WORK, STARTS_FROM, move
+from myxa.memory.leases.arbiter import overruns
+from myxa.memory.leases.lease_ledger import LeaseLedger, check_report, in_words, short_words
+from myxa.memory.leases.plan import (
+    Candidate,
+    Shortage,
+    SwitchPlan,
+    build,
+    candidate,
+    choose,
+    copies_in,
+    copies_out,
+    rank_of,
+)
+from myxa.memory.leases.tenant_states import ALLOWED, AT_WORK, MAX_REPLIES, STARTS_FROM, TenantMachine, move
 
 GIB = 1 << 30
 
@@ -45,14 +52,14 @@ def tenant(
     return TenantReport(name, 1, gang, tuple(device.split()), (1,), (1,), state, tags, sequence=sequence)
 
 
-def book_of(*reports: TenantReport, free_gib: float | None = None) -> Book:
-    book = Book(reserve_bytes=GIB, margin_bytes=0)
+def ledger_of(*reports: TenantReport, free_gib: float | None = None) -> LeaseLedger:
+    ledger = LeaseLedger(reserve_bytes=GIB, margin_bytes=0)
     for report in reports:
-        book.accept(report)
-    for device, account in book.devices.items():
-        free = 100 * GIB - book.held(device) if free_gib is None else int(free_gib * GIB)
+        ledger.accept(report)
+    for device, account in ledger.devices.items():
+        free = 100 * GIB - ledger.held(device) if free_gib is None else int(free_gib * GIB)
         account.reading = DeviceReading(100 * GIB, free)
-    return book
+    return ledger
 
 
 def ask(gang: str, *tags: Tag, quiet: tuple[str, ...] = (), is_active: bool = True) -> LeaseRequest:
@@ -69,8 +76,8 @@ TRAINER = (
 ENGINE = (tag("weights", 16, "discard", "discarded"), tag("kv_cache", 60, "discard", "discarded"))
 
 
-def plan_of(book: Book, request: LeaseRequest, host_limit_bytes: int = 0) -> SwitchPlan:
-    plan = build(book, request, host_limit_bytes=host_limit_bytes)
+def plan_of(ledger: LeaseLedger, request: LeaseRequest, host_limit_bytes: int = 0) -> SwitchPlan:
+    plan = build(ledger, request, host_limit_bytes=host_limit_bytes)
     assert isinstance(plan, SwitchPlan), plan
     return plan
 
@@ -120,10 +127,10 @@ def test_what_leaves_several_devices_suffices_on_each_and_nothing_of_it_could_st
         tenant(f"x/{on}", "x", tag("weights", size, "discard", "discarded"), state="cold", device=on)
         for on, size in asked.items()
     ]
-    book = book_of(*quiet, *asking)
-    for account in book.devices.values():
+    ledger = ledger_of(*quiet, *asking)
+    for account in ledger.devices.values():
         account.reading = DeviceReading(1000 * GIB, 0)
-    plan = build(book, ask("x", "weights"), host_limit_bytes=0)
+    plan = build(ledger, ask("x", "weights"), host_limit_bytes=0)
     there = {on: [size for size, devices in tenants if on in devices.split()] for on in asked}
     if isinstance(plan, Shortage):
         assert any(sum(there[on]) < size for on, size in asked.items())
@@ -152,11 +159,11 @@ def test_the_order_is_discard_clean_rematerialise_streamed_backup() -> None:
     ],
 )
 def test_a_lease_takes_no_more_than_it_needs(tags: tuple[Tag, ...], leaves: set[str], copied: float) -> None:
-    book = book_of(tenant("trainer/0", "trainer", *TRAINER), tenant("rollout/0", "rollout", *ENGINE, state="cold"))
-    plan = plan_of(book, ask("rollout", *tags, quiet=("trainer",)))
+    ledger = ledger_of(tenant("trainer/0", "trainer", *TRAINER), tenant("rollout/0", "rollout", *ENGINE, state="cold"))
+    plan = plan_of(ledger, ask("rollout", *tags, quiet=("trainer",)))
     assert {t for names in plan.release.values() for t in names} == set(leaves)
-    assert copies_out(book, plan.release) == int(copied * GIB)
-    assert copies_in(book, plan.restore) == 0
+    assert copies_out(ledger, plan.release) == int(copied * GIB)
+    assert copies_in(ledger, plan.restore) == 0
     assert plan.drain == ("trainer/0",)
     assert plan.commit == ("rollout/0",)
 
@@ -175,7 +182,7 @@ def test_of_an_optimizer_in_parts_as_many_leave_as_are_needed(wanted: int, other
     parts = [tag(part, 2, "backup") for part in OPTIMIZER_PARTS]
     trainer = tenant("trainer/0", "trainer", tag("grads", 20), tag("masters", 8, "backup"), *parts)
     engine = tenant("rollout/0", "rollout", tag("kv_cache", wanted, "discard", "discarded"), state="cold")
-    plan = plan_of(book_of(trainer, engine), ask("rollout", "kv_cache", quiet=("trainer",)))
+    plan = plan_of(ledger_of(trainer, engine), ask("rollout", "kv_cache", quiet=("trainer",)))
     left = set(plan.release.get("trainer/0", ()))
     assert left - set(OPTIMIZER_PARTS) == others
     assert len(left & set(OPTIMIZER_PARTS)) == num_parts
@@ -183,16 +190,16 @@ def test_of_an_optimizer_in_parts_as_many_leave_as_are_needed(wanted: int, other
 
 def test_parts_are_one_holder() -> None:
     parts = [tag(part, 2, "backup") for part in OPTIMIZER_PARTS]
-    book = book_of(tenant("trainer/0", "trainer", *parts))
-    assert [(h.tag, h.num_bytes) for h in book.holders("gpu")] == [("optimizer", 16 * GIB)]
+    ledger = ledger_of(tenant("trainer/0", "trainer", *parts))
+    assert [(h.tag, h.num_bytes) for h in ledger.holders("gpu")] == [("optimizer", 16 * GIB)]
 
 
 def test_a_gang_that_runs_is_spared_where_a_quiet_one_suffices() -> None:
     quiet = tenant("b/0", "b", tag("optimizer", 45, "backup"), state="quiesced")
-    book = book_of(tenant("a/0", "a", tag("grads", 30)), quiet, tenant("c/0", "c", *ENGINE, state="released"))
-    plan = plan_of(book, ask("c", "weights", "nccl"))
+    ledger = ledger_of(tenant("a/0", "a", tag("grads", 30)), quiet, tenant("c/0", "c", *ENGINE, state="released"))
+    plan = plan_of(ledger, ask("c", "weights", "nccl"))
     assert plan.release == {}
-    plan = plan_of(book, ask("c", "kv_cache"))
+    plan = plan_of(ledger, ask("c", "kv_cache"))
     assert plan.release == {"b/0": ("optimizer",)}  # dearer, but nobody has to stop
     assert plan.drain == ()
 
@@ -203,35 +210,37 @@ def test_communicators_leave_on_all_members_or_on_none() -> None:
         for i in range(2)
     ]
     engine = tenant("rollout/0", "rollout", tag("kv_cache", 98, "discard", "discarded"), device="gpu0", state="cold")
-    book = book_of(*members, engine)
-    plan = plan_of(book, ask("rollout", "kv_cache", quiet=("trainer",)))
+    ledger = ledger_of(*members, engine)
+    plan = plan_of(ledger, ask("rollout", "kv_cache", quiet=("trainer",)))
     assert plan.release == {"trainer/0": ("nccl", "grads"), "trainer/1": ("nccl",)}
     assert plan.drain == ("trainer/0", "trainer/1")
-    book.fence("trainer/1", "silent")
-    assert isinstance(build(book, ask("rollout", "kv_cache"), host_limit_bytes=0), Shortage)
+    ledger.fence("trainer/1", "silent")
+    assert isinstance(build(ledger, ask("rollout", "kv_cache"), host_limit_bytes=0), Shortage)
 
 
 def test_members_with_communicators_of_different_epochs_build_them_again_together() -> None:
     old = tenant("trainer/0", "trainer", tag("nccl", 4, "rematerialise"), state="quiesced")
     new = tenant("trainer/1", "trainer", tag("nccl", 4, "rematerialise", "discarded"), state="released", device="gpu1")
-    plan = plan_of(book_of(old, new), ask("trainer", "nccl"))
+    plan = plan_of(ledger_of(old, new), ask("trainer", "nccl"))
     assert plan.release == {"trainer/0": ("nccl",)}
     assert plan.restore == {"trainer/0": ("nccl",), "trainer/1": ("nccl",)}
 
 
 def test_a_refusal_says_how_much_is_short_and_who_has_it() -> None:
     trainer = tenant("trainer/0", "trainer", tag("optimizer", 24.6, "keep"))
-    book = book_of(trainer, tenant("x/0", "x", tag("kv_cache", 77, "discard", "discarded"), state="cold"), free_gib=75)
-    refused = build(book, ask("x", "kv_cache"), host_limit_bytes=0)
+    ledger = ledger_of(
+        trainer, tenant("x/0", "x", tag("kv_cache", 77, "discard", "discarded"), state="cold"), free_gib=75
+    )
+    refused = build(ledger, ask("x", "kv_cache"), host_limit_bytes=0)
     assert isinstance(refused, Shortage)
     assert refused.reason == (
-        "refused: 2.6 GiB short on gpu, held by trainer/0 optimizer 24.6 GiB (active), 410 MiB by nobody registered"
+        "refused: 2.6 GiB short on gpu, held by trainer/0 optimizer 24.6 GiB (active), 410 MiB by unregistered processes"
     )
 
 
 def test_lost_contents_are_not_leased() -> None:
-    book = book_of(tenant("t/0", "t", tag("optimizer", 1, "backup", "poisoned"), state="quiesced"))
-    refused = build(book, ask("t", "optimizer"), host_limit_bytes=0)
+    ledger = ledger_of(tenant("t/0", "t", tag("optimizer", 1, "backup", "poisoned"), state="quiesced"))
+    refused = build(ledger, ask("t", "optimizer"), host_limit_bytes=0)
     assert isinstance(refused, Shortage)
     assert "t/0 lost the contents of optimizer" in refused.reason
 
@@ -266,16 +275,16 @@ def test_growth_is_told() -> None:
 
 
 def test_an_older_report_does_not_count() -> None:
-    book = book_of(tenant("t/0", "t", tag("grads", 10), sequence=5))
-    assert book.accept(tenant("t/0", "t", tag("grads", 1), sequence=4)) is None
-    assert book.held("gpu") == 10 * GIB
+    ledger = ledger_of(tenant("t/0", "t", tag("grads", 10), sequence=5))
+    assert ledger.accept(tenant("t/0", "t", tag("grads", 1), sequence=4)) is None
+    assert ledger.held("gpu") == 10 * GIB
 
 
 def test_a_living_tenant_cannot_move() -> None:
-    book = book_of(tenant("t/0", "t", tag("grads", 10), device="gpu0 gpu1"))
+    ledger = ledger_of(tenant("t/0", "t", tag("grads", 10), device="gpu0 gpu1"))
     with pytest.raises(MemoryFault, match="t/0: was on gpu0, gpu1, says gpu1 now"):
-        book.accept(tenant("t/0", "t", tag("grads", 10), device="gpu1", sequence=2))
-    assert book.held("gpu0") == book.held("gpu1") == 10 * GIB
+        ledger.accept(tenant("t/0", "t", tag("grads", 10), device="gpu1", sequence=2))
+    assert ledger.held("gpu0") == ledger.held("gpu1") == 10 * GIB
 
 
 # -- the tenant's side
@@ -331,9 +340,9 @@ def test_the_table_is_closed() -> None:
 
 
 def test_what_the_driver_keeps_for_itself_is_held_by_somebody() -> None:
-    book = book_of(tenant("trainer/0", "trainer", *TRAINER), free_gib=19.0)
-    stranger = 100 * GIB - 19 * GIB - book.held("gpu")
-    assert book.unattributed("gpu") == stranger == int(1.5 * GIB)
-    book.devices["gpu"].reading = DeviceReading(100 * GIB, 19 * GIB, driver_bytes=GIB)
-    assert book.unattributed("gpu") == stranger - GIB
-    assert [(h.tenant, h.num_bytes) for h in book.holders("gpu") if not h.tenant] == [("", stranger - GIB)]
+    ledger = ledger_of(tenant("trainer/0", "trainer", *TRAINER), free_gib=19.0)
+    stranger = 100 * GIB - 19 * GIB - ledger.held("gpu")
+    assert ledger.unattributed("gpu") == stranger == int(1.5 * GIB)
+    ledger.devices["gpu"].reading = DeviceReading(100 * GIB, 19 * GIB, driver_bytes=GIB)
+    assert ledger.unattributed("gpu") == stranger - GIB
+    assert [(h.tenant, h.num_bytes) for h in ledger.holders("gpu") if not h.tenant] == [("", stranger - GIB)]

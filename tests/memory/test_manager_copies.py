@@ -14,9 +14,9 @@ from myxa.actors.contracts import MemoryContract
 from myxa.actors.tenancy.memory_manager import ManagerOptions, MemoryManager
 from myxa.core.clock import SystemClock
 from myxa.core.device_memory import LeaseReply, LeaseRequest, Tag
-from myxa.memory.ledger.arbiter import ArbiterOptions
-from myxa.memory.ledger.journal import Journal
-from myxa.memory.ledger.switch import SwitchOptions
+from myxa.memory.leases.arbiter import ArbiterOptions
+from myxa.memory.leases.journal import Journal
+from myxa.memory.leases.switch import SwitchOptions
 from myxa.memory.meters import DeviceMeters
 from myxa.transport.node import Node
 

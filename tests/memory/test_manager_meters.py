@@ -65,7 +65,7 @@ def test_an_nvidia_smi_that_does_not_tell(
 ) -> None:
     without_nvml(monkeypatch)
     smi(monkeypatch, tmp_path, script)
-    with pytest.raises(MemoryFault, match="nvidia-smi does not tell its memory"):
+    with pytest.raises(MemoryFault, match="nvidia-smi does not report its memory"):
         meters.measure(GPU, [])
 
 

@@ -16,7 +16,7 @@ from manager_site import Site, site_of
 from manager_toys import CAPACITY, MIB
 
 from myxa.core.device_memory import MemoryView
-from myxa.memory.arenas.resident import device_bytes
+from myxa.memory.arenas.host_vmm import device_bytes
 
 pytestmark = [pytest.mark.timeout(110), pytest.mark.asyncio(loop_scope="module")]
 

@@ -14,7 +14,7 @@ from myxa.actors.tenancy.memory_manager import ManagerOptions, MemoryManager
 from myxa.core.clock import SystemClock
 from myxa.core.device_memory import DeviceReading, MemoryView, TagReport, TenantReport
 from myxa.core.process import start_time
-from myxa.memory.ledger.journal import Journal
+from myxa.memory.leases.journal import Journal
 from myxa.transport.node import Node
 
 GIB = 1 << 30

@@ -15,8 +15,8 @@ from myxa.core.clock import SystemClock
 from myxa.core.device_memory import CommandKind, MemoryCommand, MemoryReply, MovedMemory, Tag, TagReport
 from myxa.core.errors import MemoryFault
 from myxa.core.process import start_time
+from myxa.memory.communicators.membership import Absent
 from myxa.memory.communicators.residency import CommStats, ResidencyKind
-from myxa.memory.communicators.roll_call import Absent
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
 

@@ -9,11 +9,9 @@ import pytest
 
 from myxa.core.clock import SystemClock
 from myxa.core.errors import MemoryFault, OutOfDeviceMemory
-from myxa.memory.arenas.arena import Arena
+from myxa.memory.arenas.arena import Arena, SpreadArenas
 from myxa.memory.arenas.host_pool import HostPool
-from myxa.memory.arenas.host_vmm import HostVmmDriver
-from myxa.memory.arenas.resident import device_bytes
-from myxa.memory.arenas.spread import SpreadArenas
+from myxa.memory.arenas.host_vmm import HostVmmDriver, device_bytes
 
 MIB = 1 << 20
 DEVICES = ("host:7", "host:8")

@@ -15,7 +15,7 @@ from sim_training import training
 from sim_workload import scenario
 from simulator import Sim, run, seeds, sweep
 
-from myxa.transport.session import calls, credit, repair, serving, session
+from myxa.transport.session import calls, credit, serving, session
 
 REPRO = "python -m pytest tests/simulation -k"
 
@@ -101,7 +101,7 @@ def puts_not_remembered(patch: pytest.MonkeyPatch) -> None:
 
 
 def nothing_repaired(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(repair.Repair, "tick", lambda self: None)
+    patch.setattr(session.Repair, "tick", lambda self: None)
 
 
 def puts_not_sent_again(patch: pytest.MonkeyPatch) -> None:

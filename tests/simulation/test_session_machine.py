@@ -31,7 +31,7 @@ from myxa.core.errors import (
 from myxa.core.ids import PeerKey
 from myxa.transport.session.credit import WINDOW_UNITS
 from myxa.transport.session.frames import Envelope, Kind
-from myxa.transport.session.pending import Order, Route
+from myxa.transport.session.pending import CallOrder, Route
 from myxa.transport.session.session import Session
 from myxa.transport.wire import Endpoints, Lane
 
@@ -257,7 +257,7 @@ class SessionMachine(RuleBasedStateMachine):
     # intents of the caller
 
     def submit(self, asked: Asked, body: bytes) -> None:
-        order = Order(
+        order = CallOrder(
             target="callee", method="do", schema="x", kind=asked.kind, body=body, deadline_at=asked.deadline_at,  # pyright: ignore[reportArgumentType]
             is_resendable=asked.kind == "put", key=asked.name.encode().ljust(16) if asked.kind == "put" else b"",
             window=WINDOW if asked.kind == "stream" else 0, is_plain=asked.kind == "call",

@@ -7,9 +7,8 @@ from collections import Counter, deque
 from typing import Any
 
 from myxa.core.ids import PeerKey
-from myxa.transport.session.inbound_router import LOOPBACK
-from myxa.transport.session.pending import Order, Route
-from myxa.transport.session.session import Session
+from myxa.transport.session.pending import CallOrder, Route
+from myxa.transport.session.session import LOOPBACK, Session
 from myxa.transport.wire import Endpoints, Lane
 
 
@@ -148,7 +147,7 @@ class End:
 
     def call(self, other, sink, *, deadline_s=None, key=b"", body=b"[1]"):
         now = self.net.clock.monotonic()
-        order = Order(
+        order = CallOrder(
             target=f"actor{other.key.node_id}", method="do", schema="x", kind="put" if key else "call", body=body, key=key,
             deadline_at=None if deadline_s is None else now + deadline_s, is_resendable=bool(key),
             is_plain=not key,

@@ -77,7 +77,7 @@ async def test_credit_comes_back_for_large_messages_too(world):
 
 
 async def test_over_the_limit_is_refused_before_it_is_sent(world, monkeypatch):
-    limits = frames.Limits(message=8 << 20, body=100_000)
+    limits = frames.FrameLimits(message=8 << 20, body=100_000)
     near, far = await by_wire(world, Echo())
     for node in (near, far):
         node._session.calls._limits = node._session.serving._limits = limits

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from myxa.transport.node import Node
-from myxa.transport.session.frames import Assembly, Chunk
+from myxa.transport.session.frames import Assembly, EnvelopeChunk
 
 FAULTS = """
 import resource, sys
@@ -49,7 +49,7 @@ def test_a_large_envelope_is_put_together_in_memory_that_may_be_written_and_outl
         made = None
         for index in range(5):
             piece = memoryview(bytes([fill + index]) * (1 << 20))
-            made = assembly.add(Chunk(index=index, offset=index << 20, total=5 << 20, data=piece))
+            made = assembly.add(EnvelopeChunk(index=index, offset=index << 20, total=5 << 20, data=piece))
             assert assembly.num_bytes == (0 if index == 4 else index + 1 << 20)
             assert (made is None) == (index < 4)
         assert isinstance(made, memoryview)

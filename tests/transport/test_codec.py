@@ -19,10 +19,9 @@ from myxa.core.errors import BadRequest
 from myxa.core.handlers import call, handlers_of
 from myxa.core.refs import ref_class
 from myxa.core.samples import Group, Message, Prompt, Sample
-from myxa.transport.codec import Codec, codecs_of, compile_loaded
+from myxa.transport.codec import Codec, UndecodableError, codecs_of, compile_loaded, decode_value, encode_value
 from myxa.transport.node import InprocNetwork, Node
-from myxa.transport.payload import UndecodableError, decode_value, encode_value
-from myxa.transport.session.frames import LIMITS, Envelope, Kind, Limits, Malformed, decode, encode
+from myxa.transport.session.frames import LIMITS, Envelope, FrameLimits, Kind, Malformed, decode, encode
 
 
 class Plain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -168,7 +167,7 @@ def test_a_body_over_the_limit_of_the_control_lane_is_not_even_read():
     data = memoryview(encode(Envelope(kind=Kind.CALL, body=b" " * (LIMITS.control_body + 1))))
     assert isinstance(decode(data, LIMITS.of_control()), Malformed)
     assert isinstance(decode(data, LIMITS), Envelope)
-    raised = Limits(control_body=2 << 20).of_control()
+    raised = FrameLimits(control_body=2 << 20).of_control()
     assert isinstance(decode(data, raised), Envelope)
 
 

@@ -14,9 +14,9 @@ import pytest
 
 from myxa.core.actor import MailboxPolicy
 from myxa.core.errors import ConfigError, LaunchError
-from myxa.transport.facades.node_thread import NodeThread
-from myxa.transport.facades.poll_node import PollNode
 from myxa.transport.node import InprocNetwork, Node
+from myxa.transport.poll_node import PollNode
+from myxa.transport.sync_node import NodeThread
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cast_of_actors import Echo, EchoContract
@@ -29,8 +29,8 @@ from cast_of_actors import Echo, EchoContract
 from host_state import assert_untouched, host_state
 from myxa.core.errors import MyxaError
 from myxa.transport.node import Node
-from myxa.transport.facades.node_thread import NodeThread
-from myxa.transport.facades.poll_node import PollNode
+from myxa.transport.sync_node import NodeThread
+from myxa.transport.poll_node import PollNode
 
 def calls(node, name="echo"):
     ref = node.ref(EchoContract, name)
@@ -393,7 +393,7 @@ def test_the_switch_interval_is_set_in_processes_of_our_own_only():
 def test_the_facades_take_the_same_options_as_attach():
     import inspect
 
-    from myxa.transport.facades.sync_node import AttachOptions
+    from myxa.transport.sync_node import AttachOptions
 
     wanted = {p.name for p in inspect.signature(Node.attach).parameters.values()}
     assert set(AttachOptions.__annotations__) == wanted - {"network"}

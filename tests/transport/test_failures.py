@@ -94,7 +94,7 @@ async def test_a_killed_callee_is_noticed_without_a_report(world, monkeypatch):
     await asyncio.sleep(0.1)
     child.send_signal(signal.SIGKILL)
     await child.wait()
-    with pytest.raises(PeerDied, match="nobody listens there"):
+    with pytest.raises(PeerDied, match="no process listens there"):
         await pending
     await until(lambda: not near.peers("far"))  # the registry noticed as well and told everybody
 

@@ -12,10 +12,10 @@ from myxa.transport.session.frames import (
     HEADER_BYTES,
     NO_TTL,
     Assembly,
-    Chunk,
     Envelope,
+    EnvelopeChunk,
+    FrameLimits,
     Kind,
-    Limits,
     Malformed,
     batch,
     chunk_header,
@@ -122,9 +122,9 @@ def test_stamping_changes_only_ttl_and_credit(envelope, ttl, credit):
 
 def test_limits_are_checked_before_anything_is_read():
     data = memoryview(encode(Envelope(kind=Kind.CALL, body=b"x" * 1000)))
-    assert isinstance(decode(data, Limits(body=999)), Malformed)
-    assert isinstance(decode(data, Limits(message=1000)), Malformed)
-    assert isinstance(split(memoryview(batch([encode(Envelope(kind=Kind.PING))] * 3)), Limits(batch=2)), Malformed)
+    assert isinstance(decode(data, FrameLimits(body=999)), Malformed)
+    assert isinstance(decode(data, FrameLimits(message=1000)), Malformed)
+    assert isinstance(split(memoryview(batch([encode(Envelope(kind=Kind.PING))] * 3)), FrameLimits(batch=2)), Malformed)
 
 
 def test_large_frames_begin_on_a_cache_line():
@@ -145,7 +145,7 @@ def test_chunks_make_the_whole(data, size):
     results = []
     for message in chunks_of(data, size):
         chunk = split(memoryview(message))
-        assert isinstance(chunk, Chunk)
+        assert isinstance(chunk, EnvelopeChunk)
         results.append(assembly.add(chunk))
     assert results[-1] == data
     assert all(r is None for r in results[:-1])
@@ -160,7 +160,7 @@ def test_chunks_in_any_order_never_raise(parts):
     assembly = Assembly()
     for index, offset, total, data in parts:
         chunk = split(memoryview(chunk_header(index, offset, total) + data))
-        if isinstance(chunk, Chunk):
+        if isinstance(chunk, EnvelopeChunk):
             result = assembly.add(chunk)
             assert result is None or isinstance(result, Malformed) or len(result) == total
 
@@ -170,10 +170,10 @@ def test_a_missing_chunk_is_noticed():
     assembly = Assembly()
     for message in messages[:3]:
         chunk = split(memoryview(message))
-        assert isinstance(chunk, Chunk)
+        assert isinstance(chunk, EnvelopeChunk)
         assert assembly.add(chunk) is None
     late = split(memoryview(messages[4]))
-    assert isinstance(late, Chunk)
+    assert isinstance(late, EnvelopeChunk)
     assert isinstance(assembly.add(late), Malformed)
     assert assembly.num_bytes == 0
 

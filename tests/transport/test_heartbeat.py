@@ -10,9 +10,9 @@ import pytest
 
 from myxa.core.clock import ManualClock
 from myxa.core.errors import ConfigError
+from myxa.transport.session.calls import TICK_S
 from myxa.transport.session.frames import Envelope, Kind, Malformed, decode, encode
 from myxa.transport.session.heartbeat import MAX_UNANSWERED
-from myxa.transport.session.wheel import TICK_S
 from myxa.transport.wire import Lane
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -17,7 +17,7 @@ from myxa.core.ids import PeerKey
 from myxa.transport.node import JobKey, KeyPair, Node
 from myxa.transport.registry.directory import NodeRecord
 from myxa.transport.session.frames import Envelope, Kind, batch, encode
-from myxa.transport.session.guard import BAN_S, MAX_CANDIDATES, MAX_PAST, PROVISIONAL, Badge, Guard, Verdict
+from myxa.transport.session.guard import BAN_S, MAX_CANDIDATES, MAX_PAST, PROVISIONAL, KeyRights, KeyVerdict, PeerGuard
 from myxa.transport.session.handshake import PROTOCOL, Hello, write_hello
 from myxa.transport.wire import Endpoints, Lane
 
@@ -307,7 +307,7 @@ async def test_nonsense_bans_the_key_for_a_while(world):
     assert await near.ref(EchoContract, "callee").ping() > 0
     guard = far._opened.guard
     later = asyncio.get_running_loop().time() + BAN_S
-    assert guard.verdict(key_of(rogue).public, later) is Verdict.ADMIT
+    assert guard.verdict(key_of(rogue).public, later) is KeyVerdict.ADMIT
 
 
 @pytest.mark.asyncio
@@ -384,46 +384,46 @@ def record(name: str, node_id: int, epoch: int, key: str, role: str = "node") ->
 
 
 def test_the_guard_follows_the_directory_at_once():
-    guard = Guard("root", registry_node=1, is_registry=False)
+    guard = PeerGuard("root", registry_node=1, is_registry=False)
     told = []
     guard.on_change = lambda: told.append(1)
-    assert guard.verdict("a", 0.0) is Verdict.UNKNOWN
+    assert guard.verdict("a", 0.0) is KeyVerdict.UNKNOWN
     guard.follow([record("a", 2, 1, "a")])
     assert told == [1]
-    assert guard.verdict("a", 0.0) is Verdict.ADMIT
+    assert guard.verdict("a", 0.0) is KeyVerdict.ADMIT
     assert guard.objection("a", PeerKey(2, 1), "a") == ""
     assert "is that of a" in guard.objection("a", PeerKey(2, 2), "a")
     assert "is that of a" in guard.objection("a", PeerKey(2, 1), "b")
     guard.follow([record("a", 2, 2, "a2")])
-    assert guard.verdict("a", 0.0) is Verdict.OVER
-    assert "nobody" in guard.objection("a", PeerKey(2, 1), "a")
-    assert guard.verdict("a2", 0.0) is Verdict.ADMIT
+    assert guard.verdict("a", 0.0) is KeyVerdict.OVER
+    assert "is not registered" in guard.objection("a", PeerKey(2, 1), "a")
+    assert guard.verdict("a2", 0.0) is KeyVerdict.ADMIT
     guard.ban("a2", 5.0)
-    assert guard.verdict("a2", 5.0 + BAN_S / 2) is Verdict.BANNED
-    assert guard.verdict("a2", 5.0 + BAN_S) is Verdict.ADMIT
+    assert guard.verdict("a2", 5.0 + BAN_S / 2) is KeyVerdict.BANNED
+    assert guard.verdict("a2", 5.0 + BAN_S) is KeyVerdict.ADMIT
     assert guard.objection("root", PeerKey(1, 4), "launcher/0") == ""
     assert guard.objection("root", PeerKey(2, 2), "a") != ""
 
 
 def test_the_guard_of_the_registry_lets_strangers_ask_and_no_more():
-    guard = Guard("root", registry_node=1, is_registry=True)
+    guard = PeerGuard("root", registry_node=1, is_registry=True)
     stranger = PeerKey(PROVISIONAL | 7, 0)
     assert guard.objection("root", stranger, "new") == ""
-    assert guard.stranger(stranger) == Badge("", "keeper")
+    assert guard.stranger(stranger) == KeyRights("", "keeper")
     assert guard.objection("other", stranger, "new") != ""
-    guard.expect(Badge("rollout/0", "node", "k1"))
-    guard.expect(Badge("rollout/0", "node", "k2"))
-    assert guard.verdict("k1", 0.0) is Verdict.UNKNOWN  # a later key of the same name replaced it
+    guard.expect(KeyRights("rollout/0", "node", "k1"))
+    guard.expect(KeyRights("rollout/0", "node", "k2"))
+    assert guard.verdict("k1", 0.0) is KeyVerdict.UNKNOWN  # a later key of the same name replaced it
     assert guard.objection("k2", PeerKey(PROVISIONAL | 8, 0), "rollout/0") == ""
     assert guard.objection("k2", PeerKey(8, 1), "rollout/0") != ""
     guard.joined("k2")
-    assert guard.verdict("k2", 0.0) is Verdict.UNKNOWN
+    assert guard.verdict("k2", 0.0) is KeyVerdict.UNKNOWN
 
 
 def test_the_guard_is_bounded():
-    guard = Guard("root", registry_node=1, is_registry=True)
+    guard = PeerGuard("root", registry_node=1, is_registry=True)
     for i in range(MAX_CANDIDATES + 100):
-        guard.expect(Badge(f"n/{i}", "node", f"k{i}"))
+        guard.expect(KeyRights(f"n/{i}", "node", f"k{i}"))
     for i in range(MAX_PAST // 100 + 5):
         guard.follow([record(f"m/{j}", j + 2, i + 1, f"m{i}.{j}") for j in range(100)])
     assert len(guard._candidates) == MAX_CANDIDATES

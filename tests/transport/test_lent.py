@@ -15,14 +15,15 @@ from hypothesis import strategies as st
 from myxa.transport.session.frames import (
     CHUNK_HEADER_BYTES,
     LIMITS,
-    Chunk,
     Envelope,
+    EnvelopeChunk,
     Kind,
+    Lent,
     encode,
     encoded_bytes,
+    fill_chunk,
     split,
 )
-from myxa.transport.session.lent import Lent, fill_chunk
 from myxa.transport.tensors.shared_array_transfer import TensorPolicy
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -65,7 +66,7 @@ def test_chunks_of_both_forms_are_the_same():
         made = bytes(fill_chunk(scratch, whole, offset))
         assert bytes(fill_chunk(scratch, lent.disguised, offset)) == made
         chunk = split(memoryview(made))
-        assert isinstance(chunk, Chunk)
+        assert isinstance(chunk, EnvelopeChunk)
         assert (chunk.index, chunk.offset, chunk.total) == (offset // LIMITS.chunk, offset, len(whole))
         found += chunk.data
     assert found == whole

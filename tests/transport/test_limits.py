@@ -1,4 +1,4 @@
-"""What a hostile or broken peer can cost: strikes and bans, half-received envelopes, depth, descriptors."""
+"""What a hostile or broken peer can cost: violations and bans, half-received envelopes, depth, descriptors."""
 
 from __future__ import annotations
 
@@ -13,62 +13,72 @@ import pytest
 
 from myxa.core.errors import BadRequest
 from myxa.core.ids import PeerKey
+from myxa.transport.codec import UndecodableError, decode_value, encode_value
 from myxa.transport.descriptors import SPARE
-from myxa.transport.payload import UndecodableError, decode_value, encode_value
-from myxa.transport.session.frames import LIMITS, Chunk, Envelope, Kind, Malformed, chunk_header, encode, peek, split
+from myxa.transport.session.frames import (
+    LIMITS,
+    Assemblies,
+    Envelope,
+    EnvelopeChunk,
+    Kind,
+    Malformed,
+    chunk_header,
+    encode,
+    peek,
+    split,
+)
 from myxa.transport.session.handshake import MAX_HELLO_BYTES, Hello, read_hello, write_hello
-from myxa.transport.session.inbound_router import BAN_S, MAX_SOURCES, MAX_STRIKES, WINDOW_S, ProtocolViolations
-from myxa.transport.session.reassembly import Assemblies
+from myxa.transport.session.session import BAN_S, MAX_SOURCES, MAX_VIOLATIONS, WINDOW_S, ProtocolViolations
 from myxa.transport.wire import Endpoints, Lane
-from myxa.transport.zeromq.sockets import max_message
+from myxa.transport.zeromq import max_message
 
-# -- strikes
+# -- violations
 
 
 def test_a_hundred_and_one_strikes_in_a_minute_are_a_ban_that_ends():
-    strikes = ProtocolViolations()
-    assert not any(strikes.strike(b"a", now=i * 0.1) for i in range(MAX_STRIKES))
-    assert not strikes.is_banned(b"a", 10.0)
-    assert strikes.strike(b"a", now=11.0)
-    assert strikes.is_banned(b"a", 11.0 + BAN_S - 0.1)
-    assert not strikes.is_banned(b"b", 12.0)
-    assert not strikes.is_banned(b"a", 11.0 + BAN_S)
-    assert not strikes.has_bans
+    violations = ProtocolViolations()
+    assert not any(violations.record(b"a", now=i * 0.1) for i in range(MAX_VIOLATIONS))
+    assert not violations.is_banned(b"a", 10.0)
+    assert violations.record(b"a", now=11.0)
+    assert violations.is_banned(b"a", 11.0 + BAN_S - 0.1)
+    assert not violations.is_banned(b"b", 12.0)
+    assert not violations.is_banned(b"a", 11.0 + BAN_S)
+    assert not violations.has_bans
 
 
 def test_a_ban_ends_though_its_connection_never_speaks_again():
-    strikes = ProtocolViolations()
-    while not strikes.strike(b"gone", 0.0):
+    violations = ProtocolViolations()
+    while not violations.record(b"gone", 0.0):
         pass
-    assert strikes.has_bans
-    assert not strikes.is_banned(b"other", BAN_S - 1)
-    assert strikes.has_bans
-    assert not strikes.is_banned(b"other", BAN_S)
-    assert not strikes.has_bans
+    assert violations.has_bans
+    assert not violations.is_banned(b"other", BAN_S - 1)
+    assert violations.has_bans
+    assert not violations.is_banned(b"other", BAN_S)
+    assert not violations.has_bans
 
 
 def test_strikes_that_come_slowly_are_no_ban():
-    strikes = ProtocolViolations()
-    step = 1.01 * WINDOW_S / MAX_STRIKES
-    assert not any(strikes.strike(b"a", now=i * step) for i in range(20 * MAX_STRIKES))
+    violations = ProtocolViolations()
+    step = 1.01 * WINDOW_S / MAX_VIOLATIONS
+    assert not any(violations.record(b"a", now=i * step) for i in range(20 * MAX_VIOLATIONS))
 
 
 def test_connections_are_forgotten_when_there_are_too_many():
-    strikes = ProtocolViolations()
+    violations = ProtocolViolations()
     for i in range(5 * MAX_SOURCES):
-        strikes.strike(str(i).encode(), now=0.0)
+        violations.record(str(i).encode(), now=0.0)
     for i in range(2 * MAX_SOURCES // 100):
-        for _ in range(MAX_STRIKES + 1):
-            strikes.strike(f"x{i}".encode(), now=0.0)
-    assert len(strikes) <= 2 * MAX_SOURCES
+        for _ in range(MAX_VIOLATIONS + 1):
+            violations.record(f"x{i}".encode(), now=0.0)
+    assert len(violations) <= 2 * MAX_SOURCES
 
 
 # -- half-received envelopes
 
 
-def chunk(index: int, offset: int, total: int, data: bytes) -> Chunk:
+def chunk(index: int, offset: int, total: int, data: bytes) -> EnvelopeChunk:
     made = split(memoryview(chunk_header(index, offset, total) + data))
-    assert isinstance(made, Chunk)
+    assert isinstance(made, EnvelopeChunk)
     return made
 
 
@@ -228,7 +238,8 @@ def test_peers_beyond_the_descriptors_fail_alone():
         import asyncio, logging
         from myxa.core.errors import MyxaError
         from myxa.core.handlers import call
-        from myxa.core.actor import Actor, with_deadline
+        from myxa.core.actor import Actor
+        from myxa.core.refs import with_deadline
         from myxa.transport.node import Node
 
         logging.disable(logging.CRITICAL)

@@ -26,9 +26,9 @@ from myxa.core.errors import (
     WouldDeadlock,
 )
 from myxa.core.refs import with_deadline
-from myxa.transport.facades import sync_node
-from myxa.transport.facades.node_thread import NodeThread
+from myxa.transport import sync_node
 from myxa.transport.node import Node
+from myxa.transport.sync_node import NodeThread
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cast_of_actors import Echo, EchoContract, Item

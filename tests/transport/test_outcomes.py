@@ -27,7 +27,7 @@ from myxa.core.errors import (
 )
 from myxa.core.ids import PeerKey
 from myxa.transport.session import handshake, session
-from myxa.transport.session.pending import Order, Route
+from myxa.transport.session.pending import CallOrder, Route
 from myxa.transport.wire import Lane
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -104,7 +104,7 @@ class Scene:
             self.answer()
 
     def submit(self):
-        order = Order(
+        order = CallOrder(
             target="actor3", method="do", schema="x", body=b"[7]", key=b"k" * 16 if self.kind == "put" else b"",
             kind="call" if self.kind == "idempotent" else self.kind, window=8,
             deadline_at=self.clock.monotonic() + DEADLINE_S, is_resendable=self.kind in ("idempotent", "put"),

@@ -17,13 +17,13 @@ from myxa.core.errors import (
     RemoteError,
     StaleEpoch,
 )
-from myxa.transport.registry.directory import ActorRecord, Directory, DirectoryUpdate
-from myxa.transport.registry.state import KEPT_UPDATES, RegistryState
+from myxa.transport.registry.directory import Directory, DirectoryUpdate, HostedActor
+from myxa.transport.registry.registry import KEPT_UPDATES, RegistryState
+from myxa.transport.session.calls import TICK_S, Wheel
 from myxa.transport.session.credit import UNIT_BYTES, WINDOW_UNITS, Grant, SendWindow, cost_of
 from myxa.transport.session.faults import decode_fault, encode_fault, fault_of
 from myxa.transport.session.pending import Route
 from myxa.transport.session.serving import MAX_AGE_S, ReplayCache
-from myxa.transport.session.wheel import TICK_S, Wheel
 from myxa.transport.wire import Endpoints
 
 # -- credit
@@ -241,8 +241,8 @@ def test_tracebacks_are_text_and_bounded():
 HERE = Endpoints(inproc="x")
 
 
-def actor(name: str, index: int = 0, **handlers: str) -> ActorRecord:
-    return ActorRecord(name=name, index=index, handlers=handlers)
+def actor(name: str, index: int = 0, **handlers: str) -> HostedActor:
+    return HostedActor(name=name, index=index, handlers=handlers)
 
 
 def test_epochs_count_up_per_name_and_ids_stay():

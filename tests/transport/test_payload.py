@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 
 from myxa.core.errors import BadRequest
 from myxa.core.samples import Group, Message, Prompt, Sample
-from myxa.transport.payload import BFloat16Array, UndecodableError, decode_value, encode_value
+from myxa.transport.codec import BFloat16Array, UndecodableError, decode_value, encode_value
 
 DTYPES = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32",
           "float64", "complex64")  # fmt: skip

@@ -15,8 +15,8 @@ import pytest
 from myxa.core.actor import MailboxPolicy
 from myxa.core.errors import CallError, ConfigError, DeadlineExceeded, EngineError, LaunchError, NotSent, WouldDeadlock
 from myxa.core.refs import with_deadline
-from myxa.transport.facades.node_thread import NodeThread
-from myxa.transport.facades.poll_node import PollNode
+from myxa.transport.poll_node import PollNode
+from myxa.transport.sync_node import NodeThread
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cast_of_actors import Echo, EchoContract

@@ -12,20 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from myxa.core.errors import LaunchError, StaleEpoch
-from myxa.transport.registry.directory import ActorRecord, Directory, NodeRecord
-from myxa.transport.registry.journal import Entry, Known, Over, RegistryJournal, Seat
-from myxa.transport.registry.state import KEPT_UPDATES, RegistryState
+from myxa.transport.registry.directory import Directory, HostedActor, NodeRecord
+from myxa.transport.registry.journal import JournalLine, Known, Over, RegistryJournal, Seat
+from myxa.transport.registry.registry import KEPT_UPDATES, RegistryState
 from myxa.transport.wire import Endpoints
 
 pytestmark = pytest.mark.timeout(60)
 
 
 def known(name: str, node_id: int, epoch: int, *actors: str) -> Known:
-    records = tuple(ActorRecord(name=actor, index=i, handlers={"ping": "1234"}) for i, actor in enumerate(actors))
+    records = tuple(HostedActor(name=actor, index=i, handlers={"ping": "1234"}) for i, actor in enumerate(actors))
     return Known(record=NodeRecord(name=name, node_id=node_id, epoch=epoch, endpoints=Endpoints(), actors=records))
 
 
-ENTRIES: tuple[Entry, ...] = (
+ENTRIES: tuple[JournalLine, ...] = (
     Seat(node="launcher/0", epoch=1, socket_dir="/tmp/x", tcp="127.0.0.1:4000"),
     known("launcher/0", 1, 1),
     known("far", 2, 1, "rollout/0"),
@@ -34,7 +34,7 @@ ENTRIES: tuple[Entry, ...] = (
 )
 
 
-def write(path: Path, entries: tuple[Entry, ...] = ENTRIES) -> bytes:
+def write(path: Path, entries: tuple[JournalLine, ...] = ENTRIES) -> bytes:
     journal = RegistryJournal.open(path)
     for entry in entries:
         journal.append(entry)
@@ -43,7 +43,7 @@ def write(path: Path, entries: tuple[Entry, ...] = ENTRIES) -> bytes:
     return path.read_bytes()
 
 
-def read(path: Path) -> tuple[Entry, ...]:
+def read(path: Path) -> tuple[JournalLine, ...]:
     journal = RegistryJournal.open(path)
     journal.close()
     return journal.entries
@@ -81,7 +81,7 @@ def test_damage_before_the_end_is_refused_and_named(tmp_path: Path, line: int):
     lines = write(path).splitlines(keepends=True)
     lines[line] = lines[line].replace(b'"epoch":', b'"epocj":')
     path.write_bytes(b"".join(lines))
-    with pytest.raises(LaunchError, match=f"damaged at line {line + 1}, and goes on after it"):
+    with pytest.raises(LaunchError, match=f"damaged at line {line + 1}, and continues after it"):
         RegistryJournal.open(path)
     assert path.read_bytes() == b"".join(lines), "nothing is cut off that may be of use"
 
@@ -152,7 +152,7 @@ class Story:
     """A registry over several incarnations, its journal as a list, and two mirrors that look now and then."""
 
     def __init__(self) -> None:
-        self.journal: list[Entry] = []
+        self.journal: list[JournalLine] = []
         self.granted: set[tuple[str, int]] = set()
         self.numbers: dict[str, int] = {}
         self.mirrors = {"follow one": Directory(), "follow other": Directory()}
@@ -188,7 +188,7 @@ class Story:
             self.grant(name)
             self.restart()
         elif node is not None and what == "announce":
-            actor = ActorRecord(name=f"actor-{name}", index=0, handlers={})
+            actor = HostedActor(name=f"actor-{name}", index=0, handlers={})
             self.journal.append(Known(record=self.state.announce(name, node.epoch, (actor,), {})))
         elif node is not None and what == "depart":
             assert self.state.depart(name, node.epoch, "asked to")

@@ -17,11 +17,11 @@ import zmq
 
 from myxa.core.errors import LaunchError
 from myxa.transport import address
+from myxa.transport import zeromq as zmq_sockets
 from myxa.transport.node import JobKey, Node
 from myxa.transport.session.frames import Envelope, Kind, batch, chunk_header, encode
 from myxa.transport.session.handshake import PROTOCOL
 from myxa.transport.wire import Endpoints, Lane
-from myxa.transport.zeromq import sockets as zmq_sockets
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cast_of_actors import Echo, EchoContract, Item
@@ -51,7 +51,7 @@ async def test_another_key_is_not_admitted(world):
 @pytest.mark.asyncio
 @pytest.mark.parametrize("kind", ["tcp"], indirect=True)
 async def test_the_right_server_key_alone_does_not_help(world):
-    """A client that knows the job's public key but has a pair of its own is turned away by the gatekeeper."""
+    """A client that knows the job's public key but has a pair of its own is turned away by the zap_handler."""
     context = zmq.Context()
     client = context.socket(zmq.DEALER)
     monitor = client.get_monitor_socket(zmq_sockets.MONITORED)

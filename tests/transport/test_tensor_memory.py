@@ -15,9 +15,18 @@ import pytest
 
 from myxa.core.errors import SlabError
 from myxa.transport.tensors import kernel
-from myxa.transport.tensors.copier import INLINE_BYTES, STEP_BYTES, Copier
-from myxa.transport.tensors.shared_array_transfer import IDLE_S, MAX_LOANS, Landing, Loans
-from myxa.transport.tensors.slab import DATA_OFFSET, Slab, SlabMapping, address_of, read_only, region
+from myxa.transport.tensors.shared_array_transfer import IDLE_S, MAX_LOANS, PullGrants, ReceiveMemory
+from myxa.transport.tensors.slabs import (
+    DATA_OFFSET,
+    INLINE_BYTES,
+    STEP_BYTES,
+    Copier,
+    Slab,
+    SlabMapping,
+    address_of,
+    read_only,
+    region,
+)
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -153,42 +162,42 @@ def test_the_end_of_the_last_view_is_heard_of():
 
 
 def test_memory_is_kept_warm_up_to_a_limit_and_for_a_while():
-    landing = Landing(5 << 20)
-    first = landing.take(2_000_000, 0.0)
+    receive_memory = ReceiveMemory(5 << 20)
+    first = receive_memory.take(2_000_000, 0.0)
     address = address_of(first)
     first[:] = 7
     del first
-    again = landing.take(1_900_000, 0.0)
+    again = receive_memory.take(1_900_000, 0.0)
     assert address_of(again) == address
-    too_small = landing.take(1_000_000, 0.0)
+    too_small = receive_memory.take(1_000_000, 0.0)
     assert address_of(too_small) != address
-    three = [landing.take(2_000_000, 0.0) for _ in range(3)]
+    three = [receive_memory.take(2_000_000, 0.0) for _ in range(3)]
     del again, too_small, three
-    landing.trim(1.0)
-    assert 0 < landing.num_spare_bytes <= 5 << 20
-    landing.trim(1.0 + IDLE_S)
-    assert landing.num_spare_bytes == 0
+    receive_memory.trim(1.0)
+    assert 0 < receive_memory.num_spare_bytes <= 5 << 20
+    receive_memory.trim(1.0 + IDLE_S)
+    assert receive_memory.num_spare_bytes == 0
     with pytest.raises(MemoryError, match="more than the host has"):
-        landing.take(1 << 50, 0.0)
-    kept = landing.take(100, 0.0)
-    landing.close()
+        receive_memory.take(1 << 50, 0.0)
+    kept = receive_memory.take(100, 0.0)
+    receive_memory.close()
     kept[:] = 1  # still there
     del kept
-    assert landing.num_spare_bytes == 0
+    assert receive_memory.num_spare_bytes == 0
 
 
 def test_loans_run_out_and_their_words_are_cleared():
-    loans = Loans(1000)
+    grants = PullGrants(1000)
     memory = memoryview(bytes(range(64)))
-    made = [loans.lend(memory) for _ in range(MAX_LOANS)]
-    assert loans.lend(memory) is None
+    made = [grants.lend(memory) for _ in range(MAX_LOANS)]
+    assert grants.lend(memory) is None
     assert len({loan.generation for loan in made if loan}) == MAX_LOANS
     one = made[5]
     assert one is not None
     assert kernel.read_bytes(os.getpid(), one.word, 8) == one.generation.to_bytes(8, "little")
-    loans.end(one)
+    grants.end(one)
     assert kernel.read_bytes(os.getpid(), one.word, 8) == bytes(8)
-    next_one = loans.lend(memory)
+    next_one = grants.lend(memory)
     assert next_one is not None
     assert (next_one.slot, next_one.generation) != (one.slot, one.generation)
 

@@ -16,10 +16,9 @@ import pytest_asyncio
 from myxa.core.errors import BadRequest, CallError, DeadlineExceeded, OutcomeUnknown, SlabError, TensorLost
 from myxa.core.handlers import handlers_of
 from myxa.core.refs import with_deadline
-from myxa.transport.tensors import kernel, same_host_peers, shared_array_transfer, slab
-from myxa.transport.tensors.handles import PullHandle, SlabHandle, join, part
+from myxa.transport.tensors import kernel, same_host_peers, shared_array_transfer, slabs
 from myxa.transport.tensors.same_host_peers import ReachState
-from myxa.transport.tensors.shared_array_transfer import TensorPolicy
+from myxa.transport.tensors.shared_array_transfer import PullHandle, SlabHandle, TensorPolicy, join, part
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conftest import World, no_tasks_left
@@ -64,7 +63,7 @@ def ways_used(node) -> dict[str, int]:
     return {way: n for way, n in node.tensors.transfer.num_by.items() if n}
 
 
-async def neighbours(world, policy=None):
+async def two_nodes(world, policy=None):
     actor = Keeper()
     near, far = await world.pair(actor)
     for node in (near, far):
@@ -77,7 +76,7 @@ async def neighbours(world, policy=None):
 
 @pytest.mark.parametrize("way", WAYS)
 async def test_arrays_arrive_equal_and_belong_to_the_receiver(ipc, way):
-    near, far, ref, _ = await neighbours(ipc, WAYS[way])
+    near, far, ref, _ = await two_nodes(ipc, WAYS[way])
     for count in (LARGE, 40_000, 2_000_000):
         data = numbers(count)
         expected = float((data + 1).sum())
@@ -103,7 +102,7 @@ async def test_arrays_arrive_equal_and_belong_to_the_receiver(ipc, way):
 
 @pytest.mark.parametrize("way", WAYS)
 async def test_a_cast_s_array_may_change_when_it_is_on_its_way(ipc, way):
-    near, _, ref, actor = await neighbours(ipc, WAYS[way])
+    near, _, ref, actor = await two_nodes(ipc, WAYS[way])
     actor.gate.clear()
     data = np.ones(LARGE)
     await ref.add(data)
@@ -120,7 +119,7 @@ async def test_a_cast_s_array_may_change_when_it_is_on_its_way(ipc, way):
 
 @pytest.mark.parametrize("way", WAYS)
 async def test_a_put_runs_once_and_its_answer_can_be_had_again(ipc, way):
-    _, _, ref, actor = await neighbours(ipc, WAYS[way])
+    _, _, ref, actor = await two_nodes(ipc, WAYS[way])
     data = numbers()
     one, two = await asyncio.gather(ref.store("a", data), ref.store("a", data))
     np.testing.assert_array_equal(one, 2 * data)
@@ -131,7 +130,7 @@ async def test_a_put_runs_once_and_its_answer_can_be_had_again(ipc, way):
 
 
 async def test_below_the_threshold_and_without_ipc_everything_goes_by_the_wire(ipc):
-    near, _, ref, _ = await neighbours(ipc)
+    near, _, ref, _ = await two_nodes(ipc)
     await ref.total(numbers(1000))
     assert not ways_used(near)
     near.tensors.policy = TensorPolicy(threshold_bytes=1000)
@@ -141,7 +140,7 @@ async def test_below_the_threshold_and_without_ipc_everything_goes_by_the_wire(i
 
 @pytest.mark.parametrize("kind", ["inproc", "tcp"])
 async def test_other_transports_share_no_memory(world):
-    near, far, ref, _ = await neighbours(world)
+    near, far, ref, _ = await two_nodes(world)
     data = numbers()
     assert await ref.total(data) == float((data + 1).sum())
     assert (await ref.state() == 1).all()
@@ -165,7 +164,7 @@ async def test_an_actor_of_the_same_process_has_an_array_of_its_own(ipc):
 
 
 async def test_large_and_small_arrays_in_one_message_and_many_at_once(ipc):
-    near, _, ref, _ = await neighbours(ipc, TensorPolicy(pool_bytes=8 << 20, wait_s=2.0))
+    near, _, ref, _ = await two_nodes(ipc, TensorPolicy(pool_bytes=8 << 20, wait_s=2.0))
     sizes = [LARGE + i for i in range(12)]
     got = await asyncio.gather(*(ref.total(np.ones(n)) for n in sizes))
     assert got == [2.0 * n for n in sizes]
@@ -176,7 +175,7 @@ async def test_large_and_small_arrays_in_one_message_and_many_at_once(ipc):
 
 
 async def test_in_place_nothing_is_copied_and_the_lease_ends_with_the_view(ipc):
-    near, _, ref, actor = await neighbours(ipc)
+    near, _, ref, actor = await two_nodes(ipc)
     async with near.tensors.allocate((500, 600), "float64") as block:
         assert block.array.shape == (500, 600)
         block.array[:] = 2
@@ -210,7 +209,7 @@ async def test_in_place_nothing_is_copied_and_the_lease_ends_with_the_view(ipc):
 
 
 async def test_a_block_outlives_its_producer_while_it_is_read(ipc):
-    near, _, ref, actor = await neighbours(ipc)
+    near, _, ref, actor = await two_nodes(ipc)
     async with near.tensors.allocate(LARGE, "float64") as block:
         block.array[:] = 1
         await ref.keep(block.array)
@@ -223,7 +222,7 @@ async def test_a_block_outlives_its_producer_while_it_is_read(ipc):
 
 
 async def test_a_leased_answer(ipc):
-    near, far, ref, _ = await neighbours(ipc)
+    near, far, ref, _ = await two_nodes(ipc)
     view = await ref.look()
     assert not view.flags.writeable
     assert view.sum() == 0
@@ -234,7 +233,7 @@ async def test_a_leased_answer(ipc):
 
 
 async def test_a_private_array_for_a_leased_parameter_is_pulled_and_read_only(ipc):
-    near, _, ref, actor = await neighbours(ipc)
+    near, _, ref, actor = await two_nodes(ipc)
     assert await ref.keep(np.ones(LARGE)) == LARGE
     assert await ref.keep(np.ones(10)) == 10
     assert [array.flags.writeable for array in actor.arrays] == [False, False]
@@ -243,7 +242,7 @@ async def test_a_private_array_for_a_leased_parameter_is_pulled_and_read_only(ip
 
 
 async def test_no_room_says_who_has_it_and_messages_do_without(ipc):
-    near, _, ref, _ = await neighbours(ipc, TensorPolicy(pool_bytes=4 << 20, may_pull=False, wait_s=0.05))
+    near, _, ref, _ = await two_nodes(ipc, TensorPolicy(pool_bytes=4 << 20, may_pull=False, wait_s=0.05))
     async with near.tensors.allocate(3 << 20, "uint8"):
         with pytest.raises(SlabError, match="1 blocks are in use"):
             async with near.tensors.allocate(2 << 20, "uint8", timeout_s=0.05):
@@ -255,7 +254,7 @@ async def test_no_room_says_who_has_it_and_messages_do_without(ipc):
         assert not waiting.done()
     block = await waiting  # as soon as there is room
     assert block is not None
-    near.tensors._pool.freed(near.tensors._ledger.let_go(block))
+    near.tensors._pool.freed(near.tensors._block_table.drop(block))
     with pytest.raises(SlabError, match="no room"):
         async with near.tensors.allocate(5 << 20, "uint8"):
             pass
@@ -272,13 +271,13 @@ async def test_where_pulling_is_forbidden_the_slab_is_used_and_else_the_wire(ipc
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(same_host_peers, "read_bytes", forbidden)
-    near, far, ref, _ = await neighbours(ipc)
+    near, far, ref, _ = await two_nodes(ipc)
     assert await ref.total(np.ones(LARGE)) == 2 * LARGE
     assert ways_used(near) == {"slab": 1}
     reach = near.tensors._same_host_peers.get(far._key).reach
     assert (reach.can_pull, reach.can_map) == (False, True)
 
-    monkeypatch.setattr(slab.os, "open", forbidden)
+    monkeypatch.setattr(slabs.os, "open", forbidden)
     third = await ipc.join("third")
     other = third.ref(KeeperContract, "callee")
     assert await other.total(np.ones(LARGE)) == 2 * LARGE
@@ -290,7 +289,7 @@ async def test_what_was_permitted_and_is_not_any_more_costs_one_more_try(ipc, mo
     def forbidden(*_):
         raise PermissionError(1, "Operation not permitted")
 
-    near, _, ref, actor = await neighbours(ipc)
+    near, _, ref, actor = await two_nodes(ipc)
     await ref.total(np.ones(LARGE))
     monkeypatch.setattr(shared_array_transfer, "pull", forbidden)
     assert await ref.total(np.ones(LARGE)) == 2 * LARGE
@@ -304,7 +303,7 @@ async def test_what_was_permitted_and_is_not_any_more_costs_one_more_try(ipc, mo
 
 async def test_a_challenge_cannot_be_met_for_another_process(ipc):
     """Who names a process that is not its own has no way to have it read."""
-    near, far, ref, _ = await neighbours(ipc)
+    near, far, ref, _ = await two_nodes(ipc)
     await ref.kept()
     hood = far.tensors._same_host_peers
     victim = await ipc.child("victim")
@@ -320,7 +319,7 @@ async def test_a_challenge_cannot_be_met_for_another_process(ipc):
 
 
 async def sent(near, far, handles, method="total"):
-    """Send such a request as if our own client had made it."""
+    """Send such a request as if our own transfer had made it."""
     call_client = near._call_client
     spec = handlers_of(KeeperContract).by_name[method]
     order = call_client._order("callee", spec, spec.request(np.zeros(4)), 10.0)
@@ -334,7 +333,7 @@ def _board_of(node):
 
 
 async def test_handles_that_point_nowhere_are_refused_and_harm_nobody(ipc):
-    near, far, ref, actor = await neighbours(ipc)
+    near, far, ref, actor = await two_nodes(ipc)
     pull = PullHandle(frame=0, address=4096, num_bytes=32, word=4096, generation=1)
     with pytest.raises(TensorLost, match="nothing is known"):
         await sent(near, far, [pull])
@@ -369,24 +368,24 @@ async def test_handles_that_point_nowhere_are_refused_and_harm_nobody(ipc):
 
 
 async def test_an_array_of_the_wrong_size_is_refused(ipc):
-    near, far, ref, actor = await neighbours(ipc)
+    near, far, ref, actor = await two_nodes(ipc)
     await ref.total(np.ones(LARGE))
-    loan = near.tensors._loans.lend(memoryview(bytes(100)))
+    loan = near.tensors._grants.lend(memoryview(bytes(100)))
     handle = PullHandle(frame=0, address=loan.address, num_bytes=100, word=loan.word, generation=loan.generation)
     with pytest.raises(BadRequest, match="does not fit 100 bytes"):
         await sent(near, far, [handle])
-    near.tensors._loans.end(loan)
+    near.tensors._grants.end(loan)
     assert actor.num_runs == 1
 
 
 async def test_what_is_lent_no_longer_is_never_used(ipc, monkeypatch):
     """The word is read before and after the data: a loan that ends in the middle voids what was copied."""
-    near, _, ref, actor = await neighbours(ipc, TensorPolicy(may_map=False))
+    near, _, ref, actor = await two_nodes(ipc, TensorPolicy(may_map=False))
     pulled = kernel.pull
 
     def late(pid, source, target, num_bytes, word):
         before, _ = pulled(pid, source, target, num_bytes, word)
-        near.tensors._loans._words[:] = 0
+        near.tensors._grants._words[:] = 0
         return before, pulled(pid, word, target, 8, word)[1]
 
     monkeypatch.setattr(shared_array_transfer, "pull", late)
@@ -396,13 +395,13 @@ async def test_what_is_lent_no_longer_is_never_used(ipc, monkeypatch):
 
 
 async def test_an_offer_that_expired_is_not_read(ipc):
-    near, far, ref, actor = await neighbours(ipc)
+    near, far, ref, actor = await two_nodes(ipc)
     await ref.total(np.ones(LARGE))
     async with near.tensors.allocate(4, "float64") as block:
         found = near.tensors._pool.find(block.array.__array_interface__["data"][0], 32)
         packed = shared_array_transfer.Packed(b"", ())
         handle = near.tensors.transfer._offered(packed, *found, 32, far._key, 0, False, 1.0)
-        near.tensors._pool.freed(near.tensors._ledger.expire(near.clock.monotonic() + 1e6))
+        near.tensors._pool.freed(near.tensors._block_table.expire(near.clock.monotonic() + 1e6))
         await block.reclaim(1)
         with pytest.raises(TensorLost, match="written again"):
             await sent(near, far, [handle])
@@ -415,7 +414,7 @@ async def test_an_answer_that_cannot_be_read_is_an_unknown_outcome(ipc, monkeypa
     def gone(*_):
         raise SlabError("gone")
 
-    _, _, ref, actor = await neighbours(ipc)
+    _, _, ref, actor = await two_nodes(ipc)
     monkeypatch.setattr(shared_array_transfer.SharedArrayTransfer, "_mapping", gone)
     with pytest.raises(OutcomeUnknown, match=r"callee.state ran, but its answer is lost"):
         await ref.state()
@@ -427,7 +426,7 @@ async def test_an_answer_that_cannot_be_read_is_an_unknown_outcome(ipc, monkeypa
 
 @pytest.mark.parametrize("way", WAYS)
 async def test_a_call_that_ends_early_takes_back_what_it_lent(ipc, way):
-    near, far, ref, _ = await neighbours(ipc, WAYS[way])
+    near, far, ref, _ = await two_nodes(ipc, WAYS[way])
     with pytest.raises(DeadlineExceeded):
         await with_deadline(ref, 1.0).wait(np.ones(LARGE))
     task = asyncio.ensure_future(ref.wait(np.ones(LARGE)))
@@ -441,7 +440,7 @@ async def test_a_call_that_ends_early_takes_back_what_it_lent(ipc, way):
 
 
 async def test_a_caller_that_leaves_in_the_middle_of_a_copy(ipc, monkeypatch):
-    near, far, ref, actor = await neighbours(ipc)
+    near, far, ref, actor = await two_nodes(ipc)
     await ref.total(np.ones(LARGE))
     begun = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -469,7 +468,7 @@ async def test_a_caller_that_leaves_in_the_middle_of_a_copy(ipc, monkeypatch):
 
 
 async def test_a_node_that_closes_in_the_middle_of_a_copy_leaves_nothing(ipc):
-    near, far, ref, _ = await neighbours(ipc)
+    near, far, ref, _ = await two_nodes(ipc)
     task = asyncio.ensure_future(ref.total(np.ones(16 << 20)))
     await asyncio.sleep(0.02)
     await far.close(grace_s=0.0)
@@ -511,7 +510,7 @@ async def test_between_processes_and_when_the_reader_is_killed(ipc):
 
 async def test_an_incarnation_that_is_over_has_no_leases(ipc):
     """Fenced, but its process lives on."""
-    near, far, ref, _ = await neighbours(ipc)
+    near, far, ref, _ = await two_nodes(ipc)
     async with near.tensors.allocate(LARGE, "float64") as block:
         block.array[:] = 1
         await ref.keep(block.array)
@@ -533,8 +532,8 @@ async def test_a_view_stays_readable_when_its_owner_is_killed(ipc):
 
 
 async def test_warm_memory_is_used_again_and_given_back_when_idle(ipc):
-    _, far, ref, _ = await neighbours(ipc)
-    landing = far.tensors._landing
+    _, far, ref, _ = await two_nodes(ipc)
+    landing = far.tensors._receive_memory
     for _ in range(3):
         await ref.total(np.ones(LARGE))
     assert 0 < landing.num_spare_bytes + sum(map(len, landing._back)) <= 4 << 20
@@ -544,7 +543,7 @@ async def test_warm_memory_is_used_again_and_given_back_when_idle(ipc):
 
 
 async def test_handles_are_small_whatever_they_stand_for(ipc):
-    near, far, ref, _ = await neighbours(ipc)
+    near, far, ref, _ = await two_nodes(ipc)
     await ref.total(np.ones(LARGE))
     sizes = []
     for count in (40_000, 4_000_000):

@@ -17,12 +17,11 @@ from pathlib import Path
 import pytest
 import uvloop
 
+from myxa.transport import unix as unix_inbox
+from myxa.transport.outbox import TurnBudget
 from myxa.transport.session.frames import LIMITS, Envelope, Kind, batch, chunk_header, encode, sole
-from myxa.transport.session.inbound_router import MAX_STRIKES
-from myxa.transport.turn_budget import TurnBudget
-from myxa.transport.unix import inbox as unix_inbox
-from myxa.transport.unix.inbox import UnixInbox
-from myxa.transport.unix.sockets import MAX_MESSAGE, framed
+from myxa.transport.session.session import MAX_VIOLATIONS
+from myxa.transport.unix import MAX_MESSAGE, UnixInbox, framed
 
 sys.path.insert(0, str(Path(__file__).parent))
 from raw_unix import RawUnix
@@ -94,13 +93,13 @@ async def test_chunks_come_together_and_what_makes_no_sense_inside_a_message_end
 async def test_a_length_of_no_sense_ends_the_connection_and_many_of_them_ban_the_process(tmp_path):
     sink, counters = Sink(), Counter[str]()
     inbox = inbox_at(tmp_path / "s", sink, counters)
-    for number in range(MAX_STRIKES + 1):
+    for number in range(MAX_VIOLATIONS + 1):
         client = RawUnix(inbox.endpoint)
         client.send_raw(struct.pack("<Q", MAX_MESSAGE + 1 + number) + b"GET / HTTP/1.1")
         await until(lambda number=number: counters["handshake_wrong"] == number + 1)
         assert client.is_ended()
         client.close()
-    assert len(sink.wrong) == MAX_STRIKES + 1
+    assert len(sink.wrong) == MAX_VIOLATIONS + 1
     refused = RawUnix(inbox.endpoint)
     await until(lambda: counters["pid_banned"] == 1)
     assert refused.is_ended()
@@ -357,7 +356,7 @@ async def test_nobody_there_is_said_and_counted_from_the_beginning_a_full_house_
     outbox = outbox_to(f"unix://{tmp_path}/none", events)
     await until(lambda: len(events.why) >= 3)
     outbox.abort()
-    assert set(events.why) == {"nobody listens there: its socket file is gone"}
+    assert set(events.why) == {"no process listens there: its socket file is gone"}
     assert events.since == sorted(events.since)
     assert events.since[-1] > 0.05
     listener = Listener(tmp_path / "full", backlog=0)

@@ -136,7 +136,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from unix_parts import GREETING, Sink, inbox_at, until
 from myxa.transport.session.frames import sole
-from myxa.transport.unix.sockets import framed
+from myxa.transport.unix import framed
 
 async def main():
     sink, counters = Sink(), Counter()

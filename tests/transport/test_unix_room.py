@@ -16,7 +16,7 @@ import pytest
 from myxa.core.ids import PeerKey
 from myxa.transport.session.frames import sole
 from myxa.transport.socket_transport import SocketTransport
-from myxa.transport.unix.outbox import UnixOutbox
+from myxa.transport.unix import UnixOutbox
 from myxa.transport.wire import Endpoints, Lane
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -49,9 +49,9 @@ async def test_a_message_that_is_partly_sent_is_waited_for_and_not_asked_for(tmp
     elif how == "close":
         outbox.close(20)
     else:
-        outbox._departures.hold()
+        outbox._coalescing.hold()
         outbox.send(parcel(2))
-        outbox._departures.release()
+        outbox._coalescing.release()
     await asyncio.sleep(0.2)
     assert num_flushes <= 2
     numbers = [0, 1, 2] if how == "held back" else [0, 1]

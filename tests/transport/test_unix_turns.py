@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 import uvloop
 
+from myxa.transport.outbox import TurnBudget
 from myxa.transport.session.frames import batch, sole
-from myxa.transport.turn_budget import TurnBudget
-from myxa.transport.unix.inbox import PART_BYTES, UnixInbox
-from myxa.transport.unix.sockets import MAX_MESSAGE, framed
+from myxa.transport.unix import MAX_MESSAGE, PART_BYTES, UnixInbox, framed
 
 sys.path.insert(0, str(Path(__file__).parent))
 from raw_unix import RawUnix

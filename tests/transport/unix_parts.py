@@ -10,19 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from myxa.transport.outbox import WriteCoalescing
+from myxa.transport.outbox import TurnBudget, WriteCoalescing
 from myxa.transport.session.frames import Envelope, Kind, encode, split
-from myxa.transport.turn_budget import TurnBudget
-from myxa.transport.unix.inbox import UnixInbox
-from myxa.transport.unix.outbox import UnixOutbox
-from myxa.transport.unix.sockets import padded
+from myxa.transport.unix import UnixInbox, UnixOutbox, padded
 from myxa.transport.wire import Lane, Parcel
 
 GREETING = encode(Envelope(kind=Kind.HELLO, body=b"{}"))
 
 
 class Sink:
-    """Remembers what came; implements `wire.Sink` as far as an inbox asks for it."""
+    """Remembers what came; implements `wire.InboundSink` as far as an inbox asks for it."""
 
     def __init__(self) -> None:
         self.came: list[bytes] = []

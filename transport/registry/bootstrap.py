@@ -1,46 +1,51 @@
-"""Finding, founding and joining the registry.
+"""Finding, founding and joining the registry, and the mirror of its directory in every other process.
 
-`RegistrySeat` says where the registry is, as far as this process has heard. The registry may die and come back as
-another incarnation. On its own host it posts a record in the directory of the sockets, at a path that stays; to other
-hosts it comes back at its tcp address, and tells those who ask for the old incarnation who it is now (HELLO). Both are
-taken only for something newer.
+`RegistryLocation` says where the registry is, as far as this process has heard. The registry may die and come back as
+another incarnation. On its own host it posts a record in the directory of the sockets, at a fixed path; to other hosts
+it comes back at its tcp address, and answers requests for the old incarnation with its identity (HELLO). Both are only
+accepted if they are newer.
 
-`found_registry` makes this process the registry's host: for the first time, or after a death, from its journal. A
-registry that comes back must be found: it takes the directory of sockets and the tcp port of its last incarnation, and
-posts who it is now. Every process that was alive when it died counts as alive until it had time to come back.
+`host_registry` makes this process the registry's host: for the first time, or after a death, from its journal. A
+registry that comes back takes the directory of sockets and the tcp port of its last incarnation. Every process that was
+alive when it died counts as alive until it had time to come back.
 
 `join` gets an epoch for a process that has none. It speaks under a provisional identity (a random number, epoch 0),
-which may do nothing but register, and forgets it.
+which may only register.
+
+The mirror subscribes to the registry's stream of changes. When the stream breaks, the mirror stays as it is, a new
+stream is opened from its version, and calls continue.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
+from ...core.actor import PeerEvent
 from ...core.clock import Clock
-from ...core.errors import CallError, LaunchError, MyxaError, NoSuchActor, NotExecuted
+from ...core.errors import CallError, LaunchError, MyxaError, NoSuchActor, NotExecuted, NotSent, PeerDied, StaleEpoch
 from ...core.failure_detector import Verdict
 from ...core.handlers import HandlerSpec, handlers_of
 from ...core.ids import PeerKey
-from ...core.refs import make_ref, with_deadline
+from ...core.refs import RequestSender, make_ref, with_deadline
 from ..address import Rendezvous, check_socket_dir
 from ..call_client import CallClient
-from ..opening import Opened
+from ..session.calls import TICK_S
 from ..session.guard import PROVISIONAL
 from ..session.links import Arrival
-from ..session.pending import Route
+from ..session.pending import CallOrder, Route
 from ..session.session import Session
-from ..session.wheel import TICK_S
-from ..wire import Door, Endpoints, Lane, Transport
-from .directory import ActorRecord, Location, NodeRecord
+from ..socket_transport import Opened
+from ..wire import ConnectionGuard, Endpoints, Lane, Transport
+from .directory import Directory, DirectoryUpdate, HostedActor, Location, NodeRecord
 from .journal import Known, RegistryJournal, Seat
 from .registry import REGISTRY, RegistryActor, RegistryContract
 
@@ -48,7 +53,7 @@ POSTED = "registry.json"
 """Name of the record in the directory of the sockets."""
 
 
-class RegistrySeat:
+class RegistryLocation:
     """Begins with the record that this process was given."""
 
     def __init__(self, rdzv: Rendezvous, node_rank: int) -> None:
@@ -82,7 +87,7 @@ class RegistrySeat:
             self._seen = facts.st_mtime_ns, facts.st_ino
             posted = Rendezvous.load(self._posted)
         except (OSError, LaunchError):
-            return False  # nobody posts there, or the job is over; its address may still answer
+            return False  # no record there, or the job is over; its address may still answer
         if posted.node_id != self.key.node_id or posted.epoch <= self.key.epoch:
             return False
         self._move(posted)
@@ -96,11 +101,11 @@ class RegistrySeat:
 def registry_location(rdzv: Rendezvous) -> Location:
     """The registry as the rendezvous record describes it; its handlers are those of our own code."""
     node = NodeRecord(name=REGISTRY, node_id=rdzv.node_id, epoch=rdzv.epoch, endpoints=rdzv.endpoints)
-    return Location(node, ActorRecord(name=REGISTRY, index=0, handlers=handlers_of(RegistryContract).schema))
+    return Location(node, HostedActor(name=REGISTRY, index=0, handlers=handlers_of(RegistryContract).schema))
 
 
 @dataclass(frozen=True, slots=True)
-class RegistryClaim:
+class RegistryLock:
     """What the next incarnation of a registry should open."""
 
     journal: RegistryJournal | None
@@ -114,14 +119,14 @@ class RegistryClaim:
             self.journal.close()
 
 
-def claim_registry(name: str, tcp: str, journal_path: Path | str | None) -> RegistryClaim:
+def claim_registry(name: str, tcp: str, journal_path: Path | str | None) -> RegistryLock:
     """Raises LaunchError if the journal cannot be used, or is that of another name."""
     if journal_path is None:
-        return RegistryClaim(None, tcp)
+        return RegistryLock(None, tcp)
     journal = RegistryJournal.open(Path(journal_path))
     seat = journal.seat
     if seat is None:
-        return RegistryClaim(journal, tcp)
+        return RegistryLock(journal, tcp)
     if seat.node != name:
         journal.close()
         raise LaunchError(
@@ -130,19 +135,19 @@ def claim_registry(name: str, tcp: str, journal_path: Path | str | None) -> Regi
     host, _, port = tcp.rpartition(":")
     if port == "0" and seat.tcp.rpartition(":")[0] == host:
         tcp = seat.tcp
-    return RegistryClaim(journal, tcp, _still_there(seat.socket_dir))
+    return RegistryLock(journal, tcp, _still_there(seat.socket_dir))
 
 
 def _still_there(socket_dir: str) -> Path | None:
     try:
         return check_socket_dir(Path(socket_dir)) if socket_dir else None
     except LaunchError:
-        return None  # the host was restarted, or somebody tidied up
+        return None  # the host was restarted, or the folder was cleaned up
 
 
-async def found_registry(
-    name: str, opened: Opened, claim: RegistryClaim
-) -> tuple[RegistryActor, NodeRecord, RegistrySeat]:
+async def host_registry(
+    name: str, opened: Opened, claim: RegistryLock
+) -> tuple[RegistryActor, NodeRecord, RegistryLocation]:
     """The registry with this process as its first member (again), and how to find it."""
     registry = RegistryActor(opened.guard, claim.journal)
     state = registry.state
@@ -165,7 +170,7 @@ async def found_registry(
     state.enter(record)
     if opened.guard is not None:
         opened.guard.follow(state.nodes(""))
-    return registry, record, RegistrySeat(rdzv, record.endpoints.node_rank)
+    return registry, record, RegistryLocation(rdzv, record.endpoints.node_rank)
 
 
 T = TypeVar("T")
@@ -176,7 +181,12 @@ PATIENCE_S = 2.0
 
 
 async def join(
-    seat: RegistrySeat, name: str, transport: Transport, clock: Clock, timeout_s: float, door: Door | None = None
+    seat: RegistryLocation,
+    name: str,
+    transport: Transport,
+    clock: Clock,
+    timeout_s: float,
+    door: ConnectionGuard | None = None,
 ) -> NodeRecord:
     """Register and return our record. Raises LaunchError naming the registry's endpoint if it does not answer.
 
@@ -196,7 +206,7 @@ async def join(
             left_s = max(give_up_at - clock.monotonic(), TICK_S)  # this process may have stood still beyond it
             try:
                 # An answer, or the question, may be lost with its connection. To ask again does no harm: it gives a
-                # newer epoch, and nobody has heard of the one before.
+                # newer epoch, and no process has heard of the one before.
                 request = with_deadline(registry, min(left_s, patience_s))
                 return await _ticking(session, seat, request.register(name, transport.endpoints, os.getpid()))
             except CallError as error:
@@ -213,7 +223,7 @@ async def join(
         session.close()
 
 
-async def _ticking(session: Session, seat: RegistrySeat, work: Awaitable[T]) -> T:
+async def _ticking(session: Session, seat: RegistryLocation, work: Awaitable[T]) -> T:
     """Let the session's time pass while `work` is waited for, and stop waiting where the registry is not any more."""
     loop = asyncio.get_running_loop()
     num_ticks = 0
@@ -235,9 +245,9 @@ async def _ticking(session: Session, seat: RegistrySeat, work: Awaitable[T]) -> 
 
 
 class _OnlyRegistry:
-    """Finder of a process that knows nobody else."""
+    """Finder of a process without a directory."""
 
-    def __init__(self, seat: RegistrySeat) -> None:
+    def __init__(self, seat: RegistryLocation) -> None:
         self._seat = seat
         self.routes: dict[tuple[str, str, str], Route] = {}
 
@@ -254,7 +264,7 @@ class _OnlyRegistry:
 
 
 class _Stranger:
-    """Session host of a process that serves nobody yet."""
+    """Session host of a process that serves no actor yet."""
 
     def __init__(self) -> None:
         self.trouble = ""
@@ -285,3 +295,184 @@ class _Stranger:
 
     def crashed(self, error: BaseException) -> None:
         self.trouble = f"{type(error).__name__}: {error}"
+
+
+LOOKUP_WAIT_S = 2.0
+"""How long a call to a name that was never heard of waits for it to come up."""
+RETRY_S = 0.5
+AWAY_S = 5.0
+"""How long news of our own actors wait for a registry that is away."""
+SEEN_S = 2.0
+
+
+class Mirror:
+    """Implements `call_client.Finder`."""
+
+    def __init__(
+        self,
+        seat: RegistryLocation,
+        session: Session,
+        clock: Clock,
+        tell: Callable[[PeerEvent], None],
+        fenced: Callable[[StaleEpoch], None],
+        describe: Callable[[], NodeRecord],
+    ) -> None:
+        self.directory = Directory()
+        self.routes = self.directory.routes
+        self._seat = seat
+        self._member_of = seat.key
+        """The incarnation of the registry that knows us."""
+        self._describe = describe
+        session.on_greeted = seat.greeted
+        self._session = session
+        self._clock = clock
+        self._tell = tell
+        self._fenced = fenced
+        self._changed: dict[asyncio.Event, None] = {}  # in order: a simulated run repeats itself
+        self._log = logging.getLogger("myxa.transport")
+        self._caller: RequestSender | None = None
+        self.on_update: Callable[[Directory], None] | None = None
+        """Called first when something has changed: who may speak is decided by the directory."""
+
+    def call_with(self, caller: RequestSender) -> None:
+        self._caller = caller
+
+    @property
+    def registry(self) -> RegistryContract:
+        """A reference to the registry."""
+        if self._caller is None:
+            raise RuntimeError("the mirror has no caller yet")
+        return make_ref(self._caller, RegistryContract, REGISTRY)
+
+    # -- the stream
+
+    async def follow(self) -> None:
+        """Keep the mirror up to date until cancelled."""
+        while True:
+            try:
+                if self._member_of != self._seat.key and not await self._report():
+                    return
+                await self._follow_once()
+            except CallError as error:
+                self._log.warning("the registry's updates stopped: %s", error)
+            self.look_for_registry()
+            await asyncio.sleep(RETRY_S)
+
+    def look_for_registry(self) -> None:
+        """Whether it came back elsewhere on this host; then nothing is waited for at the old place."""
+        before = self._seat.key
+        if self._seat.look():
+            self._session.peer_over(before, f"the registry is back as epoch {self._seat.key.epoch}")
+
+    async def _report(self) -> bool:
+        """Tell a registry that was restarted that we are there; False: we are over."""
+        seat = self._seat.key
+        refusal = await self.registry.rejoin(self._describe())
+        if refusal:
+            self._fenced(StaleEpoch(refusal))
+            return False
+        self._log.info("the registry is back as epoch %d", seat.epoch)
+        self._member_of = seat
+        return True
+
+    async def announce(self, actors: tuple[HostedActor, ...], reasons: dict[str, str]) -> None:
+        """Publish this node's actors and wait until the mirror has them; repeated while the registry is away."""
+        own = self._describe()
+        give_up_at = self._clock.monotonic() + AWAY_S
+        while True:
+            try:
+                version = await self.registry.announce(own.name, own.epoch, actors, reasons)
+            except (NotSent, PeerDied):
+                if self._clock.monotonic() > give_up_at:
+                    raise
+                await asyncio.sleep(RETRY_S)
+            else:
+                break
+        await self.wait_until(lambda: self.directory.version >= version, SEEN_S)
+
+    async def _follow_once(self) -> None:
+        async for update in self.registry.updates(self.directory.version, self.directory.history):
+            if not self._take(update):
+                self.directory.version = -1
+                return
+
+    def _take(self, update: DirectoryUpdate) -> bool:
+        changes = self.directory.apply(update)
+        if changes is None:
+            return False
+        if self.on_update is not None:
+            self.on_update(self.directory)
+        events, gone = changes
+        for departure in gone:
+            key = PeerKey(departure.node_id, departure.epoch)
+            if key == self._session.own:
+                self._fenced(StaleEpoch(f"{departure.name} epoch {departure.epoch} is over: {departure.reason}"))
+            self._session.peer_over(key, departure.reason)
+        for event in events:
+            self._tell(event)
+            if event.kind == "down":
+                self._session.calls.on_actor_gone(event.name, event.reason)
+            else:
+                self._session.calls.on_located(event.name, self.reroute)
+        for changed in self._changed:
+            changed.set()
+        return True
+
+    def reroute(self, order: CallOrder) -> Route | CallError | None:
+        """Where a call that waits for its callee's return has to go now."""
+        if order.target == REGISTRY:
+            return self._seat.location.route(order.method, order.schema)
+        return self.directory.route(order.target, order.method, order.schema)
+
+    # -- lookups
+
+    def route(self, target: str, spec: HandlerSpec) -> Route | CallError | None:
+        if target != REGISTRY:
+            return self.directory.route(target, spec.name, spec.schema)
+        return self._seat.location.route(spec.name, spec.schema)  # the directory may still know where it was
+
+    async def find(self, target: str, spec: HandlerSpec, timeout_s: float | None) -> Route | CallError:
+        if self.directory.has_ended(target):
+            return self.directory.missing(target)
+        wait_s = LOOKUP_WAIT_S if timeout_s is None else min(LOOKUP_WAIT_S, max(0.0, timeout_s / 2))
+        try:
+            node = await with_deadline(self.registry, wait_s + 1.0).resolve(target, wait_s)
+        except CallError as error:
+            missing = self.directory.missing(target)
+            missing.add_note(f"and the registry could not be asked: {error}")
+            return missing
+        actor = next((a for a in node.actors if a.name == target), None) if node is not None else None
+        if node is None or actor is None:
+            return self.directory.missing(target)
+        return Location(node, actor).route(spec.name, spec.schema)
+
+    def has_ended(self, target: str) -> bool:
+        return self.directory.has_ended(target)
+
+    async def wait_until(self, is_met: Callable[[], bool], timeout_s: float) -> bool:
+        """Until the mirror satisfies `is_met`; False after `timeout_s`."""
+        give_up_at = self._clock.monotonic() + timeout_s
+        changed = asyncio.Event()
+        self._changed[changed] = None
+        try:
+            while not is_met():
+                left_s = give_up_at - self._clock.monotonic()
+                if left_s <= 0:
+                    return False
+                changed.clear()
+                try:
+                    async with asyncio.timeout(left_s):
+                        await changed.wait()
+                except TimeoutError:
+                    return is_met()
+            return True
+        finally:
+            del self._changed[changed]
+
+    async def wait_for(self, *names: str, timeout_s: float) -> None:
+        """Until all these actors are registered; LaunchError naming the missing ones."""
+        if not await self.wait_until(lambda: all(self.directory.find(n) for n in names), timeout_s):
+            missing = ", ".join(n for n in names if self.directory.find(n) is None)
+            raise LaunchError(
+                f"waited {timeout_s:g} s for {missing}", remedy="see their logs; were they started, did they fail?"
+            )

@@ -2,6 +2,8 @@
 
 The mirror is a snapshot at some version and the updates after it, in order; a gap asks for a new snapshot. Calls use
 the mirror, so the data plane works on while the registry is away.
+
+The registry's rules: who may take which epoch, what the directory says, what subscribers have missed. Sans-IO.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ from ..wire import Endpoints
 MAX_TOMBSTONES = 1000
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DirectoryEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of the records."""
 
 
-class ActorRecord(Entry, frozen=True):
+class HostedActor(DirectoryEntry, frozen=True):
     """An actor as others may call it."""
 
     name: str
@@ -32,7 +34,7 @@ class ActorRecord(Entry, frozen=True):
     """Handler name -> fingerprint of its types, in the order of the handlers' indexes."""
 
 
-class NodeRecord(Entry, frozen=True):
+class NodeRecord(DirectoryEntry, frozen=True):
     """A process incarnation."""
 
     name: str
@@ -41,7 +43,7 @@ class NodeRecord(Entry, frozen=True):
     endpoints: Endpoints
     pid: int = 0
     """Process id on its host."""
-    actors: tuple[ActorRecord, ...] = ()
+    actors: tuple[HostedActor, ...] = ()
     role: str = "keeper"
     """What it may do: see `guard.Role`."""
 
@@ -50,7 +52,7 @@ class NodeRecord(Entry, frozen=True):
         return PeerKey(self.node_id, self.epoch)
 
 
-class Departure(Entry, frozen=True):
+class EndedNode(DirectoryEntry, frozen=True):
     """An incarnation that is over."""
 
     name: str
@@ -59,15 +61,15 @@ class Departure(Entry, frozen=True):
     reason: str
 
 
-class DirectoryUpdate(Entry, frozen=True):
+class DirectoryUpdate(DirectoryEntry, frozen=True):
     """One step of the registry's state, or (`is_snapshot`) all of it."""
 
     version: int
     history: int = 0
-    """Epoch of the registry's process: another one counts its versions anew."""
+    """Epoch of the registry's process: another one counts its versions from the start."""
     is_snapshot: bool = False
     nodes: tuple[NodeRecord, ...] = ()
-    gone: tuple[Departure, ...] = ()
+    gone: tuple[EndedNode, ...] = ()
     reasons: dict[str, str] = {}
     """Actor name -> why it is not there any more, for actors that end before their process."""
 
@@ -76,7 +78,7 @@ class Location(msgspec.Struct, frozen=True):
     """Where an actor is."""
 
     node: NodeRecord
-    actor: ActorRecord
+    actor: HostedActor
 
     def route(self, method: str, schema: str) -> Route | CallError:
         """The numbers for calling `method` there, or why that cannot be."""
@@ -106,7 +108,7 @@ class Directory:
         self.routes: dict[tuple[str, str, str], Route] = {}
         """What `route` found since the last update; for those to look at first to whom a call of ours is dear."""
 
-    def apply(self, update: DirectoryUpdate) -> tuple[list[PeerEvent], list[Departure]] | None:
+    def apply(self, update: DirectoryUpdate) -> tuple[list[PeerEvent], list[EndedNode]] | None:
         """Take an update: what changed for actors, and which incarnations are over. None: there is a gap before it."""
         if not update.is_snapshot:
             if update.history != self.history:
@@ -120,7 +122,7 @@ class Directory:
         nodes = {n.name: n for n in update.nodes} if update.is_snapshot else dict(self._nodes)
         if update.is_snapshot:
             gone += [
-                Departure(name=n.name, node_id=n.node_id, epoch=n.epoch, reason="it left")
+                EndedNode(name=n.name, node_id=n.node_id, epoch=n.epoch, reason="it left")
                 for n in self._nodes.values()
                 if n.name not in nodes or nodes[n.name].epoch != n.epoch
             ]
@@ -163,7 +165,7 @@ class Directory:
         return self._actors.get(name)
 
     def route(self, name: str, method: str, schema: str) -> Route | CallError | None:
-        """How to call `method` of `name`, why that cannot be, or None: nobody of that name is known."""
+        """How to call `method` of `name`, why that cannot be, or None: the name is unknown."""
         cached = self.routes.get((name, method, schema))
         if cached is not None:
             return cached
@@ -208,5 +210,5 @@ class Directory:
             return NoSuchActor(
                 f"{name} is not there any more: {self._tombstones[name]}", remedy="try again when it is back"
             )
-        known = ", ".join(self.names()) or "nobody"
+        known = ", ".join(self.names()) or "no actor"
         return NoSuchActor(f"no actor is called {name!r}", remedy=f"known now: {known}")

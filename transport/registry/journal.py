@@ -56,14 +56,14 @@ class Over(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     reason: str
 
 
-Entry = Seat | Known | Over
-_decoder = msgspec.json.Decoder(Entry)
+JournalLine = Seat | Known | Over
+_decoder = msgspec.json.Decoder(JournalLine)
 
 
 class RegistryJournal:
     """Use `open`; one process at a time."""
 
-    def __init__(self, path: Path, descriptor: int, entries: tuple[Entry, ...], size: int) -> None:
+    def __init__(self, path: Path, descriptor: int, entries: tuple[JournalLine, ...], size: int) -> None:
         self.path = path
         self.entries = entries
         """What was in it when it was opened."""
@@ -74,7 +74,7 @@ class RegistryJournal:
         self._num_in_file = 0
         """Of these."""
         self._is_torn = False
-        """An attempt failed: nobody knows what of these lines is in the file."""
+        """An attempt failed: it is unknown which of these lines are in the file."""
         self._num_appended = 0
         self._num_durable = 0
         self._sync: asyncio.Task[None] | None = None
@@ -84,7 +84,7 @@ class RegistryJournal:
     @classmethod
     def open(cls, path: Path) -> RegistryJournal:
         """Open or make it. Raises LaunchError if another process has it, or if it is damaged otherwise than at its
-        end: then epochs may be missing, and nobody can say which."""
+        end: then epochs may be missing, and it is unknown which."""
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -108,7 +108,7 @@ class RegistryJournal:
         """Where the registry sat last; None: this is its first time."""
         return next((entry for entry in reversed(self.entries) if isinstance(entry, Seat)), None)
 
-    def append(self, entry: Entry) -> None:
+    def append(self, entry: JournalLine) -> None:
         """Write it; a process that dies keeps it, a machine that dies may not (see `settle`). While the disk refuses it
         is kept here, and written before all that comes later. Raises LaunchError, also for everything that comes later,
         if it cannot be written for another reason."""
@@ -185,14 +185,14 @@ class RegistryJournal:
         self._descriptor = -1
 
 
-def _line(entry: Entry) -> bytes:
+def _line(entry: JournalLine) -> bytes:
     body = msgspec.json.encode(entry)
     return b"%08x %b\n" % (zlib.crc32(body), body)
 
 
-def _read(path: Path, data: bytes) -> tuple[tuple[Entry, ...], int]:
+def _read(path: Path, data: bytes) -> tuple[tuple[JournalLine, ...], int]:
     """All entries, and the size of what can be read."""
-    entries: list[Entry] = []
+    entries: list[JournalLine] = []
     good = 0
     while good < len(data):
         end = data.find(b"\n", good)
@@ -209,7 +209,7 @@ def _read(path: Path, data: bytes) -> tuple[tuple[Entry, ...], int]:
     later = data[good:].split(b"\n")[1:]
     if any(_is_whole(line) for line in later):
         raise LaunchError(
-            f"registry journal {path} is damaged at line {len(entries) + 1}, and goes on after it",
+            f"registry journal {path} is damaged at line {len(entries) + 1}, and continues after it",
             remedy="epochs may be lost: end all processes of the job and start it with a new journal",
         )
     return tuple(entries), good

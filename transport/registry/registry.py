@@ -1,30 +1,33 @@
-"""The registry: the one well-known actor. Issues epochs, keeps the directory, reports arrivals and exits.
+"""The registry: the one well-known actor. It issues epochs, keeps the directory, and reports arrivals and exits.
 
-Hosted by the launcher of node 0. The data plane does not need it: nodes call each other directly and use their mirrors
+The launcher of node 0 hosts it. The data plane does not need it: nodes call each other directly and use their mirrors
 while it is away; only joining and reports of exits wait for it. With a journal it may die and come back: it then has
 its members again, and reports none of them as gone before that member had time to report.
 
-`RegistryRights` says who may tell the registry what; no member speaks in another's name. The caller is known by its
-connection. A caller over ipc or in the process is trusted as far as the operating system trusts it: to the processes of
-one user on one host everything is allowed, as to launchers. Sans-IO.
+`RegistryState` has the rules, sans-IO: who may take which epoch, what the directory says, what subscribers have missed.
+`RegistryRights` decides who may report what; no member speaks in another's name. The caller is known by its connection.
+A caller over ipc or in the process is trusted as far as the operating system trusts it: the processes of one user on
+one host may do everything, as launchers may.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Iterable
+
+import msgspec
 
 from ...core.actor import Actor
 from ...core.errors import LaunchError, NotPermitted, StaleEpoch
 from ...core.handlers import call, current_caller, stream
 from ...core.ids import PeerKey, check_name
 from ...core.supervision import describe_status
-from ..session.guard import ANYBODY, ROLES, Badge, Guard, is_provisional
+from ..session.guard import ANYBODY, ROLES, KeyRights, PeerGuard, is_provisional
 from ..wire import Endpoints, is_public_key
-from .directory import ActorRecord, DirectoryUpdate, NodeRecord
-from .journal import Entry, Known, Over, RegistryJournal
-from .state import REGISTRY_NODE_ID, RegistryState
+from .directory import DirectoryUpdate, EndedNode, HostedActor, NodeRecord
+from .journal import JournalLine, Known, Over, RegistryJournal
 
 REGISTRY = "registry"
 REJOIN_S = 20.0
@@ -44,25 +47,25 @@ class RegistryContract(Actor):
 
     @call(deadline=10, reentrant=True)
     async def rejoin(self, record: NodeRecord) -> str:
-        """A process that an earlier incarnation of the registry admitted goes on with its epoch. Empty, or why it may
+        """A process that an earlier incarnation of the registry admitted keeps its epoch. Empty, or why it may
         not: then it is over, and whatever it still does has no effect."""
         raise NotImplementedError
 
     @call(deadline=10, reentrant=True)
-    async def announce(self, node: str, epoch: int, actors: tuple[ActorRecord, ...], reasons: dict[str, str]) -> int:
+    async def announce(self, node: str, epoch: int, actors: tuple[HostedActor, ...], reasons: dict[str, str]) -> int:
         """All actors of a node; `reasons`: why some that were there are not. Returns the directory's version."""
         raise NotImplementedError
 
     @call(deadline=10, reentrant=True, safe=True)
     async def leave(self, node: str, epoch: int, reason: str) -> None:
-        """A process goes in good order; only itself may say so."""
+        """A process leaves cleanly; only itself may say so."""
         raise NotImplementedError
 
     @call(deadline=10, reentrant=True)
     async def process_exited(self, node: str, epoch: int, status: int, pid: int = 0) -> bool:
         """A launcher saw the process end (negative status: by a signal). It knows the epoch or the process id; 0: not.
 
-        Everybody is told; calls pending to it fail at once. False if that incarnation was gone or replaced already.
+        All nodes hear of it; calls pending to it fail at once. False if that incarnation was gone or replaced already.
         Give one of the two: with neither, a report that comes late would hit the next incarnation.
         """
         raise NotImplementedError
@@ -94,13 +97,163 @@ class RegistryContract(Actor):
         raise NotImplementedError
 
 
-class RegistryActor(RegistryContract):
-    """See the module's head."""
+KEPT_UPDATES = 512
+REGISTRY_NODE_ID = 1
+"""Of the process that hosts the registry; its epoch is in the rendezvous record."""
 
-    def __init__(self, guard: Guard | None = None, journal: RegistryJournal | None = None) -> None:
+
+class RegistryState:
+    """Node names -> incarnations, and the numbered history of changes."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.history = 0
+        """Epoch of the process that hosts the registry; part of every update."""
+        self.presumed: set[str] = set()
+        """Nodes that were alive when the last incarnation of the registry died, and were not heard of since."""
+        self._ids: dict[str, int] = {}
+        self._epochs: dict[str, int] = {}
+        self._nodes: dict[str, NodeRecord] = {}
+        self._updates: deque[DirectoryUpdate] = deque(maxlen=KEPT_UPDATES)
+
+    # -- questions
+
+    def node(self, name: str) -> NodeRecord | None:
+        return self._nodes.get(name)
+
+    def find(self, actor: str) -> NodeRecord | None:
+        """The node that hosts that actor."""
+        for node in self._nodes.values():
+            if any(a.name == actor for a in node.actors):
+                return node
+        return None
+
+    def nodes(self, prefix: str) -> tuple[NodeRecord, ...]:
+        return tuple(n for name, n in sorted(self._nodes.items()) if name.startswith(prefix))
+
+    def since(self, version: int, history: int = 0) -> tuple[DirectoryUpdate, ...]:
+        """What a mirror at that version of that history needs: nothing, the updates it missed, or a snapshot."""
+        is_ours = history == self.history
+        if is_ours and version == self.version:
+            return ()
+        if is_ours and self._updates and self._updates[0].version <= version + 1 <= self.version and version >= 0:
+            return tuple(u for u in self._updates if u.version > version)
+        nodes = tuple(self._nodes.values())
+        return (DirectoryUpdate(version=self.version, history=self.history, is_snapshot=True, nodes=nodes),)
+
+    # -- changes
+
+    def restore(self, entries: Iterable[JournalLine]) -> None:
+        """Take up what the last incarnation of the registry knew; whom it knew is presumed to be alive."""
+        for entry in entries:
+            if isinstance(entry, Known):
+                record = entry.record
+                self._ids[record.name] = record.node_id
+                if record.epoch >= self._epochs.get(record.name, 0):
+                    self._epochs[record.name] = record.epoch
+                    self._nodes[record.name] = record
+            elif isinstance(entry, Over):
+                record = self._nodes.get(entry.node)
+                if record is not None and record.epoch == entry.epoch:
+                    del self._nodes[entry.node]
+        self.presumed = set(self._nodes)
+
+    def grant(self, name: str, endpoints: Endpoints, pid: int = 0, role: str = "keeper") -> NodeRecord:
+        """A number and an epoch that were never used. `enter` announces them."""
+        epoch = self._epochs[name] = self._epochs.get(name, 0) + 1
+        node_id = self._ids.setdefault(name, max(self._ids.values(), default=REGISTRY_NODE_ID - 1) + 1)
+        return NodeRecord(name=name, node_id=node_id, epoch=epoch, endpoints=endpoints, pid=pid, role=role)
+
+    def enter(self, record: NodeRecord) -> None:
+        """An incarnation that was granted is there; a living older one is thereby over. Raises StaleEpoch if a newer
+        one has entered meanwhile."""
+        old = self._nodes.get(record.name)
+        if record.epoch != self._epochs.get(record.name) or (old is not None and old.epoch >= record.epoch):
+            raise StaleEpoch(f"{record.name} epoch {record.epoch} was replaced before it was there")
+        self._nodes[record.name] = record
+        self.presumed.discard(record.name)
+        self._note(
+            nodes=(record,), gone=(_departure(old, f"it was replaced by epoch {record.epoch}"),) if old else ()
+        )  # fmt: skip
+
+    def register(self, name: str, endpoints: Endpoints, pid: int = 0, role: str = "keeper") -> NodeRecord:
+        """Grant and enter, for registries that keep no journal."""
+        record = self.grant(name, endpoints, pid, role)
+        self.enter(record)
+        return record
+
+    def rejoin(self, record: NodeRecord) -> str:
+        """A process that an earlier incarnation of the registry admitted is still there. Why it is not: else empty."""
+        known = self._nodes.get(record.name)
+        newest = self._epochs.get(record.name, 0)
+        claimed = f"{record.name} epoch {record.epoch}"
+        if known is None or known.epoch != record.epoch:
+            if record.epoch > newest or newest == 0:
+                return f"{claimed} was not given out by this registry"
+            return f"{claimed} is over; " + (f"epoch {newest} is there" if known else f"the newest was {newest}")
+        if (known.node_id, known.endpoints, known.pid) != (record.node_id, record.endpoints, record.pid):
+            return f"{claimed} is another process"
+        self.presumed.discard(record.name)
+        if known.actors != record.actors:
+            self._nodes[record.name] = mended = msgspec.structs.replace(known, actors=record.actors)
+            self._note(nodes=(mended,))
+        return ""
+
+    def announce(self, name: str, epoch: int, actors: tuple[HostedActor, ...], reasons: dict[str, str]) -> NodeRecord:
+        """The actors of an incarnation, all of them. Raises StaleEpoch if it is not the current one."""
+        old = self._current(name, epoch)
+        for actor in actors:
+            host = self.find(actor.name)
+            if host is not None and host.name != name:
+                raise StaleEpoch(
+                    f"{actor.name} already lives in {host.name}", remedy="names are unique; stop the other one first"
+                )
+        record = msgspec.structs.replace(old, actors=actors)
+        self._nodes[name] = record
+        self.presumed.discard(name)
+        self._note(nodes=(record,), reasons=reasons)
+        return record
+
+    def depart(self, name: str, epoch: int, reason: str, pid: int = 0) -> bool:
+        """An incarnation, told by its epoch or process id (0: not known), is over. False: it is not the current one."""
+        node = self._nodes.get(name)
+        if node is None or epoch not in (0, node.epoch) or pid not in (0, node.pid):
+            return False
+        del self._nodes[name]
+        self.presumed.discard(name)
+        self._note(gone=(_departure(node, reason),))
+        return True
+
+    def _current(self, name: str, epoch: int) -> NodeRecord:
+        node = self._nodes.get(name)
+        if node is None or node.epoch != epoch:
+            newest = self._epochs.get(name, 0)
+            raise StaleEpoch(f"{name} epoch {epoch} is not registered; the newest is {newest}")
+        return node
+
+    def _note(
+        self,
+        nodes: tuple[NodeRecord, ...] = (),
+        gone: tuple[EndedNode, ...] = (),
+        reasons: dict[str, str] | None = None,
+    ) -> None:
+        self.version += 1
+        self._updates.append(
+            DirectoryUpdate(version=self.version, history=self.history, nodes=nodes, gone=gone, reasons=reasons or {})
+        )
+
+
+def _departure(node: NodeRecord, reason: str) -> EndedNode:
+    return EndedNode(name=node.name, node_id=node.node_id, epoch=node.epoch, reason=reason)
+
+
+class RegistryActor(RegistryContract):
+    """The registry of one system."""
+
+    def __init__(self, guard: PeerGuard | None = None, journal: RegistryJournal | None = None) -> None:
         self.state = RegistryState()
         self.num_refused = 0
-        """Processes that wanted to go on and were over."""
+        """Processes that wanted to continue and were over."""
         self._journal = journal
         if journal is not None:
             self.state.restore(journal.entries)
@@ -128,7 +281,7 @@ class RegistryActor(RegistryContract):
         self._wake()
         return refusal
 
-    async def announce(self, node: str, epoch: int, actors: tuple[ActorRecord, ...], reasons: dict[str, str]) -> int:
+    async def announce(self, node: str, epoch: int, actors: tuple[HostedActor, ...], reasons: dict[str, str]) -> int:
         self._rights.to_speak_for(node, current_caller())
         self.state.announce(node, epoch, actors, reasons)
         self._remember(node)
@@ -202,8 +355,8 @@ class RegistryActor(RegistryContract):
         if record is not None:
             self._write(Known(record=record))
 
-    def _write(self, entry: Entry) -> None:
-        """A journal that cannot be written stops grants, but nobody is kept from hearing who has gone."""
+    def _write(self, entry: JournalLine) -> None:
+        """A journal that cannot be written stops grants, but ends are still announced."""
         if self._journal is None:
             return
         try:
@@ -232,7 +385,7 @@ class RegistryActor(RegistryContract):
 class RegistryRights:
     """Each method raises NotPermitted; StaleEpoch for a caller that is over."""
 
-    def __init__(self, state: RegistryState, guard: Guard | None) -> None:
+    def __init__(self, state: RegistryState, guard: PeerGuard | None) -> None:
         self._state = state
         self._guard = guard
         self.num_refused = 0
@@ -272,7 +425,7 @@ class RegistryRights:
             raise self._refusal(f"{record.name} spoke for {name}")
 
     def to_rejoin(self, record: NodeRecord, caller: PeerKey | None) -> None:
-        """Say again what the registry knew of it; nobody gets another key or role that way."""
+        """Say again what the registry knew of it; key and role stay as they were."""
         self.to_speak_for(record.name, caller)
         known = self._record(caller)
         if known is not None and (known.key, known.role, known.endpoints.curve) != (
@@ -293,10 +446,10 @@ class RegistryRights:
         if found is None or not is_public_key(public_key):
             raise self._refusal(f"there is no role {role!r}" if found is None else "that is no public key")
         if self._guard is not None:
-            self._guard.expect(Badge(name, found, public_key))
+            self._guard.expect(KeyRights(name, found, public_key))
 
     def _record(self, caller: PeerKey | None) -> NodeRecord | None:
-        """Of a member; None: within the process. Somebody who has not joined may say nothing but `register`."""
+        """Of a member; None: within the process. A process that has not joined may only call `register`."""
         if self._guard is None or caller is None:
             return None
         for record in self._state.nodes(""):

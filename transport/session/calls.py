@@ -6,6 +6,9 @@ Every call ends exactly once: a reply, the handler's error, a refusal (not execu
 
 A cast has no caller that waits, but its callee may refuse it because its mailbox is full. The refusal comes late, so
 `RefusedCasts` refuses the next casts to that callee here for a moment, and the sender sees the refusal.
+
+Deadlines are in a hashed timer wheel (`Wheel`): setting and clearing is O(1), and a finished call leaves nothing.
+A heap would keep it until its deadline, and one `loop.call_later` per call costs more than the call.
 """
 
 from __future__ import annotations
@@ -30,12 +33,59 @@ from ..wire import Lane
 from . import credit
 from .credit import UNIT_BYTES
 from .faults import decode_fault
-from .frames import HEADER_BYTES, LIMITS, NO_TTL, Envelope, Kind, Limits
+from .frames import HEADER_BYTES, LIMITS, NO_TTL, Envelope, FrameLimits, Kind
 from .links import Link, Links
-from .pending import CallSink, CallState, Order, PendingCall, Route, RouteOf, ttl_ms_of
-from .wheel import Wheel
+from .pending import CallOrder, CallSink, CallState, PendingCall, Route, RouteOf, ttl_ms_of
 
-LAST_WORDS_S = 1.0  # by which the news that an actor ended may overtake its last answers
+TICK_S = 0.05
+
+
+class Wheel:
+    """Numbers with due times, in slots of `TICK_S`."""
+
+    def __init__(self, now: float) -> None:
+        self._slots: dict[int, set[int]] = {}
+        self._slot_of: dict[int, int] = {}
+        self._next = int(now / TICK_S)
+
+    def __len__(self) -> int:
+        return len(self._slot_of)
+
+    def set(self, number: int, due_at: float) -> None:
+        """Due at the first tick not before `due_at`; setting again moves it."""
+        self.clear(number)
+        slot = max(int(due_at / TICK_S) + 1, self._next)
+        self._slot_of[number] = slot
+        self._slots.setdefault(slot, set()).add(number)
+
+    def clear(self, number: int) -> None:
+        slot = self._slot_of.pop(number, None)
+        if slot is not None:
+            numbers = self._slots[slot]
+            numbers.discard(number)
+            if not numbers:
+                del self._slots[slot]
+
+    def due(self, now: float) -> list[int]:
+        """Take out everything that is due, in order of due time."""
+        current = int(now / TICK_S)
+        if current < self._next:
+            return []
+        slots = range(self._next, current + 1)
+        ready = [s for s in slots if s in self._slots] if len(slots) <= len(self._slots) else self._ready(current)
+        self._next = current + 1
+        numbers: list[int] = []
+        for slot in ready:
+            for number in sorted(self._slots.pop(slot)):
+                del self._slot_of[number]
+                numbers.append(number)
+        return numbers
+
+    def _ready(self, current: int) -> list[int]:
+        return sorted(slot for slot in self._slots if slot <= current)
+
+
+LAST_WORDS_S = 1.0  # grace for replies that arrive after the actor's end was reported
 _CALL, _CAST, _REPLY, _END = Kind.CALL, Kind.CAST, Kind.REPLY, Kind.END
 _SENT, _PARKED, _ENDED = CallState.SENT, CallState.PARKED, CallState.ENDED  # members of an Enum are looked up in Python
 _TRY_ELSEWHERE = (Draining, NoSuchActor, StaleEpoch, PeerDied)
@@ -45,7 +95,7 @@ _TRY_ELSEWHERE = (Draining, NoSuchActor, StaleEpoch, PeerDied)
 class Calls:
     """All calls of this process."""
 
-    def __init__(self, links: Links, clock: Clock, limits: Limits = LIMITS) -> None:
+    def __init__(self, links: Links, clock: Clock, limits: FrameLimits = LIMITS) -> None:
         self._links = links
         self._now = clock.monotonic
         self._limits = limits
@@ -69,7 +119,7 @@ class Calls:
 
     # -- intents
 
-    def submit(self, order: Order, route: Route, sink: CallSink) -> int:
+    def submit(self, order: CallOrder, route: Route, sink: CallSink) -> int:
         """Begin a call; returns its number. If it raises (too large, overloaded, draining, no way), it never began."""
         if order.is_plain and (corr := self._send_at_once(order, route, sink)):
             return corr
@@ -94,7 +144,7 @@ class Calls:
         self._push(link, call)
         return call.corr
 
-    def _send_at_once(self, order: Order, route: Route, sink: CallSink) -> int:
+    def _send_at_once(self, order: CallOrder, route: Route, sink: CallSink) -> int:
         """What happens to nearly every call, in one: it is small, its callee is known, and there is credit for it.
         0: not so."""
         links, body, peer = self._links, order.body, route.peer
@@ -119,15 +169,15 @@ class Calls:
         )
         return corr
 
-    def submit_later(self, order: Order, sink: CallSink) -> int:
-        """Begin a resendable call to somebody who is away: it is sent when `on_located` says where."""
+    def submit_later(self, order: CallOrder, sink: CallSink) -> int:
+        """Begin a resendable call to an absent actor: it is sent when `on_located` says where."""
         call = self._pending[self._next_corr] = PendingCall(self._next_corr, order, sink)
         self._next_corr += 1
         self._park(None, call)
         return call.corr
 
     def cancel(self, corr: int) -> None:
-        """Nobody waits any more. The callee is told if the call may have reached it."""
+        """The caller does not wait any more. The callee gets a CANCEL if the call may have reached it."""
         call = self._pending.get(corr)
         if call is not None:
             self._withdraw(call)
@@ -275,7 +325,7 @@ class Calls:
                 self._end_of(call, why)
 
     def on_actor_gone(self, target: str, why: str) -> None:
-        """An actor ended in a process that lives on. It answered what it had; for what of that is lost nobody waits."""
+        """An actor ended in a process that lives on. It answered what it had; lost answers are not waited for."""
         self._enrol()
         until = self._now() + LAST_WORDS_S
         for call in self._pending.values():
@@ -294,7 +344,7 @@ class Calls:
             self._end(call, PeerDied(f"{call}: {why} while the call was pending"))
 
     def on_located(self, target: str, route_of: RouteOf) -> None:
-        """An incarnation of `target` registered: what waited for it goes on."""
+        """An incarnation of `target` registered: the calls that waited for it are sent."""
         for call in list(self._parked.get(target, ())):
             route = route_of(call.order)
             if route is None:

@@ -14,7 +14,7 @@ UNIT_BYTES = 64 * 1024
 
 _MASK = 0xFFFF
 DUE_UNITS = WINDOW_UNITS // 2
-"""So many given back silently are told in an envelope of their own."""
+"""So many units given back silently are announced in an envelope of their own."""
 _OLD = (_MASK + 1) // 2
 """A counter that seems to be so far ahead is behind."""
 
@@ -81,7 +81,7 @@ class Grant:
         self.released = 0
         """Units given back so far, modulo 2**16."""
         self.announced = 0
-        """What the sender was told of it last."""
+        """The counter that was announced last."""
 
     def take(self, cost: int) -> bool:
         """A message arrived; False if the sender had no credit for it."""

@@ -27,7 +27,7 @@ from ...core.errors import (
     StreamBroken,
     WouldDeadlock,
 )
-from ..payload import Buffer
+from ..codec import Buffer
 
 TRACEBACK_CHARS = 20_000
 
@@ -79,7 +79,7 @@ def fault_of(error: BaseException) -> Fault:
 
 
 def _traceback(error: BaseException) -> str:
-    """As text. Not for refusals: whoever sends nonsense could have source files read and parsed for each of them."""
+    """As text. Not for refusals: each nonsense message would have source files read and parsed."""
     return "".join(traceback.format_exception(error))[-TRACEBACK_CHARS:]
 
 

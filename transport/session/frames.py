@@ -1,26 +1,37 @@
-"""The wire: envelopes, batches of them, chunks of large ones. Pure functions bytes <-> records; never raises on input.
+"""The wire: envelopes, batches of them, chunks of large ones. Sans-IO; decoding never raises on input.
 
     envelope   header (48 bytes, little endian) | key | trace | chain | frame lengths | body | aligned raw frames
     batch      'B' count lengths envelopes        everything for one peer in one loop turn is one message
     chunk      'C' index offset total bytes       a large envelope in pieces of 1 MiB; one at a time per connection
 
-Routing, expiry and staleness are decided from the header before any JSON is parsed. `struct` was preferred to
-msgpack here because exact lengths make every disagreement visible. ZeroMQ multipart was considered for raw frames:
-it costs a getsockopt per part, and a part's address is odd, so arrays would have to be copied anyway.
+Routing, expiry and staleness are decided from the header before any JSON is parsed. `struct` was preferred to msgpack
+because exact lengths make every disagreement visible. ZeroMQ multipart was considered for raw frames: it costs a
+getsockopt per part, and a part's address is odd, so arrays would have to be copied anyway.
+
+`Lent` is a large envelope that is not put together: its arrays stay where they are until the network takes them piece
+by piece, since putting 64 MiB together costs as much as sending them. The arrays are the caller's, who does not change
+them until the call ends; a call that ends earlier copies what is left (`keep`).
+
+`Assemblies` joins received chunks. Memory grows with the bytes that have come, not with announced sizes: at most one
+envelope of `FrameLimits.message` per connection, and `limit_bytes` over all connections. Over that limit an envelope is
+dropped with its remaining chunks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from itertools import accumulate, pairwise
+from typing import cast
 
 import msgspec
 
 from ...core.ids import PeerKey
+from ..wire import InboundSink, Lane
 
 Buffer = bytes | bytearray | memoryview
 
@@ -49,7 +60,7 @@ pack_head = _HEADS.pack
 CHUNK_HEADER_BYTES = _CHUNK.size
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class FrameLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What is refused before it is sent and malformed when it arrives. Sizes in bytes."""
 
     bulk_from: int = 256 * 1024
@@ -70,12 +81,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     arrays: int = 1 << 16
     """Raw frames of one envelope: each costs memory of its own, however short it is."""
 
-    def of_control(self) -> Limits:
+    def of_control(self) -> FrameLimits:
         """The same for what arrives on the control lane."""
         return msgspec.structs.replace(self, body=min(self.body, self.control_body))
 
 
-LIMITS = Limits()
+LIMITS = FrameLimits()
 
 
 class Kind(IntEnum):
@@ -158,7 +169,7 @@ class Malformed(msgspec.Struct, frozen=True, kw_only=True):
     src_epoch: int = 0
 
 
-class Chunk(msgspec.Struct, frozen=True, kw_only=True):
+class EnvelopeChunk(msgspec.Struct, frozen=True, kw_only=True):
     """A piece of a large envelope."""
 
     index: int
@@ -220,7 +231,7 @@ def stamp(data: bytearray, ttl_ms: int, credit: int) -> None:
     _TTL.pack_into(data, _CREDIT_OFFSET, credit)
 
 
-def decode(data: memoryview, limits: Limits = LIMITS) -> Envelope | Malformed:
+def decode(data: memoryview, limits: FrameLimits = LIMITS) -> Envelope | Malformed:
     """An envelope whose body and frames are views of `data`."""
     size = len(data)
     if size < HEADER_BYTES:
@@ -284,7 +295,7 @@ def chunk_header(index: int, offset: int, total: int) -> bytes:
     return _CHUNK.pack(b"C", index, offset, total)
 
 
-def split(data: memoryview, limits: Limits = LIMITS) -> list[memoryview] | Chunk | Malformed:
+def split(data: memoryview, limits: FrameLimits = LIMITS) -> list[memoryview] | EnvelopeChunk | Malformed:
     """The envelopes of a batch, or a chunk."""
     tag = bytes(data[:1])
     if tag == b"C":
@@ -301,20 +312,20 @@ def split(data: memoryview, limits: Limits = LIMITS) -> list[memoryview] | Chunk
     return [data[start:end] for start, end in pairwise(places)]
 
 
-def _read_chunk(data: memoryview, limits: Limits) -> Chunk | Malformed:
+def _read_chunk(data: memoryview, limits: FrameLimits) -> EnvelopeChunk | Malformed:
     if len(data) <= CHUNK_HEADER_BYTES:
         return Malformed(reason="empty chunk")
     _, index, offset, total = _CHUNK.unpack_from(data)
     piece = data[CHUNK_HEADER_BYTES:]
     if total > limits.message or offset + len(piece) > total or len(piece) > limits.chunk:
         return Malformed(reason=f"chunk of {len(piece)} bytes at {offset} of {total}")
-    return Chunk(index=index, offset=offset, total=total, data=piece)
+    return EnvelopeChunk(index=index, offset=offset, total=total, data=piece)
 
 
 class Assembly:
     """Puts the chunks of one connection together; they must come in order.
 
-    Memory grows as bytes arrive: whoever only announces a large envelope costs nothing but addresses.
+    Memory grows as bytes arrive: a peer that only announces a large envelope costs nothing but addresses.
     """
 
     def __init__(self) -> None:
@@ -335,8 +346,8 @@ class Assembly:
         """Beginning of what is held."""
         return bytes(self._data[: min(self._num_bytes, 2 * HEADER_BYTES)])
 
-    def add(self, chunk: Chunk) -> memoryview | Malformed | None:
-        """The whole envelope with its last chunk, else None. Out of order: Malformed, and it starts anew.
+    def add(self, chunk: EnvelopeChunk) -> memoryview | Malformed | None:
+        """The whole envelope with its last chunk, else None. Out of order: Malformed, and it starts again.
 
         Raises MemoryError if the process may not have so much.
         """
@@ -452,3 +463,176 @@ def aligned(offset: int, length: int) -> int:
     """Where a frame of that length begins: on a cache line if it is worth it."""
     step = 64 if length >= 1024 else 8
     return -(-offset // step) * step
+
+
+_NUM_FRAMES = struct.Struct("<I")
+_NUM_FRAMES_OFFSET = 36
+
+
+class Lent:
+    """The bytes that `encode` would make of an envelope."""
+
+    __slots__ = ("_length", "_parts", "head")
+
+    def __init__(self, envelope: Envelope) -> None:
+        frames = envelope.frames
+        plain = encode(msgspec.structs.replace(envelope, frames=()))
+        at = len(plain) - len(envelope.body)
+        table = struct.pack(f"<{len(frames)}I", *map(len, frames))
+        self.head = bytearray(b"".join([memoryview(plain)[:at], table, memoryview(plain)[at:]]))
+        """Everything before the arrays; may be stamped."""
+        _NUM_FRAMES.pack_into(self.head, _NUM_FRAMES_OFFSET, len(frames))
+        self._parts: list[tuple[int, memoryview]] = [(0, memoryview(self.head))]
+        """Where each part begins; between parts there are zeros."""
+        self._length = len(self.head)
+        for frame in frames:
+            start = aligned(self._length, len(frame))
+            self._parts.append((start, memoryview(frame)))
+            self._length = start + len(frame)
+
+    @property
+    def disguised(self) -> bytearray:
+        """Itself, typed as what most parcels hold: it has their length and their head."""
+        return cast("bytearray", self)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> int:
+        """A byte of the head."""
+        return self.head[index]
+
+    def read_into(self, target: memoryview, offset: int) -> None:
+        """Fill `target` with what begins at `offset`."""
+        end = offset + len(target)
+        done = offset
+        for start, part in self._parts:
+            first, last = max(done, start), min(end, start + len(part))
+            if first < last:
+                target[done - offset : first - offset] = bytes(first - done)
+                target[first - offset : last - offset] = part[first - start : last - start]
+                done = last
+        target[done - offset :] = bytes(end - done)
+
+    def keep(self) -> None:
+        """The arrays go back to their owner: copy them, if they were not released."""
+        self._parts = [(start, memoryview(bytes(part))) for start, part in self._parts]
+
+    def release(self) -> None:
+        """All is sent."""
+        self._parts = []
+
+
+def lent_of(data: object) -> Lent | None:
+    """What a parcel holds, if it is one."""
+    return data if type(data) is Lent else None
+
+
+def fill_chunk(scratch: bytearray, data: Buffer, offset: int) -> memoryview:
+    """The chunk that begins at `offset`, with its header, in memory that is used again for the next one."""
+    size = min(LIMITS.chunk, len(data) - offset)
+    end = CHUNK_HEADER_BYTES + size
+    if len(scratch) < end:
+        scratch.extend(bytes(end - len(scratch)))
+    made = memoryview(scratch)[:end]
+    made[:CHUNK_HEADER_BYTES] = chunk_header(offset // LIMITS.chunk, offset, len(data))
+    lent = lent_of(data)
+    if lent is not None:
+        lent.read_into(made[CHUNK_HEADER_BYTES:], offset)
+    else:
+        made[CHUNK_HEADER_BYTES:] = memoryview(data)[offset : offset + size]
+    return made
+
+
+class Unwrapping:
+    """Of one lane's incoming connections."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._assemblies = Assemblies()
+
+    def forget(self, source: bytes) -> None:
+        """That connection is over: drop what is half received from it."""
+        self._assemblies.forget(source)
+
+    def envelopes(self, sink: InboundSink, source: bytes, message: memoryview) -> Iterator[memoryview]:
+        """Those in a message; a malformed one is reported to the sink and has none."""
+        parts = split(message)
+        if isinstance(parts, EnvelopeChunk):
+            whole = self._assembled(sink, source, parts)
+            parts = whole if isinstance(whole, Malformed) else [whole] if whole is not None else []
+        if isinstance(parts, Malformed):
+            sink.malformed(source, self._lane, parts.reason)
+            return iter(())
+        return iter(parts)
+
+    def _assembled(self, sink: InboundSink, source: bytes, chunk: EnvelopeChunk) -> memoryview | Malformed | None:
+        if not sink.is_known(source, self._lane):
+            return Malformed(reason="a chunk before HELLO")
+        given_up = self._assemblies.overflow(source, chunk)
+        if given_up is not None:
+            sink.overflowed(source, self._lane, given_up, chunk.total)
+            return None
+        try:
+            return self._assemblies.add(source, chunk)
+        except MemoryError:  # the kernel's limits may be narrower than ours
+            sink.overflowed(source, self._lane, self._assemblies.give_up(source, chunk), chunk.total)
+            return None
+
+
+def room_bytes() -> int:
+    """For all half-received envelopes of a process: a quarter of the machine's memory, at least 2 GiB."""
+    return max(2 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4)
+
+
+class Assemblies:
+    """Joins the chunks of all connections of one receiver."""
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self._limit_bytes = room_bytes() if limit_bytes is None else limit_bytes
+        self._parts: dict[bytes, Assembly] = {}
+        self._given_up: dict[bytes, int] = {}
+        """Connection -> total of the envelope whose chunks are dropped."""
+        self.num_bytes = 0
+        """Held now."""
+
+    def add(self, source: bytes, chunk: EnvelopeChunk) -> memoryview | Malformed | None:
+        """The whole envelope with its last chunk; Malformed for one out of order; None: there is more to come.
+
+        Raises MemoryError if the process may not have so much; the caller drops it then.
+        """
+        if chunk.index == 0:
+            self._given_up.pop(source, None)
+        elif self._given_up.get(source) == chunk.total:
+            return None
+        part = self._parts.setdefault(source, Assembly())
+        before = part.num_bytes
+        try:
+            result = part.add(chunk)
+        finally:
+            self.num_bytes += part.num_bytes - before
+        if part.num_bytes == 0:
+            del self._parts[source]
+        return result
+
+    def overflow(self, source: bytes, chunk: EnvelopeChunk) -> bytes | None:
+        """If there is no room for what comes next: the beginning of the envelope that is given up."""
+        if self.num_bytes + len(chunk.data) <= self._limit_bytes or self._given_up.get(source) == chunk.total:
+            return None
+        return self.give_up(source, chunk)
+
+    def give_up(self, source: bytes, chunk: EnvelopeChunk) -> bytes:
+        """Drop the envelope that this chunk is of, and what still comes of it; returns its beginning."""
+        part = self._parts.pop(source, None)
+        self._given_up[source] = chunk.total
+        head = bytes(chunk.data[: 2 * HEADER_BYTES]) if part is None or chunk.index == 0 else part.head
+        if part is not None:
+            self.num_bytes -= part.num_bytes
+        return head
+
+    def forget(self, source: bytes) -> None:
+        """That connection is over."""
+        part = self._parts.pop(source, None)
+        if part is not None:
+            self.num_bytes -= part.num_bytes
+        self._given_up.pop(source, None)

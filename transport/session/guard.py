@@ -1,7 +1,7 @@
 """Who may speak over tcp, and as whom: public key -> incarnation and role. Sans-IO.
 
 The list is the registry's directory: a key belongs to the incarnation that registered it and is void with it. Beside it
-the registry's own process admits the job's key and the keys that launchers told it of, and these may only ask to join.
+the registry's own process admits the job's key and the keys that launchers announced, and these may only ask to join.
 A connection without a proof came over ipc or within the process, where the operating system has decided already.
 """
 
@@ -33,7 +33,7 @@ MAX_BANS = 4096
 BAN_S = 60.0
 
 
-class Verdict(Enum):
+class KeyVerdict(Enum):
     """On a key, when a connection is made."""
 
     ADMIT = "admit"
@@ -45,8 +45,8 @@ class Verdict(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Badge:
-    """What a key that was told in advance stands for."""
+class KeyRights:
+    """The rights of a key that was announced in advance."""
 
     name: str
     """The only name under which it may join; "": any."""
@@ -55,12 +55,12 @@ class Badge:
     """It must join with this public key; "": any."""
 
 
-ANYBODY = Badge("", "keeper")
+ANYBODY = KeyRights("", "keeper")
 """Of the job's key, and of peers whom the operating system vouches for."""
 
 
-class Guard:
-    """See the module's head. One per process that listens on tcp."""
+class PeerGuard:
+    """Admits keys. One per process that listens on tcp."""
 
     def __init__(self, root: str, *, registry_node: int, is_registry: bool) -> None:
         self._root = root
@@ -68,8 +68,8 @@ class Guard:
         self._is_registry = is_registry
         self._members: dict[str, NodeRecord] = {}
         self._past: OrderedDict[str, str] = OrderedDict()
-        self._candidates: OrderedDict[str, Badge] = OrderedDict()
-        self._strangers: OrderedDict[PeerKey, Badge] = OrderedDict()
+        self._candidates: OrderedDict[str, KeyRights] = OrderedDict()
+        self._strangers: OrderedDict[PeerKey, KeyRights] = OrderedDict()
         self._banned: OrderedDict[str, float] = OrderedDict()
         self.observers: frozenset[PeerKey] = frozenset()
         """They may only call handlers that are declared safe."""
@@ -90,7 +90,7 @@ class Guard:
         self.observers = frozenset(node.key for node in self._members.values() if node.role == "observer")
         self._changed()
 
-    def expect(self, badge: Badge) -> None:
+    def expect(self, badge: KeyRights) -> None:
         """The registry's process: a process with that key will ask to join. A later key of that name replaces it."""
         for key in [k for k, known in self._candidates.items() if known.name == badge.name]:
             del self._candidates[key]
@@ -107,16 +107,16 @@ class Guard:
 
     # -- questions
 
-    def verdict(self, key: str, now: float) -> Verdict:
+    def verdict(self, key: str, now: float) -> KeyVerdict:
         """For ZeroMQ's authentication: may a connection with that key be made?"""
         until = self._banned.get(key)
         if until is not None:
             if now < until:
-                return Verdict.BANNED
+                return KeyVerdict.BANNED
             del self._banned[key]
         if key == self._root or key in self._members or key in self._candidates:
-            return Verdict.ADMIT
-        return Verdict.OVER if key in self._past else Verdict.UNKNOWN
+            return KeyVerdict.ADMIT
+        return KeyVerdict.OVER if key in self._past else KeyVerdict.UNKNOWN
 
     def objection(self, proof: str, peer: PeerKey, name: str) -> str:
         """Why a connection that was admitted with that key may not speak as `peer`; "" if it may."""
@@ -130,7 +130,7 @@ class Guard:
             return self._welcome(proof, peer)
         member = self._members.get(proof)
         if member is None:
-            return f"its key is of nobody who is registered now, but it says it is {name}"
+            return f"its key is not registered now, but it says it is {name}"
         if member.key != peer or member.name != name:
             return f"its key is that of {member.name} ({member.key}), but it says it is {name} ({peer})"
         return ""
@@ -142,12 +142,12 @@ class Guard:
         _remember(self._strangers, peer, badge, MAX_STRANGERS)
         return ""
 
-    def stranger(self, peer: PeerKey) -> Badge | None:
+    def stranger(self, peer: PeerKey) -> KeyRights | None:
         """What a process that asks to join has shown; None: it is not remembered (any more)."""
         return self._strangers.get(peer)
 
-    def expected(self, key: str) -> Badge | None:
-        """Of a key that was told in advance."""
+    def expected(self, key: str) -> KeyRights | None:
+        """Of a key that was announced in advance."""
         return self._candidates.get(key)
 
     def is_observer(self, peer: PeerKey) -> bool:

@@ -19,9 +19,9 @@ import orjson
 from ...core.errors import LaunchError, ProtocolMismatch
 from ...core.handlers import fingerprint, handlers_of
 from ...core.ids import MAX_NAME_LENGTH, NAME_PATTERN, PeerKey
-from ..payload import Buffer
+from ..codec import Buffer
 from ..registry.registry import RegistryContract
-from ..wire import Door, Endpoints, Lane, is_public_key
+from ..wire import ConnectionGuard, Endpoints, Lane, is_public_key
 from .calls import Calls
 from .credit import UNIT_BYTES, WINDOW_UNITS
 from .faults import Fault, encode_fault
@@ -118,7 +118,7 @@ class Handshake:
         links: Links,
         calls: Calls,
         counters: Counter[str],
-        door: Door | None,
+        door: ConnectionGuard | None,
         over: Callable[[PeerKey, str], None],
     ) -> None:
         self._links = links
@@ -128,7 +128,7 @@ class Handshake:
         self._over = over
 
     def objection(self, source: bytes, lane: Lane, key: PeerKey, body: Buffer) -> str:
-        """Why we cannot talk to whoever sent this HELLO; "" if we can, or if it is no HELLO at all. Calls to it that
+        """Why we cannot talk to the sender of this HELLO; "" if we can, or if it is no HELLO at all. Calls to it that
         wait end as not executed: it takes nothing from us either."""
         try:
             stranger = msgspec.convert(orjson.loads(body), _Stranger)

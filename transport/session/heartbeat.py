@@ -21,9 +21,9 @@ from ...core.errors import ConfigError
 from ...core.failure_detector import DEFAULT_POLICY, DetectorPolicy, FailureDetector, Verdict
 from ...core.ids import PeerKey
 from ..wire import Lane
+from .calls import TICK_S
 from .frames import Envelope, Kind, encode
 from .links import Link, Links, LinkState
-from .wheel import TICK_S
 
 LOOK_S = 0.25
 """How often the silence of peers is judged."""
@@ -79,7 +79,7 @@ class _Heart:
 
 
 class Heartbeat:
-    """See the module's head."""
+    """The heartbeat of one process."""
 
     def __init__(
         self,
@@ -105,9 +105,9 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def busy(self, who: str, limit_s: float, why: str) -> Generator[None]:
-        """While this lasts, but not longer than `limit_s`, whoever watches this process does not expect to hear of it.
+        """While this lasts, but not longer than `limit_s`, peers do not expect to hear of this process.
 
-        They are told before this returns: what blocks right afterwards, even holding the interpreter lock, was
+        They get it before this returns: what blocks right afterwards, even holding the interpreter lock, was
         announced. Raises ConfigError for a limit that is none.
         """
         if not 0 < limit_s <= MAX_BUSY_S:

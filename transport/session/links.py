@@ -19,8 +19,20 @@ from ...core.errors import NotSent, StaleEpoch
 from ...core.ids import PeerKey
 from ..wire import Endpoints, Lane, Parcel, Transport
 from .credit import UNIT_BYTES, Grant, SendWindow
-from .frames import IDEMPOTENT, LIMITS, NO_TTL, WORDS, Buffer, Envelope, Kind, address_of, encode, pack_head, stamp
-from .lent import Lent
+from .frames import (
+    IDEMPOTENT,
+    LIMITS,
+    NO_TTL,
+    WORDS,
+    Buffer,
+    Envelope,
+    Kind,
+    Lent,
+    address_of,
+    encode,
+    pack_head,
+    stamp,
+)
 
 if TYPE_CHECKING:
     from .pending import PendingCall
@@ -108,7 +120,7 @@ class Link:
             self.outlet = _nowhere
 
     def reopen(self) -> None:
-        """It was given up and is tried again: what we send begins anew, what it sends goes on where it was."""
+        """It was given up and is tried again: what we send begins again, what it sends continues where it was."""
         self.on("reopened")
         self.windows = (SendWindow(), SendWindow())
         self.last_word = 0
@@ -118,7 +130,7 @@ class Link:
 
     @property
     def has_business(self) -> bool:
-        """Somebody waits for an answer, here or there: whether the other side lives is of interest."""
+        """A call waits for an answer, here or there: whether the other side lives is of interest."""
         return bool(self.pending or self.served)
 
     def credit_word(self) -> int:
@@ -256,7 +268,7 @@ class Links:
         return self._hand_over(link, lane, Parcel(data, cost))
 
     def send_whole(self, link: Link, lane: Lane, envelope: Envelope, cost: int, ttl_ms: int, is_lent: bool) -> Parcel:
-        """The same for an envelope with options or arrays. `is_lent`: nobody changes the arrays until `Lent.keep`."""
+        """The same for an envelope with options or arrays. `is_lent`: the arrays do not change until `Lent.keep`."""
         if not (is_lent and self._takes_lent and cost > _CHUNK_UNITS) or link is self.itself:
             return self.send(link, lane, encode(envelope), cost, ttl_ms)
         lent = Lent(envelope)

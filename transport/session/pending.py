@@ -12,8 +12,7 @@ from ...core.handlers import HandlerKind
 from ...core.ids import PeerKey
 from ..wire import Endpoints, Lane, Parcel
 from .credit import cost_of
-from .frames import HEADER_BYTES, NO_TTL, Buffer, Envelope, Kind, Limits, encoded_bytes
-from .lent import lent_of
+from .frames import HEADER_BYTES, NO_TTL, Buffer, Envelope, FrameLimits, Kind, encoded_bytes, lent_of
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,7 +24,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     method: int
 
 
-class Order(msgspec.Struct, frozen=True, gc=False):
+class CallOrder(msgspec.Struct, frozen=True, gc=False):
     """What is to be called, with which bytes."""
 
     target: str
@@ -66,7 +65,7 @@ class CallState(Enum):
     ENDED = "ended"
 
 
-NOBODY = PeerKey(0, 0)
+NO_PEER = PeerKey(0, 0)
 _ENDED = CallState.ENDED  # members of an Enum are looked up in Python
 
 
@@ -74,10 +73,10 @@ class PendingCall(msgspec.Struct, eq=False):
     """One call under way."""
 
     corr: int
-    order: Order
+    order: CallOrder
     sink: CallSink
     state: CallState = CallState.WAITING
-    peer: PeerKey = NOBODY
+    peer: PeerKey = NO_PEER
     route: Route | None = None
     """Where it goes; what is said of the call at sending comes from here and from the order ..."""
     cost: int = 0
@@ -99,7 +98,7 @@ class PendingCall(msgspec.Struct, eq=False):
     last: Envelope | None = None
     """The end, or the error, that overtook items."""
 
-    def address(self, route: Route, own: PeerKey, limits: Limits) -> None:
+    def address(self, route: Route, own: PeerKey, limits: FrameLimits) -> None:
         """It goes there. Raises MessageTooLarge."""
         order = self.order
         self.peer, self.route = route.peer, route
@@ -151,10 +150,10 @@ class PendingCall(msgspec.Struct, eq=False):
 class RouteOf(Protocol):
     """Finds where an order has to go now."""
 
-    def __call__(self, order: Order) -> Route | CallError | None: ...
+    def __call__(self, order: CallOrder) -> Route | CallError | None: ...
 
 
-def envelope_of(call: PendingCall, order: Order, route: Route, own: PeerKey) -> Envelope:
+def envelope_of(call: PendingCall, order: CallOrder, route: Route, own: PeerKey) -> Envelope:
     """What travels for a call with options or arrays."""
     return Envelope(
         kind=Kind.CAST if order.kind == "cast" else Kind.CALL, corr=call.corr,
@@ -164,7 +163,7 @@ def envelope_of(call: PendingCall, order: Order, route: Route, own: PeerKey) -> 
     )  # fmt: skip
 
 
-def ttl_ms_of(order: Order, now: float) -> int:
+def ttl_ms_of(order: CallOrder, now: float) -> int:
     """What is left of its caller's patience, as it travels."""
     if order.deadline_at is None:
         return NO_TTL

@@ -29,7 +29,7 @@ from ..wire import Lane
 from . import credit
 from .credit import UNIT_BYTES, cost_of
 from .faults import encode_fault
-from .frames import HEADER_BYTES, LIMITS, NO_TTL, Buffer, Envelope, Kind, Limits, encode
+from .frames import HEADER_BYTES, LIMITS, NO_TTL, Buffer, Envelope, FrameLimits, Kind, encode
 from .links import Arrival, Link, Links
 
 _WRONG = (BadRequest, NoSuchActor, NoSuchMethod, NotPermitted)
@@ -44,7 +44,7 @@ class Host(Protocol):
         ...
 
     def abandon(self, arrival: Arrival) -> None:
-        """Nobody waits for the answer any more."""
+        """The caller does not wait for the answer any more."""
         ...
 
     def demanded(self, arrival: Arrival) -> None:
@@ -55,7 +55,7 @@ class Host(Protocol):
 class Serving:
     """All calls that this process answers."""
 
-    def __init__(self, links: Links, host: Host, clock: Clock, limits: Limits = LIMITS) -> None:
+    def __init__(self, links: Links, host: Host, clock: Clock, limits: FrameLimits = LIMITS) -> None:
         self._links = links
         self._host = host
         self._clock = clock
@@ -119,7 +119,7 @@ class Serving:
             self._host.demanded(arrival)
 
     def on_gone(self, link: Link) -> None:
-        """The caller is over; nobody waits for its calls."""
+        """The caller is over; its calls need no answer."""
         for arrival in list(link.served.values()):
             self._drop(arrival)
         link.served.clear()
@@ -186,7 +186,7 @@ class Serving:
             self._answer(arrival, _REPLY, body, frames)
 
     def fail(self, arrival: Arrival, error: BaseException) -> None:
-        """It was refused, or the handler raised. Casts: only a refusal is told."""
+        """It was refused, or the handler raised. Casts: only a refusal is sent."""
         is_refusal = isinstance(error, CallError) and not error.callee and not arrival.is_taken_up
         self.num_wrong += isinstance(error, _WRONG) and not error.callee
         self.take_up(arrival)
@@ -221,7 +221,7 @@ class Serving:
         self._links.send(link, Lane.CONTROL, encode(envelope))
 
     def refuse_unknown_stream(self, link: Link, corr: int) -> None:
-        """Somebody waits for items of a stream that is not there (any more): its end was lost on the way."""
+        """A consumer waits for items of a stream that is not there (any more): its end was lost on the way."""
         own = self._links.own
         envelope = Envelope(
             kind=Kind.ERROR, src_node=own.node_id, src_epoch=own.epoch, dst_epoch=link.key.epoch, corr=corr,

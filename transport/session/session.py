@@ -2,32 +2,436 @@
 
 Inputs: envelopes, connections that come and go, the clock's ticks, what the registry says of other processes, and the
 intents of `Calls` and `Serving`. Outputs: envelopes to a `Transport`, work to a `SessionHost`, ends of calls to their
-sinks. Knows no sockets, no loop and no actors; runs unchanged over sockets, over the in-process transport, or in a
-test.
+sinks. It runs unchanged over sockets, over the in-process transport, or in a test.
 
-The first envelope of a connection is HELLO; until then everything is dropped. An envelope that is not meant for this
-incarnation, or comes from one that is over, has no effect.
+The first envelope of a connection is HELLO; everything before it is dropped. An envelope for another incarnation, or
+from one that is over, has no effect.
+
+`Repair` recovers messages that were lost on a living connection:
+
+    a put, or the answer to it      the put is sent again; the callee answers from its memory
+    an item or the end of a stream  the consumer asks how far the stream is; if that much does not come, it is broken
+    a stream's demand               the same question carries it again
+    a CANCEL                        the callee asks whether the caller still waits
+    a call, with its credit         a sender without credit says what it has sent; what did not arrive is given back
+
+Other lost calls and answers end by their deadline. Repair runs every `EVERY_S`, only on calls that make no progress,
+and is not on the path of a call. All its questions are CREDIT envelopes, distinguished by `method`.
+
+`InboundRouter` decides what a received envelope is for. Nearly all are small, have neither options nor arrays, and come
+from a known peer: the first word of the header, one comparison of addresses, and lengths that add up show that. All
+others are examined, counted, and refused or dropped. `ProtocolViolations` bans a connection with too many violations
+within a minute, for a while. Its memory is bounded: the oldest entries are forgotten first.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Hashable, Mapping
+from enum import IntEnum
 from typing import Protocol
 
 from ...core.clock import Clock
-from ...core.errors import LaunchError, MyxaError, StaleEpoch
+from ...core.errors import BadRequest, LaunchError, MyxaError, Overloaded, StaleEpoch
 from ...core.ids import PeerKey
-from ..wire import Door, Endpoints, Lane, Transport
+from ..wire import ConnectionGuard, Endpoints, Lane, Transport
+from . import credit
 from .calls import Calls
+from .credit import cost_of
 from .faults import decode_fault, encode_fault
-from .frames import LIMITS, VERSION, Buffer, Envelope, Kind, Limits, encode
+from .frames import (
+    HEADER_BYTES,
+    LIMITS,
+    VERSION,
+    WORDS,
+    Buffer,
+    Envelope,
+    FrameLimits,
+    Kind,
+    Malformed,
+    decode,
+    encode,
+    peek,
+    read_head,
+)
 from .handshake import PROTOCOL, Handshake, Hello, read_goodbye, read_hello, write_goodbye, write_hello
 from .heartbeat import Heartbeat, HeartbeatHost
-from .inbound_router import Handler, InboundRouter
-from .links import Link, Links
-from .repair import Repair
+from .links import Link, Links, LinkState
+from .pending import CallState, PendingCall
 from .serving import Host, Serving
+
+LOOPBACK = b"self"
+"""Source of what a process sends to itself."""
+_HELLO, _LEAST = Kind.HELLO, HEADER_BYTES  # members of an Enum are looked up in Python
+
+Handler = Callable[[Link, Lane, Envelope, int], None]
+"""Of one kind of envelope; the number is its length in bytes."""
+
+
+class InboundRouter:
+    """Routes envelopes to their handlers. The part of `wire.InboundSink` that takes bytes."""
+
+    def __init__(
+        self,
+        links: Links,
+        calls: Calls,
+        serving: Serving,
+        clock: Clock,
+        limits: FrameLimits,
+        door: ConnectionGuard | None,
+        counters: Counter[str],
+        session: Session,
+        handlers: Mapping[Kind, Handler],
+    ) -> None:
+        self._links = links
+        self._calls = calls
+        self._serving = serving
+        self._clock = clock
+        self._limits = (limits.of_control(), limits)
+        self._plain_bytes = min(limits.bulk_from, limits.control_body, limits.body, limits.message)
+        self._door = door
+        self._counters = counters
+        self._session = session
+        self._handlers = handlers
+        self._plain = {WORDS[kind]: (kind, handle) for kind, handle in handlers.items()}
+        """The same by the first word of an envelope."""
+        self._epoch = links.own.epoch
+        self._violations = ProtocolViolations()
+        self._is_wary = False
+        """Examine everything: a source is banned, or this process is closing."""
+        self._sources: tuple[dict[bytes, Link], dict[bytes, Link]] = ({}, {})
+        for sources in self._sources:
+            sources[LOOPBACK] = links.itself
+
+    # -- who is who
+
+    def link_of(self, source: bytes, lane: Lane) -> Link | None:
+        """Who sends on that connection; None: it has not said so."""
+        return self._sources[lane].get(source)
+
+    def is_known(self, source: bytes, lane: Lane) -> bool:
+        return source in self._sources[lane]
+
+    def adopt(self, link: Link, source: bytes, lane: Lane) -> bytes | None:
+        """From now on that peer sends on that connection; the one before it, which is over, is returned."""
+        previous = link.sources[lane]
+        link.sources[lane] = source
+        self._sources[lane][source] = link
+        if previous is not None and previous != source:
+            self._sources[lane].pop(previous, None)
+            self._violations.forgive(previous)
+        return previous
+
+    def drop(self, link: Link) -> None:
+        """Envelopes on that peer's connections have no sender from now on."""
+        for lane in Lane:
+            source = link.sources[lane]
+            if source is not None:
+                self._sources[lane].pop(source, None)
+                self._violations.forgive(source)
+
+    def look_closely(self) -> None:
+        """At everything, from now on: this process is closing."""
+        self._is_wary = True
+
+    # -- what comes
+
+    def received(self, source: bytes, lane: Lane, data: memoryview) -> None:
+        link, size = self._sources[lane].get(source), len(data)
+        if link is None or not _LEAST <= size <= self._plain_bytes or self._is_wary:
+            self._examine(source, lane, data)
+            return
+        word, flags, method, actor, corr, address, ttl_ms, num_frames, body_len, credit = read_head(data)
+        found = self._plain.get(word)
+        if found is None or address != link.address_in or body_len != size - _LEAST or num_frames or flags:
+            self._examine(source, lane, data)
+            return
+        if credit != link.last_word and (gained := link.take_credit(credit)):
+            self._make_use_of(link, gained)
+        kind, handle = found
+        node_id, epoch = link.key
+        body = data[_LEAST:]
+        handle(link, lane, Envelope(kind, node_id, epoch, self._epoch, corr, actor, method, ttl_ms, credit, body), size)
+
+    def _make_use_of(self, link: Link, gained: tuple[Lane, ...]) -> None:
+        for room in gained:
+            if link.waiting[room]:
+                self._calls.on_room(link, room)
+
+    def _examine(self, source: bytes, lane: Lane, data: memoryview) -> None:
+        """The same for any message from any source."""
+        if self._links.is_closed or (self._violations.has_bans and self._is_banned(source)):
+            return
+        self._is_wary = self._violations.has_bans
+        envelope = decode(data, self._limits[lane])
+        link = self._sources[lane].get(source)
+        if (
+            link is None
+            or type(envelope) is not Envelope
+            or envelope.kind is _HELLO
+            or envelope.dst_epoch != self._epoch
+            or (envelope.src_node, envelope.src_epoch) != link.key
+            or (link.is_down and not self._session.is_back(link, envelope))
+        ):
+            self._on_irregular(source, lane, link, envelope)
+            return
+        if envelope.credit != link.last_word:
+            self._make_use_of(link, link.take_credit(envelope.credit))
+        self._handlers[envelope.kind](link, lane, envelope, len(data))
+
+    def _on_irregular(self, source: bytes, lane: Lane, link: Link | None, envelope: Envelope | Malformed) -> None:
+        """Something else than an envelope for this incarnation from one that has said who it is."""
+        if isinstance(envelope, Malformed):
+            self.malformed(source, lane, envelope.reason)
+            if link is not None and envelope.corr and PeerKey(envelope.src_node, envelope.src_epoch) == link.key:
+                self._serving.refuse_unread(link, envelope.corr, BadRequest(f"malformed: {envelope.reason}"))
+            return
+        if envelope.kind is _HELLO:
+            self._session.on_hello(source, lane, envelope)
+        elif link is None or link.is_down:
+            self._counters["before_hello"] += 1
+        elif (envelope.src_node, envelope.src_epoch) != link.key:
+            self.malformed(source, lane, "sender is not who it said it was")
+        else:
+            self._session.on_stale(link, envelope)
+
+    def malformed(self, source: bytes, lane: Lane, reason: str) -> None:
+        if self._violations.has_bans and self._is_banned(source):
+            return
+        self._counters["malformed"] += 1
+        if source != LOOPBACK and self._violations.record(source, self._clock.monotonic()):
+            self._counters["banned"] += 1
+            self._is_wary = True
+            self._sources[lane].pop(source, None)
+            if self._door is not None:
+                self._door.ban(source, lane)
+
+    def overflowed(self, source: bytes, lane: Lane, head: bytes, total: int) -> None:
+        self._counters["overflowed"] += 1
+        link, known = self._sources[lane].get(source), peek(head)
+        if link is not None and known is not None and known[0] in (Kind.CALL, Kind.CAST):
+            link.grants[lane].take(cost := cost_of(total))
+            link.grants[lane].give(cost)
+            error = Overloaded("so much is being received that there is no memory for it", retry_after_s=1.0)
+            self._serving.refuse_unread(link, known[1], error)
+
+    def _is_banned(self, source: bytes) -> bool:
+        if not self._violations.is_banned(source, self._clock.monotonic()):
+            return False
+        self._counters["from_banned"] += 1
+        return True
+
+
+MAX_VIOLATIONS = 100
+WINDOW_S = 60.0
+BAN_S = 60.0
+MAX_SOURCES = 4096
+
+
+class ProtocolViolations:
+    """Of all connections of one process."""
+
+    def __init__(self) -> None:
+        self._violations: OrderedDict[bytes, deque[float]] = OrderedDict()
+        self._banned: OrderedDict[bytes, float] = OrderedDict()
+        self.has_bans = False
+        """Whether asking for a ban is worth it."""
+        self.num_bans = 0
+
+    def __len__(self) -> int:
+        return len(self._violations) + len(self._banned)
+
+    def record(self, source: bytes, now: float) -> bool:
+        """One more; True if this one was too many: the source is banned from now on."""
+        times = self._violations.get(source)
+        if times is None:
+            times = self._violations[source] = deque(maxlen=MAX_VIOLATIONS + 1)
+            if len(self._violations) > MAX_SOURCES:
+                self._violations.popitem(last=False)
+        times.append(now)
+        if len(times) <= MAX_VIOLATIONS or now - times[0] > WINDOW_S:
+            return False
+        del self._violations[source]
+        self._banned[source] = now + BAN_S
+        self._banned.move_to_end(source)
+        if len(self._banned) > MAX_SOURCES:
+            self._banned.popitem(last=False)
+        self.num_bans += 1
+        self.has_bans = True
+        return True
+
+    def is_banned(self, source: bytes, now: float) -> bool:
+        """Whether it is not listened to."""
+        while self._banned and next(iter(self._banned.values())) <= now:  # the oldest ban ends first
+            self._banned.popitem(last=False)
+        self.has_bans = bool(self._banned)
+        return source in self._banned
+
+    def forgive(self, source: bytes) -> None:
+        """That connection is over."""
+        self._violations.pop(source, None)
+
+
+EVERY_S = 1.0
+PATIENCE_S = 5.0
+"""Something that stands still for so long is looked into; a put is sent again after so long, then twice as long, ..."""
+MAX_PATIENCE_S = 60.0
+SLOW_BYTES_PER_S = 10e6
+"""A large put is given the time that it takes at this rate."""
+STILL_WANTED_S = 20.0
+"""How often a callee asks whether the caller of a long call still waits."""
+MAX_ANSWERS = 5
+"""So many answers, one every `EVERY_S`, say that there were more items, and none came: the stream is broken."""
+
+
+class Question(IntEnum):
+    """`method` of a CREDIT envelope; `actor` is the number."""
+
+    DEMAND = 0
+    """Of a stream, how many items may come in all; corr 0: only the counters in the header."""
+    HOW_FAR = 1
+    """To the callee: the demand again, and how many items were there?"""
+    SO_FAR = 2
+    """To the caller: so many items were there. Does anybody still wait?"""
+    SENT = 3
+    """So many units were sent on this lane before this."""
+
+
+class _Watched:
+    """A stream that stands still."""
+
+    __slots__ = ("asked_at", "at_item", "num_answers")
+
+    def __init__(self, at_item: int, now: float) -> None:
+        self.at_item = at_item
+        self.asked_at = now
+        self.num_answers = 0
+        """Answers that say there were more items."""
+
+
+class Repair:
+    """One session's."""
+
+    def __init__(self, links: Links, calls: Calls, serving: Serving, clock: Clock) -> None:
+        self._links = links
+        self._calls = calls
+        self._serving = serving
+        self._clock = clock
+        self._next_at = clock.monotonic() + EVERY_S
+        self._streams: dict[int, _Watched] = {}
+        self._since: dict[Hashable, tuple[object, float]] = {}
+        self._seen: dict[Hashable, tuple[object, float]] = {}
+        self.num_sent_again = 0
+        """Puts that were sent again on a living connection."""
+
+    def tick(self) -> None:
+        """Time has passed."""
+        now = self._clock.monotonic()
+        if now < self._next_at:
+            return
+        self._next_at = now + EVERY_S
+        self._since, self._seen = self._seen, {}
+        streams = self._streams
+        self._streams = {}
+        for link in self._links.all():
+            if link.state is LinkState.UP and link is not self._links.itself:
+                for call in list(link.pending.values()):
+                    self._look_at_call(link, call, streams.get(call.corr), now)
+                self._look_at_served(link, now)
+                self._look_at_credit(link, now)
+
+    def on_credit(self, link: Link, lane: Lane, envelope: Envelope, num_bytes: int) -> None:
+        """CREDIT: a demand, or one of the questions."""
+        if envelope.method == Question.DEMAND:
+            self._serving.on_demand(link, lane, envelope, num_bytes)
+        elif envelope.method == Question.HOW_FAR:
+            self._serving.on_demand(link, lane, envelope, num_bytes)
+            self._on_how_far(link, envelope)
+        elif envelope.method == Question.SO_FAR:
+            self._on_so_far(link, envelope)
+        elif envelope.method == Question.SENT:
+            link.grants[lane].resync(envelope.actor)
+            self._ask(link, Lane.CONTROL, Question.DEMAND, 0, 0)  # the counters ride on it
+
+    # -- looking
+
+    def _look_at_call(self, link: Link, call: PendingCall, watched: _Watched | None, now: float) -> None:
+        if call.state is not CallState.SENT or not call.was_sent:
+            return
+        if call.order.kind == "put":
+            under_way_s = call.cost * credit.UNIT_BYTES / SLOW_BYTES_PER_S
+            patience_s = min(MAX_PATIENCE_S, (PATIENCE_S + under_way_s) * 2 ** (call.num_sent - 1))
+            if self._stood_still_s(("put", call.corr), call.num_sent, now) >= patience_s:
+                self.num_sent_again += 1
+                self._calls.send_again(link, call)
+        elif call.order.kind == "stream":
+            self._look_at_stream(link, call, watched, now)
+
+    def _look_at_stream(self, link: Link, call: PendingCall, watched: _Watched | None, now: float) -> None:
+        if watched is None or watched.at_item != call.next_item:
+            watched = _Watched(call.next_item, now)
+        self._streams[call.corr] = watched
+        if watched.num_answers >= MAX_ANSWERS:
+            self._calls.give_up_stream(call, "an item was lost on the way")
+        elif now - watched.asked_at >= (EVERY_S if watched.num_answers else PATIENCE_S):
+            watched.asked_at = now
+            if call.last is not None:
+                watched.num_answers += 1  # its end is here and says how many there were
+            else:
+                self._ask(link, Lane.CONTROL, Question.HOW_FAR, call.corr, call.demanded or call.order.window)
+
+    def _look_at_served(self, link: Link, now: float) -> None:
+        for corr, arrival in link.served.items():
+            key = ("served", link.key, corr)
+            if self._stood_still_s(key, arrival, now) >= STILL_WANTED_S:
+                self._seen[key] = (arrival, now)
+                self._ask(link, Lane.CONTROL, Question.SO_FAR, corr, arrival.num_items)
+
+    def _look_at_credit(self, link: Link, now: float) -> None:
+        for lane in Lane:
+            window = link.windows[lane]
+            key = ("credit", link.key, lane)
+            is_short = link.waiting[lane] or not window.has_room(credit.WINDOW_UNITS // 2)
+            if is_short and self._stood_still_s(key, window.counters, now) >= PATIENCE_S:
+                self._seen[key] = (window.counters, now)
+                self._ask(link, lane, Question.SENT, 0, window.counters[0])
+
+    def _stood_still_s(self, key: Hashable, mark: object, now: float) -> float:
+        """For how long it has been seen with that mark."""
+        known = self._since.get(key)
+        if known is None or known[0] != mark:
+            known = (mark, now)
+        self._seen[key] = known
+        return now - known[1]
+
+    # -- asking and answering
+
+    def _on_how_far(self, link: Link, envelope: Envelope) -> None:
+        arrival = link.served.get(envelope.corr)
+        if arrival is None:
+            self._serving.refuse_unknown_stream(link, envelope.corr)
+        else:
+            self._ask(link, Lane.CONTROL, Question.SO_FAR, envelope.corr, arrival.num_items)
+
+    def _on_so_far(self, link: Link, envelope: Envelope) -> None:
+        call = link.pending.get(envelope.corr)
+        watched = self._streams.get(envelope.corr)
+        if call is None:
+            self._send(link, Lane.CONTROL, Kind.CANCEL, envelope.corr)  # it has not heard the first
+        elif watched is not None and call.next_item < envelope.actor:
+            watched.num_answers += 1
+
+    def _ask(self, link: Link, lane: Lane, question: Question, corr: int, number: int) -> None:
+        self._send(link, lane, Kind.CREDIT, corr, question, number)
+
+    def _send(self, link: Link, lane: Lane, kind: Kind, corr: int, method: int = 0, number: int = 0) -> None:
+        own = self._links.own
+        envelope = Envelope(
+            kind=kind, src_node=own.node_id, src_epoch=own.epoch, dst_epoch=link.key.epoch, corr=corr, method=method,
+            actor=number,
+        )  # fmt: skip
+        self._links.send(link, lane, encode(envelope))
+
 
 ANOTHER = "asked for another incarnation than"
 REPLACED = "was replaced, or was reported dead"
@@ -35,7 +439,7 @@ GOODBYE_LINGER_S = 2.0
 
 
 class Session:
-    """See the module's head. Implements `wire.Sink`."""
+    """The peers of one process and its envelopes. Implements `wire.InboundSink`."""
 
     def __init__(
         self,
@@ -45,8 +449,8 @@ class Session:
         transport: Transport,
         host: SessionHost,
         clock: Clock,
-        limits: Limits = LIMITS,
-        door: Door | None = None,
+        limits: FrameLimits = LIMITS,
+        door: ConnectionGuard | None = None,
     ) -> None:
         self.own = own
         self._epoch = own.epoch
@@ -79,13 +483,13 @@ class Session:
             Kind.PONG: self.heartbeat.on_pong,
             Kind.GOODBYE: self._on_goodbye,
         }
-        self._inbound_router = InboundRouter(
+        self._router = InboundRouter(
             self._links, self.calls, self.serving, clock, limits, door, self.counters, self, handlers
         )
-        self.received = self._inbound_router.received
-        self.malformed = self._inbound_router.malformed
-        self.is_known = self._inbound_router.is_known
-        self.overflowed = self._inbound_router.overflowed
+        self.received = self._router.received
+        self.malformed = self._router.malformed
+        self.is_known = self._router.is_known
+        self.overflowed = self._router.overflowed
 
     # -- from the transport
 
@@ -153,7 +557,7 @@ class Session:
         if link is not None and key != self.own:
             self._down(link, why)
         for given_up in self._links.bury(key):
-            self._inbound_router.drop(given_up)
+            self._router.drop(given_up)
             self._links.forget_sources(given_up)
 
     def endpoints_of(self, key: PeerKey) -> Endpoints | None:
@@ -180,7 +584,7 @@ class Session:
         """Say goodbye to everybody; calls that are still pending end now."""
         self.calls.fail_all("this process is closing")
         self._links.is_closed = True
-        self._inbound_router.look_closely()
+        self._router.look_closely()
         for link in self._links.all():
             if link.key != self.own:
                 self._links.send(link, Lane.CONTROL, encode(self._envelope(Kind.GOODBYE, link.key)))
@@ -226,14 +630,14 @@ class Session:
         self._adopt(link, source, lane, hello.sent_units)
 
     def _objection(self, source: bytes, lane: Lane, key: PeerKey, body: Buffer) -> str:
-        known = self._inbound_router.link_of(source, lane)
+        known = self._router.link_of(source, lane)
         if known is not None and known.key != key:
             return f"this connection is that of {known.key}"
         return self._dialect.objection(source, lane, key, body)
 
     def _adopt(self, link: Link, source: bytes, lane: Lane, sent_units: int) -> None:
         link.grants[lane].resync(sent_units)
-        previous = self._inbound_router.adopt(link, source, lane)
+        previous = self._router.adopt(link, source, lane)
         if previous is not None and previous != source:
             self._transport.forget(previous, lane)
             self.calls.on_blip(link)
@@ -267,7 +671,7 @@ class Session:
             self.peer_over(link.key, f"it refused us: {error}")
 
     def _on_moved(self, node_id: int, found: Link) -> None:
-        """Somebody else listens where we looked for that node. A newer incarnation of it has said so with its HELLO."""
+        """Another process listens at that node's address; the HELLO of a newer incarnation said so."""
         for link in self._links.all():
             if link.key.node_id == node_id and node_id != found.key.node_id:
                 self._down(link, f"{found.key} is at its address now")
@@ -292,7 +696,7 @@ class Session:
     def _down(self, link: Link, why: str, linger_s: float = 0.0) -> None:
         if link.is_down:
             return
-        self._inbound_router.drop(link)
+        self._router.drop(link)
         self._links.forget(link, linger_s)
         self._end_business(link, why)
 

@@ -3,7 +3,7 @@
     reach   UNKNOWN --ask--> ASKING --found--> OPEN         by which ways that process can read our memory
             ASKING --nothing--> SHUT    OPEN --failed--> SHUT    SHUT --retry--> UNKNOWN
 
-Reach is found by really reading, once per pair of processes, when a large array first asks. The reader chooses a
+Reachability is found by really reading, once per pair of processes, for the first large array. The reader chooses a
 random challenge, the other process writes it into its private memory and into a slab, and the reader looks for it in
 both. So no process can have us read the memory of another, be it by a wrong number from another container or by
 malice; whether the kernel, Yama or seccomp permit it needs no knowledge of them. At HELLO, for every pair, was
@@ -37,7 +37,7 @@ from ...core.refs import RequestSender, make_ref
 from ..session.pending import Route
 from ..wire import Endpoints
 from .kernel import IS_LINUX, admit_reader, has_exited, read_bytes, watch_process
-from .slab import Slab, SlabMapping
+from .slabs import Slab, SlabMapping
 
 CHALLENGE_BYTES = 32
 MAX_CHALLENGES = 64
@@ -93,7 +93,7 @@ class SameHostPeers:
         self._directions = directions
         self._caller = caller
         self._clock = clock
-        self._neighbours: dict[PeerKey, Neighbour] = {}
+        self._peers_by_key: dict[PeerKey, SameHostPeer] = {}
         self._board: Slab | None = None
         self._private: deque[ctypes.Array[ctypes.c_char]] = deque(maxlen=MAX_CHALLENGES)
         self._num_shown = 0
@@ -112,35 +112,35 @@ class SameHostPeers:
         has_sockets = bool(self._endpoints.ipc[0] and endpoints.ipc[0])
         return IS_LINUX and has_sockets and endpoints.node_rank == self._endpoints.node_rank
 
-    async def reach(self, key: PeerKey, endpoints: Endpoints | None, wait_s: float) -> Reach:
+    async def reach(self, key: PeerKey, endpoints: Endpoints | None, wait_s: float) -> PeerReach:
         """How that process can read our memory; asks it if that is not known yet, and waits up to `wait_s`."""
-        known = self._neighbours.get(key)
+        known = self._peers_by_key.get(key)
         if known is not None and known.reach.state is ReachState.OPEN:
             return known.reach
         endpoints = endpoints or self._directions.endpoints_of(key)
         if endpoints is None or not self.is_near(endpoints):
-            return Reach()
-        neighbour = known or self._add(key)
+            return PeerReach()
+        host_peer = known or self._add(key)
         self._directions.met_at[key] = endpoints
-        if neighbour.reach.is_due(self._clock.monotonic()):
-            neighbour.reach.on("ask")
-            neighbour.asking = self.spawn(self._ask(neighbour), f"asks {key} to read its memory")
-        if neighbour.asking is not None and not neighbour.asking.done():
-            await asyncio.wait({neighbour.asking}, timeout=max(0.0, wait_s))
-        return neighbour.reach if neighbour.reach.state is ReachState.OPEN else Reach()
+        if host_peer.reach.is_due(self._clock.monotonic()):
+            host_peer.reach.on("ask")
+            host_peer.asking = self.spawn(self._ask(host_peer), f"asks {key} to read its memory")
+        if host_peer.asking is not None and not host_peer.asking.done():
+            await asyncio.wait({host_peer.asking}, timeout=max(0.0, wait_s))
+        return host_peer.reach if host_peer.reach.state is ReachState.OPEN else PeerReach()
 
-    async def _ask(self, neighbour: Neighbour) -> None:
+    async def _ask(self, host_peer: SameHostPeer) -> None:
         findings = Findings()
         try:
-            findings = await self.ref(neighbour.key).probe(os.getpid(), boot_id())
+            findings = await self.ref(host_peer.key).probe(os.getpid(), boot_id())
             if findings.pid:
-                neighbour.meet(findings.pid, self._gone)
+                host_peer.meet(findings.pid, self._gone)
         except (MyxaError, OSError, ValueError) as error:
             findings = Findings(why=str(error))
         finally:
-            if neighbour.reach.state is ReachState.ASKING:
+            if host_peer.reach.state is ReachState.ASKING:
                 now = self._clock.monotonic()
-                neighbour.reach.found(can_pull=findings.can_pull, can_map=findings.can_map, now=now)
+                host_peer.reach.found(can_pull=findings.can_pull, can_map=findings.can_map, now=now)
 
     # -- being asked
 
@@ -148,18 +148,18 @@ class SameHostPeers:
         """See `TensorMemoryContract`."""
         if host != boot_id() or not IS_LINUX:
             return Findings(why="another host")
-        neighbour = self._neighbours.get(caller) or self._add(caller)
+        host_peer = self._peers_by_key.get(caller) or self._add(caller)
         try:
-            neighbour.meet(pid, self._gone)
+            host_peer.meet(pid, self._gone)
         except (OSError, ValueError) as error:
             return Findings(why=f"process {pid}: {error}")
         challenge = secrets.token_hex(CHALLENGE_BYTES // 2)
         shown = await self.ref(caller).show(challenge, os.getpid())
         pulled = _failure(lambda: read_bytes(pid, shown.address, CHALLENGE_BYTES), challenge)
-        mapped = _failure(lambda: _posted(neighbour, shown), challenge)
-        neighbour.is_readable = not pulled and neighbour.is_alive
+        mapped = _failure(lambda: _posted(host_peer, shown), challenge)
+        host_peer.is_readable = not pulled and host_peer.is_alive
         why = "; ".join(text for text in (pulled and f"pull: {pulled}", mapped and f"map: {mapped}") if text)
-        return Findings(pid=os.getpid(), can_pull=neighbour.is_readable, can_map=not mapped, why=why)
+        return Findings(pid=os.getpid(), can_pull=host_peer.is_readable, can_map=not mapped, why=why)
 
     def show(self, challenge: str, reader: int) -> Shown:
         """See `TensorMemoryContract`."""
@@ -180,18 +180,18 @@ class SameHostPeers:
 
     # -- who is there
 
-    def get(self, key: PeerKey) -> Neighbour | None:
-        return self._neighbours.get(key)
+    def get(self, key: PeerKey) -> SameHostPeer | None:
+        return self._peers_by_key.get(key)
 
     def is_over(self, key: PeerKey) -> bool:
         """That incarnation has ended."""
         return self._directions.is_over(key)
 
-    def known(self) -> list[Neighbour]:
-        return list(self._neighbours.values())
+    def known(self) -> list[SameHostPeer]:
+        return list(self._peers_by_key.values())
 
-    def _add(self, key: PeerKey) -> Neighbour:
-        made = self._neighbours[key] = Neighbour(key)
+    def _add(self, key: PeerKey) -> SameHostPeer:
+        made = self._peers_by_key[key] = SameHostPeer(key)
         return made
 
     def _gone(self, key: PeerKey) -> None:
@@ -199,10 +199,10 @@ class SameHostPeers:
 
     def forget(self, key: PeerKey) -> None:
         """That incarnation is over."""
-        neighbour = self._neighbours.pop(key, None)
+        host_peer = self._peers_by_key.pop(key, None)
         self._directions.met_at.pop(key, None)
-        if neighbour is not None:
-            neighbour.leave()
+        if host_peer is not None:
+            host_peer.leave()
 
     # -- tasks
 
@@ -219,15 +219,15 @@ class SameHostPeers:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        for key in list(self._neighbours):
+        for key in list(self._peers_by_key):
             self.forget(key)
         if self._board is not None:
             self._board.close()
             self._board = None
 
 
-def _posted(neighbour: Neighbour, shown: Shown) -> bytes:
-    mapping = SlabMapping.open(neighbour.check_path(shown.path), shown.slab_id)
+def _posted(host_peer: SameHostPeer, shown: Shown) -> bytes:
+    mapping = SlabMapping.open(host_peer.check_path(shown.path), shown.slab_id)
     return mapping.memory(shown.offset, CHALLENGE_BYTES).tobytes()
 
 
@@ -264,7 +264,7 @@ REACH_TABLE: dict[tuple[ReachState, str], ReachState] = {
 }
 
 
-class Reach:
+class PeerReach:
     """How one other process can read our memory. Sans-IO."""
 
     def __init__(self) -> None:
@@ -303,12 +303,12 @@ class Reach:
             self._shut_until = now + SHUT_S
 
 
-class Neighbour:
+class SameHostPeer:
     """One other incarnation on this host."""
 
     def __init__(self, key: PeerKey) -> None:
         self.key = key
-        self.reach = Reach()
+        self.reach = PeerReach()
         self.asking: asyncio.Task[None] | None = None
         self.pid = 0
         """0: not known yet."""
@@ -389,7 +389,7 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class TensorMemoryContract(Actor):
-    """See the module's head."""
+    """What peers of the same host ask each other about shared memory."""
 
     @call(deadline=3, reentrant=True)
     async def probe(self, pid: int, boot_id: str) -> Findings:

@@ -1,6 +1,7 @@
 """Takes large arrays out of messages to processes of this host, and fetches them at the other end.
 
-Ways, best first, and what each costs:
+The ways, best first, and what each costs:
+
     in place   the array lies in a block of ours already: only its handle travels
     pull       the receiver copies out of our private memory: one copy; only while the caller waits, for the array is
                lent until the call ends
@@ -8,15 +9,18 @@ Ways, best first, and what each costs:
                not permitted
     wire       everything else: other hosts, no shared memory (in-process transport, simulator), no room in time
 
-`Landing` is where pulled arrays are put: a fresh array of 64 MiB costs as much in page faults and zeroing as in
+A body with handles is a line of JSON that begins with `{`, then the usual body, which begins with `[`. The frame of an
+array that lies elsewhere is empty. Headers, credit and the session do not change.
+
+`ReceiveMemory` is where pulled arrays are put: a fresh array of 64 MiB costs as much in page faults and zeroing as in
 copying, so freed memory is kept for a few seconds, up to a limit, and given to the next array of about the same size.
 
-`Loans` are arrays of callers that others may pull while a call is under way. Each loan has a generation word that the
-reader copies before and after the data. The word is cleared when the loan ends, before the caller gets its array back;
-a reader that is late or in the middle therefore knows that what it read may have changed, and throws it away.
+`PullGrants` are arrays of callers that others may pull while a call is under way. Each has a generation word that the
+reader copies before and after the data. The word is cleared when the grant ends, before the caller gets its array back.
+So a reader that is late or in the middle sees that its data may have changed, and discards it.
 
-`Releases` tell the owners of blocks that we keep one, and that we need it no longer. They are gathered per turn of the
-loop and repeated until they are answered: a lost release would keep a block for as long as we live.
+`Releases` report to the owners of blocks that we keep one, and that we need it no longer. They are gathered per turn of
+the loop and repeated until they are answered: a lost release would keep a block for as long as we live.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ import mmap
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -35,16 +40,84 @@ import numpy as np
 from ...core.clock import Clock
 from ...core.errors import CallError, MyxaError, SlabError, TensorLost
 from ...core.ids import PeerKey
-from ..payload import Buffer
+from ..codec import Buffer, UndecodableError
 from ..shm import available_bytes
 from ..wire import Endpoints
-from .copier import Copier
-from .handles import Handle, PullHandle, SlabHandle, has_handles, join, part
+from .blocks import BlockTable, SharedBlock
 from .kernel import anonymous, prefer_huge_pages, pull
-from .ledger import Block, BlockLedger
-from .same_host_peers import Neighbour, Reach, SameHostPeers
-from .slab import Bytes, SlabMapping, address_of, read_only, region
-from .slab_pool import SlabPool
+from .same_host_peers import PeerReach, SameHostPeer, SameHostPeers
+from .slabs import Bytes, Copier, SlabMapping, SlabPool, address_of, read_only, region
+
+MAX_ARRAY_BYTES = 1 << 40
+MAX_HANDLES = 4096
+_FIRST = ord("{")
+
+Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Size = Annotated[int, msgspec.Meta(gt=0, le=MAX_ARRAY_BYTES)]
+
+
+class PullHandle(msgspec.Struct, frozen=True, kw_only=True, tag="pull", forbid_unknown_fields=True):
+    """An array in the sender's private memory."""
+
+    frame: Number
+    """Index of the empty frame it stands for."""
+    address: Number
+    num_bytes: Size
+    word: Number
+    """Address of its generation word."""
+    generation: Number
+
+
+class SlabHandle(msgspec.Struct, frozen=True, kw_only=True, tag="slab", forbid_unknown_fields=True):
+    """An array in a slab of the sender."""
+
+    frame: Number
+    path: str
+    slab_id: Number
+    offset: Number
+    num_bytes: Size
+    slot: Number
+    generation: Number
+    ticket: Number
+    """Of the lease."""
+    is_awaited: bool = True
+    """The sender waits to hear that it was read; else it ends the offer itself, with its call."""
+
+
+Handle = PullHandle | SlabHandle
+
+
+class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    arrays: Annotated[list[Handle], msgspec.Meta(max_length=MAX_HANDLES)]
+
+
+_decoder = msgspec.json.Decoder(_Line)
+
+
+def has_handles(body: Buffer) -> bool:
+    """Whether arrays of this message lie elsewhere."""
+    return len(body) > 0 and body[0] == _FIRST
+
+
+def join(handles: Sequence[Handle], body: Buffer) -> bytes:
+    """A body with handles."""
+    return b"".join([msgspec.json.encode(_Line(list(handles))), b"\n", body])
+
+
+def part(body: Buffer, num_frames: int) -> tuple[list[Handle], memoryview]:
+    """Handles and the usual body. Raises UndecodableError; never anything else, whatever the bytes."""
+    line, newline, _ = bytes(body).partition(b"\n")
+    if not newline:
+        raise UndecodableError("a line of handles without an end")
+    try:
+        handles = _decoder.decode(line).arrays
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise UndecodableError(f"handles: {error}") from error
+    frames = [handle.frame for handle in handles]
+    if len(set(frames)) != len(frames) or any(frame >= num_frames for frame in frames):
+        raise UndecodableError(f"handles for frames {frames[:8]} of a message with {num_frames}")
+    return handles, memoryview(body)[len(line) + 1 :]
+
 
 OFFER_GRACE_S = 5.0
 """An offer outlives the deadline of its message by so much: the receiver's clock began later."""
@@ -80,21 +153,21 @@ class Packed:
 
 
 class SharedArrayTransfer:
-    """See the module's head."""
+    """Hands arrays of messages over to processes of the same host."""
 
     def __init__(
-        self, clock: Clock, copier: Copier, ledger: BlockLedger, pool: SlabPool, loans: Loans, landing: Landing,
-        same_host_peers: SameHostPeers, releases: Releases,
+        self, clock: Clock, copier: Copier, block_table: BlockTable, pool: SlabPool, grants: PullGrants,
+        receive_memory: ReceiveMemory, same_host_peers: SameHostPeers, releases: Releases,
     ) -> None:  # fmt: skip
         self.policy = TensorPolicy()
         self.num_by = {"in place": 0, "pull": 0, "slab": 0, "wire": 0, "lost": 0}
         """Large arrays sent, by way; and those that could not be fetched here."""
         self._clock = clock
         self._copier = copier
-        self._ledger = ledger
+        self._block_table = block_table
         self._pool = pool
-        self._loans = loans
-        self._landing = landing
+        self._grants = grants
+        self._receive_memory = receive_memory
         self._same_host_peers = same_host_peers
         self._releases = releases
 
@@ -141,7 +214,7 @@ class SharedArrayTransfer:
         return packed
 
     async def _handle(
-        self, packed: Packed, reach: Reach, peer: PeerKey, number: int, frame: memoryview, is_lent: bool,
+        self, packed: Packed, reach: PeerReach, peer: PeerKey, number: int, frame: memoryview, is_lent: bool,
         left_s: float | None,
     ) -> Handle | None:  # fmt: skip
         can_map = reach.can_map and self.policy.may_map
@@ -149,8 +222,8 @@ class SharedArrayTransfer:
         if own is not None:
             self.num_by["in place"] += 1
             return self._offered(packed, *own, frame.nbytes, peer, number, is_lent, left_s)
-        if is_lent and reach.can_pull and self.policy.may_pull and (loan := self._loans.lend(frame)) is not None:
-            packed.at_end.append(lambda: self._loans.end(loan))
+        if is_lent and reach.can_pull and self.policy.may_pull and (loan := self._grants.lend(frame)) is not None:
+            packed.at_end.append(lambda: self._grants.end(loan))
             packed.has_pulls = True
             self.num_by["pull"] += 1
             return PullHandle(
@@ -165,9 +238,9 @@ class SharedArrayTransfer:
         try:
             return self._offered(packed, block, block.offset, frame.nbytes, peer, number, is_lent, left_s)
         finally:
-            self._pool.freed(self._ledger.let_go(block))  # from now on its leases keep it
+            self._pool.freed(self._block_table.drop(block))  # from now on its leases keep it
 
-    async def _copied(self, frame: memoryview, left_s: float | None) -> Block | None:
+    async def _copied(self, frame: memoryview, left_s: float | None) -> SharedBlock | None:
         wait_s = self.policy.wait_s if left_s is None else min(self.policy.wait_s, left_s / 4)
         block = await self._pool.allocate(frame.nbytes, wait_s)
         if block is None:
@@ -177,21 +250,21 @@ class SharedArrayTransfer:
         try:
             await self._copier.copy(lambda at, n: np.copyto(target[at : at + n], source[at : at + n]), frame.nbytes)
         except BaseException as error:
-            self._pool.freed(self._ledger.let_go(block))
+            self._pool.freed(self._block_table.drop(block))
             if isinstance(error, SlabError):
                 return None  # this process is closing; the call will say so
             raise
         return block
 
     def _offered(
-        self, packed: Packed, block: Block, offset: int, num_bytes: int, peer: PeerKey, number: int, is_lent: bool,
-        left_s: float | None,
+        self, packed: Packed, block: SharedBlock, offset: int, num_bytes: int, peer: PeerKey, number: int,
+        is_lent: bool, left_s: float | None,
     ) -> SlabHandle:  # fmt: skip
         self._pool.publish(block)
         offer_s = math.inf if is_lent else (DEFAULT_OFFER_S if left_s is None else left_s) + OFFER_GRACE_S
-        lease = self._ledger.offer(block, peer, self._clock.monotonic() + offer_s)
+        lease = self._block_table.offer(block, peer, self._clock.monotonic() + offer_s)
         ends = packed.at_end if is_lent else packed.if_unsent
-        ends.append(lambda: self._pool.freed(self._ledger.withdraw(lease)))
+        ends.append(lambda: self._pool.freed(self._block_table.withdraw(lease)))
         packed.has_slabs = True
         slab = self._pool.slab(block)
         return SlabHandle(
@@ -201,9 +274,9 @@ class SharedArrayTransfer:
 
     def note_lost(self, peer: PeerKey, packed: Packed) -> None:
         """The peer could not read what the message pointed at: that way is not tried again for a while."""
-        neighbour = self._same_host_peers.get(peer)
-        if neighbour is not None:
-            neighbour.reach.lost(pull=packed.has_pulls, now=self._clock.monotonic())
+        host_peer = self._same_host_peers.get(peer)
+        if host_peer is not None:
+            host_peer.reach.lost(pull=packed.has_pulls, now=self._clock.monotonic())
 
     # -- receiving
 
@@ -232,12 +305,12 @@ class SharedArrayTransfer:
         return rest, found
 
     async def _fetched(self, peer: PeerKey, handle: Handle, may_lease: bool) -> Bytes:
-        neighbour = self._same_host_peers.get(peer)
-        if neighbour is None:
+        host_peer = self._same_host_peers.get(peer)
+        if host_peer is None:
             raise SlabError(f"nothing is known of the memory of {peer}")
         if isinstance(handle, PullHandle):
-            return await self._pulled(neighbour, handle)
-        mapping = await self._mapping(neighbour, handle)
+            return await self._pulled(host_peer, handle)
+        mapping = await self._mapping(host_peer, handle)
         if may_lease:
             return await self._leased(peer, mapping, handle)
         try:
@@ -246,11 +319,11 @@ class SharedArrayTransfer:
             if handle.is_awaited:
                 self._releases.add(peer, handle.ticket)
 
-    async def _pulled(self, neighbour: Neighbour, handle: PullHandle) -> Bytes:
-        if not neighbour.is_readable:
-            raise SlabError(f"{neighbour.key} may not be pulled from")
-        pid, wanted = neighbour.pid, (handle.generation, handle.generation)
-        target = self._landing.take(handle.num_bytes, self._clock.monotonic())
+    async def _pulled(self, host_peer: SameHostPeer, handle: PullHandle) -> Bytes:
+        if not host_peer.is_readable:
+            raise SlabError(f"{host_peer.key} may not be pulled from")
+        pid, wanted = host_peer.pid, (handle.generation, handle.generation)
+        target = self._receive_memory.take(handle.num_bytes, self._clock.monotonic())
         base = address_of(target)
 
         def step(offset: int, count: int) -> None:
@@ -258,22 +331,22 @@ class SharedArrayTransfer:
                 raise SlabError("it is lent no longer")
 
         await self._copier.copy(step, handle.num_bytes)
-        if not neighbour.is_alive:
+        if not host_peer.is_alive:
             raise SlabError("its process has ended")
         return target
 
-    async def _mapping(self, neighbour: Neighbour, handle: SlabHandle) -> SlabMapping:
+    async def _mapping(self, host_peer: SameHostPeer, handle: SlabHandle) -> SlabMapping:
         now = self._clock.monotonic()
-        mapping = neighbour.mapping(handle.slab_id, now)
+        mapping = host_peer.mapping(handle.slab_id, now)
         if mapping is None:
-            path = neighbour.check_path(handle.path)
+            path = host_peer.check_path(handle.path)
             mapping = await self._copier.run(lambda: SlabMapping.open(path, handle.slab_id))
-            neighbour.keep(handle.slab_id, mapping, now)
+            host_peer.keep(handle.slab_id, mapping, now)
         return mapping
 
     async def _copied_out(self, mapping: SlabMapping, handle: SlabHandle) -> Bytes:
         source = mapping.memory(handle.offset, handle.num_bytes)
-        target = self._landing.take(handle.num_bytes, self._clock.monotonic())
+        target = self._receive_memory.take(handle.num_bytes, self._clock.monotonic())
         _check(mapping, handle)
         await self._copier.copy(lambda at, n: np.copyto(target[at : at + n], source[at : at + n]), handle.num_bytes)
         _check(mapping, handle)
@@ -308,7 +381,7 @@ _ASK_FROM = 64 << 20
 """From this size on, the host is asked whether it has the memory."""
 
 
-class Landing:
+class ReceiveMemory:
     """Gives out memory. `take` and `trim` belong to the loop's thread; memory may come back in any."""
 
     def __init__(self, spare_bytes: int) -> None:
@@ -326,7 +399,7 @@ class Landing:
         return region(address_of(whole), num_bytes, lambda: self._give_back(memory))
 
     def trim(self, now: float) -> None:
-        """Free what nobody wanted for a while."""
+        """Free what was not used for a while."""
         self._collect(now)
         self._spare = [(since, memory) for since, memory in self._spare if now - since < IDLE_S]
 
@@ -371,7 +444,7 @@ MAX_LOANS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Loan:
+class PullGrant:
     """One array on loan."""
 
     slot: int
@@ -382,8 +455,8 @@ class Loan:
     generation: int
 
 
-class Loans:
-    """All loans of this process."""
+class PullGrants:
+    """All grants of this process."""
 
     def __init__(self, first_generation: int) -> None:
         self._next_generation = first_generation
@@ -395,8 +468,8 @@ class Loans:
     def __len__(self) -> int:
         return len(self._lent)
 
-    def lend(self, memory: memoryview) -> Loan | None:
-        """From now until `end` these bytes may be read by others; they stay in memory. None: too many loans."""
+    def lend(self, memory: memoryview) -> PullGrant | None:
+        """From now until `end` these bytes may be read by others; they stay in memory. None: too many grants."""
         if not self._free:
             return None
         slot = self._free.pop()
@@ -404,9 +477,9 @@ class Loans:
         self._lent[slot] = memory
         self._words[slot] = self._next_generation
         address = address_of(np.frombuffer(memory, dtype=np.uint8))
-        return Loan(slot, address, memory.nbytes, self._base + 8 * slot, self._next_generation)
+        return PullGrant(slot, address, memory.nbytes, self._base + 8 * slot, self._next_generation)
 
-    def end(self, loan: Loan) -> None:
+    def end(self, loan: PullGrant) -> None:
         """What is read from now on is void."""
         self._words[loan.slot] = 0
         del self._lent[loan.slot]
@@ -480,7 +553,7 @@ class Releases:
         return True
 
     def close(self) -> None:
-        """Tell nobody any more: our end says it all."""
+        """Notify no peer any more: our end says it all."""
         self._is_closed = True
 
 

@@ -1,6 +1,6 @@
 """A process's part in the exchange of large arrays on its host: what a node and its actors see of it.
 
-Arrays in messages take the best way without the user's help. To produce data where others can read it (`TensorBlock`):
+Arrays in messages take the best way by themselves. To produce data where others can read it (`SharedTensorBlock`):
 
     async with node.tensors.allocate((4096, 4096), "float32") as block:
         np.matmul(a, b, out=block.array)
@@ -26,16 +26,15 @@ from ...core.ids import PeerKey
 from ..call_client import CallClient
 from ..session.calls import Calls
 from ..wire import Endpoints
-from .copier import Copier
-from .ledger import Block, BlockLedger, BlockState
+from .blocks import BlockState, BlockTable, SharedBlock
 from .same_host_peers import Directions, Findings, Peers, SameHostPeers, Shown, TensorMemoryContract
-from .shared_array_transfer import Landing, Loans, Releases, SharedArrayTransfer, TensorPolicy
-from .slab_pool import SlabPool
+from .shared_array_transfer import PullGrants, ReceiveMemory, Releases, SharedArrayTransfer, TensorPolicy
+from .slabs import Copier, SlabPool
 
 HOUSEKEEPING_S = 0.5
 
 
-class Ways(Peers, Protocol):
+class PeerSession(Peers, Protocol):
     """What is needed of the session."""
 
     @property
@@ -46,26 +45,26 @@ class Ways(Peers, Protocol):
 
 
 class Tensors:
-    """See the module's head. One per node."""
+    """Large arrays of one node."""
 
-    def __init__(self, ways: Ways, endpoints: Endpoints, clock: Clock) -> None:
+    def __init__(self, ways: PeerSession, endpoints: Endpoints, clock: Clock) -> None:
         self._clock = clock
         self._ways = ways
         self._copier = Copier()
-        self._ledger = BlockLedger(secrets.randbits(60))
-        self._pool = SlabPool(self._ledger, self._copier, TensorPolicy().pool_bytes)
-        self._loans = Loans(secrets.randbits(60))
-        self._landing = Landing(TensorPolicy().spare_bytes)
+        self._block_table = BlockTable(secrets.randbits(60))
+        self._pool = SlabPool(self._block_table, self._copier, TensorPolicy().pool_bytes)
+        self._grants = PullGrants(secrets.randbits(60))
+        self._receive_memory = ReceiveMemory(TensorPolicy().spare_bytes)
         directions = Directions(ways.own, endpoints, ways)
         call_client = CallClient(ways.calls, directions, clock)
         self._same_host_peers = SameHostPeers(endpoints, directions, call_client, clock)
         self._same_host_peers.when_gone = self._on_gone
         self._releases = Releases(self._same_host_peers)
         self.transfer = SharedArrayTransfer(
-            clock, self._copier, self._ledger, self._pool, self._loans, self._landing, self._same_host_peers,
-            self._releases,
+            clock, self._copier, self._block_table, self._pool, self._grants, self._receive_memory,
+            self._same_host_peers, self._releases,
         )  # fmt: skip
-        self.actor = MemoryActor(self._same_host_peers, self._ledger, self._pool)
+        self.actor = MemoryActor(self._same_host_peers, self._block_table, self._pool)
         self._next_housekeeping = 0.0
 
     # -- for users
@@ -79,12 +78,12 @@ class Tensors:
     def policy(self, policy: TensorPolicy) -> None:
         self.transfer.policy = policy
         self._pool.pool_bytes = policy.pool_bytes
-        self._landing.spare_bytes = policy.spare_bytes
+        self._receive_memory.spare_bytes = policy.spare_bytes
 
     @contextlib.asynccontextmanager
     async def allocate(
         self, shape: tuple[int, ...] | int, dtype: npt.DTypeLike, *, timeout_s: float = 5.0
-    ) -> AsyncGenerator[TensorBlock]:
+    ) -> AsyncGenerator[SharedTensorBlock]:
         """An array in shared memory, to be filled and sent. Its content is undefined.
 
         Its memory is given back when the block is left and all who read it are done; do not write after that. Waits
@@ -99,11 +98,11 @@ class Tensors:
         if block is None:
             raise SlabError(
                 f"no room for a block of {num_bytes} bytes within {timeout_s:g} s: "
-                f"{self._ledger.num_blocks} blocks are in use, the pool may have {self._pool.pool_bytes} bytes",
+                f"{self._block_table.num_blocks} blocks are in use, the pool may have {self._pool.pool_bytes} bytes",
                 remedy="raise pool_bytes of the policy; do readers keep arrays that they do not need?",
             )
         memory = self._pool.memory(block)[:num_bytes]
-        made = TensorBlock(block, memory.view(kind).reshape(sizes), self._ledger, self._pool)
+        made = SharedTensorBlock(block, memory.view(kind).reshape(sizes), self._block_table, self._pool)
         try:
             yield made
         finally:
@@ -114,9 +113,9 @@ class Tensors:
         ways = {f"arrays_{name.replace(' ', '_')}": number for name, number in self.transfer.num_by.items()}
         return {
             **ways,
-            "tensor_leases": self._ledger.num_leases,
-            "tensor_blocks": self._ledger.num_blocks,
-            "tensor_loans": len(self._loans),
+            "tensor_leases": self._block_table.num_leases,
+            "tensor_blocks": self._block_table.num_blocks,
+            "tensor_loans": len(self._grants),
             "tensor_pool_bytes": self._pool.num_bytes,
         }
 
@@ -128,18 +127,18 @@ class Tensors:
         if now < self._next_housekeeping:
             return
         self._next_housekeeping = now + HOUSEKEEPING_S
-        self._pool.freed(self._ledger.expire(now))
-        for key in {n.key for n in self._same_host_peers.known()} | self._ledger.holders():
+        self._pool.freed(self._block_table.expire(now))
+        for key in {n.key for n in self._same_host_peers.known()} | self._block_table.holders():
             if self._ways.is_over(key):
                 self._on_gone(key)
-        for neighbour in self._same_host_peers.known():
-            neighbour.trim(now)
-        self._landing.trim(now)
+        for host_peer in self._same_host_peers.known():
+            host_peer.trim(now)
+        self._receive_memory.trim(now)
         self._pool.trim(now)
 
     def _on_gone(self, key: PeerKey) -> None:
         self._same_host_peers.forget(key)
-        self._pool.freed(self._ledger.over(key))
+        self._pool.freed(self._block_table.over(key))
 
     async def close(self) -> None:
         """Nothing is left: no file, no thread, no task. Arrays in use keep their memory."""
@@ -147,15 +146,15 @@ class Tensors:
         await self._same_host_peers.close()
         self._copier.close()
         self._pool.close()
-        self._landing.close()
+        self._receive_memory.close()
 
 
 class MemoryActor(TensorMemoryContract):
     """Answers other processes. Who they are, their connections have proved."""
 
-    def __init__(self, same_host_peers: SameHostPeers, ledger: BlockLedger, pool: SlabPool) -> None:
+    def __init__(self, same_host_peers: SameHostPeers, block_table: BlockTable, pool: SlabPool) -> None:
         self._same_host_peers = same_host_peers
-        self._ledger = ledger
+        self._block_table = block_table
         self._pool = pool
 
     async def probe(self, pid: int, boot_id: str) -> Findings:
@@ -167,24 +166,24 @@ class MemoryActor(TensorMemoryContract):
 
     async def hold(self, ticket: int) -> bool:
         caller = current_caller()
-        return caller is not None and self._ledger.hold(ticket, caller)
+        return caller is not None and self._block_table.hold(ticket, caller)
 
     async def release(self, tickets: tuple[int, ...]) -> None:
         caller = current_caller()
         if caller is not None:
-            self._pool.freed(self._ledger.release(tickets, caller))
+            self._pool.freed(self._block_table.release(tickets, caller))
 
 
 LOOK_S = 0.01
 
 
-class TensorBlock:
+class SharedTensorBlock:
     """See `Tensors.allocate`. Fill `array`, then send it or contiguous parts of it, to as many as wanted."""
 
-    def __init__(self, block: Block, array: npt.NDArray[Any], ledger: BlockLedger, pool: SlabPool) -> None:
+    def __init__(self, block: SharedBlock, array: npt.NDArray[Any], block_table: BlockTable, pool: SlabPool) -> None:
         self._block = block
         self._array = array
-        self._ledger = ledger
+        self._block_table = block_table
         self._pool = pool
         self._is_left = False
 
@@ -197,11 +196,11 @@ class TensorBlock:
 
     @property
     def is_lent(self) -> bool:
-        """Somebody reads it, or may begin to."""
+        """A reader uses it, or may begin to."""
         return self._block.state is not BlockState.OWNED
 
     async def reclaim(self, timeout_s: float) -> None:
-        """Wait until nobody reads it any more, then it may be written again.
+        """Wait until no reader is left, then it may be written again.
 
         Raises SlabError after `timeout_s`, naming who still does.
         """
@@ -212,10 +211,10 @@ class TensorBlock:
                 while self.is_lent:
                     await asyncio.sleep(LOOK_S)
         except TimeoutError:
-            names = ", ".join(map(str, self._ledger.holders_of(self._block)))
+            names = ", ".join(map(str, self._block_table.holders_of(self._block)))
             raise SlabError(f"a block is still read after {timeout_s:g} s by {names}") from None
         self._pool.unpublish(self._block)
-        self._ledger.renew(self._block)
+        self._block_table.renew(self._block)
 
     def leave(self) -> None:
         """Its producer is done; what is lent stays until its readers are."""
@@ -223,4 +222,4 @@ class TensorBlock:
             self._is_left = True
             self._array.flags.writeable = False
             self._array = np.empty(0)
-            self._pool.freed(self._ledger.let_go(self._block))
+            self._pool.freed(self._block_table.drop(self._block))

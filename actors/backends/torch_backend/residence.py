@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from ....core.clock import Clock
 from ....core.device_memory import OPTIMIZER_PARTS, MovedBytes, MovedMemory, Tag, TagPolicy, TagReport
 from ....memory.arenas.arena import Arena
-from ....memory.arenas.parts import LEAST_GRANULES, shares
-from ....memory.arenas.streams import Restoring
+from ....memory.arenas.cuda_memory import vacate
+from ....memory.arenas.tagged_memory import LEAST_GRANULES, shares
 from ....memory.arenas.tensors import empty_tensors
-from ....memory.arenas.torch_cache import vacate
+from ....memory.arenas.transfer import Restoring
 
 POLICIES: dict[Tag, TagPolicy] = {"params": "backup", "grads": "discard", "optimizer": "backup", "frozen": "backup"}
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ....core.device_memory import MovedBytes, Tag, TagReport
-from ....memory.arenas.arena import Arena
-from ....memory.arenas.spread import SpreadArenas
+from ....memory.arenas.arena import Arena, SpreadArenas
 from ....memory.arenas.tensors import empty_tensors
 from .allocation import Allocate, Spec
 

@@ -1,0 +1,155 @@
+"""The membership check of a gang: members report that they reached a point, and absent members are named.
+
+It uses keys in the store of the process group: short requests and no wait in the store, because a wait would block
+every other thread's request. So each member can give up at its own deadline without disturbing the others. A barrier
+on a gloo group was considered: it is broken for good after one time-out, it names absent ranks to rank 0 only, and a
+member that died would break the control group of the survivors. A gang of one (`GangMembers.alone`) checks nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from ...core.clock import Clock, SystemClock
+from ...core.errors import MemoryFault
+
+_T = TypeVar("_T")
+POLL_S = 0.001
+MAX_POLL_S = 0.02
+GAVE_UP = "gave up"
+
+
+class Store(Protocol):
+    """What is used of torch's stores."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+    def delete_key(self, key: str) -> bool: ...
+
+
+class Absent(MemoryFault):
+    """Some did not come in time."""
+
+    def __init__(self, message: str, ranks: tuple[int, ...], *, remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.ranks = ranks
+
+
+class MembershipCheck:
+    """One member's side. Ranks are those of the gang (WORLD)."""
+
+    def __init__(self, store: Store, rank: int, clock: Clock) -> None:
+        self.rank = rank
+        self._store = store
+        self._clock = clock
+        self._left: list[str] = []
+
+    def tell(self, where: str) -> None:
+        """Where this member is now, for the others' error messages."""
+        self._guard(lambda: self._store.set(f"at/{self.rank}", where))
+
+    def where(self, rank: int) -> str:
+        """What that member reported last; never raises."""
+        try:
+            key = f"at/{rank}"
+            return self._store.get(key).decode() if self._store.check([key]) else "never heard of"
+        except RuntimeError as error:
+            return f"the store is gone ({_first_line(error)})"
+
+    def arrive(self, point: str) -> None:
+        """Come to `point` without waiting for anybody: others may count on this member there."""
+        mine = f"{point}/{self.rank}"
+        self._guard(lambda: self._store.set(mine, ""))
+        self._left.append(mine)
+
+    def meet(self, point: str, ranks: Collection[int], deadline: float, word: str = "") -> dict[int, str]:
+        """Wait until all `ranks` came to `point`; the word that each brought.
+
+        `deadline` is a reading of the clock. Raises Absent with the ranks that did not come.
+        """
+        mine = f"{point}/{self.rank}"
+        self._guard(lambda: self._store.set(mine, word))
+        missing = self._wait({rank: f"{point}/{rank}" for rank in sorted(ranks)}, deadline)
+        if missing:
+            self._withdraw(point, mine, missing)
+            raise self._absent(point, missing)
+        words = {rank: self._guard(lambda key=f"{point}/{rank}": self._store.get(key)).decode() for rank in ranks}
+        self._forget(mine)
+        return words
+
+    def _wait(self, keys: dict[int, str], deadline: float) -> list[int]:
+        pause_s, still = POLL_S, dict(keys)
+        while not self._guard(lambda: self._store.check(list(still.values()))):
+            if self._clock.monotonic() >= deadline:
+                return [rank for rank, key in still.items() if not self._store.check([key])]
+            threading.Event().wait(pause_s)
+            pause_s = min(2 * pause_s, MAX_POLL_S)
+        return []
+
+    def _absent(self, point: str, missing: list[int]) -> Absent:
+        """Who was missing first, and who gave up because of that."""
+        where = {rank: self.where(rank) for rank in missing}
+        culprits = [rank for rank in missing if not where[rank].startswith(GAVE_UP)] or missing
+        told = ", ".join(f"rank {rank} ({where[rank]})" for rank in culprits)
+        also = [f"rank {rank}" for rank in missing if rank not in culprits]
+        given_up = f"; {', '.join(also)} gave up earlier" if also else ""
+        remedy = "see the logs of the ranks named"
+        return Absent(f"{told} did not come to '{point}'{given_up}", tuple(culprits), remedy=remedy)
+
+    def _withdraw(self, point: str, mine: str, missing: list[int]) -> None:
+        """Else a late member would find all others here and continue alone."""
+        with contextlib.suppress(MemoryFault):
+            self._guard(lambda: self._store.delete_key(mine))
+            self.tell(f"{GAVE_UP} at '{point}' without rank {', '.join(map(str, missing))}")
+
+    def _forget(self, mine: str) -> None:
+        """Everybody who came here has read the keys of the point before; those can go."""
+        for key in self._left:
+            self._guard(lambda key=key: self._store.delete_key(key))
+        self._left = [mine]
+
+    def _guard(self, ask: Callable[[], _T]) -> _T:
+        try:
+            return ask()
+        except RuntimeError as error:
+            raise MemoryFault(
+                f"rank {self.rank} lost the store of its process group: {_first_line(error)}",
+                remedy="the process that hosts it (usually rank 0) has ended; the gang has to be started again",
+            ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).split("\n", 1)[0][:200]
+
+
+@dataclass(frozen=True, slots=True)
+class GangMembers:
+    """Whom to agree with, and over what. Use `GangMembers.over` or `GangMembers.alone`."""
+
+    ranks: tuple[int, ...]
+    membership: MembershipCheck | None
+    clock: Clock
+
+    @staticmethod
+    def over(store: Store, rank: int, ranks: Collection[int], clock: Clock | None = None) -> GangMembers:
+        """`store`: one that all members share, best with a prefix of its own."""
+        chosen = clock or SystemClock()
+        return GangMembers(tuple(sorted(ranks)), MembershipCheck(store, rank, chosen), chosen)
+
+    @staticmethod
+    def alone(clock: Clock | None = None) -> GangMembers:
+        return GangMembers((0,), None, clock or SystemClock())
+
+    def meet(self, point: str, deadline: float, word: str = "") -> dict[int, str]:
+        """See `MembershipCheck.meet`."""
+        return {0: word} if self.membership is None else self.membership.meet(point, self.ranks, deadline, word)
+
+    def tell(self, where: str) -> None:
+        """See `MembershipCheck.tell`."""
+        if self.membership is not None:
+            self.membership.tell(where)

@@ -1,0 +1,98 @@
+"""When envelopes leave: answers together, and never kept back by one that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from myxa.core.actor import Actor, MailboxPolicy
+from myxa.core.handlers import call
+from myxa.transport import outbox as outbox_module
+from myxa.transport.node import Node
+from myxa.transport.outbox import WriteCoalescing
+from myxa.transport.session.frames import split
+from myxa.transport.unix import LENGTH_BYTES, UnixOutbox, length_at
+
+sys.path.insert(0, str(Path(__file__).parent))
+from unix_parts import Events, Listener, parcel
+
+
+def test_all_leave_at_the_release_also_if_one_fails():
+    left: list[int] = []
+
+    def fail() -> None:
+        raise OSError("gone")
+
+    coalescing = WriteCoalescing()
+    coalescing.hold()
+    coalescing.add(lambda: left.append(1))
+    coalescing.add(fail)
+    coalescing.add(lambda: left.append(3))
+    assert left == []
+    with pytest.raises(OSError, match="gone"):
+        coalescing.release()
+    assert sorted(left) == [1, 3]
+    assert not coalescing.is_holding
+    coalescing.release()
+    assert sorted(left) == [1, 3]
+
+
+class Echo(Actor):
+    mailbox = MailboxPolicy(size=2000)
+
+    @call(deadline=20)
+    async def echo(self, number: int) -> int:
+        return number
+
+
+@pytest.mark.asyncio
+async def test_under_load_messages_travel_together_and_alone_they_leave_at_once(monkeypatch):
+    sizes: list[int] = []
+    write = UnixOutbox._write
+
+    def counted(self, data):
+        parts = split(memoryview(data)[LENGTH_BYTES : LENGTH_BYTES + length_at(memoryview(data), 0)])
+        sizes.append(len(parts) if isinstance(parts, list) else 0)
+        return write(self, data)
+
+    monkeypatch.setattr(UnixOutbox, "_write", counted)
+    near = await Node.attach(name="near")
+    far = await Node.attach(name="far", rdzv=near.rendezvous)
+    ref = await far.start(Echo(), "echo")
+    del ref
+    there = near.ref(Echo, "echo")
+    assert await there.echo(1) == 1
+    sizes.clear()
+    for number in range(20):
+        assert await there.echo(number) == number
+    assert max(sizes) <= 2  # nothing waits for company (a heartbeat may happen to be there)
+    sizes.clear()
+    numbers = await asyncio.gather(*(there.echo(n) for n in range(1000)))
+    assert numbers == list(range(1000))
+    assert sum(sizes) >= 2000
+    assert len(sizes) < 500  # a message of ZeroMQ each would be 2000
+    await far.close()
+    await near.close()
+
+
+@pytest.mark.asyncio
+async def test_what_follows_on_something_that_came_in_is_no_burst_however_soon_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(outbox_module, "BURST_S", 60.0)
+    listener, coalescing = Listener(tmp_path / "s"), WriteCoalescing()
+    outbox = UnixOutbox(listener.endpoint, lambda: "", Events(), coalescing)
+    await asyncio.sleep(0.01)
+    parcels = [parcel(number) for number in range(4)]
+    for one, leaves_at_once in zip(parcels[:3], (True, False, False), strict=True):
+        outbox.send(one)
+        assert one.is_sent is leaves_at_once
+        await asyncio.sleep(0.01)
+        assert one.is_sent
+    coalescing.hold()
+    coalescing.release()
+    outbox.send(parcels[3])
+    assert parcels[3].is_sent
+    outbox.abort()
+    listener.socket.close()

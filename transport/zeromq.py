@@ -1,0 +1,617 @@
+"""ZeroMQ: bulk within a host, and everything between hosts. All options are here; `docs/runtime.md` has the reasons.
+
+Receiving: one ROUTER that is only read, pumped by the loop's own reader. `zmq.asyncio` was considered and measured: 4
+times the latency and 20 times the CPU. Rules of the pump: the file descriptor is only a hint and edge-like, so look
+once after registering it; take messages until there are none, at most `BUDGET` per turn of the loop and no longer than
+the node's turn may take, even within a batch; never send on a socket that is polled; never wait. `HandshakeWatch`
+counts failed connections to a bound tcp endpoint: no key, no ZeroMQ at all, dropped half-way.
+
+Sending: a send-only DEALER for each connection, watched by its monitor. libzmq's own reconnecting is off: it would send
+our next message, not our HELLO, to the new listener. `outbox.py` decides when a message leaves.
+
+Admission of tcp keys (ZeroMQ's RFC 27) is answered in our own pump. The guard decides; a change of its list takes
+effect with the next connection. An unknown key waits for a moment, because a process may connect before the directory
+has its key. pyzmq's `ThreadAuthenticator` was considered: it needs a thread and admits every key by default.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import zmq
+from zmq.utils import z85
+
+from ..core.errors import LaunchError
+from .descriptors import check_room
+from .outbox import Outbox, OutboxEvents, OutboxState, TurnBudget, WriteCoalescing
+from .security import KeyPair
+from .session.frames import CHUNK_HEADER_BYTES, LIMITS, SOLE_BYTES, Unwrapping, is_sole
+from .session.guard import KeyVerdict
+from .wire import InboundSink, Lane
+
+ZAP_DOMAIN = b"myxa"
+HEARTBEAT_MS = 1500
+HEARTBEAT_TIMEOUT_MS = 4500
+"""A host that vanished is noticed after 4.5 to 6 s; 2000 and 6000 would leave no time to try again within 8 s."""
+HEARTBEAT_TTL_MS = 6000
+HANDSHAKE_MS = 5000
+MAX_SOCKETS = 16384
+_SLACK_BYTES = 64 * 1024
+
+Socket = zmq.Socket[bytes]
+_MONITOR_EVENT = struct.Struct("=hi")
+
+MONITORED = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+)
+
+
+def make_context() -> zmq.Context[Socket]:
+    """A context with one IO thread per lane. Raises LaunchError for a libzmq with known holes."""
+    if zmq.zmq_version_info() < (4, 3, 5):
+        raise LaunchError(f"libzmq {zmq.zmq_version()} is too old", remedy="install pyzmq >= 26 from a wheel")
+    check_room("ZeroMQ")
+    context: zmq.Context[Socket] = zmq.Context(io_threads=2)
+    context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+    return context
+
+
+def make_inbox(context: zmq.Context[Socket], lane: Lane, key: KeyPair | None) -> Socket:
+    """Receive-only ROUTER. libzmq makes the routing ids: with chosen ones a restarted peer got a dead one's replies.
+
+    Raises LaunchError without free descriptors.
+    """
+    inbox = _new_socket(context, zmq.ROUTER, "an endpoint")
+    _common(inbox, lane, has_network=key is not None)
+    inbox.setsockopt(zmq.MAXMSGSIZE, max_message(lane))
+    if key is not None:
+        inbox.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+        inbox.setsockopt(zmq.CURVE_SERVER, 1)
+        inbox.setsockopt(zmq.CURVE_SECRETKEY, key.secret.encode())
+    return inbox
+
+
+def make_outbox(context: zmq.Context[Socket], lane: Lane, key: KeyPair | None, server: str = "") -> Socket:
+    """Send-only DEALER for one connection: it never reconnects by itself, so each connection begins with our HELLO.
+
+    `key`: our own pair, `server`: the peer's public key, both for tcp. Raises LaunchError without free descriptors.
+    """
+    outbox = _new_socket(context, zmq.DEALER, "a connection")
+    _common(outbox, lane, has_network=key is not None)
+    outbox.setsockopt(zmq.IMMEDIATE, 1)
+    outbox.setsockopt(zmq.RECONNECT_IVL, -1)
+    outbox.setsockopt(zmq.MAXMSGSIZE, 4096)  # it receives only commands of ZeroMQ itself
+    if key is not None:
+        try:
+            outbox.setsockopt(zmq.CURVE_SERVERKEY, server.encode())
+        except zmq.ZMQError as error:
+            outbox.close(linger=0)
+            raise LaunchError(f"{server!r} is no public key: {error}", remedy="is the peer of this job?") from error
+        outbox.setsockopt(zmq.CURVE_PUBLICKEY, key.public.encode())
+        outbox.setsockopt(zmq.CURVE_SECRETKEY, key.secret.encode())
+    return outbox
+
+
+def _new_socket(context: zmq.Context[Socket], kind: int, what: str) -> Socket:
+    check_room(what)
+    try:
+        return context.socket(kind)
+    except zmq.ZMQError as error:
+        raise LaunchError(
+            f"no socket for {what}: {error}", remedy=f"a process has {MAX_SOCKETS} at most; does it know so many peers?"
+        ) from error
+
+
+def read_event(monitor: Socket) -> tuple[int, int, str]:
+    """(event, its value, endpoint) of the next message of a monitor; raises zmq.Again.
+
+    pyzmq's own reader makes a member of an enumeration of every value that it meets, and keeps them all.
+    """
+    head, endpoint = monitor.recv_multipart(zmq.NOBLOCK)
+    event, value = _MONITOR_EVENT.unpack(head)
+    return event, value, endpoint.decode("ascii", "replace")
+
+
+def max_message(lane: Lane) -> int:
+    """Largest ZeroMQ message of a lane; a larger one would break the connection silently."""
+    if lane is Lane.BULK:
+        return LIMITS.chunk + CHUNK_HEADER_BYTES + _SLACK_BYTES
+    return LIMITS.control_message + _SLACK_BYTES
+
+
+def _common(socket: Socket, lane: Lane, *, has_network: bool) -> None:
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.AFFINITY, 2 if lane is Lane.BULK else 1)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 60)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 5)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+    if lane is Lane.CONTROL and has_network:
+        # Not on the bulk lane: a large transfer would look like silence. Not on ipc: there the kernel itself says when
+        # a process is gone, and one that only stands still would lose its connection and an answer, for nothing.
+        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TTL_MS)
+
+
+BUDGET = 256
+BULK_BUDGET = 8
+"""Of 1 MiB chunks: about a millisecond."""
+
+_NOBLOCK, _EVENTS, _POLLIN = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)
+
+_log = logging.getLogger("myxa.transport")
+
+
+class Pump:
+    """Calls `take` for a socket until it says that there is nothing more, whenever there may be something."""
+
+    def __init__(self, socket: Socket, take: Callable[[], bool], budget: int, turn: TurnBudget | None = None) -> None:
+        self._socket = socket
+        self._take = take
+        self._budget = budget
+        self._turn = turn
+        self._loop = asyncio.get_running_loop()
+        self._fd = int(socket.getsockopt(zmq.FD))
+        self._is_stopped = False
+        self._loop.add_reader(self._fd, self._drain)
+        self._loop.call_soon(self._drain)  # arm: without this look the first message may never be signalled
+
+    def look(self) -> None:
+        """Something was sent on this very socket: a wake-up may have been eaten, so look once."""
+        if not self._is_stopped:
+            self._loop.call_soon(self._drain)
+
+    def stop(self) -> None:
+        if not self._is_stopped:
+            self._is_stopped = True
+            self._loop.remove_reader(self._fd)
+
+    def _drain(self) -> None:
+        turn = self._turn
+        try:
+            if turn is None or turn.begin():
+                for _ in range(self._budget):
+                    if self._is_stopped or not self._take():
+                        return
+                    if turn is not None and turn.is_spent:
+                        break
+        except BaseException:  # an interrupt; a host that polls by hand may continue after it
+            self._loop.call_soon(self._drain)
+            raise
+        if not self._is_stopped:
+            self._loop.call_soon(self._drain)
+
+
+class ZmqInbox:
+    """One bound endpoint of one lane."""
+
+    def __init__(
+        self, socket: Socket, lane: Lane, turn: TurnBudget | None = None, coalescing: WriteCoalescing | None = None
+    ) -> None:
+        self._socket = socket
+        self._coalescing = coalescing or WriteCoalescing()
+        self._lane = lane
+        self._turn = turn or TurnBudget()
+        self._turn.add_inbox()
+        self._sink: InboundSink | None = None
+        self._unwrapping = Unwrapping(lane)
+        self._pump: Pump | None = None
+        self._frame: zmq.Frame | None = None
+        """Being handled now."""
+        self._rest: tuple[bytes, zmq.Frame, Iterator[memoryview] | None] | None = None
+        """Of a batch: what had to wait for the next turn."""
+
+    @property
+    def proof(self) -> str:
+        """Public key under which the sender of the message being handled was admitted; "": none is handled, or ipc."""
+        if self._frame is None:
+            return ""
+        try:
+            return str(self._frame.get("User-Id"))
+        except zmq.ZMQError:
+            return ""
+
+    def start(self, sink: InboundSink) -> None:
+        """Report to `sink` from now on."""
+        self._sink = sink
+        if self._pump is None:
+            budget = BULK_BUDGET if self._lane is Lane.BULK else BUDGET
+            self._pump = Pump(self._socket, self._take, budget, self._turn)
+
+    def listen_again(self, endpoint: str) -> None:
+        """Its file is gone: newcomers come in by a new one. The old listener goes with the socket: ZeroMQ would remove
+        the new file with it. Raises zmq.ZMQError."""
+        if self._pump is not None and not self._socket.closed:
+            self._socket.bind(endpoint)
+            self._pump.look()
+
+    def forget(self, source: bytes) -> None:
+        self._unwrapping.forget(source)
+
+    def stop(self) -> None:
+        """Take nothing in any more."""
+        if self._pump is not None:
+            self._pump.stop()
+
+    def close(self) -> None:
+        self.stop()
+        self._socket.close(linger=0)
+
+    def _take(self) -> bool:
+        """One message of ZeroMQ, or what had to wait of the last one. False: there are no more."""
+        sink, socket, rest, turn = self._sink, self._socket, self._rest, self._turn
+        if rest is None:
+            try:
+                source, envelopes = socket.recv(_NOBLOCK), None
+                frame = socket.recv(_NOBLOCK, copy=False)
+            except zmq.Again:
+                return False
+        else:
+            source, frame, envelopes = rest
+        if sink is None:
+            return True
+        self._rest, self._frame = None, frame
+        coalescing = self._coalescing
+        coalescing.hold()
+        try:
+            if envelopes is None and is_sole(data := frame.buffer) and not frame.more:  # nearly always, and alone
+                sink.received(source, self._lane, data[SOLE_BYTES:])
+                turn.note_taken()
+            else:
+                if envelopes is None:
+                    envelopes = self._opened(sink, source, frame)
+                    turn.look()
+                self._hand_over(sink, source, frame, envelopes)
+        except Exception as error:  # noqa: BLE001  # a bug in the session must be heard of and not stop the pump
+            _log.exception("the session failed on a message")
+            sink.crashed(error)
+        finally:
+            self._frame = None
+            coalescing.is_holding = False
+            if coalescing.due:
+                coalescing.release()
+        if self._rest is not None:
+            return True
+        # Asking whether there is more costs half of the exception that would say that there is not.
+        return not socket.closed and bool(int(socket.getsockopt(_EVENTS)) & _POLLIN)
+
+    def _hand_over(self, sink: InboundSink, source: bytes, frame: zmq.Frame, envelopes: Iterator[memoryview]) -> None:
+        """Until they or the turn are over."""
+        lane, received, note_taken = self._lane, sink.received, self._turn.note_taken
+        try:
+            for envelope in envelopes:
+                received(source, lane, envelope)
+                if note_taken():
+                    self._rest = source, frame, envelopes
+                    return
+        except (KeyboardInterrupt, SystemExit):
+            self._rest = source, frame, envelopes
+            raise
+
+    def _opened(self, sink: InboundSink, source: bytes, frame: zmq.Frame) -> Iterator[memoryview]:
+        """The envelopes in a message of ZeroMQ."""
+        if not frame.more:
+            return self._unwrapping.envelopes(sink, source, frame.buffer)
+        while self._socket.getsockopt(zmq.RCVMORE):
+            self._socket.recv(zmq.NOBLOCK, copy=False)
+        sink.malformed(source, self._lane, "several frames")
+        return iter(())
+
+
+WATCHED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_ACCEPT_FAILED
+_NAMES = {
+    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "handshake_wrong",
+    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "handshake_unfinished",
+    int(zmq.EVENT_ACCEPT_FAILED): "accept_failed",
+}
+_REMEDIES = {
+    "handshake_wrong": "a client without a key, or something that does not speak ZeroMQ; who connects to this port?",
+    "handshake_unfinished": "something connects to this port and says nothing or hangs up",
+    "accept_failed": "are there free file descriptors? raise the limit (ulimit -n)",
+}
+
+
+class HandshakeWatch:
+    """Of one bound socket."""
+
+    def __init__(self, socket: Socket, counters: Counter[str], note: Callable[[str, str, str], None]) -> None:
+        self._socket = socket
+        self._counters = counters
+        self._note = note
+        self._monitor: Socket | None = socket.get_monitor_socket(WATCHED)
+        self._pump = Pump(self._monitor, self._take, 64)
+
+    def close(self) -> None:
+        """Before the socket itself is closed."""
+        self._pump.stop()
+        if self._monitor is not None:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self._monitor = None
+
+    def _take(self) -> bool:
+        if self._monitor is None:
+            return False
+        try:
+            event, _, endpoint = read_event(self._monitor)
+        except zmq.Again:
+            return False
+        name = _NAMES.get(event)
+        if name is not None:
+            self._counters[name] += 1
+            self._note(name, endpoint, _REMEDIES[name])
+        return True
+
+
+REACH_LIMIT_S = 1.5
+"""For the other side's kernel to take the connection."""
+HANDSHAKE_LIMIT_S = 4.0
+"""For the other side's process to answer; below libzmq's own limit, so that it is known who ran out of patience."""
+AGAIN_S = 0.005
+STATUS_OVER = 500
+"""Of ZeroMQ's authentication: the key was good once (see zap.py)."""
+
+_DONTWAIT = int(zmq.DONTWAIT)
+
+
+class ZmqOutbox(Outbox):
+    """One DEALER and its monitor."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        make_socket: Callable[[], Socket],
+        events: OutboxEvents,
+        coalescing: WriteCoalescing | None = None,
+    ) -> None:
+        self._endpoint = endpoint
+        self._make_socket = make_socket
+        self._socket: Socket | None = None
+        self._monitor: Socket | None = None
+        self._pump: Pump | None = None
+        super().__init__(events, coalescing)
+
+    def _put(self, message: bytes | memoryview) -> bool:
+        socket = self._socket
+        if socket is None:
+            return False
+        for _ in range(2):
+            try:
+                socket.send(message, _DONTWAIT)
+            except zmq.Again:
+                # The new connection may not have been noticed yet by this side of the socket: looking makes it so.
+                socket.getsockopt(zmq.EVENTS)
+            else:
+                return True
+        self._hold()
+        self._loop.call_later(AGAIN_S, self._look_again, socket)
+        return False
+
+    def _look_again(self, socket: Socket) -> None:
+        if self._is_held and self._socket is socket:
+            self._go_on()
+
+    def _await_room(self, until: float) -> bool:
+        socket = self._socket
+        if socket is None or not socket.poll(max(0, int((until - time.monotonic()) * 1000)), zmq.POLLOUT):
+            return False
+        self._go_on()
+        return True
+
+    def _settle(self, until: float) -> None:
+        while self._state is OutboxState.CONNECTING and self._monitor is not None:
+            left_s = until - time.monotonic()
+            if left_s <= 0 or not self._monitor.poll(int(left_s * 1000) + 1):
+                return
+            while self._watch():
+                pass
+
+    def _open(self) -> None:
+        self._socket = self._make_socket()
+        self._monitor = self._socket.get_monitor_socket(MONITORED)
+        self._pump = Pump(self._monitor, self._watch, 16)
+        self._set_timer(self._loop.call_later(REACH_LIMIT_S, self._on_unreached))
+        try:
+            self._socket.connect(self._endpoint)
+        except zmq.ZMQError as error:
+            self._on_broken(f"cannot connect: {error}")
+
+    def _watch(self) -> bool:
+        monitor = self._monitor
+        if monitor is None:
+            return False
+        try:
+            event, value, _ = read_event(monitor)
+        except zmq.Again:
+            return False
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._on_ready()
+        elif event == zmq.EVENT_CONNECTED:
+            self._set_timer(self._loop.call_later(HANDSHAKE_LIMIT_S, self._on_no_answer))
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and value == STATUS_OVER:
+            why = "the other side says that this incarnation is over"
+            self._on_broken(why)
+            self._events.turned_away(why)
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            self._on_broken("the other side does not admit our key")
+        elif event == zmq.EVENT_CLOSED:
+            self._on_broken("no process listens there")
+        elif event == zmq.EVENT_DISCONNECTED and self._state is OutboxState.CONNECTING:
+            self._on_broken("the other side ended the handshake; has it another job key?")
+        else:
+            self._on_broken("the connection broke")
+        return self._monitor is monitor
+
+    def _on_unreached(self) -> None:
+        if not self._has_moved_on():
+            self._on_broken("its host does not answer")
+
+    def _on_no_answer(self) -> None:
+        if not self._has_moved_on():
+            self._on_stuck("no answer to the handshake")
+
+    def _has_moved_on(self) -> bool:
+        """Time is up, but this loop may have been held up longer than the other side: see what has come meanwhile."""
+        timer = self._timer
+        while self._watch():
+            pass
+        return self._timer is not timer or self._state is not OutboxState.CONNECTING
+
+    def _release(self, linger_s: float) -> None:
+        if self._pump is not None:
+            self._pump.stop()
+        if self._socket is not None:
+            self._socket.disable_monitor()
+            self._socket.close(linger=int(linger_s * 1000))
+        if self._monitor is not None:
+            self._monitor.close(linger=0)
+        self._pump = self._socket = self._monitor = None
+
+
+ENDPOINT = "inproc://zeromq.zap.01"
+NUM_REQUEST_FRAMES = 9
+"""Routing id, delimiter, version, request id, domain, address, identity, mechanism, credentials."""
+HOLD_S = 1.0
+MAX_HELD = 64
+"""Connections with an unknown key that are kept waiting; the others are refused at once."""
+NOTE_ADDRESS_CHARS = 64
+
+_STATUS: dict[KeyVerdict, tuple[bytes, bytes]] = {
+    KeyVerdict.ADMIT: (b"200", b"OK"),
+    KeyVerdict.UNKNOWN: (b"400", b"not of this job"),
+    KeyVerdict.BANNED: (b"400", b"banned for a while"),
+    KeyVerdict.OVER: (b"500", b"this incarnation is over"),
+}
+_ZAP_REMEDIES: dict[str, str] = {
+    "key_unknown": "has it the job's key of this run, and was it registered? a process that joins needs both",
+    "key_banned": "it sent nonsense; is it of another version?",
+    "key_over": "that process was replaced or reported dead; it must end",
+    "key_malformed": "only CURVE is spoken here",
+}
+_COUNTED: dict[KeyVerdict, str] = {
+    KeyVerdict.UNKNOWN: "key_unknown",
+    KeyVerdict.BANNED: "key_banned",
+    KeyVerdict.OVER: "key_over",
+}
+
+Note = Callable[[str, str, str], None]
+"""What was refused, whom, remedy: to be told once."""
+
+
+class KeyAdmission(Protocol):
+    """Who decides: the guard of the job's processes, or a list of keys."""
+
+    on_change: Callable[[], None] | None
+    """Called by it when keys became known; set by the zap_handler."""
+
+    def verdict(self, key: str, now: float) -> KeyVerdict: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """Of libzmq."""
+
+    head: tuple[bytes, ...]
+    """What the answer begins with."""
+    key: str
+    address: str
+    until: float
+    """When it is answered at the latest."""
+
+
+class ZapHandler:
+    """Of one context."""
+
+    def __init__(self, context: zmq.Context[Socket], guard: KeyAdmission, counters: Counter[str], note: Note) -> None:
+        self._guard = guard
+        self._note = note
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(ENDPOINT)
+        self._pump: Pump | None = None
+        self._held: list[_Question] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._counters = counters
+
+    def start(self) -> None:
+        if self._pump is None:
+            self._pump = Pump(self._socket, self._take, 64)
+            self._guard.on_change = self._look_again
+
+    def close(self) -> None:
+        self._guard.on_change = None
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._pump is not None:
+            self._pump.stop()
+        self._socket.close(linger=0)
+
+    def _take(self) -> bool:
+        try:
+            frames = self._socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        head = (*frames[:4],)
+        address = frames[5].decode("ascii", "replace")[:NOTE_ADDRESS_CHARS] if len(frames) > 5 else ""
+        is_curve = len(frames) == NUM_REQUEST_FRAMES and frames[4] == ZAP_DOMAIN and frames[7] == b"CURVE"
+        if not is_curve or len(frames[8]) != 32:
+            self._refuse_for("key_malformed", address)
+            self._answer(head, b"400", b"CURVE is needed", "")
+            return True
+        key = z85.encode(frames[8]).decode("ascii")
+        self._judge(_Question(head, key, address, asyncio.get_running_loop().time() + HOLD_S))
+        return True
+
+    def _judge(self, question: _Question) -> None:
+        now = asyncio.get_running_loop().time()
+        verdict = self._guard.verdict(question.key, now)
+        if verdict is KeyVerdict.UNKNOWN and now < question.until and len(self._held) < MAX_HELD:
+            self._held.append(question)
+            self._wake_at(question.until)
+            return
+        if verdict is not KeyVerdict.ADMIT:
+            self._refuse_for(_COUNTED[verdict], question.address)
+        self._answer(question.head, *_STATUS[verdict], question.key)
+
+    def _look_again(self) -> None:
+        """The list has changed, or a waiting key's time is over."""
+        held, self._held = self._held, []
+        for question in held:
+            self._judge(question)
+        if held and self._pump is not None:
+            self._pump.look()
+
+    def _wake_at(self, when: float) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_at(when, self._on_time)
+
+    def _on_time(self) -> None:
+        self._timer = None
+        self._look_again()
+        if self._held:
+            self._wake_at(min(question.until for question in self._held))
+
+    def _refuse_for(self, what: str, address: str) -> None:
+        self._counters[what] += 1
+        self._note(what, address, _ZAP_REMEDIES[what])
+
+    def _answer(self, head: tuple[bytes, ...], status: bytes, text: bytes, key: str) -> None:
+        user = key.encode() if status == b"200" else b""
+        self._socket.send_multipart([*head, status, text, user, b""], zmq.DONTWAIT)
