@@ -56,7 +56,7 @@ from .supervisor.placement import servers_of
 
 if TYPE_CHECKING:
     from ..actors.buffer.knobs import BufferLimits
-    from ..actors.engines.weight_route import Routes
+    from ..actors.engines.sglang.weight_route import Routes
     from ..actors.trainer.step_plan import StepPlanOptions
 
 NCCL_ENVIRONMENT = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
@@ -123,7 +123,7 @@ def _coordinator(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock
 def _buffer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
     from ..actors.buffer.buffer import Buffer
     from ..actors.buffer.filters import load_group_filters, load_sample_filter
-    from ..actors.data.mixed import open_data
+    from ..actors.data.prompts import open_data
     from ..algos.staleness import Admission
     from .run_lineage.resume_point import earlier_ledger
 
@@ -250,9 +250,8 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
 def _sglang(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Path, senders: TrainerSenders) -> Engine:
     """A server of its own, one that runs already, or several of those."""
     from ..actors.engines.engine_pool import EnginePool
-    from ..actors.engines.sglang import SglangEngine
-    from ..actors.engines.sglang_launched import LaunchedSglang, SglangLaunch
-    from ..actors.engines.sglang_options import SglangOptions
+    from ..actors.engines.sglang.engine import SglangEngine, SglangOptions
+    from ..actors.engines.sglang.launch import LaunchedSglang, SglangLaunch
     from ..actors.models.hf_folder import read_eos_token_ids
 
     engine, urls = config.engine, servers_of(spec, config)
@@ -407,7 +406,7 @@ def _guard(config: RunConfig) -> CanaryOptions:
 
 def _server_routes(spec: ActorSpec, config: RunConfig, senders: TrainerSenders) -> Routes:
     """Every channel by which a server can take weights."""
-    from ..actors.engines.sglang_weights import DeviceRouteOptions, device_routes
+    from ..actors.engines.sglang.device_weights import DeviceRouteOptions, device_routes
 
     weights = config.weights
     options = DeviceRouteOptions(

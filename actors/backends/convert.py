@@ -3,9 +3,9 @@
 The other direction needs no command: both trainers load a HuggingFace folder into any layout. Only files whose digests
 match the checkpoint's manifest are read.
 
-A Megatron gang's shards know their place in tensors of the whole model, so the checkpoint of any layout reads alike:
+A Megatron gang's shards record their place in tensors of the whole model, so the checkpoint of any layout reads alike:
 what lies in layers is one tensor with the layers in front, what lies in experts has the experts behind them. The cuts
-that loading uses (`megatron/weight_cut.py`) say where each row belongs; nothing of megatron-core is imported.
+that loading uses (`megatron/families.py`) say where each row belongs; nothing of megatron-core is imported.
 torch.distributed.checkpoint reads the format; its index is a pickle, so convert checkpoints of your own runs only.
 """
 
@@ -31,8 +31,7 @@ from ..checkpoints.folder import Manifest, check_digest, check_model, find_check
 from ..models.hf_folder import read_config, write_folder
 from ..models.model_config import ModelConfig
 from ..models.safetensors_file import open_safetensors
-from .megatron.families import HEAD, Family, Rule, family_of
-from .megatron.weight_cut import CutRequest
+from .megatron.families import HEAD, CutRequest, Family, Rule, family_of
 from .torch_backend.checkpoint import KINDS
 from .torch_backend.export import named_array
 from .torch_backend.tensors import DTYPE_OF, NAME_OF, from_bytes, largest_beyond

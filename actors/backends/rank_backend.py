@@ -1,7 +1,6 @@
-"""What both trainers share: what a rank is told, and the way of every call through phases that name who hangs.
+"""What both trainers share: the settings of a rank, and every call in phases, so that an error names a rank that hangs.
 
-A backend builds its parts in `setup`; the calls of `core.protocols.TrainBackend` then only go to the right part. Knows
-config sections and the parts' protocols. Must not know models, layouts or Megatron.
+A backend builds its parts in `setup`; each call of `core.protocols.TrainBackend` then goes to the right part.
 """
 
 from __future__ import annotations
@@ -116,7 +115,7 @@ class RankParts(Protocol):
         ...
 
 
-class Residence(AssetStore, Protocol):
+class OffloadStore(AssetStore, Protocol):
     """A rank's memory, where it can leave its device: what must have been waited for, and said, by whom."""
 
     def ready(self) -> None:
@@ -143,12 +142,12 @@ P = TypeVar("P", bound=RankParts)
 class RankBackend(Generic[C, P]):
     """One trainer rank; `setup`, which the trainer at hand brings, sets `_parts`."""
 
-    def __init__(self, config: C, clock: Clock | None = None, residence: Residence | None = None) -> None:
-        """`residence`: where parameters, gradients and optimizer lie if they can leave the device."""
+    def __init__(self, config: C, clock: Clock | None = None, offload: OffloadStore | None = None) -> None:
+        """`offload`: where parameters, gradients and optimizer lie if they can leave the device."""
         self._config = config
         self._clock = clock or SystemClock()
         self._parts: P | None = None
-        self._home = residence
+        self._home = offload
 
     def _ready(self) -> P:
         if self._parts is None:
@@ -224,8 +223,8 @@ class RankBackend(Generic[C, P]):
             pending.finish()
 
     def begin_save(self, folder: str, extra: dict[str, Any]) -> PendingSave:
-        """The same in three parts: copied away now (collective), written by `write` while training goes on, and there
-        once `finish` was called on every rank."""
+        """The same in three parts: copied away now (collective), written by `write` while training continues, and
+        complete once `finish` was called on every rank."""
         parts = self._ready_with_optimizer()
         with parts.world.phase("copy a checkpoint"):
             return parts.begin_save(folder, extra)

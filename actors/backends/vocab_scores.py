@@ -6,29 +6,66 @@ too), over all slices together:
 
     z = h @ W.T / tau,   lp = z[y] - log Z,   log Z = logsumexp(z),   H = log Z - sum_v p_v z_v,   p = softmax(z)
 
-Rows go through in chunks: a chunk's logits are made, used and forgotten. Of each slice only four numbers a row are
+Rows go through in chunks: a chunk's logits are made, used and dropped. Of each slice only four numbers a row are
 kept (maximum, sum of exponentials, their first moment, the target's logit), and the slices are put together with one
 collective for all rows. The backward pass makes the logits again, from the same products, so they are the same:
 
     d lp / d z_v = [v = y] - p_v          d H / d z_v = -p_v (z_v - log Z + H)
 
-Knows tensors and one process group. Must not know models, micro-batches or losses.
+`fused` compiles small pure functions of tensors into one GPU kernel, so that a large tensor is read once; on the CPU,
+and without a C compiler or Triton, they run as they are.
 
-Library considered: megatron.core's `vocab_parallel_cross_entropy`. Not used: it keeps float32 logits of all tokens and
-has no entropy. Liger's fused cross entropy fixes the loss, where policies need the log-probs themselves.
+Libraries considered: megatron.core's `vocab_parallel_cross_entropy` keeps float32 logits of all tokens and has no
+entropy. Liger's fused cross entropy fixes the loss, where policies need the log-probs themselves. `torch.compile`
+around the whole model: Megatron's modules and hooks break its graphs, and a step's shapes change with each micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple, cast
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from .fusing import fused
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_log = logging.getLogger("myxa.backends")
+
+
+def fused(fn: Callable[P, R]) -> Callable[P, R]:
+    """`fn` compiled for tensors on a GPU. It is pure, its first argument is a tensor; sizes may change call by call.
+
+    What cannot be compiled, now or for a later kind of arguments, runs as it is from then on; a true error comes from
+    that too.
+    """
+    chosen: list[Callable[P, R]] = []
+
+    @functools.wraps(fn)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not cast(Tensor, args[0]).is_cuda:
+            return fn(*args, **kwargs)
+        if not chosen:
+            chosen.append(cast("Callable[P, R]", cast(Any, torch).compile(fn, dynamic=True, fullgraph=True)))
+        try:
+            return chosen[0](*args, **kwargs)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # the base of all that Dynamo and Inductor raise
+            if chosen[0] is fn:
+                raise
+            reason = str(error).strip().partition("\n")[0]
+            _log.warning("%s runs uncompiled, which costs memory and time: %s", fn.__qualname__, reason)
+            chosen[0] = fn
+        return fn(*args, **kwargs)
+
+    return run
+
 
 LEAST = -1e4
 """Log-probabilities below this are this: their exponential is 0 either way, and 0 times it is 0."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from .layout import Layout
-from .mixed import MixedDataset, open_data
-from .prompts import PromptDataset, open_prompts
+from .layout import RowLayout
+from .prompts import MixedDataset, PromptDataset, open_data, open_prompts
 from .row_set import RowSet
 
-__all__ = ["Layout", "MixedDataset", "PromptDataset", "RowSet", "open_data", "open_prompts"]
+__all__ = ["RowLayout", "MixedDataset", "PromptDataset", "RowSet", "open_data", "open_prompts"]

@@ -14,9 +14,8 @@ from typing import Any, Literal, cast
 import msgspec
 
 from ...core.errors import DataError, MyxaError
-from .file_bytes import pyarrow
-from .layout import MEDIA_COLUMNS, Layout
-from .row_file import Columns, RowError
+from .layout import MEDIA_COLUMNS, RowLayout
+from .row_file import Columns, RowError, pyarrow
 
 BATCH_ROWS = 128
 BATCH_BYTES = 8 << 20
@@ -34,7 +33,7 @@ class ColumnarFile:
 
     is_random = False
 
-    def __init__(self, path: str, layout: Layout, kind: Kind) -> None:
+    def __init__(self, path: str, layout: RowLayout, kind: Kind) -> None:
         """Look at the columns and count the rows. Raises DataError for a broken file, ConfigError for pyarrow."""
         self._path = path
         self._layout = layout

@@ -1,7 +1,7 @@
 """From what a run file names to files: one file, a folder of them, a pattern, or a dataset saved by `datasets`.
 
-Knows names, first bytes and formats. Several files are read as one, in the order of their names, which is the same at
-every start. Must not know what stands in a row.
+Several files are read as one, in the order of their names, which is the same at every start. The format follows from
+name and first bytes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ import orjson
 from ...core.errors import ConfigError, DataError
 from ...core.files import read_regular
 from .columnar import ColumnarFile, Kind
-from .file_bytes import GZIP_MAGIC, ZSTD_MAGIC, FileBytes
 from .jsonl import BOM, JsonlFile
-from .layout import Layout
-from .recorded_groups import RecordedGroups
-from .row_file import Columns, RowFile
+from .layout import RowLayout
+from .recorded import RecordedGroups
+from .row_file import GZIP_MAGIC, ZSTD_MAGIC, Columns, FileBytes, RowFile
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".feather", ".ipc")
 PACKED = (".gz", ".zst")
@@ -82,7 +81,7 @@ def needs_pyarrow(path: str) -> bool:
     return any(file.endswith((*SUFFIXES[3:], ".zst")) for file in files)
 
 
-def open_rows(path: str, layout: Layout, key: str) -> RowFile:
+def open_rows(path: str, layout: RowLayout, key: str) -> RowFile:
     """What a name stands for, as rows. Raises ConfigError naming `key`, DataError, OSError."""
     files = files_of(path, key)
     if layout.is_recorded and files == (path,):
@@ -269,7 +268,7 @@ def _head(path: str, key: str) -> tuple[bytes, str]:
         ) from error
 
 
-def _open_file(path: str, layout: Layout, key: str) -> RowFile:
+def _open_file(path: str, layout: RowLayout, key: str) -> RowFile:
     kind = _kind(path, key)
     return JsonlFile(path) if kind == "json" else ColumnarFile(path, layout, cast("Kind", kind))
 

@@ -15,8 +15,7 @@ from typing import BinaryIO, cast
 import orjson
 
 from ...core.errors import DataError
-from .file_bytes import FileBytes
-from .row_file import Columns, RowError, exact_json, why_not_json
+from .row_file import Columns, FileBytes, RowError, exact_json, why_not_json
 
 MAX_LINE_BYTES = 64 << 20
 BOM = b"\xef\xbb\xbf"

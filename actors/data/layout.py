@@ -1,7 +1,7 @@
-"""From the columns of a row to a prompt: which column is what, and what may stand in it.
+"""From the columns of a row to a prompt: which column is what, and what it may hold. Pure.
 
-Pure. Knows the presets; must not know files. Conventions: slime and miles (prompt, label, metadata), verl (prompt,
-reward_model, data_source, extra_info), chat (messages).
+Conventions: slime and miles (prompt, label, metadata), verl (prompt, reward_model, data_source, extra_info), chat
+(messages). `RowRewards` is what the rewards of a run ask of its rows: a label, and the name of a function that exists.
 """
 
 from __future__ import annotations
@@ -14,13 +14,50 @@ from typing import Any, cast
 import msgspec
 import orjson
 
-from ...core.config import DataSettings
+from ...core.config import DataSettings, RewardSettings
 from ...core.samples import LOSS_KEYS, Message
 from ...core.suggestion import suggest
 from .conversation import check_switches, check_unified, parse_json_messages, parse_messages, parse_tools
-from .recorded_terms import RecordedTerms
+from .recorded import RecordedTerms
 from .row_file import Columns, RowError, exact_json
-from .row_rewards import RowRewards
+
+LABEL_REWARDS = frozenset({"exact", "numeric", "math", "f1", "choice"})
+"""Built-in rewards that compare with the label."""
+
+
+class RowRewards:
+    """Of one source of prompts."""
+
+    def __init__(self, reward: RewardSettings, defaults: Mapping[str, str]) -> None:
+        """`defaults`: metadata of prompts whose rows do not say it."""
+        self._key = reward.choose_by
+        self._default = defaults.get(self._key) or reward.choose_else
+        self._needs_label = {name: part.fn in LABEL_REWARDS for name, part in reward.parts().items()}
+
+    @property
+    def all_need_label(self) -> bool:
+        """Whether no row can do without one."""
+        needs = self._needs_label.values()
+        return all(needs) if self._key else any(needs)
+
+    def check(self, metadata: Mapping[str, Any], *, has_label: bool) -> None:
+        """Whether the function that the row chooses can judge it. Raises RowError."""
+        if not self._key:
+            return
+        name = metadata.get(self._key, self._default)
+        if not isinstance(name, str) or name not in self._needs_label:
+            said = f"says {self._key} = {name!r}" if self._key in metadata else f"has no {self._key}"
+            near = suggest(name, tuple(self._needs_label)) if isinstance(name, str) and name else "name one"
+            raise RowError(
+                f"the row's metadata {said}, which is to name one of reward.functions",
+                f"{near}; for rows that name none, set reward.choose_else",
+            )
+        if self._needs_label[name] and not has_label:
+            raise RowError(
+                f"the row has no label, with which reward.functions.{name} compares",
+                "fill it, or choose another function",
+            )
+
 
 SHOWN_COLUMNS = 12
 MEDIA_COLUMNS = ("images", "videos", "audios")
@@ -54,7 +91,7 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True)
-class Preset:
+class ColumnPreset:
     """Column names of a convention."""
 
     prompt: str
@@ -65,16 +102,16 @@ class Preset:
     tools: str = ""
 
 
-PRESETS: Mapping[str, Preset] = {
-    "slime": Preset("prompt", "label", "metadata", tools="tools"),
-    "verl": Preset("prompt", "reward_model.ground_truth", "extra_info", source="data_source"),
-    "chat": Preset("messages", "label", "metadata", tools="tools"),
-    "plain": Preset("prompt", "label", ""),
-    "recorded": Preset("messages", "label", "metadata", tools="tools"),
+PRESETS: Mapping[str, ColumnPreset] = {
+    "slime": ColumnPreset("prompt", "label", "metadata", tools="tools"),
+    "verl": ColumnPreset("prompt", "reward_model.ground_truth", "extra_info", source="data_source"),
+    "chat": ColumnPreset("messages", "label", "metadata", tools="tools"),
+    "plain": ColumnPreset("prompt", "label", ""),
+    "recorded": ColumnPreset("messages", "label", "metadata", tools="tools"),
 }
 
 
-class Layout:
+class RowLayout:
     """How the rows of a run's data are read."""
 
     def __init__(
@@ -225,9 +262,9 @@ class Layout:
             )
         is_answered = answer is not None or self._is_chat or self._needs_demonstration
         if _is_begun(messages) and not is_answered:
-            return messages  # the model goes on with the turn that is begun
+            return messages  # the model continues the turn that is begun
         if not messages or messages[-1].role in ("assistant", "system"):
-            last = messages[-1].role if messages else "nobody"
+            last = messages[-1].role if messages else "none"
             raise RowError(
                 f'the prompt in "{self._prompt.key}" ends with a message from {last}: there is nothing to answer',
                 'end it with a user message, or use preset = "chat" if the last message is the answer',
@@ -252,7 +289,7 @@ class Layout:
 
 
 def _is_begun(messages: tuple[Message, ...]) -> bool:
-    """Whether they end with a turn of the model, after somebody else's."""
+    """Whether they end with a turn of the model, after another role's."""
     return bool(messages) and messages[-1].role == "assistant" and any(one.role not in NOT_ASKED for one in messages)
 
 
@@ -296,7 +333,7 @@ def _only_text(messages: Any) -> Any:
 
 
 def _table(message: Message) -> dict[str, Any]:
-    """As it would stand in a row."""
+    """As a row would hold it."""
     return orjson.loads(msgspec.json.encode(message))
 
 

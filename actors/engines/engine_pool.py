@@ -1,30 +1,155 @@
-"""Several servers behind one rollout actor, as one `Engine`: requests are shared out, weights go to all of them.
+"""Several servers behind one rollout actor, as one `Engine`: requests are spread over them, weights go to all of them.
 
-A server (`pool_server.py`) that fails is fenced by name and the others go on; requests that it had go on elsewhere with
-the tokens they have. It comes back with the next weight version, never with the weights it happens to have. A version
-that none of them could take, while what they serve is whole, costs no server: all serve on what they had. The pool is
-lost when its last server is. sglang-router was considered: it routes, but does not know of versions and fences nobody
-for them; it can be put in front for requests (`engine.router`).
+A request goes to the least loaded server, unless the server of its session is nearly as free:
+
+    home(session) stays  while  load(home) <= SPREAD * least load + SLACK
+
+so that a group's samples and a sample's turns find their beginning in the cache, and one popular session does not
+overload a server. Consistent hashing was considered: it ignores load, and moves sessions when a server comes or goes.
+
+    JOINING    answers, but has not been given a version since it (re)joined: gets weights, no requests
+    SERVING    has the pool's version: gets requests and weights
+    FENCED     failed, or lost its weights: gets nothing; the pool probes it until it is well again
+
+A server that fails is fenced by name. Its requests continue on other servers with the tokens they have. It rejoins with
+the next weight version. If no server could take a version and all still hold the old one whole, no server is fenced and
+all serve the old one. The pool is lost when its last server is. sglang-router was considered: it routes, but does not
+know versions and does not fence; it can be put in front for requests (`engine.router`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
 
 import msgspec
 import numpy as np
 
 from ...core.errors import EngineError, RequestRefused, WeightsRefused
 from ...core.messages import EngineUsage, WeightManifest
-from ...core.protocols import Delta, EngineInfo, EngineTrace, GenerateRequest, PauseMode
+from ...core.protocols import (
+    Delta,
+    Engine,
+    EngineInfo,
+    EngineTrace,
+    GenerateRequest,
+    PauseMode,
+    ProfilesItself,
+    TellsProgress,
+)
 from ...core.samples import F32, I32
 from ...core.weight_channel import WeightProgress
-from .engine_choice import Choice
-from .pool_server import Member, MemberState, PoolServer
+
+SPREAD = 1.25
+SLACK = 8
+"""Requests in flight; as many as the samples of one group, so that a group is not torn apart on idle servers."""
+MAX_SESSIONS = 65_536
+"""Remembered at most; the one not asked for longest is forgotten first."""
+
+
+class Choice:
+    """Remembers where sessions live."""
+
+    def __init__(self, *, spread: float = SPREAD, slack: int = SLACK) -> None:
+        self._spread = spread
+        self._slack = slack
+        self._homes: OrderedDict[str, str] = OrderedDict()
+
+    def pick(self, session: str, loads: Mapping[str, int]) -> str:
+        """A server out of `loads` (server -> requests in flight). An empty session lives nowhere.
+
+        Raises ValueError when there is no server.
+        """
+        if not loads:
+            raise ValueError("no server to choose from")
+        least = min(loads, key=lambda name: (loads[name], name))
+        if not session:
+            return least
+        home = self._homes.get(session)
+        if home is None or home not in loads or loads[home] > self._spread * loads[least] + self._slack:
+            home = least
+        self._homes[session] = home
+        self._homes.move_to_end(session)
+        while len(self._homes) > MAX_SESSIONS:
+            self._homes.popitem(last=False)
+        return home
+
+
+class PoolMember(Engine, TellsProgress, ProfilesItself, Protocol):
+    """A client of one server."""
+
+    def cut(self) -> None:
+        """End all streams at once; their readers get an EngineError."""
+        ...
+
+
+class MemberState(Enum):
+    """See the module's head."""
+
+    JOINING = "joining"
+    SERVING = "serving"
+    FENCED = "fenced"
+
+
+_ALLOWED: Mapping[MemberState, frozenset[MemberState]] = {
+    MemberState.JOINING: frozenset({MemberState.SERVING, MemberState.FENCED}),
+    MemberState.SERVING: frozenset({MemberState.SERVING, MemberState.FENCED}),
+    MemberState.FENCED: frozenset({MemberState.JOINING}),
+}
+
+
+class PoolServer:
+    """See the module's head."""
+
+    def __init__(self, name: str, make: Callable[[], PoolMember]) -> None:
+        """`make` builds a client that was not started yet."""
+        self.name = name
+        self.make = make
+        self.client: PoolMember | None = None
+        self.state = MemberState.FENCED
+        self.reason = "was not started"
+        self.info: EngineInfo | None = None
+        """What it said when it joined, with the version that it was given last."""
+        self.num_running = 0
+        self.is_fenced = asyncio.Event()
+        self.is_fenced.set()
+
+    def move(self, to: MemberState) -> None:
+        """Raises ValueError for a step that does not exist."""
+        if to not in _ALLOWED[self.state]:
+            raise ValueError(f"{self.name} cannot go from {self.state.value} to {to.value}")
+        self.state = to
+
+    def require(self) -> PoolMember:
+        """Its client. Raises EngineError while it is fenced."""
+        if self.client is None:
+            raise EngineError(f"{self.name} is fenced: {self.reason}", remedy="it comes back with the next version")
+        return self.client
+
+    def joined(self, client: PoolMember, info: EngineInfo) -> None:
+        """It answers, through this client."""
+        self.client, self.info = client, info
+        self.is_fenced.clear()
+        self.move(MemberState.JOINING)
+
+    def adopted(self, version: int) -> None:
+        """It serves that version."""
+        self.move(MemberState.SERVING)
+        if self.info is not None:
+            self.info = msgspec.structs.replace(self.info, version=version)
+
+    def fenced(self, why: str) -> None:
+        """Nothing more for it."""
+        self.move(MemberState.FENCED)
+        self.client, self.reason = None, why
+        self.is_fenced.set()
+
 
 RETRY_S = 5.0
 """Between two attempts to reach a fenced server."""
@@ -36,7 +161,7 @@ class _Try:
     """How a call to one server went."""
 
     server: PoolServer
-    client: Member
+    client: PoolMember
     """It may be the server's no more, if that was fenced meanwhile."""
     error: EngineError | None
 
@@ -48,7 +173,7 @@ class _Try:
 class EnginePool:
     """See the module's head."""
 
-    def __init__(self, makers: Mapping[str, Callable[[], Member]], *, name: str, retry_s: float = RETRY_S) -> None:
+    def __init__(self, makers: Mapping[str, Callable[[], PoolMember]], *, name: str, retry_s: float = RETRY_S) -> None:
         """`makers`: address -> builds a client that was not started yet."""
         if not makers:
             raise ValueError("a pool needs at least one server")
@@ -87,7 +212,7 @@ class EnginePool:
             return
         server.joined(client, info)
 
-    def _fence(self, server: PoolServer, client: Member, why: EngineError) -> None:
+    def _fence(self, server: PoolServer, client: PoolMember, why: EngineError) -> None:
         """Nothing more for that client of the server; its requests go elsewhere."""
         if server.client is not client:
             return  # it was fenced before
@@ -96,7 +221,7 @@ class EnginePool:
         if not self._serving():
             self._all_lost.set()
         client.cut()
-        # Closing belongs to the pool: whoever noticed the failure may be cancelled before it is over.
+        # The pool closes it: the task that noticed the failure may be cancelled first.
         closing = asyncio.ensure_future(client.close())  # noqa: TID251 -- awaited in `close`
         self._closings.add(closing)
         closing.add_done_callback(self._closings.discard)
@@ -139,7 +264,7 @@ class EnginePool:
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from None
 
-    async def _fence_when_lost(self, server: PoolServer, client: Member) -> None:
+    async def _fence_when_lost(self, server: PoolServer, client: PoolMember) -> None:
         try:
             await client.until_lost()
         except EngineError as err:
@@ -153,7 +278,7 @@ class EnginePool:
     # -- requests
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
-        """Stream from the server that suits best; goes on with another one when that fails.
+        """Stream from the server that suits best; continue on another one when that fails.
 
         Raises RequestRefused as servers do, EngineError when no server is left or each one failed.
         """
@@ -181,12 +306,12 @@ class EnginePool:
                 return
         raise failures[-1]
 
-    def _choose(self, request: GenerateRequest) -> tuple[PoolServer, Member]:
+    def _choose(self, request: GenerateRequest) -> tuple[PoolServer, PoolMember]:
         serving = {server.name: server for server in self._require_some()}
         name = self._choice.pick(request.session, {name: server.num_running for name, server in serving.items()})
         return serving[name], serving[name].require()
 
-    async def _doubt(self, server: PoolServer, client: Member, why: EngineError) -> None:
+    async def _doubt(self, server: PoolServer, client: PoolMember, why: EngineError) -> None:
         """A stream broke: the request's fault, or the server's? A server that is well can tell its version."""
         try:
             info = await client.info()
@@ -205,24 +330,24 @@ class EnginePool:
         await self._on_all(lambda client: client.pause(mode))
 
     async def resume(self) -> None:
-        """All servers go on."""
+        """Continue on all servers after a pause."""
         await self._on_all(lambda client: client.resume())
 
-    async def _on_all(self, act: Callable[[Member], Awaitable[object]]) -> None:
+    async def _on_all(self, act: Callable[[PoolMember], Awaitable[object]]) -> None:
         """On every serving server; those that fail are fenced."""
         await self._each(self._require_some(), act)
         self._require_some()
 
-    async def _each(self, servers: list[PoolServer], act: Callable[[Member], Awaitable[object]]) -> None:
+    async def _each(self, servers: list[PoolServer], act: Callable[[PoolMember], Awaitable[object]]) -> None:
         """On all of them; those on which it failed are fenced."""
         for one in await self._tried(servers, act):
             if one.error is not None:
                 self._fence(one.server, one.client, one.error)
 
-    async def _tried(self, servers: list[PoolServer], act: Callable[[Member], Awaitable[object]]) -> list[_Try]:
-        """How it went on each of them that is not fenced."""
+    async def _tried(self, servers: list[PoolServer], act: Callable[[PoolMember], Awaitable[object]]) -> list[_Try]:
+        """Result of `act` for each of them that is not fenced."""
 
-        async def one(server: PoolServer, client: Member) -> _Try:
+        async def one(server: PoolServer, client: PoolMember) -> _Try:
             try:
                 await act(client)
             except EngineError as err:
@@ -257,7 +382,7 @@ class EnginePool:
     async def commit_weights(self, version: int) -> None:
         """On all servers that prepared it. Once some took it, those that serve another one are fenced.
 
-        Raises WeightsRefused when none took it and some go on with the old one, whole; EngineError when none does.
+        Raises WeightsRefused when none took it and some still serve the old one, whole; EngineError when none does.
         """
         prepared, ready = self._prepared
         if prepared != version:
@@ -305,7 +430,7 @@ class EnginePool:
         """All serving servers as one engine; `version` is the oldest that one of them serves."""
         found: list[EngineInfo] = []
 
-        async def ask(client: Member) -> None:
+        async def ask(client: PoolMember) -> None:
             found.append(await client.info())
 
         await self._each(self._require_some(), ask)
@@ -324,7 +449,7 @@ class EnginePool:
     async def profile(self, duration_s: float) -> tuple[EngineTrace, ...]:
         """Of every server that serves. One that refuses is none the worse for it, and is not fenced."""
 
-        async def one(server: PoolServer, client: Member) -> tuple[EngineTrace, ...]:
+        async def one(server: PoolServer, client: PoolMember) -> tuple[EngineTrace, ...]:
             try:
                 return await client.profile(duration_s)
             except EngineError as err:
@@ -370,7 +495,7 @@ class _Made:
         return msgspec.structs.replace(self._request, input_ids=ids, sampling=sampling)
 
 
-async def _as_generator(client: Member, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
+async def _as_generator(client: PoolMember, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
     """Something that can be closed, whichever iterator the client returns."""
     async for delta in client.generate(request):
         yield delta

@@ -1,28 +1,29 @@
-"""The engine that generates nothing: it answers with what was recorded, as a dump of groups has it.
+"""The engine that generates nothing: it answers with what was recorded in a dump of groups.
 
-A request names the row of the data that its prompt was drawn from, which is a group of a dump, and the sample of it
-that is wanted. What it sends must be the beginning of that sample; the answer is the rest of the turn, with the
-log-probs of the policy that drew these tokens. Its stamps are of the version that this engine was told to serve last,
-so that staleness is what it would be had it drawn them now: whoever debugs a trainer wants the rest of the run as it
-is. No place in the recordings is kept: after a death, or in another actor, a row has the same answers.
+A request names the row of the data that its prompt was drawn from, which is a group of a dump, and a sample of it. The
+request's tokens must be the beginning of that sample; the answer is the rest of the turn, with the log-probs of the
+policy that drew these tokens. Version stamps are the version that this engine serves now, so staleness is what it would
+be had the tokens been drawn now: for debugging a trainer the rest of the run stays as it is. The engine keeps no
+position: after a restart, or in another actor, a row has the same answers. Weight updates are accepted and dropped.
 
-Weights are taken at their word, and dropped. Knows recordings; must not know who draws rows, or judges answers.
+`RecordedReference` answers `algo.ref_urls = ["recorded"]` with the reference log-probs recorded beside the answers.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from msgspec.structs import replace
 
-from ...core.errors import EngineError, RequestRefused
+from ...core.errors import EngineError, ReferenceFailed, RequestRefused
 from ...core.messages import WeightManifest
 from ...core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode
 from ...core.samples import F32, I32, FinishReason, Prompt, Sample
 from ..daemon_thread import in_daemon_thread
-from ..data.recorded_groups import RecordedGroups, model_runs
+from ..data.recorded import RecordedGroups, model_runs
 from ..data.row_file import RowError
 
 KEPT_GROUPS = 64
@@ -103,7 +104,7 @@ class RecordedEngine:
     # -- requests
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
-        """The rest of the turn, in one piece. Raises RequestRefused if none is recorded that goes on from there."""
+        """The rest of the turn, in one piece. Raises RequestRefused if no recorded turn continues the request."""
         self._check_started()
         mine = object()
         self._running[mine] = request.request_id
@@ -176,7 +177,7 @@ class RecordedEngine:
             await self.abort()
 
     async def resume(self) -> None:
-        """Go on after a pause."""
+        """Continue after a pause."""
         self._check_started()
         self._stands = False
         self._tell()
@@ -247,7 +248,7 @@ def _rest(request: GenerateRequest, sample: Sample, end_ids: frozenset[int]) -> 
     begun, runs = len(given) - len(sample.prompt_ids), model_runs(sample)
     end = next((end for start, end in runs if start <= begun < end), None)
     if end is None:
-        raise RowError(f"sample {sample.index} has no turn of the model's that goes on from token {len(given)}", REMEDY)
+        raise RowError(f"sample {sample.index} has no turn of the model that continues at token {len(given)}", REMEDY)
     ids = sample.response_ids[begun:end]
     if len(ids) > sampling.max_new_tokens:
         raise RowError(
@@ -260,3 +261,44 @@ def _rest(request: GenerateRequest, sample: Sample, end_ids: frozenset[int]) -> 
     # Only how the whole sample ended is recorded: an earlier turn that is not as long as it may be met a stop string.
     earlier: FinishReason = "length" if len(ids) == sampling.max_new_tokens else "stop"
     return _Rest(ids, sample.logprobs[begun:end], sample.finish if end == runs[-1][1] else earlier)
+
+
+class RecordedReference:
+    """One per rollout actor."""
+
+    too_many_errors = ""
+
+    def __init__(self, engine: RecordedEngine) -> None:
+        self._engine = engine
+
+    async def judged(self, prompt: Prompt, sample: Sample) -> Sample:
+        """The sample with the log-probs of its recording, of which it may be the beginning. Raises ReferenceFailed."""
+        found = await self._engine.sample(prompt, sample.index)
+        size = len(sample.response_ids)
+        told = None if found is None else found.reference_logprobs
+        if (
+            found is None
+            or told is None
+            or not np.array_equal(found.prompt_ids, sample.prompt_ids)
+            or not np.array_equal(found.response_ids[:size], sample.response_ids)
+        ):
+            if not sample.loss_mask.any():
+                return sample
+            raise ReferenceFailed(
+                f"group {prompt.group_id}, sample {sample.index}: no reference log-probs of these tokens are recorded",
+                remedy="use a dump of a run with algo.ref_urls, and the workflow that it was recorded with",
+            )
+        return replace(sample, reference_logprobs=np.where(sample.loss_mask != 0, told[:size], np.float32(0)))
+
+    def allow(self, max_error_rate: float) -> None:
+        """Nothing to fail."""
+
+    def listen(self, tell: Callable[[str, str], None]) -> None:
+        """Nothing to tell."""
+
+    def gauges(self) -> dict[str, float]:
+        """Nothing to show."""
+        return {}
+
+    async def close(self) -> None:
+        """The engine is closed by its owner."""

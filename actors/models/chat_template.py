@@ -37,12 +37,12 @@ Tools = Sequence[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class RenderedChat:
     """A conversation as text."""
 
     text: str
     generation: tuple[tuple[int, int], ...] = ()
-    """Where `{% generation %}` blocks stand in it."""
+    """Places of its `{% generation %}` blocks."""
     has_blocks: bool = False
     """The template has such blocks."""
 
@@ -77,7 +77,9 @@ class ChatTemplate:
             return self._left_open(messages, tools)
         return self.write(messages, add_generation_prompt=add_generation_prompt, tools=tools).text
 
-    def write(self, messages: Sequence[Message], *, add_generation_prompt: bool = False, tools: Tools = ()) -> Written:
+    def write(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = False, tools: Tools = ()
+    ) -> RenderedChat:
         """The same, with the places of what the template calls the model's."""
         compiled = self._with_tools if tools else self._plain
         self._check_thinking(messages, compiled)
@@ -98,16 +100,16 @@ class ChatTemplate:
         last = seen[-1].get("content")
         roles = _roles(seen)
         if not last or "content" not in compiled.source:
-            raise self._refusal(roles, "the last message has no content to go on with")
+            raise self._refusal(roles, "the last message has no content to continue")
         seen[-1]["content"] = last + TO_CONTINUE
         text = self._run(compiled, seen, False, tools).text
         tag = TO_CONTINUE.strip()
         if last.strip() not in text or tag not in text:
-            raise self._refusal(roles, "it does not write the last message, with which the model goes on, as it is")
+            raise self._refusal(roles, "it changes the last message, which the model is to continue")
         at = text.rindex(tag)
         return text[:at] if text[at:].startswith(TO_CONTINUE) else text[:at].rstrip()
 
-    def _run(self, compiled: _Compiled, seen: list[dict[str, Any]], opens: bool, tools: Tools) -> Written:
+    def _run(self, compiled: _Compiled, seen: list[dict[str, Any]], opens: bool, tools: Tools) -> RenderedChat:
         names = {
             **self._arguments,
             "messages": seen,
@@ -128,7 +130,7 @@ class ChatTemplate:
             raise self._refusal(_roles(seen), str(err)) from err
         except Exception as err:
             raise self._refusal(_roles(seen), f"{err}" if str(err) else type(err).__name__) from err
-        return Written(text, tuple(spans), compiled.has_blocks)
+        return RenderedChat(text, tuple(spans), compiled.has_blocks)
 
     def _refusal(self, roles: str, why: str, remedy: str = "") -> DataError:
         return DataError(
@@ -160,7 +162,7 @@ class _Compiled:
 
 
 class PlainText:
-    """Stands in for a chat template where there is none: texts as they are, one after the other."""
+    """Used where there is no chat template: texts as they are, one after the other."""
 
     place = "plain text"
 
@@ -170,9 +172,11 @@ class PlainText:
         """The contents in order; who says them is not written."""
         return "".join(message.content for message in messages)
 
-    def write(self, messages: Sequence[Message], *, add_generation_prompt: bool = False, tools: Tools = ()) -> Written:
+    def write(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = False, tools: Tools = ()
+    ) -> RenderedChat:
         """The same."""
-        return Written(self.render(messages, add_generation_prompt=add_generation_prompt))
+        return RenderedChat(self.render(messages, add_generation_prompt=add_generation_prompt))
 
 
 def _seen(messages: Sequence[Message], *, as_text: bool = False) -> list[dict[str, Any]]:

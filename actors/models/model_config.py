@@ -1,8 +1,8 @@
-"""What myxa needs to know of a model's `config.json`, and which tensors such a model has.
+"""What myxa needs to know of a model's `config.json`, which tensors such a model has, and which of them are trained.
 
-Knows the decoder families Qwen3 (dense and with experts), Qwen2, Llama and GLM-4; knows no files and no tensors.
-Anything in the file that would change the mathematics and is not implemented is refused by name, never ignored. Who
-runs only part of the families asks `require_plain`.
+Covers the decoder families Qwen3 (dense and with experts), Qwen2, Llama and GLM-4. Anything in the file that would
+change the mathematics and is not implemented is refused by name, never ignored. Code that runs only part of the
+families calls `require_plain`.
 
 Library considered: transformers' AutoConfig. Not used: seconds of import, and it accepts what our engine cannot run.
 """
@@ -10,12 +10,13 @@ Library considered: transformers' AutoConfig. Not used: seconds of import, and i
 from __future__ import annotations
 
 import math
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-from ...core.errors import ModelError
+from ...core.errors import ConfigError, ModelError
 
 MODEL_TYPES = ("qwen3", "qwen2", "llama", "qwen3_moe", "glm4")
 PLAIN_TYPES = ("qwen3", "qwen2", "llama")
@@ -24,7 +25,7 @@ MAX_DIMENSION = 1 << 24
 """No honest size in a config is larger; guards against a file that would make us allocate the moon."""
 MAX_LAYERS = 1 << 10
 MAX_TOLD = 400
-"""Characters of a complaint: a value of the file stands in it."""
+"""Characters of an error message, which quotes a value of the file."""
 MAX_TENSORS = 1 << 18
 """Weights of a whole model; listing more would fill the memory."""
 
@@ -431,3 +432,24 @@ _REFUSALS: tuple[Callable[[_Fields, str], str], ...] = (
     _quantised,
 )
 """Each answers with what it cannot run, or with nothing."""
+
+
+SHOWN = 3
+
+
+def frozen_names(patterns: Sequence[str], names: Iterable[str]) -> frozenset[str]:
+    """The names in which any pattern is found. Raises ConfigError for a pattern that is found in none, and if nothing
+    is left to train."""
+    every = tuple(names)
+    found: set[str] = set()
+    for pattern in patterns:
+        mine = {name for name in every if re.search(pattern, name)}
+        if not mine:
+            raise ConfigError(
+                f'trainer.freeze: "{pattern}" is found in no parameter of the model',
+                remedy=f"names look like {', '.join(every[:SHOWN])}",
+            )
+        found |= mine
+    if patterns and len(found) == len(every):
+        raise ConfigError("trainer.freeze: nothing is left to train", remedy="leave a part of the model out")
+    return frozenset(found)

@@ -66,7 +66,7 @@ def open_safetensors(path: Path) -> Generator[dict[str, NamedArray], None, None]
     try:
         yield _tensors(path, mapped)
     finally:
-        with suppress(BufferError):  # somebody kept a view; the map then goes when the view does
+        with suppress(BufferError):  # a view is still alive; the map then ends with it
             mapped.close()
 
 

@@ -1,9 +1,9 @@
 """Where chat templates run: jinja2's immutable sandbox, as transformers sets it up, with limits.
 
 A template is a program that came with the weights. It sees no attribute that begins with an underscore, cannot change
-what it is given, and has a budget for steps, for the length of a text and for the size of a number; a template beyond
-it raises `OverBudget`. What transformers' `_compile_jinja_template` (5.x) offers is offered: `tojson`,
-`raise_exception`, `strftime_now`, `dict`, `namespace`, loop controls and `{% generation %}`. Must not know messages.
+its arguments, and has a budget for steps, for the length of a text and for the size of a number; a template beyond it
+raises `OverBudget`. It gets what transformers' `_compile_jinja_template` (5.x) offers: `tojson`, `raise_exception`,
+`strftime_now`, `dict`, `namespace`, loop controls and `{% generation %}`.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 def run(template: jinja2.Template, names: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
-    """The text, and where `{% generation %}` blocks stand in it. Raises whatever the template raises."""
+    """The text, and the places of its `{% generation %}` blocks. Raises what the template raises."""
     budget = _running.budget = _Budget()
     try:
         blocks: list[str] = []

@@ -55,7 +55,7 @@ DEFAULT_TOKENS: Mapping[str, Mapping[str, str]] = {
     "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
     "GemmaTokenizer": {key: f"<{key.removesuffix('_token')}>" for key in SPECIAL_KEYS if key[:3] not in ("sep", "cls")},
 }
-"""Classes that put a tokenizer together anew from vocabulary and merges, with the special tokens that they assume."""
+"""Classes that rebuild a tokenizer from vocabulary and merges, with the special tokens that they assume."""
 
 Token = tokenizers.AddedToken | str
 

@@ -1,7 +1,7 @@
-"""Reference log-probs of finished samples, from servers: the same policy as for rewards says what becomes of failures.
+"""Reference log-probs of finished samples, from servers; failures are handled by the same policy as those of rewards.
 
-A sample whose servers cannot be had loses its group; failures in a row are an outage, and samples wait (`[reward]`
-says how many, and for how long). Knows samples and how servers are asked. Must not know groups' fates or the buffer.
+A sample whose servers fail loses its group; failures in a row are an outage, and samples wait (`[reward]` sets how many
+and for how long).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...core.errors import MyxaError, ReferenceFailed, UserCodeError
 from ...core.samples import F32, Prompt, Sample
 from ..rewards.guard import MAX_PROBES, CallGuard, GaveUp, Tell
 from .server import NoScore, Refused
-from .wire import Wanted, in_response, wanted_of
+from .wire import WantedScores, in_response, wanted_of
 
 REMEDY = "start or mend the servers of algo.ref_urls; reward.max_error_rate says how many failures a run bears"
 REFUSED = "serve a model over the policy's vocabulary, with a context longer than the longest sample by a token"
@@ -24,10 +24,10 @@ SERVED_AT = 1.0
 """Temperature of the log-probs that servers tell of given tokens."""
 
 
-class Asked(Protocol):
-    """Whoever can be asked for log-probs. Raises NoScore, Refused, ConfigError."""
+class LogprobSource(Protocol):
+    """A source of log-probs. Raises NoScore, Refused, ConfigError."""
 
-    async def logprobs(self, wanted: Wanted) -> F32: ...
+    async def logprobs(self, wanted: WantedScores) -> F32: ...
 
     async def close(self) -> None: ...
 
@@ -35,7 +35,7 @@ class Asked(Protocol):
 class ServedReference:
     """One per rollout actor; `judged` may be called concurrently."""
 
-    def __init__(self, servers: Asked, settings: RewardSettings, clock: Clock) -> None:
+    def __init__(self, servers: LogprobSource, settings: RewardSettings, clock: Clock) -> None:
         """`settings`: what failures mean."""
         self._servers = servers
         self._clock = clock
@@ -59,7 +59,7 @@ class ServedReference:
         logprobs = await self._asked(wanted, f"group {prompt.group_id}, sample {sample.index}", prompt.group_id)
         return replace(sample, reference_logprobs=in_response(sample, wanted, logprobs))
 
-    async def _asked(self, wanted: Wanted, place: str, group_id: int) -> F32:
+    async def _asked(self, wanted: WantedScores, place: str, group_id: int) -> F32:
         guard, num_failed, is_probe = self._guard, 0, False
         while True:
             try:
@@ -100,7 +100,7 @@ class ServedReference:
         self._guard.allow(max_error_rate)
 
     def listen(self, tell: Tell) -> None:
-        """Whom to tell when calls stop and go on."""
+        """`tell` is called when calls stop and when they continue."""
         self._guard.listen(tell)
 
     def gauges(self) -> dict[str, float]:

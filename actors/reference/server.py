@@ -1,20 +1,24 @@
-"""One server of the reference model: asked by POST over HTTP, checked for its vocabulary before its first answer is
-believed, and left alone for a while after it failed.
+"""Servers of one reference model, over HTTP.
 
-Knows aiohttp and what is sent. Must not know other servers, or what becomes of a failure.
+`ReferenceServer` is one of them: its vocabulary is checked before its first answer is used, and it gets no calls for a
+while after it failed. `ReferenceServers` asks the one with the fewest open calls among those that did not fail lately.
+If it fails, the others are asked once each; then all again after a pause, until the tries are used up.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import aiohttp
 
 from ...core.errors import ConfigError
+from ...core.protocols import Tokenizer
 from ...core.samples import F32
-from .vocabulary import Probes
-from .wire import BadAnswer, Wanted, question, told_in
+from ..http_client import client_session
+from .wire import BadAnswer, Probes, WantedScores, question, told_in
 
 BYTES_PER_TOKEN = 512
 """Of an answer, texts included."""
@@ -60,7 +64,7 @@ class ReferenceServer:
         self._num_failed = 0
         self._is_known = False
 
-    async def logprobs(self, access: Access, wanted: Wanted) -> F32:
+    async def logprobs(self, access: Access, wanted: WantedScores) -> F32:
         """Of the wanted tokens. Raises NoScore, and ConfigError for a server that no run of this file can use."""
         self.num_asked += 1
         try:
@@ -102,7 +106,9 @@ class ReferenceServer:
             remedy="name servers of a model of the same family, with a context for the longest sample and a token more",
         )
 
-    async def _ask(self, access: Access, wanted: Wanted, *, with_texts: bool = False) -> tuple[F32, list[str | None]]:
+    async def _ask(
+        self, access: Access, wanted: WantedScores, *, with_texts: bool = False
+    ) -> tuple[F32, list[str | None]]:
         is_known = self._is_known and int(wanted.ids.max()) <= int(access.probes.wanted.ids.max())
         body = question(wanted, with_texts=with_texts, is_checked=not is_known)
         raw = await self._post(access, body, len(wanted.ids))
@@ -136,3 +142,94 @@ class ReferenceServer:
         if status in NO_KEY:
             raise ConfigError(f"{WHERE}: {text}", remedy="algo.ref_key_env: name the variable that holds its key")
         raise (Refused if status in REFUSALS else NoScore)(text)
+
+
+MIN_TRIES = 3
+CALLS_PER_SERVER = 32
+"""At a time, of one rollout actor."""
+PAUSE_S = 0.5
+"""Before all servers are asked again, doubled each time, half as long or longer by chance."""
+MAX_PAUSE_S = 10.0
+KEEPALIVE_S = 2.0
+"""An idle connection is not used again after so long: uvicorn closes it after 5 s."""
+
+
+class ReferenceServers:
+    """Used from one loop."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        tokenizer: Tokenizer,
+        model_path: str,
+        timeout_s: float,
+        key: str = "",
+        pause_s: float = PAUSE_S,
+    ) -> None:
+        """`tokenizer`, `model_path`: the policy's. `timeout_s`: for one answer. `key`: sent as bearer; empty: none."""
+        self._servers = [ReferenceServer(url) for url in urls]
+        self._probes = Probes.of(tokenizer)
+        self._model_path = model_path
+        self._timeout_s = timeout_s
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        self._pause_s = pause_s
+        self._room = asyncio.Semaphore(CALLS_PER_SERVER * len(self._servers))
+        self._access: Access | None = None
+        self._is_closed = False
+
+    async def logprobs(self, wanted: WantedScores) -> F32:
+        """float32 [wanted tokens]. Raises NoScore that says what each server answered last, Refused, ConfigError.
+
+        Takes at most `timeout_s` and a pause for each try, once there is room: those before take no longer each.
+        """
+        async with self._room:
+            return await self._with_patience(wanted)
+
+    async def _with_patience(self, wanted: WantedScores) -> F32:
+        failed: dict[str, str] = {}
+        num_tries = max(MIN_TRIES, len(self._servers))
+        pause_s, asked = self._pause_s, set[ReferenceServer]()
+        for number in range(1, num_tries + 1):
+            server = self._next(asked)
+            asked.add(server)
+            try:
+                return await server.logprobs(self._open(), wanted)
+            except Refused:
+                raise
+            except NoScore as no:
+                failed[server.url] = str(no)
+            if len(asked) == len(self._servers) and number < num_tries:
+                asked.clear()
+                await asyncio.sleep(min(pause_s, MAX_PAUSE_S) * random.uniform(0.5, 1.5))
+                pause_s *= 2
+        raise NoScore(f"{'; '.join(failed.values())}; in {num_tries} tries")
+
+    def _next(self, asked: set[ReferenceServer]) -> ReferenceServer:
+        now_s = asyncio.get_running_loop().time()
+        left = [server for server in self._servers if server not in asked]
+        return min(left, key=lambda server: (server.rests_until_s > now_s, server.num_asked))
+
+    def _open(self) -> Access:
+        if self._is_closed:
+            raise NoScore("asked after the servers were given up")
+        if self._access is None:
+            session = client_session(keepalive_s=KEEPALIVE_S)
+            self._access = Access(session, self._headers, self._timeout_s, self._probes, self._model_path)
+        return self._access
+
+    async def close(self) -> None:
+        """End all connections; calls that run fail."""
+        self._is_closed = True
+        if self._access is not None:
+            await self._access.session.close()
+
+
+def key_from(environment: Mapping[str, str], name: str) -> str:
+    """The key that the variable holds; empty without a name. Raises ConfigError if it is not set."""
+    if name and not environment.get(name):
+        raise ConfigError(
+            f'algo.ref_key_env = "{name}": that variable is not set where the rollout actors run',
+            remedy="set it in the environment of `myxa up`",
+        )
+    return environment.get(name, "") if name else ""

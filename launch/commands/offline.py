@@ -18,7 +18,7 @@ from .parser import Parser
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from ...actors.engines.http_server import Served
+    from ...actors.engines.http_server import ServedEngine
 
 
 def add_plan(verbs: Verbs) -> None:
@@ -231,7 +231,7 @@ def _engine_serve(options: argparse.Namespace) -> int:
     check_port("--port", options.host, options.port, "choose another one, or 0 for any free one")
     from ...actors.engines.http_server import serve_engine  # the engine needs torch
 
-    def ready(served: Served) -> None:
+    def ready(served: ServedEngine) -> None:
         print(f"serving {options.folder} at {served.url}", flush=True)
 
     asyncio.run(serve_engine(options.folder, options.host, options.port, key=key, on_ready=ready))

@@ -23,9 +23,9 @@ from ...memory.communicators.residency import CommResidency
 from ..actor_spec import ActorSpec
 
 if TYPE_CHECKING:
-    from ...actors.backends.megatron.residence import Coming, Housing, MegatronResidence
-    from ...actors.backends.torch_backend.residence import TorchResidence
-    from ...actors.engines.embedded.lent_memory import LentMemory
+    from ...actors.backends.megatron.offload import MegatronOffload, ReturningTags, TaggedDeviceMemory
+    from ...actors.backends.torch_backend.offload import TorchOffload
+    from ...actors.engines.embedded.tensors import LentMemory
     from ...actors.rollout.tenant import Tenancy
     from ...actors.tenancy.time_share import TimeShareOptions
     from ...actors.trainer.tenant import TrainerTenancy
@@ -172,38 +172,37 @@ def trainer_plan(spec: ActorSpec, config: RunConfig) -> Planned:
 
     model = read_config(config.model.path)
     if spec.kind == "megatron":
-        from ...actors.backends.megatron.residence import planned as planned_by_megatron
+        from ...actors.backends.megatron.offload import planned as planned_by_megatron
 
         world_size = config.roles.trainer.count * len(shared_nodes(config))
         return planned_by_megatron(
             model.num_parameters, config.megatron, config.trainer, world_size, has_reference=config.algo.keeps_reference
         )
-    from ...actors.backends.torch_backend.residence import planned
-    from ...actors.models.reference import reference_parameters
-    from ...actors.models.value_head import critic_parameters
+    from ...actors.backends.torch_backend.offload import planned
+    from ...actors.models.second_model import critic_parameters, reference_parameters
 
     trained = model.num_parameters + critic_parameters(config.critic, model)
     return planned(trained, num_reference=reference_parameters(config.algo, model))
 
 
-def torch_residence(spec: ActorSpec, config: RunConfig, clock: Clock) -> TorchResidence | None:
+def torch_residence(spec: ActorSpec, config: RunConfig, clock: Clock) -> TorchOffload | None:
     """Memory of the torch trainer that can leave its device; None if it stays there."""
     if not takes_turns(config):
         return None
-    from ...actors.backends.torch_backend.residence import TorchResidence
+    from ...actors.backends.torch_backend.offload import TorchOffload
 
-    return TorchResidence(make_arena(spec, config, pool_bytes(config, trainer_plan(spec, config)), clock), clock)
+    return TorchOffload(make_arena(spec, config, pool_bytes(config, trainer_plan(spec, config)), clock), clock)
 
 
-def megatron_residence(spec: ActorSpec, config: RunConfig, clock: Clock) -> MegatronResidence | None:
+def megatron_residence(spec: ActorSpec, config: RunConfig, clock: Clock) -> MegatronOffload | None:
     """Memory of the Megatron trainer that can leave its device; None if it stays there."""
     if not takes_turns(config):
         return None
-    from ...actors.backends.megatron.residence import MegatronResidence, rebuilds_params
+    from ...actors.backends.megatron.offload import MegatronOffload, rebuilds_params
 
     uses_saver = config.memory.backend == "torch_memory_saver"
 
-    def open_housing(local_gpu: int) -> Housing:
+    def open_housing(local_gpu: int) -> TaggedDeviceMemory:
         if uses_saver:
             from ...memory.arenas.torch_saver import TorchSaver
 
@@ -214,7 +213,7 @@ def megatron_residence(spec: ActorSpec, config: RunConfig, clock: Clock) -> Mega
 
     # torch-memory-saver copies without knowing the content, so nothing can be rebuilt over it.
     rebuilds = rebuilds_params(config.megatron, config.trainer, "backup" if uses_saver else config.memory.params)
-    return MegatronResidence(open_housing, config.megatron, rebuilds=rebuilds, clock=clock)
+    return MegatronOffload(open_housing, config.megatron, rebuilds=rebuilds, clock=clock)
 
 
 class _ArenaHousing:
@@ -224,39 +223,39 @@ class _ArenaHousing:
         self._memory = memory
 
     def region(self, tag: Tag, policy: TagPolicy) -> AbstractContextManager[None]:
-        """See `Housing`."""
+        """See `TaggedDeviceMemory`."""
         return self._memory.region(tag, policy)
 
     def shrink(self, tags: Collection[Tag]) -> None:
-        """See `Housing`."""
+        """See `TaggedDeviceMemory`."""
         for tag in tags:
             self._memory.pools.drop(tag)
 
     def divide(self, parts: Sequence[Tag]) -> None:
-        """See `Housing`."""
+        """See `TaggedDeviceMemory`."""
         for part in parts[1:]:
             self._memory.arena.tag(part, "backup")
         self._memory.arena.divide(parts)
 
     def mark_dirty(self, tag: Tag) -> None:
-        """See `Housing`."""
+        """See `TaggedDeviceMemory`."""
         self._memory.arena.mark_dirty(tag)
 
     def release(self, tags: Collection[Tag]) -> MovedBytes:
-        """See `Housing`; staged weights that engines have released leave too."""
+        """See `TaggedDeviceMemory`; staged weights that engines have released leave too."""
         return self._memory.release(tags)
 
-    def begin_restore(self, tags: Collection[Tag], *, awaited: Collection[Tag]) -> Coming:
-        """See `Housing`."""
+    def begin_restore(self, tags: Collection[Tag], *, awaited: Collection[Tag]) -> ReturningTags:
+        """See `TaggedDeviceMemory`."""
         self._memory.trim()
         return self._memory.arena.begin_restore(tags, awaited=awaited)
 
     def report(self) -> tuple[TagReport, ...]:
-        """See `Housing`."""
+        """See `TaggedDeviceMemory`."""
         return self._memory.report()
 
     def close(self) -> None:
-        """See `Housing`."""
+        """See `TaggedDeviceMemory`."""
         self._memory.close()
 
 
@@ -272,7 +271,7 @@ class _SaverHousing:
         self._saver = saver
 
     def region(self, tag: Tag, policy: TagPolicy) -> AbstractContextManager[None]:
-        """See `Housing`."""
+        """See `TaggedDeviceMemory`."""
         return self._saver.region(tag, policy)
 
     def shrink(self, tags: Collection[Tag]) -> None:
@@ -282,24 +281,24 @@ class _SaverHousing:
         """Not supported: a tag leaves as a whole."""
 
     def mark_dirty(self, tag: Tag) -> None:
-        """See `Housing`."""
+        """See `TaggedDeviceMemory`."""
         self._saver.mark_dirty(tag)
 
     def release(self, tags: Collection[Tag]) -> MovedBytes:
-        """See `Housing`; torch's cache outside the regions is freed first."""
+        """See `TaggedDeviceMemory`; torch's cache outside the regions is freed first."""
         return self._saver.release(tags)
 
-    def begin_restore(self, tags: Collection[Tag], *, awaited: Collection[Tag]) -> Coming:
-        """See `Housing`; blocks until everything is there."""
+    def begin_restore(self, tags: Collection[Tag], *, awaited: Collection[Tag]) -> ReturningTags:
+        """See `TaggedDeviceMemory`; blocks until everything is there."""
         self._saver.restore(tags)
         return _Restored()
 
     def report(self) -> tuple[TagReport, ...]:
-        """See `Housing`."""
+        """See `TaggedDeviceMemory`."""
         return self._saver.report()
 
     def close(self) -> None:
-        """See `Housing`."""
+        """See `TaggedDeviceMemory`."""
         self._saver.close()
 
 
@@ -335,7 +334,7 @@ def lent_memory(spec: ActorSpec, config: RunConfig, clock: Clock) -> LentMemory 
     """Memory of the embedded engine that can leave its device; None if it stays there."""
     if not takes_turns(config):
         return None
-    from ...actors.engines.embedded.lent_memory import LentMemory
+    from ...actors.engines.embedded.tensors import LentMemory
 
     return LentMemory(*(_host_arena(device, config, 0, clock) for device in host_devices_of(spec, config)))
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...actors.coordinator.options import EvalSet
-from ...actors.engines.sglang_needs import SglangNeeds
+from ...actors.engines.sglang.server_args import SglangNeeds
 from ...core.clock import Clock
 from ...core.config import RewardSettings, RunConfig
 from ...core.config.data import parse_sources
@@ -124,8 +124,7 @@ FIRST_GROUPS = 50
 def recorded_engine(name: str, config: RunConfig, model: ModelConfig, tokenizer: Tokenizer) -> RecordedEngine:
     """Raises DataError for a file that is no dump, or whose prompts this run's tokenizer or chat template writes
     otherwise than they were asked."""
-    from ...actors.data.recorded_groups import RecordedGroups
-    from ...actors.data.recorded_terms import terms_of
+    from ...actors.data.recorded import RecordedGroups, terms_of
     from ...actors.engines.recorded import RecordedEngine, RecordedOptions, Recordings
 
     terms, sources = terms_of(config), dict[str, Recordings]()
@@ -172,13 +171,12 @@ def served_reference(config: RunConfig, engine: Engine | None, tokenizer: Tokeni
     if not algo.ref_urls:
         return None
     if algo.ref_urls == RECORDED_REFERENCE:
-        from ...actors.engines.recorded import RecordedEngine
-        from ...actors.engines.recorded_reference import RecordedReference
+        from ...actors.engines.recorded import RecordedEngine, RecordedReference
 
         assert isinstance(engine, RecordedEngine)  # the run file was checked
         return RecordedReference(engine)
     from ...actors.reference.served import ServedReference  # a client for HTTP
-    from ...actors.reference.servers import ReferenceServers, key_from
+    from ...actors.reference.server import ReferenceServers, key_from
 
     servers = ReferenceServers(
         algo.ref_urls,

@@ -85,7 +85,7 @@ def _torch(spec: ActorSpec, config: RunConfig, gang: Gang, clock: Clock) -> Trai
     from ...actors.backends.torch_backend.backend import TorchBackend
 
     residence = torch_residence(spec, config, clock)
-    return TorchBackend(RankSettings(**_rank_settings(spec, config, gang)), clock, residence=residence)
+    return TorchBackend(RankSettings(**_rank_settings(spec, config, gang)), clock, offload=residence)
 
 
 def _megatron(spec: ActorSpec, config: RunConfig, gang: Gang, clock: Clock) -> TrainBackend:
@@ -98,7 +98,7 @@ def _megatron(spec: ActorSpec, config: RunConfig, gang: Gang, clock: Clock) -> T
     if config.rollout.deterministic:  # else its embedding sums gradients in any order
         megatron = megatron.model_copy(update={"model": {"deterministic_mode": True, **megatron.model}})
     settings = MegatronRankSettings(megatron=megatron, **_rank_settings(spec, config, gang))
-    return MegatronBackend(settings, clock, residence=megatron_residence(spec, config, clock))
+    return MegatronBackend(settings, clock, offload=megatron_residence(spec, config, clock))
 
 
 def _rank_settings(spec: ActorSpec, config: RunConfig, gang: Gang) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from pathlib import Path
 import psutil
 
 from ... import __file__ as package_file
-from ...actors.engines.sglang_memory import saver_env
+from ...actors.engines.sglang.memory import saver_env
 from ...core.errors import LaunchError
 from ...memory.communicators.proxy_build import COMPILERS
 from ...memory.host import CGROUP_ROOT, available_bytes

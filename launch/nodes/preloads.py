@@ -33,14 +33,14 @@ PRELOAD_SETS: Mapping[str, PreloadSet] = {
         (
             *("myxa.launch.worker", "myxa.launch.program", "myxa.launch.composition.monitor_parts"),
             "myxa.launch.run_lineage.resume_point",
-            *("myxa.actors.buffer.buffer", "myxa.actors.coordinator.coordinator", "myxa.actors.data.mixed"),
+            *("myxa.actors.buffer.buffer", "myxa.actors.coordinator.coordinator", "myxa.actors.data.prompts"),
             *("myxa.actors.rollout.rollout", "myxa.actors.rewards.rewarder", "myxa.actors.models.hf_folder"),
             *("myxa.actors.workflows.named", "numpy.random"),
         ),
         patience_s=10.0,
     ),
     SERVED: PreloadSet(
-        ("myxa.actors.engines.engine_pool", "myxa.actors.engines.sglang_launched"), patience_s=20.0, base=LIGHT
+        ("myxa.actors.engines.engine_pool", "myxa.actors.engines.sglang.launch"), patience_s=20.0, base=LIGHT
     ),
     TORCH: PreloadSet(
         (

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ...actors.data.data_files import check_data_files, is_large, needs_pyarrow, open_rows
-from ...actors.data.held_out import held_out_layout, layout_of
-from ...actors.data.layout import Layout
+from ...actors.data.layout import RowLayout
+from ...actors.data.prompts import held_out_layout, layout_of
 from ...actors.data.row_file import RowError, RowFile
 from ...actors.data.row_set import encode_item
 from ...core.config import DataSettings, RunConfig
@@ -91,7 +91,7 @@ def glance(
     return _glance(key, value, layout, skips_bad=part.on_bad_line == "skip")
 
 
-def _glance(key: str, value: str | tuple[str, ...], layout: Layout, *, skips_bad: bool) -> DataGlance:
+def _glance(key: str, value: str | tuple[str, ...], layout: RowLayout, *, skips_bad: bool) -> DataGlance:
     total: int | None = 0
     findings: list[ConfigFinding] = []
     for source in parse_sources(value):
@@ -120,7 +120,7 @@ def _can_be_opened(source: Source, key: str) -> bool:
 
 
 def _first_rows(
-    source: Source, file: RowFile, rows: range, layout: Layout, key: str, *, skips_bad: bool
+    source: Source, file: RowFile, rows: range, layout: RowLayout, key: str, *, skips_bad: bool
 ) -> Iterator[ConfigFinding]:
     if not rows:
         size = f"{file.num_rows} row{'s' if file.num_rows > 1 else ''}"

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 
 from ...actors.backends.megatron.layout import ParallelLayout
 from ...actors.models.model_config import ModelConfig
-from ...actors.models.reference import reference_parameters
-from ...actors.models.value_head import critic_config, critic_parameters
+from ...actors.models.second_model import critic_config, critic_parameters, reference_parameters
 from ...core.config import RunConfig
 from ...core.errors import ConfigError, EngineError, MyxaError
 from ...memory.budget import DEFAULT_SHARE, ITEM_BYTES, EngineBudget, plan_engine

@@ -69,7 +69,7 @@ def shown_env(env: dict[str, str]) -> dict[str, str]:
 
 
 def _server(config: RunConfig, actor: ActorSpec) -> PlannedProcess:
-    """About as `actors/engines/sglang_launched.py` starts it, which asks the installed SGLang for names first."""
+    """About as `actors/engines/sglang/launch.py` starts it, which asks the installed SGLang for names first."""
     flags: list[str] = ["--model-path", config.model.path, "--host", "127.0.0.1", "--port", CHOSEN]
     flags += ["--dtype", config.engine.dtype, "--max-running-requests", str(config.engine.max_running)]
     if config.engine.context_length:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from ...actors.data.data_files import check_data_files, is_large, needs_pyarrow, open_rows
-from ...actors.data.held_out import layout_of
-from ...actors.data.layout import Item, Layout
+from ...actors.data.layout import Item, RowLayout
+from ...actors.data.prompts import layout_of
 from ...actors.data.row_file import RowError
 from ...actors.models.chat_template import template_of
 from ...actors.models.tokenizer import FolderTokenizer, load_tokenizer
@@ -103,7 +103,7 @@ def _end_findings(tokenizer: FolderTokenizer, renderer: TurnRenderer) -> Iterato
 
 
 def _findings(
-    source: Source, layout: Layout, key: str, write: Callable[[int, Item], None], *, skips_bad: bool
+    source: Source, layout: RowLayout, key: str, write: Callable[[int, Item], None], *, skips_bad: bool
 ) -> Iterator[ConfigFinding]:
     try:
         check_data_files(source.path, key)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ...actors.models.hf_folder import export_dtype
 from ...actors.models.model_config import ModelConfig
-from ...actors.models.value_head import critic_parameters
+from ...actors.models.second_model import critic_parameters
 from ...core.config import RunConfig
 from ...core.errors import ConfigError
 from ...memory.budget import ITEM_BYTES

@@ -17,16 +17,14 @@ from ...actors.backends.megatron.layout import ParallelLayout
 from ...actors.backends.megatron.verbatim import check_tables
 from ...actors.checkpoints.folder import check_model, read_manifest
 from ...actors.data.data_files import check_data_files, needs_pyarrow
-from ...actors.data.mixed import open_data
+from ...actors.data.prompts import open_data
 from ...actors.ledger.file import is_in_use
 from ...actors.ledger.resume import LEDGER, dataset_of
 from ...actors.models.chat_template import PlainText
-from ...actors.models.freezing import frozen_names
 from ...actors.models.hf_folder import check_values, open_weights, read_config
-from ...actors.models.model_config import ModelConfig
-from ...actors.models.reference import check_reference
+from ...actors.models.model_config import ModelConfig, frozen_names
+from ...actors.models.second_model import check_critic, check_reference
 from ...actors.models.tokenizer import load_tokenizer
-from ...actors.models.value_head import check_critic
 from ...actors.sinks.names import SHIPPED, check_name
 from ...core.config import RunConfig
 from ...core.config.data import parse_sources

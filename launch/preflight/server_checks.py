@@ -2,7 +2,7 @@
 
 For launched servers: the interpreter has SGLang, and SGLang knows the arguments of `[sglang]`. Their names are read
 from the source text of ServerArgs, without importing it; the rollout actor asks the class itself later. For attached
-servers: they answer over HTTP and serve the run's model (`actors/engines/attach_check.py` judges the answers).
+servers: they answer over HTTP and serve the run's model (`actors/engines/sglang/attach_check.py` judges the answers).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from functools import cache, partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from ...actors.engines.attach_check import FACTS_ROUTE, MODEL_ROUTE, Answer, attach_fault
+from ...actors.engines.sglang.attach_check import FACTS_ROUTE, MODEL_ROUTE, ServerAnswer, attach_fault
 from ...core.config import RunConfig
 from ...core.errors import ConfigError, MyxaError
 from ...core.suggestion import suggest
@@ -68,7 +68,7 @@ def _fault(url: str, *, key: str, model_type: str, wait_s: float) -> tuple[str, 
         threading.Event().wait(LOOK_EVERY_S)
 
 
-def _ask(url: str, route: str, key: str) -> Answer:
+def _ask(url: str, route: str, key: str) -> ServerAnswer:
     parts = urlsplit(url)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
@@ -77,14 +77,14 @@ def _ask(url: str, route: str, key: str) -> Answer:
         try:
             link.request("GET", parts.path.rstrip("/") + route, headers=headers)
             answer = link.getresponse()
-            return Answer(route, answer.status, answer.read(MAX_ANSWER_BYTES))
+            return ServerAnswer(route, answer.status, answer.read(MAX_ANSWER_BYTES))
         finally:
             link.close()
     except (TimeoutError, ConnectionRefusedError, socket.gaierror) as error:
         why = f"no answer within {ANSWER_S:g} s" if isinstance(error, TimeoutError) else str(error)
-        return Answer(route, error=why, is_absent=True)
+        return ServerAnswer(route, error=why, is_absent=True)
     except (OSError, http.client.HTTPException, ssl.SSLError, ValueError) as error:
-        return Answer(route, error=f"no HTTP ({type(error).__name__}: {str(error)[:80]})")
+        return ServerAnswer(route, error=f"no HTTP ({type(error).__name__}: {str(error)[:80]})")
 
 
 SOURCE = Path("srt/server_args.py")

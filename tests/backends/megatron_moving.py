@@ -110,7 +110,7 @@ class Shelf:
 def run(spec: dict[str, Any], case: dict[str, Any], rank: int, *, moves: bool) -> dict[str, Any]:
     steps, gang_rank = sibling("megatron_steps"), sibling("gang_rank")
     from myxa.actors.backends.megatron.backend import MegatronBackend
-    from myxa.actors.backends.megatron.residence import MegatronResidence, rebuilds_params
+    from myxa.actors.backends.megatron.offload import MegatronOffload, rebuilds_params
     from myxa.core.clock import SystemClock
     from myxa.core.device_memory import OPTIMIZER_PARTS
 
@@ -118,8 +118,8 @@ def run(spec: dict[str, Any], case: dict[str, Any], rank: int, *, moves: bool) -
     config = plain._config
     shelf: Any = Shelf()
     rebuilds = rebuilds_params(config.megatron, config.trainer, case["policy"])
-    residence = MegatronResidence(lambda _: shelf, config.megatron, rebuilds=rebuilds, clock=SystemClock())
-    backend: Any = MegatronBackend(config, residence=residence if moves else None)
+    offload = MegatronOffload(lambda _: shelf, config.megatron, rebuilds=rebuilds, clock=SystemClock())
+    backend: Any = MegatronBackend(config, offload=offload if moves else None)
     shelf.backend = backend
     backend.setup()
     tags = ("params", "grads", "masters", *OPTIMIZER_PARTS)
@@ -131,21 +131,21 @@ def run(spec: dict[str, Any], case: dict[str, Any], rank: int, *, moves: bool) -
             if moves:
                 # What leaves one device need not leave the others: rank 1 keeps its parameters once.
                 gone = tags if rank == 0 or seed != 12 else ("grads", *OPTIMIZER_PARTS[2:])
-                residence.release(gone)
-                residence.restore(gone)
+                offload.release(gone)
+                offload.restore(gone)
             try:
                 metrics = backend.train(shard, {}).metrics
             except Exception as error:
                 raise AssertionError(f"{case['name']}, moves={moves}, seed {seed}") from error
             told["metrics"].append({k: metrics[k] for k in ("train/loss", "train/grad_norm")})
             if moves:
-                residence.release(("params", "masters", *OPTIMIZER_PARTS))
-                residence.restore(("params", "masters", *OPTIMIZER_PARTS))
+                offload.release(("params", "masters", *OPTIMIZER_PARTS))
+                offload.restore(("params", "masters", *OPTIMIZER_PARTS))
             told["scores"].append([s.tolist() for s in backend.score(shard.samples)])
         folder = str(Path(spec["out"]) / case["name"] / f"checkpoint{moves}")
         if moves:
-            residence.release(OPTIMIZER_PARTS)
-            residence.restore(OPTIMIZER_PARTS)
+            offload.release(OPTIMIZER_PARTS)
+            offload.restore(OPTIMIZER_PARTS)
         backend.save(folder, {"version": 3})
         backend.load(folder)
         told["weights"] = {name: values.tolist() for name, values in steps.weights_of(backend).items()}

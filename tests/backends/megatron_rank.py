@@ -36,10 +36,9 @@ from torch.distributed.distributed_c10d import PrefixStore  # noqa: E402
 
 from myxa.actors.backends.megatron import hf_weights  # noqa: E402
 from myxa.actors.backends.megatron.batch import zigzag  # noqa: E402
-from myxa.actors.backends.megatron.hf_weights import iter_hf_tensors  # noqa: E402
+from myxa.actors.backends.megatron.hf_weights import iter_hf_tensors, unwrapped  # noqa: E402
 from myxa.actors.backends.megatron.layout import ParallelLayout  # noqa: E402
 from myxa.actors.backends.megatron.provider import build_model_chunks  # noqa: E402
-from myxa.actors.backends.megatron.weight_map import unwrapped  # noqa: E402
 from myxa.actors.models.hf_folder import read_config  # noqa: E402
 from myxa.core.errors import MyxaError  # noqa: E402
 

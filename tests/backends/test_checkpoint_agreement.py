@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from myxa.actors.backends.torch_backend import checkpoint
 from myxa.actors.backends.torch_backend import checkpoint as checkpoint_module
-from myxa.actors.backends.torch_backend import checkpoint_agreement
-from myxa.actors.backends.torch_backend.checkpoint_agreement import agreed_checkpoint
+from myxa.actors.backends.torch_backend.checkpoint import agreed_checkpoint
 from myxa.actors.backends.torch_backend.world import World
 from myxa.actors.checkpoints import folder as folder_module
 from myxa.actors.checkpoints.folder import Manifest, begin, commit, rank_file
@@ -105,7 +105,7 @@ def test_what_one_rank_finds_torn_is_raised_on_all(saved: Path) -> None:
 def test_ranks_that_see_different_ones_do_not_begin(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of them reads an older manifest of that name from its cache."""
     lot = iter(["stale", *["fresh"] * NUM_RANKS])
-    monkeypatch.setattr(checkpoint_agreement, "digest_of_manifest", lambda folder: next(lot))
+    monkeypatch.setattr(checkpoint, "digest_of_manifest", lambda folder: next(lot))
     answers = on_all(lambda world: agreed_checkpoint(world, saved, nothing_to_check))
     for answer in answers:
         assert isinstance(answer, TrainError)

@@ -11,10 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from myxa.actors.backends.megatron.families import FAMILIES, family_of
+from myxa.actors.backends.megatron.families import (
+    FAMILIES,
+    CutRequest,
+    columns,
+    family_of,
+    gate_and_up,
+    heads,
+    vocabulary,
+    whole,
+)
 from myxa.actors.backends.megatron.layout import ParallelLayout
 from myxa.actors.backends.megatron.rotary import Rotary
-from myxa.actors.backends.megatron.weight_cut import CutRequest, columns, gate_and_up, heads, vocabulary, whole
 from myxa.actors.models.model_config import MODEL_TYPES, ModelConfig, parse_model_config
 from myxa.core.errors import ConfigError, ModelError
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from myxa.actors.backends.torch_backend.tally import Tally
+from myxa.actors.backends.torch_backend.accounting import MetricSums
 from myxa.actors.backends.torch_backend.world import Gang, World
 from myxa.core.errors import LaunchError
 from myxa.launch.nodes.rendezvous import quiet_port
@@ -163,7 +163,7 @@ def test_a_gang_that_cannot_meet_is_refused_at_once(place: Gang, cause: str) -> 
 
 
 def test_a_tally_adds_and_keeps_the_largest() -> None:
-    tally = Tally()
+    tally = MetricSums()
     for values in ([1.0, 5.0], [], [2.0]):
         tally.add("sum", torch.tensor(values).sum())
         tally.top("top", torch.tensor(values))

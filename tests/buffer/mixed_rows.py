@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from myxa.actors.buffer.cursor import PromptCursor
-from myxa.actors.data.order import Order
+from myxa.actors.data.prompts import RowOrder
 from myxa.actors.ledger.ledger import Ledger
 from myxa.actors.ledger.states import Row
 from myxa.core.samples import Message, Prompt
@@ -61,7 +61,7 @@ class ShuffledRows(NamedRows):
     def row_of(self, draw: int) -> int | None:
         if super().row_of(draw) is None:
             return None
-        return Order(self.num_rows, self.seed, is_shuffled=True).row(*divmod(draw, self.num_rows))
+        return RowOrder(self.num_rows, self.seed, is_shuffled=True).row(*divmod(draw, self.num_rows))
 
 
 @dataclass

@@ -13,7 +13,7 @@ import pytest
 
 from myxa.actors.buffer import dumps, recent_groups
 from myxa.actors.buffer.dumps import DumpedGroup, read_groups, read_header
-from myxa.actors.data.recorded_groups import RecordedGroups
+from myxa.actors.data.recorded import RecordedGroups
 from myxa.actors.data.row_file import RowError
 from myxa.core.errors import BadRequest, DataError
 from myxa.core.messages import DumpReport, GroupReturned

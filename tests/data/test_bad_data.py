@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from myxa.actors.data import held_out, jsonl, open_prompts, row_set
+from myxa.actors.data import jsonl, open_prompts, prompts, row_set
 from myxa.actors.rollout.group_pull import DRAW_AT_ONCE
 from myxa.core.config import RunConfig
 from myxa.core.errors import ConfigError, DataError
@@ -147,7 +147,7 @@ def test_presets_say_what_they_miss(tmp_path: Path) -> None:
         "end the conversation with an assistant message, or name a column with data.answer_key"
     )
     only = '{"messages": [{"role": "assistant", "content": "x"}]}'
-    assert 'the prompt in "messages" ends with a message from nobody' in failure(tmp_path, only, **sft)
+    assert 'the prompt in "messages" ends with a message from none' in failure(tmp_path, only, **sft)
     wide = "{" + ", ".join(f'"c{i:02}": 1' for i in range(20)) + "}"
     shown = ", ".join(f"c{i:02}" for i in range(12))
     assert f"the row has {shown}, ... -- " in failure(tmp_path, wide)
@@ -194,9 +194,9 @@ def test_an_over_long_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_rows_that_no_message_would_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fits = FrameLimits().body - (8 << 20)  # the rest is room for what surrounds them
     assert fits >= DRAW_AT_ONCE * row_set.MAX_ROW_BYTES
-    assert fits >= held_out.MAX_HELD_OUT_BYTES
+    assert fits >= prompts.MAX_HELD_OUT_BYTES
     monkeypatch.setattr(row_set, "MAX_ROW_BYTES", 200)
-    monkeypatch.setattr(held_out, "MAX_HELD_OUT_BYTES", 200)
+    monkeypatch.setattr(prompts, "MAX_HELD_OUT_BYTES", 200)
     large = f'{{"prompt": "a", "label": "b", "metadata": {{"tests": "{"x" * 200}"}}}}'
     assert failure(tmp_path, f"{GOOD}\n{large}\n").startswith(
         "t.jsonl:2: prompt, label and metadata come to 280 bytes, the limit is 200 -- keep what is large in a file"

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from myxa.actors.data import PromptDataset, open_prompts
-from myxa.actors.data.order import Order
+from myxa.actors.data.prompts import RowOrder
 from myxa.core.config import RunConfig
 from myxa.core.config.data import Source, parse_source, parse_sources
 
@@ -25,7 +25,7 @@ def dataset(folder: Path, num_rows: int, seed: int = 1, text: str = "q", **data:
 
 @given(st.integers(1, 60), st.integers(0, 2**70), st.integers(0, 2**33))
 def test_every_pass_is_a_permutation_and_depends_on_seed_and_pass_only(rows: int, seed: int, first: int) -> None:
-    order, again = (Order(rows, seed, is_shuffled=True) for _ in range(2))
+    order, again = (RowOrder(rows, seed, is_shuffled=True) for _ in range(2))
     forward = [order.row(p, at) for p in range(first, first + 4) for at in range(rows)]
     backward = [again.row(p, at) for p in reversed(range(first, first + 4)) for at in reversed(range(rows))]
     assert forward == backward[::-1]
@@ -34,7 +34,7 @@ def test_every_pass_is_a_permutation_and_depends_on_seed_and_pass_only(rows: int
 
 
 def test_the_order_of_rows_never_changes_between_releases() -> None:
-    order = Order(8, seed=1, is_shuffled=True)
+    order = RowOrder(8, seed=1, is_shuffled=True)
     assert [order.row(0, at) for at in range(8)] == [6, 2, 3, 7, 1, 4, 5, 0]
     assert [order.row(1, at) for at in range(8)] == [2, 0, 3, 4, 1, 6, 7, 5]
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from myxa.actors.engines.sglang_needs import SglangNeeds
+from myxa.actors.engines.sglang.server_args import SglangNeeds
 from myxa.core.errors import MyxaError
 from myxa.core.messages import SamplingParams, WeightManifest
 from myxa.core.protocols import Delta, Engine, GenerateRequest

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from contract import RUNS_S, Result, Subject, ask, collect, endless, scenario, scenario_with, started
 
-from myxa.actors.engines.sglang_needs import SglangNeeds
+from myxa.actors.engines.sglang.server_args import SglangNeeds
 from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.core.messages import SamplingParams
 from myxa.core.protocols import GenerateRequest

@@ -17,7 +17,7 @@ from replay import replaying
 
 from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
 from myxa.actors.engines.http_server import serve
-from myxa.actors.engines.sglang import SglangEngine, SglangOptions
+from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
 from myxa.actors.models.hf_folder import open_weights, read_config
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.weights.channels.disk import DiskWeightWriter

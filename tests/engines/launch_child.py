@@ -9,8 +9,8 @@ from pathlib import Path
 
 import uvloop
 
-from myxa.actors.engines.sglang import SglangOptions
-from myxa.actors.engines.sglang_launched import LaunchedSglang, SglangLaunch
+from myxa.actors.engines.sglang.engine import SglangOptions
+from myxa.actors.engines.sglang.launch import LaunchedSglang, SglangLaunch
 
 
 async def main(folder: str, log_path: str) -> None:

@@ -34,7 +34,7 @@ from recording import Places, Writer
 from recording_proxy import Proxy, proxy
 from route_probes import aborted_children, answers, calls
 
-from myxa.actors.engines.sglang import SglangEngine
+from myxa.actors.engines.sglang.engine import SglangEngine
 from myxa.core.errors import ConfigError, EngineError, RequestRefused
 
 SCENARIO_S = 120.0

@@ -20,7 +20,7 @@ from contract import ask, collect, endless, fails, started
 from contract_subjects import CLIENT, RECORDINGS, client_of, make_versions
 from recording import Exchange, read_recording
 
-from myxa.actors.engines.sglang import SglangEngine
+from myxa.actors.engines.sglang.engine import SglangEngine
 from myxa.core.errors import EngineError
 
 LABELS = sorted(path.parent.name for path in RECORDINGS.glob("*/about.json"))

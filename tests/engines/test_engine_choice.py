@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from myxa.actors.engines import engine_choice
-from myxa.actors.engines.engine_choice import SLACK, SPREAD, Choice
+from myxa.actors.engines import engine_pool
+from myxa.actors.engines.engine_pool import SLACK, SPREAD, Choice
 
 
 def test_without_a_session_the_least_loaded_serves_and_names_break_ties():
@@ -28,7 +28,7 @@ def test_a_session_stays_until_its_server_is_overloaded_or_gone():
 
 
 def test_forgetting_is_bounded(monkeypatch):
-    monkeypatch.setattr(engine_choice, "MAX_SESSIONS", 3)
+    monkeypatch.setattr(engine_pool, "MAX_SESSIONS", 3)
     choice = Choice()
     for name in "stuv":
         choice.pick(name, {"a": 0, "b": 5})

@@ -12,10 +12,9 @@ import pytest
 from aiohttp import ClientSession, web
 
 from myxa.actors.engines.embedded.engine import EmbeddedOptions
-from myxa.actors.engines.engine_pool import EnginePool
-from myxa.actors.engines.http_server import Served, serve
-from myxa.actors.engines.pool_server import MemberState
-from myxa.actors.engines.sglang import SglangEngine, SglangOptions
+from myxa.actors.engines.engine_pool import EnginePool, MemberState
+from myxa.actors.engines.http_server import ServedEngine, serve
+from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
 from myxa.core.errors import EngineError, RequestRefused
 from myxa.core.messages import WeightManifest
 
@@ -30,10 +29,10 @@ class Fleet:
     def __init__(self, folders) -> None:
         self.folders = folders
         self.stacks: dict[str, AsyncExitStack] = {}
-        self.served: dict[str, Served] = {}
+        self.served: dict[str, ServedEngine] = {}
         self.pool: EnginePool
 
-    async def start_server(self, name: str, port: int = 0, seed: int = 0) -> Served:
+    async def start_server(self, name: str, port: int = 0, seed: int = 0) -> ServedEngine:
         self.stacks[name] = AsyncExitStack()
         options = EmbeddedOptions(max_running=16, stream_interval=2, seed=seed)
         server = serve(self.folders[0], port=port, options=options, is_incremental=True)

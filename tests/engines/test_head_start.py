@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from myxa.actors.engines.head_start import HeadStart
-from myxa.actors.engines.weight_route import announces
+from myxa.actors.engines.sglang.engine import HeadStart
+from myxa.actors.engines.sglang.weight_route import announces
 
 
 @pytest.mark.asyncio

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from myxa.actors.engines.sglang_http import SglangHttp
+from myxa.actors.engines.sglang.http_client import SglangHttp
 from myxa.actors.rewards.remote import RemoteReward, remote_options
 from myxa.core.completions import Completion
 from myxa.core.samples import Message

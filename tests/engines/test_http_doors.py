@@ -126,7 +126,7 @@ async def test_e03_connections_that_say_nothing_are_ended_and_streams_are_not(fo
 
 @pytest.mark.asyncio
 async def test_e03_half_sent_bodies_and_unread_streams_hold_nobody_up_and_end(folders, monkeypatch):
-    monkeypatch.setattr("myxa.actors.engines.route_bodies.BODY_S", 3.0)
+    monkeypatch.setattr("myxa.actors.engines.http_bodies.BODY_S", 3.0)
     stream = {"input_ids": [1], "stream": True, "sampling_params": {"max_new_tokens": 100, "ignore_eos": True}}
     good = json.dumps({"input_ids": [2], "sampling_params": {"max_new_tokens": 2}}).encode()
     async with serve(folders[0], options=OPTIONS) as served:

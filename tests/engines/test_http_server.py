@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from myxa.actors.engines.embedded.engine import EmbeddedOptions
-from myxa.actors.engines.http_server import Served, serve, serve_engine
+from myxa.actors.engines.http_server import ServedEngine, serve, serve_engine
 from myxa.core.errors import EngineError, ModelError
 
 OPTIONS = EmbeddedOptions(max_running=8, stream_interval=4, seed=5)
@@ -25,7 +25,7 @@ DEADLINE_S = 60.0
 class Client:
     """HTTP without any knowledge of SGLang."""
 
-    def __init__(self, session: aiohttp.ClientSession, served: Served) -> None:
+    def __init__(self, session: aiohttp.ClientSession, served: ServedEngine) -> None:
         self._session = session
         self.served = served
         self._url = served.url
@@ -303,7 +303,7 @@ async def test_e09_health_is_answered_while_long_prompts_are_encoded(folders):
 
 @pytest.mark.asyncio
 async def test_e03_more_requests_than_may_wait_are_refused_and_the_others_served(folders, monkeypatch):
-    monkeypatch.setattr("myxa.actors.engines.engine_routes.MAX_LIVE", 4)
+    monkeypatch.setattr("myxa.actors.engines.http_server.MAX_LIVE", 4)
     async with client_of(folders[0]) as client:
         one = {"input_ids": [1], "sampling_params": sampling()}
         status, answer = await client.post("/generate", {"input_ids": [[1]] * 5, "sampling_params": sampling()})
@@ -313,7 +313,7 @@ async def test_e03_more_requests_than_may_wait_are_refused_and_the_others_served
 
 @pytest.mark.asyncio
 async def test_e03_a_huge_body_is_refused(folders, monkeypatch):
-    monkeypatch.setattr("myxa.actors.engines.engine_routes.MAX_BODY_BYTES", 10_000)
+    monkeypatch.setattr("myxa.actors.engines.http_server.MAX_BODY_BYTES", 10_000)
     async with client_of(folders[0]) as client:
         status, answer = await client.post("/generate", b'{"text": "' + b"a" * 20_000 + b'"}')
         assert (status, answer["error"]["code"]) == (413, 413)
@@ -354,7 +354,7 @@ async def test_a_taken_port_and_a_bad_folder_are_told_and_leave_nothing_running(
 
 @pytest.mark.asyncio
 async def test_serve_engine_runs_until_it_is_cancelled(folders):
-    ready: asyncio.Future[Served] = asyncio.get_running_loop().create_future()
+    ready: asyncio.Future[ServedEngine] = asyncio.get_running_loop().create_future()
     task = asyncio.get_running_loop().create_task(serve_engine(folders[0], options=OPTIONS, on_ready=ready.set_result))
     served = await asyncio.wait_for(ready, 30)
     async with aiohttp.ClientSession() as session, session.get(served.url + "/health") as answer:

@@ -21,10 +21,9 @@ import aiohttp
 import psutil
 import pytest
 
-from myxa.actors.engines import server_process
-from myxa.actors.engines.server_process import ServerCommand, start_server
-from myxa.actors.engines.sglang import SglangEngine, SglangOptions
-from myxa.actors.engines.sglang_launched import LaunchedSglang, SglangLaunch
+from myxa.actors.engines.sglang import launch
+from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
+from myxa.actors.engines.sglang.launch import LaunchedSglang, ServerCommand, SglangLaunch, start_server
 from myxa.core.errors import ConfigError, EngineError, LaunchError
 from myxa.core.messages import WeightManifest
 
@@ -251,7 +250,7 @@ def odd_guardian(monkeypatch, tmp_path):
         program = tmp_path / "odd"
         program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(0o700)
-        monkeypatch.setattr(server_process.sys, "executable", str(program))
+        monkeypatch.setattr(launch.sys, "executable", str(program))
 
     return put
 
@@ -259,8 +258,8 @@ def odd_guardian(monkeypatch, tmp_path):
 @pytest.mark.asyncio
 async def test_a_guardian_that_says_nothing_is_given_up_by_name_and_leaves_nothing(odd_guardian, monkeypatch, tmp_path):
     odd_guardian("exec sleep 600")
-    monkeypatch.setattr(server_process, "START_S", 0.5)
-    monkeypatch.setattr(server_process, "CLOSE_S", 0.2)
+    monkeypatch.setattr(launch, "START_S", 0.5)
+    monkeypatch.setattr(launch, "CLOSE_S", 0.2)
     before = set(psutil.Process().children(recursive=True))
     with pytest.raises(LaunchError, match=r"rollout/3: /opt/python was not started within 0\.5 s"):
         await start_server(ServerCommand("rollout/3", ["/opt/python"], dict(os.environ), tmp_path / "log"))

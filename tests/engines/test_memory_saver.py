@@ -16,11 +16,11 @@ import pytest
 from saver_server import SaverServer, saver_server, token
 
 from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
-from myxa.actors.engines.embedded.lent_memory import LentMemory
-from myxa.actors.engines.sglang import SglangEngine, SglangOptions
-from myxa.actors.engines.sglang_args import OptionSchema, ServerSchema
-from myxa.actors.engines.sglang_launched import LaunchedSglang, SglangLaunch, server_values
-from myxa.actors.engines.sglang_memory import hide_megatron, saver_env
+from myxa.actors.engines.embedded.tensors import LentMemory
+from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
+from myxa.actors.engines.sglang.launch import LaunchedSglang, SglangLaunch, server_values
+from myxa.actors.engines.sglang.memory import hide_megatron, saver_env
+from myxa.actors.engines.sglang.server_args import OptionSchema, ServerSchema
 from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.actors.rollout.tenant import EngineTurn
 from myxa.actors.workflows.episode import Episode, ModelAccess

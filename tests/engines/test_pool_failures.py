@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from myxa.actors.engines.engine_pool import EnginePool
-from myxa.actors.engines.pool_server import MemberState
+from myxa.actors.engines.engine_pool import EnginePool, MemberState
 from myxa.core.errors import EngineError, WeightsRefused
 from myxa.core.messages import WeightManifest
 from myxa.core.protocols import EngineInfo

@@ -16,7 +16,7 @@ import pytest
 from myxa.actors.buffer.dumps import FORMAT, DumpedGroup, DumpHeader, DumpWriter
 from myxa.actors.data import PromptDataset, open_prompts
 from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
-from myxa.actors.engines.recorded_reference import RecordedReference
+from myxa.actors.engines.recorded import RecordedReference
 from myxa.actors.models.chat_template import template_of
 from myxa.actors.models.hf_folder import read_config
 from myxa.actors.models.tokenizer import load_tokenizer
@@ -292,11 +292,11 @@ WRONG: dict[str, tuple[Callable[[Recording], GenerateRequest], str]] = {
     ),
     "beyond the end": (
         lambda made: made.asks(num_done=len(made.groups[1].samples[0].response_ids)),
-        "dump.jsonl:3: sample 0 has no turn of the model's that goes on from token",
+        "dump.jsonl:3: sample 0 has no turn of the model that continues at token",
     ),
     "half a prompt": (
         lambda made: made.asks(input_ids=made.asks().input_ids[:2]),
-        "dump.jsonl:3: sample 0 has no turn of the model's that goes on from token 2",
+        "dump.jsonl:3: sample 0 has no turn of the model that continues at token 2",
     ),
 }
 

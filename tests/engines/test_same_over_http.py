@@ -19,8 +19,8 @@ import pytest
 
 from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
 from myxa.actors.engines.http_server import serve
-from myxa.actors.engines.sglang import SglangEngine, SglangOptions
-from myxa.actors.engines.sglang_wire import version_number
+from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
+from myxa.actors.engines.sglang.wire import version_number
 from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.actors.weights.channels.reader import ChannelReader
 from myxa.core.protocols import Delta, Engine

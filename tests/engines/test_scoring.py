@@ -34,7 +34,7 @@ async def asker(folder):
 
 @pytest.mark.parametrize("first", [1, 30, 89, 90])
 def test_a_core_scores_beside_rows_that_decode(first, folders, make_core, run_core, ask, judge, monkeypatch):
-    monkeypatch.setattr("myxa.actors.engines.embedded.scoring.LOGITS_AT_ONCE", 7 * 320)  # several rows at a time
+    monkeypatch.setattr("myxa.actors.engines.embedded.model.LOGITS_AT_ONCE", 7 * 320)  # several rows at a time
     alone = run_core(make_core(folders[0]), [ask("row", max_new_tokens=20, seed=3)])["row"]
     core = make_core(folders[0], version=4)
     core.submit(ask("row", max_new_tokens=20, seed=3), "row")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from myxa.actors.engines.server_silence import LEAST_LOOK_S, Silence
+from myxa.actors.engines.sglang.http_client import LEAST_LOOK_S, ServerSilence
 
 
 class Watch:
@@ -12,7 +12,7 @@ class Watch:
 
     def __init__(self, bound_s: float = 60.0, every_s: float = 5.0) -> None:
         self.now_s = 100.0
-        self.silence = Silence(bound_s, every_s, self.now_s)
+        self.silence = ServerSilence(bound_s, every_s, self.now_s)
 
     def look(self, *, is_well: bool, costs_s: float | None = None) -> None:
         """`costs_s` None: it hangs as long as it may."""

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from myxa.actors.engines.sglang import SglangEngine, SglangOptions
-from myxa.actors.engines.sglang_http import SglangHttp
+from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
+from myxa.actors.engines.sglang.http_client import SglangHttp
 from myxa.core.errors import EngineError, RequestRefused, WeightsRefused
 from myxa.core.messages import WeightManifest
 
@@ -348,12 +348,12 @@ async def test_a_server_left_paused_by_an_actor_that_died_goes_on_with_the_first
     """It died in a commit: what is in the server may be torn, and requests that it holds wait there."""
     async with connected(LEFT, stands=True) as (engine, server):
         assert (await engine.info()).version == -1
-        with pytest.raises(EngineError, match=r"rollout/3 at http.*stood paused when this client came"):
+        with pytest.raises(EngineError, match=r"rollout/3 at http.*was paused when this client came"):
             await collect(engine, ask("r1", 3, max_new_tokens=1), result)
         await engine.resume()
         server.update_answer = (200, {"success": False, "message": "shape"})
         await engine.prepare_weights(manifest(3, str(folders[0])))
-        with pytest.raises(EngineError, match="refused weight version 3: shape; it stood paused") as caught:
+        with pytest.raises(EngineError, match="refused weight version 3: shape; it was paused") as caught:
             await engine.commit_weights(3)
         assert not isinstance(caught.value, WeightsRefused), "the old weights are back, and they are of no version"
         assert server.stands

@@ -11,10 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from myxa.actors.engines import sglang_probe
-from myxa.actors.engines.sglang_args import ServerSchema, check_sizes, check_table, command_line
-from myxa.actors.engines.sglang_launched import DEFAULTS, SglangLaunch, server_env, server_values
-from myxa.actors.engines.sglang_needs import SglangNeeds
+from myxa.actors.engines.sglang import server_probe
+from myxa.actors.engines.sglang.launch import DEFAULTS, SglangLaunch, server_env, server_values
+from myxa.actors.engines.sglang.server_args import ServerSchema, SglangNeeds, check_sizes, check_table, command_line
 from myxa.actors.trainer.canary import BOUNDS
 from myxa.core.config.rollout import OWNED
 from myxa.core.errors import ConfigError
@@ -28,8 +27,8 @@ def schema(tmp_path_factory: pytest.TempPathFactory) -> ServerSchema:
     patch = pytest.MonkeyPatch()
     names = runpy.run_path(str(SERVER_ARGS))
     holder = argparse.Namespace(ServerArgs=names["ServerArgs"])
-    patch.setattr(sglang_probe.importlib, "import_module", lambda name: holder)
-    found = sglang_probe.look("0.5.17")
+    patch.setattr(server_probe.importlib, "import_module", lambda name: holder)
+    found = server_probe.look("0.5.17")
     patch.undo()
     return msgspec.json.decode(found, type=ServerSchema)
 

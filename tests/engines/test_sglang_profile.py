@@ -16,11 +16,11 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from myxa.actors.engines import sglang_profile
 from myxa.actors.engines.engine_pool import EnginePool
 from myxa.actors.engines.http_server import serve
-from myxa.actors.engines.sglang import SglangEngine, SglangOptions
-from myxa.actors.engines.sglang_launched import LaunchedSglang, SglangLaunch
+from myxa.actors.engines.sglang import engine as sglang_engine
+from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
+from myxa.actors.engines.sglang.launch import LaunchedSglang, SglangLaunch
 from myxa.actors.rollout.rollout import profile_engine
 from myxa.core.errors import EngineError
 
@@ -151,7 +151,7 @@ async def test_a_refusal_names_server_cause_and_remedy_and_costs_no_engine(folde
 
 @pytest.mark.asyncio
 async def test_one_that_does_not_answer_is_told_in_time(folders, tmp_path, monkeypatch):
-    monkeypatch.setattr(sglang_profile, "START_S", 0.5)
+    monkeypatch.setattr(sglang_engine, "START_S", 0.5)
     async with server(folders[0], tmp_path) as (url, process):
         engine = SglangEngine(url, OPTIONS)
         await engine.start()
@@ -172,6 +172,7 @@ async def test_of_a_pool_each_server_answers_for_itself(folders, tmp_path):
         traces = {trace.engine: trace for trace in await pool.profile(0.2)}
         await pool.close()
         states = {state.value for state in pool.states().values()}
+    assert not traces[first].refused
     assert len(list(tmp_path.glob(traces[first].files[0]))) == 1
     assert "POST /start_profile answered 404" in traces[second.url].refused
     assert states == {"serving"}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from myxa.actors.engines.sglang_needs import SglangNeeds
-from myxa.actors.engines.sglang_sampling import ServerSampling
+from myxa.actors.engines.sglang.engine import ServerSampling
+from myxa.actors.engines.sglang.server_args import SglangNeeds
 from myxa.core.errors import ConfigError, RequestRefused
 
 SEEDED = {"enable_deterministic_inference": True}

@@ -7,10 +7,10 @@ import json
 import numpy as np
 import pytest
 
-from myxa.actors.engines.sglang_wire import (
+from myxa.actors.engines.sglang.wire import (
     HeldTokens,
     Lines,
-    Span,
+    TokenSpan,
     UsageTally,
     finish_reason,
     parse_chunk,
@@ -145,8 +145,8 @@ def test_spans_and_versions_are_inverse():
         array = np.asarray(versions, dtype=np.int32)
         assert versions_of(spans_of(array), len(array), "here").tolist() == versions
     assert spans_of(np.asarray([3, 3, 4], np.int32)) == [
-        Span(version="3", start=0, end=2),
-        Span(version="4", start=2, end=3),
+        TokenSpan(version="3", start=0, end=2),
+        TokenSpan(version="4", start=2, end=3),
     ]
 
 

@@ -10,14 +10,14 @@ import subprocess
 import psutil
 import pytest
 
-from myxa.actors.engines import stopped_process
-from myxa.actors.engines.stopped_process import until_stopped
+from myxa.actors.engines.sglang import launch
+from myxa.actors.engines.sglang.launch import until_stopped
 
 
 @pytest.mark.asyncio
 async def test_one_that_a_server_has_started_is_found_and_whoever_goes_on_soon_is_not(monkeypatch):
-    monkeypatch.setattr(stopped_process, "LOOK_EVERY_S", 0.02)
-    monkeypatch.setattr(stopped_process, "NUM_STOPPED", 25)
+    monkeypatch.setattr(launch, "LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(launch, "NUM_STOPPED", 25)
     with subprocess.Popen(["/bin/sh", "-c", "sleep 600 & wait"]) as first:  # noqa: ASYNC220
         process = psutil.Process(first.pid)
         try:

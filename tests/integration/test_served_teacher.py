@@ -16,7 +16,7 @@ from commands import run as run_command
 from run_job import Job, audit, metrics, until
 
 from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
-from myxa.actors.engines.http_server import Served, serve_engine
+from myxa.actors.engines.http_server import ServedEngine, serve_engine
 from myxa.actors.ledger.resume import entries_in
 from myxa.actors.ledger.states import State, decode_group
 from myxa.actors.models.tiny import make_tiny_model
@@ -29,9 +29,9 @@ NUM_STEPS = 6
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
     """The address of a server of that model, on a loop of its own."""
-    loop, ready, found = asyncio.new_event_loop(), threading.Event(), list[Served]()
+    loop, ready, found = asyncio.new_event_loop(), threading.Event(), list[ServedEngine]()
 
-    def on_ready(here: Served) -> None:
+    def on_ready(here: ServedEngine) -> None:
         found.append(here)
         ready.set()
 

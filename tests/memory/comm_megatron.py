@@ -30,9 +30,9 @@ from megatron.core.distributed import (  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from torch.distributed.distributed_c10d import PrefixStore  # noqa: E402
 
+from myxa.actors.backends.megatron.hf_weights import unwrapped  # noqa: E402
 from myxa.actors.backends.megatron.layout import ParallelLayout  # noqa: E402
 from myxa.actors.backends.megatron.provider import build_model_chunks  # noqa: E402
-from myxa.actors.backends.megatron.weight_map import unwrapped  # noqa: E402
 from myxa.actors.models.hf_folder import read_config  # noqa: E402
 
 megatron_rank: Any = importlib.import_module("megatron_rank")

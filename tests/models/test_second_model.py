@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from myxa.actors.models.hf_folder import read_config
-from myxa.actors.models.reference import check_reference, reference_parameters
+from myxa.actors.models.second_model import check_reference, critic_config, critic_parameters, reference_parameters
 from myxa.actors.models.tiny import make_tiny_model
-from myxa.actors.models.value_head import critic_config, critic_parameters
 from myxa.core.config import AlgoConfig, CriticConfig
 from myxa.core.errors import ConfigError
 

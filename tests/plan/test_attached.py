@@ -15,9 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from myxa.actors.engines.attach_check import Answer, attach_fault
-from myxa.actors.engines.sglang import SglangEngine
-from myxa.actors.engines.sglang_options import SglangOptions
+from myxa.actors.engines.sglang.attach_check import ServerAnswer, attach_fault
+from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
 from myxa.core.config import RunConfig
 from myxa.core.errors import EngineError
 from myxa.launch.preflight.server_checks import attached_findings
@@ -221,7 +220,7 @@ def test_https_on_a_port_of_plain_http_is_told() -> None:
 
 @pytest.mark.parametrize("status", [500, 502, 503, 504])
 def test_a_server_that_is_loading_may_come(status: int) -> None:
-    loading = Answer("/model_info", status, b"loading")
+    loading = ServerAnswer("/model_info", status, b"loading")
     fault, remedy = attach_fault(loading, loading)
     assert f"answered {status}: loading" in fault
     assert remedy.startswith("start the server")

@@ -10,8 +10,8 @@ from memory_cases import BENCHMARKS, NOT_BY_TORCH, SHAPES, measured, qwen3, run
 
 from myxa.actors.backends import vocab_scores
 from myxa.actors.backends.megatron.layout import ParallelLayout
-from myxa.actors.backends.megatron.residence import planned as planned_by_megatron
-from myxa.actors.backends.torch_backend.residence import planned as planned_by_torch
+from myxa.actors.backends.megatron.offload import planned as planned_by_megatron
+from myxa.actors.backends.torch_backend.offload import planned as planned_by_torch
 from myxa.actors.models.model_config import ModelConfig
 from myxa.core.config import RunConfig
 from myxa.launch.memory_part import GIB, total

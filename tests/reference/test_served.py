@@ -22,7 +22,7 @@ from myxa.actors.engines.http_server import serve
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.actors.reference.served import ServedReference
-from myxa.actors.reference.servers import ReferenceServers
+from myxa.actors.reference.server import ReferenceServers
 from myxa.actors.rewards.guard import GroupBudget
 from myxa.actors.rewards.rewarder import FixedReward
 from myxa.actors.rollout.group_runner import GroupRunner, Partial, drop_reason

@@ -15,9 +15,8 @@ from aiohttp import web
 from msgspec.structs import replace
 from teachers import Letters, Teacher, made, only_once_known, right, teacher
 
-from myxa.actors.reference import servers as servers_module
-from myxa.actors.reference.server import NoScore, Refused
-from myxa.actors.reference.servers import ReferenceServers, key_from
+from myxa.actors.reference import server as servers_module
+from myxa.actors.reference.server import NoScore, ReferenceServers, Refused, key_from
 from myxa.actors.reference.wire import in_response, wanted_of
 from myxa.core.errors import ConfigError
 from myxa.core.samples import Sample

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from myxa.actors.data import open_prompts
-from myxa.actors.data.mixed import open_data
+from myxa.actors.data.prompts import open_data
 from myxa.actors.rewards.call import RewardKeys
 from myxa.actors.rewards.rewarder import Rewarder, SeveralRewards, make_rewarder
 from myxa.actors.rollout.evaluation import Evaluation

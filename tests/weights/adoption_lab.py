@@ -28,8 +28,8 @@ from fingerprint import greedy
 from weight_lab import CONTEXT, ENVIRONMENT, VOCAB, SenderProcess, Server, sending, serving
 
 from myxa.actors.contracts import RolloutContract, TrainerContract
-from myxa.actors.engines.sglang import SglangEngine, SglangOptions
-from myxa.actors.engines.sglang_weights import DeviceRouteOptions, device_routes
+from myxa.actors.engines.sglang.device_weights import DeviceRouteOptions, device_routes
+from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
 from myxa.actors.stream_checks import StreamChecks
 from myxa.actors.weights.receive import EngineWeights
 from myxa.actors.weights.rollout_update import Adopter, Adoption, AdoptionLimits

@@ -15,8 +15,7 @@ from typing import Any
 import msgspec
 from fingerprint import greedy
 
-from myxa.actors.engines.embedded.engine import EmbeddedEngine
-from myxa.actors.engines.embedded.options import EmbeddedOptions
+from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
 from myxa.actors.weights.beacon import Beacon
 from myxa.actors.weights.channels.reader import ChannelReader
 from myxa.core.errors import MyxaError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import orjson
 import pytest
 
-from myxa.actors.engines.weight_bodies import bucket_bodies, check_sample, sampled_names, tensor_body
+from myxa.actors.engines.sglang.device_weights import bucket_bodies, check_sample, sampled_names, tensor_body
 from myxa.actors.weights.channels.plan import Shape, make_plan
 from myxa.core.errors import EngineError
 

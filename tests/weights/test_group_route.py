@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from myxa.actors.engines import weight_group_routes
-from myxa.actors.engines.sglang_weights import DeviceRouteOptions, GroupRoute
-from myxa.actors.engines.weight_group_routes import DistributedBody, InitGroupBody, WeightGroups
+from myxa.actors.engines import http_weight_groups
+from myxa.actors.engines.http_weight_groups import DistributedBody, InitGroupBody, WeightGroups
+from myxa.actors.engines.sglang.device_weights import DeviceRouteOptions, GroupRoute
 from myxa.core.errors import EngineError, RequestRefused
 from myxa.core.messages import WeightManifest
 from myxa.core.weight_channel import JoinOffer, JoinRequest, PlanReply, PlanRequest
@@ -130,8 +130,8 @@ def meeting(monkeypatch):
         assert made.may_meet.wait(20)
         return made.group
 
-    monkeypatch.setattr(weight_group_routes, "find_store", lambda *_: None)
-    monkeypatch.setattr(weight_group_routes, "ChannelGroup", SimpleNamespace(join=join))
+    monkeypatch.setattr(http_weight_groups, "find_store", lambda *_: None)
+    monkeypatch.setattr(http_weight_groups, "ChannelGroup", SimpleNamespace(join=join))
     return made
 
 

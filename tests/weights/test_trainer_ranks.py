@@ -15,7 +15,7 @@ from weight_lab import CONTEXT, VOCAB, engine_of, greedy, serving, started
 
 from myxa.actors.contracts import RolloutContract
 from myxa.actors.engines.embedded.engine import EmbeddedEngine
-from myxa.actors.engines.sglang import SglangEngine
+from myxa.actors.engines.sglang.engine import SglangEngine
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.trainer.checkpoints import CheckpointOptions
 from myxa.actors.trainer.step_plan import StepPlanOptions

@@ -17,9 +17,9 @@ import fingerprint
 import msgspec
 from commands import Command  # pyright: ignore[reportMissingImports]
 
-from myxa.actors.engines.sglang import SglangEngine, SglangOptions
-from myxa.actors.engines.sglang_weights import DeviceRouteOptions, device_routes
-from myxa.actors.engines.weight_route import ServerControl, WeightRoute
+from myxa.actors.engines.sglang.device_weights import DeviceRouteOptions, device_routes
+from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
+from myxa.actors.engines.sglang.weight_route import ServerControl, WeightRoute
 from myxa.actors.weights.channels.sender import DeviceWeightSender
 from myxa.core.errors import MyxaError, PeerDied, RemoteError
 from myxa.core.messages import WeightManifest

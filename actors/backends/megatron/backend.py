@@ -17,21 +17,20 @@ from torch import Tensor, nn
 
 from ....core.clock import Clock
 from ...models.hf_folder import ModelConfig, export_dtype, read_config
-from ...models.reference import check_reference
+from ...models.second_model import check_reference
 from ..rank_backend import RankBackend
-from ..torch_backend.schedule import check_schedule
+from ..torch_backend.settings import check_schedule
 from ..torch_backend.tensors import DTYPE_OF
 from ..torch_backend.token_functions import agree_on_source, load_functions
 from . import mcore
-from .batch import Cutting
-from .checkpoint import PendingCheckpoint, TrainingState, load_checkpoint
-from .export import Exporter
+from .batch import PackCutting
+from .checkpoint import MegatronTrainingState, PendingMegatronCheckpoint, load_checkpoint
+from .export import MegatronExporter
 from .hf_weights import iter_hf_tensors, load_hf_folder
+from .offload import MegatronOffload
 from .optimizer import MegatronAdamW, Precision, wrap_chunks
 from .provider import build_model_chunks
-from .residence import MegatronResidence
-from .routing import RoutingReplay
-from .schedule import Pipeline
+from .schedule import Pipeline, RoutingReplay
 from .settings import MegatronRankSettings, check_routing, check_settings, checked_fields, model_fields
 from .step import MegatronStepper
 from .verbatim import OWNED_DDP, OWNED_OPTIMIZER
@@ -47,25 +46,25 @@ class _Parts:
     pipeline: Pipeline
     optimizer: MegatronAdamW
     stepper: MegatronStepper
-    exporter: Exporter
+    exporter: MegatronExporter
 
-    def begin_save(self, folder: str, extra: dict[str, Any]) -> PendingCheckpoint:
-        return PendingCheckpoint(folder, TrainingState(self.world, self.optimizer, self.model), extra)
+    def begin_save(self, folder: str, extra: dict[str, Any]) -> PendingMegatronCheckpoint:
+        return PendingMegatronCheckpoint(folder, MegatronTrainingState(self.world, self.optimizer, self.model), extra)
 
     def load(self, folder: str) -> dict[str, Any]:
         """Of any layout."""
-        return load_checkpoint(folder, TrainingState(self.world, self.optimizer, self.model))
+        return load_checkpoint(folder, MegatronTrainingState(self.world, self.optimizer, self.model))
 
 
 class MegatronBackend(RankBackend[MegatronRankSettings, _Parts]):
     """One trainer rank."""
 
     def __init__(
-        self, config: MegatronRankSettings, clock: Clock | None = None, *, residence: MegatronResidence | None = None
+        self, config: MegatronRankSettings, clock: Clock | None = None, *, offload: MegatronOffload | None = None
     ) -> None:
-        """`residence`: where parameters, gradients and optimizer lie if they can leave the device."""
-        super().__init__(config, clock, residence)
-        self._residence = residence
+        """`offload`: where parameters, gradients and optimizer lie if they can leave the device."""
+        super().__init__(config, clock, offload)
+        self._offload = offload
 
     def setup(self) -> dict[str, Any]:
         """Join the gang, build model, reference and optimizer; returns facts for the log.
@@ -73,7 +72,7 @@ class MegatronBackend(RankBackend[MegatronRankSettings, _Parts]):
         Raises ModelError for a bad folder, LaunchError if the gang does not meet, ConfigError for settings that do not
         go together or that the installed megatron-core does not know, UserCodeError for a function that cannot be had.
         """
-        config, home = self._config, self._residence
+        config, home = self._config, self._offload
         check_schedule(config.optimizer, config.total_updates)
         check_settings(config)
         user = load_functions(config.algo)
@@ -129,11 +128,11 @@ class MegatronBackend(RankBackend[MegatronRankSettings, _Parts]):
 
     # -- set-up
 
-    def _exporter(self, world: MegatronWorld, model: ModelConfig, dtype: torch.dtype) -> Exporter:
+    def _exporter(self, world: MegatronWorld, model: ModelConfig, dtype: torch.dtype) -> MegatronExporter:
         config = self._config
         serving = DTYPE_OF[config.serving_dtype or config.trainer.dtype]
         folder = DTYPE_OF[export_dtype(config.trainer.export_dtype, model, config.trainer.dtype)]
-        return Exporter(world, model, dtype, serving, config.model_path, self._hf_tensors, folder)
+        return MegatronExporter(world, model, dtype, serving, config.model_path, self._hf_tensors, folder)
 
     def _facts(self, parts: _Parts) -> dict[str, Any]:
         layout, world = self._config.layout, parts.world
@@ -170,15 +169,15 @@ class MegatronBackend(RankBackend[MegatronRankSettings, _Parts]):
         return chunks
 
     def _reference(self, model: ModelConfig, precision: Precision) -> Pipeline:
-        with nullcontext() if self._residence is None else self._residence.for_reference():
+        with nullcontext() if self._offload is None else self._offload.for_reference():
             chunks = self._chunks(model, precision, self._config.reference_path)
         for chunk in chunks:
             chunk.requires_grad_(requires_grad=False)
         return Pipeline(chunks, _config_of(chunks), model.vocab_size)
 
-    def _cutting(self, model: ModelConfig, world: MegatronWorld) -> Cutting:
+    def _cutting(self, model: ModelConfig, world: MegatronWorld) -> PackCutting:
         layout = self._config.layout
-        return Cutting(
+        return PackCutting(
             device=world.device,
             vocab_size=model.vocab_size,
             num_chunks=2 * layout.cp if layout.cp > 1 else 1,

@@ -35,7 +35,7 @@ from . import mcore
 
 
 @dataclass(frozen=True, slots=True)
-class Cutting:
+class PackCutting:
     """How samples become micro-batches on this rank."""
 
     device: torch.device
@@ -85,13 +85,13 @@ class Pack:
 PackedBatch = MicroBatch[Pack]
 
 
-def cut_shard(shard: TrainShard, cutting: Cutting) -> list[list[PackedBatch]]:
+def cut_shard(shard: TrainShard, cutting: PackCutting) -> list[list[PackedBatch]]:
     """[minibatch][micro-batch]. Raises TrainError for a shard that contradicts itself."""
     check_shard(shard, cutting.vocab_size)
     return [_filled(minibatch, shard, cutting) for minibatch in shard.minibatches]
 
 
-def pack_samples(samples: Sequence[TrainSample], members: Sequence[int], cutting: Cutting) -> Pack:
+def pack_samples(samples: Sequence[TrainSample], members: Sequence[int], cutting: PackCutting) -> Pack:
     """Pack `samples[i] for i in members`. Members without loss tokens are left out; without any loss token the pack
     holds one padding sequence and M = 0, so that this rank can still take part in the others' passes."""
     active = [i for i in members if samples[i].loss_mask.any()]
@@ -147,7 +147,7 @@ def zigzag(lengths: Sequence[int], num_chunks: int, cp_rank: int) -> I64:
     return np.concatenate(parts)
 
 
-def _padded(lengths: Sequence[int], cutting: Cutting) -> list[int]:
+def _padded(lengths: Sequence[int], cutting: PackCutting) -> list[int]:
     padded = [_round_up(max(1, length), cutting.num_chunks) for length in lengths]
     padded[-1] += _round_up(sum(padded), cutting.pack_multiple) - sum(padded)
     return padded
@@ -170,7 +170,7 @@ def _sequences(starts: npt.NDArray[np.int64], longest: int, device: torch.device
     )
 
 
-def _filled(minibatch: Sequence[Sequence[int]], shard: TrainShard, cutting: Cutting) -> list[PackedBatch]:
+def _filled(minibatch: Sequence[Sequence[int]], shard: TrainShard, cutting: PackCutting) -> list[PackedBatch]:
     skips = cutting.skips_neutral
     micros = [trained_members(shard, micro, skips_neutral=skips) for micro in minibatch]
     missing = _round_up(len(micros), cutting.multiple_of_micros) - len(micros)

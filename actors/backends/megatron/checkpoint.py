@@ -6,28 +6,37 @@
         rank-00000.safetensors   RNG state of rank 0
         manifest.json            written last: names, sizes and digests of all files, model, layout, counters, `extra`
 
-Shards are put together as the reader's layout wants them, so a run may go on with other tp, pp, vpp, cp and dp. The
-folder rules (grows under a hidden name, digests are checked before anything is loaded, torn ones are told apart) are
+Shards are put together as the reader's layout wants them, so a run may continue with other tp, pp, vpp, cp and dp. The
+folder rules (grows under a hidden name, digests are checked before anything is loaded, torn ones are recognised) are
 the torch backend's.
 
-megatron.core.dist_checkpointing keeps its index as a pickle. Digests show that the bytes are those that were written,
-not who wrote them: resume from folders of your own runs only.
+A save has three parts:
 
-Library considered: megatron.core.dist_checkpointing does the resharding; around it we keep three things that it lacks
-or does badly: digests with an atomic commit, writing without child processes (`checkpoint_shards.py`), and moments of
-torch's AdamW, over whose `step` its loader trips.
+    begin    collective: what each rank writes is planned, and its bytes are copied to the host
+    write    files only; any thread, at any time after, while training changes the originals
+    finish   collective: who wrote what is gathered into the index
+
+megatron.core.dist_checkpointing keeps its index as a pickle. Digests show that the bytes are those that were written,
+not who wrote them: resume from folders of your own runs only. It does the resharding; around it we keep three things
+that it lacks or does badly: digests with an atomic commit, an asynchronous write without a child process (its own forks
+or keeps a process, which outlives a trainer that is killed), and moments of torch's AdamW, whose `step` its loader
+does not handle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+import queue
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from ....core.chaos import reached
 from ....core.errors import TrainError
@@ -45,15 +54,116 @@ from ...checkpoints.folder import (
 )
 from ...models.model_config import ModelConfig
 from ...models.safetensors_file import open_safetensors, write_safetensors
-from ..torch_backend.checkpoint import RNG_CPU, RNG_CUDA, check_extra
-from ..torch_backend.checkpoint_agreement import agreed_checkpoint, of_a_checkpoint
+from ..torch_backend.checkpoint import RNG_CPU, RNG_CUDA, agreed_checkpoint, check_extra, of_a_checkpoint
 from ..torch_backend.export import named_array
 from ..torch_backend.tensors import from_bytes
 from . import mcore
 from .checkpoint_files import files_of, list_of
-from .checkpoint_shards import begin_shards, told
 from .optimizer import MegatronAdamW
 from .world import MegatronWorld
+
+FILES = "dist_checkpointing.strategies.filesystem_async"
+
+
+class PendingShards:
+    """What one rank is about to write."""
+
+    def __init__(self, request: Any) -> None:
+        """`request`: megatron's AsyncRequest, planned and not yet run."""
+        self._request = request
+        self._arguments = list(request.async_fn_args)
+        if request.preload_fn is not None:
+            self._arguments[1] = [_apart(bucket) for bucket in request.preload_fn()]
+
+    def write(self) -> None:
+        """This rank's files. Raises TrainError when the disk refuses."""
+        if self._request.async_fn is None:  # nothing of it lies here
+            return
+        writer = mcore.module(FILES).FileSystemWriterAsync
+        if hasattr(writer, "write_preloaded_data_multiproc"):  # before 0.18: forks for each bucket
+            _write_here(writer, self._request, self._arguments)
+        else:
+            _write_once(self._request, self._arguments)
+
+    def finish(self) -> None:
+        """Gather what all ranks wrote; rank 0 writes the index. Collective."""
+        with told("finishing"):
+            for finalize in self._request.finalize_fns:
+                finalize()
+
+
+def begin_shards(shards: dict[str, Any], folder: str) -> PendingShards:
+    """Plan the writing of a state dict of shards and copy what this rank writes. Collective."""
+    files = mcore.module(FILES)
+    # Its only writer and its only reader are in this process. A new one for each: what was written and never finished
+    # must not be read for what is written next.
+    files._results_queue = queue.Queue()
+    base = mcore.module("dist_checkpointing.strategies.torch").TorchDistSaveShardedStrategy
+    found: list[Any] = []
+
+    class Held(base):  # a class of a class known at run time only
+        def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+            chosen = "async_strategy" in inspect.signature(self.async_save).parameters
+            ways = {"async_strategy": "mcore"} if chosen else {}
+            found.append(self.async_save(sharded_state_dict, checkpoint_dir, **ways))
+
+    strategy = Held("torch_dist", 1, thread_count=1)
+    with told("planning"):
+        mcore.module("dist_checkpointing").save(shards, folder, sharded_strategy=strategy)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    pending = PendingShards(found[0])
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # the copies to the host are under way until now
+    return pending
+
+
+@contextmanager
+def told(what: str) -> Generator[None]:
+    """Raise TrainError for what torch's checkpoints raise: it is no `Exception`, and would pass everybody by."""
+    try:
+        yield
+    except CheckpointException as error:
+        first = next(iter(error.failures.values()), None)
+        raise TrainError(
+            f"{what} a checkpoint failed: {first[0] if first else error}", remedy="check disk and rights"
+        ) from error
+
+
+def _write_once(request: Any, arguments: list[Any]) -> None:
+    """What the request does, with its own outcome looked at: a failure is put beside the results instead of raised."""
+    outcomes: queue.Queue[Any] = queue.Queue()
+    request.async_fn(*arguments[:2], outcomes, *arguments[3:], **request.async_fn_kwargs)
+    outcome = outcomes.get_nowait()
+    if not isinstance(outcome, dict):
+        raise TrainError(f"cannot write shards: {outcome}", remedy="check disk and rights")
+    failed = next((value for value in cast("dict[Any, Any]", outcome).values() if isinstance(value, Exception)), None)
+    if failed is not None:
+        raise TrainError(f"cannot write shards: {failed}", remedy="check disk and rights") from failed
+    arguments[2].put(outcome)
+
+
+def _apart(bucket: Any) -> Any:
+    """A bucket whose tensors on the host are copies: the next step changes the originals."""
+    name, key, (texts, tensors) = bucket
+    return name, key, (texts, [(item, cast(Tensor, tensor).clone()) for item, tensor in tensors])
+
+
+def _write_here(writer: Any, request: Any, arguments: list[Any]) -> None:
+    """What the request does, without forking for each file."""
+    transforms = request.async_fn.args[0]
+    results: dict[int, Any] = {}
+    for number, bucket in enumerate(arguments[1]):
+        done: queue.Queue[Any] = queue.Queue()
+        ended: queue.Queue[int] = queue.Queue()
+        ended.put(number)
+        writer.write_preloaded_data(transforms, number, bucket, done, ended, True)
+        _, outcome = done.get_nowait()
+        if isinstance(outcome, Exception):
+            raise TrainError(f"cannot write {bucket[0]}: {outcome}", remedy="check disk and rights") from outcome
+        results[number] = outcome
+    arguments[2].put(results)
+
 
 SHARDING = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -64,7 +174,7 @@ SHARDING = {
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingState:
+class MegatronTrainingState:
     """What a checkpoint is made of."""
 
     world: MegatronWorld
@@ -72,10 +182,10 @@ class TrainingState:
     model: ModelConfig
 
 
-class PendingCheckpoint:
-    """A checkpoint whose content is copied away: training may go on while `write` runs in a thread of its own."""
+class PendingMegatronCheckpoint:
+    """A checkpoint whose content is copied away: training may continue while `write` runs in another thread."""
 
-    def __init__(self, folder: str | Path, state: TrainingState, extra: Mapping[str, Any]) -> None:
+    def __init__(self, folder: str | Path, state: MegatronTrainingState, extra: Mapping[str, Any]) -> None:
         """Collective; raises TrainError on every rank if any rank fails. `extra` must be JSON."""
         world, target = state.world, Path(folder)
         check_extra(extra)
@@ -134,7 +244,7 @@ class PendingCheckpoint:
         )
 
 
-def load_checkpoint(folder: str | Path, state: TrainingState) -> dict[str, Any]:
+def load_checkpoint(folder: str | Path, state: MegatronTrainingState) -> dict[str, Any]:
     """Restore weights, optimizer and RNG; returns `extra`. Collective.
 
     Raises on every rank, before anything is changed, TornCheckpoint if it is not as it was written and TrainError if it
@@ -163,7 +273,7 @@ def load_checkpoint(folder: str | Path, state: TrainingState) -> dict[str, Any]:
 # -- what Megatron saves and loads
 
 
-def _sharded(state: TrainingState, *, is_loading: bool) -> dict[str, Any]:
+def _sharded(state: MegatronTrainingState, *, is_loading: bool) -> dict[str, Any]:
     """Megatron's state dict of shards; keys of its tensors are global, those of the dict are this rank's stages."""
     group = mcore.parallel_state.get_data_parallel_group(with_context_parallel=True)
     metadata = {**SHARDING, "dp_cp_group": group}
@@ -204,7 +314,7 @@ def _restore_optimizer(optimizer: Any, saved: Any) -> None:
 # -- what lies beside
 
 
-def _check_layout(path: Path, manifest: Manifest, state: TrainingState) -> None:
+def _check_layout(path: Path, manifest: Manifest, state: MegatronTrainingState) -> None:
     had_experts_apart = manifest.layout.get("ep", 1) > 1
     if state.model.num_experts and had_experts_apart != (state.world.layout.ep > 1):
         raise TrainError(

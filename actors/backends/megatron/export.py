@@ -3,8 +3,6 @@
 Every pipeline stage has one sending rank, which holds its layers' whole tensors one after another while tensor- and
 expert-parallel ranks take part. For channels of the host they travel on to rank 0; for channels of the device each
 sending rank keeps its own.
-
-Knows M1's tensors by name and the process group. Must not know engines or channels.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ HEADER_BYTES = 512
 """Room for a tensor's name, type and shape as JSON."""
 
 
-class Exporter:
+class MegatronExporter:
     """Gathers a pipeline's weights: for the host in `dtype`, for devices in `serving_dtype`."""
 
     def __init__(

@@ -1,7 +1,7 @@
-"""The one door to megatron-core for the model side: its modules by name, its process groups as one typed record.
+"""The one import of megatron-core for the model side: its modules by name, its process groups as one typed record.
 
 megatron-core ships no usable types, so everything that comes through here is `Any` on purpose; callers give it types
-again. Also the two places where versions 0.16 to 0.19 differ or fail without Transformer Engine are settled here.
+again. The two places where versions 0.16 to 0.19 differ or fail without Transformer Engine are handled here too.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Megatron's data parallelism and optimizers behind one small face: forget, measure, update.
+"""Megatron's data parallelism and optimizers behind one small interface: forget, measure, update.
 
     DistributedDataParallel   gradients in contiguous float32 buffers, reduced as the backward pass goes if asked to
     distributed optimizer     float32 masters and moments split over data-parallel ranks
     HybridDeviceOptimizer     a share of them lives, and is updated, on the CPU
 
-Knows Megatron's optimizers and the run file's `[optimizer]`. Must not know losses or batches. The schedule is ours
-(`learning_rate` of finished updates), so resuming needs the count alone; decay multipliers (0 for vectors) are
-Megatron's, applied here because nothing but its own scheduler would.
+The schedule is ours (`learning_rate` of finished updates), so resuming needs the count alone; decay multipliers (0 for
+vectors) are Megatron's, applied here because its own scheduler, which is not used, would apply them.
 """
 
 from __future__ import annotations
@@ -145,7 +144,7 @@ class MegatronAdamW:
 
     @torch.no_grad()
     def rebuild_parameters(self) -> None:
-        """Fill the parameters anew from the float32 masters, as an update does at its end. Collective."""
+        """Fill the parameters from the float32 masters, as an update does at its end. Collective."""
         for part in getattr(self.megatron, "chained_optimizers", [self.megatron]):
             part._copy_main_params_to_model_params()
         for chunk in self.chunks:

@@ -32,12 +32,12 @@ from torch.nn import functional
 
 from ....core.errors import ConfigError, TrainError
 from ...models.model_config import ModelConfig
-from ..fusing import fused
 from ..torch_backend.tensors import integers, pieces
+from ..vocab_scores import fused
 from . import mcore
+from .attention import VarlenAttention
 from .layout import ParallelLayout
 from .rotary import Rotary
-from .varlen_attention import VarlenAttention
 from .verbatim import OWNED_MODEL, check_table
 
 
@@ -210,7 +210,7 @@ def _expert_fields(config: ModelConfig) -> dict[str, Any]:
 RowParallelLinear: Any = mcore.module("tensor_parallel").RowParallelLinear
 
 
-class RMSNorm(nn.RMSNorm):
+class MegatronRMSNorm(nn.RMSNorm):
     """torch's norm with what megatron-core's wrapper of it refuses: sequence parallelism, and weights in the
     model's number type."""
 
@@ -228,7 +228,7 @@ class NormedRowParallelLinear(RowParallelLinear):
     def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
         base: Any = super()
         base.__init__(input_size, output_size, config=config, **options)
-        self.post_norm = RMSNorm(config, output_size, eps=config.layernorm_epsilon)
+        self.post_norm = MegatronRMSNorm(config, output_size, eps=config.layernorm_epsilon)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         base: Any = super()
@@ -245,7 +245,7 @@ def decoder_spec(config: ModelConfig, settings: Any, *, virtual_stage: int | Non
     for layer in block.layer_specs:
         _equip(config, settings, layer.submodules, uses_engine=uses_engine)
     if not uses_engine:
-        block.layer_norm = RMSNorm
+        block.layer_norm = MegatronRMSNorm
     return block
 
 
@@ -257,9 +257,9 @@ def _equip(config: ModelConfig, settings: Any, parts: Any, *, uses_engine: bool)
         mlp.experts = _experts_spec()
     if uses_engine:
         return
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    parts.input_layernorm = parts.pre_mlp_layernorm = MegatronRMSNorm
     if settings.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        attention.q_layernorm = attention.k_layernorm = MegatronRMSNorm
     if config.has_post_norms:
         attention.linear_proj = mlp.linear_fc2 = NormedRowParallelLinear
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...models.model_config import ModelConfig
 from ...models.rotary import rotary_angles, rotary_gain
-from ..fusing import fused
+from ..vocab_scores import fused
 
 
 @dataclass(frozen=True, slots=True)

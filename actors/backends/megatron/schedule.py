@@ -9,15 +9,21 @@ whole samples everywhere, and each rank passes back the gradient of its own part
 The decoder's last stage ends in a `ColumnParallelLinear`, called through the model so that Megatron's hooks (parameters
 gathered during the pass) see it. `ScoringHead` is asked beforehand which rows to score; it takes these rows alone and
 returns [M, 1, 2], so the vocabulary's width never meets the width of the batch.
+
+`RoutingReplay`: in the training passes of a step, experts are chosen as they were in its scoring pass. Between the
+mini-batches of a step the weights change, and with them which experts a token goes to; its log-probs then jump for a
+reason that no ratio corrects ("Group Sequence Policy Optimization", arXiv 2507.18071, section 5.3). Only the choice is
+replayed; the current router weighs the chosen experts, so it still learns. With one mini-batch there is no scoring
+pass and nothing to replay: all tokens are trained under the weights that chose.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -29,7 +35,56 @@ from ....core.errors import TrainError
 from ..vocab_scores import Temperature, TokenScores, VocabSlice, score_rows
 from . import mcore
 from .batch import Pack
-from .routing import Mode, RoutingReplay
+
+Mode = Literal["off", "record", "replay"]
+
+
+class RoutingReplay:
+    """The routers of a pipeline's chunks on this rank."""
+
+    def __init__(self, chunks: Sequence[nn.Module]) -> None:
+        self._routers: dict[int, list[Any]] = {
+            id(chunk): [m.router_replay for m in chunk.modules() if getattr(m, "router_replay", None) is not None]
+            for chunk in chunks
+        }
+        self._actions = mcore.module("transformer.moe.router_replay").RouterReplayAction
+        self._mode: Mode = "off"
+        self._choices: dict[tuple[int, int], list[Tensor]] = {}
+
+    @contextmanager
+    def during(self, mode: Mode) -> Generator[None]:
+        """Record or replay in the passes inside. What an earlier step recorded is forgotten when recording begins."""
+        if mode == "record":
+            self._choices.clear()
+        self._mode = mode
+        try:
+            yield
+        finally:
+            self._mode = "off"
+
+    @contextmanager
+    def of(self, chunk: nn.Module, pack: Pack) -> Generator[None]:
+        """Around the forward pass of one pack through one chunk."""
+        routers = self._routers[id(chunk)]
+        key = (id(chunk), id(pack))
+        known = self._choices.get(key)
+        is_recorded = self._mode == "record"
+        is_replayed = self._mode == "replay" and known is not None
+        for number, router in enumerate(routers):
+            if is_recorded:
+                router.set_router_replay_action(self._actions.RECORD)
+            elif is_replayed and known is not None:
+                router.target_topk_idx = known[number]
+                router.set_router_replay_action(self._actions.REPLAY_FORWARD)
+        try:
+            yield
+        finally:
+            if is_recorded:
+                self._choices[key] = [router.get_recorded_indices() for router in routers]
+            for router in routers:
+                router.clear_router_replay_action()
+                router.clear_indices()
+
 
 parallel_state = mcore.parallel_state
 tensor_parallel = mcore.module("tensor_parallel")

@@ -2,8 +2,6 @@
 
 The three tables `[megatron.model]`, `[megatron.ddp]` and `[megatron.optimizer]` pass fields of megatron-core's own
 dataclasses through by their own names; see `verbatim.py`.
-
-Knows config sections and dataclasses. Must not know tensors or ranks.
 """
 
 from __future__ import annotations

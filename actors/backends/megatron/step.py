@@ -2,11 +2,10 @@
 
     before     proximal and reference log-probs (forward only), token advantages, whitening
     update     forward and backward of all micro-batches -> agreement that all numbers are finite -> clip -> AdamW
-    after      sums over micro-batches and replicas become metrics, told to every rank
+    after      sums over micro-batches and replicas become metrics, the same on every rank
 
 The loss is made on scoring ranks (last pipeline stage); tensor and context ranks of one replica make the same loss of
-the same scores. Metrics, denominators and refusals are those of the torch backend, by the same functions. Knows the
-objective (`algos/`), the pipeline and the world. Must not know files, processes or engines.
+the same scores. Metrics, denominators and refusals are those of the torch backend, by the same functions.
 """
 
 from __future__ import annotations
@@ -34,10 +33,12 @@ from ....core.clock import Clock
 from ....core.errors import MyxaError, TrainError, UserCodeError
 from ....core.protocols import StepStats
 from ....core.samples import F32, TrainSample, TrainShard
-from ..shown_scores import ShownScores
 from ..torch_backend.accounting import (
+    MetricSums,
+    accusation,
     charges_kl,
     fill_advantages,
+    first_not_finite,
     mean_weights,
     report,
     skips_neutral,
@@ -46,15 +47,19 @@ from ..torch_backend.accounting import (
     token_batch,
     whiten_together,
 )
-from ..torch_backend.finite import accusation, first_not_finite
-from ..torch_backend.microbatch import check_samples, left_out, plan_scoring, scatter_scores, served_reference
-from ..torch_backend.schedule import learning_rate
-from ..torch_backend.settings import StepSettings, with_knobs
-from ..torch_backend.tally import Tally
+from ..torch_backend.microbatch import (
+    ShownScores,
+    check_samples,
+    left_out,
+    plan_scoring,
+    scatter_scores,
+    served_reference,
+)
+from ..torch_backend.settings import StepSettings, learning_rate, with_knobs
 from ..torch_backend.tensors import floats, from_array
 from ..torch_backend.token_functions import failure_of_all, name_metrics_alike
 from ..vocab_scores import TokenScores
-from .batch import Cutting, Pack, PackedBatch, cut_shard, pack_samples
+from .batch import Pack, PackCutting, PackedBatch, cut_shard, pack_samples
 from .optimizer import MegatronAdamW
 from .schedule import Pipeline
 from .world import MegatronWorld
@@ -67,7 +72,7 @@ class _Step:
     shard: TrainShard
     settings: StepSettings
     objective: ObjectiveConfig
-    tally: Tally
+    tally: MetricSums
     shown: ShownScores
     num_updates: int = 0
     mean_weights: Sequence[float] = ()
@@ -85,7 +90,7 @@ class MegatronStepper:
         reference: Pipeline | None,
         optimizer: MegatronAdamW,
         settings: StepSettings,
-        cutting: Cutting,
+        cutting: PackCutting,
         world: MegatronWorld,
         clock: Clock,
     ) -> None:
@@ -113,7 +118,7 @@ class MegatronStepper:
         """
         started_s = self._clock.monotonic()
         objective = objective_config(settings.algo, max(1, len(shard.minibatches)))
-        step = _Step(shard, settings, objective, Tally(), ShownScores(shard))
+        step = _Step(shard, settings, objective, MetricSums(), ShownScores(shard))
         minibatches = cut_shard(shard, self._cutting_for(objective))
         self._score_before(step, minibatches)
         for number, micros in enumerate(minibatches):
@@ -149,7 +154,7 @@ class MegatronStepper:
 
     def _score_packs(self, packs: Sequence[Pack], into: list[F32]) -> None:
         found = self._pipeline.score(packs)
-        for pack, scores in zip(packs, found, strict=False):  # nothing was found where nobody scores
+        for pack, scores in zip(packs, found, strict=False):  # empty on ranks that do not score
             scatter_scores(scores.logprobs_M, pack, into)
 
     def _told(self, scores: list[F32]) -> list[F32]:
@@ -165,7 +170,7 @@ class MegatronStepper:
         missing = -(-count // self._cutting.multiple_of_micros) * self._cutting.multiple_of_micros - len(packs)
         return [*packs, *(pack_samples((), (), self._cutting) for _ in range(missing))]
 
-    def _cutting_for(self, objective: ObjectiveConfig) -> Cutting:
+    def _cutting_for(self, objective: ObjectiveConfig) -> PackCutting:
         return replace(self._cutting, skips_neutral=skips_neutral(objective))
 
     # -- before the first update
@@ -270,7 +275,7 @@ class MegatronStepper:
         Gradients are summed over replicas as they are made, so the micro-batches of one round are accused together.
         """
         for k, micro in enumerate(micros):
-            spare = _Step(step.shard, step.settings, step.objective, Tally(), ShownScores(step.shard))
+            spare = _Step(step.shard, step.settings, step.objective, MetricSums(), ShownScores(step.shard))
             alone = [micro, *self._empty(self._cutting.multiple_of_micros - 1)]
             self._passes(spare, alone, normaliser, is_first=False)
             if not math.isfinite(self._optimizer.gradient_norm()):

@@ -1,9 +1,8 @@
 """Names in the verbatim tables `[megatron.model]`, `[megatron.ddp]` and `[megatron.optimizer]`: which there are, and
 which are myxa's own to decide.
 
-Knows names alone. No torch and no megatron-core: the fields of the installed version are read from its source text, so
-that the launcher can tell of a mistake within milliseconds and without importing either. A trainer rank checks once
-more, against the classes themselves.
+No torch and no megatron-core: the fields of the installed version are read from its source text, so that the launcher
+reports a mistake within milliseconds. A trainer rank checks once more, against the classes themselves.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The trainer gang under Megatron: process group, parallel groups of the layout, and who reports what.
 
-Knows `World` (meeting, phases, blame, deadlines) and megatron.core's parallel state. Must not know models or batches.
-Unlike the torch backend, a gang of one has a process group too: Megatron asks for its groups whatever their size.
+Built on `World` (rendezvous, phases, blame, deadlines) and megatron.core's parallel state. Unlike the torch backend, a
+gang of one has a process group too: Megatron asks for its groups at any size.
 
     scoring rank   holds the head and does the loss: last pipeline stage; all its tensor and context ranks agree
     teller         the scoring rank with tensor and context rank 0: what it counts is counted once per replica
@@ -36,7 +36,7 @@ MIN_DESCRIPTORS = 65536
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankCoordinates:
     """This rank's coordinates in the layout."""
 
     dp_rank: int
@@ -83,7 +83,7 @@ class MegatronWorld(World):
         super().__init__(base.rank, base.size, base.device, base._store)
         self.layout = layout
         self.replicas = Replicas(base.device)
-        self.place = Place(
+        self.place = RankCoordinates(
             dp_rank=parallel_state.get_data_parallel_rank(),
             dp_size=parallel_state.get_data_parallel_world_size(),
             tp_rank=parallel_state.get_tensor_model_parallel_rank(),
@@ -158,7 +158,7 @@ class MegatronWorld(World):
 
 def _alone(gang: Gang, device: torch.device) -> None:
     """No device is named: else every group of Megatron's would get a communicator at once, and each takes hundreds of
-    MiB of the GPU to speak with nobody."""
+    MiB of the GPU without being used."""
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=dist.HashStore(),  # pyright: ignore[reportPrivateImportUsage]  # documented, not in __all__

@@ -1,7 +1,9 @@
 """What a step does beside the model: advantages before it, the objective's metrics in it, the report after it.
 
-Knows the objective (`algos/`), tallies and rows of loss tokens. Must not know models, layouts or how ranks share the
-work: both training backends use these functions, so for one batch they report the same numbers under the same names.
+`MetricSums` adds up sums and maxima over micro-batches and then over ranks; nothing is read from the device until
+`reduced`. `accusation` lets all ranks agree on a loss or gradient that is not finite, with the names of what caused it:
+every rank says what it saw, and either all raise or none, so no rank takes an optimizer step that another refuses.
+Both training backends use these functions, so for one batch they report the same numbers under the same names.
 """
 
 from __future__ import annotations
@@ -18,9 +20,63 @@ from ....algos.kl import kl_terms
 from ....algos.objective import Objective, ObjectiveConfig, TokenBatch, weight_sums
 from ....algos.segments import Segments
 from ....core.config import AlgoConfig
+from ....core.errors import TrainError
 from ....core.samples import TrainShard
-from .tally import Tally
-from .tensors import floats
+from .tensors import floats, integers
+from .world import World
+
+
+class SumRanks(Protocol):
+    """Over whom a tally is added up."""
+
+    device: torch.device
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Elementwise sum over ranks. Collective."""
+        ...
+
+    def max(self, values: Tensor) -> Tensor:
+        """Elementwise maximum over ranks. Collective."""
+        ...
+
+
+class MetricSums:
+    """Named sums and maxima. All ranks must name the same ones, in any order."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._maxima: dict[str, Tensor] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the sums so far."""
+        return tuple(self._sums)
+
+    def add(self, name: str, value: Tensor | float) -> None:
+        """Add to a sum."""
+        value = torch.as_tensor(value, dtype=torch.float64).detach()
+        self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def top(self, name: str, values: Tensor) -> None:
+        """Raise a maximum to the largest of `values` (none: stays)."""
+        floor = torch.full((1,), float("-inf"), dtype=torch.float64, device=values.device)
+        value = torch.cat([values.detach().double(), floor]).max()
+        self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
+
+    def reduced(self, world: SumRanks) -> tuple[dict[str, float], dict[str, float]]:
+        """(sums, maxima) over all ranks. Collective. A maximum over nothing is 0."""
+        sums, maxima = sorted(self._sums), sorted(self._maxima)
+        totals = floats(world.sum(_stack(self._sums, sums, world.device))) if sums else []
+        tops = floats(world.max(_stack(self._maxima, maxima, world.device))) if maxima else []
+        return (
+            dict(zip(sums, totals, strict=True)),
+            {name: (0.0 if top == float("-inf") else top) for name, top in zip(maxima, tops, strict=True)},
+        )
+
+
+def _stack(values: dict[str, Tensor], names: list[str], device: torch.device) -> Tensor:
+    return torch.stack([values[name].to(device) for name in names])
+
 
 RENAMED = {"approx_kl": "old_kl", "approx_kl_k3": "old_kl_k3"}
 """The objective's estimates of KL(old || live), old being what the loss clips around; `approx_kl` here is always
@@ -146,7 +202,7 @@ def mean_weights(
 
 
 def tally_objective(
-    tally: Tally, config: ObjectiveConfig, batch: TokenBatch, objective: Objective, *, is_first: bool
+    tally: MetricSums, config: ObjectiveConfig, batch: TokenBatch, objective: Objective, *, is_first: bool
 ) -> None:
     """Losses, metric sums and maxima of one micro-batch. `is_first`: the weights are those of the step's start."""
     tally.add("loss", objective.loss)
@@ -176,7 +232,7 @@ def _log_ratio(config: ObjectiveConfig, batch: TokenBatch) -> Tensor:
     return live_M - batch.proximal_T if batch.proximal_T is not None else torch.zeros_like(live_M)
 
 
-def tally_counts(tally: Tally, shard: TrainShard, micros: Sequence[LossRows]) -> None:
+def tally_counts(tally: MetricSums, shard: TrainShard, micros: Sequence[LossRows]) -> None:
     """How much this rank was given, and how much of it was computed."""
     values = (
         sum(len(s.token_ids) for s in shard.samples),
@@ -206,3 +262,38 @@ def report(sums: Mapping[str, float], maxima: Mapping[str, float], num_updates: 
     metrics["train/step_s"] = step_s
     metrics["train/tokens_per_s"] = metrics["train/num_tokens"] / max(step_s, 1e-9)
     return metrics
+
+
+MAX_NAMED = 16
+"""Group ids named per rank."""
+
+REMEDY = "look at these groups' rewards and log-probs; if they are sound, lower the learning rate"
+
+
+def first_not_finite(values_K: Tensor) -> int:
+    """Index of the first NaN or infinity, -1 if there is none."""
+    bad = torch.nonzero(~torch.isfinite(values_K))
+    return int(bad[0]) if bad.numel() else -1
+
+
+def accusation(world: World, what: str, place: str, micro: int, group_ids: Sequence[int]) -> TrainError | None:
+    """The error all ranks raise if any of them found micro-batch `micro` (-1: none) bad; None if all are well.
+
+    `what`: "loss" or "gradient"; `place`: step and mini-batch in words.
+    """
+    named = list(group_ids[:MAX_NAMED]) if micro >= 0 else []
+    claim = torch.full((2 + MAX_NAMED,), -1, dtype=torch.int64)
+    claim[0] = micro
+    claim[1] = len(group_ids)
+    claim[2 : 2 + len(named)] = torch.tensor(named, dtype=torch.int64)
+    claims = [integers(row) for row in world.gather(claim)]
+    clauses = [_clause(rank, row) for rank, row in enumerate(claims) if row[0] >= 0]
+    if not clauses:
+        return None
+    return TrainError(f"{place}: the {what} is not a finite number in {'; '.join(clauses)}", remedy=REMEDY)
+
+
+def _clause(rank: int, row: list[int]) -> str:
+    ids = ", ".join(str(i) for i in row[2:] if i >= 0)
+    more = f" and {row[1] - MAX_NAMED} more" if row[1] > MAX_NAMED else ""
+    return f"micro-batch {row[0]} of rank {rank} (groups {ids}{more})"

@@ -1,10 +1,10 @@
 """AdamW on this rank's part of every parameter.
 
-Knows parameters and their gradients. Must not know schedules or losses: rate and decay come with each update. Moments
-are plain tensors by parameter name, so a checkpoint reads and writes them as they are.
+Learning rate and weight decay come with each update. Moments are plain tensors by parameter name, so a checkpoint reads
+and writes them as they are.
 
 Library considered: `torch.optim.AdamW`. Making one imports torch's whole compiler (1 s of CPU and 70 MB in every
-trainer process, as much time as torch itself) and its state is private to it; the tests hold this file against it.
+trainer process, as much time as torch itself) and its state is private to it; the tests compare this file with it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from .residence import TorchResidence
+from .offload import TorchOffload
 from .tensors import local_part
 
 
@@ -30,34 +30,34 @@ class AdamW:
         parameters: Sequence[tuple[str, nn.Parameter]],
         betas: tuple[float, float],
         eps: float,
-        residence: TorchResidence | None = None,
+        offload: TorchOffload | None = None,
     ) -> None:
-        """`residence`: where moments and gradients lie if they can leave the device."""
+        """`offload`: where moments and gradients lie if they can leave the device."""
         self._parameters = tuple(parameters)
         self._betas = betas
         self._eps = eps
-        self._residence = residence
+        self._offload = offload
         self.num_updates = 0
         """t: updates since the beginning of the run."""
         parts = [local_part(p.detach()) for _, p in self._parameters]
-        if residence is None:
+        if offload is None:
             firsts, seconds = ([torch.zeros_like(part) for part in parts] for _ in range(2))
         else:
-            firsts, seconds = residence.moments_like(parts)
+            firsts, seconds = offload.moments_like(parts)
         names = [name for name, _ in self._parameters]
         self._moments = dict(zip(names, zip(firsts, seconds, strict=True), strict=True))
-        self._gradients = [] if residence is None else residence.gradients_like(parts)
+        self._gradients = [] if offload is None else offload.gradients_like(parts)
 
     @property
     def moments(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Name -> (first, second) moment of this rank's part. Waits for them if they are on their way back."""
-        if self._residence is not None:
-            self._residence.arrived()
+        if self._offload is not None:
+            self._offload.arrived()
         return self._moments
 
     def forget_gradients(self) -> None:
         """Drop all gradients; where they keep their memory, set them to zero."""
-        if self._residence is None:
+        if self._offload is None:
             for _, parameter in self._parameters:
                 parameter.grad = None
         for (_, parameter), gradient in zip(self._parameters, self._gradients, strict=False):
@@ -81,5 +81,5 @@ class AdamW:
             first.lerp_(gradient, 1 - beta1)
             second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
             part.addcdiv_(first, second.sqrt().div_(root).add_(self._eps), value=-rate)
-        if self._residence is not None:
-            self._residence.written()
+        if self._offload is not None:
+            self._offload.written()

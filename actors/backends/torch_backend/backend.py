@@ -15,18 +15,17 @@ import torch
 from ....core.clock import Clock
 from ....core.errors import ConfigError
 from ...models.hf_folder import ModelConfig, export_dtype, read_config
-from ...models.reference import check_reference
-from ...models.value_head import critic_config
+from ...models.second_model import check_reference, critic_config
 from ..rank_backend import RankBackend, RankSettings
 from .adamw import AdamW
 from .checkpoint import PendingCheckpoint, TrainingState, load_checkpoint
 from .critic import Critic, ValueModel, load_value_model
-from .export import Exporter
+from .export import TorchExporter
 from .microbatch import Cutting
 from .model import CausalLM, linear_cost, load_weights
+from .offload import TorchOffload
 from .parallel import Replica
-from .residence import TorchResidence
-from .schedule import check_schedule
+from .settings import check_schedule
 from .step import Stepper
 from .tensors import DTYPE_OF
 from .token_functions import agree_on_source, load_functions
@@ -40,7 +39,7 @@ class _Parts:
     world: World
     state: TrainingState
     stepper: Stepper
-    exporter: Exporter
+    exporter: TorchExporter
 
     def begin_save(self, folder: str, extra: dict[str, Any]) -> PendingCheckpoint:
         return PendingCheckpoint(folder, self.state, extra)
@@ -53,11 +52,11 @@ class TorchBackend(RankBackend[RankSettings, _Parts]):
     """One trainer rank."""
 
     def __init__(
-        self, config: RankSettings, clock: Clock | None = None, *, residence: TorchResidence | None = None
+        self, config: RankSettings, clock: Clock | None = None, *, offload: TorchOffload | None = None
     ) -> None:
-        """`residence`: where parameters, gradients and moments lie if they can leave the device."""
-        super().__init__(config, clock, residence)
-        self._residence = residence
+        """`offload`: where parameters, gradients and moments lie if they can leave the device."""
+        super().__init__(config, clock, offload)
+        self._offload = offload
 
     def setup(self) -> dict[str, Any]:
         """Join the gang, build model, reference and optimizer; returns facts for the log.
@@ -85,10 +84,10 @@ class TorchBackend(RankBackend[RankSettings, _Parts]):
                 self._replica(reference_config, world, is_trained=False) if config.algo.keeps_reference else None
             )
             values = self._value_replica(layers, world) if layers is not None else None
-            if self._residence is not None:
+            if self._offload is not None:
                 trained = replica.parameters() + (values.parameters() if values else [])
-                self._residence.house("params", [p for _, p in trained])
-                self._residence.house("frozen", [p for _, p in reference.parameters()] if reference else [])
+                self._offload.house("params", [p for _, p in trained])
+                self._offload.house("frozen", [p for _, p in reference.parameters()] if reference else [])
             optimizer = self._adamw(replica)
             critic = Critic(values, self._adamw(values), config.critic, layers) if values and layers else None
         stepper = Stepper(
@@ -103,7 +102,7 @@ class TorchBackend(RankBackend[RankSettings, _Parts]):
         dtype = DTYPE_OF[config.trainer.dtype]
         serving_dtype = DTYPE_OF[config.serving_dtype or config.trainer.dtype]
         folder_dtype = DTYPE_OF[export_dtype(config.trainer.export_dtype, model_config, config.trainer.dtype)]
-        exporter = Exporter(replica, model_config, dtype, config.model_path, serving_dtype, folder_dtype)
+        exporter = TorchExporter(replica, model_config, dtype, config.model_path, serving_dtype, folder_dtype)
         self._parts = _Parts(world, TrainingState(replica, optimizer, model_config, critic), stepper, exporter)
         return {
             "backend": "torch",
@@ -150,4 +149,4 @@ class TorchBackend(RankBackend[RankSettings, _Parts]):
         return Replica(module.to(world.device), world, trainer.strategy)
 
     def _adamw(self, replica: Replica) -> AdamW:
-        return AdamW(replica.trained(), self._config.optimizer.betas, self._config.optimizer.eps, self._residence)
+        return AdamW(replica.trained(), self._config.optimizer.betas, self._config.optimizer.eps, self._offload)

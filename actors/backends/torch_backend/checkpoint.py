@@ -1,25 +1,28 @@
 """Saving and restoring the state of training: weights, AdamW's moments, RNG, number of updates; those of a critic too.
 
 Every rank writes its own shards; a replicated model is written by rank 0 alone. Rows of a tensor are put together
-from whatever files hold them, so a checkpoint may be restored on another number of ranks; on the same number the next
-step is the same to the last bit. Nothing is unpickled: files are safetensors, digests are checked first
-(`checkpoint_agreement.py`).
+from all files that hold them, so a checkpoint may be restored on another number of ranks; on the same number the next
+step is the same to the last bit. Nothing is unpickled: files are safetensors.
+
+Before they load, ranks agree that all of them mean the same checkpoint and that every byte of it is as it was written.
+Rank 0 names the folder, each file is read by one rank, and what one rank finds wrong is raised on all: ranks that load
+different checkpoints would otherwise train on without an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
 from torch import Tensor
 
 from ....core.chaos import reached
-from ....core.errors import TrainError
+from ....core.errors import ModelError, TornCheckpoint, TrainError
 from ....core.files import FileEntry, describe_file
 from ....core.protocols import NamedArray
 from ...checkpoints.folder import (
@@ -27,21 +30,108 @@ from ...checkpoints.folder import (
     Manifest,
     begin,
     check_model,
+    check_share,
     commit,
+    digest_of_manifest,
+    find_checkpoint,
     identity_of,
     partial_of,
     rank_file,
+    read_manifest,
     writer_of,
 )
 from ...models.hf_folder import ModelConfig
 from ...models.safetensors_file import open_safetensors, write_safetensors
 from .adamw import AdamW
-from .checkpoint_agreement import agreed_checkpoint, of_a_checkpoint
 from .critic import Critic
 from .export import named_array
 from .parallel import Replica
 from .tensors import from_bytes, integers, local_part
 from .world import World
+
+
+class ManifestCheck(Protocol):
+    """Raises TrainError if this rank cannot use what the manifest tells of."""
+
+    def __call__(self, folder: Path, manifest: Manifest, /) -> None: ...
+
+
+class CheckpointFinding(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank sees."""
+
+    version: int = -1
+    num_updates: int = -1
+    digest: str = ""
+    """Of the manifest."""
+    torn: str = ""
+    """What is not as it was written."""
+
+
+def agreed_checkpoint(world: World, place: str | Path, check: ManifestCheck) -> tuple[Path, Manifest]:
+    """The folder that rank 0 finds at `place`, and its manifest. Collective.
+
+    Raises on every rank: TornCheckpoint if anything is not as it was written, TrainError if there is none, if `check`
+    refuses it, or if ranks see different checkpoints there.
+    """
+    folder = _named(world, place)
+    what = f"loading checkpoint {folder}"
+    manifests: list[Manifest] = []
+    own = CheckpointFinding()
+    with world.together(what):
+        own = _look(folder, world, check, manifests)
+    findings = [
+        msgspec.json.decode(text, type=CheckpointFinding) for text in world.exchange(msgspec.json.encode(own).decode())
+    ]
+    for rank, found in enumerate(findings):
+        if found.torn:
+            raise world.agreed(TornCheckpoint(f"rank {rank}: {found.torn}", remedy="use an older one"))
+    if len(set(findings)) > 1:
+        seen = "; ".join(
+            f"rank {rank}: version {found.version} after {found.num_updates} updates, manifest {found.digest[:12]}"
+            for rank, found in enumerate(findings)
+        )
+        raise world.agreed(
+            TrainError(
+                f"ranks see different checkpoints in {folder}: {seen}",
+                remedy="is it on a file system that all ranks share?",
+            )
+        )
+    return folder, manifests[0]
+
+
+def _named(world: World, place: str | Path) -> Path:
+    folder = ""
+    with world.together(f"loading checkpoint {place}"):
+        if world.rank == 0:
+            folder = str(find_checkpoint(place))
+    return Path(world.exchange(folder)[0])
+
+
+def _look(folder: Path, world: World, check: ManifestCheck, found: list[Manifest]) -> CheckpointFinding:
+    try:
+        manifest = read_manifest(folder)
+        check(folder, manifest)
+        check_share(folder, manifest, world.rank, world.size)
+        digest = digest_of_manifest(folder)
+    except TornCheckpoint as error:
+        return CheckpointFinding(torn=error.message)
+    found.append(manifest)
+    version = manifest.extra.get("version")
+    return CheckpointFinding(
+        version=version if isinstance(version, int) else -1, num_updates=manifest.num_updates, digest=digest
+    )
+
+
+@contextmanager
+def of_a_checkpoint(what: str) -> Generator[None]:
+    """Raise TrainError for a file that cannot be read or written: a ModelError would say that the configuration is
+    wrong, and the run would not retry."""
+    try:
+        yield
+    except (ModelError, OSError) as error:
+        cause = error.message if isinstance(error, ModelError) else str(error)
+        raise TrainError(f"{what}: {cause}", remedy="check disk and rights; another attempt may do") from error
+
 
 KINDS = ("weights", "first_moments", "second_moments")
 CRITIC = "critic."
@@ -72,7 +162,7 @@ class TrainingState:
 
 
 class PendingCheckpoint:
-    """A checkpoint whose content is copied away: training may go on while `write` runs in a thread of its own."""
+    """A checkpoint whose content is copied away: training may continue while `write` runs in another thread."""
 
     def __init__(self, folder: str | Path, state: TrainingState, extra: Mapping[str, Any]) -> None:
         """Collective; raises TrainError on every rank if any rank fails. `extra` must be JSON."""

@@ -16,14 +16,14 @@ from ....algos.losses import value_loss, value_metrics, value_sums
 from ....core.config import CriticConfig, OptimizerConfig
 from ....core.errors import TrainError
 from ...models.hf_folder import ModelConfig, open_weights
-from ...models.value_head import value_head_in
+from ...models.second_model import value_head_in
+from .accounting import MetricSums
 from .adamw import AdamW
 from .layout import Layout
 from .microbatch import MicroBatch
 from .model import Linear, PackedModel
 from .parallel import Replica
-from .schedule import learning_rate
-from .tally import Tally
+from .settings import learning_rate
 from .tensors import from_bytes
 
 SUMS = "critic/"
@@ -48,7 +48,7 @@ class Critic:
         with torch.no_grad():
             return cast(Tensor, self.replica.module(layout))
 
-    def loss(self, micro: MicroBatch[Layout], num_tokens: float, tally: Tally) -> Tensor:
+    def loss(self, micro: MicroBatch[Layout], num_tokens: float, tally: MetricSums) -> Tensor:
         """This micro-batch's share of the mean over `num_tokens` loss tokens of the mini-batch, 0-dim, and its metrics
         into the tally."""
         if micro.values_M is None or micro.returns_M is None:
@@ -60,7 +60,7 @@ class Critic:
         tally.add(f"{SUMS}clipped", found.is_clipped_T.sum())
         return loss
 
-    def count(self, micro: MicroBatch[Layout], tally: Tally) -> None:
+    def count(self, micro: MicroBatch[Layout], tally: MetricSums) -> None:
         """How well the values of the step's start tell the returns, into the tally."""
         if micro.values_M is not None and micro.returns_M is not None:
             for name, total in value_sums(micro.values_M, micro.returns_M).items():

@@ -60,7 +60,7 @@ def for_folder(arrays: list[NamedArray], dtype: torch.dtype) -> tuple[list[Named
     return narrow, dtype
 
 
-class Exporter:
+class TorchExporter:
     """Gathers a replica's weights in `dtype`."""
 
     def __init__(

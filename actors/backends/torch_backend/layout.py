@@ -4,11 +4,11 @@
     bundles   samples with the same prompt share one copy of it: prompt, answer 1, answer 2, ... One bundle is one row
               of attention; its mask lets an answer see the prompt and itself, never another answer
     blocks    rows of similar length, padded to one rectangle [n, L], for `scaled_dot_product_attention`
-    rows      hidden states that predict a loss token; only they go through the language-model head
+    rows      hidden states that predict a loss token; only they pass the language-model head
 
-Knows token ids and masks, not the model. Sharing a prompt changes no number: a token's hidden state depends on the
-tokens before it alone, and every answer's positions go on from the end of its prompt. Nothing is computed for what no
-loss depends on: samples without loss tokens, tokens behind the last loss token, the last token itself.
+Sharing a prompt changes no number: a token's hidden state depends on the tokens before it alone, and every answer's
+positions continue from the end of its prompt. Nothing is computed for what no loss depends on: samples without loss
+tokens, tokens behind the last loss token, the last token itself.
 
 Library considered: `torch.nn.attention.flex_attention` and `varlen_attn` express the same masks, but need a compiler or
 a CUDA flash kernel; on a CPU the padded rectangle was the fastest of five layouts measured. (Prefix sharing as in the
@@ -39,7 +39,7 @@ MIN_FILL = 0.75
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class AttentionBlock:
     """A rectangle of attention: `num_rows` rows of `row_len` slots."""
 
     num_rows: int
@@ -59,7 +59,7 @@ class Layout:
     """int64 [T]"""
     positions_T: Tensor
     """int64 [T]: position inside its sequence, 0-based."""
-    blocks: tuple[Block, ...]
+    blocks: tuple[AttentionBlock, ...]
     index_S: Tensor
     """int64 [S]: packed token in each slot of the blocks, which follow one another; padding slots hold token 0."""
     slots_T: Tensor
@@ -195,7 +195,7 @@ class _Packer:
         """The finished index tensors."""
         segments_T = np.concatenate(self._segments)
         slots_T = np.empty(self._num_tokens, dtype=np.int64)
-        blocks: list[Block] = []
+        blocks: list[AttentionBlock] = []
         indexes: list[I64] = []
         offset = 0
         for part in _blocks_of(self._bundles):
@@ -235,7 +235,7 @@ def _blocks_of(bundles: Sequence[tuple[int, int, bool]]) -> list[list[tuple[int,
 
 def _block(
     part: Sequence[tuple[int, int, bool]], segments_T: I64, slots_T: I64, offset: int, device: torch.device | str
-) -> tuple[Block, I64]:
+) -> tuple[AttentionBlock, I64]:
     """(block, index [num_rows * row_len]) of padded rows; their slots, from `offset` on, are written into `slots_T`."""
     starts = np.asarray([b[0] for b in part])
     lengths = np.asarray([b[1] for b in part])
@@ -247,7 +247,7 @@ def _block(
     mask: Tensor | None = None
     if part[0][2]:
         mask = _tree_mask(_to_device(np.where(valid_nL, segments_T[index_nL], -1), device))
-    return Block(num_rows=len(part), row_len=row_len, mask_nLL=mask), index_nL.reshape(-1)
+    return AttentionBlock(num_rows=len(part), row_len=row_len, mask_nLL=mask), index_nL.reshape(-1)
 
 
 def _tree_mask(segments_nL: Tensor) -> Tensor:
@@ -264,7 +264,7 @@ def _empty_layout(device: torch.device | str) -> Layout:
     return Layout(
         token_ids_T=zero,
         positions_T=zero,
-        blocks=(Block(num_rows=1, row_len=1, mask_nLL=None),),
+        blocks=(AttentionBlock(num_rows=1, row_len=1, mask_nLL=None),),
         index_S=zero,
         slots_T=zero,
         rows_N=none,

@@ -86,7 +86,7 @@ def pad_rows(x: Tensor, layout: Layout) -> Tensor:
     return cast(Tensor, cast(Any, _PadRows).apply(x, layout.index_S, layout.slots_T))
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     """Grouped-query attention inside the blocks of a layout."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -158,7 +158,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, *, recomputes: bool) -> None:
         super().__init__()
         self.recomputes = recomputes
-        self.self_attn = Attention(config)
+        self.self_attn = SelfAttention(config)
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -177,7 +177,7 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Decoder(nn.Module):
+class DecoderStack(nn.Module):
     """Embedding, layers, final norm."""
 
     def __init__(self, config: ModelConfig, *, recomputes: bool) -> None:
@@ -201,7 +201,7 @@ class PackedModel(nn.Module):
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype = torch.float32, recomputes: bool = False) -> None:
         super().__init__()
         self.dtype = dtype
-        self.model = Decoder(config, recomputes=recomputes)
+        self.model = DecoderStack(config, recomputes=recomputes)
         self._config = config
 
     def hidden_Mh(self, layout: Layout) -> Tensor:

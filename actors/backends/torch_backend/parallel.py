@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ....core.errors import TrainError
-from ...models.freezing import frozen_names
+from ...models.model_config import frozen_names
 from ..vocab_scores import TokenScores
 from .layout import Layout
 from .model import PackedModel

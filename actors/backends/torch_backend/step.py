@@ -35,10 +35,12 @@ from ....core.clock import Clock
 from ....core.errors import MyxaError, TrainError, UserCodeError
 from ....core.protocols import StepStats
 from ....core.samples import F32, TrainSample, TrainShard
-from ..shown_scores import ShownScores
 from .accounting import (
+    MetricSums,
+    accusation,
     charges_kl,
     fill_advantages,
+    first_not_finite,
     mean_weights,
     report,
     skips_neutral,
@@ -49,11 +51,11 @@ from .accounting import (
 )
 from .adamw import AdamW
 from .critic import Critic, take_metrics
-from .finite import accusation, first_not_finite
 from .layout import Layout, plan_layout
 from .microbatch import (
     Cutting,
     MicroBatch,
+    ShownScores,
     check_samples,
     check_shard,
     cut_shard,
@@ -63,13 +65,11 @@ from .microbatch import (
     served_reference,
 )
 from .parallel import Replica
-from .schedule import learning_rate
-from .settings import StepSettings, with_knobs
-from .tally import Tally
+from .settings import StepSettings, learning_rate, with_knobs
 from .tensors import backward, floats
 from .token_functions import failure_of_all, name_metrics_alike
 
-LossOf = Callable[[MicroBatch[Layout], Tally], Tensor]
+LossOf = Callable[[MicroBatch[Layout], MetricSums], Tensor]
 """A micro-batch's share of the mini-batch's loss, 0-dim; its metrics go into the tally."""
 
 
@@ -89,7 +89,7 @@ class Learner:
         self._losses: list[Tensor] = []
         self._norm = torch.zeros(())
 
-    def backward(self, micros: Sequence[MicroBatch[Layout]], tally: Tally) -> None:
+    def backward(self, micros: Sequence[MicroBatch[Layout]], tally: MetricSums) -> None:
         """This rank's gradients."""
         self._optimizer.forget_gradients()
         for micro in micros:
@@ -119,12 +119,12 @@ class Learner:
         bad = -1
         for number, micro in enumerate(micros):
             self._optimizer.forget_gradients()
-            backward(self._loss_of(micro, Tally()))
+            backward(self._loss_of(micro, MetricSums()))
             if bad < 0 and not self._replica.local_gradient_is_finite():
                 bad = number
         return bad
 
-    def update(self, rate: float, max_grad_norm: float, weight_decay: float, tally: Tally) -> None:
+    def update(self, rate: float, max_grad_norm: float, weight_decay: float, tally: MetricSums) -> None:
         """Clip, and AdamW."""
         if not self._is_held:
             self._replica.clip(self._norm, max_grad_norm)
@@ -141,7 +141,7 @@ class _Step:
     shard: TrainShard
     settings: StepSettings
     objective: ObjectiveConfig
-    tally: Tally
+    tally: MetricSums
     shown: ShownScores
     num_updates: int = 0
     mean_weights: Sequence[float] = ()
@@ -184,7 +184,7 @@ class Stepper:
         """
         started_s = self._clock.monotonic()
         objective = objective_config(settings.algo, max(1, len(shard.minibatches)))
-        step = _Step(shard, settings, objective, Tally(), ShownScores(shard))
+        step = _Step(shard, settings, objective, MetricSums(), ShownScores(shard))
         minibatches = cut_shard(shard, self._cutting_for(objective))
         self._score_before(step, minibatches)
         for number, micros in enumerate(minibatches):
@@ -267,7 +267,7 @@ class Stepper:
         step.mean_weights = mean_weights(minibatches, objective, self._world.sum, self._world.device)
 
     def _reference_of(self, step: _Step, layout: Layout) -> Tensor:
-        """Log-probs under the reference model, float32 [M]: its own, or as somebody else has told them."""
+        """Log-probs under the reference model, float32 [M]: its own, or those that came with the samples."""
         if self._reference is None:
             return served_reference(layout, step.shard.samples, self._world.device)
         return self._reference.score(layout).logprobs_M
@@ -307,14 +307,14 @@ class Stepper:
         """The policy, and the critic if there is one, for one mini-batch."""
         critic = self._critic
 
-        def policy_loss(micro: MicroBatch[Layout], tally: Tally) -> Tensor:
+        def policy_loss(micro: MicroBatch[Layout], tally: MetricSums) -> Tensor:
             return self._loss(step, micro, normaliser, tally, is_first=is_first)
 
         is_held = critic is not None and critic.trains_alone(step.shard.step)
         learners = [Learner(self._replica, self._optimizer, policy_loss, is_held=is_held)]
         if critic is not None:
 
-            def critic_loss(micro: MicroBatch[Layout], tally: Tally) -> Tensor:
+            def critic_loss(micro: MicroBatch[Layout], tally: MetricSums) -> Tensor:
                 return critic.loss(micro, normaliser.tokens, tally)
 
             learners.append(Learner(critic.replica, critic.optimizer, critic_loss, name="critic_"))
@@ -351,7 +351,7 @@ class Stepper:
         )
 
     def _loss(
-        self, step: _Step, micro: MicroBatch[Layout], normaliser: Normaliser, tally: Tally, *, is_first: bool
+        self, step: _Step, micro: MicroBatch[Layout], normaliser: Normaliser, tally: MetricSums, *, is_first: bool
     ) -> Tensor:
         """The policy's share of the global loss from this micro-batch, 0-dim, and its metrics into the tally."""
         needs_entropy_grad = step.objective.entropy_coef > 0

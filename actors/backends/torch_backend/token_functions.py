@@ -1,7 +1,5 @@
-"""A user's loss and weight per token: called on every micro-batch, their results judged, their failures told by all
+"""A user's loss and weight per token: called on every micro-batch, their results checked, their failures raised by all
 ranks together.
-
-Knows what such a function is given and may return. Must not know models or how the loss goes on from there.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from ....algos.ratios import TokenWeights
 from ....core.config import AlgoConfig
 from ....core.errors import ConfigError, UserCodeError
 from ...user_code.functions import LOSS_FN, WEIGHT_FN, UserFunction, load_function, source_digest, what_was_raised
-from .tally import Tally
+from .accounting import MetricSums
 from .world import World
 
 REMEDY = "mend the function; docs/algorithms.md says what it gets and returns"
@@ -139,7 +137,7 @@ def failure_of_all(world: World, failure: UserCodeError | None, place: str) -> U
     return UserCodeError(f"{place}, rank {rank}: {said[rank]}", remedy=REMEDY)
 
 
-def name_metrics_alike(world: World, tally: Tally, functions: TokenFunctions) -> None:
+def name_metrics_alike(world: World, tally: MetricSums, functions: TokenFunctions) -> None:
     """Every rank names the metrics that any rank's loss gave, so that they can be added up. Collective if there is a
     loss of the user's."""
     if functions.loss is None:

@@ -1,7 +1,6 @@
-"""The ranks of one trainer gang: meeting, small reductions, and saying who is missing when a collective fails.
+"""The ranks of one trainer gang: rendezvous, small reductions, and which rank is missing when a collective fails.
 
-Knows torch.distributed and its store. Must not know models or batches. Alone (`size == 1`) there is no process group
-and no address is needed; everything else is the same code.
+Alone (`size == 1`) there is no process group and no address is needed; everything else is the same code.
 
 A collective cannot say who failed it, so every rank notes in the store which phase it enters and, when it fails, why.
 A rank that fails by itself leaves the process group at once: that closes its connections, and the others fail within
@@ -228,7 +227,7 @@ class World:
         if self._store is None:
             return "alone"
         others = [r for r in range(self.size) if r != self.rank]
-        with contextlib.suppress(RuntimeError):  # then somebody is silent, which is what we want to tell
+        with contextlib.suppress(RuntimeError):  # then a rank is silent, which the error below says
             self._store.wait([f"left/{r}" for r in others], timedelta(seconds=GRACE_S))
         try:
             return "; ".join(self._clause(r) for r in others)

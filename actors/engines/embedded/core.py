@@ -1,7 +1,7 @@
 """Continuous batching, one step at a time: a forward pass decodes the running rows and prefills those that join.
 
-Synchronous and single-threaded: whoever owns it calls `step` and takes the events. Knows model, cache and sampler;
-knows no threads, no asyncio, no clock.
+Synchronous and single-threaded: the owner calls `step` and takes the events. There are no threads, no asyncio and no
+clock here.
 
     submit -> waiting -> row -> ... -> end delta
                 ^- retract -|
@@ -25,17 +25,12 @@ from ....core.protocols import Delta, GenerateRequest, PauseMode
 from ....core.samples import I32, FinishReason
 from ....core.sampling import Decode
 from ...models.model_config import ModelConfig
-from .admission import Admission, plan_admission, take_waiting
-from .allocation import Allocate
-from .arrays import Index, as_tensor
-from .attention import Attention, DecodeAttention, MixedAttention, PrefillAttention, TileAttention
-from .kv import SlotCache
-from .model import Decoder
-from .penalties import penalise
+from .attention import Attention, DecodeAttention, MixedAttention, PrefillAttention, SlotCache, TileAttention
+from .model import Decoder, score
 from .request import Running, Scoring, check_request, check_scoring, make_running
-from .sampler import TILE, draw, draw_tiles, stream_state
-from .scoring import score
-from .slots import SlotTable
+from .sampler import TILE, draw, draw_tiles, penalise, stream_state
+from .slots import AdmissionPlan, SlotTable, plan_admission, take_waiting
+from .tensors import Allocate, Index, as_tensor
 from .weights import DecoderWeights
 
 PREFILL_TOKENS = 4096
@@ -43,7 +38,7 @@ PREFILL_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class RequestEvent:
     """Something to tell the owner of a request: new tokens, or the error that ended it."""
 
     owner: object
@@ -60,7 +55,7 @@ class CoreOptions:
     seed: int = 0
     version: int = 0
     stream_interval: int = 16
-    """Tokens are told of every so many steps, and when a request ends; 0 = only then."""
+    """Steps between two deltas of a request; its last delta comes at once. 0: one delta, at the end."""
     is_invariant: bool = False
     """Logits of a sequence are the same to the bit whatever shares its batch, and whether a token was prefilled or
     decoded."""
@@ -107,7 +102,7 @@ class EngineCore:
         self._waiting: deque[Running] = deque()
         self._scoring: deque[Scoring] = deque()
         self._ids: set[str] = set()
-        self._events: list[Event] = []
+        self._events: list[RequestEvent] = []
         self._random = Random(options.seed)
         self._steps_untold = 0
         self.version = options.version
@@ -132,7 +127,7 @@ class EngineCore:
         """Whether `step` would do anything."""
         return not self.is_paused and bool(self._slots.rows or self._waiting or self._scoring)
 
-    def take_events(self) -> list[Event]:
+    def take_events(self) -> list[RequestEvent]:
         """What happened since the last call, in order."""
         events, self._events = self._events, []
         return events
@@ -148,7 +143,7 @@ class EngineCore:
             decode = self._options.decode or _no_text
             running = make_running(request, owner, self._options.eos_token_ids, state, decode)
         except Exception as err:  # noqa: BLE001 -- whatever is wrong with it, its owner waits for an answer
-            self._events.append(Event(owner, self._refusal(request.request_id, err)))
+            self._events.append(RequestEvent(owner, self._refusal(request.request_id, err)))
             return
         self._ids.add(request.request_id)
         self._waiting.append(running)
@@ -188,7 +183,7 @@ class EngineCore:
             )
             self._check_is_new(scoring.request_id)
         except Exception as err:  # noqa: BLE001 -- as above
-            self._events.append(Event(scoring.owner, self._refusal(scoring.request_id, err)))
+            self._events.append(RequestEvent(scoring.owner, self._refusal(scoring.request_id, err)))
             return
         self._ids.add(scoring.request_id)
         self._scoring.append(scoring)
@@ -224,7 +219,7 @@ class EngineCore:
         _WHEN_PAUSED[mode](self)
 
     def resume(self) -> None:
-        """Go on."""
+        """Continue after a pause."""
         self.is_paused = False
 
     def retract(self) -> None:
@@ -315,7 +310,7 @@ class EngineCore:
         request = GenerateRequest(request_id="\0", input_ids=np.zeros(1, np.int32), sampling=SamplingParams())
         try:
             self._advance([make_running(request, None, frozenset(), 0, _no_text)])
-        except Exception:  # noqa: BLE001 -- the one that led here is told
+        except Exception:  # noqa: BLE001 -- the caller reports the error that led here
             return False
         finally:
             self._slots.clear()
@@ -331,7 +326,7 @@ class EngineCore:
         error.__cause__ = err
         return error
 
-    def _forward(self, admission: Admission) -> torch.Tensor:
+    def _forward(self, admission: AdmissionPlan) -> torch.Tensor:
         """Logits of the next token, float32: of the running rows, then of the requests that join."""
         if self._options.is_invariant:
             return self._forward_tiles(admission)
@@ -350,7 +345,7 @@ class EngineCore:
         attention = attentions[0] if len(attentions) == 1 else MixedAttention(*attentions, num_first=count)
         return self._decoder.forward(self._weights, as_tensor(ids), as_tensor(positions), attention, wanted)
 
-    def _forward_tiles(self, admission: Admission) -> torch.Tensor:
+    def _forward_tiles(self, admission: AdmissionPlan) -> torch.Tensor:
         """The same, tile by tile: a running row shares its tile with its neighbours, or with slots that are free."""
         ids, positions = self._slots.inputs()
         count = len(ids)
@@ -371,7 +366,7 @@ class EngineCore:
                 found.append(self._decoder.logits(self._weights, tile)[: len(part)])
         return torch.cat(found)
 
-    def _prefill_tiles(self, admission: Admission) -> torch.Tensor:
+    def _prefill_tiles(self, admission: AdmissionPlan) -> torch.Tensor:
         """Hidden states of all tokens of the contexts, one behind the other; the last tile is filled with its last."""
         ids = np.concatenate(admission.contexts).astype(np.int64)
         rows = np.repeat(np.asarray(admission.rows), admission.lengths)
@@ -459,14 +454,14 @@ class EngineCore:
 
     def _forget(self, request: Running | Scoring, news: Delta | EngineError) -> None:
         self._ids.discard(request.request_id)
-        self._events.append(Event(request.owner, news))
+        self._events.append(RequestEvent(request.owner, news))
 
     def tell(self) -> None:
         """Hand out all tokens that were not."""
         self._steps_untold = 0
         for row, request in enumerate(self._slots.rows):
             if self._slots.has_news(row):
-                self._events.append(Event(request.owner, self._slots.news(row)))
+                self._events.append(RequestEvent(request.owner, self._slots.news(row)))
 
 
 _WHEN_PAUSED: Mapping[PauseMode, Callable[[EngineCore], None]] = MappingProxyType(
@@ -476,4 +471,4 @@ _WHEN_PAUSED: Mapping[PauseMode, Callable[[EngineCore], None]] = MappingProxyTyp
         "in_place": EngineCore.tell,
     }
 )
-"""abort: all requests end; retract: rows go back to waiting and are prefilled anew; in_place: rows keep their cache."""
+"""abort: all requests end; retract: rows wait again and are prefilled again; in_place: rows keep their cache."""

@@ -1,8 +1,9 @@
 """The embedded engine: continuous batching on the CPU inside the rollout's process, behind `core.protocols.Engine`.
 
-Knows its model folder, its thread and the reader it is given for new weights. Life of a weight version here:
+It loads a model folder, runs the core in a thread of its own and reads new weights through the reader it is given. Life
+of a weight version:
 
-    prepare_weights   a worker thread copies the bytes into the spare set while the engine goes on decoding
+    prepare_weights   a worker thread copies the bytes into the spare set while the engine decodes
     commit_weights    between two steps the two sets change places; the next token is stamped with the new version
 
 Libraries considered: transformers' continuous batching (2-5 times slower on a CPU, version stamps unknown to it),
@@ -12,10 +13,12 @@ vLLM and SGLang (their CPU builds are not on the package index), llama.cpp (weig
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ....core.device_memory import MovedBytes, Tag, TagReport
@@ -24,20 +27,128 @@ from ....core.messages import WeightManifest
 from ....core.protocols import Delta, EngineInfo, GenerateRequest, NamedArray, PauseMode, WeightReader
 from ....core.samples import I32
 from ....core.weight_channel import WeightProgress
-from ....memory.budget import EngineBudget
-from ...models.hf_folder import ModelConfig, open_weights
+from ....memory.budget import EngineBudget, plan_engine
+from ....memory.host import available_bytes
+from ...models.chat_template import PlainText
+from ...models.hf_folder import ModelConfig, check_values, open_weights, read_config
+from ...models.tokenizer import load_tokenizer
 from ...weights.beacon import Beacon, Counted
-from .core import EngineCore, Event
-from .lent_memory import LentMemory, expected
-from .loading import load_core, new_weights, plan_folder
-from .options import EmbeddedOptions
+from .core import CoreOptions, EngineCore, RequestEvent
 from .request import Running, Scoring
-from .stream import Stream
+from .tensors import LentMemory, expected, plain_zeros
 from .thread import EngineThread
-from .weights import DecoderWeights
+from .weights import DTYPES, DecoderWeights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddedOptions:
+    """Settings of an embedded engine."""
+
+    max_running: int = 256
+    """Sequences decoded together; fewer if memory demands it."""
+    context_length: int = 0
+    """Longest prompt plus answer in tokens; 0: the model's own."""
+    dtype: str = "float32"
+    """float32 agrees with the trainer to 1e-5 per log-prob; bfloat16 halves the memory and does not."""
+    seed: int = 0
+    """Of the requests that bring none."""
+    version: int = 0
+    """Weight version that the folder holds."""
+    pause_mode: PauseMode = "in_place"
+    """What a commit does to running requests: in_place keeps their cache, retract rebuilds it under the new weights,
+    abort ends them."""
+    stream_interval: int = 16
+    """Deltas come every so many tokens, and at the end."""
+    num_threads: int = 1
+    """Of torch. More than one pays on idle cores only: its barriers spin."""
+    memory_share: float = 0.6
+    """Part of the host's available memory to plan with; divide it by the number of engines on the host."""
+    is_invariant: bool = False
+    """Tokens and log-probs of a request depend on its tokens, its seed and the weights alone, to the bit: whatever
+    shares its batch, and wherever it was continued. Slower: docs/benchmarks.md."""
+    name: str = "embedded engine"
+
+
+class DeltaStream:
+    """Filled by the engine's events, emptied by one `generate` call."""
+
+    def __init__(self) -> None:
+        self._news: deque[Delta | EngineError] = deque()
+        self._has_news = asyncio.Event()
+
+    def put(self, news: Delta | EngineError) -> None:
+        """New tokens, or the error that ended the request."""
+        self._news.append(news)
+        self._has_news.set()
+
+    async def get(self) -> Delta:
+        """The next news; raises it if it is an error."""
+        while not self._news:
+            self._has_news.clear()
+            await self._has_news.wait()
+        news = self._news.popleft()
+        if isinstance(news, EngineError):
+            raise news
+        return news
+
+
+CPU_DTYPES = ("float32", "bfloat16")
+
+
+def load_core(
+    folder: Path, options: EmbeddedOptions, memory: LentMemory | None
+) -> tuple[ModelConfig, EngineBudget, EngineCore]:
+    """Raises ModelError for a bad folder, EngineError for impossible settings or too little memory."""
+    if options.dtype not in CPU_DTYPES:
+        raise EngineError(
+            f"{options.name}: dtype {options.dtype} is not for CPUs", remedy=f"use {' or '.join(CPU_DTYPES)}"
+        )
+    config, budget = plan_folder(folder, options, memory)
+    tokenizer = load_tokenizer(folder, PlainText())
+    weights = new_weights(config, options, memory)
+    with open_weights(folder, config) as tensors:
+        check_values(config.tensor_shapes(), tensors, str(folder))
+        weights.load(tensors, str(folder))
+    core_options = CoreOptions(
+        num_slots=budget.num_slots,
+        context_length=budget.context_length,
+        eos_token_ids=frozenset(tokenizer.eos_token_ids),
+        seed=options.seed,
+        version=options.version,
+        stream_interval=options.stream_interval,
+        is_invariant=options.is_invariant,
+        name=options.name,
+        decode=partial(tokenizer.decode, skip_special=False),
+    )
+    allocate = None if memory is None else memory.allocate("kv_cache")
+    core = EngineCore(config, weights, core_options, allocate)
+    core.check_logits()
+    return config, budget, core
+
+
+def plan_folder(folder: Path, options: EmbeddedOptions, memory: LentMemory | None) -> tuple[ModelConfig, EngineBudget]:
+    """How much room there is for what. Raises as `load_core`."""
+    config = read_config(folder)
+    config.require_plain(options.name)
+    budget = plan_engine(
+        config,
+        dtype=options.dtype,
+        max_running=options.max_running,
+        context_length=options.context_length,
+        available_bytes=available_bytes() if memory is None else min(available_bytes(), memory.device_bytes),
+        share=options.memory_share,
+    )
+    return config, budget
+
+
+def new_weights(config: ModelConfig, options: EmbeddedOptions, memory: LentMemory | None) -> DecoderWeights:
+    """A set without values."""
+    allocate = plain_zeros if memory is None else memory.allocate("weights")
+    return DecoderWeights(config, DTYPES[options.dtype], allocate)
+
 
 JOIN_S = 10.0
-"""How long `close` waits for the step in hand."""
+"""How long `close` waits for the current step."""
 
 
 @dataclass(slots=True)
@@ -72,7 +183,7 @@ class EmbeddedEngine:
         self._memory = memory
         self._state: _Started | None = None
         self._is_closed = False
-        self._streams: set[Stream] = set()
+        self._streams: set[DeltaStream] = set()
         self._preparing = asyncio.Lock()
         self._starting = asyncio.Lock()
         self._broken: EngineError | None = None
@@ -101,7 +212,7 @@ class EmbeddedEngine:
                 if self._is_closed:
                     raise EngineError(f"{self._place} was closed while it started", remedy="build a new one")
             except BaseException as err:
-                # Cancelled: the load goes on in the worker, which ends after it; otherwise it is idle.
+                # Cancelled: the worker finishes the load and then ends; otherwise it is idle.
                 worker.shutdown(wait=not isinstance(err, asyncio.CancelledError), cancel_futures=True)
                 raise
             thread = EngineThread(
@@ -145,7 +256,7 @@ class EmbeddedEngine:
                 self._memory.close()
 
     async def _drain(self, worker: ThreadPoolExecutor) -> bool:
-        """Wait for a copy in hand; False when it takes too long to wait for."""
+        """Wait for a running copy; False when it takes longer than `JOIN_S`."""
         idle = asyncio.get_running_loop().run_in_executor(worker, int)
         done, _ = await asyncio.wait([idle], timeout=JOIN_S)
         return bool(done)
@@ -160,15 +271,15 @@ class EmbeddedEngine:
         """Tokens `first` to the last of `ids`, int32 [T], with log-probs at temperature 1 under the weights that serve.
         Aborted, none. Raises RequestRefused for ids that cannot be scored."""
 
-        def submit(core: EngineCore, stream: Stream) -> None:
+        def submit(core: EngineCore, stream: DeltaStream) -> None:
             core.submit_scoring(Scoring(request_id, stream, ids, first))
 
         async with aclosing(self._deltas(submit)) as deltas:
             return await anext(deltas)
 
-    async def _deltas(self, submit: Callable[[EngineCore, Stream], None]) -> AsyncGenerator[Delta, None]:
+    async def _deltas(self, submit: Callable[[EngineCore, DeltaStream], None]) -> AsyncGenerator[Delta, None]:
         thread = self._started().thread
-        stream = Stream()
+        stream = DeltaStream()
         self._streams.add(stream)
         is_ended = False
         try:
@@ -182,7 +293,7 @@ class EmbeddedEngine:
             if not is_ended and not self._is_closed:
                 self._abandon(thread, stream)
 
-    def _abandon(self, thread: EngineThread, stream: Stream) -> None:
+    def _abandon(self, thread: EngineThread, stream: DeltaStream) -> None:
         """The caller closed the iterator early: its row is wanted by others."""
 
         def is_mine(running: Running | Scoring) -> bool:
@@ -193,9 +304,9 @@ class EmbeddedEngine:
         except EngineError:  # broken or closing: nothing runs any more
             return
 
-    def _on_events(self, events: list[Event]) -> None:
+    def _on_events(self, events: list[RequestEvent]) -> None:
         for event in events:
-            if isinstance(event.owner, Stream):
+            if isinstance(event.owner, DeltaStream):
                 event.owner.put(event.news)
 
     def _on_broken(self, error: EngineError) -> None:
@@ -222,11 +333,11 @@ class EmbeddedEngine:
         await self._started().thread.call(lambda core: core.abort(is_meant))
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stand still; see `core.protocols.Engine`."""
+        """Stop decoding; see `core.protocols.Engine`."""
         await self._started().thread.call(lambda core: core.pause(mode))
 
     async def resume(self) -> None:
-        """Go on after a pause."""
+        """Continue after a pause."""
         await self._started().thread.call(lambda core: core.resume())
 
     # -- weights

@@ -1,11 +1,16 @@
 """Drawing tokens from logits, one random number per token, and the log-prob of what was drawn.
 
-Log-probs are those of `logits / temperature` over the whole vocabulary, before top-p, top-k and min-p cut it down: what
-SGLang returns and what a trainer that divides its logits by the temperature computes. Greedy requests (temperature 0)
-report the log-prob at temperature 1, as SGLang does.
+Penalties come first: meaning and order are SGLang's under its overlap schedule. Frequency, early ends and presence are
+taken off, then repetition divides, then the temperature. They count the tokens of this request's answer: a request that
+continues an earlier one has the earlier tokens in its prompt, and prompts are not penalised. Counts are made from the
+row's tokens in each step: a table of counts would be as large as slots times vocabulary.
+
+Log-probs are those of the penalised `logits / temperature` over the whole vocabulary, before top-p, top-k and min-p cut
+it: what SGLang returns and what a trainer that divides its logits by the temperature computes. Greedy requests
+(temperature 0) report the log-prob at temperature 1, as SGLang does.
 
 Randomness is counter-based: the number for a token depends on the request's seed and the token's position only, so a
-seeded request draws the same tokens alone or in a crowd, and when it is continued after an abort. (Logits themselves
+seeded request draws the same tokens alone or in a batch, and when it is continued after an abort. (Logits themselves
 differ by about 1e-7 with the size of the batch; a draw can only change where it falls that close to a boundary.)
 Libraries considered: torch.multinomial has one generator for the whole batch; `exponential_` over the whole vocabulary
 costs more than a layer of a small model.
@@ -13,14 +18,16 @@ costs more than a layer of a small model.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ....core.samples import F32
-from .arrays import F64, U64, Flags, Index, as_tensor
+from ....core.messages import SamplingParams
+from ....core.samples import F32, I32
+from .tensors import F64, U64, Flags, Index, as_tensor
 
 MASK_64 = (1 << 64) - 1
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15
@@ -63,7 +70,7 @@ class SamplingRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class DrawnTokens:
     """Result of a draw over n rows."""
 
     ids: Index
@@ -72,7 +79,7 @@ class Drawn:
     """False where the logits hold NaN or infinity; the row's id and log-prob mean nothing."""
 
 
-def draw(logits: Tensor, rows: SamplingRows) -> Drawn:
+def draw(logits: Tensor, rows: SamplingRows) -> DrawnTokens:
     """One token per row of float32 logits [n, vocabulary], by inversion of the cumulative distribution."""
     greedy = rows.temperatures == 0
     scale = np.where(greedy, np.float32(1), rows.temperatures)
@@ -92,17 +99,17 @@ def draw(logits: Tensor, rows: SamplingRows) -> Drawn:
         index = as_tensor(np.flatnonzero(greedy))
         ids[index] = logits[index].argmax(dim=-1, keepdim=True)
     logprobs = logits.gather(1, ids) - peaks - totals.log().float()
-    return Drawn(
+    return DrawnTokens(
         ids=ids[:, 0].numpy(),
         logprobs=logprobs[:, 0].numpy(),
         is_finite=np.isfinite(totals[:, 0].numpy()) & np.isfinite(peaks[:, 0].numpy()),
     )
 
 
-def draw_tiles(logits: Tensor, rows: SamplingRows) -> Drawn:
+def draw_tiles(logits: Tensor, rows: SamplingRows) -> DrawnTokens:
     """The same by tiles of rows, so that a row's draw depends on no other row."""
     num_rows = len(logits)
-    found: list[Drawn] = []
+    found: list[DrawnTokens] = []
     for start in range(0, num_rows, TILE):
         which = np.minimum(np.arange(start, start + TILE), num_rows - 1)
         theirs = SamplingRows(
@@ -113,7 +120,7 @@ def draw_tiles(logits: Tensor, rows: SamplingRows) -> Drawn:
             uniforms=rows.uniforms[which],
         )
         found.append(draw(logits[as_tensor(which)], theirs))
-    return Drawn(
+    return DrawnTokens(
         ids=np.concatenate([each.ids for each in found])[:num_rows],
         logprobs=np.concatenate([each.logprobs for each in found])[:num_rows],
         is_finite=np.concatenate([each.is_finite for each in found])[:num_rows],
@@ -137,3 +144,41 @@ def _draw_cut(masses: Tensor, totals: Tensor, thresholds: Tensor, rows: Sampling
     cumulated = (ordered * stays).cumsum(dim=-1, dtype=torch.float64)
     ranks = torch.searchsorted(cumulated, thresholds * cumulated[:, -1:], right=True)
     return order.gather(1, ranks.clamp_(max=masses.shape[-1] - 1))
+
+
+@dataclass(frozen=True, slots=True)
+class PenalisedRow:
+    """A row, and what its logits depend on."""
+
+    row: int
+    sampling: SamplingParams
+    answer: I32
+    """int32 [tokens so far]."""
+    end_ids: frozenset[int]
+    """Kept away before the least length."""
+
+
+def is_penalised(sampling: SamplingParams) -> bool:
+    """Whether a request's logits are changed at all."""
+    return bool(
+        sampling.min_new_tokens
+        or sampling.frequency_penalty
+        or sampling.presence_penalty
+        or sampling.repetition_penalty != 1
+    )
+
+
+def penalise(logits: Tensor, rows: Sequence[PenalisedRow]) -> None:
+    """Change these rows of float32 logits [n, vocabulary] in place."""
+    for one in rows:
+        row, sampling = logits[one.row], one.sampling
+        if len(one.answer):
+            ids, counts = np.unique(one.answer, return_counts=True)
+            index = as_tensor(ids.astype(np.int64))
+            seen = row[index]
+            seen -= sampling.frequency_penalty * as_tensor(counts.astype(np.float32))
+            seen -= sampling.presence_penalty
+            scale = sampling.repetition_penalty
+            row[index] = torch.where(seen < 0, seen * scale, seen / scale)
+        if len(one.answer) < sampling.min_new_tokens and one.end_ids:
+            row[list(one.end_ids)] = -torch.inf

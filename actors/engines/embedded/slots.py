@@ -1,22 +1,26 @@
-"""Per-row state of the running sequences, in arrays: python touches a row only when it begins, is told of, or ends.
+"""Per-row state of the running sequences, in arrays: Python touches a row only when it begins, reports tokens, or ends.
 
 Row r of every array belongs to slot r of the key-value cache; rows 0..n-1 are running. A row's newest token is known
 but not in the cache yet: it is the input of the next step.
+
+`take_waiting` and `plan_admission` choose the waiting requests that join a step and pack their contexts. Requests with
+the same context (the members of a group) are prefilled once, into the row of the first of them.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from ....core.protocols import Delta
 from ....core.samples import F32, I32, FinishReason
-from .arrays import Flags, Index
-from .kv import SlotCache
-from .penalties import Penalised, is_penalised
+from .attention import SlotCache
 from .request import Running
-from .sampler import SamplingRows, uniforms
+from .sampler import PenalisedRow, SamplingRows, is_penalised, uniforms
+from .tensors import Flags, Index
 
 MAX_STOP_SETS = 64
 
@@ -45,7 +49,7 @@ class StopSets:
         return len(self._numbers) >= MAX_STOP_SETS
 
     def forget(self) -> None:
-        """Start anew; the numbers given out are void."""
+        """Forget all numbers given out so far."""
         self._numbers.clear()
         self._table = self._table[:0]
 
@@ -173,10 +177,10 @@ class SlotTable:
         )
         return whole if num_last is None else whole[-num_last:]
 
-    def penalised(self) -> list[Penalised]:
+    def penalised(self) -> list[PenalisedRow]:
         """The rows whose logits are not drawn from as they are."""
         return [
-            Penalised(row, self.rows[row].sampling, self._answer(row), self.rows[row].end_ids)
+            PenalisedRow(row, self.rows[row].sampling, self._answer(row), self.rows[row].end_ids)
             for row in np.flatnonzero(self._is_penalised[: len(self.rows)]).tolist()
         ]
 
@@ -230,8 +234,71 @@ class SlotTable:
         self.rows = []
 
     def retract(self, row: int) -> Running:
-        """Take a row out with its tokens in its context, so that it can be prefilled and go on later."""
+        """Take a row out with its tokens in its context, so that it can be prefilled and continued later."""
         own = self._ids[row, int(self._starts[row]) : int(self.lengths[row])]
         request = self.rows[row]
         request.context = np.concatenate([request.context, own])
         return self.remove(row)
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionPlan:
+    """Requests that get rows first, first + 1, ... in this order."""
+
+    requests: list[Running]
+    contexts: list[I32]
+    """Distinct ones, shortest first, so that prompts of equal length lie side by side."""
+    rows: list[int]
+    """Row of each context."""
+    copies: list[tuple[int, int, int]]
+    """(row that is prefilled, row that gets a copy, tokens)."""
+    lasts: Index
+    """For each request: where the last token of its context lies in the packed contexts."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each context."""
+        return [len(context) for context in self.contexts]
+
+
+def take_waiting(waiting: deque[Running], num_free: int, max_tokens: int) -> list[Running]:
+    """Take requests off the queue, in order, for the free rows.
+
+    Their distinct contexts stay within `max_tokens`, except that one is always taken.
+    """
+    taken: list[Running] = []
+    seen: set[bytes] = set()
+    room = max_tokens
+    while waiting and len(taken) < num_free:
+        context = waiting[0].context
+        key = context.tobytes()
+        if key not in seen:
+            if taken and len(context) > room:
+                break
+            seen.add(key)
+            room -= len(context)
+        taken.append(waiting.popleft())
+    return taken
+
+
+def plan_admission(requests: Sequence[Running], first: int) -> AdmissionPlan:
+    """Pack the contexts of requests that get rows from `first` on."""
+    members: dict[bytes, list[int]] = {}
+    for number, request in enumerate(requests):
+        members.setdefault(request.context.tobytes(), []).append(number)
+    groups = sorted(members.values(), key=lambda numbers: len(requests[numbers[0]].context))
+    contexts = [requests[numbers[0]].context for numbers in groups]
+    lasts: Index = np.zeros(len(requests), dtype=np.int64)
+    for numbers, end in zip(groups, np.cumsum([len(c) for c in contexts]).tolist(), strict=True):
+        lasts[numbers] = end - 1
+    return AdmissionPlan(
+        requests=list(requests),
+        contexts=contexts,
+        rows=[first + numbers[0] for numbers in groups],
+        copies=[
+            (first + numbers[0], first + other, len(context))
+            for numbers, context in zip(groups, contexts, strict=True)
+            for other in numbers[1:]
+        ],
+        lasts=lasts,
+    )

@@ -1,10 +1,9 @@
 """The engine's own thread: runs commands between steps, steps while there is work, sleeps when there is none.
 
-Knows the core and one asyncio loop, to which it tells events in bundles: one wake-up of the loop for everything that
-happened since the last one. Commands run in the order in which they were given; what a command caused is told before
-its result. An exception of a command is the error of its caller; one of a step ends the requests that cause it
-(`EngineCore.step`). What is left, an engine that can compute nothing any more, breaks it for good: that is told once,
-and every later command fails with it.
+Events travel to one asyncio loop in batches: one wake-up of the loop carries everything since the last one. Commands
+run in the order in which they were posted, and the events that a command caused arrive before its result. An exception
+of a command is the error of its caller; an exception of a step ends the requests that cause it (`EngineCore.step`). An
+engine that cannot compute at all is broken for good: `on_broken` is called once, and every later command fails.
 
 asyncio's executor was considered: a step must not wait behind other jobs, and the thread must end with the engine.
 """
@@ -20,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from ....core.errors import EngineError, MyxaError
-from .core import EngineCore, Event
+from .core import EngineCore, RequestEvent
 
 T = TypeVar("T")
 
@@ -38,7 +37,7 @@ class EngineThread:
         self,
         core: EngineCore,
         *,
-        on_events: Callable[[list[Event]], None],
+        on_events: Callable[[list[RequestEvent]], None],
         on_broken: Callable[[EngineError], None],
         name: str,
         num_threads: int,
@@ -55,7 +54,7 @@ class EngineThread:
         self._is_stopping = False
         self._broken: EngineError | None = None
         self._unanswered: set[asyncio.Future[Any]] = set()
-        self._untold: list[Event] = []
+        self._untold: list[RequestEvent] = []
         self._is_telling = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -75,7 +74,7 @@ class EngineThread:
             self._changed.notify()
 
     async def call(self, function: Callable[[EngineCore], T]) -> T:
-        """Run a function between two steps and return its result; its events were told before."""
+        """Run a function between two steps and return its result; its events arrive before it."""
         result: asyncio.Future[T] = self._loop.create_future()
 
         def command(core: EngineCore) -> None:
@@ -97,7 +96,7 @@ class EngineThread:
         return await result
 
     def stop(self) -> None:
-        """Ask the thread to end after the step in hand."""
+        """Ask the thread to end after the current step."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify()
@@ -119,7 +118,7 @@ class EngineThread:
                 if self._core.has_work:
                     self._core.step()
                 self._tell()
-        except BaseException as err:  # noqa: BLE001 -- whatever it was, a panic of a library too, the loop must learn of it
+        except BaseException as err:  # noqa: BLE001 -- the loop must learn of any error, a library's panic too
             why = f"{self._name} broke: {type(err).__name__}: {err}"
             broken = EngineError(why, remedy="restart it; the cause is chained to this error")
             broken.__cause__ = err
@@ -159,7 +158,7 @@ class EngineThread:
     def _in_loop(self, function: Callable[..., None], *args: object) -> None:
         try:
             self._loop.call_soon_threadsafe(function, *args)
-        except RuntimeError:  # the loop is closed: nobody is left to be told
+        except RuntimeError:  # the loop is closed: there is no receiver
             self._is_stopping = True
 
     # -- in the loop

@@ -1,7 +1,6 @@
 """The weights of a dense decoder in the layout the engine computes with, filled from HuggingFace-named bytes.
 
-Knows names, layouts and dtypes; knows nothing of versions or requests. Differences to the folder's layout, all undone
-by nothing else than the mathematics:
+Differences to the folder's layout, none of which changes the mathematics:
 
 * q, k, v are one matrix, gate and up are one matrix: fewer, larger products;
 * rows of q and k are reordered so that the two halves of a rotary pair are neighbours: a rotation is then one complex
@@ -24,7 +23,7 @@ from torch import Tensor
 from ....core.errors import EngineError, RequestRefused
 from ....core.protocols import NamedArray
 from ...models.model_config import ModelConfig
-from .allocation import Allocate, plain_zeros
+from .tensors import Allocate, plain_zeros
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {

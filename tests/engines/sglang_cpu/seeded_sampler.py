@@ -39,7 +39,7 @@ def main() -> None:
         )  # fmt: skip
     except AssertionError:
         return
-    raise SystemExit("min-p goes with seeds now: let sglang_needs.py and docs/engines.md say so")
+    raise SystemExit("min-p goes with seeds now: let sglang/server_args.py and docs/engines.md say so")
 
 
 if __name__ == "__main__":

@@ -24,8 +24,7 @@ from sglang.srt.server_args import prepare_server_args
 
 from myxa.actors.engines import http_server
 from myxa.actors.engines.embedded.engine import EmbeddedOptions
-from myxa.actors.engines.engine_routes import EngineServer
-from myxa.actors.engines.http_server import serve
+from myxa.actors.engines.http_server import EngineServer, serve
 
 
 class SilentWhilePaused(EngineServer):

@@ -1,0 +1,254 @@
+"""Causal self-attention over packed sequences of unequal length, for megatron-core's layer specs.
+
+Works without Transformer Engine and flash-attn. On CUDA in half precision it runs the flash attention built into torch
+(`torch.nn.attention.varlen`), elsewhere one `scaled_dot_product_attention` per sequence: exact, nothing spent on
+padding. Rotary positions (`rotary.py`) are applied here as well, before keys travel.
+
+Context parallelism: rank r of n holds chunks r and 2n-1-r of every sequence's 2n chunks ("zigzag": equal work for all
+under a causal mask). Keys and values are all-gathered, their gradients reduce-scattered (Llama 3 report,
+https://arxiv.org/abs/2407.21783, section 3.3.2).
+
+Libraries considered: megatron-core's DotProductAttention refuses packed sequences and context parallelism; its
+TEDotProductAttention needs Transformer Engine.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from ....core.errors import TrainError
+from ..torch_backend.tensors import from_array, integers, pieces
+from . import mcore
+from .batch import zigzag
+from .rotary import Rotary
+
+try:
+    _varlen_attn: Any = import_module("torch.nn.attention.varlen").varlen_attn
+except (ImportError, AttributeError):  # torch before 2.10
+    _varlen_attn = None
+_OPTIONS: Mapping[str, Any] = inspect.signature(_varlen_attn).parameters if _varlen_attn is not None else {}
+_CAUSAL: Mapping[str, Any] = {
+    **({"window_size": (-1, 0)} if "window_size" in _OPTIONS else {"is_causal": True}),
+    **({"enable_gqa": True} if "enable_gqa" in _OPTIONS else {}),
+}
+_PLAN = "myxa_plan"
+"""Attribute of a micro-batch's PackedSeqParams under which its plan is kept for all layers of a stage."""
+
+
+def _chunk_size(length: int, cp_size: int) -> int:
+    if length % (2 * cp_size):
+        raise TrainError(
+            f"a packed sequence of {length} tokens does not cut into {2 * cp_size} chunks for {cp_size} context ranks",
+            remedy="a bug: sequences must be padded to so many chunks",
+        )
+    return length // (2 * cp_size)
+
+
+def _cumulated(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """[0, l0, l0 + l1, ...] int32."""
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionPlan:
+    """What one rank attends to in one micro-batch, shared by all layers.
+
+    Segment i of the queries sees segment i of the keys, causally, both ending at the same token.
+    """
+
+    query_lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...]
+    cu_query: Tensor
+    cu_key: Tensor
+    key_rows: Tensor | None
+    """Rows of the gathered keys [cp * T] that make the key segments; None without context parallelism."""
+    tables: tuple[Tensor, Tensor]
+    """Rotary cosines and sines of this rank's tokens."""
+
+
+def plan_attention(
+    lengths: Sequence[int], rotary: Rotary, dtype: torch.dtype, device: torch.device, cp_size: int, cp_rank: int
+) -> AttentionPlan:
+    """The plan of a context rank for packed sequences of these (whole) lengths."""
+    num_chunks = 2 * cp_size if cp_size > 1 else 1
+    own = from_array(zigzag(lengths, num_chunks, cp_rank))
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    tables = rotary.tables(positions[own].to(device), dtype)
+    if cp_size == 1:
+        cu = _cumulated(lengths, device)
+        whole = tuple(lengths)
+        return AttentionPlan(
+            query_lengths=whole, key_lengths=whole, cu_query=cu, cu_key=cu, key_rows=None, tables=tables
+        )
+    # where[t]: row of token t in the gathered keys, which lie rank by rank in each rank's own order
+    gathered = from_array(np.concatenate([zigzag(lengths, num_chunks, rank) for rank in range(cp_size)]))
+    where = torch.empty_like(gathered)
+    where[gathered] = torch.arange(len(gathered))
+    queries: list[int] = []
+    keys: list[int] = []
+    rows: list[Tensor] = []
+    start = 0
+    for length in lengths:
+        chunk = _chunk_size(length, cp_size)
+        for number in (cp_rank, num_chunks - 1 - cp_rank):
+            queries.append(chunk)
+            keys.append((number + 1) * chunk)
+            rows.append(where[start : start + keys[-1]])
+        start += length
+    return AttentionPlan(
+        query_lengths=tuple(queries), key_lengths=tuple(keys), cu_query=_cumulated(queries, device),
+        cu_key=_cumulated(keys, device), key_rows=torch.cat(rows).to(device), tables=tables,
+    )  # fmt: skip
+
+
+class _GatherRows(torch.autograd.Function):
+    """[T, ...] of every rank -> [n * T, ...]; backward adds up what all ranks say of each row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        out = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
+        cast(Any, dist).all_gather_into_tensor(out, x.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
+        group: dist.ProcessGroup = ctx.group
+        out = grad.new_empty((grad.shape[0] // group.size(), *grad.shape[1:]))
+        cast(Any, dist).reduce_scatter_tensor(out, grad.contiguous(), group=group)
+        return out, None
+
+
+class VarlenAttention(nn.Module):
+    """Core attention of one layer. Queries [T, heads, d], keys and values [T, groups, d] -> [T, heads * d].
+
+    Without packed sequences it takes [s, b, heads, d] and gives [s, b, heads * d].
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int = 1,
+        attn_mask_type: Any = None,
+        *,
+        rotary: Rotary,
+        pg_collection: Any = None,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        if config.attention_dropout:
+            raise TrainError("packed attention has no dropout", remedy="set megatron.model.attention_dropout = 0")
+        group = getattr(pg_collection, "cp", None)
+        self._cp: dist.ProcessGroup = group if group is not None else mcore.read_grid().cp
+        self._rotary = rotary
+        self._scale = float(softmax_scale or config.kv_channels**-0.5)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """Attended values; `attention_mask` is not read, the mask is always causal within a sequence."""
+        if packed_seq_params is not None:
+            return self._attend(query, key, value, self._plan_of(packed_seq_params, query))
+        length, batch = query.shape[:2]
+        flat = [x.transpose(0, 1).reshape(length * batch, x.shape[2], x.shape[3]) for x in (query, key, value)]
+        plan = self._new_plan([length * self._cp.size()] * batch, query)
+        out = self._attend(flat[0], flat[1], flat[2], plan)
+        return out.reshape(batch, length, -1).transpose(0, 1).contiguous()
+
+    def _plan_of(self, packed: Any, like: Tensor) -> AttentionPlan:
+        plan = cast("AttentionPlan | None", getattr(packed, _PLAN, None))
+        if plan is None:
+            padded = packed.cu_seqlens_q_padded
+            cu_seqlens: Tensor = padded if padded is not None else packed.cu_seqlens_q
+            with torch.inference_mode(mode=False):  # a pass with gradients may use it after one without
+                plan = self._new_plan(integers(cu_seqlens.diff()), like)
+            setattr(packed, _PLAN, plan)
+        return plan
+
+    def _new_plan(self, lengths: Sequence[int], like: Tensor) -> AttentionPlan:
+        return plan_attention(lengths, self._rotary, like.dtype, like.device, self._cp.size(), self._cp.rank())
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
+        q, k = self._rotary.rotate(q, plan.tables), self._rotary.rotate(k, plan.tables)
+        if plan.key_rows is not None:
+            both = cast(Tensor, cast(Any, _GatherRows).apply(torch.stack([k, v], dim=1), self._cp))
+            k, v = both.index_select(0, plan.key_rows).unbind(1)
+        runs_flash = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and _varlen_attn is not None
+        out = self._flash(q, k, v, plan) if runs_flash else self._per_sequence(q, k, v, plan)
+        return out.reshape(out.shape[0], -1)
+
+    def _flash(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
+        repeats = q.shape[1] // k.shape[1]
+        if repeats > 1 and not _shares_key_heads(q.device):
+            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+        options = dict(_CAUSAL)
+        if "scale" in _OPTIONS:
+            options["scale"] = self._scale
+        else:
+            q = q * (self._scale * q.shape[-1] ** 0.5)
+        longest = max(plan.query_lengths), max(plan.key_lengths)
+        whole = (x.contiguous() for x in (q, k, v))
+        return cast(Tensor, _varlen_attn(*whole, plan.cu_query, plan.cu_key, *longest, **options))
+
+    def _per_sequence(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
+        outs: list[Tensor] = []
+        keys = list(plan.key_lengths)
+        cuts = (list(plan.query_lengths), keys, keys)
+        parts = [pieces(x, cut) for x, cut in zip((q, k, v), cuts, strict=True)]
+        for segment in zip(*parts, strict=True):
+            one_q, one_k, one_v = (x.transpose(0, 1).unsqueeze(0) for x in segment)  # [1, heads, tokens, d]
+            num_q, num_k = one_q.shape[2], one_k.shape[2]
+            mask: Tensor | None = None
+            if num_q != num_k:
+                mask = torch.ones(num_q, num_k, dtype=torch.bool, device=q.device).tril(num_k - num_q)
+            out = scaled_dot_product_attention(
+                one_q, one_k, one_v, attn_mask=mask, is_causal=mask is None, scale=self._scale,
+                enable_gqa=one_k.shape[1] != one_q.shape[1],
+            )  # fmt: skip
+            outs.append(out.squeeze(0).transpose(0, 1))
+        return torch.cat(outs)
+
+
+@cache
+def _shares_key_heads(device: torch.device) -> bool:
+    """Whether the installed kernel lets several query heads share a key head, as flash attention itself does; else
+    keys must be repeated, which costs their memory once more per layer. Older torch does not say, so it is tried."""
+    if "enable_gqa" in _OPTIONS:
+        return True
+    with torch.enable_grad():
+        waves = torch.arange(16 * 2 * 64, device=device).sin().reshape(16, 2, 64).to(torch.bfloat16)
+        bounds = _cumulated([5, 11], device)
+        try:
+            results = [_probe(waves, repeats, bounds) for repeats in (1, 2)]
+        except (RuntimeError, ValueError):
+            return False
+    return all(torch.allclose(a.float(), b.float(), atol=2e-2) for a, b in zip(*results, strict=True))
+
+
+def _probe(waves: Tensor, repeats: int, bounds: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and key gradient of two query heads on one key head, shared or repeated."""
+    query, key = waves.flip(0), waves[:, :1].clone().requires_grad_()
+    both = key.repeat_interleave(repeats, dim=1)
+    out = cast(Tensor, _varlen_attn(query, both, both, bounds, bounds, 11, 11, **_CAUSAL))
+    (grad,) = torch.autograd.grad(out.float().square().sum(), key)
+    return out, grad

@@ -1,0 +1,270 @@
+"""Megatron's parameters, gradients and optimizer on memory of the GPU that can leave it and come back.
+
+    frozen      what the model's constructor allocates and nothing trains, the reference model; copied once
+    params      the parameters, in Megatron's contiguous buffers: rebuilt from the float32 masters, or copied
+    grads       the gradient buffers: dropped, zeros when they come back
+    masters     float32 parameters, where they are apart from the parameters: copied, unless no step happened since
+    optimizer   moments, in parts: copied like masters, and come back while forward and backward run
+
+`TaggedDeviceMemory` makes the allocations of a thread belong to a tag. Fulfils `core.device_memory.AssetStore`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from torch import nn
+
+from ....core.clock import Clock
+from ....core.config import TrainerConfig
+from ....core.config.learning import MegatronSettings
+from ....core.device_memory import OPTIMIZER_PARTS, MovedBytes, MovedMemory, Tag, TagPolicy, TagReport
+from ....core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from .optimizer import MegatronAdamW
+
+MASTER_BYTES, MOMENT_BYTES = 4, 8
+
+
+class ReturningTags(Protocol):
+    """Tags on their way back."""
+
+    def wait(self, tag: Tag) -> None:
+        """Until this one is there."""
+        ...
+
+
+class TaggedDeviceMemory(Protocol):
+    """Memory of one GPU by tag."""
+
+    def region(self, tag: Tag, policy: TagPolicy) -> AbstractContextManager[None]:
+        """What this thread allocates inside belongs to the tag."""
+        ...
+
+    def shrink(self, tags: Collection[Tag]) -> None:
+        """Give back what was freed of these tags since their regions; their pools end."""
+        ...
+
+    def divide(self, parts: Sequence[Tag]) -> None:
+        """Spread what the first one holds over all of them, where the memory can."""
+        ...
+
+    def mark_dirty(self, tag: Tag) -> None:
+        """Its contents changed, or were rebuilt."""
+        ...
+
+    def release(self, tags: Collection[Tag]) -> MovedBytes:
+        """See `AssetStore`."""
+        ...
+
+    def begin_restore(self, tags: Collection[Tag], *, awaited: Collection[Tag]) -> ReturningTags:
+        """Map them; contents may still be on their way, those `awaited` faster than the others."""
+        ...
+
+    def report(self) -> tuple[TagReport, ...]:
+        """See `AssetStore`."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back."""
+        ...
+
+
+class MegatronOffload:
+    """One rank's. All methods block and belong to the backend's thread, `report` to any."""
+
+    def __init__(
+        self,
+        open_memory: Callable[[int], TaggedDeviceMemory],
+        settings: MegatronSettings,
+        *,
+        rebuilds: bool,
+        clock: Clock,
+    ) -> None:
+        """`open_memory(local GPU)`: called in set-up, once the device is chosen. `rebuilds`: parameters are rebuilt
+        from masters instead of copied."""
+        self._open = open_memory
+        self._housing: TaggedDeviceMemory | None = None
+        self._in_buffers = settings.distributed_optimizer
+        self._params_policy: TagPolicy = "rematerialise" if rebuilds else "backup"
+        self._clock = clock
+        self._optimizer: MegatronAdamW | None = None
+        self._is_any: Callable[[bool], bool] = bool
+        self._buffers: list[Any] = []
+        self._buffers_seen = 0
+        self._coming: dict[Tag, ReturningTags] = {}
+        """Parts of the optimizer that `restore` did not wait for."""
+        self._is_stale = False
+        """Parameters came back without contents."""
+
+    # -- set-up
+
+    def begin(self, local_gpu: int) -> None:
+        """Before anything is allocated."""
+        self._housing = self._open(local_gpu)
+
+    def for_model(self) -> AbstractContextManager[None]:
+        """Around building the chunks. With a distributed optimizer their parameters move to Megatron's buffers
+        afterwards, and only untrained ones stay; without, they stay where they are built."""
+        return self._home().region("frozen", "backup") if self._in_buffers else self.for_buffers()
+
+    def for_buffers(self) -> AbstractContextManager[None]:
+        """Around Megatron's data parallelism, which makes buffers of parameters and gradients."""
+        return self._home().region("params", self._params_policy)
+
+    def for_masters(self) -> AbstractContextManager[None]:
+        """Around the optimizer's constructor."""
+        return self._home().region("masters", "backup")
+
+    def for_moments(self) -> AbstractContextManager[None]:
+        """Around making the optimizer's state."""
+        return self._home().region(OPTIMIZER_PARTS[0], "backup")
+
+    def for_reference(self) -> AbstractContextManager[None]:
+        """Around building the reference model."""
+        return self._home().region("frozen", "backup")
+
+    def move_grads(self, chunks: Sequence[nn.Module]) -> None:
+        """Give the gradient buffers memory of their own tag. A storage keeps its views while its memory changes, so
+        every `main_grad` and bucket follows."""
+        for chunk in chunks:
+            for buffer in _buffers(chunk):
+                storage = buffer.grad_data.untyped_storage()
+                num_bytes = storage.nbytes()
+                storage.resize_(0)
+                with self._home().region("grads", "discard"):
+                    storage.resize_(num_bytes)
+                buffer.grad_data.zero_()
+
+    def built(self, optimizer: MegatronAdamW, is_any: Callable[[bool], bool]) -> None:
+        """Everything is there. `is_any`: whether a thing is so on any rank; collective. Raises ConfigError for
+        optimizers that allocate in their first step."""
+        parts: list[Any] = getattr(optimizer.megatron, "chained_optimizers", [optimizer.megatron])
+        if len(list(optimizer.torch_optimizers())) != len(parts):
+            raise ConfigError(
+                'memory.share = "switch" needs torch\'s own AdamW under Megatron, so that the moments are there before '
+                "the first step",
+                remedy="leave apex and Transformer Engine's optimizers out of this environment",
+            )
+        from .hf_weights import unwrapped  # imports megatron-core, which plans and refusals do without
+
+        self._optimizer, self._is_any = optimizer, is_any
+        self._buffers = [cast("Any", buffer) for chunk in optimizer.chunks for buffer in unwrapped(chunk).buffers()]
+        self._buffers_seen = self._num_buffer_writes()
+        self._home().shrink(("frozen", "params", "grads", "masters", "optimizer"))
+        self._home().divide(OPTIMIZER_PARTS)
+
+    def _home(self) -> TaggedDeviceMemory:
+        if self._housing is None:
+            raise ConfigError("the rank's memory was not opened", remedy="this is a bug; call begin() in set-up")
+        return self._housing
+
+    # -- use
+
+    def ready(self) -> None:
+        """Before parameters are read: rebuild them from their masters if they came back empty on any rank. Collective:
+        what left one device need not have left the others."""
+        if self._params_policy != "rematerialise" or self._optimizer is None or not self._is_any(self._is_stale):
+            return
+        self._optimizer.rebuild_parameters()
+        self._home().mark_dirty("params")
+        self._is_stale = False
+
+    def arrived(self) -> None:
+        """Before moments are read or written."""
+        for tag, coming in self._coming.items():
+            coming.wait(tag)
+        self._coming.clear()
+
+    def written(self) -> None:
+        """Parameters, masters and moments changed."""
+        self.arrived()
+        self._is_stale = False
+        for tag in self._known(("params", "masters", *OPTIMIZER_PARTS)):
+            self._home().mark_dirty(tag)
+        if self._in_buffers and (num := self._num_buffer_writes()) != self._buffers_seen:
+            self._buffers_seen = num
+            self._home().mark_dirty("frozen")
+
+    def _num_buffer_writes(self) -> int:
+        """Untrained buffers may count too: a router's statistics."""
+        return sum(buffer._version for buffer in self._buffers)
+
+    # -- leaving and coming back
+
+    def report(self) -> tuple[TagReport, ...]:
+        """See the protocol; tags that hold nothing are left out."""
+        return () if self._housing is None else tuple(r for r in self._housing.report() if r.num_bytes)
+
+    def release(self, tags: Collection[Tag]) -> MovedBytes:
+        """See the protocol."""
+        self.arrived()
+        return self._home().release(self._known(tags))
+
+    def restore(self, tags: Collection[Tag]) -> MovedBytes:
+        """See the protocol; moments may still be on their way, and parameters to be rebuilt by `ready`."""
+        started = self._clock.monotonic()
+        self.arrived()
+        known = self._known(tags)
+        awaited: list[Tag] = [tag for tag in known if tag not in OPTIMIZER_PARTS]
+        away = {r.tag: r for r in self.report() if r.tag in known and r.backing in ("host", "discarded")}
+        coming = self._home().begin_restore(known, awaited=awaited)
+        self._coming = {tag: coming for tag in known if tag in OPTIMIZER_PARTS}
+        for tag in awaited:
+            coming.wait(tag)
+        if "params" in away and self._params_policy == "rematerialise":
+            self._is_stale = True
+        return MovedMemory(
+            copied_bytes=sum(r.num_bytes for r in away.values() if r.backing == "host"),
+            dropped_bytes=sum(r.num_bytes for r in away.values() if r.backing == "discarded"),
+            seconds=self._clock.monotonic() - started,
+        )
+
+    def _known(self, tags: Collection[Tag]) -> list[Tag]:
+        return [report.tag for report in self.report() if report.tag in tags]
+
+    def close(self) -> None:
+        """Give everything back; no tensor on it may be used again."""
+        self._coming.clear()
+        if self._housing is not None:
+            self._housing.close()
+            self._housing = None
+
+
+def _buffers(chunk: nn.Module) -> list[Any]:
+    """Megatron's parameter and gradient buffers of a chunk."""
+    ddp = cast("Any", chunk)
+    return [*ddp.buffers, *getattr(ddp, "expert_parallel_buffers", [])]
+
+
+def rebuilds_params(settings: MegatronSettings, trainer: TrainerConfig, policy: str) -> bool:
+    """Whether parameters are rebuilt from masters. Raises ConfigError where that was asked for and there are none."""
+    has_masters = trainer.dtype == "bfloat16" and settings.distributed_optimizer
+    if policy == "rematerialise" and not has_masters:
+        raise ConfigError(
+            'memory.params = "rematerialise": there are no float32 masters apart from the parameters',
+            remedy='use trainer.dtype = "bfloat16" with megatron.distributed_optimizer, or memory.params = "backup"',
+        )
+    return has_masters and policy != "backup"
+
+
+def planned(
+    num_parameters: int, settings: MegatronSettings, trainer: TrainerConfig, world_size: int, *, has_reference: bool
+) -> dict[Tag, tuple[int, TagPolicy]]:
+    """About what a rank will hold, experts counted as if they were cut like the rest."""
+    cut = settings.tp * settings.pp
+    local = num_parameters // cut
+    replicas = max(1, world_size // cut) if settings.distributed_optimizer else 1
+    is_bf16 = trainer.dtype == "bfloat16"
+    item = 2 if is_bf16 else 4
+    plan: dict[Tag, tuple[int, TagPolicy]] = {
+        "params": (item * local, "backup"),
+        "grads": (4 * local, "discard"),
+        "masters": (MASTER_BYTES * local // replicas if is_bf16 else 0, "backup"),
+        "optimizer": (MOMENT_BYTES * local // replicas, "backup"),
+        "frozen": (item * local if has_reference else 0, "backup"),
+    }
+    return {tag: (size, policy) for tag, (size, policy) in plan.items() if size}

@@ -1,0 +1,141 @@
+"""The torch trainer's parameters, gradients and moments on memory that can leave its device and come back.
+
+    params      the float32 masters themselves, a critic's too: copied out, and in again, when they leave
+    grads       always there between updates, zeroed instead of dropped; not copied, zeros when they come back
+    optimizer   in parts; copied, unless no update happened since; comes back while forward and backward run: the
+                update waits
+    frozen      the reference model: copied out once, because it never changes
+
+Fulfils `core.device_memory.AssetStore` over arenas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from torch import Tensor, nn
+
+from ....core.clock import Clock
+from ....core.device_memory import OPTIMIZER_PARTS, MovedBytes, MovedMemory, Tag, TagPolicy, TagReport
+from ....memory.arenas.arena import Arena
+from ....memory.arenas.cuda_memory import vacate
+from ....memory.arenas.tagged_memory import LEAST_GRANULES, shares
+from ....memory.arenas.tensors import empty_tensors
+from ....memory.arenas.transfer import Restoring
+
+POLICIES: dict[Tag, TagPolicy] = {"params": "backup", "grads": "discard", "optimizer": "backup", "frozen": "backup"}
+
+
+class TorchOffload:
+    """One rank's. All methods block and belong to the backend's thread, `report` to any."""
+
+    def __init__(self, arena: Arena, clock: Clock) -> None:
+        """The arena is closed by `close`."""
+        self._arena = arena
+        self._clock = clock
+        self._coming: Restoring | None = None
+        for tag, policy in POLICIES.items():
+            for part in OPTIMIZER_PARTS if tag == "optimizer" else (tag,):
+                arena.tag(part, policy)
+
+    # -- placing
+
+    def house(self, tag: Tag, parameters: Sequence[nn.Parameter]) -> None:
+        """Move parameters, contents included, onto memory of that tag; the objects stay the same."""
+        tensors = self._empty(tag, [parameter.data for parameter in parameters])
+        for parameter, tensor in zip(parameters, tensors, strict=True):
+            tensor.copy_(parameter.data)
+            parameter.data = tensor
+
+    def gradients_like(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Zeros of the same shapes and types."""
+        return _zeroed(self._empty("grads", parameters))
+
+    def moments_like(self, parameters: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """First and second moments, zeros of the same shapes and types; those of one parameter lie in one part."""
+        sizes = [2 * parameter.nbytes for parameter in parameters]
+        firsts, seconds = list(parameters), list(parameters)
+        for part, indices in zip(OPTIMIZER_PARTS, shares(sizes, len(OPTIMIZER_PARTS), self._least_bytes), strict=False):
+            own = [parameters[index] for index in indices]
+            both = _zeroed(self._empty(part, [*own, *own]))
+            for place, index in enumerate(indices):
+                firsts[index], seconds[index] = both[place], both[len(own) + place]
+        return firsts, seconds
+
+    @property
+    def _least_bytes(self) -> int:
+        return LEAST_GRANULES * self._arena.driver.granularity
+
+    def _empty(self, tag: Tag, like: Sequence[Tensor]) -> list[Tensor]:
+        if not like:
+            return []
+        return empty_tensors(self._arena, tag, [(tuple(t.shape), t.dtype) for t in like], like[0].device)
+
+    # -- use
+
+    def ready(self) -> None:
+        """Parameters come back whole."""
+
+    def arrived(self) -> None:
+        """Wait for what is still on its way. To be called before moments are read or written."""
+        if self._coming is not None:
+            self._coming.wait_all()
+            self._coming = None
+
+    def written(self) -> None:
+        """Parameters and moments changed: their copies on the host are old."""
+        self.arrived()
+        for tag in ("params", *OPTIMIZER_PARTS):
+            self._arena.mark_dirty(tag)
+
+    # -- leaving and coming back
+
+    def report(self) -> tuple[TagReport, ...]:
+        """See the protocol; tags that hold nothing are left out."""
+        return tuple(report for report in self._arena.report() if report.num_bytes)
+
+    def release(self, tags: Collection[Tag]) -> MovedBytes:
+        """See the protocol."""
+        self.arrived()
+        vacate(self._arena.device)
+        return self._arena.release(self._known(tags))
+
+    def restore(self, tags: Collection[Tag]) -> MovedBytes:
+        """See the protocol; the moments may still be on their way."""
+        started = self._clock.monotonic()
+        self.arrived()
+        vacate(self._arena.device)
+        known = self._known(tags)
+        awaited: list[Tag] = [tag for tag in known if tag not in OPTIMIZER_PARTS]
+        copied = sum(r.num_bytes for r in self.report() if r.tag in known and r.backing == "host")
+        dropped = sum(r.num_bytes for r in self.report() if r.tag in known and r.backing == "discarded")
+        self._coming = self._arena.begin_restore(known, awaited=awaited)
+        for tag in awaited:
+            self._coming.wait(tag)
+        return MovedMemory(copied_bytes=copied, dropped_bytes=dropped, seconds=self._clock.monotonic() - started)
+
+    def _known(self, tags: Collection[Tag]) -> list[Tag]:
+        return [report.tag for report in self.report() if report.tag in tags]
+
+    def close(self) -> None:
+        """Give everything back; no tensor on it may be used again."""
+        self._coming = None
+        self._arena.close()
+
+
+def _zeroed(tensors: list[Tensor]) -> list[Tensor]:
+    for tensor in tensors:
+        tensor.zero_()
+    return tensors
+
+
+def planned(num_parameters: int, *, num_reference: int) -> dict[Tag, tuple[int, TagPolicy]]:
+    """What a rank will hold: float32 masters (the policy's and a critic's together), gradients of them, two moments,
+    and the reference's parameters (0: there is none)."""
+    sizes: dict[Tag, int] = {
+        "params": 4 * num_parameters,
+        "grads": 4 * num_parameters,
+        "optimizer": 8 * num_parameters,
+        "frozen": 4 * num_reference,
+    }
+    return {tag: (size, POLICIES[tag]) for tag, size in sizes.items() if size}

@@ -1,0 +1,121 @@
+"""The tensors of the embedded engine: types of its per-row arrays, and the memory that weights and cache lie in.
+
+`plain_zeros` allocates torch's own memory. `LentMemory` allocates memory of arenas (one per device), which a memory
+manager may take back between steps. Both of its tags are dropped when they leave: the trainer sends the weights again,
+and the cache of parked requests is computed again from their tokens.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ....core.device_memory import MovedBytes, Tag, TagReport
+from ....memory.arenas.arena import Arena, SpreadArenas
+from ....memory.arenas.tensors import empty_tensors
+
+Index = npt.NDArray[np.int64]
+U64 = npt.NDArray[np.uint64]
+F64 = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+
+
+def as_tensor(array: npt.NDArray[Any]) -> Tensor:
+    """The array as a tensor over the same memory."""
+    return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType] -- torch's stub leaves it open
+
+
+Spec = tuple[Sequence[int], torch.dtype]
+Allocate = Callable[[Sequence[Spec]], list[Tensor]]
+"""Tensors of zeros, one for each (shape, number type)."""
+
+
+def plain_zeros(specs: Sequence[Spec]) -> list[Tensor]:
+    """In torch's own memory."""
+    return [torch.zeros(tuple(shape), dtype=dtype) for shape, dtype in specs]
+
+
+PADDING_BYTES = 64 << 10
+"""Of a tag, before it is known: tensors begin at multiples of 512 bytes, and a region ends with a page."""
+
+
+class LentMemory:
+    """One engine's. Methods block."""
+
+    def __init__(self, *arenas: Arena) -> None:
+        """Raises MemoryFault without any arena."""
+        self._store = SpreadArenas(arenas)
+        self._lent_bytes = [0] * len(arenas)
+        for arena in arenas:
+            for tag in ("weights", "kv_cache"):
+                arena.tag(tag, "discard")
+
+    @property
+    def num_devices(self) -> int:
+        """Tensors are spread over these devices."""
+        return len(self._store.arenas)
+
+    @property
+    def device_bytes(self) -> int:
+        """Of all devices."""
+        return sum(arena.driver.capacity_bytes() for arena in self._store.arenas)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The engine lives in this process."""
+        return (os.getpid(),)
+
+    def allocate(self, tag: Tag) -> Allocate:
+        """How tensors of that tag are made."""
+
+        def make(specs: Sequence[Spec]) -> list[Tensor]:
+            tensors: dict[int, Tensor] = {}
+            for arena, numbers in zip(self._store.arenas, self._dealt(specs), strict=True):
+                made = empty_tensors(arena, tag, [specs[number] for number in numbers], torch.device("cpu"))
+                tensors.update(zip(numbers, made, strict=True))
+            for tensor in tensors.values():
+                tensor.zero_()
+            return [tensors[number] for number in range(len(specs))]
+
+        return make
+
+    def _dealt(self, specs: Sequence[Spec]) -> list[list[int]]:
+        """Which tensors each device gets, by number: each goes to the device that has least so far."""
+        dealt: list[list[int]] = [[] for _ in self._lent_bytes]
+        for number, (shape, dtype) in enumerate(specs):
+            least = min(range(len(dealt)), key=lambda device: self._lent_bytes[device])
+            dealt[least].append(number)
+            self._lent_bytes[least] += prod(shape) * dtype.itemsize
+        return dealt
+
+    def tags(self) -> tuple[TagReport, ...]:
+        """As they are now."""
+        return self._store.report()
+
+    def release(self, tags: Collection[Tag]) -> MovedBytes:
+        """Take the memory of these tags off the device."""
+        return self._store.release(tags)
+
+    def restore(self, tags: Collection[Tag]) -> MovedBytes:
+        """Give these tags memory again, zeroed."""
+        return self._store.restore(tags)
+
+    def close(self) -> None:
+        """Free all memory; no tensor on it may be used again."""
+        self._store.close()
+
+
+def expected(weight_bytes: int, kv_bytes: int) -> tuple[TagReport, ...]:
+    """What an engine will hold once it is started: an upper bound for each device, since the cache is one tensor and
+    the spread of the weights is not known yet."""
+    return (
+        TagReport(tag="weights", num_bytes=weight_bytes + PADDING_BYTES, policy="discard", backing="discarded"),
+        TagReport(tag="kv_cache", num_bytes=kv_bytes + PADDING_BYTES, policy="discard", backing="discarded"),
+    )

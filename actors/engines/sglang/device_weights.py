@@ -1,0 +1,526 @@
+"""Weights from the trainer's device into an SGLang server (0.5.17 or later, or our own): two `WeightRoute`s.
+
+    nccl       prepare   plan from every sender; once per server incarnation: both sides join a process group
+               load      per sender, at the same time: it broadcasts its buckets, and the server gets one call for each
+    cuda_ipc   prepare   memory handles of the whole model, for each rank of the server from the sender on its GPU
+               load      the server gets the handles of each bucket, one call for each
+
+Over nccl every sender (a trainer rank; one per pipeline stage) has a channel of its own with this server, so that
+stages send in parallel without a lock. The version is announced when the last bucket is in. Errors name phase, bucket,
+server and sender. A channel that failed is closed on both sides, and its name is not used again; the version is then
+sent once more, whole, through a new channel, because a server that is alive can always be made whole again.
+
+`SenderPlans` asks the senders for their plans, which are named in every version and transferred once. The bodies of the
+routes are made once per plan, and only the version is filled in per update. They always ask not to flush the cache:
+SGLang asserts that it could, which it cannot while requests are paused in place; `wire.request_body` keeps versions
+apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections import Counter
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+from urllib.parse import urlsplit
+
+import orjson
+
+from ....core.errors import CallError, EngineError, MyxaError, RequestRefused
+from ....core.messages import TensorSpec, WeightManifest
+from ....core.protocols import WeightSenders
+from ....core.weight_channel import Bucket, JoinRequest, PlanReply, PlanRequest, SampleRequest, SendOrder, ShareRequest
+from ...weights.beacon import Beacon
+from .weight_route import FolderRoute, Routes, ServerControl, WeightRoute, announces
+from .wire import version_number
+
+FLATTENED = "flattened_bucket"
+_SAMPLED = ("layernorm.weight", "model.norm.weight")
+"""Tensors that every server holds whole and as they were sent, whatever it shards and fuses."""
+
+
+@dataclass(frozen=True, slots=True)
+class BucketBody:
+    """One bucket's request without channel and version; the long lists are JSON already."""
+
+    names: orjson.Fragment
+    dtypes: orjson.Fragment
+    shapes: orjson.Fragment
+    num_bytes: int
+
+    def distributed(self, channel: str, version: str | None) -> dict[str, Any]:
+        """`/update_weights_from_distributed`; a version only with the last bucket, when all is there."""
+        body = {
+            "names": self.names,
+            "dtypes": self.dtypes,
+            "shapes": self.shapes,
+            "group_name": channel,
+            "load_format": FLATTENED,
+            "flush_cache": False,
+        }
+        return body if version is None else body | {"weight_version": version}
+
+
+def bucket_bodies(buckets: Sequence[Bucket]) -> tuple[BucketBody, ...]:
+    """The buckets of a plan."""
+    return tuple(
+        BucketBody(
+            names=_json([t.name for t in bucket.tensors]),
+            dtypes=_json([t.dtype for t in bucket.tensors]),
+            shapes=_json([list(t.shape) for t in bucket.tensors]),
+            num_bytes=bucket.num_bytes,
+        )
+        for bucket in buckets
+    )
+
+
+def _json(value: object) -> orjson.Fragment:
+    return orjson.Fragment(orjson.dumps(value))
+
+
+def tensor_body(payloads: Sequence[str], version: str | None) -> dict[str, Any]:
+    """`/update_weights_from_tensor`: one payload per rank of the server."""
+    body: dict[str, Any] = {
+        "serialized_named_tensors": list(payloads),
+        "load_format": FLATTENED,
+        "flush_cache": False,
+    }
+    return body if version is None else body | {"weight_version": version}
+
+
+def sampled_names(buckets: Sequence[Bucket], version: int, count: int) -> tuple[str, ...]:
+    """Tensors to look at after `version`: another few each time, so that all had their turn after a while."""
+    names = [t.name for bucket in buckets for t in bucket.tensors if _can_be_sampled(t)]
+    start = version * count % len(names) if names else 0
+    return tuple((names[start:] + names[:start])[:count])
+
+
+def _can_be_sampled(spec: TensorSpec) -> bool:
+    return len(spec.shape) == 1 and spec.name.endswith(_SAMPLED)
+
+
+def check_sample(place: str, name: str, sent: Sequence[float], served: object) -> None:
+    """Compare what was sent with what `/get_weights_by_name` says. Raises EngineError when they are not equal.
+
+    The server may compute in another type than it was sent: equality is to 2**-7 of the value, bfloat16's grain.
+    """
+    values = cast("list[object]", served) if isinstance(served, list) else []
+    if len(values) != len(sent) or not all(map(_is_close, values, sent)):
+        raise EngineError(
+            f"{place}: {name} begins with {values[:4]}, but {list(sent[:4])} was sent",
+            remedy="the server's weights are not the version it announces; it must be restarted",
+        )
+
+
+def _is_close(served: object, sent: float) -> bool:
+    return isinstance(served, (int, float)) and abs(served - sent) <= 2**-7 * abs(sent) + 1e-30
+
+
+NUM_SAMPLED = 4
+"""Tensors looked at by one verification, and values of each."""
+SAMPLED_VALUES = 64
+_log = logging.getLogger("myxa.weights")
+
+
+@dataclass(slots=True)
+class KnownPlan:
+    """What is known of one sender's plan."""
+
+    fingerprint: str
+    digests: tuple[str, ...]
+    """Of the buckets of the version asked about last."""
+    buckets: tuple[Bucket, ...]
+    bodies: tuple[BucketBody, ...]
+
+
+class SenderPlans:
+    """See the module's head."""
+
+    def __init__(self, server: ServerControl, senders: WeightSenders, *, verify_every: int) -> None:
+        """`verify_every`: after so many versions some of the server's weights are read back; 0: never."""
+        self._server = server
+        self._senders = senders
+        self._verify_every = verify_every
+        self._known: dict[str, KnownPlan] = {}
+        self._num_ranks = 0
+        self._loaded = -1
+        """The version that was loaded last, by us and whole."""
+        self._num_loaded = 0
+        self._can_be_read = True
+
+    def of(self, sender: str) -> KnownPlan:
+        """What it was asked for last."""
+        return self._known[sender]
+
+    async def ask(self, sender: str, version: int, channel: str = "") -> PlanReply:
+        """The sender's plan is known afterwards."""
+        known = self._known.get(sender)
+        reply = await self._senders.plan(
+            sender, PlanRequest(version=version, known=known.fingerprint if known else "", channel=channel)
+        )
+        if known is None or known.fingerprint != reply.fingerprint:
+            known = self._known[sender] = KnownPlan(reply.fingerprint, (), reply.buckets, bucket_bodies(reply.buckets))
+        known.digests = tuple(reply.digest.split("."))
+        return reply
+
+    async def num_ranks(self) -> int:
+        """Processes of the server that take part: its tensor-parallel ranks."""
+        if not self._num_ranks:
+            facts = await self._server.get("/server_info")
+            found = facts.get("tp_size", 1)
+            self._num_ranks = found if isinstance(found, int) and found > 0 else 1
+        return self._num_ranks
+
+    async def is_same_server(self) -> bool:
+        """Whether the server still is the incarnation that we loaded: a new one does not announce our version."""
+        served = version_number((await self._server.get("/model_info")).get("weight_version"))
+        return self._loaded >= 0 and served == self._loaded
+
+    def loaded(self, version: int) -> None:
+        """The server serves that version, by us."""
+        self._loaded = version
+        self._num_loaded += 1
+
+    async def verify(self, senders: Iterable[str]) -> None:
+        """Read some of the loaded version back, while tokens flow. Raises EngineError when it is not what was sent.
+
+        SGLang 0.5.17 can read weights back for models of the Llama class alone; from a server that cannot, nothing more
+        is asked.
+        """
+        every = self._verify_every
+        if not every or self._loaded < 0 or self._num_loaded % every or not self._can_be_read:
+            return
+        for sender in senders:
+            known = self._known.get(sender)
+            names = sampled_names(known.buckets, self._loaded, NUM_SAMPLED) if known else ()
+            request = SampleRequest(version=self._loaded, names=names, num_values=SAMPLED_VALUES)
+            try:
+                sent = (await self._senders.sample(sender, request)).values
+                for name, values in zip(names, sent, strict=True):
+                    body = {"name": name, "truncate_size": len(values)}
+                    served = await self._server.ask("/get_weights_by_name", body)
+                    check_sample(f"{self._server.place}: version {self._loaded}", name, values, served)
+            except RequestRefused as err:
+                _log.warning("weights.verify_every: %s cannot tell its weights: %s", self._server.place, err.message)
+                self._can_be_read = False
+                return
+            except CallError as err:  # released meanwhile; the next version is looked at instead
+                _log.info("version %d was not verified: %s", self._loaded, err)
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRouteOptions:
+    """Settings of `[weights]`."""
+
+    host: str
+    """Boot id of this host."""
+    join_s: float = 60.0
+    send_s: float = 60.0
+    leave_s: float = 5.0
+    """Deadline for telling a server to leave a group that failed; it may be stuck in it, or dead."""
+    verify_every: int = 0
+    """After every so many versions some of the server's weights are read back; 0: never."""
+    same_gpu: tuple[str, ...] = ()
+    """For each tensor-parallel rank of the server the trainer rank on its GPU; empty: the GPUs of the server
+    are not known, so there can be one sender only."""
+
+
+def device_routes(senders: WeightSenders, options: DeviceRouteOptions) -> Routes:
+    """Folders, and both channels between devices."""
+
+    def routes(server: ServerControl) -> Mapping[str, WeightRoute]:
+        return {
+            "disk": FolderRoute(server, verify_every=options.verify_every),
+            "nccl": GroupRoute(server, senders, options),
+            "cuda_ipc": HandleRoute(server, senders, options),
+        }
+
+    return routes
+
+
+class GroupRoute:
+    """Channel "nccl": broadcasts in a process group (gloo where there is no GPU)."""
+
+    def __init__(self, server: ServerControl, senders: WeightSenders, options: DeviceRouteOptions) -> None:
+        self._server = server
+        self._senders = senders
+        self._options = options
+        self._plans = SenderPlans(server, senders, verify_every=options.verify_every)
+        self._channels: dict[str, str] = {}
+        """Sender -> channel that stands."""
+        self._leavings: set[asyncio.Future[bool]] = set()
+        self.beacon = Beacon()
+
+    async def prepare(self, manifest: WeightManifest) -> None:
+        """Plans, and groups where there are none yet."""
+        senders = _senders_of(manifest)
+        await _together([self._look(senders), *(self._ask(sender, manifest.version) for sender in senders)])
+        await _together(self._join(sender) for sender in senders if sender not in self._channels)
+
+    async def _look(self, senders: list[str]) -> None:
+        """Is it the server that we know, and does it hold what we sent?"""
+        if not self._channels:
+            return
+        if await self._plans.is_same_server():
+            await self._plans.verify(senders)
+        else:
+            await self._leave(list(self._channels), "the server is another incarnation", tells_server=False)
+
+    async def _ask(self, sender: str, version: int) -> None:
+        """The sender's plan, and whether it still has its end of the channel."""
+        channel = self._channels.get(sender, "")
+        reply = await self._named("plan", sender, self._plans.ask(sender, version, channel))
+        if channel and not reply.has_channel:
+            await self._leave([sender], "the sender has given it up")
+
+    async def _join(self, sender: str) -> None:
+        """Both sides, at the same time: the server connects while the sender waits for it."""
+        channel = f"myxa-{uuid.uuid4().hex[:12]}-{sender}"
+        num_ranks, limit_s = await self._plans.num_ranks(), self._options.join_s
+        request = JoinRequest(
+            channel=channel,
+            engine=self._server.place,
+            num_ranks=num_ranks,
+            engine_host=urlsplit(self._server.url).hostname or "localhost",
+            asker_host=self._options.host,
+            timeout_s=limit_s,
+        )
+        offer = await self._named("join", sender, self._senders.join(sender, request))
+        body = {
+            "master_address": offer.address,
+            "master_port": offer.port,
+            "rank_offset": 1,
+            "world_size": num_ranks + 1,
+            "group_name": channel,
+            "backend": offer.backend,
+        }
+        try:
+            answer = await self._named(
+                "join", sender, self._server.post("/init_weights_update_group", body, within_s=limit_s)
+            )
+            _require(answer, self._server.place, f"join with {sender}")
+        except BaseException as err:
+            # The server may have joined, or be about to: both sides leave, even if this task is cancelled again.
+            self._channels[sender] = channel
+            leaving = asyncio.ensure_future(  # noqa: TID251 -- awaited here, or in `close`
+                self._leave([sender], f"{self._server.place} could not join: {err}")
+            )
+            self._leavings.add(leaving)
+            leaving.add_done_callback(self._leavings.discard)
+            await asyncio.shield(leaving)
+            raise
+        self._channels[sender] = channel
+
+    async def load(self, manifest: WeightManifest) -> bool:
+        """Transfer; once more through new channels if that fails and the server still answers."""
+        senders = _senders_of(manifest)
+        try:
+            is_announced = await self._transfer(manifest.version, senders)
+        except EngineError as err:
+            if not await self._leave(senders, str(err)):
+                raise
+            try:
+                await self.prepare(manifest)
+                is_announced = await self._transfer(manifest.version, senders)
+            except EngineError as again:
+                await self._leave(senders, str(again))
+                raise EngineError(f"{again.message}; at first: {err.message}", remedy=again.remedy) from again
+        self._plans.loaded(manifest.version)
+        return is_announced
+
+    async def _transfer(self, version: int, senders: list[str]) -> bool:
+        """Everything; whether the server's last answer says that it bears the version."""
+        is_alone = len(senders) == 1
+        announced = await _together(self._take(sender, version, is_alone=is_alone) for sender in senders)
+        if is_alone:
+            return announced[0]
+        body = {"new_version": str(version), "abort_all_requests": False}
+        answer = await self._server.post("/update_weight_version", body)
+        _require(answer, self._server.place, "announce")
+        return announces(answer, version)
+
+    async def _take(self, sender: str, version: int, *, is_alone: bool) -> bool:
+        """One sender's part: its broadcasts here, the server's receptions there; whether the version is announced."""
+        order = SendOrder(channel=self._channels[sender], version=version, timeout_s=self._options.send_s)
+        both: list[Awaitable[object]] = [
+            self._named("send", sender, self._senders.send(sender, order)),
+            self._receive(sender, order, is_alone=is_alone),
+        ]
+        return (await _together(both))[1] is True
+
+    async def _receive(self, sender: str, order: SendOrder, *, is_alone: bool) -> bool:
+        known = self._plans.of(sender)
+        bodies = known.bodies
+        answer: Mapping[str, Any] = {}
+        for number, bucket in enumerate(bodies, start=1):
+            is_last = number == len(bodies)
+            body = bucket.distributed(order.channel, str(order.version) if is_alone and is_last else None)
+            what = f"bucket {number} of {len(bodies)}"
+            answer = await self._named(
+                f"receive {what}",
+                sender,
+                self._server.post("/update_weights_from_distributed", body, within_s=order.timeout_s),
+            )
+            _require(answer, self._server.place, f"{what} from {sender}", digest=known.digests[number - 1])
+        return announces(answer, order.version)
+
+    async def _leave(self, senders: Iterable[str], reason: str, *, tells_server: bool = True) -> bool:
+        """Give channels up on both sides; never raises, never waits long. False: the server is deaf."""
+        hears = True
+        for sender in senders:
+            channel = self._channels.pop(sender, None)
+            if channel is None:
+                continue
+            await self._senders.leave(sender, channel, reason)
+            if tells_server and hears:
+                try:
+                    await self._server.post(
+                        "/destroy_weights_update_group", {"group_name": channel}, within_s=self._options.leave_s
+                    )
+                except RequestRefused:
+                    continue  # it has left by itself
+                except EngineError:
+                    hears = False
+        return hears
+
+    async def _named(self, phase: str, sender: str, work: Awaitable[T]) -> T:
+        self.beacon.step(f"{phase} from {sender}")
+        return await _named(phase, sender, self._server.place, work)
+
+    async def close(self) -> None:
+        """See the protocol."""
+        await self._leave(list(self._channels), f"{self._server.place} is not used any more")
+        await asyncio.gather(*self._leavings)
+
+
+class HandleRoute:
+    """Channel "cuda_ipc": memory handles. A handle of another GPU's memory would open, and cost a context there; but a
+    copy from it into memory that torch-memory-saver made is refused: that is mapped for its own GPU alone."""
+
+    def __init__(self, server: ServerControl, senders: WeightSenders, options: DeviceRouteOptions) -> None:
+        self._server = server
+        self._senders = senders
+        self._options = options
+        self._plans = SenderPlans(server, senders, verify_every=options.verify_every)
+        self._bodies: list[dict[str, Any]] = []
+        self.beacon = Beacon()
+
+    async def prepare(self, manifest: WeightManifest) -> None:
+        """Handles of all buckets, for every rank of the server."""
+        givers = self._givers(_senders_of(manifest), await self._plans.num_ranks(), manifest.version)
+        await _together([self._look(givers[:1], manifest.version), self._share(givers, manifest.version)])
+
+    def _givers(self, senders: list[str], num_ranks: int, version: int) -> list[str]:
+        """For each rank of the server, the sender on its GPU."""
+        place, named = self._server.place, self._options.same_gpu
+        if not named and len(senders) == 1:
+            return senders * num_ranks
+        if len(named) != num_ranks:
+            raise EngineError(
+                f"{place}: its {num_ranks} tensor-parallel ranks are handed memory of their own GPUs, but its actor "
+                f"has {len(named)} GPUs that trainer ranks are on",
+                remedy="set roles.rollout.devices to the GPUs of the servers, one server for each rollout actor",
+            )
+        if missing := sorted(set(named) - set(senders)):
+            raise EngineError(
+                f"{place}: {', '.join(missing)}, on its GPU, shares nothing of weight version {version}; "
+                f"{', '.join(senders)} do",
+                remedy="this is a bug of the placement; see roles.trainer.devices and roles.rollout.devices",
+            )
+        return list(named)
+
+    async def _look(self, senders: list[str], version: int) -> None:
+        """At what was loaded before, if some of it is to be read back; that needs the plans, loading does not."""
+        if not self._options.verify_every:
+            return
+        if await self._plans.is_same_server():
+            await self._plans.verify(senders)
+        await _together(self._named("plan", sender, self._plans.ask(sender, version)) for sender in senders)
+
+    async def _share(self, givers: list[str], version: int) -> None:
+        counts = Counter(givers)
+        replies = await _together(
+            self._named("share", sender, self._senders.share(sender, ShareRequest(version=version, num_ranks=count)))
+            for sender, count in counts.items()
+        )
+        if len({(reply.fingerprint, len(reply.payloads)) for reply in replies}) > 1:
+            raise EngineError(
+                f"{self._server.place}: {', '.join(counts)} cut weight version {version} differently",
+                remedy="this is a bug: ranks of a trainer have the same model and settings",
+            )
+        self._bodies = []
+        for of_bucket in zip(*(reply.payloads for reply in replies), strict=True):
+            left = {sender: iter(payloads) for sender, payloads in zip(counts, of_bucket, strict=True)}
+            self._bodies.append(tensor_body([next(left[sender]) for sender in givers], None))
+        self._bodies[-1]["weight_version"] = str(version)
+
+    async def load(self, manifest: WeightManifest) -> bool:
+        """Hand the handles over; each may be used once."""
+        bodies, self._bodies = self._bodies, []
+        answer: Mapping[str, Any] = {}
+        for number, body in enumerate(bodies, start=1):
+            what = f"bucket {number} of {len(bodies)}"
+            answer = await self._named(
+                f"receive {what}",
+                manifest.location,
+                self._server.post("/update_weights_from_tensor", body, within_s=self._options.send_s),
+            )
+            _require(answer, self._server.place, what)
+        self._plans.loaded(manifest.version)
+        return announces(answer, manifest.version)
+
+    async def _named(self, phase: str, sender: str, work: Awaitable[T]) -> T:
+        self.beacon.step(f"{phase} from {sender}")
+        return await _named(phase, sender, self._server.place, work)
+
+    async def close(self) -> None:
+        """Handles that were not used go; the memory is the sender's."""
+        self._bodies = []
+
+
+def _senders_of(manifest: WeightManifest) -> list[str]:
+    senders = [name for name in manifest.location.split(",") if name]
+    if not senders:
+        raise EngineError(
+            f"weight version {manifest.version} names no sender", remedy="this is a bug in the publishing trainer"
+        )
+    return senders
+
+
+async def _named(phase: str, sender: str, place: str, work: Awaitable[T]) -> T:
+    """Whatever goes wrong becomes an EngineError that says in which phase, where and with whom."""
+    try:
+        return await work
+    except MyxaError as err:
+        raise EngineError(
+            f"{place}: weights from {sender}: {phase}: {err.message}", remedy=err.remedy or "see both logs"
+        ) from err
+
+
+def _require(answer: Mapping[str, Any], place: str, what: str, *, digest: str = "") -> None:
+    """Raises EngineError unless the server says yes, and the digest that was sent if it says any (our own does)."""
+    if not answer.get("success"):
+        raise EngineError(f"{place}: {what}: {answer.get('message')}", remedy="see the server's log")
+    if digest and answer.get("digest", digest) != digest:
+        raise EngineError(
+            f"{place}: {what}: digest {answer['digest']} arrived, {digest} was sent",
+            remedy="the transfer is repeated; if it happens again, look at the network",
+        )
+
+
+async def _together(jobs: Iterable[Awaitable[T]]) -> list[T]:
+    """All at once, answers in their order; the first error ends the others, and is raised as it is once they have
+    ended."""
+    running = [asyncio.ensure_future(job) for job in jobs]  # noqa: TID251 -- awaited here, below
+    try:
+        return await asyncio.gather(*running)
+    finally:
+        for one in running:
+            one.cancel()
+        await asyncio.gather(*running, return_exceptions=True)

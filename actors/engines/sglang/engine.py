@@ -1,0 +1,632 @@
+"""Any server that speaks SGLang's HTTP (SGLang 0.5.17 or later, or our own) as an `Engine`.
+
+    prepare_weights   the channel's route (`weight_route.py`) gets everything ready while tokens flow
+    commit_weights    pause_generation -> route.load -> verify the version -> continue_generation
+
+The pause comes first because SGLang's update otherwise waits until all running requests have ended. A server whose
+weights may be torn continues with the next whole version and not before. Weights may be torn because loading them
+failed half-way, or because the server was paused when this client came: an earlier client may have died in a commit.
+Version stamps are the server's; tokens are held back until theirs is certain (`wire.HeldTokens`).
+
+`HeadStart` delays new requests after a pause. A server reads the prompts of new requests first, one batch after
+another, so running generations would wait for that too, and new requests come in crowds exactly after an update.
+
+`ServerSampling` keeps a request's sampling to what means the same on the server. Of SGLang 0.5.17; the first was seen
+on a server, the others follow from its source:
+
+* before `min_new_tokens`, it excludes the tokenizer's own end token and `stop_token_ids`, and ends nevertheless at
+  every other end token of the model's configs (most models have two);
+* when it draws by seeds, all requests without one have the same: the samples of a group would be equal;
+* when it draws by seeds, a request with `min_p` fails an assertion in its sampler, which ends it with all its requests;
+* when it draws by seeds, one request with `top_k` or `top_p` in a batch makes it sort the whole batch before it draws,
+  and every row gets another token for the same seed. The server's own health check is such a request. So each request
+  names a `top_k`, the vocabulary's size where it wants all: then all batches are sorted.
+
+`SglangProfiler` records torch's profile in every rank: /start_profile, a wait, /stop_profile, which answers once every
+rank has written its trace. Nothing is generated while a trace is written (of 2 s of a tiny model on a CPU: 9 to 11 s),
+so a profile lasts at most MAX_S. The server stops by itself after `num_steps` forward passes if no stop comes. A server
+that is being profiled already answers yes and continues the first profile; the first stop gets the trace, and the
+second is refused. A server that cannot make its trace folder ends with all its requests, so only a server that was
+launched here, on this file system, gets a folder, which exists already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+import uuid
+from collections.abc import AsyncGenerator, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from msgspec.structs import replace
+
+from ....core.device_memory import MovedBytes, MovedMemory, Tag, TagReport
+from ....core.errors import EngineError, RequestRefused, WeightsRefused
+from ....core.messages import WeightManifest
+from ....core.protocols import Delta, EngineInfo, EngineTrace, GenerateRequest, PauseMode
+from ....core.weight_channel import WeightProgress
+from ...http_client import stream_timeout
+from ..embedded.request import check_request
+from .http_client import Look, ServerSilence, SglangHttp
+from .memory import SglangMemory
+from .server_args import NO_NEEDS, SglangNeeds, ends_at_min_p
+from .weight_route import Routes, WeightRoute, close_others, folder_routes
+from .wire import DONE, HeldTokens, Lines, UsageTally, read_chunk, request_body, version_number, whole_number
+
+HEAD_START_S = 0.01
+"""Two or three steps of a small model on a GPU; a version takes much longer than that to make."""
+
+
+class HeadStart:
+    """One server's."""
+
+    def __init__(self, seconds: float = HEAD_START_S) -> None:
+        self._seconds = seconds
+        self._ends_s = 0.0
+
+    def begin(self) -> None:
+        """The server continues now."""
+        self._ends_s = asyncio.get_running_loop().time() + self._seconds
+
+    async def over(self) -> None:
+        """Wait for its end; at once if there is none under way."""
+        left_s = self._ends_s - asyncio.get_running_loop().time()
+        if left_s > 0:
+            await asyncio.sleep(left_s)
+
+
+RID_END = "~"
+"""Ends the request's own id on the wire, and the whole: SGLang aborts by prefix, and "r1" must not abort "r10". Between
+them stands what makes it unique: two seconds after a stream SGLang 0.5.17 aborts whatever has its id by then, and of a
+request whose reader left it gives the last tokens to the next of that id.
+"""
+
+
+class OpenRequest:
+    """A request whose stream has not ended."""
+
+    def __init__(self, request_id: str, unique: str) -> None:
+        self.request_id = request_id
+        self.rid = f"{request_id}{RID_END}{unique}{RID_END}"
+        """Its id on the wire."""
+        self.has_arrived = asyncio.Event()
+        """The server answered, with a stream or with a refusal."""
+        self.is_aborted = False
+        self.answer: aiohttp.ClientResponse | None = None
+
+
+class OpenRequests:
+    """All of one client's."""
+
+    def __init__(self, place: str, call_s: float) -> None:
+        """`place`: whom errors name. `call_s`: within which a server answers at all."""
+        self._place = place
+        self._call_s = call_s
+        self._open: list[OpenRequest] = []
+        self._self_id = uuid.uuid4().hex[:8]
+        """Tells this client from others of the server, and from an earlier life of its own."""
+        self._num_sent = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def num_arrived(self) -> int:
+        """Those that the server has."""
+        return sum(one.has_arrived.is_set() for one in self._open)
+
+    @contextmanager
+    def sent(self, request_id: str) -> Generator[OpenRequest]:
+        """A new one, open inside the block."""
+        self._num_sent += 1
+        one = OpenRequest(request_id, f"{self._self_id}.{self._num_sent}")
+        self._open.append(one)
+        try:
+            yield one
+        finally:
+            one.has_arrived.set()
+            self._open.remove(one)
+
+    def named(self, request_id: str | None) -> list[OpenRequest]:
+        """Those of that id; None: all."""
+        return [one for one in self._open if request_id in (None, one.request_id)]
+
+    def cut(self) -> None:
+        """End all streams at once: their readers get an error."""
+        for one in self._open:
+            if one.answer is not None:
+                one.answer.close()  # wakes its reader, which closing the session does not
+
+    async def arrived(self, streams: Sequence[OpenRequest]) -> None:
+        """Wait until the server has these: what it has not seen it can neither abort nor pause. Raises EngineError."""
+        try:
+            async with asyncio.timeout(self._call_s):
+                for one in streams:
+                    await one.has_arrived.wait()
+        except TimeoutError as err:
+            raise EngineError(
+                f"{self._place}: did not answer {len(streams)} requests within {self._call_s:g} s",
+                remedy="see the server's log",
+            ) from err
+
+
+ALL = -1
+"""`top_k` of a request that leaves no token out."""
+SEED_BITS = 63
+"""Servers keep seeds as signed 64-bit numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSampling:
+    """How one server draws."""
+
+    end_token_ids: tuple[int, ...] = ()
+    """By the model's configs."""
+    is_seeded: bool = False
+    """It draws by each request's seed."""
+    ends_at_min_p: bool = False
+    vocab_size: int = 0
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any], end_token_ids: Collection[int], vocab_size: int) -> ServerSampling:
+        """By its `/server_info`. End tokens outside the vocabulary are never drawn, and would end it."""
+        ends = tuple(token for token in end_token_ids if 0 <= token < vocab_size)
+        return cls(ends, facts.get("enable_deterministic_inference") is True, ends_at_min_p(facts), vocab_size)
+
+    def meant(self, request: GenerateRequest, place: str) -> GenerateRequest:
+        """The request as the server must get it. Raises RequestRefused for one that would end the server."""
+        sampling = request.sampling
+        if sampling.min_p and self.ends_at_min_p:
+            raise RequestRefused(
+                f"{place}: min_p is {sampling.min_p:g}, which ends a server that was started with "
+                "--enable-deterministic-inference",
+                remedy="use top_p or top_k, or start it without",
+            )
+        if sampling.min_new_tokens:
+            ends = tuple(sorted({*sampling.stop_token_ids, *self.end_token_ids}))
+            sampling = replace(sampling, stop_token_ids=ends)
+        if self.is_seeded:
+            seed = secrets.randbits(SEED_BITS) if sampling.seed is None else sampling.seed
+            sampling = replace(sampling, seed=seed, top_k=self.vocab_size if sampling.top_k == ALL else sampling.top_k)
+        return request if sampling is request.sampling else replace(request, sampling=sampling)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SglangOptions:
+    """Settings of the client."""
+
+    vocab_size: int
+    """Of the model folder; SGLang does not tell."""
+    model_type: str = ""
+    """Of the model folder; a server of another one is refused. Empty: any."""
+    context_length: int = 0
+    """Longest prompt plus answer; 0: what the server says, if it does."""
+    model_context_length: int = 0
+    """What the model allows; used when neither is known."""
+    max_running: int = 256
+    """Requests worth sending at once, if the server does not say."""
+    pause_mode: PauseMode = "in_place"
+    """How running requests meet a commit."""
+    start_s: float = 600.0
+    """How long `start` waits for a server that is still loading."""
+    call_s: float = 120.0
+    """Deadline of control calls; a weight update reads a whole model."""
+    stall_s: float = 600.0
+    """Longest silence of a stream, pauses included."""
+    health_every_s: float = 5.0
+    """How often `until_lost` looks at the server."""
+    lost_after_s: float = 60.0
+    """Silence of `/health` after which the server counts as lost; while it loads weights it may be silent."""
+    admin_key: str = ""
+    """Bearer of all calls; empty: the server asks for none."""
+    generate_url: str = ""
+    """Where requests are sent, if not to the server itself: a router in front of it."""
+    end_token_ids: tuple[int, ...] = ()
+    """All that end an answer by the model's configs; SGLang itself keeps only the tokenizer's away before a least
+    length."""
+    needs: SglangNeeds = NO_NEEDS
+    profile_dir: str = ""
+    """Where the server, on this file system, writes its profiles; empty: where it does by itself."""
+    name: str = "sglang"
+
+
+MAX_S = 3.0
+STEPS_PER_S = 1000
+"""More forward passes than any server makes in a second."""
+START_S = 20.0
+WRITE_S = 50.0
+"""How long the ranks may take to write. A server that is silent for longer counts as lost anyhow."""
+OWN_FOLDER = "on the server's host: $SGLANG_TORCH_PROFILER_DIR of the server, or /tmp"
+
+
+class SglangProfiler:
+    """Of one server."""
+
+    def __init__(self, http: SglangHttp, *, name: str, folder: str = "") -> None:
+        """`name` begins the names of the files. `folder`: where the server is to write, on a file system that it shares
+        with this process; empty: where it does by itself."""
+        self._http = http
+        self._name = name.replace("/", ".")
+        self._folder = Path(folder) if folder else None
+        self._is_recording = False
+
+    async def record(self, duration_s: float) -> EngineTrace:
+        """Raises EngineError when the server refuses, does not answer, or writes nothing."""
+        if self._is_recording:
+            raise EngineError(f"{self._http.place}: is being profiled already", remedy="wait until that has ended")
+        self._is_recording = True
+        try:
+            return await self._record(min(duration_s, MAX_S))
+        finally:
+            self._is_recording = False
+
+    async def _record(self, duration_s: float) -> EngineTrace:
+        label = f"{self._name}.{time.strftime('%Y%m%d-%H%M%S')}.{secrets.token_hex(3)}"
+        where: dict[str, str] = {}
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            where["output_dir"] = str(self._folder)
+        body = {
+            "activities": ["CPU", "GPU"],
+            "num_steps": max(1, round(duration_s * STEPS_PER_S)),
+            "with_stack": False,  # Python's stacks of every operator make traces many times as large
+            "record_shapes": False,
+            "profile_id": label,
+            **where,
+        }
+        try:
+            await self._post("/start_profile", body, START_S)
+            await asyncio.sleep(duration_s)
+        except asyncio.CancelledError:  # also in the middle of the first call, which the server may have heard
+            with suppress(EngineError):
+                await self._post("/stop_profile", {}, START_S)
+            raise
+        await self._post("/stop_profile", {}, WRITE_S)
+        if self._folder is None:
+            return EngineTrace(engine=self._http.url, place=OWN_FOLDER, files=(f"{label}-TP-*.trace.json.gz",))
+        files = tuple(sorted(path.name for path in self._folder.glob(f"*{label}*")))
+        if not files:
+            raise EngineError(
+                f"{self._http.place}: was profiled, and wrote no trace into {self._folder}",
+                remedy="another client may be profiling it; see the server's log",
+            )
+        return EngineTrace(engine=self._http.url, place=str(self._folder), files=files)
+
+    async def _post(self, path: str, body: Mapping[str, object], within_s: float) -> None:
+        try:
+            await self._http.post(path, body, within_s=within_s)
+        except EngineError as err:
+            raise EngineError(err.message, remedy=f"{err.remedy}; --no-engine leaves the server out") from err
+
+
+MAX_LINE_BYTES = 256 << 20
+_log = logging.getLogger("myxa.sglang")
+
+
+class SglangEngine:
+    """A client of one server."""
+
+    def __init__(
+        self, url: str, options: SglangOptions, routes: Routes = folder_routes, *, saves_memory: bool = False
+    ) -> None:
+        """`routes`: the channels by which weights may come; without more, folders. `saves_memory`: the server's memory
+        will be taken back between steps, so it must have been started for that."""
+        self._options = options
+        self.pause_mode: PauseMode = options.pause_mode
+        self._http = SglangHttp(url, name=options.name, call_s=options.call_s, admin_key=options.admin_key)
+        self._generate_url = (options.generate_url or url).rstrip("/") + "/generate"
+        self._routes = routes(self._http)
+        self._memory = SglangMemory(self._http, call_s=options.call_s) if saves_memory else None
+        self._profiler = SglangProfiler(self._http, name=options.name, folder=options.profile_dir)
+        self._sampling = ServerSampling()
+        self._is_parked = False
+        self._looking = asyncio.Lock()
+        """Held while the server is asked for its health, which may make it generate."""
+        self._context_length = options.context_length
+        self._max_running = 0
+        self._version = -1
+        self._prepared: WeightManifest | None = None
+        self._channel = ""
+        """By which weights came last."""
+        self._commits: list[int] = []
+        """All versions that it was asked to load, the one that is being loaded included."""
+        self._committing = asyncio.Lock()
+        self._head_start = HeadStart()
+        self._is_paused = False
+        self._torn = ""
+        """Why the server's weights are of no version; empty when they are."""
+        self._lost = asyncio.Event()
+        """The server is not the one that was given weights."""
+        self._open = OpenRequests(self._place, options.call_s)
+        self._tally = UsageTally()
+
+    @property
+    def _place(self) -> str:
+        return self._http.place
+
+    # -- life
+
+    async def start(self) -> EngineInfo:
+        """Wait until the server answers. Raises EngineError naming its address when it does not in time."""
+        if self._http.is_open:
+            raise EngineError(f"{self._place}: was started before", remedy="build a new one")
+        self._http.open()
+        try:
+            if not await self._http.until_there(self._options.start_s):
+                self._torn = "it was paused when this client came, and its weights may be of no version"
+                _log.warning("%s: %s; it continues with the first version that it gets", self._place, self._torn)
+        except EngineError:
+            await self.close()
+            raise
+        facts = await self._http.check(self._options.model_type)
+        self._options.needs.check(facts, self._place)
+        self._sampling = ServerSampling.of(facts, self._options.end_token_ids, self._options.vocab_size)
+        if self._memory is not None:
+            self._memory.check(facts)
+        told = whole_number(facts, "context_length", "max_model_len")
+        self._context_length = self._context_length or told or self._options.model_context_length
+        self._max_running = whole_number(facts, "max_running_requests") or self._options.max_running
+        if self._context_length < 1:
+            raise EngineError(
+                f"{self._place}: the server does not tell its context length", remedy="set engine.context_length"
+            )
+        return await self.info()
+
+    async def until_lost(self) -> None:
+        """Look at the server's health from time to time; raises EngineError once it was silent for too long."""
+        clock = asyncio.get_running_loop().time
+        silence = ServerSilence(self._options.lost_after_s, self._options.health_every_s, clock())
+        while not silence.is_over(clock()):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(silence.wait_s(clock())):
+                    await self._lost.wait()
+                raise EngineError(f"{self._place}: {self._torn}", remedy="restart the server, or leave it to this run")
+            async with self._looking:
+                stands = self._is_paused or self._is_parked or self._torn or self._committing.locked()
+                path = "/model_info" if stands else "/health"
+                found = await self._http.look(path, within_s=silence.look_s(clock()))
+            silence.looked(clock(), is_well=found is Look.WELL)
+        raise EngineError(
+            f"{self._place}: no healthy answer for {silence.lasts_s(clock()):.0f} s",
+            remedy="see the server's log; restart it",
+        )
+
+    async def close(self) -> None:
+        """Close all connections; the server frees the rows of requests that were running. Never raises."""
+        self.cut()
+        for route in self._routes.values():
+            await route.close()
+        await self._http.close()
+
+    def cut(self) -> None:
+        """End all streams at once: their readers get an EngineError. For a server that is lost."""
+        self._open.cut()
+
+    # -- requests
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
+        """Stream tokens; see `core.protocols.Engine`.
+
+        Raises RequestRefused when the server refuses the request, EngineError when it fails, is gone or falls silent.
+        """
+        place = f"{self._place}: request {request.request_id!r}"
+        # What a server would not say clearly, or not at all: an id outside the vocabulary ends SGLang 0.5.17.
+        check_request(
+            request, vocab_size=self._options.vocab_size, context_length=self._context_length, place=self._place
+        )
+        asked = self._sampling.meant(request, place)
+        await self._until_whole(place)
+        timeout = stream_timeout(self._options.call_s, self._options.stall_s)
+        sent_version, num_commits = self._version, len(self._commits)
+        tokens = HeldTokens(place, sent_version, self._tally.add)
+        lines = Lines(MAX_LINE_BYTES, place)
+        try:
+            with self._open.sent(request.request_id) as mine:
+                body = request_body(asked, mine.rid, self._version)
+                async with self._http.session.post(
+                    self._generate_url, data=body, headers=self._http.headers, timeout=timeout
+                ) as answer:
+                    mine.answer = answer
+                    mine.has_arrived.set()
+                    if answer.status != 200:
+                        raise await self._refused(answer, place)
+                    async for data in answer.content.iter_any():
+                        for payload in lines.feed(data):
+                            if payload == DONE:
+                                break
+                            delta = tokens.add(read_chunk(payload, place))
+                            if delta is not None:
+                                self._check_stamps(delta, sent_version, num_commits, place)
+                                yield delta
+                                if delta.finish is not None:
+                                    return
+                        if mine.is_aborted:  # the abort came before the request was known to the scheduler
+                            await self._http.post("/abort_request", {"rid": mine.rid})
+        except (aiohttp.ClientError, TimeoutError) as err:
+            raise EngineError(
+                f"{place}: the stream broke after {tokens.num_tokens} tokens ({type(err).__name__}: {err})",
+                remedy="see the server's log",
+            ) from err
+        raise EngineError(
+            f"{place}: the stream ended after {tokens.num_tokens} tokens without a finish reason",
+            remedy="see the server's log; it may have been stopped",
+        )
+
+    def _check_stamps(self, delta: Delta, sent_version: int, num_commits: int, place: str) -> None:
+        """Versions only rise, unless a trainer that was restored from a checkpoint had us load an older one. A server
+        that answers with a version older still was restarted from outside; behind a router it may be another server,
+        which is about to get the version."""
+        if self._options.generate_url:
+            return
+        least = min([sent_version, *self._commits[num_commits:]])
+        oldest = int(delta.versions.min()) if delta.versions.size else least
+        if oldest < least:
+            self._torn = f"answered with weight version {oldest} after it was given {least}; it was restarted"
+            self._lost.set()
+            raise EngineError(f"{place}: {self._torn}", remedy="only this run may restart or update the server")
+
+    async def _until_whole(self, place: str) -> None:
+        """Wait for a version that is being loaded. Raises EngineError if the server's weights are of none."""
+        if self._torn:
+            async with self._committing:
+                pass
+        if self._torn:
+            raise EngineError(f"{place}: {self._torn}", remedy="give it a version, or restart the server")
+        await self._head_start.over()
+
+    async def abort(self, request_id: str | None = None) -> None:
+        """Abort one request, or all; their streams end with finish "abort"."""
+        meant = self._open.named(request_id)
+        for one in meant:
+            one.is_aborted = True
+        await self._open.arrived(meant)
+        for body in [{"abort_all": True}] if request_id is None else [{"rid": one.rid} for one in meant]:
+            await self._http.post("/abort_request", body)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stand still; see `core.protocols.Engine`."""
+        await self._stand_still(mode)
+        self._is_paused = True
+
+    async def _stand_still(self, mode: PauseMode) -> None:
+        await self._open.arrived(self._open.named(None))
+        await self._http.post("/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        """Continue after a pause. A server whose weights are loading or may be torn waits until they are whole."""
+        if not self._torn:
+            await self._go_on()
+        self._is_paused = False
+
+    async def _go_on(self) -> None:
+        await self._http.post("/continue_generation", {"torch_empty_cache": False})  # it costs milliseconds
+        self._head_start.begin()
+
+    # -- weights
+
+    async def prepare_weights(self, manifest: WeightManifest) -> None:
+        """Have the channel's route get ready. Raises EngineError if there is none, or if it cannot."""
+        self._prepared = None
+        route, self._channel = self._route(manifest), manifest.channel
+        await route.prepare(manifest)
+        self._prepared = manifest
+
+    def _route(self, manifest: WeightManifest) -> WeightRoute:
+        route = self._routes.get(manifest.channel)
+        if route is None:
+            raise EngineError(
+                f"{self._place}: weight version {manifest.version} came by channel {manifest.channel!r}, this server "
+                f"takes {sorted(self._routes)}",
+                remedy=f"set weights.channel to one of {sorted(self._routes)}",
+            )
+        return route
+
+    async def commit_weights(self, version: int) -> None:
+        """Have the server load the prepared version, and make sure that it announces it."""
+        async with self._committing:
+            manifest = self._prepared
+            if manifest is None or manifest.version != version:
+                has = "nothing" if manifest is None else f"version {manifest.version}"
+                raise EngineError(
+                    f"{self._place}: version {version} cannot be committed, {has} is prepared",
+                    remedy="call prepare_weights with its manifest first",
+                )
+            self._prepared = None
+            if not self._is_paused:
+                await self._stand_still(self.pause_mode)
+            self._commits.append(version)
+            before, self._torn = self._torn, f"version {version} was being loaded and did not arrive whole"
+            try:
+                if not await self._route(manifest).load(manifest):
+                    await self._verify(manifest)
+                self._version, self._torn = version, ""
+            except WeightsRefused as err:
+                self._torn = before
+                if before:  # the old weights are back, and they are of no version
+                    raise EngineError(f"{err.message}; {before}", remedy=err.remedy) from err
+                raise
+            finally:
+                if not self._is_paused and not self._torn:
+                    await self._go_on()
+            await close_others(self._routes, manifest.channel)
+
+    async def _verify(self, manifest: WeightManifest) -> None:
+        served = await self._served_version()
+        if served != manifest.version:
+            raise EngineError(
+                f"{self._place}: serves version {served} after version {manifest.version} was loaded",
+                remedy="only this run may update the server; restart it",
+            )
+
+    def weight_progress(self) -> WeightProgress:
+        """See `core.protocols.TellsProgress`."""
+        return self._routes[self._channel].beacon.told() if self._channel else WeightProgress(at="idle")
+
+    # -- memory
+
+    def _saver(self) -> SglangMemory:
+        if self._memory is None:
+            raise EngineError(f"{self._place}: its memory is its own", remedy='set memory.share = "switch"')
+        return self._memory
+
+    def memory_tags(self) -> tuple[TagReport, ...]:
+        """See `core.protocols.ReleasesMemory`; sizes are the server's own."""
+        return self._saver().reports()
+
+    def memory_pids(self) -> tuple[int, ...]:
+        """None: this run did not start the server."""
+        return ()
+
+    async def park(self, within_s: float) -> None:
+        """See `core.protocols.ReleasesMemory`. Health is no longer asked for by generating."""
+        async with self._looking:
+            self._is_parked = True
+        await self._saver().until_idle(within_s)
+
+    async def unpark(self) -> None:
+        """See `core.protocols.ReleasesMemory`."""
+        self._is_parked = not self._saver().is_whole
+
+    async def release_memory(self, tags: Collection[Tag]) -> MovedBytes:
+        """See `core.protocols.ReleasesMemory`."""
+        return MovedMemory(dropped_bytes=await self._saver().release(tags))
+
+    async def restore_memory(self, tags: Collection[Tag]) -> MovedBytes:
+        """See `core.protocols.ReleasesMemory`."""
+        return MovedMemory(dropped_bytes=await self._saver().resume(tags))
+
+    # -- questions
+
+    async def info(self) -> EngineInfo:
+        """Current state; `running` counts this client's requests that the server has, `waiting` those on their way.
+        `version` is -1 while the server has a name instead of a number, and while its weights may be of none."""
+        served = await self._served_version()
+        return EngineInfo(
+            kind="sglang",
+            vocab_size=self._options.vocab_size,
+            context_length=self._context_length,
+            max_running=self._max_running,
+            version=-1 if self._torn and not self._committing.locked() else served,
+            running=self._open.num_arrived,
+            waiting=len(self._open) - self._open.num_arrived,
+            usage=self._tally.total,
+        )
+
+    async def profile(self, duration_s: float) -> tuple[EngineTrace, ...]:
+        """See `core.engine_profile.ProfilesItself`."""
+        return (await self._profiler.record(duration_s),)
+
+    async def _served_version(self) -> int:
+        self._version = version_number((await self._http.get("/model_info")).get("weight_version"))
+        return self._version
+
+    async def _refused(self, answer: aiohttp.ClientResponse, place: str) -> EngineError:
+        text = (await answer.content.read(2000)).decode(errors="replace")
+        kind = RequestRefused if answer.status in (400, 413, 422) else EngineError
+        return kind(f"{place}: the server answered {answer.status}: {text}", remedy="see the server's log")

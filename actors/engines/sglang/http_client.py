@@ -1,0 +1,230 @@
+"""One SGLang server's control calls: JSON over HTTP, with a key, a deadline and the server's name in every error.
+
+`ServerSilence` says when a server that does not answer counts as lost, by the clock since its last good answer. Pure;
+time is passed in.
+
+    wait `wait_s` -> look, for `look_s` at most -> `looked` -> ... until `is_over`
+
+A look at a server that hangs costs time itself, so it is cut to what is left. Two looks must have failed: an actor that
+was stopped itself finds that a minute has passed, which says nothing about its server.
+
+httpx was considered: aiohttp is here already for the embedded server and streams at half the cost per chunk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
+from enum import Enum
+from typing import Any, cast
+
+import aiohttp
+import msgspec
+import orjson
+
+from ....core.errors import EngineError, RequestRefused
+from ...http_client import client_session
+from .attach_check import FACTS_ROUTE, MODEL_ROUTE, ServerAnswer, attach_fault
+
+LOOK_S = 10.0
+"""Longest look."""
+LEAST_LOOK_S = 3.0
+"""SGLang 0.5.17 takes a second to answer `/health` when it is well."""
+
+
+class ServerSilence:
+    """Of one server."""
+
+    def __init__(self, bound_s: float, every_s: float, now_s: float) -> None:
+        """`bound_s`: silence after which it is lost. `every_s`: between two looks."""
+        self._bound_s = bound_s
+        self._every_s = every_s
+        self._heard_s = now_s
+        self._num_failed = 0
+
+    def lasts_s(self, now_s: float) -> float:
+        """Since the last good answer."""
+        return now_s - self._heard_s
+
+    def wait_s(self, now_s: float) -> float:
+        """Until the next look."""
+        return max(min(self._every_s, self._bound_s - self.lasts_s(now_s)), self._every_s / 10)
+
+    def look_s(self, now_s: float) -> float:
+        """How long the next look may take."""
+        least_s = min(LEAST_LOOK_S, self._bound_s)
+        return min(LOOK_S, max(self._bound_s - self.lasts_s(now_s), least_s))
+
+    def looked(self, now_s: float, *, is_well: bool) -> None:
+        """What a look has found."""
+        if is_well:
+            self._heard_s, self._num_failed = now_s, 0
+        else:
+            self._num_failed += 1
+
+    def is_over(self, now_s: float) -> bool:
+        """Whether it is lost."""
+        return self._num_failed > 1 and self.lasts_s(now_s) >= self._bound_s
+
+
+JSON_HEADERS = {"Content-Type": "application/json"}
+CLOSE_S = 2.0
+KEEPALIVE_S = 2.0
+"""An idle connection is not used again after so long. The server (uvicorn) closes it after 5 s: a request sent in that
+moment is lost, and whether a POST arrived is not known."""
+
+
+class Look(Enum):
+    """What a GET has met."""
+
+    WELL = "answers 200"
+    UNWELL = "answers something else, or nothing listens there"
+    SILENT = "does not answer in time"
+
+
+class SglangHttp:
+    """A connection to one server."""
+
+    def __init__(self, url: str, *, name: str, call_s: float, admin_key: str = "") -> None:
+        """`admin_key`: sent as bearer with control calls; empty: none. `call_s`: deadline of a control call."""
+        self.url = url.rstrip("/")
+        self.place = f"{name} at {self.url}"
+        """Whom errors name."""
+        self.call_s = call_s
+        self.headers = JSON_HEADERS | ({"Authorization": f"Bearer {admin_key}"} if admin_key else {})
+        """For every request."""
+        self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `open` was called."""
+        return self._session is not None
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        """For streams. Raises EngineError before `open` and after `close`."""
+        if self._session is None or self._session.closed:
+            raise EngineError(f"{self.place}: not started, or closed", remedy="await start() first")
+        return self._session
+
+    def open(self) -> None:
+        """Make the session; needs a running loop."""
+        self._session = client_session(keepalive_s=KEEPALIVE_S)
+
+    async def close(self) -> None:
+        """End all connections. Never raises, never waits long: a server that stands still reads nothing, and what was
+        written to it would keep its connections open."""
+        if self._session is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_S):
+                    await self._session.close()
+
+    async def look(self, path: str = "/health", *, within_s: float = LOOK_S) -> Look:
+        """Whether it answers. `/health` is answered by generating a token: a server that loads is unwell, one that
+        hangs is silent, and so is one that is paused: ask that by another path."""
+        try:
+            async with (
+                asyncio.timeout(within_s),
+                self.session.get(self.url + path, headers=self.headers) as answer,
+            ):
+                return Look.WELL if answer.status == 200 else Look.UNWELL
+        except TimeoutError:  # some of aiohttp's are both
+            return Look.SILENT
+        except aiohttp.ClientError:
+            return Look.UNWELL
+
+    async def until_there(self, within_s: float) -> bool:
+        """Wait for a server that is loading; False: it is there and paused. Raises
+        EngineError when it is not there in time."""
+        look_s = min(LOOK_S, within_s / 3)
+        last = ServerAnswer(MODEL_ROUTE, error="nothing", is_absent=True)
+        try:
+            async with asyncio.timeout(within_s):
+                while (found := await self.look(within_s=look_s)) is not Look.WELL:
+                    if found is Look.SILENT and await self.look("/model_info", within_s=look_s) is Look.WELL:
+                        return False
+                    if found is Look.UNWELL:
+                        last = await self.answer(MODEL_ROUTE, look_s)
+                        self._refuse(
+                            *attach_fault(last, last) if not last.may_come and last.status != 200 else ("", "")
+                        )
+                    await asyncio.sleep(0.2)
+        except TimeoutError as err:
+            raise EngineError(
+                f"{self.place}: no healthy answer within {within_s:g} s",
+                remedy=f"start the server, or mend engine.attach; {last.words()}",
+            ) from err
+        return True
+
+    async def check(self, model_type: str) -> Mapping[str, Any]:
+        """What `/server_info` says. Raises EngineError for what is no SGLang server, or one of another model."""
+        model, facts = await self.answer(MODEL_ROUTE, self.call_s), await self.answer(FACTS_ROUTE, self.call_s)
+        self._refuse(*attach_fault(model, facts, model_type))
+        return facts.value
+
+    def _refuse(self, fault: str, remedy: str) -> None:
+        if fault:
+            raise EngineError(f"{self.place}: {fault}", remedy=remedy)
+
+    async def answer(self, route: str, within_s: float) -> ServerAnswer:
+        """What a GET is answered with, whatever that is."""
+        try:
+            async with (
+                asyncio.timeout(within_s),
+                self.session.get(self.url + route, headers=self.headers) as answer,
+            ):
+                return ServerAnswer(route, answer.status, await answer.read())
+        except (TimeoutError, aiohttp.ClientConnectorError) as err:
+            why = f"no answer within {within_s:g} s" if isinstance(err, TimeoutError) else str(err)
+            return ServerAnswer(route, error=why, is_absent=not isinstance(err, aiohttp.ClientSSLError))
+        except aiohttp.ClientError as err:
+            is_cut = isinstance(err, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError)
+            return ServerAnswer(route, error=f"no HTTP ({type(err).__name__}: {str(err)[:80]})", is_absent=is_cut)
+
+    async def get(self, path: str) -> Mapping[str, Any]:
+        """The object a GET answers with; {} for plain text. Raises EngineError."""
+        return await self._call("GET", path, None, self.call_s)
+
+    async def post(self, path: str, body: Mapping[str, Any], *, within_s: float = 0.0) -> Mapping[str, Any]:
+        """The object a POST answers with; {} for plain text. `within_s` 0: `call_s`. Raises EngineError."""
+        return await self._call("POST", path, orjson.dumps(body), within_s or self.call_s)
+
+    async def ask(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The JSON value, of whatever kind, that a POST answers with; None for what is none. Raises EngineError."""
+        return _decoded(await self._raw("POST", path, orjson.dumps(body), self.call_s))
+
+    async def _call(self, method: str, path: str, body: bytes | None, within_s: float) -> Mapping[str, Any]:
+        value = _decoded(await self._raw(method, path, body, within_s))
+        return cast("dict[str, Any]", value) if isinstance(value, dict) else {}  # some routes answer with plain text
+
+    async def _raw(self, method: str, path: str, body: bytes | None, within_s: float) -> bytes:
+        place = f"{self.place}: {method} {path}"
+        try:
+            async with (
+                asyncio.timeout(within_s),
+                self.session.request(method, self.url + path, data=body, headers=self.headers) as answer,
+            ):
+                raw = await answer.read()
+                if answer.status >= 400:
+                    raise _error(place, answer.status, raw)
+                return raw
+        except (aiohttp.ClientError, TimeoutError) as err:
+            raise EngineError(
+                f"{place} failed within {within_s:g} s: {type(err).__name__}: {err}",
+                remedy="is the server alive and reachable?",
+            ) from err
+
+
+def _decoded(raw: bytes) -> Any:
+    with suppress(msgspec.MsgspecError):
+        return msgspec.json.decode(raw)
+    return None
+
+
+def _error(place: str, status: int, raw: bytes) -> EngineError:
+    text = f"{place} answered {status}: {raw[:500].decode(errors='replace')}"
+    if status in (401, 403):
+        return EngineError(text, remedy="set engine.admin_key to the server's --admin-api-key")
+    kind = RequestRefused if status in (400, 413, 422) else EngineError
+    return kind(text, remedy="see the server's log")

@@ -1,0 +1,574 @@
+"""A stock SGLang server as a child of the rollout actor: `<python> -m sglang.launch_server`, from start to end.
+
+`LaunchedSglang` chooses port, key and environment; generation and weights are the client's (`engine.py`). The server
+listens on loopback, asks for a key that was made for it, and dies with the actor, however that ends. Three faults make
+`until_lost` raise, after which the actor fails and is restarted with a new server: the server's end at once, a stopped
+process (SIGSTOP) after two seconds, silence of a running one after a minute.
+
+`ServerProcess` is any server with its own process group and log. A guardian between (`server_guardian.py`) ends the
+server when this process is killed. `launch/nodes/child.py` does the same for actors, on the launcher's own loop.
+
+`until_stopped` finds a stopped process in the server's family: such a server answers nothing, and nothing else tells
+why. A debugger's stop does not count, because it resumes the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+from asyncio.subprocess import PIPE, Process
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import orjson
+import psutil
+
+from ....core.device_memory import MovedBytes, Tag, TagReport
+from ....core.errors import ConfigError, EngineError, LaunchError, RequestRefused, WeightsRefused
+from ....core.messages import WeightManifest
+from ....core.protocols import Delta, EngineInfo, EngineTrace, GenerateRequest, PauseMode
+from ....core.weight_channel import WeightProgress
+from .engine import SglangEngine, SglangOptions
+from .memory import SAVER_FIELDS, hide_megatron, saver_env
+from .server_args import (
+    MODULE,
+    NO_NEEDS,
+    ServerSchema,
+    SglangNeeds,
+    check_sizes,
+    check_table,
+    command_line,
+    read_schema,
+)
+from .weight_route import Routes, folder_routes
+
+GRACE_S = 2.0
+"""Between SIGTERM and SIGKILL: a server has nothing to lose, and its actor has five seconds to end."""
+CLOSE_S = 5.0
+"""For the guardian to end; it is killed after that."""
+START_S = 60.0
+"""For the guardian to start the server's program: an interpreter and a few imports, from a disk that may be slow."""
+TAIL_LINES = 12
+TAIL_BYTES = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCommand:
+    """What to start."""
+
+    name: str
+    """Whom errors name."""
+    command: Sequence[str]
+    env: Mapping[str, str]
+    log_path: Path
+    """Appended to; made readable for this user only."""
+
+
+class ServerProcess:
+    """A running server. Built by `start_server`."""
+
+    def __init__(self, what: ServerCommand, guardian: Process, pid: int) -> None:
+        self._what = what
+        self._guardian = guardian
+        self.pid = pid
+        """Of the server's first process, also of its group."""
+        self._how = ""
+        self._reading = asyncio.Lock()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not been seen to end."""
+        return not self._how and self._guardian.returncode is None
+
+    async def until_ended(self) -> str:
+        """Wait for its end; returns how it ended: "exit status 3", "signal SIGKILL"."""
+        async with self._reading:
+            self._how = self._how or await _how_it_ends(self._guardian, self.pid)
+        return self._how
+
+    def last_lines(self, num_lines: int = TAIL_LINES) -> str:
+        """The end of its log, indented; empty when it wrote nothing."""
+        try:
+            with self._what.log_path.open("rb") as log:
+                log.seek(max(_size(self._what.log_path) - TAIL_BYTES, 0))
+                text = log.read().decode(errors="replace")
+        except OSError as err:
+            return f"\n    (its log cannot be read: {err.strerror})"
+        lines = deque((line for line in text.splitlines() if line.strip()), maxlen=num_lines)
+        return "".join(f"\n    {line[:500]}" for line in lines)
+
+    def death(self, how: str, doing: str) -> EngineError:
+        """What to raise when it ended on its own."""
+        return EngineError(
+            f"{self._what.name}: its server (pid {self.pid}) ended {doing} with {how}; the last lines of its log:"
+            f"{self.last_lines()}",
+            remedy=f"see {self._what.log_path}",
+        )
+
+    async def close(self) -> None:
+        """SIGTERM, then SIGKILL for the whole group. Never raises; a second call does nothing."""
+        stdin = self._guardian.stdin
+        assert stdin is not None
+        with contextlib.suppress(ConnectionError, RuntimeError):
+            stdin.write(b"stop\n")
+            await stdin.drain()
+        try:
+            async with asyncio.timeout(GRACE_S + CLOSE_S):
+                await self.until_ended()
+        except TimeoutError:
+            for pid in (self.pid, self._guardian.pid):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)
+            await self.until_ended()
+        with contextlib.suppress(ConnectionError, RuntimeError):
+            stdin.close()
+
+
+async def start_server(what: ServerCommand) -> ServerProcess:
+    """Start it. Raises LaunchError when the program cannot be started."""
+    try:
+        what.log_path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as err:
+        raise LaunchError(f"{what.name}: {what.log_path.parent} cannot be made: {err.strerror}") from err
+    command = (sys.executable, "-m", "myxa.actors.engines.sglang.server_guardian", str(os.getpid()))
+    guardian = await asyncio.create_subprocess_exec(
+        *command, stdin=PIPE, stdout=PIPE, env=dict(what.env), start_new_session=True
+    )
+    assert guardian.stdin is not None
+    assert guardian.stdout is not None
+    task = {
+        "command": list(what.command),
+        "env": dict(what.env),
+        "log_path": str(what.log_path),
+        "grace_s": GRACE_S,
+    }
+    guardian.stdin.write(json.dumps(task).encode() + b"\n")
+    try:
+        async with asyncio.timeout(START_S):
+            told = _parse(await guardian.stdout.readline())
+            if "pid" in told:
+                return ServerProcess(what, guardian, int(told["pid"]))
+            await guardian.wait()
+    except BaseException as err:
+        await _end_guardian(guardian)
+        if not isinstance(err, TimeoutError):
+            raise
+        raise LaunchError(
+            f"{what.name}: {what.command[0]} was not started within {START_S:g} s",
+            remedy="does the disk answer that the interpreters are on?",
+        ) from err
+    raise LaunchError(
+        f"{what.name}: its server cannot be started: {told.get('failed', 'its guardian ended')}",
+        remedy="check engine.python, or the role's `python`, in the run file",
+    )
+
+
+async def _end_guardian(guardian: Process) -> None:
+    """End a guardian that has not reported yet; what it has started ends with it."""
+    assert guardian.stdin is not None
+    guardian.stdin.close()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(CLOSE_S):
+            await guardian.wait()
+            return
+    with contextlib.suppress(ProcessLookupError):
+        guardian.kill()
+    await guardian.wait()
+
+
+async def _how_it_ends(guardian: Process, pid: int) -> str:
+    assert guardian.stdout is not None
+    told = _parse(await guardian.stdout.readline())
+    await guardian.wait()
+    if "ended" not in told:
+        # The server's first process ended with it; as long as others of its group live, the number is not reused.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+        return "its guardian, which was killed"
+    status = int(told["ended"])
+    return f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
+
+
+def _parse(line: bytes) -> Mapping[str, Any]:
+    with contextlib.suppress(ValueError):
+        value: Any = json.loads(line)
+        if isinstance(value, dict):
+            return value  # pyright: ignore[reportUnknownVariableType] -- JSON
+    return {}
+
+
+def _size(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return path.stat().st_size
+    return 0
+
+
+LOOK_EVERY_S = 0.5
+NUM_STOPPED = 4
+"""Looks in a row that must find it stopped: a process that runs again sooner has lost nothing. They are counted
+because an actor that was stopped together with its server may be the first to run again."""
+NUM_LOOKS = 20
+"""After so many looks the processes are listed again, which scans the whole host."""
+
+
+async def until_stopped(pid: int) -> int:
+    """Wait until it, or one that it has started, has been stopped for a while; returns which."""
+    family: list[psutil.Process] = []
+    num_seen = num_looks = 0
+    while True:
+        if num_looks % NUM_LOOKS == 0 or num_seen == NUM_STOPPED:  # the number may have been reused
+            family = await asyncio.to_thread(_family, pid)
+        stopped = next((one.pid for one in family if _is_stopped(one)), 0)
+        if stopped and num_seen == NUM_STOPPED:
+            return stopped
+        num_seen = num_seen + 1 if stopped else 0
+        num_looks += 1
+        await asyncio.sleep(LOOK_EVERY_S)
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    with suppress(psutil.Error):
+        first = psutil.Process(pid)
+        return [first, *first.children(recursive=True)]
+    return []
+
+
+def _is_stopped(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return process.status() == psutil.STATUS_STOPPED
+    return False
+
+
+T = TypeVar("T")
+
+LOOPBACK = "127.0.0.1"
+PORT_TRIES = 3
+PORT_TAKEN = ("address already in use", "errno 98")
+"""What a server logs when its port is taken."""
+CAUSE_S = 0.5
+"""How long a server that does not answer has for being seen to have ended."""
+DEFAULTS: Mapping[str, Any] = {"stream_interval": 32}
+"""Set by myxa, may be set otherwise in `[sglang]`. Fewer, longer chunks: tokens are not read by people."""
+NOT_FOR_SERVERS = frozenset({"MYXA_WORKER_SPEC", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"})
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+_log = logging.getLogger("myxa.sglang")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SglangLaunch:
+    """How the server is started."""
+
+    python: str
+    """Interpreter that has SGLang."""
+    model_path: str
+    table: Mapping[str, Any]
+    """`[sglang]`."""
+    env: Mapping[str, str]
+    """The actor's own environment."""
+    log_path: Path
+    dtype: str
+    seed: int
+    num_devices: int
+    """GPUs of this actor; they are those of CUDA_VISIBLE_DEVICES. 0: CPU."""
+    max_running: int
+    context_length: int = 0
+    """0: the model's own."""
+    expects: tuple[TagReport, ...] | None = None
+    """What it is going to hold, if its memory is to be taken back between steps; None: its memory is its own."""
+
+    @property
+    def saves_memory(self) -> bool:
+        """Whether it is started so that its memory can be taken back."""
+        return self.expects is not None
+
+
+class LaunchedSglang:
+    """An `Engine`: the server and its client."""
+
+    def __init__(self, launch: SglangLaunch, options: SglangOptions, routes: Routes = folder_routes) -> None:
+        self._launch = launch
+        self._options = options
+        self._routes = routes
+        self._env = server_env(launch.env, has_gpus=bool(launch.num_devices))
+        if launch.saves_memory:
+            self._env = saver_env(self._env)
+        self._server: ServerProcess | None = None
+        self._client: SglangEngine | None = None
+
+    # -- life
+
+    async def start(self) -> EngineInfo:
+        """Start the server and wait until it serves.
+
+        Raises ConfigError for arguments that the installed SGLang does not take, EngineError with the last lines of
+        its log when it ends or does not answer in time.
+        """
+        if self._server is not None:
+            raise EngineError(f"{self._options.name}: was started before", remedy="build a new one")
+        schema = await read_schema(self._options.name, self._launch.python, self._env)
+        check_table(self._launch.table, schema)
+        for attempt in range(PORT_TRIES):
+            try:
+                return await self._start_once(schema)
+            except _PortTaken as err:
+                if attempt == PORT_TRIES - 1:
+                    raise
+                _log.warning("%s; another port is tried", err.message)
+        raise AssertionError("unreachable")
+
+    async def _start_once(self, schema: ServerSchema) -> EngineInfo:
+        key = secrets.token_hex(32)  # it becomes a word of a command line, where one that begins with "-" is none
+        with tempfile.TemporaryDirectory(prefix="myxa-sglang-") as place, socket.socket() as reserved:
+            # Bound and not listening: no other process gets this port, and the server may listen on it, since both
+            # sockets allow the address to be used again.
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            reserved.bind((LOOPBACK, 0))
+            port = int(reserved.getsockname()[1])
+            try:
+                return await self._serve_on(port, schema, key, Path(place))
+            except BaseException:
+                await self.close()
+                raise
+
+    async def _serve_on(self, port: int, schema: ServerSchema, key: str, place: Path) -> EngineInfo:
+        """`place`: a folder that lasts until the server serves."""
+        launch, name = self._launch, self._options.name
+        key_file = _write_keys(key, place)
+        words = command_line(server_values(launch, port, schema, self._options.needs), schema)
+        command = (launch.python, "-m", MODULE, *words, "--config", str(key_file))
+        env = hide_megatron(self._env, place) if launch.saves_memory else self._env
+        server = await start_server(ServerCommand(name, command, env, launch.log_path))
+        self._server = server
+        _log.info("%s: SGLang %s is pid %d, log %s: %s", name, schema.version, server.pid, launch.log_path, command)
+        options = replace(self._options, admin_key=key)
+        client = SglangEngine(f"http://{LOOPBACK}:{port}", options, self._routes, saves_memory=launch.saves_memory)
+        self._client = client
+        try:
+            async with asyncio.TaskGroup() as group:
+                watch = group.create_task(self._fail_when_ended(server, "while it was loading"))
+                info = await self._start_client(client, server)
+                watch.cancel()
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return info
+
+    async def _start_client(self, client: SglangEngine, server: ServerProcess) -> EngineInfo:
+        try:
+            return await client.start()
+        except EngineError as err:
+            raise EngineError(
+                f"{err.message}; the last lines of its log:{server.last_lines()}",
+                remedy=f"see {self._launch.log_path}; raise engine.start_s if it only needs longer",
+            ) from err
+
+    async def _fail_when_ended(self, server: ServerProcess, doing: str) -> None:
+        how = await server.until_ended()
+        death = server.death(how, doing)
+        if any(word in death.message.lower() for word in PORT_TAKEN):
+            raise _PortTaken(death.message, remedy=death.remedy)
+        raise death
+
+    async def _fail_when_stopped(self, server: ServerProcess) -> None:
+        pid = await until_stopped(server.pid)
+        raise EngineError(
+            f"{self._options.name}: process {pid} of its server was stopped (SIGSTOP) and does nothing",
+            remedy="its work continues elsewhere; to inspect a hanging server, attach a debugger",
+        )
+
+    async def until_lost(self) -> None:
+        """Waits; raises EngineError as soon as the server ended, when it is stopped, or was silent for too long."""
+        server, client = self._server, self._running()
+        assert server is not None
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._fail_when_ended(server, "while it served"))
+                group.create_task(self._fail_when_stopped(server))
+                group.create_task(client.until_lost())
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def close(self) -> None:
+        """End the server and everything it started. Never raises."""
+        client, self._client = self._client, None
+        server, self._server = self._server, None
+        # At the same time: the client has something to tell a server that may be deaf, and this one is ended anyway.
+        await asyncio.gather(*(one.close() for one in (client, server) if one is not None))
+
+    @property
+    def pause_mode(self) -> PauseMode:
+        """How running requests meet the next commit."""
+        return self._options.pause_mode
+
+    @pause_mode.setter
+    def pause_mode(self, mode: PauseMode) -> None:
+        self._options = replace(self._options, pause_mode=mode)
+        if self._client is not None:
+            self._client.pause_mode = mode
+
+    def _running(self) -> SglangEngine:
+        if self._client is None:
+            raise EngineError(f"{self._options.name}: not started, or closed", remedy="await start() first")
+        return self._client
+
+    @property
+    def server_pid(self) -> int:
+        """Of the server's first process. Raises EngineError before `start`."""
+        self._running()
+        assert self._server is not None
+        return self._server.pid
+
+    # -- what the client does
+
+    async def _ask(self, call: Awaitable[T]) -> T:
+        """The client's answer. When the server ended meanwhile, that is the error, with the last lines of its log."""
+        try:
+            return await call
+        except (RequestRefused, WeightsRefused):
+            raise
+        except EngineError as err:
+            server = self._server
+            if server is not None:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(CAUSE_S):
+                        how = await server.until_ended()
+                    raise server.death(how, "while it served") from err
+            raise
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+        """See `core.protocols.Engine`."""
+        return self._running().generate(request)
+
+    async def abort(self, request_id: str | None = None) -> None:
+        """See `core.protocols.Engine`."""
+        await self._ask(self._running().abort(request_id))
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `core.protocols.Engine`."""
+        await self._ask(self._running().pause(mode))
+
+    async def resume(self) -> None:
+        """See `core.protocols.Engine`."""
+        await self._ask(self._running().resume())
+
+    async def prepare_weights(self, manifest: WeightManifest) -> None:
+        """See `core.protocols.Engine`."""
+        await self._ask(self._running().prepare_weights(manifest))
+
+    async def commit_weights(self, version: int) -> None:
+        """See `core.protocols.Engine`."""
+        await self._ask(self._running().commit_weights(version))
+
+    def weight_progress(self) -> WeightProgress:
+        """See `core.protocols.TellsProgress`."""
+        return self._running().weight_progress()
+
+    async def info(self) -> EngineInfo:
+        """See `core.protocols.Engine`."""
+        return await self._ask(self._running().info())
+
+    async def profile(self, duration_s: float) -> tuple[EngineTrace, ...]:
+        """See `core.engine_profile.ProfilesItself`."""
+        return await self._ask(self._running().profile(duration_s))
+
+    # -- memory
+
+    def memory_tags(self) -> tuple[TagReport, ...]:
+        """See `core.protocols.ReleasesMemory`."""
+        return self._launch.expects or () if self._client is None else self._client.memory_tags()
+
+    def memory_pids(self) -> tuple[int, ...]:
+        """The server and everything that it started."""
+        if self._server is None:
+            return ()
+        with suppress(psutil.Error):
+            children = psutil.Process(self._server.pid).children(recursive=True)
+            return (self._server.pid, *(child.pid for child in children))
+        return ()
+
+    async def park(self, within_s: float) -> None:
+        """See `core.protocols.ReleasesMemory`."""
+        await self._ask(self._running().park(within_s))
+
+    async def unpark(self) -> None:
+        """See `core.protocols.ReleasesMemory`."""
+        await self._ask(self._running().unpark())
+
+    async def release_memory(self, tags: Collection[Tag]) -> MovedBytes:
+        """See `core.protocols.ReleasesMemory`."""
+        return await self._ask(self._running().release_memory(tags))
+
+    async def restore_memory(self, tags: Collection[Tag]) -> MovedBytes:
+        """See `core.protocols.ReleasesMemory`."""
+        return await self._ask(self._running().restore_memory(tags))
+
+
+class _PortTaken(EngineError):
+    """Another process listens on the port that was meant for the server."""
+
+
+def server_values(
+    launch: SglangLaunch, port: int, schema: ServerSchema, needs: SglangNeeds = NO_NEEDS
+) -> dict[str, Any]:
+    """ServerArgs field -> value: what the user said, and what is myxa's.
+
+    Raises ConfigError for sizes that do not fit the actor's GPUs and for a version of SGLang that is too old.
+    """
+    own: dict[str, Any] = {
+        "model_path": launch.model_path,
+        "host": LOOPBACK,
+        "port": port,
+        "skip_tokenizer_init": not needs.tokenizer,
+        "incremental_streaming_output": True,
+        "dtype": launch.dtype,
+        "random_seed": launch.seed,
+        "max_running_requests": launch.max_running,
+    }
+    own |= SAVER_FIELDS if launch.saves_memory else {}
+    own |= {"context_length": launch.context_length} if launch.context_length else {}
+    own |= {} if launch.num_devices else {"device": "cpu"}
+    missing = sorted(set(own) - set(schema.options))
+    if missing:
+        raise ConfigError(
+            f"SGLang {schema.version} in {launch.python} does not take {', '.join(missing)}",
+            remedy="install SGLang 0.5.17 or later",
+        )
+    values = {key: value for key, value in DEFAULTS.items() if key in schema.options} | dict(launch.table)
+    return values | check_sizes(values, launch.num_devices) | own
+
+
+def server_env(base: Mapping[str, str], *, has_gpus: bool) -> dict[str, str]:
+    """The server's environment: the actor's own, which holds the role's `env`, less what would mislead it.
+
+    NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE must be what the trainer has: with unequal values the weight group cannot
+    be formed. SGLang's memory saver does not go with expandable segments.
+    """
+    env = {name: value for name, value in base.items() if name not in NOT_FOR_SERVERS}
+    for name in ALLOCATOR:
+        if "expandable_segments" in env.get(name, ""):
+            del env[name]
+    env.setdefault("NCCL_CUMEM_ENABLE", "0")
+    env.setdefault("NCCL_NVLS_ENABLE", "0")
+    if not has_gpus:
+        env.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    return env
+
+
+def _write_keys(key: str, place: Path) -> Path:
+    """A file that only this user can read: on the command line everybody could. JSON is YAML, which SGLang reads."""
+    path = place / "keys.yaml"
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(orjson.dumps({"api-key": key, "admin-api-key": key}))
+    return path
