@@ -22,7 +22,7 @@ from myxa.launch.worker_spec import server_env
 
 
 def begin() -> None:
-    """Fork, and have the nursery take it."""
+    """Fork, and have the fork server pool take it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     launcher = os.getpid()
     pid = os.fork()
@@ -35,18 +35,18 @@ def begin() -> None:
     ours.setblocking(False)
     free = [(pid, ours)]
 
-    def first(self: fork_server_pool.ForkServerPool, kit: str) -> fork_server_pool.ForkServer:
+    def first(self: fork_server_pool.ForkServerPool, set_name: str) -> fork_server_pool.ForkServer:
         if not free:
-            return start_plainly(self, kit)
+            return start_plainly(self, set_name)
         pid, link = free.pop()
-        log_path = self._log_path(kit)
+        log_path = self._log_path(set_name)
         with log_path.open("wb") as log:
             socket.send_fds(link, [b"log"], [log.fileno()])
         child = fork_server_pool._adopt(
-            f"fork server {kit}", 0, pid, log_path, lambda child, status: self._on_end(kit, child, status)
+            f"fork server {set_name}", 0, pid, log_path, lambda child, status: self._on_end(set_name, child, status)
         )
         self._children.add(child)
-        return fork_server_pool.ForkServer(kit, child, link)
+        return fork_server_pool.ForkServer(set_name, child, link)
 
     fork_server_pool.ForkServerPool._first = first
 
