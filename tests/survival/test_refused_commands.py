@@ -121,7 +121,7 @@ def test_e02_one_that_lives_or_is_prepared_by_another_launcher_is_left(
 @pytest.mark.parametrize(
     ("hurt", "cause"),
     [
-        (lambda run: shutil.rmtree(run / "checkpoints"), "has no checkpoint to go on from"),
+        (lambda run: shutil.rmtree(run / "checkpoints"), "has no checkpoint"),
         (lambda run: [os.truncate(path, 9) for path in run.glob("checkpoints/*/manifest.json")], "is torn"),
         (lambda run: (run / "origin.json").write_text("{"), "origin.json"),
         (lambda run: (run / "config.toml").write_text("[["), "config.toml"),
