@@ -64,7 +64,7 @@ async def test_a_canary_in_an_actor_that_drains_says_so(tmp_path: Path, data_flo
         await until(lambda: engine.open == 2, "it answers")
         floor.rollouts["rollout/0"]._pull.end()
         await engine.abort()
-        with pytest.raises((CallError, EngineError), match="told to stop in the middle of a canary"):
+        with pytest.raises((CallError, EngineError), match="stop in the middle of a canary"):
             await asking
 
 

@@ -206,7 +206,7 @@ async def test_the_end_of_the_run_can_be_moved_to_a_step_that_is_still_to_come(m
         assert not vote.accepted
         assert "the trainer makes version 4 next" in vote.reason
         vote = await room.conductor.trainer.prepare_knobs(KnobChange(epoch=2, values={"num_steps": 0}))
-        assert "for ever" in vote.reason
+        assert "never end" in vote.reason
         await room.conductor.change(3, num_steps=4)
         room.data.allow(100)
         async with asyncio.timeout(60):
