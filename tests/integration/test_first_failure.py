@@ -84,5 +84,5 @@ def test_a_run_ends_well_without_an_engine_that_may_not_come_back(job: Job) -> N
         process.kill()
         process.wait()
     assert process.returncode == 0, said
-    assert "the run goes on without it: 1 are left, 1 must be" in said
+    assert "the run continues without it: 1 are left, 1 must be" in said
     assert "finished after 15 of 15 steps" in said

@@ -111,7 +111,7 @@ def test_a_late_node_that_is_killed_costs_its_actors_and_nothing_else(stage: Sta
     node0.until(
         lambda: (
             "the launcher of node 1 is gone" in launcher_log(node0)
-            and "the run goes on without it: 1 are left, 1 must be" in launcher_log(node0)
+            and "the run continues without it: 1 are left, 1 must be" in launcher_log(node0)
         ),
         "rollout/1 to be given up",
     )

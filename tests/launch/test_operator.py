@@ -77,7 +77,7 @@ def test_a_late_engine_that_cannot_start_is_given_up_and_the_run_goes_on(tmp_pat
         client = client_of(one)
         client.ask("scale", role="rollout", count=3)
         one.until(lambda: roster(client)["rollout/2"]["state"] == "failed", "rollout/2 to be given up")
-        assert "the run goes on without it: 2 are left, 1 must be" in one.log("launcher.0.log")
+        assert "the run continues without it: 2 are left, 1 must be" in one.log("launcher.0.log")
         finish(one)
 
 

@@ -141,7 +141,7 @@ def has_no_room_for_a_checkpoint(lives: Lives, ballast: Ballast) -> None:
         "trainer/0 could not save a checkpoint",
         "No space left",
         "attempt 1;",
-        "the next one follows in 30 s",
+        "the next follows in 30 s",
     ):
         assert words in told, told
     assert not list(run_dir.glob("checkpoints/.partial-*")), "what was half written filled the disk"
