@@ -110,9 +110,7 @@ def test_reference_log_probs_of_samples_are_taken_where_the_run_wants_them_and_m
     assert means[1] is None, "nothing is learnt from it"
     ignores = [s for shard in plan_step(3, [told], options()) for s in shard.samples]
     assert all(s.reference_logprobs is None for s in ignores), "the trainer has a model of its own"
-    with pytest.raises(
-        DataError, match=r"step 3: sample 7/0 has no reference log-probs.* -- go on as the run was begun"
-    ):
+    with pytest.raises(DataError, match=r"step 3: sample 7/0 has no reference log-probs"):
         plan_step(3, [told, group(7, [0.0, 1.0])], takes)
 
 
