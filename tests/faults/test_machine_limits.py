@@ -137,7 +137,7 @@ import asyncio, os, resource, sys
 sys.path.insert(0, os.environ["HERE"])
 from pathlib import Path
 from depot import Depot, DepotContract, eat_descriptors
-from myxa.core.actor import with_deadline
+from myxa.core.refs import with_deadline
 from myxa.core.errors import MyxaError
 from myxa.transport.node import Node
 

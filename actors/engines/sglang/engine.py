@@ -170,7 +170,8 @@ class ServerSampling:
     """By the model's configs."""
     is_seeded: bool = False
     """It draws by each request's seed."""
-    ends_at_min_p: bool = False
+    is_sglangs: bool = False
+    """By seeds, and with SGLang's own sampler: `min_p` ends it, and `top_k` changes its batch."""
     vocab_size: int = 0
 
     @classmethod
@@ -182,7 +183,7 @@ class ServerSampling:
     def meant(self, request: GenerateRequest, place: str) -> GenerateRequest:
         """The request as the server must get it. Raises RequestRefused for one that would end the server."""
         sampling = request.sampling
-        if sampling.min_p and self.ends_at_min_p:
+        if sampling.min_p and self.is_sglangs:
             raise RequestRefused(
                 f"{place}: min_p is {sampling.min_p:g}, which ends a server that was started with "
                 "--enable-deterministic-inference",
@@ -191,9 +192,10 @@ class ServerSampling:
         if sampling.min_new_tokens:
             ends = tuple(sorted({*sampling.stop_token_ids, *self.end_token_ids}))
             sampling = replace(sampling, stop_token_ids=ends)
-        if self.is_seeded:
-            seed = secrets.randbits(SEED_BITS) if sampling.seed is None else sampling.seed
-            sampling = replace(sampling, seed=seed, top_k=self.vocab_size if sampling.top_k == ALL else sampling.top_k)
+        if sampling.seed is None and self.is_seeded:
+            sampling = replace(sampling, seed=secrets.randbits(SEED_BITS))
+        if sampling.top_k == ALL and self.is_sglangs:
+            sampling = replace(sampling, top_k=self.vocab_size)
         return request if sampling is request.sampling else replace(request, sampling=sampling)
 
 
