@@ -54,7 +54,7 @@ class Sources:
         if source is None or row is None:
             raise LedgerError(
                 f"draw {draw} of {f'source {name}' if name else 'the data'} was made, but the data no longer has it",
-                remedy="was max_passes lowered for a run that goes on?",
+                remedy="was max_passes lowered for a run that continues?",
             )
         return draw // len(source), row
 
@@ -66,7 +66,7 @@ class Sources:
             raise LedgerError(
                 f"group {row.group_id} was draw {row.draw_of_source}{f' of {row.source}' if row.source else ''}, "
                 "which the data no longer has",
-                remedy="was data.max_passes lowered for a run that goes on?",
+                remedy="was data.max_passes lowered for a run that continues?",
             )
         return msgspec.structs.replace(prompt, group_id=row.group_id, draw=row.draw)
 

@@ -159,7 +159,7 @@ class Tenant:
         await until_answered(lambda: manager.register(self.report()), who=who, clock=self._clock, log=_log)
 
     async def on_peer(self, event: PeerEvent) -> None:
-        """A manager that was restarted is told again, if the event is of one."""
+        """A restarted manager gets it again, if the event is of one."""
         target = getattr(self._manager, "ref_target", "")
         if self._manager is not None and event.name == target and event.kind in ("up", "restarted"):
             await self.join(self._manager)
@@ -223,7 +223,7 @@ class Tenant:
         except MyxaError as error:
             self._rest()
             return self._reply(command, reason=str(error))
-        except Exception as error:  # noqa: BLE001 -- a store of somebody else's making: the manager has to hear of it all the same
+        except Exception as error:  # noqa: BLE001 -- a store of another's making: the manager must hear of it
             _log.exception("%s: %s", self._options.name, command.command_id)
             self._rest()
             return self._reply(command, reason=f"{type(error).__name__}: {error}")
@@ -258,7 +258,7 @@ class Tenant:
         try:
             async with asyncio.timeout(REOPEN_S):
                 await self._gate.resume()
-        except Exception:  # noqa: BLE001 -- whatever a gate of somebody else's making raises
+        except Exception:  # noqa: BLE001 -- a gate of another's making may raise anything
             _log.exception("%s: the gate does not open", self._options.name)
             self._machine.rest("quiesced")
         else:
@@ -446,11 +446,11 @@ class TenantAssets:
     def _release_comms(self, command: MemoryCommand) -> None:
         if self.comms is None or self._are_comms_away or self.comms.kind == "keep":
             return
-        self.survey_comms()  # their size is told while they are away
+        self.survey_comms()  # the manager gets their size while they are away
         try:
             self.comms.release(command.epoch, command.deadline_s)
         except Absent:
-            raise  # nobody let go of anything
+            raise  # no memory was released
         except MyxaError:
             self.comms.abort()
             self._are_comms_away = True
