@@ -366,7 +366,7 @@ HANDSHAKE_LIMIT_S = 4.0
 """For the other side's process to answer; below libzmq's own limit, so that it is known who ran out of patience."""
 AGAIN_S = 0.005
 STATUS_OVER = 500
-"""Of ZeroMQ's authentication: the key was good once (see zap.py)."""
+"""Of ZeroMQ's authentication: the key was good once (see `ZapHandler`)."""
 
 _DONTWAIT = int(zmq.DONTWAIT)
 
