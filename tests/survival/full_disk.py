@@ -74,6 +74,7 @@ def is_full_for_a_while(lives: Lives, ballast: Ballast) -> None:
         said = " ".join(asked(verb, run_dir).split())
         for words in (f"{run_dir}/ledger.sqlite cannot be written", f"tmpfs at {run_dir.parent}", "make room there"):
             assert words in said, said
+    assert lives.after(FULL_S / 4), "it ended"  # a step that was under way is told of a moment later
     version = lives.version()
     assert lives.after(FULL_S - (time.monotonic() - since)), "it ended"
     assert lives.version() == version, "a pause"
