@@ -2,6 +2,7 @@
 #
 #   make demo    train a small model from nothing on this machine and print how it went
 #   make test    the whole test suite, with leak checks
+#   make test-fast  the tests that start no run, in under two minutes
 #   make check   ruff, pyright, import-linter
 #   make soak    long runs with random kills
 #   make fuzz    a million broken frames and hostile peers against a living node (some minutes)
@@ -30,7 +31,7 @@ SGLANG_PINS := tests/engines/sglang_cpu/constraints.txt
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check soak fuzz sglang-cpu clean setup
+.PHONY: demo test test-fast check soak fuzz sglang-cpu clean setup
 .DELETE_ON_ERROR:
 
 demo: $(DEMO_STAMP)
@@ -40,6 +41,11 @@ demo: $(DEMO_STAMP)
 WORKERS ?= 4
 test: $(STAMP)
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
+
+FAST := $(addprefix tests/,config core algos models data actors report reference)
+SLOW := tests/algos/test_staleness_property.py tests/algos/test_over_ranks.py
+test-fast: $(STAMP)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(addprefix --ignore=,$(SLOW)) $(FAST)
 
 soak: $(STAMP)
 	@$(BIN)/python -m pytest $(TESTS) -m soak --timeout=1800
