@@ -80,7 +80,7 @@ def test_a_trainer_is_fed_from_a_dump_and_engines_that_die_answer_the_same_again
     groups = asyncio.run(recorded(job, job.folder / "recorded.jsonl"))
     (replay,) = re.findall(r"^```toml\n# replay\.toml\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     (job.folder / "replay.toml").write_text(replay)
-    words = ("run.num_steps=30", "data.max_passes=0", "roles.rollout.count=2", "async.window=1")
+    words = ("run.num_steps=30", "data.max_passes=0", "roles.rollout.count=2", "async.max_staleness=0")
     words += ('algo.ref_urls=["recorded"]', "algo.kl_coef=0.1", 'algo.kl_kind="k1"')
     words = [part for word in words for part in ("--set", word)]
     process = Command(["up", "run.toml", "replay.toml", *words], job.folder)
