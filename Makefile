@@ -42,6 +42,7 @@ WORKERS ?= 4
 test: $(STAMP)
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
+# Folders whose tests start no run, without their two longest files.
 FAST := $(addprefix tests/,config core algos models data actors report reference)
 SLOW := tests/algos/test_staleness_property.py tests/algos/test_over_ranks.py
 test-fast: $(STAMP)

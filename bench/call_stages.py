@@ -30,17 +30,18 @@ from myxa.transport.node import Node
 
 HOME = str(Path(myxa.__file__).resolve().parent) + "/"
 STAGES = {
-    "caller: arguments, order, route": ("core/actor.py", "transport/call_client.py", "transport/registry/"),
+    "caller: arguments, order, route": ("core/refs.py", "transport/call_client.py", "transport/registry/"),
     "caller: number, credit, pending call, its end": ("transport/session/calls.py", "transport/session/pending.py"),
     "both: types to bytes and back": ("transport/codec.py",),
     "both: header, credit word": ("transport/session/links.py", "transport/session/credit.py"),
-    "both: on its way out": ("transport/sending/", "transport/socket_transport.py", "transport/unix.py"),
-    "both: taken in, cut up": ("transport/unix.py", "transport/session/frames.py", "transport/outbox.py"),
+    "both: sockets, on its way out and taken in": (
+        "transport/socket_transport.py",
+        "transport/outbox.py",
+        "transport/unix.py",
+    ),
     "both: whose it is, what it is": ("transport/session/session.py", "transport/session/frames.py"),
     "callee: arrival, answer": ("transport/session/serving.py", "transport/hosting.py"),
     "callee: mailbox, handler's turn": (
-        "transport/hosting.py",
-        "transport/actor_runner.py",
         "transport/actor_runner.py",
         "core/",
     ),

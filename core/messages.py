@@ -53,14 +53,17 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Base of all control-plane records."""
 
 
+NO_TOP_K = -1
+"""`top_k` that leaves no token out."""
+
+
 class SamplingParams(Record, frozen=True):
     """How tokens are drawn. Defaults are plain sampling from the model's own distribution."""
 
     temperature: float = 1.0
     """0 means greedy."""
     top_p: float = 1.0
-    top_k: int = -1
-    """-1: no limit."""
+    top_k: int = NO_TOP_K
     min_p: float = 0.0
     """Only tokens at least so likely, relative to the likeliest; 0: all."""
     max_new_tokens: int = 256

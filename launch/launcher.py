@@ -58,7 +58,6 @@ from .views.live import lasting
 
 CONTROL_SOCKET = "control.sock"
 VIEW_SOCKET = "view.sock"
-_control_log = logging.getLogger("myxa.control")
 
 
 @contextlib.asynccontextmanager

@@ -2,7 +2,7 @@
 
 Same session, same bytes, no sockets; an envelope arrives in a later turn of the loop, in order per connection. A
 network can cut connections and kill nodes, so that failures can be had on purpose. How an envelope gets across, who
-can be reached and when a broken connection is noticed are the network's to say: `simulation/network.py` says worse.
+can be reached and when a broken connection is noticed are the network's to say: the simulation of the tests says worse.
 """
 
 from __future__ import annotations

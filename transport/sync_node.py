@@ -1,9 +1,9 @@
 """A node for hosts without an event loop of asyncio: the same node behind functions that block.
 
-What two ways of running it have in common (`node_thread.py`: a thread of its own; `poll_node.py`: turned by hand).
+`SyncNode` holds what two ways of running it share: `NodeThread` here, and `poll_node.py`, turned by the host.
 References are typed as ever; `call` takes a method of one and its arguments, and waits as long as the call's deadline.
 
-A node in a thread of its own, for hosts without an event loop: calls block, from any number of the host's threads.
+`NodeThread` runs the node in a thread of its own; calls block, from any number of the host's threads.
 
     with NodeThread(name="judge", rdzv=Rendezvous.load(path)) as node:
         stats = node.call(node.ref(BufferContract, "buffer").stats)

@@ -70,7 +70,7 @@ class BufferStore:
         max_deaths: int = 3,
     ) -> None:
         """`filters`: the settings say which of them judges groups. `max_deaths`: of actors, that one group
-        may bring about (`poison_prompts.py`)."""
+        may bring about (`PoisonTracker`)."""
         self.ledger = ledger
         self.admission = admission
         self.settings = settings

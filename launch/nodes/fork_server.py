@@ -10,7 +10,7 @@ The launcher (fork_server_pool.py) and its servers exchange one message a packet
 So a process that the launcher no longer wants never starts to work, however late it comes.
 
 A server has one loop and handles one request at a time. It starts no thread and touches no GPU, because a child must be
-like a fresh process. It forks twice, and the kernel makes the launcher, which adopts orphans (core/lifeline.py), the
+like a fresh process. It forks twice, and the kernel makes the launcher, which adopts orphans (core/process.py), the
 parent of the second child: the launcher watches, reaps and ends it like a process of its own, with or without the
 server. `multiprocessing.forkserver` was considered: its children belong to the server, so the launcher has neither
 their exit status nor a death signal for them, and what they run is pickled.

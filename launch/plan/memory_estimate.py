@@ -207,7 +207,7 @@ def _scoring(model: ModelConfig, layout: ParallelLayout, shape: StepShape, token
 #                    with a distributed optimizer (Megatron-core's own table: "theoretical memory" = 18 bytes a
 #                    parameter, 6 + 12 / dp when distributed)
 #
-# `planned` of both backends' residence.py tells the memory manager the same, except that experts are cut here as they
+# `planned` of both backends' offload.py tells the memory manager the same, except that experts are cut here as they
 # really are. A reference model (algo.kl_coef) is one more set of weights, for the torch trainer of its own size. A
 # critic is a second trained model; its pass follows the policy's pass. Weights that travel between devices are staged:
 # a copy in the engine's number type for each version in flight. A CUDA context took 0.8 GiB, an NCCL group 0.65 GiB
@@ -218,9 +218,6 @@ GROUP_BYTES = int(0.65 * GIB)
 SHARING_BUCKET_BYTES = 256 * MIB
 """Of the torch trainer's own gradient exchange (`torch_backend/parallel.py`)."""
 VERSIONS_IN_FLIGHT = 2
-
-LASTING = frozenset({"weights", "gradients", "optimizer", "reference model", "critic"})
-"""Parts that are there between steps too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,8 +115,6 @@ SOURCE = Path(__file__).with_name("segment_allocator.c")
 SLOTS = tuple(10 * tens + ones for tens in range(1, 7) for ones in range(8))
 """Numbers in the names of the functions that torch calls."""
 MAX_CHUNK_BYTES = 256 << 20
-MAX_CHUNKS = 1 << 16
-"""Of one segment: 16 TiB in chunks of 256 MiB."""
 
 
 class _View(ctypes.Structure):

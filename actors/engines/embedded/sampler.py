@@ -33,7 +33,6 @@ MASK_64 = (1 << 64) - 1
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 SHIFTS = (30, 27, 31)
-NO_TOP_K = -1
 TILE = 32
 """Rows that are computed together where results must not depend on how many there are: whole vectors on every CPU."""
 

@@ -48,7 +48,7 @@ from msgspec.structs import replace
 
 from ....core.device_memory import MovedBytes, MovedMemory, Tag, TagReport
 from ....core.errors import EngineError, RequestRefused, WeightsRefused
-from ....core.messages import WeightManifest
+from ....core.messages import NO_TOP_K, WeightManifest
 from ....core.protocols import Delta, EngineInfo, EngineTrace, GenerateRequest, PauseMode
 from ....core.weight_channel import WeightProgress
 from ...http_client import stream_timeout
@@ -156,8 +156,6 @@ class OpenRequests:
             ) from err
 
 
-ALL = -1
-"""`top_k` of a request that leaves no token out."""
 SEED_BITS = 63
 """Servers keep seeds as signed 64-bit numbers."""
 
@@ -194,7 +192,7 @@ class ServerSampling:
             sampling = replace(sampling, stop_token_ids=ends)
         if sampling.seed is None and self.is_seeded:
             sampling = replace(sampling, seed=secrets.randbits(SEED_BITS))
-        if sampling.top_k == ALL and self.is_sglangs:
+        if sampling.top_k == NO_TOP_K and self.is_sglangs:
             sampling = replace(sampling, top_k=self.vocab_size)
         return request if sampling is request.sampling else replace(request, sampling=sampling)
 
