@@ -27,8 +27,9 @@ from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "integration"))
-from run_job import Job, make_job, until  # pyright: ignore[reportMissingImports]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.harness.run_job import Job, make_job
+from tests.harness.waiting import wait_until
 
 from myxa.launch.control.client import ControlClient
 
@@ -58,7 +59,7 @@ def main() -> None:
         (job.folder / "patient.py").write_text(REWARD)
         launcher = job.start(*OVERRIDES)
         try:
-            until(lambda: has_begun(job), "the first steps", timeout_s=180)
+            wait_until(lambda: has_begun(job), "the first steps", timeout_s=180)
             measured = {role: [measure(job, role) for _ in range(options.rounds)] for role in options.roles.split(",")}
             assert launcher.poll() is None, "the run went on"
         finally:
@@ -98,7 +99,7 @@ def measure(job: Job, role: str) -> dict[str, float]:
     attempt = record["attempt"] + 1
     log = job.run_dir() / "logs/launcher.0.log"
     own = job.run_dir() / "logs" / f"{name.replace('/', '.')}.{attempt}.log"
-    until(lambda: first_work(job, role, name, began) is not None, f"{name} to work again", timeout_s=120)
+    wait_until(lambda: first_work(job, role, name, began) is not None, f"{name} to work again", timeout_s=120)
     moments = [
         began,
         moment(log, f"{name} ended", began),

@@ -25,8 +25,9 @@ from pathlib import Path
 import psutil
 from restarts import REWARD, moment, moves
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "integration"))
-from run_job import Job, make_job, until  # pyright: ignore[reportMissingImports]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.harness.run_job import Job, make_job
+from tests.harness.waiting import wait_until
 
 GOAL_S = 10.0
 PARTS = ("command, checkpoint chosen", "launch", "imports", "load", "first engine", "first data", "step")
@@ -75,7 +76,7 @@ def until_next_checkpoint(job: Job, since: float) -> None:
         told = job.folder.glob("runs/*/checkpoints/version_*/run.json")
         return any(path.stat().st_mtime > since for path in told)
 
-    until(has_one, "a checkpoint", timeout_s=180)
+    wait_until(has_one, "a checkpoint", timeout_s=180)
 
 
 def kill(launcher: subprocess.Popen[str]) -> None:
@@ -102,7 +103,7 @@ def measure(job: Job, began: float) -> dict[str, float]:
     """Seconds of each part."""
     run_dir = job.run_dir()
     launcher, trainer = run_dir / "logs" / "launcher.0.log", run_dir / "logs" / "trainer.0.0.log"
-    until(lambda: bool(moves(job, "TRAINED", began)), "the first step", timeout_s=180)
+    wait_until(lambda: bool(moves(job, "TRAINED", began)), "the first step", timeout_s=180)
     first_step = min(wall_s for wall_s, _ in moves(job, "TRAINED", began))
     may_go = moment(trainer, "lets the loop start", began)
     claimed = [wall_s for wall_s, _ in moves(job, "CLAIMED", began) if wall_s < first_step]

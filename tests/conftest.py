@@ -23,10 +23,10 @@ from types import ModuleType
 
 import psutil
 import pytest
-from commands import close_server  # pyright: ignore[reportMissingImports]
 from hypothesis import HealthCheck, settings
-from own_segments import own_segments  # pyright: ignore[reportMissingImports]
-from pending_tasks import pending_tasks  # pyright: ignore[reportMissingImports]
+from tests.harness.commands import close_server
+from tests.harness.own_segments import own_segments
+from tests.harness.pending_tasks import pending_tasks
 
 MARK = "MYXA_TEST_SESSION"
 PATIENCE_S = 10.0

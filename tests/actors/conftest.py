@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from waiting import WAIT_S, until  # pyright: ignore[reportMissingImports]
+from tests.harness.waiting import WAIT_S, until
 
 from myxa.actors.buffer.buffer import Buffer
 from myxa.actors.buffer.filters import load_group_filters

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import pytest
-from waiting import until  # pyright: ignore[reportMissingImports]
+from tests.harness.waiting import until
 
 from myxa.actors.contracts import RolloutContract, TrainerContract
 from myxa.actors.weights import rollout_update as module

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -25,8 +24,6 @@ from myxa.core.knobs import KnobChange, KnobCommit, KnobState, KnobValue, KnobVo
 from myxa.core.messages import Assignment, DrawBlock, DrawReply, DrawRequest, PutResult, SamplingParams
 from myxa.core.samples import Group, Message, Prompt, Sample
 from myxa.transport.node import Node
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @dataclass

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from tests.harness.waiting import until
 
 from myxa.actors.contracts import BufferContract, MonitorContract
 from myxa.actors.ledger.audit import audit_ledger
@@ -425,12 +426,6 @@ def refusing_disk() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not is_so():
-            await asyncio.sleep(0.01)
 
 
 @pytest.mark.asyncio

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from mixed_rows import mixed
+from tests.buffer.mixed_rows import mixed
 
 from myxa.actors.buffer.difficulty import Window
 from myxa.actors.buffer.knobs import BufferLimits

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from mixed_rows import Desk, NamedRows, ShuffledRows, mixed
+from tests.buffer.mixed_rows import Desk, NamedRows, ShuffledRows, mixed
 
 from myxa.actors.buffer.difficulty import NO_WINDOW, Window
 from myxa.actors.ledger.audit import audit_ledger

@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from mixed_rows import Desk, mixed
+from tests.buffer.mixed_rows import Desk, mixed
 
 from myxa.actors.buffer.difficulty import Window
 from myxa.actors.ledger.audit import audit_ledger

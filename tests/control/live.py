@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from commands import run  # pyright: ignore[reportMissingImports]
-from run_job import PATIENT, Job, make_job, until  # pyright: ignore[reportMissingImports]
+from tests.harness.commands import run
+from tests.harness.run_job import PATIENT, Job, make_job
+from tests.harness.waiting import wait_until
 
 ENDLESS = ("run.num_steps=1000000", 'eval.data="data/heldout.jsonl"', 'reward.fn="patient.py:reward"')
 
@@ -59,7 +60,7 @@ def live_run(folder: Path, *overrides: str, steps: int = 3) -> Iterator[Live]:
     launcher = job.start(*ENDLESS, *overrides)
     live = Live(job, launcher)
     try:
-        until(lambda: is_spoken_to(live) and (steps < 0 or made_steps(live, steps)), f"{steps} steps")
+        wait_until(lambda: is_spoken_to(live) and (steps < 0 or made_steps(live, steps)), f"{steps} steps")
         yield live
     finally:
         if launcher.poll() is None:

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live import Live, live_run
-from run_job import metrics, until  # pyright: ignore[reportMissingImports]
+from tests.control.live import Live, live_run
+from tests.harness.run_job import metrics
+from tests.harness.waiting import wait_until
 
 from myxa.actors.coordinator.audit import read_audit
 from myxa.launch.cli import main
@@ -128,7 +129,7 @@ def test_a_change_is_seen_in_the_metrics_at_the_boundary_it_told(live: Live):
     reply = live.ask("set", "lr=3e-4", "-m", "see it")
     at = reply["at"]
     assert [(m["name"], m["owner"], m["new"]) for m in reply["moves"]] == [("lr", "trainer/0", 3e-4)]
-    until(lambda: any(p["step"] > at + 1 and "train/lr" in p["values"] for p in metrics(live.run_dir)), "steps")
+    wait_until(lambda: any(p["step"] > at + 1 and "train/lr" in p["values"] for p in metrics(live.run_dir)), "steps")
     rates = {p["step"]: p["values"]["train/lr"] for p in metrics(live.run_dir) if "train/lr" in p["values"]}
     used = {step: rate for step, rate in rates.items() if at - 3 <= step <= at + 2}
     assert any(rate == pytest.approx(3e-4) for rate in used.values())
@@ -190,9 +191,11 @@ def test_compare_and_set_dry_run_and_time(live: Live):
     assert (dry["epoch"], [m["new"] for m in dry["moves"]]) == (0, [first * 2])
     assert lr_of(live) == first
     live.ask("set", f"lr={first / 2}", "--if", f"lr={first}", "--for", "3steps")
-    until(lambda: lr_of(live) == first, "it goes back by itself")
+    wait_until(lambda: lr_of(live) == first, "it goes back by itself")
     live.ask("set", "concurrency=5", "--for", "0.5s", "--target", "node:0")
-    until(lambda: live.ask("get", "concurrency")["sheets"][0]["knobs"][0]["value"] == 16, "so does a change for a time")
+    wait_until(
+        lambda: live.ask("get", "concurrency")["sheets"][0]["knobs"][0]["value"] == 16, "so does a change for a time"
+    )
 
 
 def test_apply_is_all_or_none(live: Live):
@@ -267,16 +270,16 @@ def test_watch_shows_changes_steps_and_events_as_they_come(live: Live):
 def test_pause_steps_and_resume(live: Live):
     rests = live.ask("pause", "-m", "hold")["rests_at"]
     # The trainer asks for its next batch as soon as it has made one: time it spent refused is proof that it did.
-    until(lambda: version(live) == rests and share_refused(live) > 0, "it rests")
+    wait_until(lambda: version(live) == rests and share_refused(live) > 0, "it rests")
     assert num_claimed(live) == rests
     assert live.ask("step", "2")["pauses_at"] == rests + 2
-    until(lambda: version(live) == rests + 2, "two steps")
+    wait_until(lambda: version(live) == rests + 2, "two steps")
     folder = Path(live.ask("ckpt")["folder"])
     assert num_claimed(live) == version(live) == rests + 2, "no batch was claimed beyond"
     assert folder.is_dir()
     assert folder.name == f"version_{rests + 2:08d}"
     assert live.ask("resume") == {"resumed": True}
-    until(lambda: version(live) > rests + 3, "it goes on")
+    wait_until(lambda: version(live) > rests + 3, "it goes on")
 
 
 def version(live: Live) -> int:

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import psutil
 import pytest
-from control_room import Place
+from tests.control.control_room import Place
 
 from myxa.core.errors import NoSuchActor
 from myxa.core.knobs import AuditRecord

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from live import live_run
+from tests.control.live import live_run
 
 from myxa.launch.control.dispatcher import all_verbs
 

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from control_room import ask, connect, control_bench, http, speak
-from waiting import until  # pyright: ignore[reportMissingImports]
+from tests.control.control_room import ask, connect, control_bench, http, speak
+from tests.harness.waiting import until
 
 from myxa.launch.control.connection import ConnectionLimits
 

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live import live_run
-from run_job import make_job, until  # pyright: ignore[reportMissingImports]
+from tests.control.live import live_run
+from tests.harness.run_job import make_job
+from tests.harness.waiting import wait_until
 
 from myxa.actors.coordinator.audit import read_audit
 from myxa.launch.control.client import ControlClient
@@ -25,7 +26,7 @@ def test_replay_gives_the_same_trajectory_on_another_run(tmp_path: Path):
         client.ask("set", values={"temperature": 0.8, "clip_high": 0.3})
         client.ask("set", values={"max_staleness": 1})
         client.ask("undo")
-        until(lambda: len([move for move in trajectory(one.run_dir) if move[0] == "lr"]) == 2, "back")
+        wait_until(lambda: len([move for move in trajectory(one.run_dir) if move[0] == "lr"]) == 2, "back")
         was = trajectory(one.run_dir)
         source = one.run_dir
         one.ask("down", "-m", "enough")

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from control_room import Bench, ask, control_bench, http
-from waiting import until  # pyright: ignore[reportMissingImports]
+from tests.control.control_room import Bench, ask, control_bench, http
+from tests.harness.waiting import until
 
 from myxa.core.errors import ConfigError
 from myxa.core.knobs import AuditRecord, KnobState, Operator, Tunable

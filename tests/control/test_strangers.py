@@ -13,9 +13,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from control_room import ask, control_bench
-from live import live_run
-from run_job import make_job  # pyright: ignore[reportMissingImports]
+from tests.control.control_room import ask, control_bench
+from tests.control.live import live_run
+from tests.harness.run_job import make_job
 
 from myxa.launch.control.connection import Peer
 from myxa.launch.runtime_dir import RuntimeDir

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import pytest
 import zmq
-from control_room import Bench, control_bench
+from tests.control.control_room import Bench, control_bench
 
 from myxa.core.config.run import ControlSettings
 from myxa.core.errors import ConfigError, DeadlineExceeded

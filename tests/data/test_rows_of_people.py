@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import token_layouts
+from tests.data import token_layouts
 
 from myxa.actors.data import PromptDataset, open_data, open_prompts
 from myxa.core.config import RunConfig

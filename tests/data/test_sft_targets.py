@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_token_oracle import CALL, CHATML, RESULT, TEMPLATES, TODAY, TOOLS
-from token_layouts import plain, qwen_class
+from tests.data.test_token_oracle import CALL, CHATML, RESULT, TEMPLATES, TODAY, TOOLS
+from tests.data.token_layouts import plain, qwen_class
 
 from myxa.actors.data import open_prompts
 from myxa.actors.models.chat_template import ChatTemplate

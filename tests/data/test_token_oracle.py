@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from token_layouts import LAYOUTS, plain
+from tests.data.token_layouts import LAYOUTS, plain
 
 from myxa.actors.data.conversation import parse_messages
 from myxa.actors.models.chat_template import PRINTED_PARTS, ChatTemplate

@@ -6,9 +6,20 @@ import asyncio
 import math
 
 import numpy as np
-from contract import CONTEXT, MAX_RUNNING, RUNS_S, VOCAB, Subject, ask, check_logprobs, collect, endless, fails
+from tests.engines.contract import (
+    CONTEXT,
+    MAX_RUNNING,
+    RUNS_S,
+    VOCAB,
+    Subject,
+    ask,
+    check_logprobs,
+    collect,
+    endless,
+    fails,
+)
 
-from contract import scenario, started  # isort: skip
+from tests.engines.contract import scenario, started  # isort: skip
 
 from myxa.core.errors import EngineError, RequestRefused
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from contract import RUNS_S, Result, Subject, ask, collect, endless, scenario, scenario_with, started
+from tests.engines.contract import RUNS_S, Result, Subject, ask, collect, endless, scenario, scenario_with, started
 
 from myxa.actors.engines.sglang.server_args import SglangNeeds
 from myxa.actors.models.tokenizer import load_tokenizer

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from contract import CONTEXT, MAX_RUNNING, SCENARIOS, VOCAB, Scoring, Subject
-from recording import Places, read_recording
-from replay import replaying
+from tests.engines.contract import CONTEXT, MAX_RUNNING, SCENARIOS, VOCAB, Scoring, Subject
+from tests.engines.recording import Places, read_recording
+from tests.engines.replay import replaying
 
 from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
 from myxa.actors.engines.http_server import serve
@@ -154,9 +154,7 @@ async def client_of(url: str) -> AsyncIterator[SglangEngine]:
 
 def all_scenarios() -> dict[str, object]:
     """Name -> scenario, in the order in which they are written."""
-    import contract_requests
-    import contract_sampling
-    import contract_weights
+    from tests.engines import contract_requests, contract_sampling, contract_weights
 
     assert contract_requests and contract_sampling and contract_weights
     return dict(SCENARIOS)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from contract import (
+from tests.engines.contract import (
     RUNS_S,
     Result,
     Subject,

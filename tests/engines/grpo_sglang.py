@@ -17,8 +17,9 @@ import sys
 import time
 from pathlib import Path
 
-from real_server import real_server
-from run_sglang import why_not
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.engines.real_server import real_server
+from tests.engines.run_sglang import why_not
 
 from myxa.launch.demo.run import DemoOptions, warm_up
 

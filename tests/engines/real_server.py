@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
-from contract import CONTEXT, MAX_RUNNING
+from tests.engines.contract import CONTEXT, MAX_RUNNING
 
 STANDINS = Path(__file__).parent / "sglang_cpu" / "standins"
 START_S = 300.0

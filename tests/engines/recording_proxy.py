@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 from aiohttp import web
-from recording import Writer
+from tests.engines.recording import Writer
 
 EVENT_END = b"\n\n"
 

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
-from recording import Exchange, Places, Recording, key_of
+from tests.engines.recording import Exchange, Places, Recording, key_of
 
 PATIENCE_S = 20.0
 ABORT = "POST /abort_request"

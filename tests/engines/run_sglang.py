@@ -27,12 +27,22 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from contract import NEEDS, SCENARIOS, Penalties, Subject, ask, collect, endless, fails, started
-from contract_subjects import CLIENT, Scores, all_scenarios, client_of, digest_of, make_versions, publisher
-from real_server import RealServer, environment_of, real_server
-from recording import Places, Writer
-from recording_proxy import Proxy, proxy
-from route_probes import aborted_children, answers, calls
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.engines.contract import NEEDS, SCENARIOS, Penalties, Subject, ask, collect, endless, fails, started
+from tests.engines.contract_subjects import (
+    CLIENT,
+    Scores,
+    all_scenarios,
+    client_of,
+    digest_of,
+    make_versions,
+    publisher,
+)
+from tests.engines.real_server import RealServer, environment_of, real_server
+from tests.engines.recording import Places, Writer
+from tests.engines.recording_proxy import Proxy, proxy
+from tests.engines.route_probes import aborted_children, answers, calls
 
 from myxa.actors.engines.sglang.engine import SglangEngine
 from myxa.core.errors import ConfigError, EngineError, RequestRefused

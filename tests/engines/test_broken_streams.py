@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from contract import ask, collect, endless, fails, started
-from contract_subjects import CLIENT, RECORDINGS, client_of, make_versions
-from recording import Exchange, read_recording
+from tests.engines.contract import ask, collect, endless, fails, started
+from tests.engines.contract_subjects import CLIENT, RECORDINGS, client_of, make_versions
+from tests.engines.recording import Exchange, read_recording
 
 from myxa.actors.engines.sglang.engine import SglangEngine
 from myxa.core.errors import EngineError

@@ -7,12 +7,10 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import contract_requests
-import contract_sampling
-import contract_weights
 import pytest
-from contract import SCENARIOS
-from contract_subjects import OPTIONS, Scores, about_of, kinds, make_versions, running
+from tests.engines import contract_requests, contract_sampling, contract_weights
+from tests.engines.contract import SCENARIOS
+from tests.engines.contract_subjects import OPTIONS, Scores, about_of, kinds, make_versions, running
 
 assert contract_requests and contract_sampling and contract_weights
 DEADLINE_S = 60.0

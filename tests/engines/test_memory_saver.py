@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from saver_server import SaverServer, saver_server, token
+from tests.engines.saver_server import SaverServer, saver_server, token
 
 from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
 from myxa.actors.engines.embedded.tensors import LentMemory

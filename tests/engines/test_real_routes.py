@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from contract_subjects import OPTIONS, RECORDINGS, make_versions
-from route_probes import aborted_children, answers, calls
+from tests.engines.contract_subjects import OPTIONS, RECORDINGS, make_versions
+from tests.engines.route_probes import aborted_children, answers, calls
 
 from myxa.actors.engines.http_server import serve
 

@@ -8,9 +8,9 @@ import resource
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from depot import Depot
+from tests.faults.depot import Depot
 
 from myxa.core.process import die_with_parent
 from myxa.transport.node import JobKey, Node, Rendezvous

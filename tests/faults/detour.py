@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tcp_proxy import Proxy, Way
+from tests.faults.tcp_proxy import Proxy, Way
 
 from myxa.transport.node import Node
 

@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Self
 
-from depot import effects
-from fault_table import Fault
-from operations import Result
+from tests.faults.depot import effects
+from tests.faults.fault_table import Fault
+from tests.faults.operations import Result
 
 from myxa.transport.node import Node
 

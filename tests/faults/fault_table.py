@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from operations import Plan
+from tests.faults.operations import Plan
 
 OPERATIONS = {
     "call": "`@call`",

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "buffer"))
 
 import msgspec
-from put_history import Journal
+from tests.faults.put_history import Journal
 
 from myxa.actors.contracts import BufferContract
 from myxa.core.actor import Actor
@@ -26,7 +26,7 @@ from myxa.transport.address import Rendezvous
 from myxa.transport.node import Node
 
 NUM_AT_ONCE = 3
-BUFFER_TESTS: Any = importlib.import_module("conftest")
+BUFFER_TESTS: Any = importlib.import_module("tests.buffer.conftest")
 """tests/buffer/conftest.py: a real buffer over numbered rows, and groups for it."""
 
 

@@ -7,11 +7,11 @@ import tempfile
 from pathlib import Path
 
 import msgspec
-from depot import Depot, DepotContract
-from detour import Wire, detour
-from fault_lab import FaultLab, LabReport, Rows, begun
-from fault_table import Fault
-from operations import BULK_BYTES, CALLING, Plan, Result, begin, judged
+from tests.faults.depot import Depot, DepotContract
+from tests.faults.detour import Wire, detour
+from tests.faults.fault_lab import FaultLab, LabReport, Rows, begun
+from tests.faults.fault_table import Fault
+from tests.faults.operations import BULK_BYTES, CALLING, Plan, Result, begin, judged
 
 from myxa.core.refs import with_deadline
 from myxa.transport.node import JobKey, Node

@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 
 import numpy as np
-from depot import Crate, DepotContract
+from tests.faults.depot import Crate, DepotContract
 
 from myxa.core.errors import MyxaError
 from myxa.core.refs import with_deadline

@@ -16,10 +16,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import numpy as np
-from depot import DepotContract, crates_of, effects
-from fault_lab import NOTED, FaultLab, LabReport, Rows, begun
-from fault_table import Fault
-from operations import CALLING, Plan, Result, begin, crate, judged
+from tests.faults.depot import DepotContract, crates_of, effects
+from tests.faults.fault_lab import NOTED, FaultLab, LabReport, Rows, begun
+from tests.faults.fault_table import Fault
+from tests.faults.operations import CALLING, Plan, Result, begin, crate, judged
 
 from myxa.core.refs import with_deadline
 from myxa.transport.node import JobKey, Node, Rendezvous

@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
-from depot import Crate, Depot, DepotContract
-from growth import check_flat, held
+from tests.faults.depot import Crate, Depot, DepotContract
+from tests.faults.growth import check_flat, held
 
 from myxa.core.errors import CallError
 from myxa.core.refs import with_deadline

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from depot import Depot, DepotContract
+from tests.faults.depot import Depot, DepotContract
 
 from myxa.actors.ledger.ledger import Ledger
 from myxa.actors.ledger.states import State
@@ -136,7 +136,7 @@ CALLER = """
 import asyncio, os, resource, sys
 sys.path.insert(0, os.environ["HERE"])
 from pathlib import Path
-from depot import Depot, DepotContract, eat_descriptors
+from tests.faults.depot import Depot, DepotContract, eat_descriptors
 from myxa.core.refs import with_deadline
 from myxa.core.errors import MyxaError
 from myxa.transport.node import Node

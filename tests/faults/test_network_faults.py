@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fault_table import NETWORK
-from network_lab import run_all
-from verdict import check, check_all, told
+from tests.faults.fault_table import NETWORK
+from tests.faults.network_lab import run_all
+from tests.faults.verdict import check, check_all, told
 
 DEFAULT = {name: fault for name, fault in NETWORK.items() if not fault.is_soak}
 SOAK = {name: fault for name, fault in NETWORK.items() if fault.is_soak}

@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 import pytest
-from depot import Depot, DepotContract
+from tests.faults.depot import Depot, DepotContract
 
 from myxa.core.refs import with_deadline
 from myxa.transport.node import Node

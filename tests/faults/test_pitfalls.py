@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import uvloop
 import zmq
-from depot import Depot, DepotContract
-from growth import check_flat, held
+from tests.faults.depot import Depot, DepotContract
+from tests.faults.growth import check_flat, held
 
 from myxa.core.errors import CallError
 from myxa.core.refs import with_deadline

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fault_table import PROCESS
-from process_lab import run_all
-from verdict import check, check_all, told
+from tests.faults.fault_table import PROCESS
+from tests.faults.process_lab import run_all
+from tests.faults.verdict import check, check_all, told
 
 DEFAULT = {name: fault for name, fault in PROCESS.items() if not fault.is_soak}
 SOAK = {name: fault for name, fault in PROCESS.items() if fault.is_soak}

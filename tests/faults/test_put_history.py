@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from put_history import History, faults_of
+from tests.faults.put_history import History, faults_of
 
 from myxa.actors.contracts import BufferContract
 from myxa.core.errors import CallError

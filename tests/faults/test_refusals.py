@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import pytest_asyncio
 import zmq
-from depot import Depot, DepotContract
-from raw_unix import RawUnix  # pyright: ignore[reportMissingImports]
+from tests.faults.depot import Depot, DepotContract
+from tests.transport.raw_unix import RawUnix
 
 from myxa.core.errors import LaunchError
 from myxa.transport.node import JobKey, Node

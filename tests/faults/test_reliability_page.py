@@ -6,7 +6,7 @@ import ast
 import re
 
 import pytest
-from fault_table import CALL_PAGE, NETWORK, OPERATIONS, PAGE, PROCESS, RPC, filled
+from tests.faults.fault_table import CALL_PAGE, NETWORK, OPERATIONS, PAGE, PROCESS, RPC, filled
 
 ROOT = CALL_PAGE.parent.parent
 RELIABILITY = ROOT / "docs" / "reliability.md"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fault_table import RPC
-from network_lab import run_all
-from verdict import check, told
+from tests.faults.fault_table import RPC
+from tests.faults.network_lab import run_all
+from tests.faults.verdict import check, told
 
 CELLS = [(name, kind) for name, fault in RPC.items() for kind in fault.cells]
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from tcp_proxy import Proxy, Way
+from tests.faults.tcp_proxy import Proxy, Way
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fault_table import SLACK_S, Fault
-from operations import Result
+from tests.faults.fault_table import SLACK_S, Fault
+from tests.faults.operations import Result
 
 
 def check(

@@ -14,12 +14,10 @@ from pathlib import Path
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import audit
-import mutations
-import stubs
-from mutations import ENVELOPE_MUTATIONS, HEADER, Corpus, as_messages
+from tests.fuzz import audit, mutations, stubs
+from tests.fuzz.mutations import ENVELOPE_MUTATIONS, HEADER, Corpus, as_messages
 
 from myxa.actors.contracts import BufferContract, RolloutContract
 from myxa.core.handlers import handlers_of

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import orjson
-from typed_values import random_json, random_value
+from tests.fuzz.typed_values import random_json, random_value
 
 from myxa.core.errors import EngineError, Overloaded
 from myxa.core.handlers import HandlerTable

@@ -20,13 +20,12 @@ from pathlib import Path
 import msgspec
 import zmq
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.append(str(Path(__file__).parents[1] / "transport"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from mutations import ENVELOPE_MUTATIONS, Corpus, as_messages
-from raw_peers import ONE_SHOT, Attack
-from raw_unix import RawUnix  # pyright: ignore[reportMissingImports]
-from victim import State, WitnessContract
+from tests.fuzz.mutations import ENVELOPE_MUTATIONS, Corpus, as_messages
+from tests.fuzz.raw_peers import ONE_SHOT, Attack
+from tests.fuzz.victim import State, WitnessContract
+from tests.transport.raw_unix import RawUnix
 
 from myxa.actors.contracts import BufferContract
 from myxa.core.errors import CallError

@@ -15,10 +15,9 @@ import random
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import in_process
-import over_socket
+from tests.fuzz import in_process, over_socket
 
 PIECE = 100_000
 """Frames per node in process; each piece has a seed of its own."""

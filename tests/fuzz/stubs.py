@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from typed_values import fits, learn
+from tests.fuzz.typed_values import fits, learn
 
 from myxa.core.actor import Actor, MailboxPolicy
 from myxa.core.handlers import call, cast, durable_put, handlers_of, stream

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import logging
 import random
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import in_process
-import over_socket
+from tests.fuzz import in_process, over_socket
 
 pytestmark = [pytest.mark.timeout(120)]
 

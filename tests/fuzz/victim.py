@@ -16,10 +16,9 @@ from pathlib import Path
 import msgspec
 import psutil
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import audit
-import stubs
+from tests.fuzz import audit, stubs
 
 from myxa.actors.contracts import BufferContract
 from myxa.core.actor import Actor

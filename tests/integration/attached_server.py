@@ -6,8 +6,8 @@ import os
 import socket
 from pathlib import Path
 
-from commands import Command
-from run_job import Job
+from tests.harness.commands import Command
+from tests.harness.run_job import Job
 
 STAND_IN = Path(__file__).parents[1] / "engines" / "stand_in"
 

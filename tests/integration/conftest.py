@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from run_job import Job, make_job
+from tests.harness.run_job import Job, make_job
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 import psutil
-from run_job import worker_pids
+from tests.harness.run_job import worker_pids
 
 from myxa.core.errors import MemoryFault
 from myxa.memory.arenas.host_vmm import device_bytes

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from run_job import make_job, until, worker_pids
+from tests.harness.run_job import make_job, worker_pids
+from tests.harness.waiting import wait_until
 
 BENCH = Path(__file__).parents[2] / "bench" / "agent_faults.py"
 
@@ -62,7 +63,7 @@ def test_d04_after_the_death_of_an_actor_a_replay_knows_that_it_is_one_and_the_f
     def num(word: str) -> int:
         return log.read_text().count(word) if log.exists() else 0
 
-    until(lambda: num("close") > 8 and num("order") - num("close") >= 4, "episodes under way")
+    wait_until(lambda: num("close") > 8 and num("order") - num("close") >= 4, "episodes under way")
     os.kill(worker_pids(command.pid, "rollout/0")[0], signal.SIGKILL)
     command.communicate(timeout=90)
     assert command.poll() == 0

@@ -27,7 +27,7 @@ import msgspec
 import psutil
 import pytest
 from rich.console import Console
-from run_job import Job, audit, events, make_job
+from tests.harness.run_job import Job, audit, events, make_job
 
 from myxa.actors.buffer.store import NUM_BATCHES, StarvationCheck
 from myxa.actors.contracts import BufferContract, CoordinatorContract

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch  # noqa: F401  # what its import opens and starts is not the actor's doing
-from run_job import Job, audit, events, metrics, until
+from tests.harness.run_job import Job, audit, events, metrics
+from tests.harness.waiting import wait_until
 
 from myxa.launch.control.client import ControlClient
 from myxa.launch.embed import rollout_in
@@ -35,7 +36,7 @@ def ledger(run_dir: Path, question: str) -> list[tuple]:
 def test_engines_come_and_go_under_load(job: Job) -> None:
     process = job.start("roles.rollout.count=2", "run.num_steps=100000", "rollout.max_new_tokens=24")
     try:
-        until(lambda: step_of(job) >= 3, "the third step")
+        wait_until(lambda: step_of(job) >= 3, "the third step")
         client = ControlClient.of(job.run_dir())
 
         def scale(count: int) -> None:
@@ -44,10 +45,10 @@ def test_engines_come_and_go_under_load(job: Job) -> None:
 
         def goes_on(num: int = 5) -> None:
             before = step_of(job)
-            until(lambda: step_of(job) >= before + num, f"{num} more steps")
+            wait_until(lambda: step_of(job) >= before + num, f"{num} more steps")
 
         scale(4)
-        until(lambda: len(events(job.run_dir(), "engine-joined")) >= 4, "the new engines to be adopted")
+        wait_until(lambda: len(events(job.run_dir(), "engine-joined")) >= 4, "the new engines to be adopted")
         goes_on()
         scale(1)
         goes_on()
@@ -85,7 +86,7 @@ def test_engines_come_and_go_under_load(job: Job) -> None:
 async def test_late_engines_and_engines_of_other_programs_never_get_the_same_name(job: Job) -> None:
     process = job.start("run.num_steps=100000")
     try:
-        await asyncio.to_thread(until, lambda: step_of(job) >= 1, "the first step")
+        await asyncio.to_thread(wait_until, lambda: step_of(job) >= 1, "the first step")
         client = ControlClient.of(job.run_dir())
 
         def scale(count: int) -> list[str]:

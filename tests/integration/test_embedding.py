@@ -25,7 +25,8 @@ from typing import Any
 import psutil
 import pytest
 import torch  # noqa: F401  # what its import opens and starts is not the actor's doing
-from run_job import Job, audit, events, make_job, metrics, until
+from tests.harness.run_job import Job, audit, events, make_job, metrics
+from tests.harness.waiting import wait_until
 
 from myxa.actors.contracts import BufferContract, RolloutContract
 from myxa.actors.ledger.states import decode_partial
@@ -79,7 +80,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         "rollout.max_new_tokens=128",
     )
     try:
-        until(lambda: process.poll() is not None or _is_there(job), "the run's directory")
+        wait_until(lambda: process.poll() is not None or _is_there(job), "the run's directory")
         assert process.poll() is None, process.communicate()[0]
         yield Run(process, job.run_dir())
     finally:
@@ -324,17 +325,19 @@ def test_the_fastapi_example_serves_both_its_users_and_the_run(run: Run, tmp_pat
             cwd=ROOT,
         )
     try:
-        until(lambda: service.poll() is not None or "Uvicorn running on" in said.read_text(), "the service's start")
+        wait_until(
+            lambda: service.poll() is not None or "Uvicorn running on" in said.read_text(), "the service's start"
+        )
         url = re.findall(r"http://[\d.]+:\d+", said.read_text())
         assert url, said.read_text()
         visitor = Visitor(url[0])
         thread = visitor.start()
-        until(lambda: get(f"{url[0]}/myxa")["phase"] == "serving", "the embedded actor's first weights")
-        until(lambda: run.num_trained(OWN) >= num_before + 4, "training on groups of the embedded actor")
+        wait_until(lambda: get(f"{url[0]}/myxa")["phase"] == "serving", "the embedded actor's first weights")
+        wait_until(lambda: run.num_trained(OWN) >= num_before + 4, "training on groups of the embedded actor")
         status = get(f"{url[0]}/myxa")
         assert status["rollout"] == OWN
         assert status["version"] >= 0
-        until(lambda: visitor.answers >= 50, "fifty answers of the service's own endpoints", timeout_s=30)
+        wait_until(lambda: visitor.answers >= 50, "fifty answers of the service's own endpoints", timeout_s=30)
         visitor.stop()
         thread.join(60)
         assert visitor.problems == []
@@ -348,7 +351,7 @@ def test_the_fastapi_example_serves_both_its_users_and_the_run(run: Run, tmp_pat
     assert "Traceback" not in said.read_text()
     assert run.query("SELECT * FROM groups WHERE rollout = ? AND state = 'DISPATCHED'", OWN) == []
     num_steps = run.steps
-    until(lambda: run.steps >= num_steps + 2, "the run going on without the service")
+    wait_until(lambda: run.steps >= num_steps + 2, "the run going on without the service")
     assert any(e["text"].startswith(OWN) and "closed" in e["text"] for e in events(run.folder, "engine-gone"))
 
 

@@ -7,7 +7,8 @@ import signal
 import sys
 
 import pytest
-from run_job import Job, until, worker_pids
+from tests.harness.run_job import Job, worker_pids
+from tests.harness.waiting import wait_until
 
 from myxa.launch.first_failure import REPORT_LINES
 
@@ -59,7 +60,7 @@ def test_a_trainer_that_segfaults_in_the_middle_of_a_run(job: Job) -> None:
     process = job.start("run.num_steps=1000")
     try:
         log = job.folder / "runs" / "latest" / "logs" / "trainer.0.0.log"
-        until(lambda: log.exists() and "lets the loop start" in log.read_text(), "the trainer trains")
+        wait_until(lambda: log.exists() and "lets the loop start" in log.read_text(), "the trainer trains")
         os.kill(worker_pids(process.pid, "trainer/0")[0], signal.SIGSEGV)
         said, _ = process.communicate(timeout=120)
     finally:
@@ -77,7 +78,7 @@ def test_a_run_ends_well_without_an_engine_that_may_not_come_back(job: Job) -> N
     process = job.start("run.num_steps=15", *flags)
     try:
         log = job.folder / "runs" / "latest" / "logs" / "rollout.1.0.log"
-        until(lambda: log.exists() and "serves as attempt 0" in log.read_text(), "the second engine serves")
+        wait_until(lambda: log.exists() and "serves as attempt 0" in log.read_text(), "the second engine serves")
         os.kill(worker_pids(process.pid, "rollout/1")[0], signal.SIGKILL)
         said, _ = process.communicate(timeout=200)
     finally:

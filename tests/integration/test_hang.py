@@ -8,7 +8,8 @@ import time
 from typing import Any
 
 import pytest
-from run_job import Job, audit, events, metrics, until, worker_pids
+from tests.harness.run_job import Job, audit, events, metrics, worker_pids
+from tests.harness.waiting import wait_until
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.soak]
 """A minute of waiting; the short forms are in tests/transport/test_who_is_alive.py and tests/launch."""
@@ -39,21 +40,21 @@ def test_stopped_processes_are_named_then_go_on_or_are_replaced_as_their_role_sa
     )
     process = job.start(*flags)
     try:
-        until(lambda: _steps(job) >= 2, "the second step")
+        wait_until(lambda: _steps(job) >= 2, "the second step")
         (engine,) = worker_pids(process.pid, "rollout/1")
         (trainer,) = worker_pids(process.pid, "trainer/0")
         stopped_at = time.monotonic()
         for pid in (engine, trainer):
             os.kill(pid, signal.SIGSTOP)
-        until(lambda: bool(_told(job, "actor-hung", "rollout/1")), "word that rollout/1 hangs", TOLD_S + SLACK_S)
-        until(lambda: bool(_told(job, "actor-hung", "trainer/0")), "word that trainer/0 hangs", TOLD_S + SLACK_S)
+        wait_until(lambda: bool(_told(job, "actor-hung", "rollout/1")), "word that rollout/1 hangs", TOLD_S + SLACK_S)
+        wait_until(lambda: bool(_told(job, "actor-hung", "trainer/0")), "word that trainer/0 hangs", TOLD_S + SLACK_S)
         assert time.monotonic() - stopped_at > 5, "not at the first silence"
         os.kill(trainer, signal.SIGCONT)
-        until(lambda: bool(_told(job, "actor-recovered", "trainer/0")), "the recovery of trainer/0", SLACK_S)
+        wait_until(lambda: bool(_told(job, "actor-recovered", "trainer/0")), "the recovery of trainer/0", SLACK_S)
         before = _steps(job)
-        until(lambda: worker_pids(process.pid, "rollout/1") not in ([], [engine]), "another rollout/1", 30)
-        until(lambda: len(_told(job, "engine-joined", "coordinator")) >= 3, "its return to work", 30)
-        until(lambda: _steps(job) > before, "another step", 30)
+        wait_until(lambda: worker_pids(process.pid, "rollout/1") not in ([], [engine]), "another rollout/1", 30)
+        wait_until(lambda: len(_told(job, "engine-joined", "coordinator")) >= 3, "its return to work", 30)
+        wait_until(lambda: _steps(job) > before, "another step", 30)
         assert worker_pids(process.pid, "trainer/0") == [trainer], "the trainer's policy is to wait"
         process.send_signal(signal.SIGTERM)
         said, _ = process.communicate(timeout=60)

@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from run_job import Job, audit, events, metrics, until, worker_pids
+from tests.harness.run_job import Job, audit, events, metrics, worker_pids
+from tests.harness.waiting import wait_until
 
 from myxa.actors.contracts import CoordinatorContract
 from myxa.core.knobs import ChangeReply, ChangeRequest, KnobValue, Operator
@@ -59,18 +60,18 @@ async def change(coordinator: CoordinatorContract, **values: KnobValue) -> Chang
 async def test_two_ranks_use_a_knob_in_the_same_step_and_a_resumed_run_goes_on_with_it(job: Job) -> None:
     process = job.start("run.num_steps=100000", "roles.trainer.count=2", "async.max_staleness=2", *job.paced(8))
     try:
-        until(lambda: len(steps(job)) >= 3, "the third step")
+        wait_until(lambda: len(steps(job)) >= 3, "the third step")
         async with at_the_seat(job, "operator-1") as coordinator:
             first = await change(coordinator, lr=4e-4, entropy_coef=0.01)
             refused = await coordinator.change_knobs(ChangeRequest(values={"mis_low": 9.0}, who=ME))
             assert refused.epoch == 0
             assert "mis_low" in refused.refused
-            until(lambda: len(steps(job)) >= first.at + 3, "steps with it")
+            wait_until(lambda: len(steps(job)) >= first.at + 3, "steps with it")
             impossible = await coordinator.change_knobs(ChangeRequest(values={"weight_channel": "nccl"}, who=ME))
             assert 'embedded engines take "shm" or "disk" (roles.rollout.kind)' in impossible.refused
             assert slabs(process.pid, "trainer/0") and slabs(process.pid, "rollout/0")
             second = await change(coordinator, weights_every=3, temperature=1.3, minibatches=2, weight_channel="disk")
-            until(lambda: len(steps(job)) >= second.at + 8, "steps with weights given every third step")
+            wait_until(lambda: len(steps(job)) >= second.at + 8, "steps with weights given every third step")
             weights = job.run_dir() / "weights"
             assert 1 <= len(list(weights.iterdir())) <= 3, "versions that were released are deleted"
             assert not slabs(process.pid, "trainer/0") and not slabs(process.pid, "rollout/0"), "all were let go"
@@ -124,14 +125,14 @@ async def test_where_engines_and_trainer_take_turns_things_are_written_in_the_tr
         "engine.max_running=4", "run.num_steps=100000", "trainer.async_save=true", *job.paced(),
     )  # fmt: skip
     try:
-        until(lambda: len(steps(job)) >= 2, "the second step")
+        wait_until(lambda: len(steps(job)) >= 2, "the second step")
         async with at_the_seat(job, "operator-1") as coordinator:
             values: dict[str, KnobValue] = {"weights_every": 2, "weight_channel": "disk"}
             refused = await coordinator.change_knobs(ChangeRequest(values=values, who=ME))
             assert all(f"no knob {name!r}" in refused.refused for name in values)
             running = Path(await coordinator.checkpoint_now(ME, "", False))
             rest = await coordinator.pause_run(ME, "")
-            until(lambda: rest - 1 in steps(job), "the pause")
+            wait_until(lambda: rest - 1 in steps(job), "the pause")
             paused = Path(await coordinator.checkpoint_now(ME, "", False))
             export = Path(await coordinator.checkpoint_now(ME, "", True))
             assert max(steps(job)) == rest - 1, "it was not trained meanwhile"

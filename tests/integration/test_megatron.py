@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from run_job import Job, audit, metrics
+from tests.harness.run_job import Job, audit, metrics
 
 from myxa.launch.cli import main
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import Command
 from msgspec.structs import replace
-from run_job import Job, audit, metrics, until, worker_pids
+from tests.harness.commands import Command
+from tests.harness.run_job import Job, audit, metrics, worker_pids
+from tests.harness.waiting import wait_until
 
 from myxa.actors.buffer.dumps import FORMAT, DumpedGroup, DumpHeader, DumpWriter
 from myxa.actors.data import PromptDataset, open_data
@@ -85,7 +86,7 @@ def test_a_trainer_is_fed_from_a_dump_and_engines_that_die_answer_the_same_again
     words = [part for word in words for part in ("--set", word)]
     process = Command(["up", "run.toml", "replay.toml", *words], job.folder)
     try:
-        until(lambda: len(steps(job)) >= 3, "the third step")
+        wait_until(lambda: len(steps(job)) >= 3, "the third step")
         os.kill(worker_pids(process.pid, "rollout/1")[0], signal.SIGKILL)
         said, _ = process.communicate(timeout=120)
     finally:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import run as run_command
-from run_job import Job, audit, metrics, until
+from tests.harness.commands import run as run_command
+from tests.harness.run_job import Job, audit, metrics
+from tests.harness.waiting import wait_until
 
 from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
 from myxa.actors.engines.http_server import ServedEngine, serve_engine
@@ -80,7 +81,7 @@ def test_a_run_distils_from_a_served_teacher_and_goes_on_after_it_was_killed(job
         )  # fmt: skip
         process = job.start(*distil)
         try:
-            until(lambda: len(_kl(job)) >= 3, "the third step")
+            wait_until(lambda: len(_kl(job)) >= 3, "the third step")
             os.kill(process.pid, signal.SIGKILL)
             process.communicate(timeout=60)
         finally:

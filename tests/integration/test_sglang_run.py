@@ -13,9 +13,10 @@ import time
 from pathlib import Path
 
 import psutil
-from attached_server import STAND_IN, listens, start_server
-from commands import run as run_command
-from run_job import Job, events, metrics, until
+from tests.harness.commands import run as run_command
+from tests.harness.run_job import Job, events, metrics
+from tests.harness.waiting import wait_until
+from tests.integration.attached_server import STAND_IN, listens, start_server
 
 LAUNCHES = (
     'roles.rollout.kind="sglang"',
@@ -65,9 +66,9 @@ def test_a_profile_of_a_rollout_actor_is_also_one_of_its_server(job: Job) -> Non
     env = f'{{PYTHONPATH="{STAND_IN}", TORCHINDUCTOR_CACHE_DIR="{job.folder / "cache"}"}}'  # torch's profiler makes one
     run = job.start(*LAUNCHES, f"roles.rollout.env={env}", "run.num_steps=100000", "guard.every=0", *job.paced())
     try:
-        until(lambda: (job.folder / "runs").exists() and any(job.run_dir().iterdir()), "a run directory")
+        wait_until(lambda: (job.folder / "runs").exists() and any(job.run_dir().iterdir()), "a run directory")
         run_dir = job.run_dir()
-        until(lambda: steps_done(run_dir) > 2, "the first steps")
+        wait_until(lambda: steps_done(run_dir) > 2, "the first steps")
 
         def profile(*words: str) -> tuple[int, list[str]]:
             done = run_command("profile", "rollout/0", *words, "--run", str(run_dir), folder=job.folder, timeout_s=120)
@@ -95,7 +96,7 @@ def test_a_profile_of_a_rollout_actor_is_also_one_of_its_server(job: Job) -> Non
         assert code == 1, said
         assert said[0].endswith("speedscope.json"), "the actor's own is there all the same"
         assert any(line.startswith("rollout/0, its server: not profiled: rollout/0") for line in said), said
-        until(lambda: steps_done(run_dir) > before + 5, "the run goes on, with another server")
+        wait_until(lambda: steps_done(run_dir) > before + 5, "the run goes on, with another server")
     finally:
         run.send_signal(signal.SIGINT)
         run.communicate(timeout=60)
@@ -105,18 +106,20 @@ def test_a_profile_of_a_rollout_actor_is_also_one_of_its_server(job: Job) -> Non
 def test_a_server_that_is_killed_is_replaced_and_never_serves_what_it_does_not_have(job: Job) -> None:
     run = job.start(*LAUNCHES, "run.num_steps=400", "roles.rollout.count=2", "guard.every=1", *job.paced())
     try:
-        until(lambda: (job.folder / "runs").exists() and any(job.run_dir().iterdir()), "a run directory")
+        wait_until(lambda: (job.folder / "runs").exists() and any(job.run_dir().iterdir()), "a run directory")
         run_dir = job.run_dir()
-        until(lambda: len(events(run_dir, "engine-joined")) == 2 and steps_done(run_dir) > 2, "two engines at work")
+        wait_until(
+            lambda: len(events(run_dir, "engine-joined")) == 2 and steps_done(run_dir) > 2, "two engines at work"
+        )
         victim = servers_of(run_dir)[0]
         victim.kill()
-        until(lambda: len(events(run_dir, "engine-gone")) == 1, "the loss is noticed")
+        wait_until(lambda: len(events(run_dir, "engine-gone")) == 1, "the loss is noticed")
         (gone,) = events(run_dir, "engine-gone")
         name = gone["text"].split()[0]
         at_loss = steps_done(run_dir)
-        until(lambda: len(events(run_dir, "engine-joined")) == 3, "the server is replaced")
-        until(lambda: len([e for e in events(run_dir, "weights-adopted") if e["source"] == name]) > 1, "adoption")
-        until(lambda: steps_done(run_dir) > at_loss + 5, "the run goes on")
+        wait_until(lambda: len(events(run_dir, "engine-joined")) == 3, "the server is replaced")
+        wait_until(lambda: len([e for e in events(run_dir, "weights-adopted") if e["source"] == name]) > 1, "adoption")
+        wait_until(lambda: steps_done(run_dir) > at_loss + 5, "the run goes on")
     finally:
         run.send_signal(signal.SIGINT)
         text, _ = run.communicate(timeout=60)
@@ -134,20 +137,20 @@ def test_one_actor_in_front_of_a_fleet_goes_on_when_a_server_of_it_dies(job: Job
     keys = job.folder / "keys.yaml"
     keys.write_text(json.dumps({"api-key": "between-us", "admin-api-key": "between-us"}))
     fleet = [start_server(job, "--config", str(keys)) for _ in range(2)]
-    until(lambda: all(listens(url) for url, _ in fleet), "the servers")
+    wait_until(lambda: all(listens(url) for url, _ in fleet), "the servers")
     urls = ", ".join(f'"{url}"' for url, _ in fleet)
     run = job.start(
         'roles.rollout.kind="sglang"', f"engine.attach=[{urls}]", 'engine.key_env="FLEET_KEY"', "run.num_steps=400",
         "guard.every=1", "guard.prompts=4", *job.paced(),
     )  # fmt: skip
     try:
-        until(lambda: (job.folder / "runs").exists() and any(job.run_dir().iterdir()), "a run directory")
+        wait_until(lambda: (job.folder / "runs").exists() and any(job.run_dir().iterdir()), "a run directory")
         run_dir = job.run_dir()
-        until(lambda: steps_done(run_dir) > 2, "the first steps")
+        wait_until(lambda: steps_done(run_dir) > 2, "the first steps")
         fleet[0][1].kill()
         fleet[0][1].wait()
         at_loss = steps_done(run_dir)
-        until(lambda: steps_done(run_dir) > at_loss + 5, "the run goes on")
+        wait_until(lambda: steps_done(run_dir) > at_loss + 5, "the run goes on")
         log = (run_dir / "logs" / "rollout.0.0.log").read_text()
         assert f"{fleet[0][0]} is fenced" in log
         assert events(run_dir, "engine-gone") == []
@@ -165,9 +168,9 @@ def test_a_disagreement_pauses_the_run_with_the_reason(job: Job) -> None:
     """No two programs agree to the last bit: a bound of 0 is always broken."""
     run = job.start("guard.every=1", "guard.bound=0.0")
     try:
-        until(lambda: (job.folder / "runs").exists() and any(job.run_dir().iterdir()), "a run directory")
+        wait_until(lambda: (job.folder / "runs").exists() and any(job.run_dir().iterdir()), "a run directory")
         run_dir = job.run_dir()
-        until(lambda: bool(events(run_dir, "run-paused")), "the pause")
+        wait_until(lambda: bool(events(run_dir, "run-paused")), "the pause")
         time.sleep(2)  # in which a run that went on would make steps
     finally:
         run.send_signal(signal.SIGINT)

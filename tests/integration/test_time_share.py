@@ -11,8 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-from device_sampler import Sampler
-from run_job import Job, audit, events, metrics, until, worker_pids
+from tests.harness.run_job import Job, audit, events, metrics, worker_pids
+from tests.harness.waiting import wait_until
+from tests.integration.device_sampler import Sampler
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -140,9 +141,9 @@ def test_parked_groups_are_neither_lost_nor_trained_twice(job: Job) -> None:
 def test_an_engine_that_is_killed_comes_back_into_its_turn(job: Job) -> None:
     process = job.start(*TURNS, "run.num_steps=24", 'reward.fn="mine.py:score"')
     try:
-        until(lambda: _steps(job) >= 3, "the third step")
+        wait_until(lambda: _steps(job) >= 3, "the third step")
         os.kill(worker_pids(process.pid, "rollout/0")[0], signal.SIGKILL)
-        until(lambda: len(events(job.run_dir(), "engine-joined")) >= 2, "the return of the killed engine")
+        wait_until(lambda: len(events(job.run_dir(), "engine-joined")) >= 2, "the return of the killed engine")
         said, _ = process.communicate(timeout=120)
     finally:
         process.kill()
@@ -155,7 +156,7 @@ def test_an_engine_that_is_killed_comes_back_into_its_turn(job: Job) -> None:
 def test_mem_shows_who_holds_what_while_it_runs(job: Job) -> None:
     process = job.start(*TURNS, "run.num_steps=100000", *job.paced())
     try:
-        until(lambda: _steps(job) >= 2, "the second step")
+        wait_until(lambda: _steps(job) >= 2, "the second step")
         page = ask_mem(job)
         assert "host:0: 9.0 MiB, free" in page.stdout, page.stdout + page.stderr
         assert "trainer/0 (trainer)" in page.stdout

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from commands import Command, run
-from device_sampler import Sampler
-from run_job import Job, audit, events, metrics, until, worker_pids
+from tests.harness.commands import Command, run
+from tests.harness.run_job import Job, audit, events, metrics, worker_pids
+from tests.harness.waiting import wait_until
+from tests.integration.device_sampler import Sampler
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -95,15 +96,15 @@ def test_a_gang_on_two_nodes_takes_turns_with_an_engine_on_each(job: Job) -> Non
 
 def test_an_engine_and_the_agent_that_die_on_the_other_node_come_back(job: Job) -> None:
     with two_nodes(job, "run.num_steps=100000", *job.paced(8)) as launchers:
-        until(lambda: num_steps(job) >= 3, "the third step")
+        wait_until(lambda: num_steps(job) >= 3, "the third step")
         shown = run("mem", str(job.run_dir()), folder=job.folder, timeout_s=60).stdout
         assert "host:0@0: 9.0 MiB" in shown, shown
         assert "host:0@1 on node 1: 9.0 MiB" in shown, shown
         os.kill(worker_pids(launchers[1].pid, "memory/1")[-1], signal.SIGKILL)
         os.kill(worker_pids(launchers[1].pid, "rollout/1")[-1], signal.SIGKILL)
         joined = len(events(job.run_dir(), "engine-joined"))
-        until(lambda: len(events(job.run_dir(), "engine-joined")) > joined, "the return of the killed engine")
+        wait_until(lambda: len(events(job.run_dir(), "engine-joined")) > joined, "the return of the killed engine")
         before = num_steps(job)
-        until(lambda: num_steps(job) >= before + 3, "three more steps")
+        wait_until(lambda: num_steps(job) >= before + 3, "three more steps")
     facts = audit(job.run_dir())
     assert len(facts.trained) == len(set(facts.trained))

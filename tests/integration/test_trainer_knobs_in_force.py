@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainer_room import Conductor, Room, trainer_room
+from tests.integration.trainer_room import Conductor, Room, trainer_room
 
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.weights.channels.reader import ChannelReader

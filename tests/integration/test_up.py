@@ -10,8 +10,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from own_segments import own_segments
-from run_job import Job, audit, events, is_alive, metrics, until, worker_pids
+from tests.harness.own_segments import own_segments
+from tests.harness.run_job import Job, audit, events, is_alive, metrics, worker_pids
+from tests.harness.waiting import wait_until
 
 from myxa.launch.views.numbers import short
 from myxa.launch.views.run_files import SampleQuery, read_samples
@@ -81,10 +82,10 @@ def test_other_staleness_policies_keep_the_bound(job: Job, policy: str) -> None:
 def test_killed_engine_costs_no_prompt(job: Job) -> None:
     process = job.start("roles.rollout.count=2", "run.num_steps=30", *job.paced())
     try:
-        until(lambda: _steps(job) >= 3, "the third step")
+        wait_until(lambda: _steps(job) >= 3, "the third step")
         victim = worker_pids(process.pid, "rollout/1")[0]
         os.kill(victim, signal.SIGKILL)
-        until(lambda: len(events(job.run_dir(), "engine-joined")) >= 3, "the return of the killed engine")
+        wait_until(lambda: len(events(job.run_dir(), "engine-joined")) >= 3, "the return of the killed engine")
         said, _ = process.communicate(timeout=150)
     finally:
         process.kill()
@@ -110,7 +111,7 @@ def test_a_signal_ends_the_run_and_leaves_nothing(job: Job, sig: signal.Signals)
     segments = own_segments()
     process = job.start("run.num_steps=100000")
     try:
-        until(lambda: _steps(job) >= 2, "the second step")
+        wait_until(lambda: _steps(job) >= 2, "the second step")
         pids = [p.pid for p in process.below()]
         sockets = [
             c.laddr for p in pids for c in psutil.Process(p).net_connections("unix") if str(c.laddr).startswith("/")

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from knob_maker import Desk, make_desk
-from waiting import until  # pyright: ignore[reportMissingImports]
+from tests.harness.waiting import until
+from tests.knobs.knob_maker import Desk, make_desk
 
 from myxa.actors.contracts import CoordinatorContract, TrainerContract
 from myxa.actors.coordinator.coordinator import Coordinator

@@ -13,9 +13,9 @@ import signal
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from knob_maker import Desk, make_desk
+from tests.knobs.knob_maker import Desk, make_desk
 
 from myxa.actors.knobs.owner import OwnsKnobs, catch_up
 from myxa.actors.rollout.rollout import CoordinatorReport

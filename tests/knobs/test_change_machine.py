@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 
 import pytest
-from change_world import NUMBERED, World
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from tests.knobs.change_world import NUMBERED, World
 
 pytestmark = pytest.mark.timeout(170)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from coordinator_room import WHO, open_room
-from waiting import until  # pyright: ignore[reportMissingImports]
+from tests.harness.waiting import until
+from tests.knobs.coordinator_room import WHO, open_room
 
 from myxa.actors.coordinator.audit import read_audit, verify_audit
 

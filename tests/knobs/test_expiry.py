@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from knob_maker import Desk, make_desk
+from tests.knobs.knob_maker import Desk, make_desk
 
 from myxa.actors.coordinator.knob_decisions import Decisions, Expiries, Expiry
 from myxa.actors.coordinator.knob_plan import ChangePlan, OwnerStates, plan_change

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from knob_maker import make_desk
+from tests.knobs.knob_maker import make_desk
 
 from myxa.core.activity import TelemetryBuffer
 from myxa.core.clock import ManualClock, SystemClock

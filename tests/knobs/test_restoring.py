@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from coordinator_room import WHO, Room, open_room
-from knob_maker import FIRST, Desk, make_desk
-from waiting import until  # pyright: ignore[reportMissingImports]
+from tests.harness.waiting import until
+from tests.knobs.coordinator_room import WHO, Room, open_room
+from tests.knobs.knob_maker import FIRST, Desk, make_desk
 
 from myxa.actors.buffer.knobs import BufferKnobs, BufferLimits
 from myxa.actors.buffer.settings import BufferValues, LiveSettings, Terms

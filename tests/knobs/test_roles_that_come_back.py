@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from coordinator_room import Room, open_room
-from knob_maker import Desk, make_desk
-from waiting import until  # pyright: ignore[reportMissingImports]
+from tests.harness.waiting import until
+from tests.knobs.coordinator_room import Room, open_room
+from tests.knobs.knob_maker import Desk, make_desk
 
 from myxa.actors.buffer.buffer import Buffer
 from myxa.actors.buffer.filters import GroupFilters

@@ -7,8 +7,8 @@ import statistics
 
 import pytest
 import torch  # noqa: F401  # what its import opens and starts is not the run's doing
-from run_job import audit, make_job  # pyright: ignore[reportMissingImports]
-from walk import (
+from tests.harness.run_job import audit, make_job
+from tests.knobs.walk import (
     COLD,
     FEW,
     FIRST_LR,

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from run_job import Job, events, metrics, until  # pyright: ignore[reportMissingImports]
+from tests.harness.run_job import Job, events, metrics
+from tests.harness.waiting import wait_until
 
 from myxa.actors.buffer.dumps import DumpedGroup, read_groups
 from myxa.core.errors import ConfigError
@@ -71,7 +72,7 @@ class Seat:
     def goes_on(self, num: int) -> int:
         """So many more versions; returns the newest."""
         goal = self.version() + num
-        until(lambda: self.version() >= goal, f"version {goal}")
+        wait_until(lambda: self.version() >= goal, f"version {goal}")
         return goal
 
     def values(self) -> dict[str, dict[str, Any]]:
@@ -135,7 +136,7 @@ def seated(job: Job, *overrides: str) -> Iterator[Seat]:
         "run.num_steps=100000", "async.max_staleness=0", f'reward.fn="{reward}:score"', *SOURCES, *overrides
     )
     try:
-        until(lambda: process.poll() is not None or _is_training(job), "the first step")
+        wait_until(lambda: process.poll() is not None or _is_training(job), "the first step")
         seat = Seat(job, ControlClient.of(job.run_dir()))
         yield seat
         seat.order("down")
@@ -166,9 +167,9 @@ def take(walk: Walk) -> None:
     walk.set("tighter", max_staleness=1)
     seat.goes_on(5)
     lr = walk.set("lr", lr=NEW_LR)
-    until(lambda: seat.version() >= lr["at"] + 2, "steps with the new rate")
+    wait_until(lambda: seat.version() >= lr["at"] + 2, "steps with the new rate")
     walk.set("temperature", temperature=COLD)
-    until(lambda: any(g["knobs"] >= walk.epoch("temperature") for g in seat.samples()), "samples of the new epoch")
+    wait_until(lambda: any(g["knobs"] >= walk.epoch("temperature") for g in seat.samples()), "samples of the new epoch")
     walk.replies["crowded"] = seat.client.ask("set", values={"concurrency": 60000}, dry_run=True)
     _time_sets(walk)
     _scale(walk)
@@ -177,10 +178,10 @@ def take(walk: Walk) -> None:
     walk.set("mix", mix=MIX)
     seat.goes_on(6)
     walk.set("difficulty", difficulty_low=LOW, difficulty_high=HIGH, difficulty_skips=SKIPS)
-    until(lambda: bool(seat.ledger("SELECT 1 FROM groups WHERE reason = 'out-of-window'")), "a prompt passed over")
+    wait_until(lambda: bool(seat.ledger("SELECT 1 FROM groups WHERE reason = 'out-of-window'")), "a prompt passed over")
     seat.goes_on(10)
     undone = walk.undo("undo lr", walk.epoch("lr"))
-    until(lambda: seat.version() >= undone["at"] + 2, "steps with the old rate")
+    wait_until(lambda: seat.version() >= undone["at"] + 2, "steps with the old rate")
     _ask_for_nonsense(walk)
     seat.goes_on(8)
 
@@ -203,7 +204,7 @@ def _scale(walk: Walk) -> None:
         return {("rollout/2",), ("rollout/3",)} <= set(done)
 
     assert seat.order("scale", role="rollout", count=4, wait_s=120)["is_done"]
-    until(is_at_work, "groups of the new engines")
+    wait_until(is_at_work, "groups of the new engines")
     walk.newcomers = {name: v for name, v in seat.values().items() if name in ("rollout/2", "rollout/3")}
     assert seat.order("scale", role="rollout", count=1, wait_s=120)["is_done"]
     seat.goes_on(3)
@@ -212,7 +213,7 @@ def _scale(walk: Walk) -> None:
 def _leave_groups_out(walk: Walk) -> None:
     seat = walk.seat
     walk.set("filter", group_filter="zero_variance")
-    until(lambda: any(g["reason"] == "zero_variance" for g in seat.samples()), "a group that is left out")
+    wait_until(lambda: any(g["reason"] == "zero_variance" for g in seat.samples()), "a group that is left out")
     walk.undo("undo filter")
     seat.goes_on(5)
 
@@ -221,11 +222,11 @@ def _hold(walk: Walk) -> None:
     """Pause, three steps, a checkpoint, and on."""
     seat = walk.seat
     walk.versions["pause"] = rests_at = seat.order("pause")["rests_at"]
-    until(lambda: seat.version() == rests_at, "the pause")
+    wait_until(lambda: seat.version() == rests_at, "the pause")
     time.sleep(0.5)  # time enough for many steps
     assert seat.version() == rests_at, "nothing is trained while it is paused"
     walk.versions["step"] = until_step = seat.order("step", num_steps=3)["pauses_at"]
-    until(lambda: seat.version() == until_step, "three steps")
+    wait_until(lambda: seat.version() == until_step, "three steps")
     time.sleep(0.5)
     assert seat.version() == until_step, "and no fourth"
     walk.folder = seat.order("ckpt")["folder"]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from commands import Command  # pyright: ignore[reportMissingImports]
+from tests.harness.commands import Command
 
 HERE = Path(__file__).parent
 WAIT_S = 60.0

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from simulator import Sim, run  # pyright: ignore[reportMissingImports]
+from tests.simulation.simulator import Sim, run
 
 from myxa.core.errors import ConfigError, LaunchError, NotSent
 from myxa.launch.actor_spec import ActorSpec

@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.harness.waiting import until
 
 from myxa.core.config import load_config
 from myxa.core.process import adopting_orphans, adopts_orphans
@@ -82,13 +83,6 @@ class Room:
         path = self.folder / f"{name.replace('/', '.')}.facts"
         await until(path.exists, f"{name} to tell of itself")
         return json.loads(path.read_text())
-
-
-async def until(is_so: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not is_so():
-        assert time.monotonic() < deadline, f"waited {WAIT_S} s for {what}"
-        await asyncio.sleep(0.01)
 
 
 @pytest.fixture

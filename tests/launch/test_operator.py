@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from commands import run as run_command  # pyright: ignore[reportMissingImports]
+from tests.harness.commands import run as run_command
 
 from myxa.core.errors import ConfigError, LaunchError, MyxaError
 from myxa.launch.control.client import ControlClient

@@ -9,13 +9,13 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
 from datetime import datetime
 from pathlib import Path
 
 import psutil
 import pytest
 import uvloop
+from tests.harness.waiting import wait_until
 
 from myxa.core.errors import ConfigError, LaunchError
 from myxa.core.process import die_with_parent
@@ -26,13 +26,6 @@ from myxa.launch.runtime_dir import RuntimeDir
 
 WAIT_S = 30.0
 LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
-
-
-def until(is_so, what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not is_so():
-        assert time.monotonic() < deadline, f"waited {WAIT_S} s for {what}"
-        time.sleep(0.01)
 
 
 def is_gone(pid: int) -> bool:
@@ -102,7 +95,7 @@ def test_what_it_started_ends_with_it(tmp_path: Path):
     with asyncio.Runner() as runner:
         runner.run(run_child(tmp_path, code))
     grandchild = int((tmp_path / "log").read_text())
-    until(lambda: is_gone(grandchild), "the grandchild's end")
+    wait_until(lambda: is_gone(grandchild), "the grandchild's end")
 
 
 @pytest.mark.usefixtures("null_device")
@@ -142,7 +135,7 @@ def test_a_child_ends_when_its_parent_is_killed():
         assert not is_gone(child)
         parent.kill()
         parent.wait(WAIT_S)
-        until(lambda: is_gone(child), "the child's end")
+        wait_until(lambda: is_gone(child), "the child's end")
 
 
 def test_a_child_whose_parent_is_gone_already_ends_at_once():
@@ -171,7 +164,7 @@ def test_the_runtime_folder_goes_even_when_its_owner_is_killed():
         assert folder.is_dir()
         owner.kill()
         owner.wait(WAIT_S)
-    until(lambda: not folder.exists(), "the folder's removal")
+    wait_until(lambda: not folder.exists(), "the folder's removal")
 
 
 def test_no_folder_with_a_short_name_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

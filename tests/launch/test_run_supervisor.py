@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from simulator import Sim, run  # pyright: ignore[reportMissingImports]
+from tests.simulation.simulator import Sim, run
 
 from myxa.core.actor import FAILED, Actor, PeerEvent
 from myxa.core.config import RestartPolicy

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from commands import Command  # pyright: ignore[reportMissingImports]
+from tests.harness.commands import Command
 
 PROGRAM = Path(__file__).with_name("comm_rank.py")
 SEED = 20

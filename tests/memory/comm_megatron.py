@@ -15,7 +15,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "backends"))
 
-import comm_rank
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.memory import comm_rank
 
 importlib.import_module("megatron_on_cpu").install()
 

@@ -26,7 +26,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from comm_gang import PATIENCE_S
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.memory.comm_gang import PATIENCE_S
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor

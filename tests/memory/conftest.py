@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from standin_gpu import StandinGpu, build
+from tests.memory.standin_gpu import StandinGpu, build
 
 from myxa.memory.arenas.segment_table import SOURCE, built
 

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from manager_toys import CAPACITY, TAGS, MortalAgent, MortalManager, ToyContract, node_of
+from tests.memory.manager_toys import CAPACITY, TAGS, MortalAgent, MortalManager, ToyContract, node_of
 
 from myxa.actors.contracts import MemoryContract
 from myxa.core.device_memory import LeaseReply, LeaseRequest, MemoryView

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comm_gang import WORLD, run_gangs
+from tests.memory.comm_gang import WORLD, run_gangs
 
 from myxa.memory.communicators.proxy_build import load
 

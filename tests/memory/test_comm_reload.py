@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from comm_gang import WORLD, run_gangs
+from tests.memory.comm_gang import WORLD, run_gangs
 
 from myxa.memory.communicators.proxy_build import load
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fake_nccl import MIB, FakeBackend, FakeGroup, together
+from tests.memory.fake_nccl import MIB, FakeBackend, FakeGroup, together
 
 from myxa.core.errors import ConfigError, MemoryFault
 from myxa.memory.communicators import proxy_build

@@ -7,7 +7,7 @@ import re
 import threading
 
 import pytest
-from standin_gpu import GRANULE, MIB, StandinGpu
+from tests.memory.standin_gpu import GRANULE, MIB, StandinGpu
 
 from myxa.core.clock import SystemClock
 from myxa.core.device_memory import Tag, TagPolicy

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from standin_caching import NoMemory, StandinCaching
-from standin_gpu import MIB, StandinGpu
+from tests.memory.standin_caching import NoMemory, StandinCaching
+from tests.memory.standin_gpu import MIB, StandinGpu
 
 from myxa.core.clock import SystemClock
 from myxa.core.errors import MemoryFault, OutOfDeviceMemory

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from standin_gpu import GRANULE, MIB, StandinGpu
+from tests.memory.standin_gpu import GRANULE, MIB, StandinGpu
 
 from myxa.core.errors import MemoryFault
 from myxa.core.files import take_lock

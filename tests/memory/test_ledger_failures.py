@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from ledger_world import ALL, CAPACITY, MIB, RESIDUE, SPANNING, Asset, Process, World
 from msgspec.structs import replace
+from tests.memory.ledger_world import ALL, CAPACITY, MIB, RESIDUE, SPANNING, Asset, Process, World
 
 from myxa.core.device_memory import LeaseReply, MemoryCommand, TagReport
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from ledger_world import ALL, DEVICES, MEMBERS, MIB, SPANNING, Members, Weather, World
+from tests.memory.ledger_world import ALL, DEVICES, MEMBERS, MIB, SPANNING, Members, Weather, World
 
 pytestmark = pytest.mark.timeout(110)
 

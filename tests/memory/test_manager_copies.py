@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from manager_toys import CAPACITY, MIB, TAGS, Toy, ToyContract
+from tests.memory.manager_toys import CAPACITY, MIB, TAGS, Toy, ToyContract
 
 from myxa.actors.contracts import MemoryContract
 from myxa.actors.tenancy.memory_manager import ManagerOptions, MemoryManager

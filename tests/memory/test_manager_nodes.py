@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from manager_site import Site, site_of
-from manager_toys import CAPACITY, MIB
+from tests.memory.manager_site import Site, site_of
+from tests.memory.manager_toys import CAPACITY, MIB
 
 from myxa.core.device_memory import MemoryView
 from myxa.memory.arenas.host_vmm import device_bytes

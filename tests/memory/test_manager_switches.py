@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from manager_site import CAPACITY, site_of
-from manager_toys import MIB, TRAINER
+from tests.memory.manager_site import CAPACITY, site_of
+from tests.memory.manager_toys import MIB, TRAINER
 
 pytestmark = pytest.mark.timeout(100)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from tests.harness.waiting import until
 
 from myxa.actors.contracts import NodeAgentContract
 from myxa.actors.tenancy import node_agent
@@ -82,11 +83,6 @@ async def both() -> AsyncIterator[tuple[Manager, Agent]]:
         finally:
             await there.close()
             await here.close()
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    while not is_so():
-        await asyncio.sleep(0.01)
 
 
 def came_anew() -> PeerEvent:

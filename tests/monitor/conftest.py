@@ -1,8 +1,3 @@
 """These tests share their modules by name."""
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from commands import Command, run  # pyright: ignore[reportMissingImports]
-from run_job import Job  # pyright: ignore[reportMissingImports]
+from tests.harness.commands import Command, run
+from tests.harness.run_job import Job
+from tests.harness.waiting import wait_until
 
 from myxa.core.errors import MyxaError
 from myxa.launch.control.client import ControlClient
@@ -30,7 +30,7 @@ def live(job: Job, *overrides: str, program: str = "", env: dict[str, str] | Non
         process = Command(words, job.folder, has_session=True, log=file, env=env)
     try:
         client = _client(job, process, log)
-        until(lambda: _version(client) >= 1, lambda: f"no step was made\n{log.read_text()}", START_S)
+        wait_until(lambda: _version(client) >= 1, lambda: f"no step was made\n{log.read_text()}", START_S)
         yield client
         assert process.poll() is None, log.read_text()
     finally:
@@ -42,14 +42,6 @@ def live(job: Job, *overrides: str, program: str = "", env: dict[str, str] | Non
             process.kill()
             process.wait()
             raise
-
-
-def until(condition: Callable[[], bool], what: Callable[[], str], timeout_s: float) -> None:
-    """Poll a condition; fail with what is known then."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, what()
-        time.sleep(0.2)
 
 
 def myxa(client: ControlClient, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -68,7 +60,7 @@ def _client(job: Job, process: subprocess.Popen[Any], log: Path) -> ControlClien
             return False
         return True
 
-    until(is_there, lambda: f"the run opened no control socket\n{log.read_text()}", START_S)
+    wait_until(is_there, lambda: f"the run opened no control socket\n{log.read_text()}", START_S)
     return found[-1]
 
 

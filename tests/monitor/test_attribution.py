@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_job import Job, make_job, metrics  # pyright: ignore[reportMissingImports]
+from tests.harness.run_job import Job, make_job, metrics
 
 from myxa.core.activity import ACTIVITY_KINDS
 from myxa.launch.views.bottleneck import START

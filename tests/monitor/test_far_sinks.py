@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from otlp_receiver import receiver
+from tests.monitor.otlp_receiver import receiver
 
 from myxa.actors.monitor.sink_thread import BesideSink
 from myxa.actors.sinks.names import curve_name

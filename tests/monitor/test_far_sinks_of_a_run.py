@@ -8,9 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from commands import run  # pyright: ignore[reportMissingImports]
-from otlp_receiver import receiver
-from run_job import Job, events, make_job  # pyright: ignore[reportMissingImports]
+from tests.harness.commands import run
+from tests.harness.run_job import Job, events, make_job
+from tests.monitor.otlp_receiver import receiver
 
 
 @pytest.fixture

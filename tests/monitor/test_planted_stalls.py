@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_run import live
-from run_job import Job, make_job  # pyright: ignore[reportMissingImports]
+from tests.harness.run_job import Job, make_job
+from tests.monitor.live_run import live
 
 from myxa.launch.control.client import ControlClient
 

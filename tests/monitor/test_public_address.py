@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from otlp_receiver import receiver
+from tests.monitor.otlp_receiver import receiver
 
 from myxa.actors.sinks.otlp import OtlpSink
 from myxa.actors.sinks.public_address import public_address, told_in_public

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import errno
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.harness.waiting import wait_until
 
 from myxa.actors.monitor.sink_thread import SinkThread
 from myxa.core.clock import SystemClock
@@ -54,13 +53,6 @@ def make(tmp_path: Path, *sinks: Sink, max_bundles: int = 100) -> SinkThread:
 
 def note(text: str) -> Telemetry:
     return Telemetry(events=(Event(source="x", wall_s=0.0, kind="note", text=text),))
-
-
-def wait_until(is_true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not is_true():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.002)
 
 
 def test_bundles_reach_every_sink_in_order_and_are_flushed_without_more_bundles(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from trace_rules import check_events, follow
+from tests.monitor.trace_rules import check_events, follow
 
 from myxa.actors.sinks.chrome_trace import ChromeTraceSink, read_trace, trace_parts
 from myxa.actors.sinks.jsonl import JsonlSink

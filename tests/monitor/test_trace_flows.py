@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from trace_rules import check_events, follow
+from tests.monitor.trace_rules import check_events, follow
 
 from myxa.actors.sinks.chrome_trace import ChromeTraceSink, Lanes, TraceFlows, TraceSlice
 from myxa.core.activity import FlowSampler, TelemetryBuffer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trace_rules import check_events, follow
+from tests.monitor.trace_rules import check_events, follow
 
 from myxa.launch.commands.views import trace_tail
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_run import live, myxa, until
-from run_job import Job, make_job  # pyright: ignore[reportMissingImports]
-from trace_rules import check_events, follow
+from tests.harness.run_job import Job, make_job
+from tests.harness.waiting import wait_until
+from tests.monitor.live_run import live, myxa
+from tests.monitor.trace_rules import check_events, follow
 
 from myxa.actors.coordinator.audit import AUDIT_FILE, read_audit, verify_audit
 from myxa.core.errors import MyxaError
@@ -41,7 +42,7 @@ def proposed(client: ControlClient, knob_name: str, window_s: float = 5.0) -> di
         found[:] = [s for s in client.ask("suggest", window_s=window_s)["open"] if s["knob"] == knob_name]
         return bool(found)
 
-    until(is_there, lambda: str(client.ask("suggest", window_s=window_s)), 90)
+    wait_until(is_there, lambda: str(client.ask("suggest", window_s=window_s)), 90)
     return found[0]
 
 
@@ -78,7 +79,7 @@ def test_a_person_asks_why_and_decides(job: Job) -> None:
         done = myxa(client, "suggest", "approve", third["id"], "-m", "it waits", cwd=job.folder)
         assert done.returncode == 0, done.stderr + done.stdout
         assert f"concurrency 1 -> {third['new']}" in done.stdout
-        until(lambda: knob(client, "concurrency") == third["new"], lambda: str(knob(client, "concurrency")), 30)
+        wait_until(lambda: knob(client, "concurrency") == third["new"], lambda: str(knob(client, "concurrency")), 30)
 
         viewer = ControlClient.of(client.run_dir, view=True)
         assert viewer.ask("why", window_s=5.0)["sentence"]
@@ -108,10 +109,10 @@ def test_a_pause_is_booked_as_one_and_explained(job: Job) -> None:
             ]
             return answer["bound"] == "paused" and min(rest) > 0.9
 
-        until(is_booked, lambda: str(client.ask("why", window_s=3.0)), 60)
+        wait_until(is_booked, lambda: str(client.ask("why", window_s=3.0)), 60)
         assert client.ask("why", window_s=3.0)["command"] == "myxa resume"
         client.ask("resume", reason="seen")
-        until(lambda: client.ask("why", window_s=3.0)["bound"] != "paused", lambda: str(client.ask("why")), 60)
+        wait_until(lambda: client.ask("why", window_s=3.0)["bound"] != "paused", lambda: str(client.ask("why")), 60)
 
 
 @pytest.mark.timeout(420)
@@ -169,9 +170,9 @@ def test_the_dashboard_asks_for_what_a_run_serves(job: Job) -> None:
                 lines = page.read().decode().splitlines()
             return {line.split("{")[0].split(" ")[0] for line in lines if line and not line.startswith("#")}
 
-        until(lambda: wanted <= served(), lambda: f"not served: {sorted(wanted - served())}", 60)
+        wait_until(lambda: wanted <= served(), lambda: f"not served: {sorted(wanted - served())}", 60)
         client.ask("set", values={"lr": 5e-4})
-        until(lambda: "myxa_events_total" in served(), lambda: "no events", 30)
+        wait_until(lambda: "myxa_events_total" in served(), lambda: "no events", 30)
     page = json.loads((job.folder / "files" / "dashboard.json").read_text())
     assert len(page["panels"]) == len(PANELS)
     expressions = [target["expr"] for panel in page["panels"] for target in panel["targets"]]
@@ -185,7 +186,7 @@ def test_the_dashboard_asks_for_what_a_run_serves(job: Job) -> None:
 def test_the_autopilot_mends_a_planted_imbalance_in_few_moves(job: Job) -> None:
     with live(job, *TINY, "control.autopilot=true") as client:
         before = client.ask("why", window_s=3.0)["share"]
-        until(lambda: knob(client, "concurrency") > 1, lambda: str(client.ask("why", window_s=5.0)), 120)
+        wait_until(lambda: knob(client, "concurrency") > 1, lambda: str(client.ask("why", window_s=5.0)), 120)
         time.sleep(25)
         print(before, client.ask("why", window_s=5.0)["sentence"])
     changes = [r for r in read_audit(job.run_dir() / AUDIT_FILE, 1000) if r.moves]

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from planned import Site, make_site
+from tests.plan.planned import Site, make_site
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from planned import RUN, Site, plan
-from run_job import Job  # pyright: ignore[reportMissingImports]
+from tests.harness.run_job import Job
+from tests.plan.planned import RUN, Site, plan
 
 pytestmark = pytest.mark.timeout(240)
 

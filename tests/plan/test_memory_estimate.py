@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from memory_cases import BENCHMARKS, NOT_BY_TORCH, SHAPES, measured, qwen3, run
+from tests.plan.memory_cases import BENCHMARKS, NOT_BY_TORCH, SHAPES, measured, qwen3, run
 
 from myxa.actors.backends import vocab_scores
 from myxa.actors.backends.megatron.layout import ParallelLayout

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from planned import RUN, Site, plan
+from tests.plan.planned import RUN, Site, plan
 
 from myxa.core.config import load_config
 from myxa.launch.cli import main

@@ -10,14 +10,11 @@ import io
 import json
 import os
 import re
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from memory_cases import NOT_BY_TORCH, SHAPES, measured, run
+from tests.plan.memory_cases import NOT_BY_TORCH, SHAPES, measured, run
 
 from myxa.launch.cli import main
 from myxa.launch.doctor.judge import checks_text, judge

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from planned import RUN, Site, plan
+from tests.plan.planned import RUN, Site, plan
 
 from myxa.actors.checkpoints.folder import Manifest, begin, commit, identity_of, rank_file, writer_of
 from myxa.actors.models.hf_folder import read_config

@@ -9,7 +9,7 @@ import time
 from typing import NamedTuple
 
 import pytest
-from planned import RUN, Site, plan
+from tests.plan.planned import RUN, Site, plan
 
 pytestmark = pytest.mark.timeout(120)
 

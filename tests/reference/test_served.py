@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 from msgspec.structs import replace
-from teachers import PROMPT, Letters, made, only_once_known, right, teacher
+from tests.reference.teachers import PROMPT, Letters, made, only_once_known, right, teacher
 
 from myxa.actors.backends.rank_backend import RankSettings
 from myxa.actors.backends.torch_backend.backend import TorchBackend

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 from msgspec.structs import replace
-from teachers import Letters, Teacher, made, only_once_known, right, teacher
+from tests.reference.teachers import Letters, Teacher, made, only_once_known, right, teacher
 
 from myxa.actors.reference import server as servers_module
 from myxa.actors.reference.server import NoScore, ReferenceServers, Refused, key_from

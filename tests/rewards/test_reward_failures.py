@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from run_job import events, make_job  # pyright: ignore[reportMissingImports]
+from tests.harness.run_job import events, make_job
 
 from myxa.actors.rewards.guard import kind_of_cause
 from myxa.actors.rewards.rewarder import Rewarder

@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from sim_loop import EventLog, Process, ProcessState, SimLoop, SimulationError, current_process
+from tests.simulation.sim_loop import EventLog, Process, ProcessState, SimLoop, SimulationError, current_process
 
 from myxa.transport.inproc import InprocNetwork, InprocTransport
 from myxa.transport.session.frames import Kind

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sim_network import Net
-from simulator import Nemesis, Sim, carry_out
+from tests.simulation.sim_network import Net
+from tests.simulation.simulator import Nemesis, Sim, carry_out
 
 from myxa.actors.buffer.buffer import Buffer
 from myxa.actors.buffer.filters import GroupFilters

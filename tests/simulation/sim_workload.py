@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from sim_loop import Process, ProcessState, current_process
-from sim_network import Net
-from simulator import Nemesis, Sim, carry_out
+from tests.simulation.sim_loop import Process, ProcessState, current_process
+from tests.simulation.sim_network import Net
+from tests.simulation.simulator import Nemesis, Sim, carry_out
 
 from myxa.core.actor import Actor
 from myxa.core.errors import (

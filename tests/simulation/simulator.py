@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args
 
-from sim_loop import (
+from tests.simulation.sim_loop import (
     LIMIT_S,
     EventLog,
     Process,
@@ -36,7 +36,7 @@ from sim_loop import (
     owner_of,
     simulated_loop,
 )
-from sim_network import Net, SimNetwork
+from tests.simulation.sim_network import Net, SimNetwork
 
 from myxa.core.errors import CallError, ConfigError, LaunchError, StaleEpoch
 from myxa.transport.node import Node

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from sim_network import SimNetwork
-from simulator import Sim, run
+from tests.simulation.sim_network import SimNetwork
+from tests.simulation.simulator import Sim, run
 
 from myxa.core.actor import Actor
 from myxa.core.errors import StreamBroken

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sim_loop import SimulationError
-from sim_training import training
-from sim_workload import scenario
-from simulator import Sim, run, seeds, sweep
+from tests.simulation.sim_loop import SimulationError
+from tests.simulation.sim_training import training
+from tests.simulation.sim_workload import scenario
+from tests.simulation.simulator import Sim, run, seeds, sweep
 
 from myxa.transport.session import calls, credit, serving, session
 

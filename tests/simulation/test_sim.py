@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
-from sim_loop import SimulationError
-from sim_network import Net
-from simulator import VERBS, Nemesis, ProcessCrashed, Sim, carry_out, run, seeds, sweep
+from tests.simulation.sim_loop import SimulationError
+from tests.simulation.sim_network import Net
+from tests.simulation.simulator import VERBS, Nemesis, ProcessCrashed, Sim, carry_out, run, seeds, sweep
 
 from myxa.core.actor import Actor
 from myxa.core.errors import ConfigError, DeadlineExceeded, OutcomeUnknown, PeerDied

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from checkpoint_maker import make_checkpoint
+from tests.survival.checkpoint_maker import make_checkpoint
 
 from myxa.actors.checkpoints.folder import Writer, begin, partial_of, version_in
 from myxa.actors.trainer.checkpoints import CheckpointOptions, CheckpointOrders, Checkpoints, RunSide

@@ -11,8 +11,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
-from coordinator_room import STEP_S, Room, Trainer, until  # pyright: ignore[reportMissingImports]
+from tests.knobs.coordinator_room import STEP_S, Room, Trainer, until
 
 from myxa.actors.contracts import CoordinatorContract
 from myxa.actors.monitor.monitor import Monitor
@@ -78,6 +79,7 @@ class SteadyTrainer(Trainer):
 class Anew(Room):
     """See the module's head."""
 
+    trainer: SteadyTrainer  # pyright: ignore[reportIncompatibleVariableOverride]
     num: int = 0
 
     async def begin(self, strike: str = "") -> None:
@@ -125,7 +127,7 @@ async def open_anew(folder: Path) -> AsyncIterator[Anew]:
     node = await Node.attach(name="launcher/0")
     node.rendezvous.save(folder / "rdzv.json")
     trainer = SteadyTrainer(None, 0)
-    room = Anew(folder, sockets, node, None, trainer)
+    room = Anew(folder, sockets, node, cast(Any, None), trainer)
     try:
         await node.start(Monitor(folder, ()), "monitor")
         await node.start(trainer, "trainer/0")

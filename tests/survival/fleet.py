@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from commands import Command  # pyright: ignore[reportMissingImports]
-from run_job import PATIENT, Job, make_job, until  # pyright: ignore[reportMissingImports]
+from tests.harness.commands import Command
+from tests.harness.run_job import PATIENT, Job, make_job
+from tests.harness.waiting import wait_until
 
 from myxa.actors.ledger.audit import LedgerAudit, audit_ledger
 from myxa.launch.control.client import ControlClient
@@ -76,7 +77,7 @@ class Fleet:
         return [engine["rollout"] for engine in status["engines"] if engine["version"] >= 0]
 
     def until_engines(self, count: int) -> None:
-        until(lambda: len(self.engines()) == count, f"{count} engines that serve", timeout_s=150)
+        wait_until(lambda: len(self.engines()) == count, f"{count} engines that serve", timeout_s=150)
 
     def has_ledger(self) -> bool:
         """Whether there are tables in it yet."""
@@ -102,7 +103,7 @@ class Fleet:
     def goes_on(self, num: int = 2) -> None:
         """So many more steps are made."""
         before = self.step()
-        until(lambda: self.step() >= before + num, f"{num} more steps\n{self.said()}")
+        wait_until(lambda: self.step() >= before + num, f"{num} more steps\n{self.said()}")
 
     def end(self) -> None:
         """In good order; every launcher says so."""
@@ -132,7 +133,7 @@ def fleet_in(folder: Path, *overrides: str) -> Iterator[Fleet]:
             assert first.poll() is None, (folder / "launcher.0").read_text()
             return any((folder / "runs").glob("*/control.json")) and fleet.has_ledger() and fleet.step() >= 0
 
-        until(has_begun, "the first step", timeout_s=150)
+        wait_until(has_begun, "the first step", timeout_s=150)
         yield fleet
     finally:
         fleet.close()

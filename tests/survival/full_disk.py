@@ -16,9 +16,11 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from commands import run as run_command  # pyright: ignore[reportMissingImports]
-from lives import BATCH, NUM_PROMPTS, Lives, make_lives
-from run_job import events, metrics, until  # pyright: ignore[reportMissingImports]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.harness.commands import run as run_command
+from tests.harness.run_job import events, metrics
+from tests.harness.waiting import wait_until
+from tests.survival.lives import BATCH, NUM_PROMPTS, Lives, make_lives
 
 from myxa.actors.checkpoints.folder import look_at
 from myxa.actors.ledger.audit import audit_ledger
@@ -69,7 +71,7 @@ def is_full_for_a_while(lives: Lives, ballast: Ballast) -> None:
     run_dir = lives.run_dir
     since = time.monotonic()
     ballast.fill()
-    until(lambda: "cannot be written" in asked("ps", run_dir), "a pause that `ps` tells of", timeout_s=15)
+    wait_until(lambda: "cannot be written" in asked("ps", run_dir), "a pause that `ps` tells of", timeout_s=15)
     for verb in ("ps", "why"):
         said = " ".join(asked(verb, run_dir).split())
         for words in (f"{run_dir}/ledger.sqlite cannot be written", f"tmpfs at {run_dir.parent}", "make room there"):
@@ -96,7 +98,7 @@ def stays_full_and_is_ended(lives: Lives, ballast: Ballast) -> None:
     assert lives.run_dir is not None
     run_dir = lives.run_dir
     ballast.fill()
-    until(lambda: "cannot be written" in asked("ps", run_dir), "a pause that `ps` tells of", timeout_s=15)
+    wait_until(lambda: "cannot be written" in asked("ps", run_dir), "a pause that `ps` tells of", timeout_s=15)
     done = run_command("down", "--run", str(run_dir), folder=run_dir.parent)
     print(done.stdout, done.stderr)
     lives.wait(90)
@@ -112,7 +114,7 @@ def has_no_room_at_its_end(lives: Lives, ballast: Ballast) -> None:
     assert lives.run_dir is not None
     run_dir = lives.run_dir
     ballast.fill(but=ROOM_BYTES)
-    until(
+    wait_until(
         lambda: any(event["source"] == "trainer/0" for event in events(run_dir, "disk-full")),
         "an end that waits for room",
         timeout_s=90,
@@ -135,7 +137,7 @@ def has_no_room_for_a_checkpoint(lives: Lives, ballast: Ballast) -> None:
     run_dir = lives.run_dir
     ballast.fill(but=ROOM_BYTES)
     newest = whole_ones(run_dir)[-1]
-    until(lambda: bool(events(run_dir, "checkpoint-failed")), "a checkpoint that fails", timeout_s=30)
+    wait_until(lambda: bool(events(run_dir, "checkpoint-failed")), "a checkpoint that fails", timeout_s=30)
     lives.until_version(lives.version() + 2)
     (told,) = [event["text"] for event in events(run_dir, "checkpoint-failed")]
     for words in (

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from run_job import PATIENT, Job, events, make_job, metrics, until, worker_pids  # pyright: ignore[reportMissingImports]
+from tests.harness.run_job import PATIENT, Job, events, make_job, metrics, worker_pids
+from tests.harness.waiting import wait_until
 
 from myxa.actors.ledger.audit import audit_ledger
 
@@ -40,7 +41,7 @@ class GangRun:
             return []
 
     def until_version(self, version: int) -> None:
-        until(lambda: version in self.versions(), f"version {version}")
+        wait_until(lambda: version in self.versions(), f"version {version}")
 
     def rank(self, number: int) -> int:
         """Process id of a rank."""
@@ -57,7 +58,7 @@ class GangRun:
             points = [point for point in metrics(self.run_dir) if "train/loss" in point["values"]]
             return [point["wall_s"] for point in points if point["wall_s"] > since_wall_s]
 
-        until(lambda: bool(made()), "a step after the fault")
+        wait_until(lambda: bool(made()), "a step after the fault")
         return made()[0] - since_wall_s
 
     def end(self) -> str:

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from full_disk import Ballast
+from tests.survival.full_disk import Ballast
 
 from myxa.actors.coordinator.journal import CoordinatorJournal, Kept
 from myxa.actors.coordinator.run_state import RunState

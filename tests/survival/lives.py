@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from commands import Command  # pyright: ignore[reportMissingImports]
-from run_job import PATIENT, Job, make_job, metrics, until  # pyright: ignore[reportMissingImports]
+from tests.harness.commands import Command
+from tests.harness.run_job import PATIENT, Job, make_job, metrics
+from tests.harness.waiting import wait_until
 
 from myxa.launch.run_lineage.origin import RunOrigin
 
@@ -62,7 +63,7 @@ class Lives:
     def begin(self) -> None:
         """The first life; returns once its directory is there."""
         self.launcher = self.job.start(*FLAGS, *self.overrides)
-        until(lambda: self._has_begun(), "the run's directory")
+        wait_until(lambda: self._has_begun(), "the run's directory")
         self.run_dir = self.job.run_dir()
 
     def _has_begun(self) -> bool:
@@ -111,7 +112,7 @@ class Lives:
             assert self.launcher is not None
             return self.version() >= version or self.launcher.poll() is not None
 
-        until(is_there, f"version {version}", timeout_s=120)
+        wait_until(is_there, f"version {version}", timeout_s=120)
 
     def after(self, seconds: float) -> bool:
         """Wait so long; False if the life ended meanwhile."""
@@ -127,7 +128,7 @@ class Lives:
         """Wait until the life of that number, from 1, has begun."""
         assert self.run_dir is not None
         run_dir = self.run_dir
-        until(lambda: len(RunOrigin.load(run_dir).lives) >= number, f"life {number}", timeout_s=60)
+        wait_until(lambda: len(RunOrigin.load(run_dir).lives) >= number, f"life {number}", timeout_s=60)
 
     def has_checkpoint(self) -> bool:
         """Whether it could go on."""

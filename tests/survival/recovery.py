@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from under_chaos import ChaosRun, Strike
+from tests.survival.under_chaos import ChaosRun, Strike
 
 SIGNS = {
     "rollout": "serves a weight version",

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live import Live, live_run  # pyright: ignore[reportMissingImports]
-from run_job import events, until  # pyright: ignore[reportMissingImports]
+from tests.control.live import Live, live_run
+from tests.harness.run_job import events
+from tests.harness.waiting import wait_until
 
 from myxa.actors.coordinator.audit import read_audit
 from myxa.core.chaos import POINTS
@@ -74,10 +75,10 @@ def test_a_run_that_may_fail_is_made_to(tmp_path: Path):
     with live_run(tmp_path, "run.chaos=true", "roles.rollout.count=2", steps=1) as live:
         run = live.run_dir
         assert live.ask("chaos", "kill", "rollout/1", "-m", "drill") == {"act": "kill", "actors": ["rollout/1"]}
-        until(lambda: restarted(live, "rollout/1"), "a second attempt of rollout/1")
+        wait_until(lambda: restarted(live, "rollout/1"), "a second attempt of rollout/1")
         live.ask("chaos", "random", "--every", "0.5s", "--seed", "3", "--faults", "delay", "--for", "0.2s",
                  "--targets", "buffer")  # fmt: skip
-        until(lambda: len(live.ask("chaos")["acts"]) >= 3, "two random faults")
+        wait_until(lambda: len(live.ask("chaos")["acts"]) >= 3, "two random faults")
         assert live.ask("chaos")["has_series"]
         assert live.ask("chaos", "end") == {"act": "end", "was_on": True}
         told = live.ask("chaos")
@@ -88,7 +89,7 @@ def test_a_run_that_may_fail_is_made_to(tmp_path: Path):
         assert notes[1].who.user != "chaos"
         assert notes[1].reason == "drill"
         assert [note.detail for note in notes if note.who.user == "chaos"][:2] == ["kill: rollout/1", "delay: buffer"]
-        until(lambda: len(events(run, "chaos")) >= 3, "events of the acts")
+        wait_until(lambda: len(events(run, "chaos")) >= 3, "events of the acts")
         for wrong, words in (
             (("chaos", "kill"), "of whom?"),
             (("chaos", "fill-disk"), "how much?"),
@@ -99,7 +100,7 @@ def test_a_run_that_may_fail_is_made_to(tmp_path: Path):
             assert done.returncode == 2, done.stdout + done.stderr
             assert words in done.stderr
         before = made(live)
-        until(lambda: made(live) > before, "a step after all that")
+        wait_until(lambda: made(live) > before, "a step after all that")
 
 
 @pytest.mark.timeout(200)

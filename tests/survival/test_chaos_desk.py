@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from tests.harness.waiting import until
 
 from myxa.core.clock import SystemClock
 from myxa.core.errors import LaunchError, NotSent
@@ -87,12 +88,6 @@ def bulk(monkeypatch: pytest.MonkeyPatch) -> Bulk:
     made = Bulk()
     monkeypatch.setattr(desk_module, "DiskFill", made)
     return made
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def begin(work: Any) -> asyncio.Task[Any]:

@@ -9,8 +9,8 @@ import os
 from pathlib import Path
 
 import pytest
-from checkpoint_maker import RunOnDisk, add_run_part, make_checkpoint
-from checkpoint_room import CheckpointRoom
+from tests.survival.checkpoint_maker import RunOnDisk, add_run_part, make_checkpoint
+from tests.survival.checkpoint_room import CheckpointRoom
 
 from myxa.actors.checkpoints import folder
 from myxa.actors.checkpoints.folder import (

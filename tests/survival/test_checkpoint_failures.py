@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from checkpoint_room import CheckpointRoom, refused
+from tests.survival.checkpoint_room import CheckpointRoom, refused
 
 from myxa.actors.checkpoints.run_part import RUN_FILE, read_run_part
 from myxa.actors.trainer import checkpoints as module

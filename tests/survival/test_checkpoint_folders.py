@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_maker import RunOnDisk, add_run_part, make_checkpoint
+from tests.survival.checkpoint_maker import RunOnDisk, add_run_part, make_checkpoint
 
 from myxa.actors.checkpoints import folder
 from myxa.actors.checkpoints.folder import (

@@ -10,8 +10,8 @@ from collections.abc import Awaitable
 from pathlib import Path
 
 import pytest
-from coordinator_anew import Anew, open_anew
-from coordinator_room import until  # pyright: ignore[reportMissingImports]
+from tests.knobs.coordinator_room import until
+from tests.survival.coordinator_anew import Anew, open_anew
 
 from myxa.actors.coordinator.audit import read_audit, verify_audit
 from myxa.core.errors import CallError

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Command  # pyright: ignore[reportMissingImports]
-from live import Live, live_run, made_steps  # pyright: ignore[reportMissingImports]
-from run_job import audit, events, metrics, until, worker_pids  # pyright: ignore[reportMissingImports]
+from tests.control.live import Live, live_run, made_steps
+from tests.harness.commands import Command
+from tests.harness.run_job import audit, events, metrics, worker_pids
+from tests.harness.waiting import wait_until
 
 from myxa.actors.coordinator.audit import read_audit, verify_audit
 from myxa.launch.control.client import ControlClient
@@ -46,7 +47,7 @@ class Victim:
             found[:] = worker_pids(self.live.launcher.pid, "coordinator")
             return len(found) == 1
 
-        until(look, "a coordinator", PATIENCE_S)
+        wait_until(look, "a coordinator", PATIENCE_S)
         return found[0]
 
     def told(self, kind: str) -> list[dict[str, Any]]:
@@ -63,12 +64,12 @@ class Victim:
         os.kill(pid, number)
 
     def until_back(self, when: str) -> None:
-        until(lambda: len(self.told("coordinator-attached")) > self._before, f"back, {when}", PATIENCE_S)
+        wait_until(lambda: len(self.told("coordinator-attached")) > self._before, f"back, {when}", PATIENCE_S)
         self.took_s[when] = self.told("coordinator-attached")[-1]["wall_s"] - self._at_s
 
     def steps_on(self, count: int = 3) -> None:
         newest = self.newest
-        until(lambda: made_steps(self.live, newest + count), f"{count} more steps", PATIENCE_S)
+        wait_until(lambda: made_steps(self.live, newest + count), f"{count} more steps", PATIENCE_S)
 
     @property
     def newest(self) -> int:
@@ -101,7 +102,7 @@ def test_a_run_survives_its_coordinator_in_the_middle_of_its_work(tmp_path: Path
         _during_an_adoption(victim)
         _over_a_change(victim)
         live.launcher.send_signal(signal.SIGINT)
-        until(lambda: bool(_phase(victim, "-> draining")), "draining", PATIENCE_S)
+        wait_until(lambda: bool(_phase(victim, "-> draining")), "draining", PATIENCE_S)
         for pid in worker_pids(live.launcher.pid, "coordinator"):  # none, if it is through by now
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -132,9 +133,9 @@ def _phase(victim: Victim, text: str) -> list[dict[str, Any]]:
 
 def _at_start(victim: Victim) -> None:
     log = victim.live.run_dir / "logs" / "coordinator.0.log"
-    until(lambda: log.exists() and "trainer-ready" in log.read_text(), "the trainer", PATIENCE_S)
+    wait_until(lambda: log.exists() and "trainer-ready" in log.read_text(), "the trainer", PATIENCE_S)
     victim.kill("at start")
-    until(lambda: made_steps(victim.live, 3), "the first steps", PATIENCE_S)
+    wait_until(lambda: made_steps(victim.live, 3), "the first steps", PATIENCE_S)
 
 
 def _in_mid_run(victim: Victim) -> None:
@@ -148,13 +149,13 @@ def _in_mid_run(victim: Victim) -> None:
 
 def _paused(victim: Victim) -> None:
     rests_at = victim.live.ask("pause", "-m", "look")["rests_at"]
-    until(lambda: victim.newest >= rests_at, "the rest", PATIENCE_S)
+    wait_until(lambda: victim.newest >= rests_at, "the rest", PATIENCE_S)
     victim.kill("paused")
     status = victim.status
     assert (status["paused"], status["version"]) == ("look", rests_at)
     pauses_at = victim.live.ask("step", "2")["pauses_at"]
     victim.kill("counting steps")
-    until(lambda: victim.newest >= pauses_at, "two more steps", PATIENCE_S)
+    wait_until(lambda: victim.newest >= pauses_at, "two more steps", PATIENCE_S)
     time.sleep(1.0)
     assert victim.newest == pauses_at == rests_at + 2, "and no more"
     victim.live.ask("undo")
@@ -165,7 +166,7 @@ def _paused(victim: Victim) -> None:
 def _over_a_change(victim: Victim) -> None:
     (engine,) = worker_pids(victim.live.launcher.pid, "rollout/0")
     held = _in_background(victim, "set", "concurrency=8", "lr=0.0007")
-    until(lambda: victim.journal()["knobs"]["undecided"] != "" or held.poll() is not None, "a vote", PATIENCE_S)
+    wait_until(lambda: victim.journal()["knobs"]["undecided"] != "" or held.poll() is not None, "a vote", PATIENCE_S)
     os.kill(engine, signal.SIGSTOP)
     victim.strike()
     os.kill(engine, signal.SIGCONT)
@@ -184,12 +185,12 @@ def _in_background(victim: Victim, *arguments: str) -> subprocess.Popen[str]:
 
 
 def _in_an_evaluation(victim: Victim) -> None:
-    until(lambda: victim.journal()["run"]["evaluating"] >= 0, "an evaluation", PATIENCE_S)
+    wait_until(lambda: victim.journal()["run"]["evaluating"] >= 0, "an evaluation", PATIENCE_S)
     victim.kill("in an evaluation")
     if not victim.told("eval-repeated"):
         return  # it was through when the signal came
     number = len(victim.told("eval"))
-    until(lambda: len(victim.told("eval")) > number, "the same evaluation again", PATIENCE_S)
+    wait_until(lambda: len(victim.told("eval")) > number, "the same evaluation again", PATIENCE_S)
 
 
 def _during_an_adoption(victim: Victim) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from coordinator_anew import Anew, SteadyTrainer, open_anew
-from coordinator_room import until  # pyright: ignore[reportMissingImports]
+from tests.knobs.coordinator_room import until
+from tests.survival.coordinator_anew import Anew, SteadyTrainer, open_anew
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(170)]
 

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from coordinator_room import until  # pyright: ignore[reportMissingImports]
+from tests.knobs.coordinator_room import until
 
 from myxa.actors.contracts import CoordinatorContract, TrainerContract
 from myxa.actors.coordinator.coordinator import Coordinator, PhaseMoves

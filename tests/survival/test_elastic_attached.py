@@ -9,8 +9,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from attached_server import listens, start_server  # pyright: ignore[reportMissingImports]
-from run_job import audit, events, make_job, until  # pyright: ignore[reportMissingImports]
+from tests.harness.run_job import audit, events, make_job
+from tests.harness.waiting import wait_until
+from tests.integration.attached_server import listens, start_server
 
 from myxa.actors.ledger.audit import audit_ledger
 from myxa.launch.control.client import ControlClient
@@ -21,20 +22,22 @@ pytestmark = pytest.mark.timeout(300)
 def test_a_server_comes_and_the_first_one_goes(tmp_path: Path):
     job = make_job(tmp_path)
     (first, first_process), (second, second_process) = start_server(job), start_server(job)
-    until(lambda: listens(first) and listens(second), "the servers")
+    wait_until(lambda: listens(first) and listens(second), "the servers")
     run = job.start(
         'roles.rollout.kind="sglang"', f'engine.attach=["{first}"]', "run.num_steps=100000", "async.max_staleness=8",
         *job.paced(),
     )  # fmt: skip
     try:
-        until(lambda: any((job.folder / "runs").glob("*/control.json")), "the control socket")
+        wait_until(lambda: any((job.folder / "runs").glob("*/control.json")), "the control socket")
         run_dir = job.run_dir()
         client = ControlClient.of(run_dir)
-        until(lambda: (run_dir / "ledger.sqlite").exists() and bool(events(run_dir, "engine-joined")), "an engine")
+        wait_until(lambda: (run_dir / "ledger.sqlite").exists() and bool(events(run_dir, "engine-joined")), "an engine")
         goes_on(run_dir)
         more = client.ask("scale", 120, role="rollout", count=2, attach=second, wait_s=100)
         assert more["is_done"], more
-        until(lambda: any(e["source"] == "rollout/1" for e in events(run_dir, "weights-adopted")), "weights for it")
+        wait_until(
+            lambda: any(e["source"] == "rollout/1" for e in events(run_dir, "weights-adopted")), "weights for it"
+        )
         goes_on(run_dir)
         assert client.ask("drain", 120, target="rollout/0", wait_s=100)["is_done"]
         first_process.terminate()
@@ -56,4 +59,4 @@ def test_a_server_comes_and_the_first_one_goes(tmp_path: Path):
 
 def goes_on(run_dir: Path, num_steps: int = 3) -> None:
     before = len(audit(run_dir).trained)
-    until(lambda: len(audit(run_dir).trained) >= before + 4 * num_steps, f"{num_steps} more steps")
+    wait_until(lambda: len(audit(run_dir).trained) >= before + 4 * num_steps, f"{num_steps} more steps")

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from fleet import Fleet, fleet_in
-from run_job import events, until  # pyright: ignore[reportMissingImports]
+from tests.harness.run_job import events
+from tests.harness.waiting import wait_until
+from tests.survival.fleet import Fleet, fleet_in
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.soak]
 
@@ -73,7 +74,7 @@ def test_a_machine_comes_leaves_in_order_comes_again_and_is_killed(tmp_path: Pat
         assert not left, f"{len(gone)} ended, {left} outlived their launcher"
         fleet.until_engines(1)
         held = "SELECT 1 FROM groups WHERE state = 'DISPATCHED' AND rollout != 'rollout/0'"
-        until(lambda: not fleet.rows(held), "what it had in hand to be given to others")
+        wait_until(lambda: not fleet.rows(held), "what it had in hand to be given to others")
         fleet.goes_on(2)
         fleet.end()
         check_ledger(fleet)

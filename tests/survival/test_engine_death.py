@@ -16,7 +16,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from run_job import Job, audit, events, make_job, until, worker_pids  # pyright: ignore[reportMissingImports]
+from tests.harness.run_job import Job, audit, events, make_job, worker_pids
+from tests.harness.waiting import wait_until
 
 from myxa.actors.ledger.states import decode_group, decode_partial
 from myxa.core.samples import Sample
@@ -76,11 +77,11 @@ def test_the_groups_of_a_dead_engine_go_on_with_the_tokens_they_had(tmp_path: Pa
     job: Job = make_job(tmp_path)
     process = job.start(*LONG)
     try:
-        until(lambda: process.poll() is not None or any((tmp_path / "runs").glob("*/ledger.sqlite")), "a ledger")
+        wait_until(lambda: process.poll() is not None or any((tmp_path / "runs").glob("*/ledger.sqlite")), "a ledger")
         assert process.poll() is None, process.communicate()[0]
         run_dir = job.run_dir()
-        until(lambda: query(run_dir, "SELECT 1 FROM sqlite_master WHERE name = 'payloads'"), "the ledger's tables")
-        until(
+        wait_until(lambda: query(run_dir, "SELECT 1 FROM sqlite_master WHERE name = 'payloads'"), "the ledger's tables")
+        wait_until(
             lambda: any(num_tokens(partial) >= ENOUGH for partial in saved(run_dir, "rollout/0").values()),
             "saved tokens of rollout/0",
         )
@@ -89,7 +90,7 @@ def test_the_groups_of_a_dead_engine_go_on_with_the_tokens_they_had(tmp_path: Pa
         struck_s = time.time()
         before = {group_id: part for group_id, part in saved(run_dir, "rollout/0").items() if num_tokens(part)}
         print(f"{how}: {len(before)} groups had {[num_tokens(part) for part in before.values()]} tokens saved")
-        until(
+        wait_until(
             lambda: all(finished(run_dir, group_id) is not None for group_id in before),
             "all of them are finished",
             timeout_s=120,

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from checkpoint_room import CheckpointRoom
-from gang_run import gang_run
-from lives import BATCH, NUM_PROMPTS, Lives, consumed, make_lives
-from run_job import events  # pyright: ignore[reportMissingImports]
+from tests.harness.run_job import events
+from tests.survival.checkpoint_room import CheckpointRoom
+from tests.survival.gang_run import gang_run
+from tests.survival.lives import BATCH, NUM_PROMPTS, Lives, consumed, make_lives
 
 from myxa.actors.ledger.audit import audit_ledger
 from myxa.launch.run_lineage.origin import RunOrigin

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from full_disk import SCENES
+from tests.survival.full_disk import SCENES
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from gang_run import gang_run
+from tests.survival.gang_run import gang_run
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from myxa.actors.torch_store import find_store, host_store, own_address_towards

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_maker import RunOnDisk, make_checkpoint
+from tests.survival.checkpoint_maker import RunOnDisk, make_checkpoint
 
 from myxa.actors.checkpoints.folder import look_at
 from myxa.actors.trainer.start_point import FixedStart, StartPoint, marks_of, restore

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lives import Lives, make_lives
-from run_job import until  # pyright: ignore[reportMissingImports]
-from under_chaos import struck
+from tests.harness.waiting import wait_until
+from tests.survival.lives import Lives, make_lives
+from tests.survival.under_chaos import struck
 
 from myxa.actors.ledger.audit import LedgerAudit, audit_ledger
 from myxa.launch.demo.run import write_rows
@@ -77,7 +77,7 @@ def until_struck(lives: Lives, count: int) -> None:
         assert lives.launcher.poll() is None, lives.launcher.communicate()[0][-3000:]
         return len(struck(lives.run_dir)) >= count
 
-    until(is_so, AT[count - 1])
+    wait_until(is_so, AT[count - 1])
 
 
 @pytest.mark.soak
@@ -100,7 +100,7 @@ def test_everything_dies_a_hundred_times(tmp_path: Path):
             before, began = steps_trained(lives), time.monotonic()
             lives.resume()
             if number % 3:
-                until(lambda before=before: has_gone_on(lives, before), "a step of the new life", timeout_s=120)
+                wait_until(lambda before=before: has_gone_on(lives, before), "a step of the new life", timeout_s=120)
                 costs.append(time.monotonic() - began)
         assert lives.wait(timeout_s=3000) == 0
         check_each_once(lives, NUM_PROMPTS)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_maker import RunOnDisk
+from tests.survival.checkpoint_maker import RunOnDisk
 
 from myxa.actors.ledger import resume as copy_module
 from myxa.actors.ledger.file import is_in_use, lock_ledger

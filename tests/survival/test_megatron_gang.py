@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from gang_run import NUM_STEPS, GangRun, gang_run
+from tests.survival.gang_run import NUM_STEPS, GangRun, gang_run
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -19,9 +19,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from fleet import fleet_in
-from live import live_run  # pyright: ignore[reportMissingImports]
-from run_job import audit, events, make_job, metrics, until, worker_pids  # pyright: ignore[reportMissingImports]
+from tests.control.live import live_run
+from tests.harness.run_job import audit, events, make_job, metrics, worker_pids
+from tests.harness.waiting import wait_until
+from tests.survival.fleet import fleet_in
 
 from myxa.actors.ledger.audit import audit_ledger
 
@@ -40,7 +41,7 @@ def trained(run_dir: Path) -> int:
 
 def goes_on(run_dir: Path, num_steps: int = 2) -> None:
     before = trained(run_dir)
-    until(lambda: trained(run_dir) >= before + 4 * num_steps, f"{num_steps} more steps")
+    wait_until(lambda: trained(run_dir) >= before + 4 * num_steps, f"{num_steps} more steps")
 
 
 def test_training_never_waits_for_the_monitor_and_the_gap_is_marked(tmp_path: Path):
@@ -53,7 +54,7 @@ def test_training_never_waits_for_the_monitor_and_the_gap_is_marked(tmp_path: Pa
         assert not [point for point in metrics(run_dir) if point["wall_s"] > stopped + 1.0], "it stood still"
         os.kill(monitor, signal.SIGKILL)
         goes_on(run_dir)
-        until(lambda: bool(events(run_dir, "telemetry-gap")), "the next monitor to mark the gap")
+        wait_until(lambda: bool(events(run_dir, "telemetry-gap")), "the next monitor to mark the gap")
         (gap,) = events(run_dir, "telemetry-gap")
         assert gap["data"]["since_s"] <= stopped + 1.0
         assert gap["data"]["until_s"] > stopped
@@ -63,8 +64,8 @@ def test_training_never_waits_for_the_monitor_and_the_gap_is_marked(tmp_path: Pa
             points = [point for point in metrics(run_dir) if "train/loss" in point["values"]]
             return bool(points) and points[-1]["step"] >= before + 2 and points[-1]["wall_s"] > gap["wall_s"]
 
-        until(is_written, "the curves to go on")
-        until(lambda: any(e["kind"] == "telemetry-gap" for e in events(run_dir, "telemetry-gap")), "the event")
+        wait_until(is_written, "the curves to go on")
+        wait_until(lambda: any(e["kind"] == "telemetry-gap" for e in events(run_dir, "telemetry-gap")), "the event")
     entries = json.loads((run_dir / "trace.json").read_text())
     entries = entries["traceEvents"] if isinstance(entries, dict) else entries
     (mark,) = [entry for entry in entries if entry.get("name") == "no monitor"]
@@ -76,8 +77,8 @@ def test_the_memory_manager_comes_back_and_tenants_are_asked_again(tmp_path: Pat
     job = make_job(tmp_path)
     process = job.start(*TURNS, "run.num_steps=16")
     try:
-        until(lambda: (job.folder / "runs").is_dir() and bool(worker_pids(process.pid, "memory/0")), "the manager")
-        until(
+        wait_until(lambda: (job.folder / "runs").is_dir() and bool(worker_pids(process.pid, "memory/0")), "the manager")
+        wait_until(
             lambda: (job.run_dir() / "ledger.sqlite").exists() and trained_or_none(job.run_dir()) >= 12, "three steps"
         )
         run_dir = job.run_dir()
@@ -110,13 +111,15 @@ def test_groups_of_a_program_that_is_killed_go_to_others(tmp_path: Path):
         try:
             assert host.stdout is not None
             assert host.stdout.readline() == "rollout/1 serves\n"
-            until(lambda: dispatched(run_dir) > 0, "work in its hands")
+            wait_until(lambda: dispatched(run_dir) > 0, "work in its hands")
         finally:
             host.kill()
             host.communicate()
-        until(lambda: dispatched(run_dir) == 0, "its groups to go back")
+        wait_until(lambda: dispatched(run_dir) == 0, "its groups to go back")
         goes_on(run_dir)
-        until(lambda: "rollout/1" in {e["text"].split()[0] for e in events(run_dir, "engine-gone")}, "it to be told")
+        wait_until(
+            lambda: "rollout/1" in {e["text"].split()[0] for e in events(run_dir, "engine-gone")}, "it to be told"
+        )
     report = audit_ledger(run_dir / "ledger.sqlite")
     assert report.problems == ()
     assert set(report.trained.values()) == {1}

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import run as run_command  # pyright: ignore[reportMissingImports]
-from gang_run import GangRun, gang_run
-from run_job import until, worker_pids  # pyright: ignore[reportMissingImports]
+from tests.harness.commands import run as run_command
+from tests.harness.run_job import worker_pids
+from tests.harness.waiting import wait_until
+from tests.survival.gang_run import GangRun, gang_run
 
 pytestmark = pytest.mark.timeout(300)
 REPLACED = ("rollout.max_groups=1",)
@@ -57,8 +58,8 @@ def test_who_is_away_for_long_is_replaced(tmp_path: Path, target: str):
         (lost,) = worker_pids(run.launcher.pid, target)
         assert chaos(run, "partition", target, "--for", "20s")["actors"] == [target]
         at = time.time()
-        until(lambda: not os.path.exists(f"/proc/{lost}"), f"the end of {target}'s first process")
+        wait_until(lambda: not os.path.exists(f"/proc/{lost}"), f"the end of {target}'s first process")
         print(f"{target} was given up after {time.time() - at:.1f} s")
-        until(lambda: worker_pids(run.launcher.pid, target) not in ([], [lost]), f"the next {target}")
+        wait_until(lambda: worker_pids(run.launcher.pid, target) not in ([], [lost]), f"the next {target}")
         run.end()
         run.prove()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from lives import NUM_PROMPTS, Lives, consumed, make_lives
+from tests.survival.lives import NUM_PROMPTS, Lives, consumed, make_lives
 
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.core.files import take_lock

@@ -12,8 +12,8 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from commands import Command  # pyright: ignore[reportMissingImports]
-from run_job import until  # pyright: ignore[reportMissingImports]
+from tests.harness.commands import Command
+from tests.harness.waiting import wait_until
 
 from myxa.launch.control.client import ControlClient
 
@@ -42,7 +42,7 @@ def start(repeat: Any, *words: str) -> Command:
 def strike(job: Any, kills: tuple[tuple[str, int], ...]) -> None:
     """Kill actors by name, each once that step has its batch."""
     for name, step in kills:
-        until(
+        wait_until(
             lambda step=step: job.records.exists() and f"\n[{step}," in job.records.read_text(), "a step", timeout_s=240
         )
         ControlClient.of(job.run_dir()).ask("chaos", act="kill", target=name, reason="test")

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lives import BATCH, NUM_PROMPTS, Consumed, Lives, consumed, make_lives
-from run_job import events, metrics  # pyright: ignore[reportMissingImports]
+from tests.harness.run_job import events, metrics
+from tests.survival.lives import BATCH, NUM_PROMPTS, Consumed, Lives, consumed, make_lives
 
 from myxa.actors.coordinator.audit import verify_audit
 from myxa.launch.run_lineage.origin import RunOrigin

@@ -8,9 +8,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from live import Live, live_run  # pyright: ignore[reportMissingImports]
-from lives import consumed
-from run_job import events, metrics, until  # pyright: ignore[reportMissingImports]
+from tests.control.live import Live, live_run
+from tests.harness.run_job import events, metrics
+from tests.harness.waiting import wait_until
+from tests.survival.lives import consumed
 
 from myxa.actors.checkpoints.folder import look_at
 from myxa.actors.checkpoints.run_part import ledger_in, read_run_part
@@ -97,7 +98,7 @@ def fork_goes_on_beside_its_parent(live: Live, run_dir: Path, version: int) -> N
     assert rates(child)[last] == pytest.approx(2.5e-4), "knobs come along"
     assert live.launcher.poll() is None
     before = newest(run_dir)
-    until(lambda: newest(run_dir) > before, "the parent goes on")
+    wait_until(lambda: newest(run_dir) > before, "the parent goes on")
 
 
 def newest(run_dir: Path) -> int:

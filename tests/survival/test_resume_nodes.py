@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from checkpoint_maker import RunOnDisk, make_checkpoint
+from tests.survival.checkpoint_maker import RunOnDisk, make_checkpoint
 
 from myxa.actors.checkpoints import folder
 from myxa.actors.ledger.file import lock_ledger

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_maker import DATASET, RunOnDisk, make_checkpoint, states
+from tests.survival.checkpoint_maker import DATASET, RunOnDisk, make_checkpoint, states
 
 from myxa.actors.checkpoints import folder
 from myxa.actors.checkpoints.folder import being_read, look_at, newest_whole, take_away_unread

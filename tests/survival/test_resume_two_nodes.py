@@ -13,9 +13,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from commands import Command  # pyright: ignore[reportMissingImports]
-from lives import BATCH, FLAGS, NUM_PROMPTS, consumed
-from run_job import PATIENT, Job, events, make_job, metrics, until, worker_pids  # pyright: ignore[reportMissingImports]
+from tests.harness.commands import Command
+from tests.harness.run_job import PATIENT, Job, events, make_job, metrics, worker_pids
+from tests.harness.waiting import wait_until
+from tests.survival.lives import BATCH, FLAGS, NUM_PROMPTS, consumed
 
 from myxa.actors.ledger.audit import audit_ledger
 from myxa.launch.run_lineage.origin import RunOrigin
@@ -94,7 +95,7 @@ def nodes(tmp_path: Path) -> Iterator[TwoNodes]:
 def test_a_run_on_two_nodes_that_is_killed_as_a_whole_goes_on_on_two(nodes: TwoNodes):
     sets = [part for item in (*SPREAD, f'run.dir="{nodes.job.folder}/runs"') for part in ("--set", item)]
     nodes.begin("launch", str(nodes.job.folder / "run.toml"), *sets)
-    until(lambda: nodes.version() >= 5, "the fifth step")
+    wait_until(lambda: nodes.version() >= 5, "the fifth step")
     run_dir = nodes.run_dir
     for node, launcher in enumerate(nodes.launchers):
         assert worker_pids(launcher.pid, f"trainer/{node}"), f"no rank on node {node}"

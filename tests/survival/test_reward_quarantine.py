@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_job import Job, audit, events, make_job, metrics  # pyright: ignore[reportMissingImports]
+from tests.harness.run_job import Job, audit, events, make_job, metrics
 
 from myxa.actors.buffer import cursor as buffer_cursor
 from myxa.actors.buffer import quarantine as quarantine_module

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from commands import run as run_command  # pyright: ignore[reportMissingImports]
-from gang_run import gang_run
-from run_job import is_alive, until, worker_pids  # pyright: ignore[reportMissingImports]
+from tests.harness.commands import run as run_command
+from tests.harness.run_job import is_alive, worker_pids
+from tests.harness.waiting import wait_until
+from tests.survival.gang_run import gang_run
 
 from myxa.core.errors import LaunchError
 from myxa.launch import runtime_dir
@@ -39,7 +40,7 @@ def remove_and_wait(folder: Path) -> None:
     before = sockets_in(folder)
     shutil.rmtree(folder)
     shutil.rmtree(ram_folder(folder), ignore_errors=True)
-    until(lambda: before <= sockets_in(folder), "all sockets")
+    wait_until(lambda: before <= sockets_in(folder), "all sockets")
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
@@ -65,13 +66,13 @@ def test_e01_a_run_whose_folder_goes_twice_is_found_and_trains_each_prompt_once(
         folder = Path(note["control"]).parent
         cat = janitors_cat(run.launcher.pid)
         cat.kill()
-        until(lambda: not cat.is_running() or cat.status() == psutil.STATUS_ZOMBIE, "the end of cat")
+        wait_until(lambda: not cat.is_running() or cat.status() == psutil.STATUS_ZOMBIE, "the end of cat")
         for victim in ("rollout/1", "buffer"):
             remove_and_wait(folder)
             attempt = state(tmp_path, victim)[1]
             (pid,) = worker_pids(run.launcher.pid, victim)
             os.kill(pid, signal.SIGKILL)
-            until(partial(is_up_again, tmp_path, victim, attempt), f"another {victim}")
+            wait_until(partial(is_up_again, tmp_path, victim, attempt), f"another {victim}")
         run.end()
         run.prove()
     assert not folder.exists(), "it goes with the launcher"
@@ -81,12 +82,12 @@ def test_e01_the_shell_outlives_its_cat_and_removes_the_folder_at_the_end() -> N
     runtime = RuntimeDir()
     try:
         shell = psutil.Process(runtime._janitor.pid)
-        until(lambda: any(child.name() == "cat" for child in shell.children()), "its cat")
+        wait_until(lambda: any(child.name() == "cat" for child in shell.children()), "its cat")
         for _ in range(2):
             cat = next(child for child in shell.children() if child.name() == "cat")
             cat.kill()
             cat.wait(5)
-            until(lambda: any(child.name() == "cat" for child in shell.children()), "the next cat")
+            wait_until(lambda: any(child.name() == "cat" for child in shell.children()), "the next cat")
         assert runtime.path.is_dir()
     finally:
         runtime.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_room import Ranks, refused
+from tests.survival.checkpoint_room import Ranks, refused
 
 from myxa.actors.trainer.start_point import Standby, StandbyOptions
 from myxa.core.activity import ActivityMeter, TelemetryBuffer

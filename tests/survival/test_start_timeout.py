@@ -7,7 +7,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from coordinator_room import until  # pyright: ignore[reportMissingImports]
+from tests.knobs.coordinator_room import until
 
 from myxa.actors.contracts import CoordinatorContract
 from myxa.actors.coordinator.coordinator import Coordinator

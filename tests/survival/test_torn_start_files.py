@@ -10,8 +10,8 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from checkpoint_maker import RunOnDisk
-from lives import Lives, consumed, make_lives
+from tests.survival.checkpoint_maker import RunOnDisk
+from tests.survival.lives import Lives, consumed, make_lives
 
 from myxa.actors.checkpoints.run_part import START_FILE, read_start_copy
 from myxa.core.errors import LaunchError

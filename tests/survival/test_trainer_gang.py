@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from gang_run import NUM_STEPS, gang_run
-from own_segments import SHARED, own_segments  # pyright: ignore[reportMissingImports]
+from tests.harness.own_segments import SHARED, own_segments
+from tests.survival.gang_run import NUM_STEPS, gang_run
 
 pytestmark = pytest.mark.timeout(300)
 

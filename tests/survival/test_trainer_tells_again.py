@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from trainer_room import Conductor, trainer_room  # pyright: ignore[reportMissingImports]
+from tests.integration.trainer_room import Conductor, trainer_room
 
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.core.knobs import LiveKnobs

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_room import BATCH, Conductor, make_group, trainer_room  # pyright: ignore[reportMissingImports]
+from tests.integration.trainer_room import BATCH, Conductor, make_group, trainer_room
 
 from myxa.actors.checkpoints.run_part import RUN_FILE
 from myxa.actors.contracts import TrainerContract
@@ -87,10 +87,11 @@ async def test_where_engines_have_the_device_it_is_finished_once_it_is_overdue(
     monkeypatch.setattr(leader_module, "CLAIM_WAIT_S", 0.05)
     options = {"every": 1, "is_async": True}
     async with trainer_room(model, tmp_path, checkpoints=options, conductor=TakesAtOnce()) as room:
-        turns = room.trainer._leader._share = Turns()
+        leader: Any = room.trainer._leader
+        turns = leader._share = Turns()
         room.data.allow(1)
         await room.conductor.steps(1)
-        checkpoints = room.trainer._leader.checkpoints
+        checkpoints = leader.checkpoints
         async with asyncio.timeout(HANG_S):
             while not checkpoints.is_written:
                 await asyncio.sleep(0.02)

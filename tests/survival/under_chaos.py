@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from commands import Command  # pyright: ignore[reportMissingImports]
-from run_job import PATIENT, Job, events, make_job  # pyright: ignore[reportMissingImports]
+from tests.harness.commands import Command
+from tests.harness.run_job import PATIENT, Job, events, make_job
 
 from myxa.actors.ledger.audit import LedgerAudit, audit_ledger
 from myxa.core.chaos import MARKS

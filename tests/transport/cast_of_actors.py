@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from keepers import Keeper
+from tests.transport.keepers import Keeper
 
 from myxa.core.actor import Actor, MailboxPolicy, PeerEvent
 from myxa.core.errors import CallError, EngineError, MyxaError

@@ -11,7 +11,7 @@ from myxa.transport.node import JobKey, Node, Rendezvous
 
 async def main(rdzv: str, key: str, sockets: str, name: str, what: str = "echo") -> int:
     sys.path.insert(0, str(Path(__file__).parent))
-    import cast_of_actors
+    from tests.transport import cast_of_actors
 
     rank = 1 if key else 0
     job_key = JobKey.load(Path(key)) if key else None

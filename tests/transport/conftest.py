@@ -25,7 +25,7 @@ import pytest
 import pytest_asyncio
 import uvloop
 import zmq
-from own_segments import own_segments  # pyright: ignore[reportMissingImports]
+from tests.harness.own_segments import own_segments
 
 from myxa.core.actor import Actor
 from myxa.transport.node import InprocNetwork, JobKey, Node

@@ -15,14 +15,14 @@ from myxa.core.errors import ConfigError, EngineError, NoSuchActor
 from myxa.transport.node import Node
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cast_of_actors import Echo, EchoContract
+from tests.transport.cast_of_actors import Echo, EchoContract
 
 pytestmark = pytest.mark.timeout(60)
 
 PROGRAM = """
 import asyncio, logging, signal, sys, threading
 sys.path.insert(0, sys.argv[1])
-from cast_of_actors import Echo, EchoContract
+from tests.transport.cast_of_actors import Echo, EchoContract
 from myxa.transport.node import Node
 
 async def main():

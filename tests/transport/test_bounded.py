@@ -20,7 +20,7 @@ from myxa.transport.tensors.shared_array_transfer import TensorPolicy
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conftest import World, no_tasks_left
-from keepers import KeeperContract
+from tests.transport.keepers import KeeperContract
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 

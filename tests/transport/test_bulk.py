@@ -16,8 +16,8 @@ from myxa.transport.tensors.shared_array_transfer import TensorPolicy
 from myxa.transport.wire import Lane
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cast_of_actors import Echo, EchoContract, Item
-from keepers import Keeper, KeeperContract
+from tests.transport.cast_of_actors import Echo, EchoContract, Item
+from tests.transport.keepers import Keeper, KeeperContract
 
 
 async def by_wire(world, actor):

@@ -29,19 +29,14 @@ from myxa.transport.session.links import Arrival
 from myxa.transport.session.pending import PendingCall
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cast_of_actors import Echo, EchoContract, Item, Relay, RelayContract
+from tests.harness.waiting import until
+from tests.transport.cast_of_actors import Echo, EchoContract, Item, Relay, RelayContract
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
 
 
 def cell_of(actor: Any) -> Any:
     return actor.ctx._cell
-
-
-async def until(condition, timeout_s=5.0):
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_values_and_arrays_come_back_as_they_went(world):

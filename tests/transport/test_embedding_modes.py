@@ -19,14 +19,14 @@ from myxa.transport.poll_node import PollNode
 from myxa.transport.sync_node import NodeThread
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cast_of_actors import Echo, EchoContract
+from tests.transport.cast_of_actors import Echo, EchoContract
 
 pytestmark = pytest.mark.timeout(90)
 
 HEAD = """
 import asyncio, sys, threading, time
-from cast_of_actors import Echo, EchoContract
-from host_state import assert_untouched, host_state
+from tests.transport.cast_of_actors import Echo, EchoContract
+from tests.transport.host_state import assert_untouched, host_state
 from myxa.core.errors import MyxaError
 from myxa.transport.node import Node
 from myxa.transport.sync_node import NodeThread

@@ -15,7 +15,7 @@ from myxa.core.refs import with_deadline
 from myxa.transport.node import InprocNetwork, Node
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cast_of_actors import Echo, EchoContract, Item
+from tests.transport.cast_of_actors import Echo, EchoContract, Item
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 

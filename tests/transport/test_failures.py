@@ -22,19 +22,14 @@ from myxa.transport.node import JobKey, Node
 from myxa.transport.wire import Lane
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cast_of_actors import Echo, EchoContract, Item, Watcher
+from tests.harness.waiting import until
+from tests.transport.cast_of_actors import Echo, EchoContract, Item, Watcher
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 
 
 def cell_of(actor: Any) -> Any:
     return actor.ctx._cell
-
-
-async def until(condition, timeout_s=10.0):
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def key_of(node):

@@ -16,7 +16,7 @@ from myxa.transport.session.heartbeat import MAX_UNANSWERED
 from myxa.transport.wire import Lane
 
 sys.path.insert(0, str(Path(__file__).parent))
-from session_net import Net, Sink, link_of
+from tests.transport.session_net import Net, Sink, link_of
 
 
 class Two:

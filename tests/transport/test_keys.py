@@ -22,7 +22,8 @@ from myxa.transport.session.handshake import PROTOCOL, Hello, write_hello
 from myxa.transport.wire import Endpoints, Lane
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cast_of_actors import Echo, EchoContract
+from tests.harness.waiting import until
+from tests.transport.cast_of_actors import Echo, EchoContract
 
 pytestmark = [pytest.mark.timeout(60)]
 ABOVE = 1 << 40
@@ -87,12 +88,6 @@ class Raw:
 async def counted(node: Node, name: str, number: int = 1) -> None:
     async with asyncio.timeout(10):
         while node.counters().get(name, 0) < number:
-            await asyncio.sleep(0.01)
-
-
-async def until(is_so) -> None:
-    async with asyncio.timeout(10):
-        while not is_so():
             await asyncio.sleep(0.01)
 
 

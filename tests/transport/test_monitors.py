@@ -15,7 +15,7 @@ from myxa.core.actor import PeerEvent
 from myxa.core.errors import PeerDied
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cast_of_actors import Echo, EchoContract
+from tests.transport.cast_of_actors import Echo, EchoContract
 
 pytestmark = pytest.mark.timeout(60)
 

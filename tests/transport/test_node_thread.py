@@ -31,7 +31,7 @@ from myxa.transport.node import Node
 from myxa.transport.sync_node import NodeThread
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cast_of_actors import Echo, EchoContract, Item
+from tests.transport.cast_of_actors import Echo, EchoContract, Item
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -31,7 +31,7 @@ from myxa.transport.session.pending import CallOrder, Route
 from myxa.transport.wire import Lane
 
 sys.path.insert(0, str(Path(__file__).parent))
-from session_net import End, Net
+from tests.transport.session_net import End, Net
 
 KINDS = ("call", "cast", "idempotent", "put", "stream")
 MOMENTS = ("queued", "on the way", "arrived", "running", "answered")

@@ -14,7 +14,8 @@ from myxa.core.errors import DeadlineExceeded, EngineError, NotSent
 from myxa.core.refs import with_deadline
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cast_of_actors import Echo, EchoContract, Item
+from tests.harness.waiting import until
+from tests.transport.cast_of_actors import Echo, EchoContract, Item
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
 
@@ -25,12 +26,6 @@ def item(name, n=3):
 
 def cell_of(actor: Any) -> Any:
     return actor.ctx._cell
-
-
-async def until(condition, timeout_s=8.0):
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_the_same_put_twice_is_executed_once(world):

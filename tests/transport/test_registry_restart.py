@@ -22,20 +22,12 @@ from myxa.transport.node import JobKey, Node
 from myxa.transport.registry.journal import Known, RegistryJournal
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cast_of_actors import Echo, EchoContract, Watcher
+from tests.harness.waiting import until
+from tests.transport.cast_of_actors import Echo, EchoContract, Watcher
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(90)]
 
 HERE = Path(__file__).parent
-
-
-async def until(condition, what: str, timeout_s=30.0):
-    try:
-        async with asyncio.timeout(timeout_s):
-            while not condition():
-                await asyncio.sleep(0.02)
-    except TimeoutError:
-        raise AssertionError(f"waited {timeout_s} s until {what}") from None
 
 
 class Job:

@@ -24,8 +24,8 @@ from myxa.transport.session.handshake import PROTOCOL
 from myxa.transport.wire import Endpoints, Lane
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cast_of_actors import Echo, EchoContract, Item
-from raw_unix import RawUnix
+from tests.transport.cast_of_actors import Echo, EchoContract, Item
+from tests.transport.raw_unix import RawUnix
 
 pytestmark = [pytest.mark.timeout(60)]
 

@@ -15,7 +15,7 @@ from myxa.transport.session.frames import Envelope, Kind, decode, encode
 from myxa.transport.wire import Lane
 
 sys.path.insert(0, str(Path(__file__).parent))
-from session_net import Net, Sink, link_of
+from tests.transport.session_net import Net, Sink, link_of
 
 pytestmark = pytest.mark.timeout(120)
 

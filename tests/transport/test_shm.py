@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from own_segments import own_segments  # pyright: ignore[reportMissingImports]
+from tests.harness.own_segments import own_segments
 
 from myxa.core.errors import SlabError
 from myxa.core.messages import TensorSpec

@@ -15,15 +15,10 @@ from myxa.core.handlers import stream
 from myxa.core.refs import with_deadline
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cast_of_actors import Echo, EchoContract
+from tests.harness.waiting import until
+from tests.transport.cast_of_actors import Echo, EchoContract
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
-
-
-async def until(condition, timeout_s=5.0):
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_items_come_in_order_also_when_they_take_different_lanes(world):

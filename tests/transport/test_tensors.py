@@ -22,7 +22,7 @@ from myxa.transport.tensors.shared_array_transfer import PullHandle, SlabHandle,
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conftest import World, no_tasks_left
-from keepers import Keeper, KeeperContract
+from tests.transport.keepers import Keeper, KeeperContract
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 

@@ -24,8 +24,19 @@ from myxa.transport.session.session import MAX_VIOLATIONS
 from myxa.transport.unix import MAX_MESSAGE, UnixInbox, framed
 
 sys.path.insert(0, str(Path(__file__).parent))
-from raw_unix import RawUnix
-from unix_parts import GREETING, Events, Listener, Sink, envelopes, inbox_at, number_of, outbox_to, parcel, until
+from tests.harness.waiting import until
+from tests.transport.raw_unix import RawUnix
+from tests.transport.unix_parts import (
+    GREETING,
+    Events,
+    Listener,
+    Sink,
+    envelopes,
+    inbox_at,
+    number_of,
+    outbox_to,
+    parcel,
+)
 
 pytestmark = [pytest.mark.timeout(60)]
 
@@ -239,7 +250,7 @@ async def test_another_user_is_not_let_in(open_folder):
     assert (open_folder / "s").stat().st_mode & 0o777 == 0o600
     (open_folder / "s").chmod(0o666)
     with as_another_user(open_folder / "s", "connect") as stranger:
-        await until(lambda: counters["uid_foreign"] == 1, 20)
+        await until(lambda: counters["uid_foreign"] == 1, timeout_s=20)
         assert await asyncio.to_thread(stranger.communicate, timeout=20) == ("ended\n", None)
     assert not inbox._connections
     inbox.close()

@@ -21,8 +21,8 @@ from myxa.transport.session.credit import WINDOW_UNITS
 from myxa.transport.wire import Lane
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cast_of_actors import Echo, EchoContract
-from keepers import F64, Keeper, KeeperContract
+from tests.transport.cast_of_actors import Echo, EchoContract
+from tests.transport.keepers import F64, Keeper, KeeperContract
 
 pytestmark = [pytest.mark.timeout(90)]
 
@@ -134,7 +134,7 @@ import asyncio, json, os, resource, socket, sys, time
 from collections import Counter
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from unix_parts import GREETING, Sink, inbox_at, until
+from tests.transport.unix_parts import GREETING, Sink, inbox_at, until
 from myxa.transport.session.frames import sole
 from myxa.transport.unix import framed
 

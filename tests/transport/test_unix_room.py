@@ -20,8 +20,19 @@ from myxa.transport.unix import UnixOutbox
 from myxa.transport.wire import Endpoints, Lane
 
 sys.path.insert(0, str(Path(__file__).parent))
-from raw_unix import RawUnix
-from unix_parts import GREETING, Events, Listener, Sink, envelopes, inbox_at, number_of, outbox_to, parcel, until
+from tests.harness.waiting import until
+from tests.transport.raw_unix import RawUnix
+from tests.transport.unix_parts import (
+    GREETING,
+    Events,
+    Listener,
+    Sink,
+    envelopes,
+    inbox_at,
+    number_of,
+    outbox_to,
+    parcel,
+)
 
 pytestmark = [pytest.mark.timeout(60)]
 
@@ -116,7 +127,7 @@ SENDS_INTO_THE_VOID = """
 import asyncio, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from unix_parts import Events, Listener, outbox_to, parcel, until
+from tests.transport.unix_parts import Events, Listener, outbox_to, parcel, until
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 async def main():
     listener, events = Listener(Path(sys.argv[2])), Events()

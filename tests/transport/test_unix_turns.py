@@ -17,8 +17,9 @@ from myxa.transport.session.frames import batch, sole
 from myxa.transport.unix import MAX_MESSAGE, PART_BYTES, UnixInbox, framed
 
 sys.path.insert(0, str(Path(__file__).parent))
-from raw_unix import RawUnix
-from unix_parts import GREETING, Sink, inbox_at, number_of, parcel, until
+from tests.harness.waiting import until
+from tests.transport.raw_unix import RawUnix
+from tests.transport.unix_parts import GREETING, Sink, inbox_at, number_of, parcel
 
 pytestmark = [pytest.mark.timeout(60)]
 

@@ -14,7 +14,8 @@ from myxa.core.errors import NoSuchActor, PeerDied
 from myxa.core.refs import with_deadline
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cast_of_actors import BlockerContract, EchoContract, Watcher
+from tests.harness.waiting import until
+from tests.transport.cast_of_actors import BlockerContract, EchoContract, Watcher
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
 
@@ -25,12 +26,6 @@ BLOCK_S = 14.5
 @pytest.fixture
 def kind():
     return "ipc"
-
-
-async def until(condition, timeout_s=20.0):
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 def told(watcher, name):

@@ -17,7 +17,7 @@ from myxa.transport.session.frames import split
 from myxa.transport.unix import LENGTH_BYTES, UnixOutbox, length_at
 
 sys.path.insert(0, str(Path(__file__).parent))
-from unix_parts import Events, Listener, parcel
+from tests.transport.unix_parts import Events, Listener, parcel
 
 
 def test_all_leave_at_the_release_also_if_one_fails():

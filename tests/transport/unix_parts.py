@@ -135,9 +135,3 @@ def parcel(number: int, size: int = 0) -> Parcel:
 
 def number_of(envelope: bytes) -> int:
     return int(struct.unpack_from("<Q", envelope, 12)[0])
-
-
-async def until(is_so: Callable[[], object], limit_s: float = 10.0) -> None:
-    async with asyncio.timeout(limit_s):
-        while not is_so():
-            await asyncio.sleep(0.005)

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_job import make_job, until  # pyright: ignore[reportMissingImports]
+from tests.harness.run_job import make_job
+from tests.harness.waiting import wait_until
 from textual.widgets import Input
 
 from myxa.launch.control.client import ControlClient
@@ -34,12 +35,12 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     terms = ("algo.entropy_coef=0.001", "async.max_staleness=0")
     process = job.start("run.num_steps=100000", "control.dashboard_port=0", *terms, *job.paced())
     try:
-        until(
+        wait_until(
             lambda: (job.folder / "runs").exists() and bool(list((job.folder / "runs").glob("*/dashboard.url"))),
             "a dashboard",
         )
         folder = job.run_dir()
-        until(lambda: _version(folder) >= 2, "the second step")
+        wait_until(lambda: _version(folder) >= 2, "the second step")
         yield folder
     finally:
         process.send_signal(signal.SIGINT)

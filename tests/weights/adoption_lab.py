@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from fault_cells import Channel
-from fingerprint import greedy
-from weight_lab import CONTEXT, ENVIRONMENT, VOCAB, SenderProcess, Server, sending, serving
+from tests.weights.fault_cells import Channel
+from tests.weights.fingerprint import greedy
+from tests.weights.weight_lab import CONTEXT, ENVIRONMENT, VOCAB, SenderProcess, Server, sending, serving
 
 from myxa.actors.contracts import RolloutContract, TrainerContract
 from myxa.actors.engines.sglang.device_weights import DeviceRouteOptions, device_routes

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from fingerprint import greedy
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.weights.fingerprint import greedy
 
 from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
 from myxa.actors.weights.beacon import Beacon

@@ -12,7 +12,9 @@ import threading
 from pathlib import Path
 
 import msgspec
-from model_tensors import arrays_of, tensors_of
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.weights.model_tensors import arrays_of, tensors_of
 
 from myxa.actors.weights.channels.disk import clear_folders
 from myxa.actors.weights.channels.reader import make_writer

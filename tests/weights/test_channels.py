@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import Command  # pyright: ignore[reportMissingImports]
+from tests.harness.commands import Command
 
 from myxa.actors.weights.channels.sender import DeviceWeightSender
 from myxa.core.errors import TrainError

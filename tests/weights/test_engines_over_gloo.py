@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from model_tensors import tensors_of
-from weight_lab import CONTEXT, VOCAB, InProcess, Server, engine_of, greedy, sending, serving, started
+from tests.weights.model_tensors import tensors_of
+from tests.weights.weight_lab import CONTEXT, VOCAB, InProcess, Server, engine_of, greedy, sending, serving, started
 
 from myxa.actors.engines.embedded.engine import EmbeddedEngine
 from myxa.actors.models.tiny import make_tiny_model

@@ -19,10 +19,10 @@ from pathlib import Path
 import psutil
 import pytest
 import pytest_asyncio
-from adoption_lab import VICTIM, WITNESS, Answer, FaultLab, LabEngine, PipeEngine, ServerEngine, fault_lab
-from fault_cells import CELLS, Cell, Channel, tables
-from fingerprint import greedy
-from weight_lab import CONTEXT, VOCAB
+from tests.weights.adoption_lab import VICTIM, WITNESS, Answer, FaultLab, LabEngine, PipeEngine, ServerEngine, fault_lab
+from tests.weights.fault_cells import CELLS, Cell, Channel, tables
+from tests.weights.fingerprint import greedy
+from tests.weights.weight_lab import CONTEXT, VOCAB
 
 from myxa.actors.engines.embedded.engine import EmbeddedEngine
 from myxa.actors.models.tiny import make_tiny_model

@@ -6,15 +6,15 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from run_job import (  # pyright: ignore[reportMissingImports]  # of tests/integration
+from tests.harness.run_job import (  # of tests/integration
     Job,
     audit,
     events,
     make_job,
     metrics,
-    until,
 )
-from weight_lab import serving
+from tests.harness.waiting import wait_until
+from tests.weights.weight_lab import serving
 
 from myxa.actors.contracts import CoordinatorContract
 from myxa.core.knobs import ChangeReply, ChangeRequest, KnobValue, Operator
@@ -46,7 +46,7 @@ async def test_a_sharded_trainer_sends_what_the_server_then_computes_with(
             "guard.every=0",
         )
         try:
-            until(lambda: len(_adopted(job, "rollout/0")) >= 2, "the second version in the server")
+            wait_until(lambda: len(_adopted(job, "rollout/0")) >= 2, "the second version in the server")
             run_dir = job.run_dir()
             node = await Node.attach(name="operator-1", rdzv=Rendezvous.load(run_dir / "rdzv.json"))
             coordinator, me = node.ref(CoordinatorContract, "coordinator"), Operator(user="test")
@@ -54,7 +54,7 @@ async def test_a_sharded_trainer_sends_what_the_server_then_computes_with(
             async def turn(**values: KnobValue) -> ChangeReply:
                 reply = await coordinator.change_knobs(ChangeRequest(values=values, who=me))
                 if reply.epoch:
-                    until(lambda: reply.at in _adopted(job, "rollout/0"), f"version {reply.at} in the server")
+                    wait_until(lambda: reply.at in _adopted(job, "rollout/0"), f"version {reply.at} in the server")
                 return reply
 
             assert 'they take "nccl", "cuda_ipc" or "disk"' in (await turn(weight_channel="shm")).refused
@@ -110,14 +110,16 @@ def test_a_killed_server_comes_back_and_is_given_the_weights_before_it_works(tmp
             )
         )
         try:
-            until(lambda: len(_adopted(job, "rollout/1")) >= 3, "the third version in the second server")
+            wait_until(lambda: len(_adopted(job, "rollout/1")) >= 3, "the third version in the second server")
             for life in range(3):
                 second.kill()
                 second = stack.enter_context(serving(folder, port))
                 joined = 3 + life
-                until(lambda n=joined: len(events(job.run_dir(), "engine-joined")) >= n, "the return of the server")
+                wait_until(
+                    lambda n=joined: len(events(job.run_dir(), "engine-joined")) >= n, "the return of the server"
+                )
                 seen = len(_adopted(job, "rollout/1"))
-                until(lambda n=seen: len(_adopted(job, "rollout/1")) >= n + 3, "new versions in it")
+                wait_until(lambda n=seen: len(_adopted(job, "rollout/1")) >= n + 3, "new versions in it")
             said, _ = process.communicate(timeout=200)
         finally:
             process.kill()

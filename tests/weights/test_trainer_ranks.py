@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from model_tensors import arrays_of, tensors_of
+from tests.weights.model_tensors import arrays_of, tensors_of
+from tests.weights.weight_lab import CONTEXT, VOCAB, engine_of, greedy, serving, started
 from torch import Tensor
-from weight_lab import CONTEXT, VOCAB, engine_of, greedy, serving, started
 
 from myxa.actors.contracts import RolloutContract
 from myxa.actors.engines.embedded.engine import EmbeddedEngine

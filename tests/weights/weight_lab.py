@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import fingerprint
 import msgspec
-from commands import Command  # pyright: ignore[reportMissingImports]
+from tests.harness.commands import Command
+from tests.weights import fingerprint
 
 from myxa.actors.engines.sglang.device_weights import DeviceRouteOptions, device_routes
 from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from chat_models import (
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.workflows.chat_models import (
     CHAT_MODELS,
     GLM4,
     LLAMA3,
@@ -20,8 +22,6 @@ from chat_models import (
     talk,
     tokenizer_of,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 
 from myxa.actors.models.chat_template import ChatTemplate, PlainText
 from myxa.actors.models.tokenizer import FolderTokenizer

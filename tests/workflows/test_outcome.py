@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chat_models import QWEN3, Drawn
+from tests.workflows.chat_models import QWEN3, Drawn
 
 from myxa.actors.ledger.states import decode_group, encode
 from myxa.actors.rewards.rewarder import Rewarder

@@ -6,15 +6,14 @@ import json
 import os
 import sqlite3
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
-from commands import Command, processes_below
-from commands import run as run_command
+from tests.harness.commands import Command, processes_below
+from tests.harness.commands import run as run_command
 
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.launch.demo.run import write_rows
@@ -143,14 +142,6 @@ def worker_pids(launcher_pid: int, name: str) -> list[int]:
         if Path(spec).name.startswith(name.replace("/", ".") + "."):
             found[child.pid] = parent
     return [pid for pid, parent in found.items() if parent not in found]
-
-
-def until(condition: Callable[[], bool], what: str, timeout_s: float = 90) -> None:
-    """Poll a condition; fail naming it."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s:g} s"
-        time.sleep(0.1)
 
 
 def is_alive(pids: Sequence[int]) -> bool:
