@@ -156,7 +156,7 @@ class TenantContract(Actor):
 
     @call(deadline=10, reentrant=True)
     async def memory_report(self) -> TenantReport | None:
-        """How it stands now; None: it holds no memory that can be leased."""
+        """Its present state; None: it holds no memory that can be leased."""
         raise NotImplementedError
 
 
@@ -386,7 +386,7 @@ class CoordinatorContract(KnobsContract, ConductContract):
 
     @call(deadline=10, reentrant=True)
     async def status(self) -> RunStatus:
-        """Where the run stands."""
+        """Phase, version and engines of the run."""
         raise NotImplementedError
 
     @call(deadline=30, reentrant=True)
@@ -545,7 +545,7 @@ class TrainerContract(TenantContract, KnobsContract):
 
     @call(deadline=30, reentrant=True)
     async def release_weights(self, version: int) -> None:
-        """No engine reads that version any more. The leader tells the other ranks that sent it."""
+        """No engine reads that version any more. The leader passes this on to the other ranks that sent it."""
         raise NotImplementedError
 
     @call(deadline=30, reentrant=True)

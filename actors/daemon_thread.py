@@ -1,4 +1,4 @@
-"""Blocking work in a daemon thread of its own: for work that may hang in foreign code, and must not hang its process.
+"""Blocking work in its own daemon thread: for work that may hang in foreign code, and must not hang its process.
 
 An executor's threads are joined when the interpreter ends, and one of them that hangs keeps others waiting for a turn.
 """

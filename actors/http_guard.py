@@ -68,8 +68,8 @@ class HttpAccess:
     def refusal(self, head: Head, path: str) -> Refusal | None:
         """Why this request is not served; None: it is."""
         if self._key:
-            kind, _, told = head.authorization.partition(" ")
-            if path.startswith(self._open_paths) or (kind.lower() == "bearer" and same(told.strip(), self._key)):
+            kind, _, key = head.authorization.partition(" ")
+            if path.startswith(self._open_paths) or (kind.lower() == "bearer" and same(key.strip(), self._key)):
                 return None
             return Refusal(401, "Unauthorized: send the key as Authorization: Bearer <key>")
         if refused := elsewhere(head, self._hosts):

@@ -41,24 +41,24 @@ class StreamChecks:
         called for each lie, before the stream ends with it."""
         self._place = place
         self.vocab_size = 1 << 31
-        """Of the model; to be set once the engine tells it."""
+        """Of the model; to be set once the engine reports it."""
         self._may_be_older = may_be_older
         self._on_lie = on_lie
-        self._told: list[int] = []
+        self._orders: list[int] = []
         self._num_served = 0
-        """Of `_told`: the last one may still be loading."""
+        """Of `_orders`: the last one may still be loading."""
 
     def loading(self, version: int) -> None:
         """The engine is ordered to serve `version`: its stamps may say so from now on."""
-        self._told.append(version)
+        self._orders.append(version)
 
     def loaded(self) -> None:
         """It serves the last order: requests that are sent from now on are answered by that version."""
-        self._num_served = len(self._told)
+        self._num_served = len(self._orders)
 
     def kept(self) -> None:
         """It did not load the last order, and keeps what it had."""
-        del self._told[self._num_served :]
+        del self._orders[self._num_served :]
 
     def watch(self, generate: Generate) -> Generate:
         """The same, with every stream looked at."""
@@ -67,7 +67,7 @@ class StreamChecks:
             stream = _Stream(request, 0 if self._may_be_older else max(self._num_served - 1, 0))
             async with closing(generate(request)) as deltas:
                 async for delta in deltas:
-                    if wrong := stream.wrong(delta, self.vocab_size, self._told):
+                    if wrong := stream.wrong(delta, self.vocab_size, self._orders):
                         raise self._lie(request, stream, wrong)
                     yield delta
 
@@ -86,18 +86,18 @@ class _Stream:
     """One request's answer, as far as it has come."""
 
     def __init__(self, request: GenerateRequest, first: int) -> None:
-        """`first`: place, among the versions told, of the one that served when the request was sent."""
+        """`first`: place, among the versions ordered, of the one that served when the request was sent."""
         self._limit = request.sampling.max_new_tokens
         self._at = first
         self.num_tokens = 0
         self._is_over = False
 
-    def wrong(self, delta: Delta, vocab_size: int, told: list[int]) -> str:
+    def wrong(self, delta: Delta, vocab_size: int, orders: list[int]) -> str:
         """What is wrong with the next piece; empty if nothing is."""
         if self._is_over:
             return "it continues after its end"
         self._is_over = delta.finish is not None
-        found = _wrong_shapes(delta) or _wrong_values(delta, vocab_size) or self._wrong_stamps(delta, told)
+        found = _wrong_shapes(delta) or _wrong_values(delta, vocab_size) or self._wrong_stamps(delta, orders)
         if found:
             return found
         if self.num_tokens + delta.output_ids.size > self._limit:
@@ -108,16 +108,16 @@ class _Stream:
         self.num_tokens += delta.output_ids.size
         return ""
 
-    def _wrong_stamps(self, delta: Delta, told: list[int]) -> str:
+    def _wrong_stamps(self, delta: Delta, orders: list[int]) -> str:
         previous = None
         for stamp in delta.versions.tolist():
             if stamp == previous:
                 continue
             previous = stamp
             try:
-                self._at = told.index(stamp, self._at)
+                self._at = orders.index(stamp, self._at)
             except ValueError:
-                since = told[self._at :]
+                since = orders[self._at :]
                 return f"it is stamped with weight version {stamp}; its orders were {since or 'none'}, in that order"
         return ""
 

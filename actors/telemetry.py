@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class ReportPace:
-    """How often an actor tells the monitor of itself; may be changed while it does. For one event loop."""
+    """How often an actor reports to the monitor; may be changed at any time. For one event loop."""
 
     def __init__(self, every_s: float = 1.0) -> None:
         self._every_s = every_s
@@ -68,7 +68,7 @@ async def report_once(buffer: TelemetryBuffer, send: SendTelemetry, *, timeout_s
             async with asyncio.timeout(timeout_s):  # wait_for would lose a cancellation that comes with the answer
                 await send(bundle)
         except asyncio.CancelledError:
-            buffer.put_back(bundle)  # for the last words; told twice, at worst, rather than never
+            buffer.put_back(bundle)  # the last words are sent twice, at worst, rather than never
             raise
         except AWAY as error:
             buffer.put_back(bundle)
@@ -123,7 +123,7 @@ def group_text(
     nothing: dict[str, float] = {}
     parts = group.reward_parts or (nothing,) * len(group.samples)
     # A group that was dropped because it is wrong may lack some of them.
-    told = list(zip(group.samples, group.rewards.tolist(), parts, strict=False))[:MAX_ANSWERS]
+    answers = list(zip(group.samples, group.rewards.tolist(), parts, strict=False))[:MAX_ANSWERS]
     return GroupText(
         step=step,
         oldest_version=min(versions, default=-1),
@@ -146,7 +146,7 @@ def group_text(
                 finish=sample.finish,
                 num_tokens=len(sample.response_ids),
             )
-            for sample, reward, named in told
+            for sample, reward, named in answers
         ),
         num_answers=len(group.samples),
     )

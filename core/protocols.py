@@ -127,14 +127,14 @@ class Engine(Protocol):
 
 
 @runtime_checkable
-class PausesAsTold(Protocol):
+class PausesByMode(Protocol):
     """An engine for which the way that running requests meet a commit may be changed between two commits."""
 
     pause_mode: PauseMode
 
 
 @runtime_checkable
-class TellsProgress(Protocol):
+class ReportsProgress(Protocol):
     """An engine that says how far it is with a weight version that is being prepared or committed."""
 
     def weight_progress(self) -> WeightProgress:

@@ -23,4 +23,4 @@ class Judge(OwnsKnobs):
             self.length_penalty = float(value)
 
         knob = Knob(PENALTY, read=lambda: self.length_penalty, use=use)
-        self.knob_owner = KnobOwner(self.ctx.name, [knob], stands_at=lambda: -1, clock=self.ctx.clock)
+        self.knob_owner = KnobOwner(self.ctx.name, [knob], last_boundary=lambda: -1, clock=self.ctx.clock)

@@ -132,7 +132,7 @@ class ActorRunner:
         """Messages that wait or are being handled."""
         return self._mailbox.num_held
 
-    # -- life
+    # -- start and end
 
     async def start(self) -> None:
         """Run `on_start`; what it raises (or what failed the actor meanwhile) passes through and the actor is gone."""

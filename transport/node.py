@@ -99,7 +99,7 @@ class Node:
         self._is_closed = False
         self._is_fenced = False
 
-    # -- life
+    # -- start and end
 
     @classmethod
     async def attach(  # noqa: PLR0913  # keyword-only, and nearly all have a default

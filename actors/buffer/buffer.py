@@ -122,7 +122,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         self._draw_wait_s = 0.0
         self._claim_wait_s = 0.0
 
-    # ---- life
+    # ---- start and end
 
     async def on_start(self) -> None:
         """Open the ledger. Raises LedgerError if it is in use, damaged or of another run or dataset, CallError when the
@@ -196,7 +196,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             filters=tuple(self._filters.by_name),
             limits=self._limits,
             retune=partial(self._retune, store),  # also while it is not in use yet: it catches up first
-            stands_at=lambda: ledger.next_step - 1,
+            last_boundary=lambda: ledger.next_step - 1,
             clock=clock,
             telemetry=self._telemetry,
         )
@@ -297,7 +297,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             with self._at_work("draw"):
                 self._store.hear(request)
                 self._mind_losses()
-                self._versions.told(request.rollout, request.epoch, ServedWeights(request.lineage, request.version))
+                self._versions.reported(request.rollout, request.epoch, ServedWeights(request.lineage, request.version))
             return await self._answer(request, until_s)
         except DiskRefused:
             if request.blocked_by == "disk":
@@ -331,9 +331,9 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         store = self._store
         started_s, wall_s = self.ctx.clock.monotonic(), self.ctx.clock.wall()
         with self._at_work("draw"):
-            told = ServedWeights(request.lineage, request.version)
+            announced = ServedWeights(request.lineage, request.version)
             newest = store.admission.newest_version
-            served = self._versions.serving(request.rollout, request.epoch, told, newest)
+            served = self._versions.serving(request.rollout, request.epoch, announced, newest)
             version, is_undone = served.version, served.is_undone
             assignments = [] if store.is_finished else store.draw(request, version, started_s, is_undone=is_undone)
             if assignments:
@@ -361,7 +361,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         return result
 
     async def adopted(self, rollout: str, epoch: int, version: int, lineage: int) -> None:
-        if self._books is not None and self._versions.told(rollout, epoch, ServedWeights(lineage, version)):
+        if self._books is not None and self._versions.reported(rollout, epoch, ServedWeights(lineage, version)):
             self._store.shares.follows(rollout)
             self._polls.ring()
 
@@ -455,8 +455,8 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             shown = self._store.first_of_batch(step, self._samples.num_wanted(step))
             if self._store.trained(step):
                 self._samples.trained(shown, step)
-                if told := self._store.finished.take_step():
-                    self._telemetry.metric(step + 1, told)
+                if metrics := self._store.finished.take_step():
+                    self._telemetry.metric(step + 1, metrics)
             self._recent.scored(scores)
         self._polls.ring()
 
@@ -468,7 +468,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
     async def snapshot(self, path: str, version: int) -> FileEntry:
         newest = self._store.ledger.newest_version
         if newest < version:
-            raise LedgerError(f"the ledger is asked for as of version {version}, but stands at {newest}")
+            raise LedgerError(f"the ledger is asked for as of version {version}, but is at {newest}")
         with naming_disk(Path(path)):
             return await in_daemon_thread(lambda: copy_ledger(self._ledger_path, Path(path)), "copy ledger")
 

@@ -17,7 +17,7 @@ from .cursor import PromptCursor
 from .quarantine import PoisonTracker
 from .settings import LiveSettings
 
-OWED_S = 15.0
+RESERVED_S = 15.0
 """How long new groups are kept for an actor that waits while its engine is behind the newest weights."""
 
 
@@ -71,7 +71,7 @@ class DispatchQueue:
         return [waiting[group_id] for group_id in allowed], max_groups
 
     def num_new(self, request: DrawRequest, now_s: float) -> int:
-        """Groups that this actor may begin, as far as others are owed some; how many in all is for admission to say."""
+        """Groups that this actor may begin beside the reserved shares of others. Admission bounds the sum of all."""
         num_free = max(0, self._admission.slots_total - self._admission.slots_used)
         return self._shares.limit(request.rollout, request.room or request.max_groups, num_free, self._held, now_s)
 
@@ -119,8 +119,8 @@ class FairShare:
     groups as bring all actors to the same number of groups that they run. A quicker actor still does more, for its
     groups are finished sooner.
 
-    The share of an engine that does not follow the weights is free again after `OWED_S`, until it follows or is given
-    something."""
+    The share of an engine that does not follow the weights is free again after `RESERVED_S`, until it follows or gets
+    a group."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, _Waiting] = {}
@@ -128,7 +128,7 @@ class FairShare:
     def waits(self, rollout: str, room: int) -> None:
         """Its draw is held until there is something for it. Its reserved share counts from an earlier draw on."""
         known = self._waiting.get(rollout)
-        self._waiting[rollout] = _Waiting(room, known.owed_since_s if known else None)
+        self._waiting[rollout] = _Waiting(room, known.reserved_since_s if known else None)
 
     def leaves(self, rollout: str) -> None:
         """Its draw is held no longer; it may ask again."""
@@ -138,33 +138,33 @@ class FairShare:
     def follows(self, rollout: str) -> None:
         """Its engine serves another version: it may take its reserved share."""
         if rollout in self._waiting:
-            self._waiting[rollout].owed_since_s = None
+            self._waiting[rollout].reserved_since_s = None
 
     def served(self, rollout: str) -> None:
         """It was given something, or is gone."""
         self._waiting.pop(rollout, None)
 
     def limit(self, rollout: str, room: int, num_free: int, held: Callable[[], Mapping[str, int]], now_s: float) -> int:
-        """New groups that `rollout`, which has `room` for so many, may take of `num_free`; `held` tells the groups in
-        hand, by actor."""
+        """New groups that `rollout`, which has `room` for so many, may take of `num_free`. `held`: the groups that each
+        actor runs."""
         others = self._others(rollout, now_s)
         if not others or num_free < 1:
             return num_free
-        in_hand = held()
-        wanted = [(in_hand.get(name, 0), each.room) for name, each in others.items()]
-        level = _level([*wanted, (in_hand.get(rollout, 0), room)], num_free)
+        running = held()
+        wanted = [(running.get(name, 0), each.room) for name, each in others.items()]
+        level = _level([*wanted, (running.get(rollout, 0), room)], num_free)
         num_kept = 0
         for name, each in others.items():
-            owed = _fill(in_hand.get(name, 0), each.room, level)
-            if owed and each.owed_since_s is None:
-                each.owed_since_s = now_s
-            num_kept += owed
+            num_reserved = _fill(running.get(name, 0), each.room, level)
+            if num_reserved and each.reserved_since_s is None:
+                each.reserved_since_s = now_s
+            num_kept += num_reserved
         return num_free - num_kept
 
     def next_change_s(self, rollout: str, now_s: float) -> float | None:
         """When something that is kept for others becomes free for `rollout`; None: nothing is kept."""
-        since = [each.owed_since_s for each in self._others(rollout, now_s).values()]
-        return min((at_s + OWED_S for at_s in since if at_s is not None), default=None)
+        since = [each.reserved_since_s for each in self._others(rollout, now_s).values()]
+        return min((at_s + RESERVED_S for at_s in since if at_s is not None), default=None)
 
     def _others(self, rollout: str, now_s: float) -> dict[str, _Waiting]:
         """For whom something is kept, if they have less than `rollout`."""
@@ -181,25 +181,25 @@ class _Waiting:
 
     room: int
     """Groups that it could take; 0: it takes none now, and is only remembered."""
-    owed_since_s: float | None = None
+    reserved_since_s: float | None = None
     """When something was first kept for it that it did not take."""
 
     def is_over(self, now_s: float) -> bool:
         """Whether it had its time."""
-        return self.owed_since_s is not None and now_s >= self.owed_since_s + OWED_S
+        return self.reserved_since_s is not None and now_s >= self.reserved_since_s + RESERVED_S
 
 
-def _fill(in_hand: int, room: int, level: int) -> int:
+def _fill(running: int, room: int, level: int) -> int:
     """Groups that bring an actor to the level, as far as it has room."""
-    return min(room, max(0, level - in_hand))
+    return min(room, max(0, level - running))
 
 
 def _level(wanted: Sequence[tuple[int, int]], num_free: int) -> int:
     """The highest level to which `num_free` groups bring everybody; what they leave over is whose who comes first."""
-    low, high = 0, max(in_hand for in_hand, _ in wanted) + num_free + 1
+    low, high = 0, max(running for running, _ in wanted) + num_free + 1
     while high - low > 1:
         middle = (low + high) // 2
-        if sum(_fill(in_hand, room, middle) for in_hand, room in wanted) <= num_free:
+        if sum(_fill(running, room, middle) for running, room in wanted) <= num_free:
             low = middle
         else:
             high = middle

@@ -69,7 +69,7 @@ class BufferKnobs(KnobOwner):
         filters: Sequence[str],
         limits: BufferLimits,
         retune: Callable[[dict[str, KnobValue], int], None],
-        stands_at: Callable[[], int],
+        last_boundary: Callable[[], int],
         clock: Clock,
         telemetry: TelemetryBuffer | None = None,
     ) -> None:
@@ -83,7 +83,7 @@ class BufferKnobs(KnobOwner):
         self._sources = settings.first.sources
         self._staged: dict[str, KnobValue] = {}
         knobs = [self._knob(tunable) for tunable in buffer_tunables(filters, limits, self._sources)]
-        super().__init__(name, knobs, stands_at=stands_at, clock=clock, telemetry=telemetry)
+        super().__init__(name, knobs, last_boundary=last_boundary, clock=clock, telemetry=telemetry)
         self.took_up(settings.epochs)
         self._past_epoch = settings.newest_epoch_kept()
 

@@ -69,9 +69,9 @@ class RecentGroups:
             found = next((f for f in self._finished if f.group.group_id == group_id), None)
             found = found or self._from_ledger(group_id)
             if found is not None:
-                told = tuple(_fitting(sample, logprobs.get(sample.index)) for sample in found.group.samples)
+                fitted = tuple(_fitting(sample, logprobs.get(sample.index)) for sample in found.group.samples)
                 others = [f for f in self._scored if f.group.group_id != group_id]
-                newest = msgspec.structs.replace(found, train_logprobs=told)
+                newest = msgspec.structs.replace(found, train_logprobs=fitted)
                 self._scored = [newest, *others][:MAX_SCORED]
 
     def newest(self, num_groups: int) -> tuple[RecentGroup, ...]:
@@ -80,14 +80,14 @@ class RecentGroups:
         scored = self._scored[: num_groups // 2]
         known = {found.group.group_id for found in scored}
         fresh = (found for found in self._finished if found.group.group_id not in known)
-        told: list[RecentGroup] = []
+        newest: list[RecentGroup] = []
         left = ANSWER_TOKENS
         for found in (*islice(fresh, num_groups - len(scored)), *scored):
             left -= _num_tokens(found.group)
-            if left < 0 and told:
+            if left < 0 and newest:
                 break
-            told.append(self._now(found))
-        return tuple(told)
+            newest.append(self._now(found))
+        return tuple(newest)
 
     def _from_ledger(self, group_id: int) -> RecentGroup | None:
         """One that was finished long before it was trained, or before the buffer was started again."""
@@ -120,7 +120,7 @@ class RecentGroups:
 
 
 def _fitting(sample: Sample, logprobs: F32 | None) -> F32:
-    """Empty where the trainer did not tell, or told of another answer."""
+    """Empty where the trainer sent none, or sent those of another answer."""
     if logprobs is None or len(logprobs) != len(sample.response_ids):
         return np.zeros(0, dtype=np.float32)
     return logprobs
@@ -150,7 +150,7 @@ class SampleLog:
             self._tell(group, step, "filtered", rollout, reason)
 
     def num_wanted(self, step: int) -> int:
-        """Groups of the batch of this step that are to be told."""
+        """Groups of the batch of this step that are to be logged."""
         return self._per_step - (self._num_left_out if step == self._step else 0)
 
     def trained(self, groups: Iterable[Group], step: int) -> None:

@@ -102,8 +102,8 @@ def stop_ids(text: str) -> tuple[int, ...]:
 
 
 class Terms(Record, frozen=True):
-    """What a group is dispatched under, for as long as it lives: one sample has one temperature, wherever and however
-    often it is continued."""
+    """What a group is dispatched under, from its first dispatch to its end: a sample that continues on another engine
+    keeps its temperature."""
 
     knobs: int
     """Epoch of the live knobs."""
@@ -179,7 +179,7 @@ class LiveSettings:
         return max(self.epochs.values(), default=0)
 
     def newest_epoch_kept(self) -> int:
-        """Of the groups in the ledger, of earlier runs too. Raises LedgerError when it cannot be told."""
+        """Of the groups in the ledger, of earlier runs too. Raises LedgerError when it cannot be read."""
         try:
             kept = [msgspec.json.decode(text, type=Terms).knobs for text in self._ledger.all_terms()]
         except msgspec.MsgspecError as error:

@@ -536,7 +536,7 @@ def oldest_version(partial: tuple[Sample, ...], version: int) -> int:
 
 
 def _at(group: Group, temperature: float) -> Group:
-    """A group from before samples told their temperature."""
+    """A group of a version whose samples had no temperature."""
     samples = tuple(msgspec.structs.replace(sample, temperature=temperature) for sample in group.samples)
     return msgspec.structs.replace(group, samples=samples)
 

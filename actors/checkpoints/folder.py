@@ -8,7 +8,7 @@
     .partial-2.0-version_00000040/   grows: of life 2 of the run, attempt 0 of its gang
     .writing-2.0                     locked as long as that attempt writes something there
 
-A manifest that is missing or does not fit its files marks a torn checkpoint. Each writer has hidden names of its own: a
+A manifest that is missing or does not fit its files marks a torn checkpoint. Each writer has its own hidden names: a
 process of an earlier life may outlive its launcher for a while and still write, and neither spoils the other's files.
 The next writer removes files without a lock holder.
 
@@ -61,7 +61,7 @@ READERS = 8
 PLACE_S = 60.0
 """How long a writer waits for other writers to put theirs in place: an older one is deleted meanwhile."""
 LOOKS = 10
-"""At a folder in which a run that lives deletes what is being looked at, for one that is newer."""
+"""At a folder in which a run that works replaces what is being looked at by a newer one."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -103,8 +103,8 @@ class CheckpointInfo:
     @property
     def version(self) -> int:
         """Of the weights; from the folder's name where the manifest lacks it. -1: unknown."""
-        told = self.extra.get("version")
-        return told if isinstance(told, int) else version_in(self.path)
+        version = self.extra.get("version")
+        return version if isinstance(version, int) else version_in(self.path)
 
     @property
     def writer(self) -> Writer | None:
@@ -195,12 +195,12 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def forget_writer(folder: Path) -> None:
-    """From now on it does not say who wrote it: another run takes it over, and counts its lives from one. Raises
-    TrainError or OSError."""
+    """Remove the writer from its manifest: another run takes it over, and counts its lives from one. Raises TrainError
+    or OSError."""
     manifest = read_manifest(folder)
     extra = {key: value for key, value in manifest.extra.items() if key not in ("life", "attempt")}
-    told = msgspec.structs.replace(manifest, extra=extra)
-    write_durably(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(told), indent=2))
+    nameless = msgspec.structs.replace(manifest, extra=extra)
+    write_durably(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(nameless), indent=2))
 
 
 def check_digest(folder: Path, entry: FileEntry) -> None:

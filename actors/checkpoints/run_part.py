@@ -124,8 +124,8 @@ class StartCopy(msgspec.Struct, frozen=True, kw_only=True):
 
 def write_start_copy(folder: Path, copy: StartCopy) -> None:
     """Write it into a checkpoint. Another run that shares files with this one keeps its own. Raises OSError."""
-    told = msgspec.structs.replace(copy, sha256=_digest(copy))
-    write_durably(folder / START_FILE, msgspec.json.format(msgspec.json.encode(told), indent=2))
+    whole = msgspec.structs.replace(copy, sha256=_digest(copy))
+    write_durably(folder / START_FILE, msgspec.json.format(msgspec.json.encode(whole), indent=2))
 
 
 def read_start_copy(folder: Path) -> StartCopy | None:

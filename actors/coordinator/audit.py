@@ -124,7 +124,7 @@ def read_audit(path: Path, limit: int = 0) -> tuple[AuditRecord, ...]:
             records.append(msgspec.json.decode(line, type=AuditRecord))
         except msgspec.MsgspecError as error:
             raise LedgerError(
-                f"{path}, line {number}: {error}", remedy="`myxa history --verify` tells what still holds"
+                f"{path}, line {number}: {error}", remedy="`myxa history --verify` shows which records are sound"
             ) from error
     return tuple(records)
 
@@ -234,7 +234,7 @@ class AuditWriter:
     """Where the coordinator records what operators and rules change: the log, written off the loop."""
 
     def __init__(self, path: Path, version: Callable[[], int], clock: Clock) -> None:
-        """`version`: where the run stands."""
+        """`version`: the run's newest."""
         self._log = AuditLog(path)
         self._version = version
         self._clock = clock

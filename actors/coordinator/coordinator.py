@@ -59,7 +59,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         self._trainer_is_up = asyncio.Event()
         self._restored: LiveKnobs | None = None
 
-    # -- life
+    # -- start and end
 
     async def on_start(self) -> None:
         """Raises ConfigError for a journal that was damaged."""
@@ -78,7 +78,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
             coordinator_knobs(
                 self._live, age_s=self._wall.age_s, on_wall_clock=self._wall.move, adoption=self._adoption
             ),
-            stands_at=lambda: self._state.version,
+            last_boundary=lambda: self._state.version,
             clock=self._clock,
             telemetry=self._telemetry,
         )
@@ -155,7 +155,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
     async def on_peer(self, event: PeerEvent) -> None:
         if event.name.startswith(OTHER_OWNERS):
             if event.kind in ("up", "restarted"):
-                self.ctx.spawn(self._owners.told(event.name), name=f"knobs-for-{event.name}")
+                self.ctx.spawn(self._owners.send_values(event.name), name=f"knobs-for-{event.name}")
                 if event.name == "buffer" and self.control.must_tell:
                     self.ctx.spawn(self.control.tell_again(), name="pause-for-buffer")
         elif event.kind in ("down", "restarted"):
@@ -266,7 +266,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
                 return
             await self._changed.wait()
 
-    # -- told by others
+    # -- reports of others
 
     async def rollout_ready(self, status: EngineStatus, epoch: int) -> None:
         await self.fleet.ready(status, epoch)

@@ -103,12 +103,12 @@ class Evaluator:
         if not name:
             return tuple(sets.values())
         if name not in sets:
-            told = suggest(name, sets) if "" not in sets else "leave the name out: this run has one set, eval.data"
-            raise ConfigError(f"there is no evaluation set {name!r}", remedy=told)
+            remedy = suggest(name, sets) if "" not in sets else "leave the name out: this run has one set, eval.data"
+            raise ConfigError(f"there is no evaluation set {name!r}", remedy=remedy)
         return (sets[name],)
 
     async def _ask_all(self, chosen: Sequence[EvalSet]) -> dict[str, EvalResult]:
-        """What each set gave, told at once. Raises the first failure after the others were asked."""
+        """Results of each set, each reported when it is there. Raises the first failure after the others were asked."""
         results: dict[str, EvalResult] = {}
         failures: list[MyxaError] = []
         for one in chosen:

@@ -208,19 +208,19 @@ class ChangeMachine:
     # -- telling
 
     def on_delivered(self, event: Delivered) -> Sequence[Instruction]:
-        return self._told(event.owner)
+        return self._close(event.owner)
 
     def on_gone(self, event: Gone) -> Sequence[Instruction]:
         if event.owner in self.open and self.is_committed:
             self.gone[event.owner] = event.why
-        return self._told(event.owner)
+        return self._close(event.owner)
 
     def on_failed(self, event: OwnerFailed) -> Sequence[Instruction]:
         if event.owner in self.open and self.is_committed:
             self.failed[event.owner] = event.why
-        return self._told(event.owner)
+        return self._close(event.owner)
 
-    def _told(self, owner: str) -> Sequence[Instruction]:
+    def _close(self, owner: str) -> Sequence[Instruction]:
         self.open.discard(owner)
         if not self.open:
             self.stage = "done"

@@ -6,7 +6,7 @@
 receive what is in force before their first work, and wait while a change is undecided.
 
 `DecisionLog` makes decisions durable. The number of a change is in the journal before any owner hears of it, so it is
-never used twice. A decision that is in the journal stands; if the audit log lacks it, the next incarnation adds it. A
+never used twice. A decision that is in the journal is valid; if the audit log lacks it, the next incarnation adds it. A
 change that an earlier incarnation had not decided is void.
 
 `restore` puts the values of a checkpoint in force before a resumed run's first work: one change for each target, the
@@ -210,7 +210,7 @@ class KnobConductor:
         """Owners that have not heard yet how the change before ended."""
         self._news = asyncio.Event()
 
-    # -- life
+    # -- start and end
 
     def kept(self) -> KnobsKept:
         """For the journal."""
@@ -264,7 +264,7 @@ class KnobConductor:
         )
 
     async def roster(self, target: str = "") -> OwnerStates:
-        """All owners that fit the target, and how they stand."""
+        """All owners that fit the target, with their knobs."""
         return await self._messenger.roster(target)
 
     # -- asked by actors
@@ -407,7 +407,7 @@ class KnobConductor:
                 await is_through.wait()
         except TimeoutError:
             names = ", ".join(sorted(machine.open))
-            return (*said, f"not confirmed within {CONFIRM_S:g} s by {names}: told again until it is")
+            return (*said, f"not confirmed within {CONFIRM_S:g} s by {names}: sent again until it is")
         gone = [f"{name} died meanwhile ({why}); who takes its place uses it" for name, why in machine.gone.items()]
         return (*said, *gone, *(f"{name} failed to use it: {why}" for name, why in machine.failed.items()))
 
@@ -471,7 +471,7 @@ class KnobConductor:
         if expiry.is_overtaken:
             self._book.decisions.lapse(expiry.epoch, expiry.names)
             return True
-        with suppress(LedgerError):  # told with the order's own refusal
+        with suppress(LedgerError):  # the order's own refusal is reported
             await self._book.until_disk()
         order = KnobOrder("expire", AUTO, f"change {expiry.epoch} was made for a time", {"epoch": expiry.epoch})
         order = replace(order, options=replace(order.options, force=True, not_before=expiry.not_before))
@@ -519,7 +519,7 @@ def _refusal(why: str) -> ChangeReply:
 APPEAR_S = 5.0
 """Limit for owners to appear; a knob without an owner delays a resumed run by so much."""
 ANSWER_S = 15.0
-"""How long owners that are there may take to say how they stand."""
+"""How long owners that are there may take to send their knobs."""
 SURE = ("buffer", "trainer/0")
 """Owners that are up by then in every run."""
 RETRY_S = 0.2
@@ -568,7 +568,7 @@ async def restore(conductor: KnobConductor, live: LiveKnobs | None, version: int
 
 
 async def _patiently(conductor: KnobConductor, is_enough: Callable[[OwnerStates], bool], wait_s: float) -> OwnerStates:
-    """How all owners stand; with patience for those that the registry, whose news comes late, does not know yet."""
+    """The knobs of all owners. Waits for those that the registry, whose news comes late, does not know yet."""
     roster = await conductor.roster()
     try:
         async with asyncio.timeout(wait_s):

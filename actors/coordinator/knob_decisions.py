@@ -65,7 +65,7 @@ class Decisions:
     def decide(
         self, epoch: int, at: int, version: int, plan: ChangePlan, *, undoes: int = 0, is_restored: bool = False
     ) -> Decided:
-        """Note a change. `version`: where the run stands."""
+        """Note a change. `version`: the run's newest."""
         decided = Decided(epoch=epoch, at=at, plan=plan, undoes=undoes, is_restored=is_restored)
         self.epoch = max(self.epoch, epoch)
         self._past = [*self._past[1 - KEPT :], decided]
@@ -283,7 +283,7 @@ class Expiries:
         """(version, monotonic seconds) of the newest ones."""
 
     def add(self, decided: Decided, *, for_steps: int, for_s: float, version: int, now_s: float) -> None:
-        """That change is to go back. `version`: where the run stands."""
+        """That change is to go back. `version`: the run's newest."""
         names, target = frozenset(decided.plan.common), decided.plan.target
         if for_s > 0:
             self._open.append(Expiry(decided.epoch, names, target, due_s=now_s + for_s))

@@ -1,4 +1,4 @@
-"""Carries a change of knobs to its owners and their answers back, and asks owners how they stand.
+"""Sends a change of knobs to its owners, collects their answers, and asks owners for their knobs.
 
 A vote is asked for once; a decision is sent until the owner confirms it or its incarnation is gone.
 """
@@ -53,7 +53,7 @@ class KnobMessenger:
     # -- who there is
 
     async def roster(self, target: str = "") -> OwnerStates:
-        """Every owner that fits the target, and how it stands; those that do not say within `ASK_S` are silent."""
+        """Every owner that fits the target, with its knobs; those that do not answer within `ASK_S` are silent."""
         names = [name for name in self._owners() if not target or fits(name, target) or fits(name, f"{target}/*")]
         names = names or self._owners()  # no owner fits: all of them, for a suggestion
         answers = await asyncio.gather(*(self._ask(name) for name in names))
@@ -146,7 +146,7 @@ class KnobMessenger:
                 return OwnerFailed(owner, error.message)
             except (CallError, TimeoutError) as error:
                 why = str(error) or f"no answer within {TELL_S:g} s"
-                self._ctx.log.warning("%s has not confirmed a decision about knobs: %s; told again", owner, why)
+                self._ctx.log.warning("%s has not confirmed a decision about knobs: %s; sent again", owner, why)
             await asyncio.sleep(RETRY_S)
 
     async def bring_up_to_date(
@@ -183,6 +183,6 @@ class KnobMessenger:
 async def _recorded(record: Callable[[int], Awaitable[None]], at: int) -> Recorded | NotRecorded:
     try:
         await record(at)
-    except Exception as error:  # noqa: BLE001 -- whatever keeps it from being durable aborts the change, told as such
+    except Exception as error:  # noqa: BLE001 -- any failure to make it durable aborts the change, with this reason
         return NotRecorded(str(error))
     return Recorded()

@@ -44,7 +44,7 @@ class ChangePlan:
 
 @dataclass(frozen=True, slots=True)
 class OwnerStates:
-    """The owners and how they stand."""
+    """The owners and their knobs."""
 
     sheets: Sequence[KnobSheet]
     silent: Mapping[str, str]
@@ -148,7 +148,7 @@ def make_plan(
     own: Mapping[str, Mapping[str, KnobValue]] | None = None,
     spared: Collection[str] = (),
 ) -> ChangePlan:
-    """`wanted`: owner -> its new values; `states`: knob -> owner -> how it stands."""
+    """`wanted`: owner -> its new values; `states`: knob -> owner -> its state there."""
     tunables = {name: next(iter(owners.values())).tunable for name, owners in states.items()}
     moves = tuple(
         KnobMove(

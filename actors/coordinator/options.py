@@ -70,7 +70,7 @@ class CoordinatorOptions:
     """Of an engine that reads the new version's bytes; `sent_commit_s`: of one that they are sent to meanwhile."""
     sent_commit_s: float = 0.0
     stall_s: float = 20.0
-    """An engine's update may stand still for so long; 0: only the deadlines of its phases count."""
+    """An engine's update may make no progress for so long; 0: only the deadlines of its phases count."""
     adopt_at_once: int = 1
     """Engines that bring a version in at the same time."""
     takes_turns: bool = False

@@ -29,7 +29,7 @@ TELL_AGAIN_S = 1.0
 
 
 class OwnerRejoin:
-    """Tells owners of knobs what is in force until they use it."""
+    """Sends owners of knobs the values in force until they use them."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class OwnerRejoin:
         self._tell = tell
         self._on_broken = on_broken
 
-    async def told(self, owner: str) -> None:
+    async def send_values(self, owner: str) -> None:
         """Bring the values in force to an owner. An owner that asked at its start gets them twice, which changes
         nothing. An unreachable owner is tried until it answers or is gone. An owner that answers and refuses them has
         failed, since others rely on it; the monitor is an exception."""
@@ -99,7 +99,7 @@ class Rejoin:
         """Returns when the run can continue. `joined`: rollout actors that reported in, as it grows."""
         began_s = self._ctx.clock.monotonic()
         for name in self._owners.others():
-            self._ctx.spawn(self._owners.told(name), name=f"knobs-for-{name}")
+            self._ctx.spawn(self._owners.send_values(name), name=f"knobs-for-{name}")
         self._ctx.spawn(self._control.tell_again(), name="pause-again")
         try:
             async with asyncio.timeout(REJOIN_S):
@@ -138,7 +138,7 @@ class LeaderControl:
         self._starting = self._ctx.spawn(self._start(), name="run-leader")
 
     async def _start(self) -> None:
-        await self._owners.told(LEADER)
+        await self._owners.send_values(LEADER)
         if (telling := self.tell_stop()) is not None:
             await asyncio.shield(telling)  # before it makes a step too many; its successor gets the order too
         try:

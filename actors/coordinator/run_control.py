@@ -72,7 +72,7 @@ class RunControl:
         meter: ActivityMeter,
         telemetry: TelemetryBuffer,
     ) -> None:
-        """`version`: where the run stands. `evaluate`: on the held-out prompts now, of that set or all."""
+        """`version`: the run's newest. `evaluate`: on the held-out prompts now, of that set or all."""
         self._ctx = ctx
         self._audit = audit
         self._journal = journal
@@ -84,7 +84,7 @@ class RunControl:
         self._leader = ctx.ref(TrainerContract, "trainer/0")
         self._turn = asyncio.Lock()
         self._now = PauseKept()
-        self._is_untold = False
+        self._is_unsent = False
         """The buffer may have heard of something that was taken back."""
 
     def kept(self) -> PauseKept:
@@ -104,9 +104,9 @@ class RunControl:
             try:
                 async with self._turn:
                     await self._tell_buffer()
-                    self._is_untold = False
+                    self._is_unsent = False
             except MyxaError as error:
-                self._tell("pause-not-told", f"{error}; told again when the buffer answers")
+                self._tell("pause-not-told", f"{error}; sent again when the buffer answers")
                 is_away = isinstance(error, CallError) and not isinstance(error, NotExecuted | RemoteError)
                 if not is_away and not isinstance(error, DiskRefused):
                     return  # it has answered
@@ -124,7 +124,7 @@ class RunControl:
     @property
     def must_tell(self) -> bool:
         """Whether a buffer that comes up may hold back something else than this one says."""
-        return self.is_paused or self._is_untold
+        return self.is_paused or self._is_unsent
 
     @property
     def until_step(self) -> int | None:
@@ -140,7 +140,7 @@ class RunControl:
     def version_made(self, version: int) -> None:
         """The trainer came to a version."""
         if self.is_paused and version == self.until_step:
-            self._stands(f"at version {version}: {self._now.reason}")
+            self._rests(f"at version {version}: {self._now.reason}")
 
     async def pause(self, who: Operator, reason: str) -> int:
         """Returns the version that the trainer will rest at."""
@@ -149,7 +149,7 @@ class RunControl:
         async def work() -> int:
             async with self._turn:
                 rests_at = await self._change(deed, PauseKept(is_paused=True, reason=reason or _by(who)))
-            self._stands(f"at version {rests_at}: {self._now.reason}")
+            self._rests(f"at version {rests_at}: {self._now.reason}")
             return rests_at
 
         return await self._carried_out(deed, work)
@@ -204,11 +204,11 @@ class RunControl:
         return await self._audit.newest(min(limit, 1000))
 
     async def _change(self, deed: _Deed, wanted: PauseKept, num_steps: int = 0) -> int:
-        """Durable, recorded, then told; returns where the trainer rests, `num_steps` after where it would by `wanted`.
+        """Durable, recorded, then sent; returns where the trainer rests, `num_steps` after where it would by `wanted`.
         It is as before if any of it fails."""
         before = self._now
         try:
-            if num_steps:  # where it stands is certain once nothing more begins
+            if num_steps:  # the step is certain once nothing more begins
                 self._now = wanted
                 await self._journal.keep()
                 wanted = msgspec.structs.replace(wanted, until_step=await self._tell_buffer() + num_steps)
@@ -221,7 +221,7 @@ class RunControl:
             raise
 
     async def _take_back(self, before: PauseKept) -> None:
-        self._now, self._is_untold = before, True
+        self._now, self._is_unsent = before, True
         try:
             await self._journal.keep()
         except MyxaError as error:
@@ -239,7 +239,7 @@ class RunControl:
             waits_for_disk=False,
         )
 
-    def _stands(self, text: str) -> None:
+    def _rests(self, text: str) -> None:
         self._meter.switch("paused", "paused")
         self._tell("run-paused", text)
 

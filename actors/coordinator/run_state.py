@@ -1,4 +1,4 @@
-"""Where a run stands, as its coordinator sees it: phases and what may follow which, reasons, versions. Sans-IO.
+"""A run's state, as its coordinator sees it: phases and what may follow which, reasons, versions. Sans-IO.
 
 starting   waits for the trainer; restores live knobs; waits for the first engine that serves the trainer's version
 running    every version made is adopted by the engines; evaluation on the side
@@ -28,7 +28,7 @@ class RunState:
 
     phase: RunPhase = "starting"
     version: int = -1
-    """Newest version that is known; the trainer tells better."""
+    """Newest version that is known here; the trainer may have a newer one."""
     started_wall_s: float = 0.0
     """When the leader was first started; 0: not yet."""
     error: str = ""
@@ -55,7 +55,7 @@ class RunState:
 
     @property
     def known_version(self) -> int:
-        """Where the run stands for people: 0 before the trainer said anything."""
+        """The run's version for people: 0 before the trainer reported one."""
         return max(self.version, 0)
 
     def status(self, name: str, num_steps: int, engines: tuple[EngineStatus, ...], paused: str) -> RunStatus:

@@ -149,7 +149,7 @@ def _by_role(table: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _text_part(part: object, where: str) -> dict[str, Any]:
-    """A part as it stands; keys that are null are those of other parts, in files of one schema."""
+    """A part unchanged; keys that are null are those of other parts, in files of one schema."""
     table = (
         {key: one for key, one in cast("dict[str, Any]", part).items() if one is not None}
         if isinstance(part, dict)

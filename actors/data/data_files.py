@@ -58,7 +58,7 @@ SPLIT = re.compile(r"(?:^|[-_.])(train|training|test|testing|valid|validation|va
 
 
 def check_data_files(path: str, key: str) -> tuple[str, ...]:
-    """The files that a name stands for, each of a format that is read. Raises ConfigError naming the run file's key if
+    """The files that a path names, each of a format that is read. Raises ConfigError naming the run file's key if
     they are not there, DataError for a format that is not known."""
     files = files_of(path, key)
     for file in files:
@@ -82,7 +82,7 @@ def needs_pyarrow(path: str) -> bool:
 
 
 def open_rows(path: str, layout: RowLayout, key: str) -> RowFile:
-    """What a name stands for, as rows. Raises ConfigError naming `key`, DataError, OSError."""
+    """The rows of the files that a path names. Raises ConfigError naming `key`, DataError, OSError."""
     files = files_of(path, key)
     if layout.is_recorded and files == (path,):
         _kind(path, key)
@@ -139,7 +139,7 @@ class RowFiles:
 
 
 def files_of(path: str, key: str) -> tuple[str, ...]:
-    """The files that a name stands for, in the order in which they are read. Raises ConfigError."""
+    """The files that a path names, in the order in which they are read. Raises ConfigError."""
     try:
         if Path(path).is_dir():
             return _of_folder(path, key)
@@ -257,7 +257,7 @@ def _head(path: str, key: str) -> tuple[bytes, str]:
         file = FileBytes(path)
         if file.packing == "zstd" and not _has_pyarrow():
             return b"{", file.packing
-        with file.told(), file.stream() as stream:
+        with file.naming_damage(), file.stream() as stream:
             return stream.read(HEAD_BYTES), file.packing
     except FileNotFoundError:
         link = f"; it is a link to {os.readlink(path)}" if Path(path).is_symlink() else ""  # noqa: PTH115

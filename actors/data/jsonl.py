@@ -36,9 +36,9 @@ class JsonlFile:
         self._offsets = array("q")
         self._sizes = array("q")
         self._lines = array("q")
-        with self._bytes.told(), self._bytes.stream() as file:
+        with self._bytes.naming_damage(), self._bytes.stream() as file:
             self.is_array = _first_mark(file) == b"["
-        with self._bytes.told(), self._bytes.stream() as file:
+        with self._bytes.naming_damage(), self._bytes.stream() as file:
             if self.is_array:
                 _ArrayIndex(file, path).fill(self._offsets, self._sizes, self._lines)
             else:
@@ -114,7 +114,7 @@ class _ArrayIndex:
         self._at = 0
         """In `_text`."""
         self._offset = 0
-        """In the file, of what stands at `_at`."""
+        """In the file, of the character at `_at`."""
         self._line = 1
         self._is_all = False
 
@@ -132,7 +132,7 @@ class _ArrayIndex:
             lines.append(line)
         self._expect("]")
         if self._peek():
-            raise self._wrong("something stands after the end of the JSON array", "write one array, or JSONL")
+            raise self._wrong("there is text after the end of the JSON array", "write one array, or JSONL")
 
     def _goes_on(self, *, is_first: bool) -> bool:
         """Go to the next element, if there is one."""
@@ -158,7 +158,7 @@ class _ArrayIndex:
     def _expect(self, mark: str) -> None:
         found = self._peek()
         if found != mark:
-            what = f"{found!r} stands where {mark!r} was expected" if found else "the JSON array is cut off"
+            what = f"there is {found!r} where {mark!r} was expected" if found else "the JSON array is cut off"
             raise self._wrong(what, "mend the file" if found else "copy or write it again")
         self._advance(1)
 

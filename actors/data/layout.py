@@ -272,7 +272,7 @@ class RowLayout:
         return messages
 
     def _learnt(self, messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-        """What stands before the first turn that is learnt, and all from there to the last one. Raises RowError."""
+        """The messages before the first turn that is learnt, and those from there to the last one. Raises RowError."""
         check_switches(messages, self._prompt.key)
         asked = next((at for at, one in enumerate(messages) if one.role not in NOT_ASKED), len(messages))
         if asked == len(messages):

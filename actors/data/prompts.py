@@ -42,7 +42,7 @@ class RowOrder:
         self._kept: OrderedDict[int, npt.NDArray[np.int64]] = OrderedDict()
 
     def row(self, pass_index: int, at: int) -> int:
-        """The row that stands at `at` in that pass."""
+        """The row at position `at` of that pass."""
         return int(self._permutation(pass_index)[at]) if self._is_shuffled else at
 
     def _permutation(self, pass_index: int) -> npt.NDArray[np.int64]:
@@ -261,8 +261,8 @@ class MixedDataset:
         self._held_out = held_out
         self._by_name = dict(sorted(by_name.items()))
         self._weights = dict(weights)
-        told = " ".join(f"{name}={source.fingerprint}" for name, source in self._by_name.items())
-        self._fingerprint = hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+        text = " ".join(f"{name}={source.fingerprint}" for name, source in self._by_name.items())
+        self._fingerprint = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @property
     def by_name(self) -> Mapping[str, PromptDataset]:

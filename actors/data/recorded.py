@@ -27,7 +27,7 @@ from .jsonl import JsonlFile
 from .row_file import Columns, RowError
 
 ANY = 1 << 31
-"""Stands for what only the model says."""
+"""In place of a limit that only the model knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def terms_of(config: RunConfig) -> RecordedTerms | None:
 
 
 RECORDED = "recorded"
-"""Key of the metadata that tells of the recording."""
+"""Key of the metadata that describes the recording."""
 UNCHANGED = "use the file as `myxa dump` wrote it"
 
 
@@ -96,14 +96,14 @@ class RecordedGroups:
     def read(self, row: int) -> Columns:
         dumped, group = self._finished(row)
         columns: Columns = orjson.loads(msgspec.json.encode(group.prompt))
-        told = {
+        recording = {
             "run": self._run,
             "group": dumped.group_id,
             "step": dumped.step,
             "version": group.oldest_version(),
             "rewards": group.rewards.tolist(),
         }
-        columns["metadata"] = {**group.prompt.metadata, RECORDED: told}
+        columns["metadata"] = {**group.prompt.metadata, RECORDED: recording}
         if not group.prompt.label:
             del columns["label"]
         return columns
@@ -198,7 +198,7 @@ def _unfit(sample: Sample, terms: RecordedTerms) -> Iterator[RowError]:
     if len(runs) != sample.num_turns and not (len(runs) + 1 == sample.num_turns and sample.finish == "length"):
         yield RowError(
             f"its {sample.num_turns} turns are {len(runs)} runs of generated tokens: where each ended is not recorded",
-            'leave it out with data.on_bad_line = "skip": turns without a reply between them cannot be told apart',
+            'leave it out with data.on_bad_line = "skip": nothing separates turns without a reply between them',
         )
     longest = max((end - start for start, end in runs), default=0)
     if 0 < terms.max_new_tokens < longest:

@@ -61,7 +61,7 @@ class RowFile(Protocol):
         ...
 
     def place(self, row: int) -> str:
-        """Where a row stands, for messages: `file:line`."""
+        """Place of a row, for messages: `file:line`."""
         ...
 
     def close(self) -> None:
@@ -179,7 +179,7 @@ class FileBytes:
         self._at = 0
 
     def stream(self) -> BinaryIO:
-        """A new reader, at the start; errors of its reading are for `told`. Raises OSError, ConfigError for pyarrow."""
+        """A new reader, at the start; read it inside `naming_damage`. Raises OSError, ConfigError for pyarrow."""
         if self.packing == "zstd":
             arrow = pyarrow(self._path, "zstd")
             return cast("BinaryIO", io.BufferedReader(arrow.CompressedInputStream(arrow.OSFile(self._path), "zstd")))
@@ -208,7 +208,7 @@ class FileBytes:
         return data
 
     @contextlib.contextmanager
-    def told(self) -> Generator[None]:
+    def naming_damage(self) -> Generator[None]:
         """Errors of unpacking become a DataError that names the file."""
         try:
             yield

@@ -241,13 +241,13 @@ class _Spool:
     """Rows in a temporary file, in the order in which they were added."""
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile(prefix="myxa-rows-", buffering=SPOOL_BUFFER_BYTES)  # noqa: SIM115 -- it lives as long as the rows
+        self._file = tempfile.TemporaryFile(prefix="myxa-rows-", buffering=SPOOL_BUFFER_BYTES)  # noqa: SIM115 -- closed with the rows
         weakref.finalize(self, self._file.close)
         self._end = 0
         self._is_flushed = True
 
     def add(self, data: bytes) -> int:
-        """Where it stands. Raises DataError if there is no room."""
+        """Returns its place. Raises DataError if there is no room."""
         spot = self._end
         try:
             self._file.write(data)

@@ -41,7 +41,7 @@ from ...core.protocols import (
     GenerateRequest,
     PauseMode,
     ProfilesItself,
-    TellsProgress,
+    ReportsProgress,
 )
 from ...core.samples import F32, I32
 from ...core.weight_channel import WeightProgress
@@ -62,7 +62,7 @@ class Choice:
         self._homes: OrderedDict[str, str] = OrderedDict()
 
     def pick(self, session: str, loads: Mapping[str, int]) -> str:
-        """A server out of `loads` (server -> requests in flight). An empty session lives nowhere.
+        """A server out of `loads` (server -> requests in flight). An empty session belongs to no server.
 
         Raises ValueError when there is no server.
         """
@@ -81,7 +81,7 @@ class Choice:
         return home
 
 
-class PoolMember(Engine, TellsProgress, ProfilesItself, Protocol):
+class PoolMember(Engine, ReportsProgress, ProfilesItself, Protocol):
     """A client of one server."""
 
     def cut(self) -> None:
@@ -188,7 +188,7 @@ class EnginePool:
         self._closings: set[asyncio.Future[None]] = set()
         """Clients of fenced servers, on their way out."""
 
-    # -- life
+    # -- start and end
 
     async def start(self) -> EngineInfo:
         """Reach all servers. Those that do not answer are fenced; raises EngineError when none does."""
@@ -326,7 +326,7 @@ class EnginePool:
         await self._on_all(lambda client: client.abort(request_id))
 
     async def pause(self, mode: PauseMode) -> None:
-        """All servers stand still."""
+        """No server generates until `resume`."""
         await self._on_all(lambda client: client.pause(mode))
 
     async def resume(self) -> None:
@@ -415,13 +415,13 @@ class EnginePool:
 
     def weight_progress(self) -> WeightProgress:
         """Of all servers together; named is the one that has come least far."""
-        told = {s.name: s.client.weight_progress() for s in self._servers if s.client is not None}
-        if not told:
+        answers = {s.name: s.client.weight_progress() for s in self._servers if s.client is not None}
+        if not answers:
             return WeightProgress(at="no server is left")
-        last = min(told, key=lambda name: told[name].num_done)
-        num_done = sum(progress.num_done for progress in told.values())
+        last = min(answers, key=lambda name: answers[name].num_done)
+        num_done = sum(progress.num_done for progress in answers.values())
         return WeightProgress(
-            at=f"{last}: {told[last].at}", num_done=num_done, is_counted=all(p.is_counted for p in told.values())
+            at=f"{last}: {answers[last].at}", num_done=num_done, is_counted=all(p.is_counted for p in answers.values())
         )
 
     # -- questions
@@ -456,8 +456,8 @@ class EnginePool:
                 return (EngineTrace(engine=server.name, refused=str(err)),)
 
         asked = [(server, server.client) for server in self._require_some()]
-        told = await asyncio.gather(*(one(server, client) for server, client in asked if client is not None))
-        return tuple(trace for traces in told for trace in traces)
+        answers = await asyncio.gather(*(one(server, client) for server, client in asked if client is not None))
+        return tuple(trace for traces in answers for trace in traces)
 
     def states(self) -> dict[str, MemberState]:
         """Address -> state."""

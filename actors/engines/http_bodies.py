@@ -240,7 +240,7 @@ def _rids(value: str | list[str] | None, count: int) -> list[str]:
 
 
 def _as_list(value: T | list[T] | None, count: int, name: str) -> list[T | None]:
-    """One value for every prompt; a single one stands for all."""
+    """One value for every prompt; a single one counts for all."""
     if isinstance(value, list):
         values = cast("list[T | None]", value)
         if len(values) != count:
@@ -312,7 +312,7 @@ class Reply:
         text_of: Callable[[int], str] | None = None,
     ) -> None:
         """`is_incremental`: each answer holds the tokens since the last one, else all so far. `text_of`: a token's,
-        told with its log-prob."""
+        sent with its log-prob."""
         self._rid = rid
         self._num_prompt = len(request.input_ids)
         self._decode = decode
@@ -339,9 +339,9 @@ class Reply:
 
     def scored(self, ids: Sequence[int], logprobs: F32) -> None:
         """Tokens of the prompt, and the log-probs of all but the first of them."""
-        self._given = self._told([None, *logprobs.tolist()][: len(ids)], ids)
+        self._given = self._with_texts([None, *logprobs.tolist()][: len(ids)], ids)
 
-    def _told(self, logprobs: Sequence[float | None], ids: Sequence[int]) -> list[list[Any]]:
+    def _with_texts(self, logprobs: Sequence[float | None], ids: Sequence[int]) -> list[list[Any]]:
         text_of = self._text_of
         return [[logprob, i, text_of and text_of(i)] for logprob, i in zip(logprobs, ids, strict=True)]
 
@@ -371,7 +371,7 @@ class Reply:
         }
         if self._wants_logprobs:
             meta["input_token_logprobs"] = self._given
-            meta["output_token_logprobs"] = self._told(self._logprobs[first:].tolist(), ids)
+            meta["output_token_logprobs"] = self._with_texts(self._logprobs[first:].tolist(), ids)
             meta["output_token_logprobs_length"] = len(self._ids)
         if self._finish is not None:
             meta["e2e_latency"] = now_s - self._started_s

@@ -103,7 +103,7 @@ class WeightGroups:
         if name in self._pulses or body.world_size < 2 or not 0 < body.rank_offset < body.world_size:
             raise EngineError(
                 f"group {body.group_name!r} is there already, or rank {body.rank_offset} is not of {body.world_size}",
-                remedy="every group needs a name of its own; the sender is rank 0",
+                remedy="every group needs its own name; the sender is rank 0",
             )
 
         pulse = self._pulses[name] = threading.Event()

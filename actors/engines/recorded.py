@@ -65,14 +65,14 @@ class RecordedEngine:
         self._prepared: int | None = None
         self._is_started = False
         self._is_closed = False
-        self._stands = False
+        self._is_paused = False
         self._running: dict[object, str] = {}
         """A request under way -> its id; those that are aborted are not in it any more."""
         self._news = asyncio.Event()
         self._kept: dict[tuple[str, int], tuple[Sample, ...]] = {}
         self._reading = asyncio.Lock()
 
-    # -- life
+    # -- start and end
 
     async def start(self) -> EngineInfo:
         """Nothing is loaded. Raises EngineError the second time."""
@@ -110,7 +110,7 @@ class RecordedEngine:
         self._running[mine] = request.request_id
         try:
             rest = await self._rest_of_turn(request)
-            while self._stands and mine in self._running and not self._is_closed:
+            while self._is_paused and mine in self._running and not self._is_closed:
                 await self._news.wait()
             self._check_started()
             if mine not in self._running:
@@ -172,14 +172,14 @@ class RecordedEngine:
     async def pause(self, mode: PauseMode) -> None:
         """Nothing is answered until `resume`; with "abort", requests under way end."""
         self._check_started()
-        self._stands = True
+        self._is_paused = True
         if mode == "abort":
             await self.abort()
 
     async def resume(self) -> None:
         """Continue after a pause."""
         self._check_started()
-        self._stands = False
+        self._is_paused = False
         self._tell()
 
     # -- weights
@@ -275,10 +275,10 @@ class RecordedReference:
         """The sample with the log-probs of its recording, of which it may be the beginning. Raises ReferenceFailed."""
         found = await self._engine.sample(prompt, sample.index)
         size = len(sample.response_ids)
-        told = None if found is None else found.reference_logprobs
+        logprobs = None if found is None else found.reference_logprobs
         if (
             found is None
-            or told is None
+            or logprobs is None
             or not np.array_equal(found.prompt_ids, sample.prompt_ids)
             or not np.array_equal(found.response_ids[:size], sample.response_ids)
         ):
@@ -288,7 +288,7 @@ class RecordedReference:
                 f"group {prompt.group_id}, sample {sample.index}: no reference log-probs of these tokens are recorded",
                 remedy="use a dump of a run with algo.ref_urls, and the workflow that it was recorded with",
             )
-        return replace(sample, reference_logprobs=np.where(sample.loss_mask != 0, told[:size], np.float32(0)))
+        return replace(sample, reference_logprobs=np.where(sample.loss_mask != 0, logprobs[:size], np.float32(0)))
 
     def allow(self, max_error_rate: float) -> None:
         """Nothing to fail."""

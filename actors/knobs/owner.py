@@ -48,7 +48,7 @@ class Knob:
     judge: Callable[[KnobValue], str] | None = None
     """A reason to refuse that only the owner knows, or nothing. Must not change anything."""
     first: KnobValue | None = None
-    """What the run file said, where `read` tells another value already when the knob is added."""
+    """The run file's value, where `read` already returns another one when the knob is added."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +69,16 @@ class KnobOwner:
         owner: str,
         knobs: Sequence[Knob],
         *,
-        stands_at: Callable[[], int],
+        last_boundary: Callable[[], int],
         clock: Clock,
         telemetry: TelemetryBuffer | None = None,
     ) -> None:
-        """`stands_at`: number of the boundary that was passed last (version trained from), -1 before the first.
-        `telemetry`: an event "knob-in-force" tells of every value that is put into force."""
+        """`last_boundary`: number of the boundary that was passed last (version trained from), -1 before the first.
+        `telemetry`: gets an event "knob-in-force" for every value that is put into force."""
         self.owner = owner
         self.epoch = 0
         """Newest change that is in force here with all its values; to be stamped into samples, metrics, checkpoints."""
-        self._stands_at = stands_at
+        self._last_boundary = last_boundary
         self._clock = clock
         self._telemetry = telemetry
         self._knobs: dict[str, Knob] = {}
@@ -109,7 +109,7 @@ class KnobOwner:
         self.epoch = max(self.epoch, *epochs.values(), 0)
 
     def sheet(self) -> KnobSheet:
-        """All knobs as they stand now."""
+        """All knobs with their present values."""
         pending = {w.name: w.value for w in sorted(self._waiting, key=lambda w: w.at)}
         states = tuple(
             KnobState(tunable=knob.tunable, value=knob.read(), first=self._first[name], pending=pending.get(name))
@@ -206,7 +206,7 @@ class KnobOwner:
     def _earliest_of(self, names: Iterable[str]) -> int:
         boundaries = {self._knobs[name].tunable.boundary for name in names}
         passed = [self._passed.get(boundary, -1) for boundary in boundaries if boundary in NUMBERED]
-        return max(self._stands_at(), *passed) + 1 if passed else 0
+        return max(self._last_boundary(), *passed) + 1 if passed else 0
 
     # -- using
 
@@ -219,7 +219,7 @@ class KnobOwner:
             return
         overtaken = {w for w in mine if w.epoch <= new.epoch and w.at >= new.at}
         boundary = self._knobs[new.name].tunable.boundary
-        is_due = boundary not in NUMBERED or new.at <= max(self._stands_at(), self._passed.get(boundary, -1))
+        is_due = boundary not in NUMBERED or new.at <= max(self._last_boundary(), self._passed.get(boundary, -1))
         if is_due:
             overtaken.update(w for w in mine if w.epoch < new.epoch)
         self._waiting = [w for w in self._waiting if w not in overtaken]

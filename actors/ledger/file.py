@@ -303,7 +303,7 @@ def _reading(path: Path, traces: ExitStack) -> str:
 
 
 def lock_ledger(path: Path) -> IO[str]:
-    """Hold `<path>.lock` as long as the process lives: one writer, and a killed one leaves nothing behind."""
+    """Hold `<path>.lock` until this process ends: there is one writer, and a killed one leaves no lock behind."""
     try:
         handle = take_lock(_lock_of(path))
     except OSError as error:

@@ -309,7 +309,7 @@ class Ledger:
         """Keep a setting for the next process of this run (not for a run that continues this one)."""
         self._file.commit(LedgerChange(meta={LIVE + key: value}))
 
-    # ---- the life of a group
+    # ---- states of a group
 
     def dispatch(self, new: Sequence[Row] = (), again: Sequence[Row] = (), stretch: Stretch | None = None) -> None:
         """Groups start: new draws (ids in sequence), and requeued ones. Attempts are counted here.

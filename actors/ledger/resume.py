@@ -131,9 +131,9 @@ def read_facts(path: Path) -> LedgerFacts:
         raise LedgerError(f"there is no ledger at {path}", remedy="without it a resumed run would repeat prompts")
     file = LedgerReader(path)
     try:
-        told = file.query("PRAGMA quick_check(1)")
-        if told != [("ok",)]:
-            raise LedgerError(f"{path} is damaged: {told[0][0] if told else 'nothing can be read'}")
+        found = file.query("PRAGMA quick_check(1)")
+        if found != [("ok",)]:
+            raise LedgerError(f"{path} is damaged: {found[0][0] if found else 'nothing can be read'}")
         meta = file.meta()
         if meta["format"] != FORMAT:
             raise LedgerError(f"{path} has format {meta['format']}, this program reads {FORMAT}")

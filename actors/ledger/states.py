@@ -1,4 +1,4 @@
-"""The life of a group as a table (which state may follow which), and its payload as bytes. No file, no clock.
+"""States of a group as a table (which may follow which), and its payload as bytes. No file, no clock.
 
 A payload is a msgpack header with raw little-endian arrays. It is never a pickle, since a resumed run reads the ledger.
 msgspec types both directions; decoded arrays are writable.
@@ -82,7 +82,7 @@ PASSED_OVER = (QUARANTINED, OUT_OF_WINDOW)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One group in the ledger. -1 stands for "none" in numbers."""
+    """One group in the ledger. -1 means "none" in numbers."""
 
     group_id: int
     draw: int

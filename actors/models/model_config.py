@@ -176,8 +176,8 @@ class _Fields:
         self._place = place
 
     def fail(self, why: str, remedy: str = "mend the file, or use another model") -> ModelError:
-        told = why if len(why) <= MAX_TOLD else f"{why[:MAX_TOLD]}..."
-        return ModelError(f"{self._place}: {told}", remedy=remedy)
+        text = why if len(why) <= MAX_TOLD else f"{why[:MAX_TOLD]}..."
+        return ModelError(f"{self._place}: {text}", remedy=remedy)
 
     def get(self, key: str) -> Any:
         return self._source.get(key)

@@ -87,8 +87,8 @@ def critic_config(critic: CriticConfig, model: ModelConfig) -> ModelConfig:
 
 
 def check_critic(critic: CriticConfig, model: ModelConfig) -> None:
-    """Raise ConfigError if a `critic.path` does not hold the weights that its configuration tells of, or a head that
-    gives more than one value."""
+    """Raise ConfigError if a `critic.path` does not hold the weights of its configuration, or has a head that gives
+    more than one value."""
     layers = critic_config(critic, model)
     try:
         with open_weights(critic.path, layers) as tensors:

@@ -99,7 +99,7 @@ def qwen3_config(
 ) -> ModelConfig:
     """The config of a Qwen3 of any size, with tied embeddings and our tokenizer's special ids.
 
-    `rope_theta` stands twice: transformers 5 reads one place, everyone else the other. Raises ModelError for a
+    `rope_theta` is written twice: transformers 5 reads one place, all others the other. Raises ModelError for a
     vocabulary that is too small.
     """
     if vocab_size < MIN_VOCAB_SIZE:

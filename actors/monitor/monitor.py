@@ -1,7 +1,7 @@
 """The monitor: takes telemetry from every actor, keeps a picture of the run, feeds the sinks.
 
 
-Nothing here is needed for training: actors send lossy casts, sinks live in a thread of their own, and a monitor that
+Nothing here is needed for training: actors send lossy casts, sinks run in their own thread, and a monitor that
 is slow or dead costs telemetry only.
 """
 
@@ -62,8 +62,8 @@ class Monitor(OwnsKnobs, MonitorContract):
         self._time_every_s = time_every_s
         self._time_written_s: dict[str, float] = {}
         self._held_times: dict[str, MetricPoint] = {}
-        self._drops_told = 0
-        self._drops_told_s = self._clock.monotonic()
+        self._drops_reported = 0
+        self._drops_reported_s = self._clock.monotonic()
         self._meter = ActivityMeter(_NAME, self._clock)
         self._meter.switch("other", "start")
         self._own = TelemetryBuffer(_NAME, self._clock, meter=self._meter)
@@ -71,7 +71,7 @@ class Monitor(OwnsKnobs, MonitorContract):
         self._pace = ReportPace()
         self._written_until_wall_s = written_until_wall_s
         self.knob_owner = KnobOwner(
-            _NAME, process_knobs(self._pace), stands_at=lambda: -1, clock=self._clock, telemetry=self._own
+            _NAME, process_knobs(self._pace), last_boundary=lambda: -1, clock=self._clock, telemetry=self._own
         )
         self._sinks = SinkThread(sinks, run_dir=run_dir, run_name=self._run_name, clock=self._clock, settings=settings)
 
@@ -142,7 +142,7 @@ class Monitor(OwnsKnobs, MonitorContract):
         return self._latest.shares(window_s)
 
     async def finish(self) -> str:
-        """Everything told so far is in the files, and they are whole; returns the run directory. The sinks stay open:
+        """All that was received is in the files, and they are whole; returns the run directory. The sinks stay open:
         the last words of actors that stop after this call are still written, and `on_stop` closes."""
         self._write_held()
         await self._until(self._sinks.flush())
@@ -180,10 +180,10 @@ class Monitor(OwnsKnobs, MonitorContract):
         """One event for losses since the last one, at most every few seconds."""
         dropped = self._latest.num_dropped + self._sinks.num_dropped
         now = self._clock.monotonic()
-        if dropped == self._drops_told or now < self._drops_told_s + _REPORT_DROPS_S:
+        if dropped == self._drops_reported or now < self._drops_reported_s + _REPORT_DROPS_S:
             return
-        text = f"{dropped - self._drops_told} telemetry records or bundles were lost (senders or sinks too slow)"
-        self._drops_told, self._drops_told_s = dropped, now
+        text = f"{dropped - self._drops_reported} telemetry records or bundles were lost (senders or sinks too slow)"
+        self._drops_reported, self._drops_reported_s = dropped, now
         event = Event(source="monitor", wall_s=self._clock.wall(), kind="telemetry-dropped", text=text)
         self._sinks.put(Telemetry(events=(event,)))
 

@@ -239,7 +239,7 @@ CLOSE_S = 6.0
 
 
 class BesideSink:
-    """A sink that feeds `inner` in a thread of its own: a network or a large library must not hold the files up.
+    """A sink that feeds `inner` in its own thread: a network or a large library must not hold the files up.
 
     `open` waits a moment for a refusal, so that a wrong option is reported at the start; a slower opening continues
     beside the run. Bundles that the inner sink is too slow for are dropped and counted."""
@@ -253,7 +253,7 @@ class BesideSink:
         self._close_s = close_s
         self._thread: SinkThread | None = None
         self._context: SinkContext | None = None
-        self._num_told = 0
+        self._num_reported = 0
 
     @property
     def name(self) -> str:
@@ -289,9 +289,9 @@ class BesideSink:
         """The thread flushes by itself; this reports what it could not take."""
         if self._thread is None or self._context is None:
             return
-        lost = self._thread.num_dropped - self._num_told
+        lost = self._thread.num_dropped - self._num_reported
         if lost:
-            self._num_told = self._thread.num_dropped
+            self._num_reported = self._thread.num_dropped
             self._context.emit("telemetry-dropped", f"sink {self.name} was too slow for {lost} bundles")
 
     def close(self) -> None:

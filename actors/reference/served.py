@@ -42,7 +42,7 @@ class ServedReference:
         self._guard = CallGuard(settings, "the reference model of algo.ref_urls", "reference")
         self._num_calls = 0
         self._call_s = 0.0
-        """Seconds of calls that worked, since they were told last."""
+        """Seconds of calls that worked, since the last report."""
 
     async def judged(self, prompt: Prompt, sample: Sample) -> Sample:
         """The sample with its reference log-probs. Raises ReferenceFailed, and UserCodeError for a sample that was

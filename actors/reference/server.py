@@ -18,7 +18,7 @@ from ...core.errors import ConfigError
 from ...core.protocols import Tokenizer
 from ...core.samples import F32
 from ..http_client import client_session
-from .wire import BadAnswer, Probes, WantedScores, question, told_in
+from .wire import BadAnswer, Probes, WantedScores, question, scores_in
 
 BYTES_PER_TOKEN = 512
 """Of an answer, texts included."""
@@ -113,7 +113,7 @@ class ReferenceServer:
         body = question(wanted, with_texts=with_texts, is_checked=not is_known)
         raw = await self._post(access, body, len(wanted.ids))
         try:
-            return told_in(raw, wanted)
+            return scores_in(raw, wanted)
         except BadAnswer as bad:
             raise NoScore(f"{self.url} {bad}") from bad
 

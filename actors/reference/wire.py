@@ -37,7 +37,7 @@ class WantedScores:
     """Tokens to be scored."""
 
     ids: I32
-    """int32 [T]: with all that stands before them."""
+    """int32 [T]: with all tokens before them."""
     start: int
     """The last token that is not to be scored."""
 
@@ -54,7 +54,7 @@ _answer = msgspec.json.Decoder(_Answer)
 
 
 def wanted_of(sample: Sample) -> WantedScores | None:
-    """From the first to the last token that the policy has drawn; None: there is none that anything stands before."""
+    """From the first to the last token that the policy has drawn; None: there is none that has a token before it."""
     drawn = np.flatnonzero(sample.loss_mask)
     prompt_len = len(sample.prompt_ids)
     if not drawn.size or prompt_len + int(drawn[-1]) == 0:
@@ -89,18 +89,18 @@ def question(wanted: WantedScores, *, with_texts: bool = False, is_checked: bool
     )
 
 
-def told_in(raw: bytes, wanted: WantedScores) -> tuple[F32, list[str | None]]:
+def scores_in(raw: bytes, wanted: WantedScores) -> tuple[F32, list[str | None]]:
     """Log-prob and text of each wanted token, float32 [T - start - 1]. Raises BadAnswer."""
     try:
-        told = _answer.decode(raw).meta_info.input_token_logprobs
+        found = _answer.decode(raw).meta_info.input_token_logprobs
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise BadAnswer(f"answered with no log-probs of the prompt: {error}") from error
     ids = wanted.ids[wanted.start :].tolist()
-    if len(told) != len(ids):
-        raise BadAnswer(f"answered with {len(told)} log-probs for {len(ids)} tokens")
+    if len(found) != len(ids):
+        raise BadAnswer(f"answered with {len(found)} log-probs for {len(ids)} tokens")
     values: list[float] = []
     highest = max(ids)
-    for at, (asked, (value, token, _)) in enumerate(zip(ids, told, strict=True)):
+    for at, (asked, (value, token, _)) in enumerate(zip(ids, found, strict=True)):
         if token != asked and not (token == 0 and asked == highest):  # SGLang writes 0 for the last of its vocabulary
             raise BadAnswer(f"answered of token id {token} at place {at}, where {asked} was sent")
         if at == 0:
@@ -108,7 +108,7 @@ def told_in(raw: bytes, wanted: WantedScores) -> tuple[F32, list[str | None]]:
         if value is None or not math.isfinite(value) or value > HIGHEST:
             raise BadAnswer(f"answered that the log-prob of token id {asked} at place {at} is {value}")
         values.append(value)
-    return np.asarray(values, dtype=np.float32), [text for _, _, text in told[1:]]
+    return np.asarray(values, dtype=np.float32), [text for _, _, text in found[1:]]
 
 
 NUM_PROBES = 48
@@ -134,11 +134,11 @@ class Probes:
         texts = tuple(tokenizer.decode([token], skip_special=False) for token in ids[1:].tolist())
         return cls(WantedScores(ids, 0), texts)
 
-    def foreign(self, told: Sequence[str | None]) -> str:
-        """What shows that `told`, the server's texts of the same tokens, are of another vocabulary; empty: nothing."""
+    def foreign(self, found: Sequence[str | None]) -> str:
+        """What shows that `found`, the server's texts of the same tokens, are of another vocabulary; empty: nothing."""
         known = [
             (token, own, other)
-            for token, own, other in zip(self.wanted.ids[1:].tolist(), self.texts, told, strict=True)
+            for token, own, other in zip(self.wanted.ids[1:].tolist(), self.texts, found, strict=True)
             if other is not None and UNREADABLE not in own + other
         ]
         differ = [one for one in known if one[1].strip() != one[2].strip()]

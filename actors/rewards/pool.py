@@ -3,7 +3,7 @@
 `RewardPool`: a few worker processes, one call each at a time. A worker that hangs is killed, one that crashed is
 replaced. `SideBySide`: an async function in one worker process, all calls share its loop. A call that blocks the loop
 is interrupted there and fails with its place (`worker.py`). When the process ends because of a known call, that call
-fails and the others are repeated; otherwise each is repeated alone in a process of its own, so that no call is blamed
+fails and the others are repeated; otherwise each is repeated alone in its own process, so that no call is blamed
 for another's crash. `BlockingCalls`: blocking calls in daemon threads. `loop.run_in_executor` is not used: its threads
 are joined at the interpreter's end, so that one hung call would keep the process from ever ending.
 """

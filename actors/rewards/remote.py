@@ -99,9 +99,9 @@ class RemoteReward:
             await self._session.close()
 
     def _body(self, answers: Answers) -> bytes:
-        told = [_told(one) for one in answers]
+        bodies = [_body_of(one) for one in answers]
         try:
-            return msgspec.json.encode({"answers": told} if self._takes_group else told[0])
+            return msgspec.json.encode({"answers": bodies} if self._takes_group else bodies[0])
         except (TypeError, ValueError) as error:
             raise BadReward(f"cannot be sent its answers: {error}") from error
 
@@ -157,7 +157,7 @@ async def _limited(answer: aiohttp.ClientResponse, url: str) -> bytes:
     return bytes(found)
 
 
-def _told(one: Completion) -> dict[str, Any]:
+def _body_of(one: Completion) -> dict[str, Any]:
     """A completion, its text under the name that such services know."""
     fields = {name: getattr(one, name) for name in one.__struct_fields__ if name not in ("text", "begins_in_thought")}
     return {**fields, "response": one.text}

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 def by_length(of: RewardSettings, answers: Answers, outcomes: Outcomes) -> Outcomes:
-    """Outcomes lowered by the cost of length, which is a part of its own in them."""
+    """Outcomes lowered by the cost of length, which is a separate part in them."""
     if not of.overlong_tokens:
         return outcomes
     lowered: list[RewardOutcome] = []

@@ -87,10 +87,10 @@ class Evaluation:
         if self._show is None:
             return
         for group in groups[: self._num_shown]:
-            told = group_text(
+            text = group_text(
                 group, step=version, outcome="held-out", wall_s=time.time(), source=name, eval_set=eval_set
             )
-            self._show(msgspec.structs.replace(told, step=max(told.newest_version, version)))
+            self._show(msgspec.structs.replace(text, step=max(text.newest_version, version)))
 
     async def close(self) -> None:
         """End what judges."""

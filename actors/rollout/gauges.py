@@ -54,29 +54,29 @@ async def gauge_forever(
         now = clock.monotonic()
         elapsed, started = max(now - started, 1e-6), now
         try:
-            told = await status()
+            load = await status()
         except EngineError as err:  # whether it is lost is for `until_lost` to say, and it says why
-            log.warning("the engine does not tell its load: %s", err)
+            log.warning("the engine does not report its load: %s", err)
             continue
         taken = stats.take()
         values = {
             "rollout/tokens_per_s": taken.num_tokens / elapsed,
-            "rollout/running": float(told.running),
-            "rollout/waiting": float(told.waiting),
+            "rollout/running": float(load.running),
+            "rollout/waiting": float(load.waiting),
             "rollout/num_groups": float(counts.num_groups),
             "rollout/num_errors": float(counts.num_errors),
             "rollout/num_breaks": float(counts.num_breaks),
             "rollout/num_lies": float(counts.num_lies),
             **room(),
-            **told.usage.rates_since(usage),
+            **load.usage.rates_since(usage),
         }
-        usage = told.usage
+        usage = load.usage
         if taken.num_samples:
             values["rollout/reward_s_mean"] = taken.reward_s / taken.num_samples
             values["rollout/env_s_mean"] = taken.env_s / taken.num_samples
             values["rollout/env_s_max"] = taken.max_env_s
             values["rollout/truncated_fraction"] = taken.num_truncated / taken.num_samples
-        telemetry.metric(told.version if has_engine else -1, values)
+        telemetry.metric(load.version if has_engine else -1, values)
 
 
 _BLOCKED: dict[DrawBlock, tuple[ActivityKind, str]] = {

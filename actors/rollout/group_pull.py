@@ -80,7 +80,7 @@ class GroupPull:
         """Nothing new is taken; there is no way back."""
         self.num_samples = 0
         """Of the group that was taken last."""
-        self._told()
+        self._note_load()
 
     @property
     def max_groups(self) -> int:
@@ -95,11 +95,11 @@ class GroupPull:
     def resize(self, max_groups: int) -> None:
         """Room for so many groups from now on; what runs already runs to its end."""
         self._max_groups = max_groups
-        self._told()
+        self._note_load()
         self._room.set()
 
     async def run(self, runner: GroupRunner, serves: Callable[[], ServedWeights]) -> None:
-        """Until told to drain. Never gives up on a buffer that is being restarted. `serves`: what is served now."""
+        """Until it has to drain. Never gives up on a buffer that is being restarted. `serves`: what is served now."""
         self._time.begin()
         self._runner = runner
         if self._save_s:
@@ -158,7 +158,7 @@ class GroupPull:
         self._assignments[group_id] = assignment
         self._num_saved[group_id] = _num_tokens(assignment.partial)
         self._in_flight[group_id] = self._ctx.spawn(self._run_group(assignment, runner), name=f"group-{group_id}")
-        self._told()
+        self._note_load()
 
     async def _run_group(self, assignment: Assignment, runner: GroupRunner) -> None:
         """One group from assignment to the buffer's answer. Only a broken error budget or engine ends the actor."""
@@ -174,7 +174,7 @@ class GroupPull:
         finally:
             for known in (self._in_flight, self._assignments, self._num_saved):
                 known.pop(assignment.prompt.group_id, None)
-            self._told()
+            self._note_load()
             self._room.set()
 
     async def _leave_off(self, assignment: Assignment, partial: Partial) -> None:
@@ -241,7 +241,7 @@ class GroupPull:
         self._room.set()
         return list(self._in_flight.values())
 
-    def _told(self) -> None:
+    def _note_load(self) -> None:
         self._time.groups(len(self._in_flight), self._max_groups)
 
 
@@ -333,8 +333,8 @@ class GroupHandover:
         self._telemetry.event("group-broken", text)
 
     def judge_breaks(self) -> None:
-        """The engine lives on after it failed some groups at a time, which counts as one. Raises what the budget raises
-        when that comes too often: then it is the engine."""
+        """An engine survives the failure of some groups; those that fail at the same time count once. Raises what the
+        budget raises when there are too many: then the engine is at fault."""
         broke, self._broke = self._broke, None
         if broke is not None:
             self._budget.note(broke)

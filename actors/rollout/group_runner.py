@@ -68,7 +68,7 @@ _LINE = re.compile(r":\d+\)$")
 
 
 class NoEngine:
-    """Stands where an engine would be when the workflow needs none (demonstrations)."""
+    """In place of an engine when the workflow needs none (demonstrations)."""
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
         """Always raises EngineError."""
@@ -196,7 +196,7 @@ class GroupRunner:
         self.run_name = ""
         """For session ids."""
         self.on_failure: Callable[[FailureKind, str], None] = lambda kind, words: None
-        """Told of each failure of a workflow: its kind, and in words what becomes of the member."""
+        """Called for each failure of a workflow: its kind, and in words what becomes of the member."""
         self.failures = FailureCounts()
         self._load = GroupLoad()
         self._made: dict[int, GroupSoFar] = {}
@@ -475,7 +475,7 @@ class GroupRunner:
         return f"{self.run_name}.{kind}{task.assignment.prompt.group_id}.{task.index}"
 
     def _hear_waits(self) -> None:
-        """Where workflows are, to be told where the actor's time goes."""
+        """Note where workflows are, for the account of the actor's time."""
         assert isinstance(self._workflow, WorkflowPool)
         places = Counter(_LINE.sub(")", place) for place in self._workflow.places())
         self._load.place = places.most_common(1)[0][0] if places else self._workflow.name

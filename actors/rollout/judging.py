@@ -72,7 +72,7 @@ class Reference(_Guarded, Protocol):
 
 
 class ScorerAndReference:
-    """Both, where an actor asks after errors, tells and closes."""
+    """Both, for an actor's checks of errors, its reports and its end."""
 
     def __init__(self, scorer: PooledScorer, reference: Reference) -> None:
         self._scorer = scorer

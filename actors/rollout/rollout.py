@@ -35,7 +35,7 @@ from ...core.messages import (
     WeightChannel,
     WeightManifest,
 )
-from ...core.protocols import Engine, EngineTrace, PausesAsTold, ProfilesItself, Tokenizer
+from ...core.protocols import Engine, EngineTrace, PausesByMode, ProfilesItself, Tokenizer
 from ...core.retry import until_answered
 from ...core.samples import NO_VERSION
 from ...core.weight_channel import WeightProgress
@@ -124,10 +124,10 @@ class Rollout(OwnsKnobs, RolloutContract):
             concurrency=options.max_groups,
             workflow_timeout_s=options.workflow_timeout_s,
             max_error_rate=options.max_error_rate,
-            pause_mode=engine.pause_mode if isinstance(engine, PausesAsTold) else None,
+            pause_mode=engine.pause_mode if isinstance(engine, PausesByMode) else None,
         )
 
-    # -- life
+    # -- start and end
 
     async def on_start(self) -> None:
         self._meter = ActivityMeter(self.ctx.name, self._clock)
@@ -175,7 +175,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         self.knob_owner = KnobOwner(
             self.ctx.name,
             rollout_knobs(self._live, self._apply),
-            stands_at=lambda: self._version,
+            last_boundary=lambda: self._version,
             clock=self._clock,
             telemetry=self._telemetry,
         )
@@ -188,7 +188,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         self._handover.allow(live.max_error_rate)
         if self._runner is not None:
             self._runner.timeout_s = live.workflow_timeout_s
-        if live.pause_mode is not None and isinstance(self._engine, PausesAsTold):
+        if live.pause_mode is not None and isinstance(self._engine, PausesByMode):
             self._engine.pause_mode = live.pause_mode
 
     async def prepare_knobs(self, change: KnobChange) -> KnobVote:
@@ -199,7 +199,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         return replace(vote, reason=crowding(int(wanted), self._pull.num_samples, self._max_running))
 
     async def _run(self) -> None:
-        """Start the engine, report in, then pull work until told to stop."""
+        """Start the engine, report in, then pull work until it drains."""
         vocab_size: int | None = None
         context_length = self._options.context_length or 1 << 30
         generate = NoEngine().generate
@@ -319,7 +319,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         try:
             await self._buffer.adopted(self.ctx.name, self.ctx.epoch, version, self._weights.lineage)
         except CallError as err:
-            self.ctx.log.warning("buffer was not told of version %d: %s (the next draw tells it)", version, err)
+            self.ctx.log.warning("the buffer did not hear of version %d: %s (the next draw reports it)", version, err)
         return ack
 
     async def weight_progress(self) -> WeightProgress:
@@ -434,7 +434,7 @@ MEET_S = 120.0
 
 
 class CoordinatorReport:
-    """Tells the coordinator of this actor. Made in `on_start`."""
+    """Reports this actor to the coordinator. Made in `on_start`."""
 
     def __init__(self, ctx: ActorContext, status: Callable[[], Awaitable[EngineStatus]]) -> None:
         self._ctx = ctx

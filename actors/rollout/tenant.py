@@ -115,7 +115,7 @@ class RolloutTenant:
         return await self._tenant.command(command)
 
     def report(self) -> TenantReport:
-        """How the engine's memory stands."""
+        """State of the engine's memory."""
         return self._tenant.report()
 
     async def _tell_loss(self) -> None:

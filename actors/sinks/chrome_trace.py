@@ -2,7 +2,7 @@
 
 A row ("process") per actor, in it a row for the actor itself and one per `track`; complete events (ph X) with the
 activity kind as category, counters (ph C) from metrics, instants (ph i) from events (through all rows where a knob
-was changed or the run paused), and flow arrows, each a pair (ph s, f) with an id of its own:
+was changed or the run paused), and flow arrows, each a pair (ph s, f) with its own id:
 
     a group            dispatch -> generate -> reward -> claim -> train, from spans with `args["hop"]` and `["flows"]`
     a weight version   from the span with `args["makes_version"]` to every span with `args["adopts_version"]`
@@ -13,7 +13,7 @@ one call, a power cut, or a writer that cannot be repaired leaves a torn tail: `
 whole line, a short write (disk full) is rolled back, and trace viewers accept an array without its end.
 
 Bounded: at `PART_BYTES` the file becomes `trace.1.json`, in the place of the one that had that name, and a new one
-begins with the names of all rows. Each part is a trace of its own; no arrow leads from one into the other.
+begins with the names of all rows. Each part is a separate trace; no arrow leads from one into the other.
 
 Considered: viztracer and perfetto's own SDK (they profile functions, not actors), small trace writers on PyPI
 (single-person projects that write at exit only).
@@ -75,7 +75,7 @@ class ChromeTraceSink:
         self._row_ends_us: dict[tuple[int, int], int] = {}
         self._volume = TraceVolume()
         self._num_arrows = 0
-        self._has_told_thinned = False
+        self._has_reported_thinned = False
         self._context: SinkContext | None = None
 
     def open(self, context: SinkContext) -> None:
@@ -111,8 +111,8 @@ class ChromeTraceSink:
         """Append what waits; the file is complete JSON before and after. Raises OSError when the disk refuses: what
         waits is kept for the next time, `_MAX_WAITING` events of it."""
         is_thin = self._lanes.num_refused + self._volume.num_skipped > 0
-        if is_thin and not self._has_told_thinned and self._context is not None:
-            self._has_told_thinned = True
+        if is_thin and not self._has_reported_thinned and self._context is not None:
+            self._has_reported_thinned = True
             self._context.emit(
                 "trace-thinned", f"{TRACE_FILE} leaves short stretches out: more happens than it can show"
             )

@@ -21,7 +21,7 @@ from typing import Any
 from ...core.messages import MetricPoint, Telemetry
 from ...core.sink import SinkContext
 from .names import curve_name
-from .public_address import public_address, told_in_public
+from .public_address import public_address, public_errors
 
 FOLDER = "mlruns"
 RUN_ID_FILE = "mlflow.run_id"
@@ -52,12 +52,12 @@ class MlflowSink:
     def open(self, context: SinkContext) -> None:
         """Raises ImportError saying what to install when mlflow is missing (the run continues without this sink)."""
         try:
-            with told_in_public(self._tracking_uri):
+            with public_errors(self._tracking_uri):
                 self._client = self._make_client(context.run_dir)
             self._make_metric = import_module("mlflow.entities").Metric
         except ImportError as error:
             raise ImportError(f"mlflow is not installed ({error}) -- pip install 'myxa[mlflow]'") from error
-        with told_in_public(self._tracking_uri):
+        with public_errors(self._tracking_uri):
             self._go_on(context)
         where = public_address(self._tracking_uri) or context.run_dir / FOLDER
         context.emit("mlflow-opened", f"MLflow run {self._run_id} in {where}")
@@ -111,7 +111,7 @@ class MlflowSink:
 
     def flush(self) -> None:
         """Write what was collected."""
-        with told_in_public(self._tracking_uri):
+        with public_errors(self._tracking_uri):
             self._send(self._client)
 
     def _send(self, client: Any) -> None:
@@ -124,6 +124,6 @@ class MlflowSink:
         client, self._client = self._client, None
         if client is None:
             return
-        with told_in_public(self._tracking_uri):
+        with public_errors(self._tracking_uri):
             self._send(client)
             client.set_terminated(self._run_id)

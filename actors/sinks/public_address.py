@@ -31,8 +31,8 @@ def public_address(address: str) -> str:
 
 
 @contextmanager
-def told_in_public(address: str) -> Generator[None]:
-    """Errors raised inside that quote `address`, or what `public_address` leaves out of it, tell it as that does.
+def public_errors(address: str) -> Generator[None]:
+    """Errors raised inside that quote `address`, or what `public_address` leaves out of it, quote its public form.
 
     Raises OSError in the place of such an error; others pass as they are.
     """

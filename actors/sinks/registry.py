@@ -42,8 +42,8 @@ def choose_sinks(
     otlp_endpoint: str = "",
     samples_bytes: int = 256 << 20,
 ) -> list[Sink]:
-    """The sinks of a run, as its `[monitor]` section says. `extra`: names for `make_sink`, each fed by a thread of its
-    own; `options`: name -> named arguments; `otlp_endpoint`: of an OpenTelemetry collector; `samples_bytes`: of
+    """The sinks of a run, as its `[monitor]` section says. `extra`: names for `make_sink`, each fed by its own
+    thread; `options`: name -> named arguments; `otlp_endpoint`: of an OpenTelemetry collector; `samples_bytes`: of
     prompts and answers that are kept."""
     sinks: list[Sink] = [JsonlSink(samples_bytes)]
     if trace:

@@ -64,7 +64,7 @@ class TensorBoardSink:
             writer.flush()
 
     def close(self) -> None:
-        """Close all files (each has a thread of its own)."""
+        """Close all files (each has its own thread)."""
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()

@@ -6,7 +6,7 @@
     project = "sorting"
     mode = "offline"         # `wandb sync <run>/wandb/offline-run-*` uploads it later
 
-wandb is imported in `open` only: it is an optional extra, large, and starts a process of its own. It gets metrics, and
+wandb is imported in `open` only: it is an optional extra, large, and starts its own process. It gets metrics, and
 the run file as hyper-parameters, without what looks like a secret; trace and events stay in the run directory.
 """
 

@@ -86,7 +86,7 @@ class MemoryManager(MemoryContract):
         self._silent: set[str] = set()
         """Tenants whose silence was said."""
 
-    # -- life
+    # -- start and end
 
     async def on_start(self) -> None:
         self._meter = ActivityMeter(self.ctx.name, self._clock)
@@ -111,7 +111,7 @@ class MemoryManager(MemoryContract):
 
     def _tell_interrupted(self) -> None:
         for tenant, command in self._journal.commands.items():
-            text = f"last told by the manager before this one: {command.kind} of epoch {command.epoch}"
+            text = f"last order of the manager before this one: {command.kind} of epoch {command.epoch}"
             self._timeline.add(self._clock.wall(), "", tenant, text)
 
     async def on_stop(self, why: str) -> None:

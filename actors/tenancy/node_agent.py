@@ -71,12 +71,12 @@ class NodeAgent(NodeAgentContract):
                 lambda: manager.process_ended(process), who=self._manager, clock=self._clock, log=self.ctx.log
             )
         except MyxaError as error:
-            self.ctx.log.warning("%s: that process %d ended is not told: %s", self._manager, process.pid, error)
+            self.ctx.log.warning("%s did not hear that process %d ended: %s", self._manager, process.pid, error)
 
 
 ASK_S = 5.0
 AGAIN_S = 5.0
-"""After an agent refused, or stood still for as long as anybody waits."""
+"""After an agent refused, or did not answer within `ASK_S`."""
 
 
 class NodeWatch:
@@ -103,7 +103,7 @@ class NodeWatch:
         self._own = ProcessWatch(self._own_ended)
         self._watched: dict[int, set[WatchedProcess]] = {}
         """By node."""
-        self._told: dict[int, set[WatchedProcess]] = {}
+        self._sent: dict[int, set[WatchedProcess]] = {}
         """What the present incarnation of an agent has answered for; an answer of an earlier one finds another set."""
         self._telling: set[int] = set()
         for name in self._agents.values():
@@ -172,7 +172,7 @@ class NodeWatch:
         watched = self._watched.get(process.node, set())
         if process in watched:
             watched.discard(process)
-            self._told.get(process.node, set()).discard(process)
+            self._sent.get(process.node, set()).discard(process)
             self._on_end(process)
 
     def _own_ended(self, pid: int, started_at: int) -> None:
@@ -182,7 +182,7 @@ class NodeWatch:
         """A restarted agent watches no process yet."""
         node = next((node for node, name in self._agents.items() if name == event.name), None)
         if node is not None and event.kind in ("up", "restarted"):
-            self._told.pop(node, None)
+            self._sent.pop(node, None)
             self._tell(node)
 
     def _tell(self, node: int) -> None:
@@ -193,24 +193,24 @@ class NodeWatch:
     async def _tell_until_known(self, node: int) -> None:
         try:
             while True:
-                told = self._told.setdefault(node, set())
-                new = tuple(self._watched.get(node, set()) - told)
+                watched = self._sent.setdefault(node, set())
+                new = tuple(self._watched.get(node, set()) - watched)
                 if not new:
                     return
-                await self._tell_once(node, new, told)
+                await self._tell_once(node, new, watched)
         finally:
             self._telling.discard(node)
 
-    async def _tell_once(self, node: int, new: tuple[WatchedProcess, ...], told: set[WatchedProcess]) -> None:
+    async def _tell_once(self, node: int, new: tuple[WatchedProcess, ...], watched: set[WatchedProcess]) -> None:
         name = self._agents[node]
         agent = with_deadline(self._agent(node), ASK_S)
         try:
             gone = await until_answered(lambda: agent.watch(new), who=name, clock=self._clock, log=self._ctx.log)
-        except MyxaError as error:  # a fault of its own comes as what it is
+        except MyxaError as error:  # an error inside the agent
             self._ctx.log.warning("%s watches no processes: %s; it is asked again in %g s", name, error, AGAIN_S)
             await asyncio.sleep(AGAIN_S)
             return
-        told.update(new)
+        watched.update(new)
         for process in gone:
             self.ended(process)
 

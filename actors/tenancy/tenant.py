@@ -114,7 +114,7 @@ class Tenant:
 
     @property
     def state(self) -> str:
-        """Where it stands in its life."""
+        """Its present state."""
         return self._machine.state
 
     @property
@@ -131,7 +131,7 @@ class Tenant:
         self._assets.comms = comms
 
     def report(self) -> TenantReport:
-        """How it stands now. While a command works on the memory: how it stood before."""
+        """Its present state. While a command works on the memory: the state before."""
         pids = self._pids() or (os.getpid(),)
         tags = self._assets.tags(is_busy=self._machine.running is not None)
         self._sequence += 1
@@ -178,7 +178,7 @@ class Tenant:
             try:
                 await self._manager.changed(self.report())
             except MyxaError as error:
-                _log.warning("%s: the memory manager was not told: %s", self._options.name, error)
+                _log.warning("%s: the memory manager did not hear of it: %s", self._options.name, error)
 
     # -- commands
 
@@ -327,11 +327,11 @@ class Carried:
         self._spend(part, getattr(moved, "seconds", 0.0))
         self._spend("", getattr(moved, "parts", None))
 
-    def _spend(self, part: str, told: Mapping[str, float] | float | None) -> None:
-        """Seconds of the part, or by parts of its own."""
-        if told is None:
+    def _spend(self, part: str, spent: Mapping[str, float] | float | None) -> None:
+        """Seconds of the part, or of each of its parts."""
+        if spent is None:
             return
-        parts = told if isinstance(told, Mapping) else {part: told}
+        parts = spent if isinstance(spent, Mapping) else {part: spent}
         for name, seconds in parts.items():
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
@@ -355,7 +355,7 @@ class TenantAssets:
         """Under which communicators were restored last."""
         self._last: tuple[TagReport, ...] | None = None
 
-    # -- told from the loop
+    # -- asked from the loop
 
     def tags(self, *, is_busy: bool) -> tuple[TagReport, ...]:
         """Every tag once. A tag that is planned and in a store already counts with the larger number."""

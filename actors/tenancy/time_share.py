@@ -69,8 +69,8 @@ class TimeShare:
         self._rollouts = ctx.group(RolloutContract, options.rollouts)
         self._num_asked = 0
         self._loaded: set[tuple[str, int]] = set()
-        """Rollout actors, with the epoch of their process, whose engines were told to load. What a tenant's state says
-        is not enough: room may have been granted to one that has not loaded."""
+        """Rollout actors, with their process's epoch, whose engines were ordered to load. A tenant's state does not say
+        so: room may have been granted to one that has not loaded."""
         self._has_newcomers = False
         self._switch_s = 0.0
         self._copied_bytes = 0
@@ -101,7 +101,7 @@ class TimeShare:
         await self._insist(self._offer, needs_engines=True)
 
     async def give(self) -> None:
-        """The engines' turn. One that died since the offer is waited for: it stands without weights until the next."""
+        """The engines' turn. One that died since the offer is waited for: it has no weights until the next."""
         await self._insist(
             lambda: self._lease(ROLLOUT, ROLLOUT_TAGS, is_active=True, quiet=(TRAINER,)), needs_engines=True
         )

@@ -4,7 +4,7 @@
     written    each rank's files are on its disk, and a copy of the ledger beside them, whenever that is
     finish     between two steps, or while training waits for data (where engines have the devices meanwhile: after
                `OVERDUE_S` of waiting), all ranks: the folder appears, then the run's part of it
-               (`checkpoints/run_part.py`), and only then is the buffer told "durable"
+               (`checkpoints/run_part.py`), and only then does the buffer get "durable"
 
 One at a time: the next checkpoint first settles the one before. A checkpoint that lacks a later decision about knobs is
 written again in its place. A scheduled one that cannot be written is reported, with what is not covered, and tried
@@ -137,7 +137,7 @@ class Checkpoints:
         self._drafts: IO[str] | None = None
         """Held while one is being written."""
         self._newest: tuple[int, LiveKnobs] | None = None
-        """Version and knobs of the one that was written last, with all its parts and told to the buffer."""
+        """Version and knobs of the one that was written last, with all its parts, and reported to the buffer."""
         self._written_at_s = 0.0
         """When every rank had written the newest one."""
         self._num_failed = 0
@@ -224,7 +224,7 @@ class Checkpoints:
         await self._attempt(version, lambda: self.save(version))
 
     async def settle_by_schedule(self, version: int) -> None:
-        """As `settle`, with failures as in `save_by_schedule`; the ranks stand at `version`."""
+        """As `settle`, with failures as in `save_by_schedule`; the ranks are at `version`."""
         await self._attempt(version, self.settle)
 
     async def at_boundary(self, version: int) -> None:
@@ -343,7 +343,7 @@ class Checkpoints:
 
     def _oldest_to_stay(self, newest: Path) -> int | None:
         """Version of the oldest one that training may fall back to once the others have gone; those that stay for ever
-        bring a ledger of their own. None: the disk does not tell."""
+        bring a ledger of their own. None: the disk does not say."""
         try:
             return self._parted(newest).first_to_stay
         except OSError:
@@ -495,7 +495,7 @@ class CheckpointOrders:
         return await order.done
 
     async def serve(self, version: int) -> None:
-        """Write what is waited for; the ranks stand at `version` and may compute."""
+        """Write what is waited for; the ranks are at `version` and may compute."""
         while self._waiting:
             if not self._waiting[0].is_export:  # one by schedule that cannot be written is no business of who asks now
                 await self._checkpoints.settle_by_schedule(version)

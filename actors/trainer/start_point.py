@@ -1,7 +1,7 @@
 """Where a trainer rank begins: at a checkpoint on disk, or at the training state in the host's memory.
 
-Rank 0 looks and tells the other ranks: ranks that look for themselves might see different checkpoints and silently
-train from different states.
+Rank 0 looks and sends the other ranks its choice: ranks that look for themselves might see different checkpoints and
+silently train from different states.
 
 `MemoryCheckpoints` keeps the training state of a few steps back in a folder in memory, which outlives the ranks, so a
 gang that restarts continues from there. It is written like any checkpoint. It makes nothing durable, since memory is
@@ -49,7 +49,7 @@ class StartFinder(Protocol):
     """What rank 0 asks. Both may block."""
 
     def find(self, torn: Mapping[str, str]) -> StartPoint:
-        """Where to begin, as far as can be told without a look at every byte. `torn`: folders that it found before and
+        """Where to begin, as far as can be seen without reading every byte. `torn`: folders that it found before and
         that are not whole, each with the reason. Raises TrainError when there is none where one must be."""
         ...
 
@@ -91,12 +91,12 @@ def shared_start(
             word = _Word(start=finder.find(torn))
         except (MyxaError, OSError) as error:
             word, failure = _Word(problem=str(error)), error
-    told = msgspec.json.decode(exchange(msgspec.json.encode(word).decode())[0], type=_Word)
+    word = msgspec.json.decode(exchange(msgspec.json.encode(word).decode())[0], type=_Word)
     if failure is not None:
         raise failure
-    if told.problem:
-        raise TrainError(f"rank 0 finds no place to begin: {told.problem}", remedy="see the log of trainer/0")
-    return told.start
+    if word.problem:
+        raise TrainError(f"rank 0 finds no place to begin: {word.problem}", remedy="see the log of trainer/0")
+    return word.start
 
 
 class Restorer(Protocol):
@@ -108,7 +108,7 @@ class Restorer(Protocol):
 
 
 def restore(rank: int, finder: StartFinder, backend: Restorer) -> tuple[StartPoint, dict[str, Any]]:
-    """Where all ranks stand then, and what was saved beside it; version 0 of the model folder where nothing was.
+    """Where all ranks begin, and what was saved beside it; version 0 of the model folder where nothing was.
 
     Collective, in the backend's thread. A checkpoint that turns out to be torn is passed over by all ranks, if there is
     another one to begin from. Raises TrainError if there is none, or if one cannot be restored.

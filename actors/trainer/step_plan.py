@@ -398,7 +398,7 @@ def _processed(groups: Sequence[Group], options: StepPlanOptions) -> dict[str, f
 
 
 MAX_PARTS = 32
-"""Names that become metrics in the life of one leader."""
+"""Names that become metrics under one leader."""
 MAX_NAME = 64
 """Characters of a name that becomes one."""
 LEFT_OUT = "reward/parts_left_out"

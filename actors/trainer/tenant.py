@@ -126,6 +126,6 @@ class TrainerTenant:
         return await self._tenant.command(command)
 
     async def report(self) -> TenantReport:
-        """How the rank's memory stands, once the manager knows of it."""
+        """State of the rank's memory, once the manager knows of it."""
         await self._has_joined.wait()
         return self._tenant.report()

@@ -88,7 +88,7 @@ class TrainLoopOptions:
     """Number of the shard that each rank trains, where ranks share one; empty: each its own."""
     guard: CanaryOptions = field(default_factory=lambda: CanaryOptions(every=0, bound=0.0))
     channel: WeightChannel = "shm"
-    """By which weights are published. A live knob, where engines have devices of their own."""
+    """By which weights are published. A live knob, where engines have their own devices."""
     standby: StandbyOptions = field(default_factory=StandbyOptions)
     step_values: Mapping[str, KnobValue] = field(default_factory=dict[str, KnobValue])
     """What the run file says of the knobs that ranks use; see `step_values` in `knobs.py`."""
@@ -164,15 +164,15 @@ class TrainLoop:
         self._standby = Standby(options.standby, self._together, meter, telemetry, side.live_knobs)
         self._link = CoordinatorLink(ctx, self._publisher, self._ask)
         self._parts = PartMetrics()
-        self.stands_at = -1
+        self.last_boundary = -1
         """Number of the boundary that was passed last; see `KnobOwner`."""
-        self._may_go, self._told = False, asyncio.Event()  # set by whatever concerns a loop that has not begun
+        self._may_go, self._has_order = False, asyncio.Event()  # set by whatever concerns a loop that has not begun
         self._refused = -1
         """Version that no engine could take as it was published."""
         self._stop_reason = ""
         self._inventory = ""
 
-    # -- told by the coordinator
+    # -- orders of the coordinator
 
     def go(self, start_version: int) -> None:
         """Start stepping from the version that the ranks have; `start_version` is the coordinator's view of it. An
@@ -180,14 +180,14 @@ class TrainLoop:
         if (at := self._link.version) < 0:
             self._ctx.log.warning("an order to start at version %d was not for this gang; ignored", start_version)
             return
-        self._ctx.log.info("the coordinator lets the loop start at version %d; it stands at %d", start_version, at)
+        self._ctx.log.info("the coordinator lets the loop start at version %d; it is at %d", start_version, at)
         self._link.is_leading = self._may_go = True
-        self._told.set()
+        self._has_order.set()
 
     def stop(self, reason: str) -> None:
         """End after the current step."""
         self._stop_reason, self._may_go = self._stop_reason or reason, True
-        self._told.set()
+        self._has_order.set()
 
     async def released(self, version: int) -> None:
         """No engine reads `version` any more."""
@@ -196,7 +196,7 @@ class TrainLoop:
     def publish_again(self, version: int) -> None:
         """No engine can take `version` as it was published."""
         self._refused = version if self._share is None else -1  # in turns they have it, or the leader waits for them
-        self._told.set()
+        self._has_order.set()
 
     async def write_now(self, *, export: bool) -> str:
         """Have a checkpoint or an export written between two steps; returns the folder."""
@@ -213,7 +213,7 @@ class TrainLoop:
     ) -> None:
         """From set-up to the end of the run. `live`: knobs as the checkpoint that it continues from holds them.
         `is_restart`: the gang was here before, so what was trained after `version` is undone."""
-        self.stands_at, start_version = version - 1, version
+        self.last_boundary, start_version = version - 1, version
         self.checkpoints.goes_on_from(version)
         await self._ctx.wait_for("coordinator", "buffer", *self._gang.names, timeout_s=self._options.setup_timeout_s)
         if version > 0 or is_restart:
@@ -223,9 +223,9 @@ class TrainLoop:
             await self._link.ready(version, manifest, facts, live)
         with self._meter.during("other", "start, first engine"):
             while not self._may_go:
-                self._told.clear()
+                self._has_order.clear()
                 await self._publish_refused(version)  # the loop is not started before an engine has it
-                await self._told.wait()
+                await self._has_order.wait()
         self._meter.switch("compute", "lead")
         await self._compare(version)
         reason = ""
@@ -256,7 +256,7 @@ class TrainLoop:
         return self._knobs.is_at_end
 
     async def _compare(self, version: int) -> None:
-        """With an engine, when that is due and engines were given `version`; the trainer stands at it meanwhile."""
+        """With an engine, when that is due and engines were given `version`; the trainer stays at it meanwhile."""
         if version == self._publisher.newest and not self._stop_reason and version < self._last:
             await self._guard.check(version, lambda: self._trainers_turn(version))
 
@@ -285,7 +285,7 @@ class TrainLoop:
         return await self._ask("buffer", lambda: self._buffer.claim(version, wait_s, blocked_by))
 
     async def _between_claims(self, version: int, blocked_by: str) -> None:
-        """There is no batch yet: what else can be done while the trainer stands at `version`."""
+        """There is no batch yet: do what else can be done while the trainer is at `version`."""
         newcomers = self._share is not None and self._share.has_newcomers
         # in turns on a device, a checkpoint is finished with the next step, unless that is long in coming
         costs_a_turn = self._share is not None and blocked_by not in _RESTING
@@ -313,7 +313,7 @@ class TrainLoop:
         return f"no more data after {version} steps"
 
     async def _step(self, version: int, batch: ClaimedBatch) -> int:
-        """One optimizer step (or several mini-batches), told to buffer, engines and people."""
+        """One optimizer step (or several mini-batches), reported to buffer, engines and people."""
         started = self._clock.monotonic()
         await self._pass_step(version)
         with self._meter.during("compute", f"plan {version}"):
@@ -360,7 +360,7 @@ class TrainLoop:
             self.checkpoints.keep_last = self._knobs.count("keep_last")
             if self._options.publishes:
                 self._guard.every = self._knobs.count("guard_every")
-        self.stands_at = version
+        self.last_boundary = version
 
     # -- weights
 
@@ -446,7 +446,7 @@ class TrainLoop:
     @asynccontextmanager
     async def _engines_turn(self, version: int) -> AsyncGenerator[None]:
         """Around telling that `version` was published: before, engines have room for it; after, once all of them took
-        it, their turn. Nothing but the telling where they have devices of their own."""
+        it, their turn. Where engines have their own devices, only the announcement."""
         if self._share is None:
             yield
             return
@@ -490,7 +490,7 @@ class TrainerGang:
         telemetry: TelemetryBuffer,
         clock: Clock,
     ) -> None:
-        """`shard_of_rank`: empty where each rank trains a shard of its own."""
+        """`shard_of_rank`: empty where each rank trains its own shard."""
         self._shard_of_rank = tuple(shard_of_rank) or tuple(range(world_size))
         self._step_timeout_s = step_timeout_s
         self._telemetry = telemetry
@@ -516,7 +516,7 @@ class TrainerGang:
             raise self._failed(shards[0].step, error) from error
         group_ids = {sample.group_id for shard in shards for sample in shard.samples}
         self._telemetry.hop("train", group_ids, started, self._clock.monotonic() - began, step=shards[0].step)
-        scores = tuple(score for told in stats.values() for score in told.scores)
+        scores = tuple(score for one in stats.values() for score in one.scores)
         return StepStats(metrics=stats["trainer/0"].metrics, scores=scores)
 
     def _failed(self, step: int, error: GatherError) -> MyxaError:

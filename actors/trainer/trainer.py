@@ -88,7 +88,7 @@ class Trainer(OwnsKnobs, TrainerContract):
         start: StartFinder | None = None,
     ) -> None:
         """`ends`: of the weight channels, none made yet. `tenancy`: where the rank shares its device with
-        an engine in turns. `start`: tells rank 0 where all begin; asked in a thread. None: from the model folder."""
+        an engine in turns. `start`: answers rank 0 where all begin, in a thread. None: from the model folder."""
         self._backend = backend
         self._ends = ends
         self._options = options
@@ -109,7 +109,7 @@ class Trainer(OwnsKnobs, TrainerContract):
         self._pending_save: PendingSave | None = None
         self._saving: asyncio.Task[TrainError | None] | None = None
 
-    # -- life
+    # -- start and end
 
     async def on_start(self) -> None:
         self._meter = ActivityMeter(self.ctx.name, self._clock)
@@ -125,7 +125,7 @@ class Trainer(OwnsKnobs, TrainerContract):
         owner = KnobOwner(
             self.ctx.name,
             () if self._options.rank else self._knobs.knobs(),
-            stands_at=lambda: -1 if self._leader is None else self._leader.stands_at,
+            last_boundary=lambda: -1 if self._leader is None else self._leader.last_boundary,
             clock=self._clock,
             telemetry=self._telemetry,
         )
@@ -154,8 +154,8 @@ class Trainer(OwnsKnobs, TrainerContract):
                 share,
             )
             self.ctx.watch("coordinator")
-            told = {key: str(value) for key, value in facts.items()}
-            await self._leader.run(self._version, told, self._live, is_restart=start.is_restart)
+            texts = {key: str(value) for key, value in facts.items()}
+            await self._leader.run(self._version, texts, self._live, is_restart=start.is_restart)
 
     async def _restore(self) -> StartPoint:
         """The state that this attempt begins with."""
@@ -293,7 +293,7 @@ class Trainer(OwnsKnobs, TrainerContract):
         with naming_disk(Path(folder)), exporting, self._blocking("exports the model"):
             await self._in_thread(lambda: self._backend.export_hf(folder))
 
-    # -- weights that engines take from this rank, each call in a thread of its own
+    # -- weights that engines take from this rank, each call in its own thread
 
     async def weight_plan(self, request: PlanRequest) -> PlanReply:
         return self._ends.sender_of(request.version).plan(request)

@@ -48,7 +48,7 @@ CALL: ContextVar[UserCall | None] = ContextVar("call", default=None)
 
 
 class Outgoing:
-    """Frames leave in a thread of their own, so that nothing here waits for an actor that is busy."""
+    """Frames leave in their own thread, so that nothing here waits for an actor that is busy."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
@@ -96,7 +96,7 @@ class Blocked(BaseException):
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """The loop's executor: `asyncio.to_thread` gets a thread of its own, whatever else hangs."""
+    """The loop's executor: `asyncio.to_thread` gets its own thread, whatever else hangs."""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         future: Future[T] = Future()
@@ -148,7 +148,7 @@ class Watch:
     is."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, max_block_s: float, on_stuck: Callable[[str], None]) -> None:
-        """`on_stuck`: told where code cannot be interrupted, before this process ends."""
+        """`on_stuck` gets the place of code that cannot be interrupted, before this process ends."""
         self._loop, self._max_block_s, self._on_stuck = loop, max_block_s, on_stuck
         self._main = threading.get_ident()
         self._num_interrupts = 0

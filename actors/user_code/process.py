@@ -33,7 +33,7 @@ MAX_FRAME_BYTES = 64 << 20
 START_TIMEOUT_S = 120.0
 """For importing the user's module: it may be heavy."""
 END_TIMEOUT_S = 8.0
-"""For a subreaper to end all that its worker started, and then itself, so that the worker's exit code can be told."""
+"""For a subreaper to end all that its worker started, and then itself, with the worker's exit code."""
 
 
 class WorkerGone(Exception):
@@ -107,11 +107,11 @@ class UserProcess:
         self._is_killed = False
         self._reaping: asyncio.Future[None] | None = None
         self.pid = process.pid
-        """Of the process that runs the user's code, once it has told; of its subreaper before."""
+        """Of the process that runs the user's code, once it has reported; of its subreaper before."""
 
     @classmethod
     async def start(cls, grace_s: float = 0.0) -> Self:
-        """A process that waits for its first frame. In a session of its own: what is typed at a terminal is not for
+        """A process that waits for its first frame. In its own session: what is typed at a terminal is not for
         it. `grace_s`: what it has to clean up when this process dies."""
         command = (sys.executable, "-m", "myxa.actors.user_code.subreaper", str(os.getpid()), cls.MODULE, str(grace_s))
         return cls(await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, start_new_session=True))
@@ -210,7 +210,7 @@ class UserProcess:
 
     async def gone(self) -> None:
         """Wait until an ended or killed worker has been reaped and its pipes are closed."""
-        # In a task of its own, one for all who wait: asyncio has one future for a pipe's end, and cancels it with any
+        # In its own task, one for all who wait: asyncio has one future for a pipe's end, and cancels it with any
         # of those who wait for it, for the others too.
         if self._reaping is None:
             self._reaping = asyncio.ensure_future(self._reap())  # noqa: TID251 -- kept here, and ends by its deadlines

@@ -8,7 +8,7 @@ arrived, or the actor died (then after `grace` seconds, in which the worker can 
 descendant, and then ends as the worker did, so that its parent sees the worker's exit code or signal. If the subreaper
 itself is killed with SIGKILL, the kernel ends the worker too, but the tools survive.
 
-A process group is not enough: a tool may start a session of its own, and a group has no owner once its leader is dead.
+A process group is not enough: a tool may start its own session, and a group has no owner once its leader is dead.
 Cgroups need rights that a container rarely gives.
 """
 
@@ -65,13 +65,13 @@ def _until_end(worker: int, grace_s: float) -> int:
     until_s = math.inf
     while True:
         left_s = until_s - time.monotonic()
-        told = signal.sigtimedwait(_WATCHED, max(left_s, 0.0)) if left_s < math.inf else signal.sigwaitinfo(_WATCHED)
-        if told is None:
+        info = signal.sigtimedwait(_WATCHED, max(left_s, 0.0)) if left_s < math.inf else signal.sigwaitinfo(_WATCHED)
+        if info is None:
             return int(signal.SIGKILL)
-        if told.si_signo == _ORPHANED:
+        if info.si_signo == _ORPHANED:
             until_s = min(until_s, time.monotonic() + grace_s)
             continue
-        if told.si_signo != signal.SIGCHLD:
+        if info.si_signo != signal.SIGCHLD:
             return int(signal.SIGKILL)
         while True:
             try:
@@ -100,7 +100,7 @@ def _end_all(subreaper: int) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Everything below a process, by the parents that /proc tells at this moment."""
+    """Everything below a process, by the parents that /proc shows at this moment."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, IndexError, ValueError):

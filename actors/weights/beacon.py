@@ -28,7 +28,7 @@ class Beacon:
         self._at, self._is_counted = at, is_counted
         self._num_done += 1
 
-    def told(self) -> WeightProgress:
+    def progress(self) -> WeightProgress:
         """Where it is."""
         return WeightProgress(at=self._at, num_done=self._num_done, is_counted=self._is_counted)
 

@@ -1,7 +1,7 @@
 """A trainer rank's ends of the weight channels. An end is made when a version is first published through it, and closed
 when newer versions go through another channel and engines released the last version in it.
 
-    shm, disk         rank 0 has a `WeightWriter`; it works in a thread of its own, beside training. Before its first
+    shm, disk         rank 0 has a `WeightWriter`; it works in its own thread, beside training. Before its first
                       version, by whatever channel, it deletes what a trainer that was killed has left
     nccl, cuda_ipc    every rank has a `WeightSender`; it takes tensors in the backend's thread, and answers in any
 

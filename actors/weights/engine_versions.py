@@ -1,13 +1,13 @@
 """Which weights every rollout actor serves, and what they are worth in the trainer's present lineage. Pure.
 
 A trainer that goes back to version r undoes the versions above r and makes the same numbers again, of other weights.
-Who made a version is therefore told with it: its lineage is the epoch of the trainer's leader that published it.
+So each version comes with its lineage: the epoch of the trainer's leader that published it.
 
     draw(v, lineage)       says what was served when the draw was sent; it may be older than the newest `adopted`
     adopted(v, lineage)    an engine took v
     rewound(r, lineage)    that leader begins at r: of what earlier ones made, whatever is above r counts as r
 
-Rewinds are kept by the owner of this book for its next process; what engines serve they tell again with every draw.
+The owner of this book keeps the rewinds for its next process. Engines report what they serve again with every draw.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class EngineVersions:
     def __init__(self, rewinds: Iterable[Rewind] = ()) -> None:
         """`rewinds`: those that an earlier process of the buffer knew."""
         self._engines: dict[str, tuple[int, ServedWeights]] = {}
-        """Rollout actor -> its newest incarnation, and the latest weights that it told."""
+        """Rollout actor -> its newest incarnation, and the latest weights that it reported."""
         self._rewinds = tuple(rewinds)
 
     @property
@@ -58,7 +58,7 @@ class EngineVersions:
         """Those that may still matter, oldest first."""
         return self._rewinds
 
-    def told(self, rollout: str, epoch: int, weights: ServedWeights) -> bool:
+    def reported(self, rollout: str, epoch: int, weights: ServedWeights) -> bool:
         """An engine serves these weights, or did when it said so; whether that is news."""
         known_epoch, known = self._engines.get(rollout, (-1, None))
         is_old = epoch < known_epoch or (epoch == known_epoch and known is not None and weights <= known)
@@ -73,12 +73,12 @@ class EngineVersions:
         kept = [one for one in self._rewinds if one.lineage < lineage and one.version < version]
         self._rewinds = (*kept, Rewind(lineage, version))
 
-    def serving(self, rollout: str, epoch: int, told: ServedWeights, newest: int) -> JudgedVersion:
-        """By which version a draw that told this is judged now. `newest`: version that there is."""
-        if told.version == ALWAYS_NEWEST:
+    def serving(self, rollout: str, epoch: int, reported: ServedWeights, newest: int) -> JudgedVersion:
+        """The version by which a draw that reported these weights is judged. `newest`: of the run."""
+        if reported.version == ALWAYS_NEWEST:
             return JudgedVersion(newest)
-        known_epoch, known = self._engines.get(rollout, (-1, told))
-        weights = max(told, known) if known_epoch == epoch else told
+        known_epoch, known = self._engines.get(rollout, (-1, reported))
+        weights = max(reported, known) if known_epoch == epoch else reported
         undone_to = [one.version for one in self._rewinds if one.lineage > weights.lineage]
         worth = min(undone_to, default=weights.version)
         if worth < weights.version:

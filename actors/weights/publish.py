@@ -65,10 +65,10 @@ class Publisher:
         self._limit = limit
         self._unreleased: dict[int, tuple[str, ...]] = {}
         """Version -> ranks that published it."""
-        self._untold: dict[int, tuple[str, ...]] = {}
+        self._unheard: dict[int, tuple[str, ...]] = {}
         """Version that was released -> ranks beside this one that have not heard it."""
         self._letting_go: set[int] = set()
-        """Versions of which the other ranks are being told; what they staged is still there."""
+        """Released versions that the other ranks are hearing of; what they staged is still there."""
         self._release_seen = asyncio.Event()
         self.newest = -1
         """Version that was published last; -1: none."""
@@ -87,7 +87,7 @@ class Publisher:
         limit = self._limit(channel)
         if version not in self._unreleased and len(self._unreleased) >= limit:
             await self.await_release(version, at_most=limit - 1)
-        self._untold.pop(version, None)  # ranks that publish it again drop what they had
+        self._unheard.pop(version, None)  # ranks that publish it again drop what they had
         with self._meter.during("wait-weights", f"publish others {version}"):
             parts = await until_written(
                 lambda: self._ranks.all(TrainerContract.publish, version, channel),
@@ -126,23 +126,23 @@ class Publisher:
         """No engine reads `version` any more. A rank that misses this message gets it again with the next version."""
         others = tuple(name for name in self._unreleased.pop(version, ()) if name != self._ctx.name)
         if others:
-            self._untold[version] = others
+            self._unheard[version] = others
         self._letting_go.add(version)
         try:
-            await self._tell_untold()
+            await self._tell_unheard()
         finally:
             self._letting_go.discard(version)
             self._release_seen.set()
 
-    async def _tell_untold(self) -> None:
-        for untold, names in list(self._untold.items()):
+    async def _tell_unheard(self) -> None:
+        for version, names in list(self._unheard.items()):
             try:
-                await self._ctx.group(TrainerContract, names).all(TrainerContract.release_weights, untold)
+                await self._ctx.group(TrainerContract, names).all(TrainerContract.release_weights, version)
             except GatherError as error:
-                self._ctx.log.warning("version %d may go, but not all ranks heard it: %s", untold, error)
+                self._ctx.log.warning("version %d may go, but not all ranks heard it: %s", version, error)
                 continue
-            if self._untold.get(untold) is names:
-                del self._untold[untold]
+            if self._unheard.get(version) is names:
+                del self._unheard[version]
 
     async def await_release(self, version: int, at_most: int = 0) -> None:
         """Before `version`, wait until the engines released all published versions but `at_most`, and the other ranks
@@ -221,10 +221,10 @@ class ChannelChoice:
         """For the first version after a start, and for one that is published again."""
         if not self._in_force():
             return self._begins_with
-        epoch, told = self._owner.newest(CHANNEL)
+        epoch, decided = self._owner.newest(CHANNEL)
         # Epochs, not values: to go back to the one in force is a decision like any other.
         kept = self._kept
-        return cast(WeightChannel, kept.value if kept is not None and kept.epoch > epoch else told)
+        return cast(WeightChannel, kept.value if kept is not None and kept.epoch > epoch else decided)
 
 
 async def refuses(ctx: ActorContext, channel: KnobValue, refused: Mapping[WeightChannel, str]) -> str:

@@ -18,7 +18,7 @@ from ...core.clock import Clock
 from ...core.errors import CallError, EngineError, MyxaError, WeightsRefused
 from ...core.messages import WeightAck, WeightChannel, WeightManifest
 from ...core.process import boot_id
-from ...core.protocols import Engine, TellsProgress
+from ...core.protocols import Engine, ReportsProgress
 from ...core.refs import with_deadline
 from ...core.weight_channel import (
     JoinOffer,
@@ -79,7 +79,7 @@ class EngineWeights:
         return self._ack(version)
 
     async def _swap(self, engine: Engine, version: int) -> None:
-        """Commit, on a track of its own in the trace, since generation continues around it."""
+        """Commit, on its own track in the trace, since generation continues around it."""
         started, wall_s = self._clock.monotonic(), self._clock.wall()
         reached("rollout.commit")
         self._checks.loading(version)
@@ -101,7 +101,7 @@ class EngineWeights:
     def progress(self) -> WeightProgress:
         """How far an adoption that is under way is."""
         engine = self._engine
-        return engine.weight_progress() if isinstance(engine, TellsProgress) else WeightProgress(at="not told")
+        return engine.weight_progress() if isinstance(engine, ReportsProgress) else WeightProgress(at="not reported")
 
     def _ack(self, version: int, *, reason: str = "", is_whole: bool = False) -> WeightAck:
         return WeightAck(rollout=self._name, version=version, accepted=not reason, reason=reason, is_whole=is_whole)

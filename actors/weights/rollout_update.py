@@ -288,8 +288,8 @@ class AdoptionLimits:
         return self.sent_commit_s or self.commit_s if channel in SENT_CHANNELS else self.commit_s
 
 
-class StandsStill(Exception):
-    """An engine made no progress for too long; says where it stands."""
+class NoProgress(Exception):
+    """An engine made no progress for too long; says where it is."""
 
 
 class Adopter:
@@ -370,7 +370,7 @@ class Adopter:
         self._ctx.spawn(self._tell_fenced(name, epoch, reason), name=f"fence-{name}")
 
     async def _tell_fenced(self, name: str, epoch: int, reason: str) -> None:
-        """Until it has heard, or is gone: one that lives on unheard would get no weights ever again."""
+        """Until it has heard, or is gone: an actor that never heard of it would wait for weights without end."""
         engine = self._ctx.ref(RolloutContract, name)
         while True:
             try:
@@ -406,7 +406,7 @@ class Adopter:
             self._telemetry.event("engine-left", text)
             self._adoption.gone(name, epoch)
             return
-        except (CallError, StandsStill) as err:
+        except (CallError, NoProgress) as err:
             self.fence(name, epoch, f"{phase} of version {version}: {err}")
             return
         if ack.accepted:
@@ -422,7 +422,7 @@ class Adopter:
             self.fence(name, epoch, f"{phase} of version {version} refused: {ack.reason}")
 
     async def _watched(self, name: str, limit_s: float, work: Awaitable[WeightAck]) -> WeightAck:
-        """The engine's answer. Raises StandsStill, and what the call raises."""
+        """The engine's answer. Raises NoProgress, and what the call raises."""
         stall = StallCheck(self._limits.stall_s, self._clock.monotonic())
         try:
             async with asyncio.TaskGroup() as group:
@@ -431,14 +431,14 @@ class Adopter:
                     async with asyncio.timeout(limit_s):
                         ack = await work
                 except TimeoutError as err:
-                    raise StandsStill(f"was not done after {limit_s:g} s: {stall.at}") from err
+                    raise NoProgress(f"was not done after {limit_s:g} s: {stall.at}") from err
                 watch.cancel()
                 return ack
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
     async def _watch(self, name: str, stall: StallCheck) -> None:
-        """Asks how far it is, from time to time. Raises StandsStill."""
+        """Asks how far it is, from time to time. Raises NoProgress."""
         engine = with_deadline(self._ctx.ref(RolloutContract, name), LOOK_S)
         while True:
             await asyncio.sleep(LOOK_S)
@@ -448,7 +448,7 @@ class Adopter:
             except CallError as err:
                 self._ctx.log.debug("%s does not say how far it is: %s", name, err)
             if stall.heard(progress, self._clock.monotonic()):
-                raise StandsStill(f"no progress for {self._limits.stall_s:g} s: {stall.at}")
+                raise NoProgress(f"no progress for {self._limits.stall_s:g} s: {stall.at}")
 
     async def _put_off(self, instruction: Adopt, reason: str) -> None:
         """Ask again after a while. An engine that refuses too often what others could take, or serves nothing anyway,
@@ -486,7 +486,7 @@ class Adopter:
         self._on_work()
 
     def _release(self) -> None:
-        """Tell the trainer which versions no engine needs. In a task of its own: a trainer that hangs must not delay
+        """Tell the trainer which versions no engine needs. In its own task: a trainer that hangs must not delay
         the engines."""
         self._unreleased |= {(self._adoption.lineage, version) for version in self._adoption.releasable()}
         if self._unreleased and not self._is_releasing:
@@ -499,17 +499,17 @@ class Adopter:
         pause_s = RETRY_S
         try:
             while self._unreleased:
-                of, version = told = min(self._unreleased)
+                of, version = oldest = min(self._unreleased)
                 # Else the trainer went back, and the number may mean other weights; or it was offered again meanwhile.
                 if of == self._adoption.lineage and not self._adoption.holds(version):
                     try:
                         await with_deadline(self._leader, RELEASE_S).release_weights(version)
                     except MyxaError as err:
-                        self._ctx.log.warning("the trainer was not told that version %d may go: %s", version, err)
+                        self._ctx.log.warning("the trainer did not hear that version %d may go: %s", version, err)
                         await asyncio.sleep(pause_s)
                         pause_s = min(2 * pause_s, RETRY_LIMIT_S)
                         continue
-                self._unreleased.discard(told)
+                self._unreleased.discard(oldest)
         finally:
             self._is_releasing = False
 
@@ -534,9 +534,9 @@ class StallCheck:
         return f"{where}, silent since" if self._is_silent and self._last is not None else where
 
     def heard(self, progress: WeightProgress | None, now_s: float) -> bool:
-        """What the engine answered, None for no answer; whether it stands still for longer than it may.
+        """What the engine answered, None for no answer; whether it made no progress for longer than it may.
 
-        An answer that says that nothing can be counted just now is a sign of life: the phase's deadline has the say.
+        An answer that nothing can be counted just now counts as progress: then only the phase's deadline counts.
         """
         last, self._last = self._last, progress or self._last
         self._is_silent = progress is None

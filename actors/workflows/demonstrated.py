@@ -100,7 +100,7 @@ class _Writer:
         head = opened[: thinks.start()] if thinks else opened
         is_last = at == len(self._messages) - 1
         if thinks is None or not self._text.startswith(head):
-            raise self._refusal(at, "writes what stands before it otherwise once the conversation is longer")
+            raise self._refusal(at, "writes the text before it differently once the conversation is longer")
         if self._text.startswith("<think>", len(head)):
             raise self._refusal(
                 at, f"begins the model's turn with {thinks[0]!r}, and writes another thinking in the demonstration",

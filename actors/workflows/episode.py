@@ -294,7 +294,7 @@ class Episode:
             index=self._index,
         )
         whole, finish = await self._draw(request, start, params)
-        if finish == "length" and self._stopped_at(whole, params):  # SGLang tells the limit first where both are met
+        if finish == "length" and self._stopped_at(whole, params):  # SGLang reports the limit where both are met
             finish = "stop"
         return whole, finish
 

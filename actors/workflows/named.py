@@ -4,8 +4,8 @@
 `metadata["demonstration"]` (one assistant answer) or `metadata["demonstration_turns"]` (a list of `{"role",
 "content"}`); `actors/data` puts them there from the configured answer column.
 
-A user's workflow is an async function, a plain function, or a class with a method for each phase; each episode gets an
-object of its own. `run(ctx, prompt)` is required; `setup(ctx, prompt)`, `finalize(ctx, sample)`, `score(ctx, sample)`
+A user's workflow is an async function, a plain function, or a class with a method for each phase; each episode gets
+its own object. `run(ctx, prompt)` is required; `setup(ctx, prompt)`, `finalize(ctx, sample)`, `score(ctx, sample)`
 and `teardown()` are optional. Each may be async or plain.
 """
 
@@ -50,7 +50,7 @@ def shown_turns(prompt: Prompt) -> list[Message]:
         if not turns or turns[0].role != "assistant":
             raise DataError(
                 f"row {prompt.row} of {prompt.source}: the demonstration does not begin with an assistant's turn",
-                remedy="put what stands before it into the prompt",
+                remedy="put the messages before it into the prompt",
             )
         return turns
     answer = metadata.get("demonstration")

@@ -2,8 +2,8 @@
 model for it, and what became of it.
 
 Several episodes share a worker. One whose code hangs is ended with its limit. The worker that still has such a call
-takes nothing new and is killed once its other episodes have ended; a new one takes its place. Teardown runs as long as
-the process lives.
+takes nothing new and is killed once its other episodes have ended; a new one takes its place. Teardown runs until
+the process ends.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class WorkflowPool:
         return tuple(worker.pid for worker in self._workers if worker.is_alive)
 
     def places(self) -> list[str]:
-        """Where episodes wait for anything but the model, as they told last: function, file and line."""
+        """Where episodes wait for anything but the model, as they reported last: function, file and line."""
         return [one.place for worker in self._workers for one in worker.running.values() if one.place]
 
     async def start(self) -> None:
@@ -224,27 +224,27 @@ class WorkflowPool:
         turn = 0
         try:
             while True:
-                told = await running.inbox.get()
-                if isinstance(told, AskModel):
+                event = await running.inbox.get()
+                if isinstance(event, AskModel):
                     await _cancelled(drawing)
-                    record.asked(told)
-                    turn = told.turn
-                    drawing = asyncio.ensure_future(self._draw(told, running, model, record.under_way))  # noqa: TID251 -- ended below
-                elif isinstance(told, _Turn):
-                    if told.number != turn:
+                    record.asked(event)
+                    turn = event.turn
+                    drawing = asyncio.ensure_future(self._draw(event, running, model, record.under_way))  # noqa: TID251 -- ended below
+                elif isinstance(event, _Turn):
+                    if event.number != turn:
                         continue  # the workflow gave it up and has asked for another one
-                    if told.finish == "abort" and not model.goes_on():
+                    if event.finish == "abort" and not model.goes_on():
                         raise Interrupted(record.so_far())
-                    record.under_way = [told.segment]
-                    await worker.send(_drawn(number, told))
-                elif isinstance(told, Exception):
-                    raise told
+                    record.under_way = [event.segment]
+                    await worker.send(_drawn(number, event))
+                elif isinstance(event, Exception):
+                    raise event
                 else:
-                    if told.is_hanging:
+                    if event.is_hanging:
                         worker.is_retired = True
-                    if told.teardown:
-                        _log.warning("workflow %s: its %s", self.name, told.teardown)
-                    return told
+                    if event.teardown:
+                        _log.warning("workflow %s: its %s", self.name, event.teardown)
+                    return event
         finally:
             await _cancelled(drawing)
 

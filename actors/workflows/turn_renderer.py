@@ -40,7 +40,7 @@ Render = Callable[[Sequence[Message]], str]
 
 
 def between(render: Render, messages: Sequence[Message], place: str) -> str:
-    """What stands between a turn of the model and the text of the first of these messages, whatever that is.
+    """The text between a turn of the model and the text of the first of these messages, for any such text.
 
     `place`: of the template. Raises TemplateError if it cannot append them, with the roles that it can.
     """

@@ -1,7 +1,7 @@
 """A worker process for a user's workflows. `actors/user_code/subreaper.py` starts it, `pool.py` talks to it.
 
-Async phases of all episodes run in its loop (`actors/user_code/loop.py`), each phase that is a plain `def` in a thread
-of its own. Code that holds the loop longer than `rollout.max_block_s` is interrupted: that episode fails.
+Async phases of all episodes run in its loop (`actors/user_code/loop.py`), each phase that is a plain `def` in its own
+thread. Code that holds the loop longer than `rollout.max_block_s` is interrupted: that episode fails.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Worker:
         self.out.flush()
 
     def ended(self, episode: int) -> None:
-        """It has told how."""
+        """It has reported its end."""
         self._plays.pop(episode, None)
 
     def _tell_waits(self) -> None:
@@ -164,7 +164,7 @@ class Play:
         """Of threads that wait for a turn of the model."""
         self.is_over = False
         self._doing: asyncio.Task[Any] | None = None
-        self.task = worker.loop.create_task(self._run())  # kept by the worker until it has told how it ended
+        self.task = worker.loop.create_task(self._run())  # kept by the worker until it has reported its end
 
     # -- the model
 
@@ -212,7 +212,7 @@ class Play:
         end: EpisodeDone | EpisodeFailed
         try:
             end = await self._phases(methods)
-        except BaseException as error:  # noqa: BLE001 -- told to the actor, whatever it is
+        except BaseException as error:  # noqa: BLE001 -- any error is reported to the actor
             end = self._failed(error)
         self.is_over = True
         for call in self.calls:

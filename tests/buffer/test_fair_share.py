@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myxa.actors.buffer.dispatch_queue import OWED_S, FairShare
+from myxa.actors.buffer.dispatch_queue import RESERVED_S, FairShare
 
 FREE = 16
 
@@ -45,14 +45,14 @@ def test_an_engine_that_does_not_follow_holds_nobody_up_for_long():
     shares = FairShare()
     shares.waits("rollout/1", 100)
     assert shares.limit("rollout/0", 100, FREE, dict, 5.0) == FREE // 2
-    assert shares.next_change_s("rollout/0", 5.0) == 5.0 + OWED_S
+    assert shares.next_change_s("rollout/0", 5.0) == 5.0 + RESERVED_S
     shares.waits("rollout/1", 100)  # it asks again and again
-    assert shares.limit("rollout/0", 100, FREE, dict, 5.0 + OWED_S) == FREE
-    assert shares.next_change_s("rollout/0", 5.0 + OWED_S) is None
+    assert shares.limit("rollout/0", 100, FREE, dict, 5.0 + RESERVED_S) == FREE
+    assert shares.next_change_s("rollout/0", 5.0 + RESERVED_S) is None
     shares.follows("rollout/1")
-    assert shares.limit("rollout/0", 100, FREE, dict, 6.0 + OWED_S) == FREE // 2
+    assert shares.limit("rollout/0", 100, FREE, dict, 6.0 + RESERVED_S) == FREE // 2
     shares.served("rollout/1")
-    assert shares.limit("rollout/0", 100, FREE, dict, 6.0 + OWED_S) == FREE
+    assert shares.limit("rollout/0", 100, FREE, dict, 6.0 + RESERVED_S) == FREE
 
 
 def test_nothing_is_kept_for_one_that_left_or_may_take_none():
@@ -119,7 +119,7 @@ async def test_a_buffer_keeps_slots_for_the_engine_that_has_not_adopted_yet(shop
 
 @pytest.mark.asyncio
 async def test_a_buffer_gives_them_to_others_in_the_end(shop, monkeypatch):
-    monkeypatch.setattr("myxa.actors.buffer.dispatch_queue.OWED_S", 0.3)
+    monkeypatch.setattr("myxa.actors.buffer.dispatch_queue.RESERVED_S", 0.3)
     async with shop.open(max_staleness=1, batch_size=8) as desk:
         for assignment in (await desk.draw()).assignments:
             await desk.put(assignment)

@@ -73,7 +73,7 @@ class KnobsMachine(RuleBasedStateMachine):
         )  # fmt: skip
         self.knobs = BufferKnobs(
             "buffer", live, admission, filters=tuple(GROUP_FILTERS), limits=BufferLimits(),
-            retune=self.retune, stands_at=lambda: self.step - 1,
+            retune=self.retune, last_boundary=lambda: self.step - 1,
             clock=SystemClock(),
         )  # fmt: skip
 

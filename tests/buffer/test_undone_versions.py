@@ -53,17 +53,17 @@ async def test_an_engine_goes_down_with_the_trainer(shop: Any) -> None:
 def test_the_same_number_means_what_the_leader_that_made_it_made() -> None:
     versions = EngineVersions()
     old, anew = ServedWeights(1, 5), ServedWeights(2, 5)
-    assert versions.told("e", 1, old)
+    assert versions.reported("e", 1, old)
     versions.rewound(3, lineage=2)
 
     def served(told: ServedWeights, newest: int) -> tuple[int, bool]:
-        versions.told("e", 1, told)
+        versions.reported("e", 1, told)
         found = versions.serving("e", 1, told, newest)
         return found.version, found.is_undone
 
     assert served(old, newest=3) == (3, True)
     assert served(old, newest=5) == (3, True), "the trainer made a 5 again, this engine has the old one"
-    assert not versions.told("e", 1, old), "an adoption that was under way ends late"
+    assert not versions.reported("e", 1, old), "an adoption that was under way ends late"
     assert served(old, newest=6) == (3, True)
     assert served(anew, newest=6) == (5, False), "nobody heard that it took the new one: its draw says so"
     assert served(old, newest=6) == (5, False), "a draw that was sent before that"
@@ -88,16 +88,16 @@ def test_weights_from_before_a_rewind_and_not_above_it_count_as_what_they_are() 
 def test_a_draw_from_before_and_a_new_incarnation_and_no_engine() -> None:
     versions = EngineVersions()
     before = ServedWeights(1, 5)
-    versions.told("e", 1, before)
+    versions.reported("e", 1, before)
     versions.rewound(3, lineage=2)
     assert versions.serving("e", 1, before, newest=5).version == 3
-    versions.told("e", 1, ServedWeights(2, 4))
+    versions.reported("e", 1, ServedWeights(2, 4))
     assert versions.serving("e", 1, before, newest=5).version == 4, "not what the draw told in another lineage"
-    versions.told("e", 2, ServedWeights(2, 5))
+    versions.reported("e", 2, ServedWeights(2, 5))
     assert versions.serving("e", 2, ServedWeights(2, 5), newest=5).version == 5
-    assert not versions.told("e", 1, ServedWeights(2, 6)), "that one is over"
+    assert not versions.reported("e", 1, ServedWeights(2, 6)), "that one is over"
     nothing = ServedWeights(0, ALWAYS_NEWEST)
-    assert not versions.told("none", 1, nothing)
+    assert not versions.reported("none", 1, nothing)
     assert versions.serving("none", 1, nothing, newest=5).version == 5
     unheard = versions.serving("e", 2, ServedWeights(2, 8), newest=5)
     assert (unheard.version, unheard.is_undone) == (5, True), "nobody has trained that one"

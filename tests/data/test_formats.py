@@ -158,11 +158,11 @@ def test_f7_elements_of_an_array_have_their_lines(tmp_path: Path) -> None:
     [
         ('[{"prompt": "a", "label": "1"},\n {"prompt": "b", "la', "t.json:2: the JSON array is cut off"),
         ('[{"prompt": "a", "label": "1"}\n', "t.json:2: the JSON array is cut off"),
-        ('[{"prompt": "a", "label": "1"}\n {}]', "t.json:2: '{' stands where ',' was expected"),
+        ('[{"prompt": "a", "label": "1"}\n {}]', "t.json:2: there is '{' where ',' was expected"),
         ('[{"prompt": "a", "label": "1"},]', "t.json:1: the array is not JSON"),
         ('[{"prompt": "a",\n "label": nope}]', "t.json:2: the array is not JSON"),
         ("[]", "t.json: the file holds no rows"),
-        ('["a"]\n["b"]', "t.json:2: something stands after the end of the JSON array"),
+        ('["a"]\n["b"]', "t.json:2: there is text after the end of the JSON array"),
         ("[3]", "t.json:1: the array holds a number, not a JSON object"),
         ("[" * 100_000, "t.json:1: the JSON is nested too deeply"),
         ('[{"prompt": "a", "label": NaN}]', "t.json:1: the line is not JSON from column 26 on: JSON has no NaN"),

@@ -130,7 +130,7 @@ async def test_facts_the_server_does_not_tell_come_from_the_settings(ask):
     async with connected() as (engine, _):
         info = await engine.info()
         assert (info.context_length, info.max_running, info.version) == (128, 256, -1)
-    with pytest.raises(EngineError, match=r"does not tell its context length -- set engine\.context_length"):
+    with pytest.raises(EngineError, match=r"context length -- set engine\.context_length"):
         async with connected(SglangOptions(vocab_size=320)):
             pass
 

@@ -50,7 +50,7 @@ class Site:
         self.heard: set[int] = set()
         """Epochs that this incarnation was asked about."""
         self.owner = KnobOwner(
-            name, [self._knob(PACE), self._knob(self.knob)], stands_at=lambda: self.number, clock=clock
+            name, [self._knob(PACE), self._knob(self.knob)], last_boundary=lambda: self.number, clock=clock
         )
 
     @property

@@ -56,7 +56,7 @@ def make_desk(
 
         return Knob(TUNABLES[each], lambda: values[each], use, lambda v: "unlucky" if v == 13 else "")
 
-    owner = KnobOwner(name, (), stands_at=lambda: desk.number, clock=clock, telemetry=telemetry)
+    owner = KnobOwner(name, (), last_boundary=lambda: desk.number, clock=clock, telemetry=telemetry)
     desk = Desk(owner, values)
     owner.add(knob(each) for each in names)
     return desk

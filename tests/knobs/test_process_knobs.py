@@ -29,7 +29,7 @@ def levels_as_before() -> Iterator[None]:
 
 @pytest.fixture
 def owner() -> KnobOwner:
-    return KnobOwner("rollout/0", process_knobs(ReportPace(1.0)), stands_at=lambda: -1, clock=ManualClock())
+    return KnobOwner("rollout/0", process_knobs(ReportPace(1.0)), last_boundary=lambda: -1, clock=ManualClock())
 
 
 def turn(owner: KnobOwner, epoch: int, **values: KnobValue) -> KnobVote:

@@ -60,7 +60,7 @@ class Buffer(OwnsKnobs):
             filters=("none", "zero_variance"),
             limits=BufferLimits(),
             retune=lambda values, epoch: [*self.settings.change(values, epoch)].clear(),
-            stands_at=lambda: -1,
+            last_boundary=lambda: -1,
             clock=SystemClock(),
         )
 

@@ -68,7 +68,7 @@ async def main() -> None:
             await asyncio.to_thread(beacon.wait, "commit")
             await engine.commit_weights(int(argument))
         elif method == "progress":
-            return beacon.told()
+            return beacon.progress()
         elif method == "hold":
             beacon.may_go.clear()
             beacon.hold_at = str(argument)

@@ -7,7 +7,7 @@
     zigzag     of every sequence, context rank r of n holds chunks r and 2n - 1 - r, so causal attention costs all alike
     rows       positions of this rank's part that predict a loss token
 
-Padding stands behind a sequence, so causal attention never sees it and no loss depends on it. Every rank of a replica
+Padding comes after a sequence, so causal attention never sees it and no loss depends on it. Every rank of a replica
 (tensor, context and pipeline ranks) builds the same micro-batch from the same shard; only rows differ over context
 ranks. Values beside the tokens are on the axis M of all loss tokens of the micro-batch, as in the torch backend.
 

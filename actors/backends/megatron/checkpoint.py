@@ -87,7 +87,7 @@ class PendingShards:
 
     def finish(self) -> None:
         """Gather what all ranks wrote; rank 0 writes the index. Collective."""
-        with told("finishing"):
+        with as_train_error("finishing"):
             for finalize in self._request.finalize_fns:
                 finalize()
 
@@ -108,7 +108,7 @@ def begin_shards(shards: dict[str, Any], folder: str) -> PendingShards:
             found.append(self.async_save(sharded_state_dict, checkpoint_dir, **ways))
 
     strategy = Held("torch_dist", 1, thread_count=1)
-    with told("planning"):
+    with as_train_error("planning"):
         mcore.module("dist_checkpointing").save(shards, folder, sharded_strategy=strategy)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -119,8 +119,8 @@ def begin_shards(shards: dict[str, Any], folder: str) -> PendingShards:
 
 
 @contextmanager
-def told(what: str) -> Generator[None]:
-    """Raise TrainError for what torch's checkpoints raise: it is no `Exception`, and would pass everybody by."""
+def as_train_error(what: str) -> Generator[None]:
+    """Raise TrainError for what torch's checkpoints raise, which is no `Exception`: no other handler catches it."""
     try:
         yield
     except CheckpointException as error:
@@ -260,7 +260,7 @@ def load_checkpoint(folder: str | Path, state: MegatronTrainingState) -> dict[st
     path, manifest = agreed_checkpoint(world, folder, check)
     what = f"loading checkpoint {path}"
     with world.together(what), of_a_checkpoint(what):
-        with told("reading"):
+        with as_train_error("reading"):
             loaded = mcore.module("dist_checkpointing").load(_sharded(state, is_loading=True), str(path))
         for name, chunk in _named_chunks(state.optimizer.chunks):
             chunk.load_state_dict(loaded[name], strict=True)

@@ -2,7 +2,7 @@
 
     DistributedDataParallel   gradients in contiguous float32 buffers, reduced as the backward pass goes if asked to
     distributed optimizer     float32 masters and moments split over data-parallel ranks
-    HybridDeviceOptimizer     a share of them lives, and is updated, on the CPU
+    HybridDeviceOptimizer     a share of them is held and updated on the CPU
 
 The schedule is ours (`learning_rate` of finished updates), so resuming needs the count alone; decay multipliers (0 for
 vectors) are Megatron's, applied here because its own scheduler, which is not used, would apply them.
@@ -37,7 +37,7 @@ class Precision:
 def wrap_chunks(
     chunks: Sequence[nn.Module], config: Any, settings: MegatronSettings, options: Mapping[str, Any]
 ) -> list[nn.Module]:
-    """Data parallelism around every chunk; tells the pipeline's `config` how gradients are synchronised.
+    """Data parallelism around every chunk; sets in the pipeline's `config` how gradients are synchronised.
 
     `options`: checked fields of DistributedDataParallelConfig.
     """

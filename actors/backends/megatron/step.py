@@ -127,7 +127,7 @@ class MegatronStepper:
                 if problem is not None:
                     self._optimizer.forget_gradients()
                     raise self._world.agreed(problem)
-        return StepStats(metrics=self._metrics(step, minibatches, started_s), scores=step.shown.told())
+        return StepStats(metrics=self._metrics(step, minibatches, started_s), scores=step.shown.scores())
 
     def score_shard(self, shard: TrainShard) -> list[F32]:
         """Log-probs of each sample's loss tokens, float32 [R] (0 where the mask is 0), through exactly the passes that
@@ -140,7 +140,7 @@ class MegatronStepper:
         if cutting.skips_neutral:
             rest = [pack_samples(shard.samples, members, cutting) for members in left_out(shard)]
             self._score_packs(self._even(rest), scores)
-        return self._told(scores)
+        return self._on_all_ranks(scores)
 
     def score(self, samples: Sequence[TrainSample], max_tokens: int) -> list[F32]:
         """Log-probs of each sample's loss tokens, float32 [R] (0 where the mask is 0); replicas may differ in samples,
@@ -150,14 +150,14 @@ class MegatronStepper:
         packs = [pack_samples(samples, members, self._cutting) for members in plan_scoring(samples, max_tokens)]
         longest = int(self._world.max(torch.tensor([len(packs)])).item())
         self._score_packs(self._even(packs, longest), scores)
-        return self._told(scores)
+        return self._on_all_ranks(scores)
 
     def _score_packs(self, packs: Sequence[Pack], into: list[F32]) -> None:
         found = self._pipeline.score(packs)
         for pack, scores in zip(packs, found, strict=False):  # empty on ranks that do not score
             scatter_scores(scores.logprobs_M, pack, into)
 
-    def _told(self, scores: list[F32]) -> list[F32]:
+    def _on_all_ranks(self, scores: list[F32]) -> list[F32]:
         """What the last stage found, on every rank of the replica."""
         joined = from_array(np.concatenate([*scores, np.zeros(0, np.float32)]))
         whole = self._world.shared(joined).cpu().numpy()
@@ -306,7 +306,7 @@ class MegatronStepper:
             sums, maxima = step.tally.reduced(self._world.replicas)
             return {"sums": sums, "maxima": maxima}
 
-        told = self._world.told(reduced)
-        metrics = report(told["sums"], told["maxima"], step.num_updates, self._clock.monotonic() - started_s)
+        joined = self._world.broadcast(reduced)
+        metrics = report(joined["sums"], joined["maxima"], step.num_updates, self._clock.monotonic() - started_s)
         metrics["train/num_updates"] = float(self._optimizer.num_updates)
         return metrics

@@ -97,7 +97,7 @@ class MegatronWorld(World):
         """Meet the other ranks and form all groups. Raises LaunchError as `World.join` does, ConfigError for a layout
         that the gang cannot have."""
         layout.dp(gang.world_size)
-        logging.getLogger("megatron.core").setLevel(logging.WARNING)  # it tells of every parameter
+        logging.getLogger("megatron.core").setLevel(logging.WARNING)  # it logs every parameter
         _raise_descriptor_limit()
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -122,7 +122,7 @@ class MegatronWorld(World):
             _seed(seed)
         return MegatronWorld(base, layout)
 
-    def told(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def broadcast(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """A JSON object that the scoring ranks make, on every rank of their pipelines. Collective."""
         text = json.dumps(make()).encode() if self.place.is_scoring else b""
         size = torch.tensor([len(text)], dtype=torch.int64, device=self.device)

@@ -51,7 +51,7 @@ from .world import World
 
 
 class ManifestCheck(Protocol):
-    """Raises TrainError if this rank cannot use what the manifest tells of."""
+    """Raises TrainError if this rank cannot use what the manifest lists."""
 
     def __call__(self, folder: Path, manifest: Manifest, /) -> None: ...
 

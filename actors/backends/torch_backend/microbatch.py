@@ -194,7 +194,7 @@ def _micro(shard: TrainShard, micro: Sequence[int], cutting: Cutting) -> MicroBa
 
 
 def batch_of(layout: L, samples: Sequence[TrainSample], device: torch.device) -> MicroBatch[L]:
-    """What stands beside the loss tokens of a layout of these samples."""
+    """The loss tokens of a layout of these samples, with their behaviour log-probs and advantages."""
     chosen = [samples[i] for i in layout.members]
     counts = np.diff(layout.offsets)
     behaviour = np.concatenate([s.logprobs[s.loss_mask != 0] for s in chosen] or [np.zeros(0, np.float32)])
@@ -253,7 +253,7 @@ class ShownScores:
                 part = slice(int(layout.offsets[k]), int(layout.offsets[k + 1]))
                 self._found.append((i, layout.columns_M[part], logprobs_M[part].detach().float()))
 
-    def told(self) -> tuple[ScoredSample, ...]:
+    def scores(self) -> tuple[ScoredSample, ...]:
         """What was kept, on the host; empty if no group is shown."""
         if not self._found:
             return ()

@@ -80,7 +80,7 @@ class Learner:
         self, replica: Replica, optimizer: AdamW, loss_of: LossOf, *, name: str = "", is_held: bool = False
     ) -> None:
         """`name`: before the names of its metrics and in errors; empty for the policy. `is_held`: losses are computed
-        and told, and nothing is learnt."""
+        and reported; no weight changes."""
         self.name = name
         self._replica = replica
         self._optimizer = optimizer
@@ -195,7 +195,7 @@ class Stepper:
                     self._reshard()
                     raise self._world.agreed(problem)
         self._reshard()
-        return StepStats(metrics=self._metrics(step, minibatches, started_s), scores=step.shown.told())
+        return StepStats(metrics=self._metrics(step, minibatches, started_s), scores=step.shown.scores())
 
     def score_shard(self, shard: TrainShard) -> list[F32]:
         """Log-probs of each sample's loss tokens, float32 [R] (0 where the mask is 0), through exactly the passes that

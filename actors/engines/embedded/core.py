@@ -114,7 +114,7 @@ class EngineCore:
 
     @property
     def num_running(self) -> int:
-        """Rows that decode, or stand still in a pause."""
+        """Rows that decode or are paused."""
         return len(self._slots)
 
     @property
@@ -173,7 +173,7 @@ class EngineCore:
         self._check_is_new(request.request_id)
 
     def submit_scoring(self, scoring: Scoring) -> None:
-        """Queue tokens to be scored: one delta tells them with their log-probs, as if they had been drawn now."""
+        """Queue tokens to be scored: one delta brings them with their log-probs, as if they had been drawn now."""
         try:
             check_scoring(
                 scoring,
@@ -196,7 +196,7 @@ class EngineCore:
             )
 
     def abort(self, is_meant: Callable[[Running | Scoring], bool] = _everything) -> None:
-        """End the requests that are meant (all); their last delta says "abort" and holds what was not told."""
+        """End the requests that are meant (all); their last delta says "abort" and holds what was not sent yet."""
         for row in reversed(range(len(self._slots))):
             if is_meant(self._slots.rows[row]):
                 self._end(row, "abort")
@@ -214,7 +214,7 @@ class EngineCore:
                 self._scoring.append(one)
 
     def pause(self, mode: PauseMode) -> None:
-        """Stand still until `resume`; what becomes of running requests is in the table below."""
+        """Generate nothing until `resume`; what becomes of running requests is in the table below."""
         self.is_paused = True
         _WHEN_PAUSED[mode](self)
 
@@ -287,7 +287,7 @@ class EngineCore:
 
     def _part(self, new: Sequence[Running], err: BaseException) -> None:
         """After a step that failed: each request takes a step alone, and those that fail again end. Raises `err` if the
-        model cannot compute a token of its own either."""
+        model cannot compute a token that the engine made up either."""
         asked = self._retracted()[::-1]
         asked += [one for one in new if all(one is not other for other in asked)]
         sound: list[Running] = []

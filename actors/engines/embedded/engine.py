@@ -1,6 +1,6 @@
 """The embedded engine: continuous batching on the CPU inside the rollout's process, behind `core.protocols.Engine`.
 
-It loads a model folder, runs the core in a thread of its own and reads new weights through the reader it is given. Life
+It loads a model folder, runs the core in its own thread and reads new weights through the reader it is given. Stages
 of a weight version:
 
     prepare_weights   a worker thread copies the bytes into the spare set while the engine decodes
@@ -194,7 +194,7 @@ class EmbeddedEngine:
     def _place(self) -> str:
         return self._options.name
 
-    # -- life
+    # -- start and end
 
     async def start(self) -> EngineInfo:
         """Check memory, load the folder, start the thread.
@@ -407,8 +407,8 @@ class EmbeddedEngine:
             state.spare = await state.thread.call(lambda core: core.swap(weights, version, mode))
 
     def weight_progress(self) -> WeightProgress:
-        """See `core.protocols.TellsProgress`."""
-        return self._beacon.told()
+        """See `core.protocols.ReportsProgress`."""
+        return self._beacon.progress()
 
     async def relabel(self, version: int) -> None:
         """Stamp the next tokens with another version, weights unchanged: the weights were known by another number."""

@@ -120,6 +120,6 @@ def score(decoder: Decoder, weights: DecoderWeights, ids: I32, first: int) -> F3
     found = np.empty(len(rows), dtype=np.float32)
     for start in range(0, len(rows), count):
         part = slice(start, start + count)
-        told = decoder.logits(weights, hidden[part]).log_softmax(dim=-1)
-        found[part] = told.gather(-1, targets[part, None])[:, 0].numpy()
+        logprobs = decoder.logits(weights, hidden[part]).log_softmax(dim=-1)
+        found[part] = logprobs.gather(-1, targets[part, None])[:, 0].numpy()
     return found

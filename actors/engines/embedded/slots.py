@@ -71,7 +71,7 @@ class SlotTable:
         self._limits: Index = np.zeros(num_slots, dtype=np.int64)
         self._starts: Index = np.zeros(num_slots, dtype=np.int64)
         """Where the row's own tokens begin: length of its context."""
-        self._told: Index = np.zeros(num_slots, dtype=np.int64)
+        self._sent: Index = np.zeros(num_slots, dtype=np.int64)
         """Tokens before this position were handed out."""
         self._temperatures: F32 = np.zeros(num_slots, dtype=np.float32)
         self._top_ps: F32 = np.zeros(num_slots, dtype=np.float32)
@@ -90,7 +90,7 @@ class SlotTable:
             self._newest,
             self._limits,
             self._starts,
-            self._told,
+            self._sent,
             self._temperatures,
             self._top_ps,
             self._top_ks,
@@ -118,7 +118,7 @@ class SlotTable:
         for request in requests:
             row, sampling = len(self.rows), request.sampling
             self.rows.append(request)
-            self.lengths[row] = self._starts[row] = self._told[row] = len(request.context)
+            self.lengths[row] = self._starts[row] = self._sent[row] = len(request.context)
             self._limits[row] = request.limit
             self._temperatures[row] = sampling.temperature
             self._top_ps[row] = sampling.top_p
@@ -186,12 +186,12 @@ class SlotTable:
 
     def has_news(self, row: int) -> bool:
         """Whether there are tokens that were not handed out."""
-        return bool(self._told[row] < self.lengths[row])
+        return bool(self._sent[row] < self.lengths[row])
 
     def news(self, row: int, finish: FinishReason | None = None) -> Delta:
         """The row's tokens since the last call."""
-        new = slice(int(self._told[row]), int(self.lengths[row]))
-        self._told[row] = self.lengths[row]
+        new = slice(int(self._sent[row]), int(self.lengths[row]))
+        self._sent[row] = self.lengths[row]
         ids = self._ids[row, new].copy()
         is_token = finish == "stop" and int(ids[-1]) in self.rows[row].stop_ids
         return Delta(
@@ -219,13 +219,13 @@ class SlotTable:
 
     def marks(self) -> dict[int, tuple[int, int]]:
         """Of each running request, by `id`: its tokens, and those that were handed out."""
-        return {id(one): (int(self.lengths[row]), int(self._told[row])) for row, one in enumerate(self.rows)}
+        return {id(one): (int(self.lengths[row]), int(self._sent[row])) for row, one in enumerate(self.rows)}
 
     def go_back(self, marks: Mapping[int, tuple[int, int]]) -> None:
         """Undo a step that failed half-way: rows are as they were at `marks`, those that came later are not there."""
         self.rows = [one for one in self.rows if id(one) in marks]
         for row, one in enumerate(self.rows):
-            self.lengths[row], self._told[row] = marks[id(one)]
+            self.lengths[row], self._sent[row] = marks[id(one)]
             last = int(self.lengths[row]) - 1
             self._newest[row] = self._ids[row, last] if last >= self._starts[row] else one.context[-1]
 

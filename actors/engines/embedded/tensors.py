@@ -69,7 +69,7 @@ class LentMemory:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The engine lives in this process."""
+        """The engine runs in this process."""
         return (os.getpid(),)
 
     def allocate(self, tag: Tag) -> Allocate:

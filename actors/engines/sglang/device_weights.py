@@ -5,7 +5,7 @@
     cuda_ipc   prepare   memory handles of the whole model, for each rank of the server from the sender on its GPU
                load      the server gets the handles of each bucket, one call for each
 
-Over nccl every sender (a trainer rank; one per pipeline stage) has a channel of its own with this server, so that
+Over nccl every sender (a trainer rank; one per pipeline stage) has its own channel with this server, so that
 stages send in parallel without a lock. The version is announced when the last bucket is in. Errors name phase, bucket,
 server and sender. A channel that failed is closed on both sides, and its name is not used again; the version is then
 sent once more, whole, through a new channel, because a server that is alive can always be made whole again.
@@ -253,7 +253,7 @@ class GroupRoute:
         self._options = options
         self._plans = SenderPlans(server, senders, verify_every=options.verify_every)
         self._channels: dict[str, str] = {}
-        """Sender -> channel that stands."""
+        """Sender -> open channel."""
         self._leavings: set[asyncio.Future[bool]] = set()
         self.beacon = Beacon()
 

@@ -82,8 +82,8 @@ class HeadStart:
 
 
 RID_END = "~"
-"""Ends the request's own id on the wire, and the whole: SGLang aborts by prefix, and "r1" must not abort "r10". Between
-them stands what makes it unique: two seconds after a stream SGLang 0.5.17 aborts whatever has its id by then, and of a
+"""Ends the request's own id on the wire, and the whole: SGLang aborts by prefix, and "r1" must not abort "r10". A
+unique part is between them: two seconds after a stream SGLang 0.5.17 aborts whatever has its id by then, and of a
 request whose reader left it gives the last tokens to the next of that id.
 """
 
@@ -110,7 +110,7 @@ class OpenRequests:
         self._call_s = call_s
         self._open: list[OpenRequest] = []
         self._self_id = uuid.uuid4().hex[:8]
-        """Tells this client from others of the server, and from an earlier life of its own."""
+        """Distinguishes this client from others of the server, and from its earlier incarnations."""
         self._num_sent = 0
 
     def __len__(self) -> int:
@@ -350,7 +350,7 @@ class SglangEngine:
     def _place(self) -> str:
         return self._http.place
 
-    # -- life
+    # -- start and end
 
     async def start(self) -> EngineInfo:
         """Wait until the server answers. Raises EngineError naming its address when it does not in time."""
@@ -369,12 +369,12 @@ class SglangEngine:
         self._sampling = ServerSampling.of(facts, self._options.end_token_ids, self._options.vocab_size)
         if self._memory is not None:
             self._memory.check(facts)
-        told = whole_number(facts, "context_length", "max_model_len")
-        self._context_length = self._context_length or told or self._options.model_context_length
+        served_length = whole_number(facts, "context_length", "max_model_len")
+        self._context_length = self._context_length or served_length or self._options.model_context_length
         self._max_running = whole_number(facts, "max_running_requests") or self._options.max_running
         if self._context_length < 1:
             raise EngineError(
-                f"{self._place}: the server does not tell its context length", remedy="set engine.context_length"
+                f"{self._place}: the server does not report its context length", remedy="set engine.context_length"
             )
         return await self.info()
 
@@ -388,8 +388,8 @@ class SglangEngine:
                     await self._lost.wait()
                 raise EngineError(f"{self._place}: {self._torn}", remedy="restart the server, or leave it to this run")
             async with self._looking:
-                stands = self._is_paused or self._is_parked or self._torn or self._committing.locked()
-                path = "/model_info" if stands else "/health"
+                is_still = self._is_paused or self._is_parked or self._torn or self._committing.locked()
+                path = "/model_info" if is_still else "/health"
                 found = await self._http.look(path, within_s=silence.look_s(clock()))
             silence.looked(clock(), is_well=found is Look.WELL)
         raise EngineError(
@@ -490,11 +490,11 @@ class SglangEngine:
             await self._http.post("/abort_request", body)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stand still; see `core.protocols.Engine`."""
-        await self._stand_still(mode)
+        """Stop generating; see `core.protocols.Engine`."""
+        await self._pause_server(mode)
         self._is_paused = True
 
-    async def _stand_still(self, mode: PauseMode) -> None:
+    async def _pause_server(self, mode: PauseMode) -> None:
         await self._open.arrived(self._open.named(None))
         await self._http.post("/pause_generation", {"mode": mode})
 
@@ -539,7 +539,7 @@ class SglangEngine:
                 )
             self._prepared = None
             if not self._is_paused:
-                await self._stand_still(self.pause_mode)
+                await self._pause_server(self.pause_mode)
             self._commits.append(version)
             before, self._torn = self._torn, f"version {version} was being loaded and did not arrive whole"
             try:
@@ -565,8 +565,8 @@ class SglangEngine:
             )
 
     def weight_progress(self) -> WeightProgress:
-        """See `core.protocols.TellsProgress`."""
-        return self._routes[self._channel].beacon.told() if self._channel else WeightProgress(at="idle")
+        """See `core.protocols.ReportsProgress`."""
+        return self._routes[self._channel].beacon.progress() if self._channel else WeightProgress(at="idle")
 
     # -- memory
 

@@ -113,8 +113,8 @@ class SglangHttp:
         self._session = client_session(keepalive_s=KEEPALIVE_S)
 
     async def close(self) -> None:
-        """End all connections. Never raises, never waits long: a server that stands still reads nothing, and what was
-        written to it would keep its connections open."""
+        """End all connections. Never raises, never waits long: a stopped server reads nothing, and unread bytes
+        would keep its connections open."""
         if self._session is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(CLOSE_S):

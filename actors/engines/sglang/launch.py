@@ -8,7 +8,7 @@ process (SIGSTOP) after two seconds, silence of a running one after a minute.
 `ServerProcess` is any server with its own process group and log. A guardian between (`server_guardian.py`) ends the
 server when this process is killed. `launch/nodes/child.py` does the same for actors, on the launcher's own loop.
 
-`until_stopped` finds a stopped process in the server's family: such a server answers nothing, and nothing else tells
+`until_stopped` finds a stopped process in the server's family: such a server answers nothing, and nothing else shows
 why. A debugger's stop does not count, because it resumes the process.
 """
 
@@ -157,9 +157,9 @@ async def start_server(what: ServerCommand) -> ServerProcess:
     guardian.stdin.write(json.dumps(task).encode() + b"\n")
     try:
         async with asyncio.timeout(START_S):
-            told = _parse(await guardian.stdout.readline())
-            if "pid" in told:
-                return ServerProcess(what, guardian, int(told["pid"]))
+            report = _parse(await guardian.stdout.readline())
+            if "pid" in report:
+                return ServerProcess(what, guardian, int(report["pid"]))
             await guardian.wait()
     except BaseException as err:
         await _end_guardian(guardian)
@@ -170,7 +170,7 @@ async def start_server(what: ServerCommand) -> ServerProcess:
             remedy="does the disk answer that the interpreters are on?",
         ) from err
     raise LaunchError(
-        f"{what.name}: its server cannot be started: {told.get('failed', 'its guardian ended')}",
+        f"{what.name}: its server cannot be started: {report.get('failed', 'its guardian ended')}",
         remedy="check engine.python, or the role's `python`, in the run file",
     )
 
@@ -190,14 +190,14 @@ async def _end_guardian(guardian: Process) -> None:
 
 async def _how_it_ends(guardian: Process, pid: int) -> str:
     assert guardian.stdout is not None
-    told = _parse(await guardian.stdout.readline())
+    report = _parse(await guardian.stdout.readline())
     await guardian.wait()
-    if "ended" not in told:
-        # The server's first process ended with it; as long as others of its group live, the number is not reused.
+    if "ended" not in report:
+        # The server's first process ended with it; as long as its group has processes, the number is not reused.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
         return "its guardian, which was killed"
-    status = int(told["ended"])
+    status = int(report["ended"])
     return f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
 
 
@@ -308,7 +308,7 @@ class LaunchedSglang:
         self._server: ServerProcess | None = None
         self._client: SglangEngine | None = None
 
-    # -- life
+    # -- start and end
 
     async def start(self) -> EngineInfo:
         """Start the server and wait until it serves.
@@ -472,7 +472,7 @@ class LaunchedSglang:
         await self._ask(self._running().commit_weights(version))
 
     def weight_progress(self) -> WeightProgress:
-        """See `core.protocols.TellsProgress`."""
+        """See `core.protocols.ReportsProgress`."""
         return self._running().weight_progress()
 
     async def info(self) -> EngineInfo:

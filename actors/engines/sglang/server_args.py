@@ -167,10 +167,10 @@ async def read_schema(name: str, python: str, env: Mapping[str, str]) -> ServerS
         )
     except OSError as err:
         raise ConfigError(f"{where} cannot be run: {err.strerror}", remedy="check engine.python") from err
-    out, told = await _answer(probe, where)
+    out, errors = await _answer(probe, where)
     line = next((line for line in out.splitlines() if line.startswith(MARK)), "")
     if not line:
-        why = (told.strip().splitlines() or [f"exit status {probe.returncode}"])[-1]
+        why = (errors.strip().splitlines() or [f"exit status {probe.returncode}"])[-1]
         raise ConfigError(
             f"{where} cannot import sglang.srt.server_args: {why}",
             remedy="install SGLang 0.5.17 or later there, or name an interpreter that has it with engine.python",
@@ -186,7 +186,7 @@ async def read_schema(name: str, python: str, env: Mapping[str, str]) -> ServerS
 async def _answer(probe: Process, where: str) -> tuple[str, str]:
     try:
         async with asyncio.timeout(PROBE_S):
-            out, told = await probe.communicate()
+            out, errors = await probe.communicate()
     except BaseException as err:
         with contextlib.suppress(ProcessLookupError):
             probe.kill()
@@ -194,7 +194,7 @@ async def _answer(probe: Process, where: str) -> tuple[str, str]:
         if isinstance(err, TimeoutError):
             raise EngineError(f"{where} did not import sglang within {PROBE_S:g} s", remedy="try it by hand") from err
         raise
-    return out.decode(errors="replace"), told.decode(errors="replace")
+    return out.decode(errors="replace"), errors.decode(errors="replace")
 
 
 def _decode(line: str) -> ServerSchema | None:

@@ -2,7 +2,7 @@
 
     python -m myxa.actors.engines.sglang.server_guardian <pid of the actor>
 
-reads one JSON line (`Task`) from standard input, starts the command in a session of its own, and writes to standard
+reads one JSON line (`Task`) from standard input, starts the command in its own session, and writes to standard
 output `{"pid": ...}`, later `{"ended": <status>}`. "stop" on standard input ends the server gracefully; the end of
 standard input, which is what a kill -9 of the actor looks like, kills the server's whole process group at once.
 

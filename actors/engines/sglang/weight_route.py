@@ -130,7 +130,7 @@ class FolderRoute:
         self.beacon = Beacon()
 
     async def prepare(self, manifest: WeightManifest) -> None:
-        """Check that the version is a folder the server can be told of, whole, and from time to time every byte."""
+        """Check that the version is a whole folder with an absolute path, and from time to time every byte."""
         folder = Path(manifest.location)
         place = f"{self._server.place}: weight version {manifest.version}"
         if not folder.is_absolute():

@@ -181,13 +181,13 @@ class HeldTokens:
     """
 
     def __init__(self, place: str, sent_version: int, on_end: Callable[[EngineUsage], None] | None = None) -> None:
-        """`on_end`: told what the server says of the generation with its last chunk."""
+        """`on_end` gets what the server says of the generation with its last chunk."""
         self._place = place
         self._on_end = on_end
         self._sent_version = sent_version
         self._ids: I32 = np.zeros(0, dtype=np.int32)
         self._logprobs: F32 = np.zeros(0, dtype=np.float32)
-        self._num_told = 0
+        self._num_sent = 0
 
     @property
     def num_tokens(self) -> int:
@@ -195,7 +195,7 @@ class HeldTokens:
         return len(self._ids)
 
     def add(self, chunk: StreamChunk) -> Delta | None:
-        """What can be told now. Raises EngineError when tokens, log-probs or stamps are missing."""
+        """What can be passed on now. Raises EngineError when tokens, log-probs or stamps are missing."""
         ids = self._new(chunk.output_ids, chunk.num_tokens, "output_ids")
         logprobs = self._new(chunk.logprobs, chunk.num_tokens, "output_token_logprobs")
         self._ids = np.concatenate([self._ids, np.asarray(ids, dtype=np.int32)])
@@ -209,8 +209,8 @@ class HeldTokens:
             versions = np.full(len(self._ids), version, dtype=np.int32)
         else:
             return None
-        new = slice(self._num_told, len(self._ids))
-        self._num_told = len(self._ids)
+        new = slice(self._num_sent, len(self._ids))
+        self._num_sent = len(self._ids)
         return Delta(
             output_ids=self._ids[new],
             logprobs=self._logprobs[new],

@@ -6,7 +6,7 @@ Knows names, dtypes and shapes; no tensor, no torch. Rules:
   low-rank inputs of MLA) and look for the partner in the same request;
 * within a bucket wider dtypes come first, so that every tensor starts at a multiple of its item size, as reading a flat
   buffer under another dtype demands; otherwise the order is the one in which the trainer hands them over;
-* a bucket is full before the block that would exceed `bucket_bytes`; a block larger than that has a bucket of its own.
+* a bucket is full before the block that would exceed `bucket_bytes`; a block larger than that has its own bucket.
 """
 
 from __future__ import annotations

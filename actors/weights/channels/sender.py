@@ -196,7 +196,7 @@ class Channel:
     """One group, on the sender's side."""
 
     request: JoinRequest
-    stands: threading.Event = field(default_factory=threading.Event)
+    is_built: threading.Event = field(default_factory=threading.Event)
     """The group was built, or cannot be."""
     gone: threading.Event = field(default_factory=threading.Event)
     why_gone: str = ""
@@ -213,7 +213,7 @@ class Channel:
         """Wake everybody who waits for this channel."""
         self.why_gone = reason
         self.gone.set()
-        self.stands.set()
+        self.is_built.set()
         self.over.set()
         if self.group is not None:
             self.group.abort()
@@ -230,7 +230,7 @@ class Channels:
         self._is_closed = False
 
     def has(self, name: str) -> bool:
-        """Whether that channel stands or is being built."""
+        """Whether that channel is open or being built."""
         return name in self._channels
 
     def published(self) -> None:
@@ -279,7 +279,7 @@ class Channels:
             except (RuntimeError, OSError) as err:
                 self.leave(request.channel, f"{request.engine} did not join within {request.timeout_s:g} s ({err})")
             finally:
-                channel.stands.set()
+                channel.is_built.set()
                 if channel.gone.is_set() and channel.group is not None:
                     channel.group.abort()
 
@@ -328,7 +328,7 @@ class Channels:
         ) from result
 
     def _send(self, channel: Channel, staged: Staged, started: float, timeout_s: float) -> SendReport:
-        channel.stands.wait(timeout_s)
+        channel.is_built.wait(timeout_s)
         group = channel.group
         if group is None or channel.gone.is_set():
             raise TrainError(channel.why_gone or "the group was not built in time", remedy="is the engine alive?")

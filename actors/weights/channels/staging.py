@@ -230,7 +230,7 @@ class Staging:
 
 @contextmanager
 def beside_training(device: torch.device) -> Generator[None]:
-    """This thread's work on a GPU goes to a stream of its own: not behind the training kernels that are queued on the
+    """This thread's work on a GPU goes to its own stream: not behind the training kernels that are queued on the
     default one. Nothing on a CPU."""
     if device.type != "cuda":
         yield
