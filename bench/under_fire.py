@@ -4,8 +4,7 @@
 
 Both ways start from the same warm model, with the same seed and the same run file, and end when the held-out reward
 is there. Prints one row per seed; exits 1 if one misses the promise: the same reward, in at most 1.6 times the time.
-Whom it strikes and when are the run's own (`[chaos]` of the run file, seeded); what came of each prompt is read from
-the ledger.
+The kills are drawn by a seed (`tests/harness/nemesis.py`); the result of each prompt is read from the ledger.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import argparse
 import contextlib
 import io
 import json
-import re
 import subprocess
 import sys
 import tempfile
@@ -22,6 +20,10 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.harness.nemesis import RandomKills
 
 from myxa.actors.ledger.audit import audit_ledger
 from myxa.launch.demo.run import DemoOptions, warm_up
@@ -58,30 +60,34 @@ def learn(folder: Path, options: argparse.Namespace, seed: int, *, under_fire: b
         *BOTH, f'run.name="{name}"', f'run.dir="{folder}"', f"run.seed={seed}",
         f"roles.rollout.count={options.engines}", f"roles.trainer.count={options.ranks}",
     ]  # fmt: skip
-    if under_fire:
-        sets += ["run.chaos=true", f"chaos.every_s={options.every}", f"chaos.seed={seed + 1}"]
     words = [word for item in sets for word in ("--set", item)]
     began = time.monotonic()
-    done = subprocess.run(
+    launcher = subprocess.Popen(
         [sys.executable, "-m", "myxa.launch", "up", str(folder / "rl.toml"), "--quiet", *words],
-        capture_output=True, text=True, timeout=LIMIT_S, check=False,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
+    nemesis = RandomKills(launcher.pid, options.every, seed + 1)
+    if under_fire:
+        nemesis.start()
+    try:
+        said, _ = launcher.communicate(timeout=LIMIT_S)
+    finally:
+        launcher.kill()
+        nemesis.stop()
     seconds = time.monotonic() - began
-    if done.returncode:
-        raise SystemExit(f"seed {seed}, {name}: exit {done.returncode}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+    if launcher.returncode:
+        raise SystemExit(f"seed {seed}, {name}: exit {launcher.returncode}\n{said[-6000:]}")
     (run_dir,) = folder.glob(f"{name}-*")
-    return read(run_dir, seconds)
+    return read(run_dir, seconds, nemesis.killed)
 
 
-def read(run_dir: Path, seconds: float) -> Result:
+def read(run_dir: Path, seconds: float, killed: list[str]) -> Result:
     """What the run's files tell."""
     points = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     rewards = [point["values"]["eval/reward"] for point in points if "eval/reward" in point["values"]]
-    log = (run_dir / "logs" / "launcher.0.log").read_text()
-    struck = Counter(re.findall(r"chaos: kill: (\S+)", log))
     steps = {point["step"] for point in points if "train/loss" in point["values"]}
     audit = audit_ledger(run_dir / "ledger.sqlite")
-    return Result(seconds, rewards[-1], max(steps), struck, audit.problems)
+    return Result(seconds, rewards[-1], max(steps), Counter(killed), audit.problems)
 
 
 def main() -> None:

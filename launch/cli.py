@@ -29,7 +29,7 @@ COMMANDS = (
     knobs.add_get, knobs.add_set, knobs.add_explain, knobs.add_apply, knobs.add_undo,
     history.add_history, knobs.add_config,
     run_life.add_pause, run_life.add_resume, run_life.add_fork, run_life.add_ckpt,
-    processes.add_scale, processes.add_drain, processes.add_restart, processes.add_kill, processes.add_chaos,
+    processes.add_scale, processes.add_drain, processes.add_restart, processes.add_kill,
     processes.add_logs, processes.add_stack, processes.add_profile, views.add_trace, views.add_grafana,
     data.add_dump, data.add_samples, views.add_mem, views.add_report, processes.add_control,
 )  # fmt: skip

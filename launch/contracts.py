@@ -274,12 +274,6 @@ class ProcessContract(Actor):
         """Profile for so long, then write a file into the run directory. One profile at a time."""
         raise NotImplementedError
 
-    @call(deadline=10, reentrant=True)
-    async def cut_off(self, actors: tuple[str, ...], for_s: float) -> tuple[str, ...]:
-        """A drill: for so long nothing that this process sends reaches those that host these actors. Returns those that
-        it knew. Raises ConfigError in a run that is not to be made to fail."""
-        raise NotImplementedError
-
 
 def process_name(actor: str) -> str:
     """Under which name an actor's process answers for itself."""

@@ -30,7 +30,6 @@ from ..core.config import RunConfig, dump_config
 from ..core.errors import CallError, ConfigError, LaunchError
 from ..core.process import adopting_orphans
 from ..transport.descriptors import raise_limit
-from .chaos import chaos_of
 from .contracts import SUPERVISOR, AgentContract, RunDescription, agent_name
 from .control.autopilot import autopilot
 from .control.client import NOTE, ControlNote
@@ -88,7 +87,6 @@ async def open_control(context: VerbContext, runtime: Path) -> AsyncGenerator[Co
                 note.save(folder)
             async with (
                 autopilot(context),
-                chaos_of(context.chaos, context),
                 _dashboard(note, context.config.control.dashboard_port) as url,
             ):
                 yield msgspec.structs.replace(note, dashboard=url)  # not in the file: the URL holds a secret

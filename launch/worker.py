@@ -24,7 +24,6 @@ import uvloop
 from msgspec.structs import replace
 
 from ..core.actor import Actor
-from ..core.chaos import MARKS, Nemesis, arm
 from ..core.config import RunConfig, load_config
 from ..core.errors import ConfigError, LaunchError, MyxaError, UserCodeError
 from ..core.process import die_with_parent
@@ -51,8 +50,6 @@ _log = logging.getLogger("myxa.worker")
 async def serve(spec: ProcessSpec) -> None:
     """Run the actor until SIGTERM. Raises what failed it."""
     config = load_config(spec.config_path)
-    if config.run.chaos:
-        arm(Nemesis(config.chaos.plan, spec.actor.name, Path(spec.run_dir) / MARKS))
     build = cast("BuildActor", load_callable(spec.program, where="program"))
     place = replace(spec.actor, attempt=spec.attempt, ram_dir=str(ram_folder(Path(spec.socket_dir))))
     actor = build(place, config, Path(spec.run_dir))
@@ -64,8 +61,7 @@ async def serve(spec: ProcessSpec) -> None:
     node = await attach_worker(spec)
     watch = _watch_for_users_code(spec.actor, config, lambda: node.busy_s)
     try:
-        cut_off = node.cut_off if config.run.chaos else None
-        beside = ProcessActor(spec.actor.name, spec.actor.node, Path(spec.run_dir), cut_off)
+        beside = ProcessActor(spec.actor.name, spec.actor.node, Path(spec.run_dir))
         await node.start(beside, name=process_name(spec.actor.name))
         await node.start(actor, name=spec.actor.name)
         watch.start()

@@ -25,7 +25,6 @@ import msgspec
 from ...algos.staleness import Admission
 from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import ActorContext, MailboxPolicy, PeerEvent
-from ...core.chaos import reached
 from ...core.errors import BadRequest, CallError, DataError, DiskRefused, Draining, LedgerError, UserCodeError
 from ...core.files import (
     REFUSED_EVENT,
@@ -337,7 +336,6 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             version, is_undone = served.version, served.is_undone
             assignments = [] if store.is_finished else store.draw(request, version, started_s, is_undone=is_undone)
             if assignments:
-                reached("buffer.dispatch")
                 ids = [assignment.prompt.group_id for assignment in assignments]
                 self._telemetry.hop("dispatch", ids, wall_s, self.ctx.clock.monotonic() - started_s)
                 return assignments, ""
@@ -345,7 +343,6 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             return [], store.why_no_work(request, version, started_s) if is_hungry else ""
 
     async def put_group(self, group: Group, attempt: int, rollout: str) -> PutResult:
-        reached("buffer.put")
         with self._at_work("put"):
             result = self._store.put(group, attempt, rollout)
         if result.outcome in ("duplicate", "stale-attempt"):
@@ -428,7 +425,6 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         with self._at_work("claim"):
             groups = self._store.claim(step)
         if groups is not None:
-            reached("buffer.claim")
             ids = [meta.group_id for meta in groups]
             self._telemetry.hop("claim", ids, wall_s, self.ctx.clock.monotonic() - started_s)
             if is_new:
@@ -450,7 +446,6 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             return self._store.fetch(group_ids)
 
     async def trained(self, step: int, scores: tuple[ScoredSample, ...] = ()) -> None:
-        reached("buffer.trained")
         with self._at_work("trained"):
             shown = self._store.first_of_batch(step, self._samples.num_wanted(step))
             if self._store.trained(step):
@@ -461,7 +456,6 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         self._polls.ring()
 
     async def durable(self, version: int, oldest: int | None = None) -> None:
-        reached("buffer.durable")
         with self._at_work("durable"):
             self._store.ledger.durable(version, oldest)
 

@@ -38,7 +38,6 @@ from typing import IO, Any
 
 import msgspec
 
-from ...core.chaos import reached
 from ...core.errors import TornCheckpoint, TrainError
 from ...core.files import (
     FileEntry,
@@ -128,7 +127,6 @@ def commit(folder: Path, manifest: Manifest) -> None:
     there until then. Raises TrainError if the disk refuses, or a later writer's is there."""
     writer = writer_of(manifest.extra)
     fresh = partial_of(folder, writer)
-    reached("trainer.manifest_commit")
     try:
         path = fresh / MANIFEST
         with path.open("wb") as file:

@@ -18,7 +18,6 @@ from collections.abc import Awaitable, Callable
 
 from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import ActorContext, MailboxPolicy, PeerEvent
-from ...core.chaos import reached
 from ...core.clock import Clock
 from ...core.errors import LedgerError, MyxaError
 from ...core.knobs import AuditRecord, ChangeReply, ChangeRequest, KnobsInForce, KnobTable, LiveKnobs, Operator
@@ -280,7 +279,6 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         live: LiveKnobs | None = None,
         is_leading: bool = False,
     ) -> None:
-        reached("coordinator.ready")
         is_again = self._trainer_is_up.is_set()
         if is_leading:
             self._state.version = max(self._state.version, version)
@@ -324,7 +322,6 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         )
 
     async def version_made(self, manifest: WeightManifest | None, report: StepReport) -> None:
-        reached("coordinator.version_made")
         before = self._state.version
         self._state.version = max(before, report.version)
         if manifest is not None:

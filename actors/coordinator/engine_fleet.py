@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from ...core.actor import PeerEvent
-from ...core.chaos import reached
 from ...core.messages import EngineStatus, WeightManifest
 from ..weights.rollout_update import Adopter, Adoption
 from .knob_conductor import KnobConductor
@@ -51,7 +50,6 @@ class EngineFleet:
 
     async def ready(self, status: EngineStatus, epoch: int) -> None:
         """An actor reports in; with a version if an earlier incarnation had it serve one."""
-        reached("coordinator.ready")
         name = status.rollout
         self._reporting[name] = epoch
         await self._conductor.until_decided()

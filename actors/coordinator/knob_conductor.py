@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 
 from ...core.activity import TelemetryBuffer
 from ...core.actor import ActorContext
-from ...core.chaos import reached
 from ...core.clock import Clock
 from ...core.errors import CallError, ConfigError, LaunchError, LedgerError, MyxaError
 from ...core.knobs import (
@@ -394,7 +393,6 @@ class KnobConductor:
 
     async def _decide(self, order: KnobOrder, plan: ChangePlan, epoch: int, at: int) -> None:
         record = await self._book.decide(order, plan, epoch, at, self._version())
-        reached("coordinator.knobs_decided")
         self._news.set()
         self._tell_moves(order, record)
 

@@ -16,7 +16,6 @@ from pathlib import Path
 import msgspec
 
 from ...core.activity import ActivityMeter, TelemetryBuffer
-from ...core.chaos import reached
 from ...core.clock import Clock, SystemClock
 from ...core.errors import CallError
 from ...core.messages import Event, MetricPoint, Span, Telemetry
@@ -113,7 +112,6 @@ class Monitor(OwnsKnobs, MonitorContract):
 
     async def telemetry(self, bundle: Telemetry) -> None:
         """Take a bundle."""
-        reached("monitor.telemetry")
         with self._meter.working("fold"):
             self._take(bundle)
         if self._clock.monotonic() >= self._own_told_s + self._pace.every_s:

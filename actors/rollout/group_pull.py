@@ -19,7 +19,6 @@ from typing import TypeVar
 
 from ...core.activity import TelemetryBuffer
 from ...core.actor import ActorContext
-from ...core.chaos import reached
 from ...core.clock import Clock
 from ...core.errors import CallError, DiskRefused, EngineError, MyxaError, UserCodeError
 from ...core.messages import Assignment, DrawBlock, DrawRequest, GroupDropped, GroupReturned
@@ -293,7 +292,6 @@ class GroupHandover:
     async def deliver(self, group: Group, attempt: int) -> None:
         """A finished group."""
         self._budget.note(None)
-        reached("rollout.put")
         result = await self._ask(lambda: self._buffer.put_group(group, attempt, self._name))
         if result.outcome not in ("ready", "filtered"):
             self._log.info("group %d: %s %s", group.group_id, result.outcome, result.reason)

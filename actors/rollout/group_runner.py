@@ -23,7 +23,6 @@ import numpy as np
 from ...algos.rewards.extraction import opens_thought
 from ...algos.rewards.outcome import RewardOutcome
 from ...core.activity import Hop
-from ...core.chaos import reached
 from ...core.clock import Clock
 from ...core.completions import Completion
 from ...core.errors import (
@@ -294,7 +293,6 @@ class GroupRunner:
         if self._scorer.judges_groups or outcome is not None:
             return sample, outcome
         with task.stretches.of("reward"):
-            reached("rollout.reward")
             return sample, await self._rewarded(self._scorer.score(self._completion(prompt, sample)))
 
     async def _tried(self, task: _Task) -> Sample:
@@ -365,7 +363,6 @@ class GroupRunner:
         if not self._scorer.judges_groups:
             return own
         with stretches.of("reward"):
-            reached("rollout.reward")
             judged = await self._rewarded(
                 self._scorer.score_group([self._completion(prompt, one) for one, _ in finished])
             )

@@ -22,7 +22,6 @@ from typing import TypeVar
 
 from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import ActorContext, PeerEvent
-from ...core.chaos import reached
 from ...core.clock import Clock
 from ...core.errors import (
     DataError,
@@ -268,7 +267,6 @@ class TrainLoop:
             with self._meter.during(kind, {"disk": "disk"}.get(blocked_by, f"claim {version}")):
                 claim = await self._claim(version, blocked_by)
                 if claim.groups:
-                    reached("trainer.claim")
                     batch = await self._fetch(claim.groups)
                     batch.check(version, claim.max_staleness)
                     return batch
@@ -326,7 +324,6 @@ class TrainLoop:
         metrics = plan.metrics | self._parts.of(batch.groups) | stats.metrics | self._knobs.metrics()
         metrics["knobs/epoch"] = float(self._owner.epoch)
         made = self._link.version = version + 1
-        reached("trainer.trained")
         with self._meter.during("wait-data", "tell buffer"):
             await self._ask("buffer", lambda: self._buffer.trained(version, stats.scores))
         await self._is_end(made)  # before anything is written or published as the run's last

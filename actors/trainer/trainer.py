@@ -21,7 +21,6 @@ import numpy as np
 
 from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import MailboxPolicy, PeerEvent
-from ...core.chaos import reached
 from ...core.clock import Clock
 from ...core.device_memory import MemoryCommand, MemoryReply, TenantReport
 from ...core.errors import NotReady, TrainError
@@ -243,10 +242,9 @@ class Trainer(OwnsKnobs, TrainerContract):
 
     async def publish(self, version: int, channel: WeightChannel) -> WeightManifest | None:
         await self._is_set_up.wait()
-        with self._meter.during("compute", f"publish {version}", makes_version=version):
-            reached("trainer.publish")
-            with naming_disk(Path(self._options.leader.run_dir)) if channel == "disk" else nullcontext():
-                return await self._ends.publish(version, channel, self._backend, self._in_thread)
+        on_disk = naming_disk(Path(self._options.leader.run_dir)) if channel == "disk" else nullcontext()
+        with self._meter.during("compute", f"publish {version}", makes_version=version), on_disk:
+            return await self._ends.publish(version, channel, self._backend, self._in_thread)
 
     def _extra(self, live: LiveKnobs) -> dict[str, Any]:
         return {**marks_of(self._start, self._version), "knobs": msgspec.json.decode(msgspec.json.encode(live))}

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from ...core.activity import TelemetryBuffer
 from ...core.actor import Actor
-from ...core.chaos import reached
 from ...core.clock import Clock
 from ...core.errors import CallError, EngineError, MyxaError, WeightsRefused
 from ...core.messages import WeightAck, WeightChannel, WeightManifest
@@ -56,7 +55,6 @@ class EngineWeights:
         """Bytes beside the weights that serve, which stay whole whatever happens."""
         if self._engine is None:
             return self._ack(manifest.version)
-        reached("rollout.prepare")
         self._prepared = None
         try:
             await self._engine.prepare_weights(manifest)
@@ -81,7 +79,6 @@ class EngineWeights:
     async def _swap(self, engine: Engine, version: int) -> None:
         """Commit, on its own track in the trace, since generation continues around it."""
         started, wall_s = self._clock.monotonic(), self._clock.wall()
-        reached("rollout.commit")
         self._checks.loading(version)
         try:
             await engine.commit_weights(version)

@@ -27,7 +27,6 @@ from typing import Literal
 
 from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import ActorContext
-from ...core.chaos import reached
 from ...core.clock import Clock
 from ...core.errors import CallError, Draining, EngineError, MyxaError, NoSuchActor, PeerDied, RemoteError
 from ...core.messages import WeightAck, WeightChannel, WeightManifest
@@ -389,7 +388,6 @@ class Adopter:
     async def _bring(self, instruction: Adopt) -> None:
         """Prepare and commit one engine, and report the result to the bookkeeping."""
         name, epoch, version = instruction.engine, instruction.epoch, instruction.manifest.version
-        reached("coordinator.adopt")
         started_s = self._clock.monotonic()
         phase: Phase = "prepare"
         engine = self._ctx.ref(RolloutContract, name)

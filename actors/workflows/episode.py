@@ -26,7 +26,6 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from ...core.chaos import reached
 from ...core.errors import EngineError, PromptTooLong, UserCodeError
 from ...core.messages import SamplingParams
 from ...core.protocols import Delta, GenerateRequest, Tokenizer
@@ -154,8 +153,6 @@ async def drawn(
             ids += delta.output_ids.tolist() if stops else ()
             if match := stops.match(ids, num_seen):
                 return joined(under_way).first(match.end), "stop"
-            if finish is None:
-                reached("rollout.partial")
     if finish is None:
         raise EngineError(
             f"the engine ended request {request.request_id} without saying why",

@@ -11,9 +11,9 @@ One run (`kill.toml`), each prompt to be trained on once. Placements:
 
 In this order:
 
-    trainer       SIGKILL of a rank that has its gradients and has not summed them
+    trainer       SIGKILL of a rank in the middle of a step
     engine        SIGKILL of a server in the middle of a broadcast (as in `kill_in_broadcast.py`)
-    coordinator   SIGKILL, by `myxa chaos`
+    coordinator   SIGKILL, by `myxa kill`
     everything    SIGKILL of the launcher and all that it started, then `myxa resume`
 
 Then the run goes on to the end of its data. One table: who died, until it was back at work, how many steps the others
@@ -45,7 +45,6 @@ from runs import ends_of_logs, stage
 
 from myxa.actors.ledger.audit import audit_ledger
 from myxa.actors.models.tiny import PRESETS
-from myxa.core.chaos import MARKS
 from myxa.core.errors import MyxaError
 from myxa.launch.control.client import ControlClient
 
@@ -94,11 +93,11 @@ class Deaths:
 
 
 def trainer_dies(deaths: Deaths, num_ranks: int) -> None:
-    marks = deaths.trial.run_dir / MARKS
-    deaths.trial.until(lambda: any(marks.glob("*.json")), "the trainer's strike")
-    killed_s = next(marks.glob("*.json")).stat().st_mtime
+    deaths.trial.until(lambda: deaths.steps(0.0) >= STRIKE_AT, "the trainer's strike")
+    killed_s = time.time()
+    ControlClient.of(deaths.trial.run_dir).ask("kill", target=f"trainer/{num_ranks - 1}", reason="benchmark")
     back_s = deaths.first("a step after the trainer's death", deaths.step_times, killed_s)
-    who = f"trainer/{num_ranks - 1} of {num_ranks}, before its gradients are summed"
+    who = f"trainer/{num_ranks - 1} of {num_ranks}, in a step"
     deaths.note(who, killed_s, back_s, "a step is made")
 
 
@@ -115,7 +114,7 @@ def engine_dies(deaths: Deaths) -> None:
 
 def coordinator_dies(deaths: Deaths) -> None:
     killed_s = time.time()
-    ControlClient.of(deaths.trial.run_dir).ask("chaos", act="kill", target="coordinator", reason="benchmark")
+    ControlClient.of(deaths.trial.run_dir).ask("kill", target="coordinator", reason="benchmark")
     attached = ("coordinator-attached",)
     back_s = deaths.first(
         "the coordinator is attached", lambda: [e["wall_s"] for e in deaths.trial.events(*attached)], killed_s
@@ -171,8 +170,7 @@ def chaos_sets(options: argparse.Namespace) -> list[str]:
     """What this trial's run says beside `kill.toml`."""
     is_cpu = options.device == "cpu"
     sets = [
-        "run.num_steps=0", "run.max_wall_s=0", "run.chaos=true",
-        f'chaos.strikes=["trainer.all_reduce@trainer/{options.ranks - 1}:kill:{STRIKE_AT}"]',
+        "run.num_steps=0", "run.max_wall_s=0",
         "data.max_passes=1",
         "trainer.checkpoint_every=4", f"roles.trainer.count={options.ranks}", "roles.rollout.max_restarts=20",
     ]  # fmt: skip

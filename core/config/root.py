@@ -1,7 +1,7 @@
 """The whole run file as one record, and the checks that need more than one section.
 
 `CHECKS` lists them: learning (algorithm, data, rewards, reference, critic), ends and evaluation, engines and sampling,
-devices, Megatron, weight channels, memory that trainer and engine share in turns, recorded answers, chaos.
+devices, Megatron, weight channels, memory that trainer and engine share in turns, recorded answers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .learning import (
 from .reward import RewardSettings
 from .roles import MemorySettings, RolesSettings, RolloutRole
 from .rollout import WORKFLOW_BUILTINS, ChannelName, EngineSettings, RolloutSettings, WeightSettings, owned_conflicts
-from .run import ChaosSettings, ControlSettings, GuardSettings, ModelSettings, MonitorSettings, RunSettings
+from .run import ControlSettings, GuardSettings, ModelSettings, MonitorSettings, RunSettings
 from .section import Conflict, Section, Table, as_table
 
 SFT_DEFAULTS = (
@@ -82,7 +82,6 @@ class RunConfig(Section, frozen=True):
     """Metrics, events, traces."""
     control: ControlSettings = ControlSettings()
     """Watching and changing a live run."""
-    chaos: ChaosSettings = ChaosSettings()
     """Faults on purpose."""
     roles: RolesSettings = RolesSettings()
     """Which actors run where."""
@@ -663,13 +662,6 @@ def channel_conflicts(config: RunConfig, channel: ChannelName) -> Iterator[Confl
     return _weight_conflicts(config.model_copy(update={"weights": weights}))
 
 
-def _chaos_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    if config.chaos.every_s and not config.control.socket:
-        yield Conflict(("control.socket", "chaos.every_s"), "must be true where random faults are wanted")
-    if not config.chaos.is_empty and not config.run.chaos:
-        yield Conflict(("run.chaos", "chaos"), "must be true: the table [chaos] makes processes of this run fail")
-
-
 def _bounded_data_conflicts(config: RunConfig) -> Iterator[Conflict]:
     endless = config.run.num_steps == 0 and config.run.max_wall_s == 0 and config.run.stop_reward == 0
     if endless and any(part.max_passes == 0 for part in config.data.parts().values()):
@@ -697,6 +689,5 @@ CHECKS: tuple[Callable[[RunConfig], Iterator[Conflict]], ...] = (
     _memory_conflicts,
     _recorded_reward_conflicts,
     _recorded_conflicts,
-    _chaos_conflicts,
     _bounded_data_conflicts,
 )

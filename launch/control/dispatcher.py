@@ -22,7 +22,7 @@ from ...core.knobs import AuditRecord, Operator
 from .data_verbs import DATA_VERBS
 from .knob_verbs import CONFIG_VERBS, KNOB_VERBS
 from .look_verbs import LOOK_VERBS, PS_VERBS, STATUS_VERBS, TRACE_VERBS, WATCH_VERBS
-from .process_verbs import CHAOS_VERBS, PROCESS_VERBS
+from .process_verbs import PROCESS_VERBS
 from .run_verbs import RUN_VERBS
 from .verb import Arguments, Verb, VerbContext, VerbTable
 from .why_verbs import WHY_VERBS
@@ -217,7 +217,7 @@ def all_verbs() -> VerbTable:
     return VerbTable((
         Verb("verbs", "view", Arguments, "every verb with its arguments", run=_verbs),
         *RUN_VERBS, *PS_VERBS, *STATUS_VERBS, *WATCH_VERBS, *KNOB_VERBS, *CONFIG_VERBS, *PROCESS_VERBS, *LOOK_VERBS,
-        *DATA_VERBS, *WHY_VERBS, *TRACE_VERBS, *CHAOS_VERBS,
+        *DATA_VERBS, *WHY_VERBS, *TRACE_VERBS,
     ))  # fmt: skip
 
 

@@ -1,27 +1,21 @@
-"""Verbs that start and end the run's processes (scale, drain, restart, kill), and `chaos`, which makes them fail on
-purpose.
+"""Verbs that start and end the run's processes: scale, drain, restart, kill.
 
-Decides what may be asked of which actor; the run supervisor and its rules carry it out. `chaos` works only in runs
-with `run.chaos = true`.
+Decides what may be asked of which actor; the run supervisor and its rules carry it out.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 
-from ...core.chaos import MARKS, POINTS
 from ...core.config import RoleName
-from ...core.config.run import FaultName
 from ...core.errors import ConfigError, MyxaError
 from ...core.knobs import Operator
 from ...core.suggestion import suggest
 from ..actor_spec import ActorSpec
-from ..chaos import LAUNCHER, RandomFaults
 from ..supervisor.placement import START_ORDER, check_leaver, staff
 from ..supervisor.run_actors import ActorStatus
 from .verb import Arguments, Verb, VerbContext, find_targets, node_of
@@ -235,91 +229,4 @@ PROCESS_VERBS: tuple[Verb[Any], ...] = (
     Verb("drain", "operate", DrainArguments, "hand an actor's work back and end it for good", run=_drain),
     Verb("restart", "operate", RestartArguments, "end an actor cleanly and start it again", run=_restart),
     Verb("kill", "operate", KillArguments, "send SIGKILL, SIGSTOP or SIGCONT to an actor's processes", run=_kill),
-)
-
-
-MIB = 1 << 20
-MAX_MB = 1 << 20
-Stretch = Annotated[float, msgspec.Meta(gt=0, le=3600)]
-"""Seconds."""
-Pattern = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
-
-
-class ChaosArguments(Arguments, frozen=True, kw_only=True):
-    """Of `chaos`."""
-
-    act: Literal["kill", "stop", "cont", "delay", "partition", "fill-disk", "random", "end"]
-    """"stop" is for good (SIGSTOP), "delay" for `for_s`; "random": faults every `every_s`, until "end"."""
-    target: Annotated[str, msgspec.Meta(max_length=200)] = ""
-    """Of "kill", "stop", "cont", "delay" and "partition", which need one."""
-    others: Annotated[str, msgspec.Meta(max_length=200)] = ""
-    """Of "partition": what the target is cut off from, "launcher" or actors; empty: all others."""
-    for_s: Stretch = 2.0
-    """How long "delay" holds a process, "partition" its connections, and "fill-disk" the space."""
-    size_mb: Annotated[int, msgspec.Meta(ge=0, le=MAX_MB)] = 0
-    """Of "fill-disk": so much of the run directory's file system on node 0, or what is left of it."""
-    every_s: Stretch = 10.0
-    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 1
-    faults: Annotated[tuple[FaultName, ...], msgspec.Meta(min_length=1, max_length=8)] = ("kill",)
-    targets: Annotated[tuple[Pattern, ...], msgspec.Meta(max_length=64)] = ()
-    """Of "random": shell patterns; empty: those of the run file."""
-    reason: Reason = ""
-
-
-async def _chaos(context: VerbContext, arguments: ChaosArguments, who: Operator) -> dict[str, Any]:
-    del who  # the dispatcher notes it
-    context.chaos.check(context.config)
-    match arguments.act:
-        case "random":
-            targets = arguments.targets or context.config.chaos.targets
-            random_faults = RandomFaults(arguments.seed, arguments.faults, targets)
-            context.chaos.begin_series(context, arguments.every_s, random_faults, arguments.for_s)
-            return {"act": "random", "every_s": arguments.every_s, "seed": arguments.seed, "targets": list(targets)}
-        case "end":
-            return {"act": "end", "was_on": context.chaos.end_series()}
-        case "fill-disk":
-            if not arguments.size_mb:
-                raise ConfigError("fill-disk: how much?", remedy="say --mb, such as --mb 64")
-            taken = await context.chaos.fill_disk(context, arguments.size_mb * MIB, arguments.for_s)
-            return {"act": "fill-disk", "num_bytes": taken, "for_s": arguments.for_s}
-        case "kill" | "stop" | "cont" | "delay" | "partition":
-            meant, others = _meant(context, arguments), _others(context, arguments.others)
-            met = await context.chaos.strike(context, arguments.act, meant, arguments.for_s, others)
-            told = {"others": others, "for_s": arguments.for_s} if arguments.act == "partition" else {}
-            return {"act": arguments.act, "actors": list(met), **told}
-
-
-def _meant(context: VerbContext, arguments: ChaosArguments) -> list[ActorStatus]:
-    if not arguments.target:
-        raise ConfigError(f"chaos {arguments.act}: of whom?", remedy="name an actor, such as rollout/1")
-    return [record for record in find_targets(arguments.target, context.supervisor.statuses()) if record.pid]
-
-
-def _others(context: VerbContext, text: str) -> list[str]:
-    if text == LAUNCHER:
-        return [LAUNCHER]
-    return [r.name for r in find_targets(text, context.supervisor.statuses()) if r.pid] if text else []
-
-
-async def _acts(context: VerbContext, arguments: Arguments, who: Operator) -> dict[str, Any]:
-    del arguments, who
-    marks = sorted((context.run_dir.path / MARKS).glob("*.json"))
-    return {
-        "may_fail": context.config.run.chaos,
-        "has_series": context.chaos.has_series,
-        "acts": tuple(context.chaos.acts),
-        "planned": list(context.config.chaos.strikes),
-        "struck": [json.loads(mark.read_bytes()) for mark in marks],
-    }
-
-
-async def _points(context: VerbContext, arguments: Arguments, who: Operator) -> dict[str, str]:
-    del context, arguments, who
-    return dict(POINTS)
-
-
-CHAOS_VERBS: tuple[Verb[Any], ...] = (
-    Verb("chaos", "operate", ChaosArguments, "make actors fail, now or at random", run=_chaos),
-    Verb("chaos-acts", "view", Arguments, "what was made to fail so far", run=_acts),
-    Verb("chaos-points", "view", Arguments, "points of actors' lives for chaos.strikes", run=_points),
 )

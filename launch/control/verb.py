@@ -24,7 +24,6 @@ from ...core.knobs import Operator
 from ...core.refs import with_deadline
 from ...core.suggestion import nearest
 from ...transport.node import Node
-from ..chaos import FaultInjector
 from ..run_dir import RunDir
 from ..supervisor.run_actors import ActorStatus
 from .suggestions import Proposals
@@ -57,8 +56,6 @@ class VerbContext:
     started_wall_s: float
     proposals: Proposals = field(default_factory=Proposals)
     """Suggestions that were shown."""
-    chaos: FaultInjector = field(default_factory=FaultInjector)
-    """Injects faults, for `chaos`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,19 +25,12 @@ from types import FrameType
 import psutil
 
 from ...actors.daemon_thread import in_daemon_thread
-from ...core.errors import ConfigError, NoSuchActor
+from ...core.errors import ConfigError
 from ..contracts import ProcessContract, ProcessFacts, ProfileOrder, ProfileReply, StackReply
 from .profilers import cuda_bytes, profile_torch, sample_stacks, task_stacks, thread_stacks, trace_memory
 
 MAX_PROFILE_S = 600.0
 NUM_TOP = 10
-
-MAX_CUT_S = 3600.0
-CUT_AFTER_S = 0.2
-"""After the answer was given."""
-
-CutOff = Callable[[str, float], None]
-"""`Node.cut_off`."""
 
 Profiler = Callable[[Path], tuple[int, tuple[str, ...]]]
 """Blocks, writes that file, returns the number of samples and where most was seen."""
@@ -46,9 +39,7 @@ Profiler = Callable[[Path], tuple[int, tuple[str, ...]]]
 class ProcessActor(ProcessContract):
     """Beside the actor `name` on node number `node`."""
 
-    def __init__(self, name: str, node: int, run_dir: Path, cut_off: CutOff | None = None) -> None:
-        """`cut_off`: given in runs that may be made to fail."""
-        self._cut_off = cut_off
+    def __init__(self, name: str, node: int, run_dir: Path) -> None:
         self._name = name
         self._node = node
         self._folder = run_dir / "profiles"
@@ -89,26 +80,6 @@ class ProcessActor(ProcessContract):
         finally:
             self._is_profiling = False
         return ProfileReply(name=self._name, node=self._node, path=str(path), num_samples=num_samples, top=top)
-
-    async def cut_off(self, actors: tuple[str, ...], for_s: float) -> tuple[str, ...]:
-        cut_off = self._cut_off
-        if cut_off is None:
-            raise ConfigError("this run is not to be made to fail", remedy="start one with run.chaos = true")
-        if not 0 <= for_s <= MAX_CUT_S:
-            raise ConfigError(f"cut off for {for_s:g} s", remedy=f"choose 0 to {MAX_CUT_S:g} s")
-        here = set(self.ctx.peers(""))
-        known = tuple(name for name in actors if name in here)
-
-        def cut() -> None:
-            for name in known:
-                try:
-                    cut_off(name, for_s)
-                except NoSuchActor as error:
-                    self.ctx.log.info("not cut off: %s", error)
-
-        # The answer goes first: it travels to one of those, perhaps.
-        asyncio.get_running_loop().call_later(CUT_AFTER_S, cut)
-        return known
 
     def _chosen(self, order: ProfileOrder) -> tuple[Path, Profiler]:
         match order.kind:

@@ -74,7 +74,7 @@ def test_every_verb_has_an_example():
 
 @pytest.mark.timeout(900)
 def test_every_example_does_what_the_page_shows(tmp_path: Path):
-    with live_run(tmp_path, "roles.rollout.count=2", "run.chaos=true") as live:
+    with live_run(tmp_path, "roles.rollout.count=2") as live:
         wrong: list[str] = []
         for command, status, shown in examples():
             done = live.shell(command) if SHELL & set(command) else live.myxa(*shlex.split(command)[1:])

@@ -14,6 +14,8 @@ import os
 import socket
 import sys
 
+import nemesis
+
 from myxa.core.process import die_with_parent
 from myxa.launch.nodes import fork_server_pool
 from myxa.launch.nodes.fork_server import serve
@@ -22,12 +24,13 @@ from myxa.launch.worker_spec import server_env
 
 
 def begin() -> None:
-    """Fork, and have the fork server pool take it."""
+    """Fork, and have the fork server pool take it. Its actors fail where the command's environment says (nemesis.py)."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     launcher = os.getpid()
     pid = os.fork()
     if pid == 0:
         ours.close()
+        nemesis.arm_by(dict(os.environ))
         stand_by(theirs, launcher)
         os._exit(0)
     theirs.close()

@@ -1,6 +1,6 @@
 """A coordinator in a process of its own, that may die at a labelled point.
 
-Arguments: rendezvous file, directory for sockets, run directory, strike ("" or as `core.chaos` reads it).
+Arguments: rendezvous file, directory for sockets, run directory, strike ("" or as `tests.harness.nemesis` reads it).
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ import logging
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.harness.nemesis import Nemesis, Plan, arm
+
 from myxa.actors.coordinator.coordinator import Coordinator
 from myxa.actors.coordinator.options import CoordinatorOptions
-from myxa.core.chaos import Nemesis, Plan, arm, parse_strike
 from myxa.core.clock import SystemClock
 from myxa.core.process import parent_mark
 from myxa.transport.node import Node, Rendezvous
@@ -22,7 +25,7 @@ async def main(rdzv: str, sockets: str, run_dir: str, strike: str) -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stdout)
     folder = Path(run_dir)
     if strike:
-        arm(Nemesis(Plan((parse_strike(strike),)), "coordinator", folder / "chaos"))
+        arm(Nemesis(Plan((strike,), str(folder / "strikes")), "coordinator"))
     options = CoordinatorOptions(
         name="room",
         num_steps=0,

@@ -57,12 +57,14 @@ class Lives:
     overrides: tuple[str, ...] = ()
     launcher: Command | None = None
     run_dir: Path | None = None
+    env: dict[str, str] = field(default_factory=dict)
+    """Variables of its commands, beside ours."""
     said: list[str] = field(default_factory=list)
     """What each life printed."""
 
     def begin(self) -> None:
         """The first life; returns once its directory is there."""
-        self.launcher = self.job.start(*FLAGS, *self.overrides)
+        self.launcher = Command(self.job.words(*FLAGS, *self.overrides), self.job.folder, env=self._env())
         wait_until(lambda: self._has_begun(), "the run's directory")
         self.run_dir = self.job.run_dir()
 
@@ -74,7 +76,10 @@ class Lives:
     def resume(self, *arguments: str) -> None:
         """The next life begins."""
         assert self.run_dir is not None
-        self.launcher = Command(["resume", str(self.run_dir), "--quiet", *arguments], self.job.folder)
+        self.launcher = Command(["resume", str(self.run_dir), "--quiet", *arguments], self.job.folder, env=self._env())
+
+    def _env(self) -> dict[str, str]:
+        return {**os.environ, **self.env}
 
     def wait(self, timeout_s: float = 120) -> int:
         """The exit status of this life, which ends by itself."""

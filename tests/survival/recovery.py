@@ -9,7 +9,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from tests.survival.under_chaos import ChaosRun, Strike
+from tests.harness.nemesis import Struck
+from tests.survival.under_chaos import ChaosRun
 
 SIGNS = {
     "rollout": "serves a weight version",
@@ -27,10 +28,10 @@ AT_LOAD, STEP = "the buffer was restarted", "version "
 """What the ledger notes of a transition: at its load; when a step was made."""
 
 
-def recoveries(run: ChaosRun) -> list[tuple[Strike, float]]:
+def recoveries(run: ChaosRun) -> list[tuple[Struck, float]]:
     """(fault, seconds); left out are faults after which there was nothing more for that actor to do, and those with
     another fault between them and the recovery."""
-    found: list[tuple[Strike, float]] = []
+    found: list[tuple[Struck, float]] = []
     for strike in run.strikes:
         signs = (wall_s for wall_s in _signs(run.run_dir, strike) if wall_s > strike.wall_s)
         first_s = min(signs, default=None)
@@ -39,7 +40,7 @@ def recoveries(run: ChaosRun) -> list[tuple[Strike, float]]:
     return found
 
 
-def _signs(run_dir: Path, strike: Strike) -> Iterator[float]:
+def _signs(run_dir: Path, strike: Struck) -> Iterator[float]:
     role = strike.role
     if role == "rollout":
         yield from (

@@ -4,7 +4,6 @@ on: in the end every prompt was trained once, and going on costs seconds."""
 from __future__ import annotations
 
 import contextlib
-import json
 import random
 import sqlite3
 import sys
@@ -14,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.harness.nemesis import Plan, struck
 from tests.harness.waiting import wait_until
 from tests.survival.lives import Lives, make_lives
-from tests.survival.under_chaos import struck
 
 from myxa.actors.ledger.audit import LedgerAudit, audit_ledger
 from myxa.launch.demo.run import write_rows
@@ -33,8 +32,8 @@ NUM_PROMPTS = 4000
 
 
 @pytest.fixture
-def lives(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Lives]:
-    made = make_lives(tmp_path, *getattr(request, "param", ()))
+def lives(tmp_path: Path) -> Iterator[Lives]:
+    made = make_lives(tmp_path)
     try:
         yield made
     finally:
@@ -54,28 +53,25 @@ def check_each_once(lives: Lives, num_prompts: int) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    "lives", [("run.chaos=true", "chaos.rest_s=2", f"chaos.strikes={json.dumps(AT)}")], indirect=True
-)
 def test_everything_dies_at_labelled_points(lives: Lives):
+    marks = lives.job.folder / "strikes"
+    lives.env = Plan(AT, str(marks), rest_s=2).variable()
     lives.begin()
-    assert lives.run_dir is not None
     for number in range(len(AT)):
         until_struck(lives, number + 1)
         lives.kill(launcher_only=number % 2 == 1)
         assert audit(lives).problems == ()
         lives.resume()
     assert lives.wait() == 0
-    assert [strike.text for strike in struck(lives.run_dir)] == list(AT)
+    assert [strike.text for strike in struck(lives.job.folder / "strikes")] == list(AT)
     check_each_once(lives, 64)
 
 
 def until_struck(lives: Lives, count: int) -> None:
     def is_so() -> bool:
-        assert lives.run_dir is not None
         assert lives.launcher is not None
         assert lives.launcher.poll() is None, lives.launcher.communicate()[0][-3000:]
-        return len(struck(lives.run_dir)) >= count
+        return len(struck(lives.job.folder / "strikes")) >= count
 
     wait_until(is_so, AT[count - 1])
 

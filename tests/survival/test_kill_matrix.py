@@ -14,12 +14,11 @@ from pathlib import Path
 
 import pytest
 from tests.harness.commands import run as run_command
+from tests.harness.nemesis import POINTS, struck
 from tests.harness.run_job import Job, metrics
 from tests.harness.waiting import wait_until
 from tests.survival.recovery import PROMISED_S, recoveries, table
-from tests.survival.under_chaos import ChaosRun, chaos_job, check_lossless, check_nobody_left, run_under, struck
-
-from myxa.core.chaos import POINTS
+from tests.survival.under_chaos import ChaosRun, chaos_job, check_lossless, check_nobody_left, marks, run_under
 
 CHECKPOINTS = "trainer.checkpoint_every=2"
 GANG = "roles.trainer.count=2"
@@ -47,10 +46,10 @@ def turn_a_knob(job: Job, after: int = 0) -> None:
     """As an operator, once so many faults have come about: again while the coordinator is away and says so, until it
     dies of it."""
     wait_until(lambda: any((job.folder / "runs").glob("*/ledger.sqlite")), "a run")
-    wait_until(lambda: len(struck(job.run_dir())) >= after and has_stepped(job.run_dir()), "steps", timeout_s=150)
+    wait_until(lambda: len(struck(marks(job))) >= after and has_stepped(job.run_dir()), "steps", timeout_s=150)
     for _ in range(NUM_TRIES):
         run_command("set", "lr=0.0005", "-m", "drill", folder=job.folder, timeout_s=120)
-        if len(struck(job.run_dir())) > after:
+        if len(struck(marks(job))) > after:
             return
 
 

@@ -45,7 +45,7 @@ def strike(job: Any, kills: tuple[tuple[str, int], ...]) -> None:
         wait_until(
             lambda step=step: job.records.exists() and f"\n[{step}," in job.records.read_text(), "a step", timeout_s=240
         )
-        ControlClient.of(job.run_dir()).ask("chaos", act="kill", target=name, reason="test")
+        ControlClient.of(job.run_dir()).ask("kill", target=name)
 
 
 @pytest.mark.timeout(600)
@@ -74,7 +74,7 @@ def test_c_an_engine_the_trainer_and_the_buffer_die_and_no_bit_changes(bench: An
     for number, kills in enumerate(((), (("rollout/0", 3), ("trainer/0", 7), ("buffer", 10)))):
         folder = tmp_path / str(number)
         folder.mkdir()
-        job = bench.make(folder, "2x1", Namespace(steps=14, overrides=["run.chaos=true"]))
+        job = bench.make(folder, "2x1", Namespace(steps=14, overrides=[]))
         killer = Thread(target=strike, args=(job, kills), daemon=True)
         killer.start()
         found.append(job.run(limit_s=270))

@@ -6,7 +6,6 @@ of what an undisturbed run trains is known without making one: each draw, once.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import time
@@ -17,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness.commands import Command
+from tests.harness.nemesis import Plan, Struck, struck
 from tests.harness.run_job import PATIENT, Job, events, make_job
 
 from myxa.actors.ledger.audit import LedgerAudit, audit_ledger
-from myxa.core.chaos import MARKS
 
 BATCH = 4
 RUN = (
-    "run.chaos=true",
     "run.num_steps=0",
     "data.max_passes=1",
     "rollout.max_groups=4",
@@ -40,20 +38,6 @@ RUN = (
 
 
 @dataclass(frozen=True)
-class Strike:
-    """A fault that was brought about."""
-
-    text: str
-    actor: str
-    pid: int
-    wall_s: float
-
-    @property
-    def role(self) -> str:
-        return self.actor.partition("/")[0]
-
-
-@dataclass(frozen=True)
 class ChaosRun:
     """How a run under chaos ended."""
 
@@ -61,7 +45,7 @@ class ChaosRun:
     output: str
     run_dir: Path
     num_prompts: int
-    strikes: tuple[Strike, ...]
+    strikes: tuple[Struck, ...]
     seconds: float
 
     def audit(self) -> LedgerAudit:
@@ -97,10 +81,10 @@ def run_under(
     num_prompts = num_steps * BATCH
     started = time.monotonic()
     words = job.words(
-        *RUN, f'data.train="data/prompts.jsonl@[0:{num_prompts}]"', f"chaos.strikes={json.dumps(list(strikes))}",
-        f"chaos.rest_s={rest_s}", *overrides,
+        *RUN, f'data.train="data/prompts.jsonl@[0:{num_prompts}]"', *overrides,
     )  # fmt: skip
-    launcher = Command(words, job.folder, has_session=True)
+    plan = Plan(tuple(strikes), str(marks(job)), rest_s)
+    launcher = Command(words, job.folder, has_session=True, env={**os.environ, **plan.variable()})
     try:
         beside(job)
         output, _ = launcher.communicate(timeout=timeout_s)
@@ -112,22 +96,21 @@ def run_under(
         raise
     run_dir = job.run_dir()
     seconds = time.monotonic() - started
-    return ChaosRun(launcher.returncode, output, run_dir, num_prompts, struck(run_dir), seconds)
+    return ChaosRun(launcher.returncode, output, run_dir, num_prompts, struck(marks(job)), seconds)
 
 
 def hang_report(job: Job, launcher: subprocess.Popen[str]) -> str:
     """End a run that does not end, and say what it was about."""
-    run = ChaosRun(0, "", job.run_dir(), 0, struck(job.run_dir()), 0)
+    run = ChaosRun(0, "", job.run_dir(), 0, struck(marks(job)), 0)
     told = f"{[strike.text for strike in run.strikes]}\n{run.audit()}\n"
     os.kill(launcher.pid, 9)  # its children go with it
     output, _ = launcher.communicate()
     return told + output[-2000:] + run.logs()
 
 
-def struck(run_dir: Path) -> tuple[Strike, ...]:
-    """What was brought about, in order."""
-    notes = [json.loads(path.read_text()) for path in sorted((run_dir / MARKS).glob("*.json"))]
-    return tuple(Strike(note["strike"], note["actor"], note["pid"], note["wall_s"]) for note in notes)
+def marks(job: Job) -> Path:
+    """Where a run of this job notes what was struck."""
+    return job.folder / "strikes"
 
 
 def check_lossless(run: ChaosRun, strikes: Sequence[str]) -> None:

@@ -38,7 +38,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ....core.chaos import reached
 from ....core.errors import TrainError
 from ....core.files import FileEntry, describe_file
 from ...checkpoints.folder import (
@@ -206,7 +205,6 @@ class PendingMegatronCheckpoint:
 
     def write(self) -> None:
         """This rank's files; any thread, not collective. Raises TrainError when the disk refuses."""
-        reached("trainer.checkpoint_write")
         partial = partial_of(self._target, writer_of(self._extra))
         self._shards.write()
         with of_a_checkpoint(self._what):

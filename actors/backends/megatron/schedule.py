@@ -30,7 +30,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from ....core.chaos import reached
 from ....core.errors import TrainError
 from ..vocab_scores import Temperature, TokenScores, VocabSlice, score_rows
 from . import mcore
@@ -174,7 +173,6 @@ class Pipeline:
 
         Every rank gives as many packs; `loss_of` is called in their order, on scoring ranks only.
         """
-        reached("trainer.forward")
         self._run(packs, loss_of, needs_entropy_grad=needs_entropy_grad, forward_only=False)
 
     @torch.no_grad()
@@ -245,7 +243,6 @@ class Pipeline:
 def _finalize(chunks: list[nn.Module], num_tokens: Tensor | None, **rest: Any) -> None:
     """Megatron's end of a backward pass, without its division by tokens."""
     del num_tokens
-    reached("trainer.all_reduce")
     mcore.module("distributed").finalize_model_grads(chunks, None, **rest)
 
 

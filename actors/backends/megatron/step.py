@@ -28,7 +28,6 @@ from ....algos.objective import (
     objective_config,
     policy_objective,
 )
-from ....core.chaos import reached
 from ....core.clock import Clock
 from ....core.errors import MyxaError, TrainError, UserCodeError
 from ....core.protocols import StepStats
@@ -229,7 +228,6 @@ class MegatronStepper:
         if gradient_is_bad:
             return self._find_bad_gradient(step, micros, normaliser, place)
         rate = learning_rate(settings.optimizer, optimizer.num_updates, settings.total_updates)
-        reached("trainer.optimizer")
         optimizer.update(rate, settings.optimizer.weight_decay, settings.optimizer.max_grad_norm)
         step.num_updates += 1
         share = 1.0 / world.place.dp_size  # equal on all replicas, and the tally adds replicas up

@@ -21,7 +21,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ....core.chaos import reached
 from ....core.errors import ModelError, TornCheckpoint, TrainError
 from ....core.files import FileEntry, describe_file
 from ....core.protocols import NamedArray
@@ -184,7 +183,6 @@ class PendingCheckpoint:
 
     def write(self) -> None:
         """This rank's file; any thread, not collective. Raises TrainError when the disk refuses."""
-        reached("trainer.checkpoint_write")
         path = partial_of(self._target, writer_of(self._extra)) / rank_file(self._world.rank)
         with of_a_checkpoint(self._what):
             write_safetensors(path, self._tensors)

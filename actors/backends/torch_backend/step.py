@@ -30,7 +30,6 @@ from ....algos.objective import (
     objective_config,
     policy_objective,
 )
-from ....core.chaos import reached
 from ....core.clock import Clock
 from ....core.errors import MyxaError, TrainError, UserCodeError
 from ....core.protocols import StepStats
@@ -288,7 +287,6 @@ class Stepper:
         learners = self._learners(step, normaliser, is_first=number == 0)
         for learner in learners:
             learner.backward(micros, step.tally)
-        reached("trainer.all_reduce")
         for learner in learners:
             learner.share()
         problem = self._trouble(step, learners, micros, place)
@@ -297,7 +295,6 @@ class Stepper:
         rates = [learning_rate(settings.optimizer, self._optimizer.num_updates, settings.total_updates)]
         if self._critic is not None:
             rates.append(self._critic.rate(settings.optimizer))
-        reached("trainer.optimizer")
         for learner, rate in zip(learners, rates, strict=True):
             learner.update(rate, settings.optimizer.max_grad_norm, settings.optimizer.weight_decay, step.tally)
         step.num_updates += 1
@@ -355,7 +352,6 @@ class Stepper:
     ) -> Tensor:
         """The policy's share of the global loss from this micro-batch, 0-dim, and its metrics into the tally."""
         needs_entropy_grad = step.objective.entropy_coef > 0
-        reached("trainer.forward")
         scores = self._replica.forward(micro.layout, needs_entropy_grad=needs_entropy_grad)
         step.shown.take(micro.layout, scores.logprobs_M)
         batch = token_batch(micro, scores.logprobs_M, scores.entropy_M)
