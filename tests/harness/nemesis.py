@@ -211,7 +211,7 @@ def _keep_node(nemesis: Nemesis) -> None:
         nemesis.node = await attach(spec)
         return nemesis.node
 
-    worker.attach_worker = kept
+    worker.attach_worker = kept  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def arm_by(environ: dict[str, str]) -> None:
