@@ -241,15 +241,15 @@ class Backoff:
     first_s: float = 1.0
     limit_s: float = 30.0
     calm_s: float = 20.0
-    """A child that lived for so long since its last start begins a new series of failures."""
+    """A child that ran for so long since its last start begins a new series of failures."""
 
-    def delay(self, restarts: int, lot: float) -> float:
-        """Seconds before the restart that follows `restarts` earlier ones, one soon after the other; `lot` is in
+    def delay(self, restarts: int, jitter: float) -> float:
+        """Seconds before the restart that follows `restarts` earlier ones, one soon after the other; `jitter` is in
         [0, 1)."""
         if restarts == 0:
             return 0.0
         full = min(self.limit_s, self.first_s * 2.0 ** min(restarts - 1, 60))
-        return full * (1.0 - 0.5 * lot)
+        return full * (1.0 - 0.5 * jitter)
 
 
 class RestartBudget:
@@ -296,14 +296,14 @@ class RestartBudget:
         """A reserved restart will not happen."""
         self._num_reserved -= 1
 
-    def spend(self, now: float, backoff: Backoff, lot: float) -> float:
+    def spend(self, now: float, backoff: Backoff, jitter: float) -> float:
         """A reserved restart happens; returns the pause before it in seconds."""
         self._forget(now)
         self._num_reserved -= 1
         has_before = bool(self._proven or self._unproven)
         self._streak = self._streak + 1 if has_before and now < self._calm_at else 0
         self._unproven.append(now)
-        delay_s = backoff.delay(self._streak, lot)
+        delay_s = backoff.delay(self._streak, jitter)
         self._calm_at = now + delay_s + backoff.calm_s
         return delay_s
 
@@ -349,10 +349,10 @@ def describe_status(status: int) -> str:
 class Supervisor:
     """Decides over the children of a run."""
 
-    def __init__(self, root: BranchSpec, *, lot: Callable[[], float], backoff: Backoff | None = None) -> None:
+    def __init__(self, root: BranchSpec, *, jitter: Callable[[], float], backoff: Backoff | None = None) -> None:
         self._tree = SupervisionTree(root)
         self._states = ChildStates(self._tree.children)
-        self._lot = lot
+        self._jitter = jitter
         self._backoff = backoff or Backoff()
         self._budgets = {b.name: RestartBudget(b.max_restarts, b.period_s) for b in self._tree.branches}
         self._attempts = dict.fromkeys(self._tree.children, 0)
@@ -673,7 +673,7 @@ class Supervisor:
         delay, payer = 0.0, ""
         if ending.branch is not None:
             payer = ending.branch.name
-            delay = self._budgets[payer].spend(now, self._backoff, self._lot())
+            delay = self._budgets[payer].spend(now, self._backoff, self._jitter())
             self._unproven.update(children)
         for name in children:
             self._states.move(name, "retry")

@@ -78,7 +78,7 @@ EmbeddedPhase = Literal["joining", "serving", "leaving", "left"]
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedStatus:
-    """How the embedded actor stands; plain values, ready for a JSON response."""
+    """State of the embedded actor; plain values, ready for a JSON response."""
 
     rollout: str
     """Actor name in the run."""
@@ -112,8 +112,8 @@ class EmbeddedRollout:
         self._life = loop.create_task(self._live(), name=f"{name}: embedded")
 
     async def status(self) -> EmbeddedStatus:
-        """How it stands. Never raises; an engine in the middle of a long step does not answer, and then it is how it
-        stood when it was asked last."""
+        """Its present state. Never raises; an engine in the middle of a long step does not answer: then it is the state
+        of the last answer."""
         if not self._is_leaving:
             with contextlib.suppress(MyxaError):
                 self._heard = await with_deadline(self._rollout, ASK_S).status()
@@ -146,7 +146,7 @@ class EmbeddedRollout:
             self._asked.set_result(reason)
         await asyncio.shield(self._life)
 
-    # -- its life
+    # -- start and end
 
     async def _live(self) -> None:
         """The only task: waits for a reason to end, then ends everything, whatever happens on the way."""
@@ -327,7 +327,7 @@ def _spec(config: RunConfig, name: str) -> ActorSpec:
 
 
 async def _build(spec: ActorSpec, config: RunConfig, place: RunDir) -> Actor:
-    """In a thread of its own: the first import of torch takes seconds, in which the host's loop has to answer."""
+    """In its own thread: the first import of torch takes seconds, in which the host's loop has to answer."""
     worker = ThreadPoolExecutor(1, thread_name_prefix=f"{spec.name} build")
     try:
         return await asyncio.get_running_loop().run_in_executor(worker, build_actor, spec, config, place.path)

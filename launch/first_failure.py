@@ -151,8 +151,8 @@ class Failures:
         if self._first is None or (end := self._ends.get(self._first.actor)) is None:
             return self._first
         by = self._killers.get((end.name, end.attempt), "") if end.status == -signal.SIGKILL else ""
-        told = replace(self._first, log_path=end.log_path, tail=end.tail, node=end.node, status=end.status)
-        return replace(told, ended_by=by)
+        failure = replace(self._first, log_path=end.log_path, tail=end.tail, node=end.node, status=end.status)
+        return replace(failure, ended_by=by)
 
     def signalled(self, actor: str, attempt: int, number: signal.Signals, who: str) -> None:
         """This run sends that attempt a signal; `who` asked for it, and why. The kernel is not to be blamed for it."""

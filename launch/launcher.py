@@ -182,7 +182,7 @@ async def _lead(config: RunConfig, options: LaunchOptions) -> LaunchOutcome:
                     run=config,
                     max_nodes=options.place.max_nodes,
                 )
-                supervisor = RunSupervisor(run_place, lot=random.Random().random, timeouts=options.timeouts)
+                supervisor = RunSupervisor(run_place, jitter=random.Random().random, timeouts=options.timeouts)
                 screen.say(f"run directory: {run_dir.path}")
                 if options.place.num_nodes > 1:
                     screen.say(f"waiting for {options.place.num_nodes} nodes at {rendezvous.endpoint}")

@@ -109,11 +109,11 @@ def find_late_place(where: str, env: Mapping[str, str]) -> NodePlace:
     return NodePlace(-1, 0, met)
 
 
-def _num_nodes(told: int | tuple[int, int] | None, env: Mapping[str, str]) -> tuple[int, int]:
-    if isinstance(told, tuple):
-        return told
-    if told is not None:
-        return told, 0
+def _num_nodes(given: int | tuple[int, int] | None, env: Mapping[str, str]) -> tuple[int, int]:
+    if isinstance(given, tuple):
+        return given
+    if given is not None:
+        return given, 0
     name = next((name for name in _NUM_NODES if env.get(name)), "")
     try:
         return parse_num_nodes(env[name]) if name else (1, 0)

@@ -213,7 +213,7 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
     scorer = make_rewarder(config)
     tokenizer = load_tokenizer(config.model.path, template_of(config.model.path, config.data))
     workflow = BUILTINS.get(config.rollout.workflow) or make_pool(config, tokenizer)
-    # The engine last: it imports torch, and a mistake in the others is to be told at once.
+    # The engine last: it imports torch, and a mistake in the others is to be reported at once.
     if is_supervised(config):
         engine = None
     elif spec.kind == "recorded":
@@ -248,7 +248,7 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
 
 
 def _sglang(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Path, senders: TrainerSenders) -> Engine:
-    """A server of its own, one that runs already, or several of those."""
+    """Its own server, one that runs already, or several of those."""
     from ..actors.engines.engine_pool import EnginePool
     from ..actors.engines.sglang.engine import SglangEngine, SglangOptions
     from ..actors.engines.sglang.launch import LaunchedSglang, SglangLaunch

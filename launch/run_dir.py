@@ -65,7 +65,7 @@ class RunDir:
             raise LaunchError(f"{self.path / LOCK} cannot be taken: {error.strerror}", remedy=remedy) from error
         if handle is None:
             raise LaunchError(
-                f"the run in {self.path} still lives", remedy="end it first: myxa down; or `myxa fork` it"
+                f"the run in {self.path} is still running", remedy="end it first: myxa down; or `myxa fork` it"
             )
         with handle:
             yield
@@ -100,7 +100,7 @@ class RunDir:
 
     @property
     def rdzv(self) -> Path:
-        """While the run lives: how programs of this host join it (see embed.py)."""
+        """Exists while the run works: how programs of this host join it (see embed.py)."""
         return self.path / "rdzv.json"
 
     def log_path(self, actor: str, attempt: int) -> Path:

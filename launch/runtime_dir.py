@@ -3,7 +3,7 @@
 It handles paths, permissions and one helper process, not the content of files.
 `tempfile.TemporaryDirectory` was considered: it leaves its folder when the process is killed. Here a shell waits on
 a pipe whose other end only the launcher holds, and removes the folder when that end closes. Where the shell was killed
-too, the next launcher of this user removes it: each keeps a file in its folder locked as long as it lives.
+too, the next launcher of this user removes it: each keeps a file in its folder locked until it ends.
 """
 
 from __future__ import annotations
@@ -115,18 +115,18 @@ class RuntimeDir:
         """Files that are missing twice in a row: the program that removes the folder has ended by then."""
         import asyncio
 
-        gone_before, told = False, ""
+        gone_before, reported = False, ""
         while True:
             await asyncio.sleep(LOOK_S)
             is_gone = not all(path.exists() for path in (self.path / _LOCK, *held))
             try:
                 if is_gone and gone_before:
                     self._make_again(held)
-                    told = ""
+                    reported = ""
             except (OSError, LaunchError) as error:
-                if told != str(error):
+                if reported != str(error):
                     _log.warning("%s is gone and cannot be made again: %s", self.path, error)
-                told = str(error)
+                reported = str(error)
             gone_before = is_gone
 
     def _make_again(self, held: Mapping[Path, bytes]) -> None:
@@ -174,7 +174,7 @@ def _remove_deserted(base: Path) -> None:
             handle = take_lock(lock, "r")
         except OSError:  # another process was faster
             continue
-        if handle is not None:  # else it lives
+        if handle is not None:  # else its launcher runs
             with handle:
                 for folder in (lock.parent, ram_folder(lock.parent)):
                     shutil.rmtree(folder, ignore_errors=True)

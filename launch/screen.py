@@ -139,12 +139,12 @@ def _curves(run: RunFiles | None, last: LiveState | None) -> Curves:
 
 
 class _News:
-    """What rewards did wrong, as the run's events tell it: each kind of cause once for all actors, then its counts."""
+    """What rewards did wrong, as the run's events say: each kind of cause once for all actors, then its counts."""
 
     def __init__(self, events: Path) -> None:
         self._events = events
         self._offset = events.stat().st_size if events.exists() else 0
-        self._told: set[str] = set()
+        self._shown: set[str] = set()
 
     def read(self) -> list[str]:
         """What is new."""
@@ -169,9 +169,9 @@ class _News:
             return ""
         cause, _, rest = event.text.partition(" (group ")
         key = kind_of_cause(cause)
-        if event.kind.endswith("-failed") and key in self._told and not rest.endswith("so far"):
+        if event.kind.endswith("-failed") and key in self._shown and not rest.endswith("so far"):
             return ""
-        self._told.add(key)
+        self._shown.add(key)
         return f"{event.kind}: {event.text}"
 
 

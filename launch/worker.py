@@ -155,7 +155,7 @@ def main() -> int:
     except ImportError as error:
         _log.exception("failed")
         end(ConfigError.exit_code, str(_lacking(error)))
-    except Exception as error:  # noqa: BLE001 - logged and told by the exit status
+    except Exception as error:  # noqa: BLE001 - logged, and reported by the exit status
         _log.exception("failed")
         end(1, f"{type(error).__name__}: {error}")
     with contextlib.suppress(OSError):

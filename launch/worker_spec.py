@@ -56,7 +56,7 @@ def read_spec(path: str) -> ProcessSpec:
 
 
 SPEC_VARIABLE = "MYXA_WORKER_SPEC"
-"""Names the JSON file that tells a worker who it is."""
+"""Names the JSON file with a worker's specification."""
 
 WORKER_MODULE = "myxa.launch.worker"
 

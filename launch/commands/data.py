@@ -44,13 +44,13 @@ def _dump(options: argparse.Namespace) -> int:
     return 0
 
 
-def _dump_sentence(told: dict[str, Any]) -> str:
-    text = f"{told['num_groups']} groups, {told['num_bytes']:,} bytes in {told['path']}"
-    return f"{text}: {told['reason']}" if told["reason"] else text
+def _dump_sentence(facts: dict[str, Any]) -> str:
+    text = f"{facts['num_groups']} groups, {facts['num_bytes']:,} bytes in {facts['path']}"
+    return f"{text}: {facts['reason']}" if facts["reason"] else text
 
 
-def _files(told: list[dict[str, Any]]) -> RenderableType:
-    rows = [(d["path"], d["num_groups"], f"{d['num_bytes']:,}", d["reason"] or "whole") for d in told]
+def _files(facts: list[dict[str, Any]]) -> RenderableType:
+    rows = [(d["path"], d["num_groups"], f"{d['num_bytes']:,}", d["reason"] or "whole") for d in facts]
     return table(("file", "groups", "bytes", ""), rows, right=("groups", "bytes"))
 
 
@@ -85,19 +85,19 @@ def _samples(options: argparse.Namespace) -> int:
     if isinstance(found, Path):
         from ..views.run_files import SampleQuery, read_samples
 
-        told = {"groups": read_samples(found, SampleQuery(**wanted), options.num_groups), "num_left_out": 0}
+        facts = {"groups": read_samples(found, SampleQuery(**wanted), options.num_groups), "num_left_out": 0}
     else:
-        told = found.ask("samples", num_groups=options.num_groups, max_tokens=options.max_tokens, **wanted)
+        facts = found.ask("samples", num_groups=options.num_groups, max_tokens=options.max_tokens, **wanted)
     is_kept = isinstance(found, Path) or options.step >= 0 or options.eval_set is not None
-    show(options, told, _draw_kept if is_kept else _draw)
+    show(options, facts, _draw_kept if is_kept else _draw)
     return 0
 
 
-def _draw_kept(told: dict[str, Any]) -> RenderableType:
+def _draw_kept(facts: dict[str, Any]) -> RenderableType:
     """Groups as `samples.jsonl` has them."""
     from rich.text import Text
 
-    lines = [line for group in told["groups"] for line in _kept_group(group)]
+    lines = [line for group in facts["groups"] for line in _kept_group(group)]
     return Text(
         "\n".join(lines)
         or "samples.jsonl holds no such group: monitor.samples_per_step says how many of each step it gets"
@@ -122,10 +122,10 @@ def _kept_group(group: dict[str, Any]) -> Iterator[str]:
         yield f"  and {group['num_answers'] - len(group['answers'])} more answers"
 
 
-def _draw(told: dict[str, Any]) -> RenderableType:
+def _draw(facts: dict[str, Any]) -> RenderableType:
     from rich.text import Text
 
-    lines = [line for group in told["groups"] for line in _group(group)]
+    lines = [line for group in facts["groups"] for line in _group(group)]
     return Text("\n".join(lines) or "no group was finished yet")
 
 

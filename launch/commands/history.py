@@ -86,10 +86,10 @@ def _verify(options: argparse.Namespace, path: Path) -> int:
     return 0
 
 
-def _verdict_text(told: dict[str, Any]) -> str:
-    torn = "; the last line was never finished and does not count" if told["is_torn"] else ""
-    head = f"; digest {told['head']['digest']}" if told["head"] else ""
-    return f"{told['num_records']} records, the chain holds{torn}{head}"
+def _verdict_text(facts: dict[str, Any]) -> str:
+    torn = "; the last line was never finished and does not count" if facts["is_torn"] else ""
+    head = f"; digest {facts['head']['digest']}" if facts["head"] else ""
+    return f"{facts['num_records']} records, the chain holds{torn}{head}"
 
 
 def _log_of(run: Path) -> Path:
@@ -101,9 +101,9 @@ def _log_of(run: Path) -> Path:
 
 def _replay(options: argparse.Namespace) -> int:
 
-    told = replay(client_of(options, changes=True), _log_of(options.replay))
-    show(options, told, lambda told: "\n".join(told["done"] + told["refused"]) or "nothing was changed there")
-    return 0 if not told["refused"] else 1
+    facts = replay(client_of(options, changes=True), _log_of(options.replay))
+    show(options, facts, lambda facts: "\n".join(facts["done"] + facts["refused"]) or "nothing was changed there")
+    return 0 if not facts["refused"] else 1
 
 
 CHANGE_S = 75.0
@@ -177,8 +177,8 @@ def replay(client: ControlClient, log: Path) -> dict[str, Any]:
 
     turns = trajectory(read_audit(log))
     if not turns:
-        raise ConfigError(f"{log} tells of no change of knobs", remedy="name the directory of a run with changes")
-    told: dict[str, Any] = {"from": str(log), "done": [], "refused": []}
+        raise ConfigError(f"{log} holds no change of knobs", remedy="name the directory of a run with changes")
+    facts: dict[str, Any] = {"from": str(log), "done": [], "refused": []}
     pause = threading.Event()
     for turn in turns:
         while _version(client) < turn.due:
@@ -189,12 +189,12 @@ def replay(client: ControlClient, log: Path) -> dict[str, Any]:
         )  # fmt: skip
         what = f"#{turn.number} {', '.join(f'{name} = {shown(value)}' for name, value in turn.values.items())}"
         if reply["refused"]:
-            told["refused"].append(f"{what}: {reply['refused']}")
+            facts["refused"].append(f"{what}: {reply['refused']}")
         else:
             late = f", was {turn.at}" if turn.at and reply["at"] != turn.at else ""
             when = f", at {reply['at']}{late}" if reply["at"] else ""
-            told["done"].append(f"{what}: epoch {reply['epoch']}{when}")
-    return told
+            facts["done"].append(f"{what}: epoch {reply['epoch']}{when}")
+    return facts
 
 
 def _version(client: ControlClient) -> int:

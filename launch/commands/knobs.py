@@ -38,7 +38,7 @@ def add_get(verbs: Verbs) -> None:
 
 def _get(options: argparse.Namespace) -> int:
     found = client_of(options).ask("get", names=options.names)
-    show(options, found, lambda told: _get_page(told, every=options.all or bool(options.names)))
+    show(options, found, lambda facts: _get_page(facts, every=options.all or bool(options.names)))
     return 0
 
 
@@ -126,7 +126,7 @@ def add_explain(verbs: Verbs) -> None:
 
 def _explain(options: argparse.Namespace) -> int:
     found = client_of(options).ask("explain", name=options.name)
-    show(options, found, lambda told: "\n".join(_explain_lines(told)))
+    show(options, found, lambda facts: "\n".join(_explain_lines(facts)))
     return 0
 
 
@@ -277,15 +277,15 @@ def _save(options: argparse.Namespace) -> int:
     if not values:
         raise ConfigError("no knob with a key in the run file differs from it", remedy="`myxa config diff` lists all")
     _write(options.file, values)
-    told = {"file": str(options.file), "saved": values, "left_out": left_out}
-    show(options, told, lambda told: "\n".join(_config_told(told)))
+    facts = {"file": str(options.file), "saved": values, "left_out": left_out}
+    show(options, facts, lambda facts: "\n".join(_saved_lines(facts)))
     return 0
 
 
-def _config_told(told: dict[str, Any]) -> list[str]:
-    lines = [f"{key} = {shown(found)}" for key, found in told["saved"].items()]
-    lines += [f"not saved: {name}: {why}" for name, why in told["left_out"].items()]
-    return [*lines, f"written to {told['file']}"]
+def _saved_lines(facts: dict[str, Any]) -> list[str]:
+    lines = [f"{key} = {shown(found)}" for key, found in facts["saved"].items()]
+    lines += [f"not saved: {name}: {why}" for name, why in facts["left_out"].items()]
+    return [*lines, f"written to {facts['file']}"]
 
 
 def chosen(differences: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -364,19 +364,19 @@ def _suggest(options: argparse.Namespace) -> int:
     return 1 if done.get("refused") else 0
 
 
-def _suggest_page(told: dict[str, Any]) -> RenderableType:
+def _suggest_page(facts: dict[str, Any]) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    parts: list[RenderableType] = [Text(told["sentence"]), Text("")]
-    rows = [(s["id"], change_words(s) or s["knob"], s["old"], s["new"], s["why"]) for s in told["open"]]
+    parts: list[RenderableType] = [Text(facts["sentence"]), Text("")]
+    rows = [(s["id"], change_words(s) or s["knob"], s["old"], s["new"], s["why"]) for s in facts["open"]]
     parts.append(table(PROPOSAL_COLUMNS, rows) if rows else Text("nothing to propose"))
-    if told["pins"]:
-        parts.append(Text(f"pinned: {', '.join(told['pins'])}"))
-    if told["forbidden"]:
-        rules = ", ".join(f"{rule['knob'] or rule['key']} = {rule['new']}" for rule in told["forbidden"])
+    if facts["pins"]:
+        parts.append(Text(f"pinned: {', '.join(facts['pins'])}"))
+    if facts["forbidden"]:
+        rules = ", ".join(f"{rule['knob'] or rule['key']} = {rule['new']}" for rule in facts["forbidden"])
         parts.append(Text(f"forbidden: {rules}"))
-    if told["autopilot"]:
+    if facts["autopilot"]:
         parts.append(Text("the autopilot approves what lasts"))
     return Group(*parts)
 
@@ -418,7 +418,7 @@ def value(name: str, text: str) -> Any:
             return text
         raise ConfigError(f"{name} = {text}: is no TOML value: {error}", remedy='write 1e-4, true or "text"') from None
     if isinstance(found, float) and not math.isfinite(found):
-        raise ConfigError(f"{name} = {text}: must be finite", remedy=f"`myxa explain {name}` tells its range")
+        raise ConfigError(f"{name} = {text}: must be finite", remedy=f"`myxa explain {name}` shows its range")
     if not isinstance(found, bool | int | float | str):
         raise ConfigError(f"{name} = {text}: knobs are numbers, text, true or false", remedy=f"`myxa explain {name}`")
     return found
@@ -476,7 +476,7 @@ def shown(found: Any) -> str:
 def change_text(reply: dict[str, Any]) -> str:
     """What became of a change."""
     if reply["refused"]:
-        return ""  # told as an error
+        return ""  # reported as an error
     lines = [
         f"{m['name']}  {shown(m['old'])} -> {shown(m['new'])}  {m['owner']}, {_boundary(m, reply['at'])}"
         for m in reply["moves"]

@@ -83,7 +83,7 @@ def mistaken_flag(parser: Parser, words: Sequence[str], unknown: Sequence[str]) 
         name.append(word)
     first = unknown[0].partition("=")[0]
     near = nearest(first, command.flags) if first.startswith("--") else None
-    hint = f"did you mean {near}?" if near else f"`myxa {' '.join([*name, '--help'])}` tells what it takes"
+    hint = f"did you mean {near}?" if near else f"`myxa {' '.join([*name, '--help'])}` shows what it takes"
     return f"{' '.join(name) or 'myxa'} does not take {' '.join(unknown)} -- {hint}"
 
 

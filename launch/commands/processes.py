@@ -53,11 +53,11 @@ def _scale(options: argparse.Namespace) -> int:
         "scale", options.wait_s + SCALE_S, role=role, count=count, devices=options.devices,
         attach=options.attach, wait_s=options.wait_s, reason=options.reason,
     )  # fmt: skip
-    show(options, answer, _scale_told)
+    show(options, answer, _scale_words)
     return 0 if answer["is_done"] or not options.wait_s else 1
 
 
-def _scale_told(answer: dict[str, Any]) -> str:
+def _scale_words(answer: dict[str, Any]) -> str:
     lines = [f"{actor['name']} joins on node {actor['node']}" for actor in answer["joining"]]
     lines += [f"{name} hands its work back and leaves" for name in answer["leaving"]]
     return "\n".join(lines or [f"there are {answer['count']} {answer['role']} actors already"]) + state_of(answer)
@@ -80,7 +80,7 @@ def _drain(options: argparse.Namespace) -> int:
     answer = client_of(options, changes=True).ask(
         "drain", options.wait_s + SCALE_S, target=options.target, wait_s=options.wait_s, reason=options.reason
     )
-    show(options, answer, lambda told: f"leaving: {', '.join(told['leaving'])}{state_of(told)}")
+    show(options, answer, lambda facts: f"leaving: {', '.join(facts['leaving'])}{state_of(facts)}")
     return 0 if answer["is_done"] or not options.wait_s else 1
 
 
@@ -98,7 +98,7 @@ def _restart(options: argparse.Namespace) -> int:
         "restart", options.wait_s + SCALE_S, target=options.target, force=options.force,
         wait_s=options.wait_s, reason=options.reason,
     )  # fmt: skip
-    show(options, answer, lambda told: f"restarting: {', '.join(told['restarting'])}{state_of(told)}")
+    show(options, answer, lambda facts: f"restarting: {', '.join(facts['restarting'])}{state_of(facts)}")
     return 0 if answer["is_done"] or not options.wait_s else 1
 
 
@@ -139,18 +139,18 @@ def _logs(options: argparse.Namespace) -> int:
         "target": options.target, "num_lines": options.num_lines, "grep": options.grep, "engine": options.engine,
     }  # fmt: skip
     if isinstance(client, Path):
-        show(options, _logs_from_files(client, options), _logs_told)
+        show(options, _logs_from_files(client, options), _logs_words)
         return 0
     if not options.follow:
-        show(options, client.ask("logs", **arguments), _logs_told)
+        show(options, client.ask("logs", **arguments), _logs_words)
         return 0
     say_now()
     names: set[str] = set()
     for chunk in client.follow("logs-follow", **arguments):
         names.add(chunk["name"])
-        told = json.dumps(chunk) if options.json else _logs_lines(chunk, is_one_of_several=len(names) > 1)
-        if told:
-            print(told, flush=True)
+        text = json.dumps(chunk) if options.json else _logs_lines(chunk, is_one_of_several=len(names) > 1)
+        if text:
+            print(text, flush=True)
     return 0
 
 
@@ -171,7 +171,7 @@ def _logs_from_files(folder: Path, options: argparse.Namespace) -> list[dict[str
     return [msgspec.to_builtins(read_log(run_dir, 0, request)) for request in requests]
 
 
-def _logs_told(chunks: list[dict[str, Any]]) -> str:
+def _logs_words(chunks: list[dict[str, Any]]) -> str:
     return "\n".join(filter(None, (_logs_lines(chunk, is_one_of_several=len(chunks) > 1) for chunk in chunks)))
 
 
@@ -194,19 +194,19 @@ def add_stack(verbs: Verbs) -> None:
 
 def _stack(options: argparse.Namespace) -> int:
     answer = client_of(options).ask("stack", STACK_S, target=options.target, py_spy=options.py_spy)
-    show(options, answer, _stack_told)
+    show(options, answer, _stack_words)
     return 0
 
 
 HOW = {
-    "process": "told by the process",
+    "process": "reported by the process",
     "signal": "it did not answer; written by a signal",
     "py-spy": "seen by py-spy",
     "refused": "cannot be looked at",
 }
 
 
-def _stack_told(stacks: list[dict[str, Any]]) -> str:
+def _stack_words(stacks: list[dict[str, Any]]) -> str:
     parts = [f"== {each['name']} (process {each['pid']}): {HOW[each['how']]}\n{each['text']}" for each in stacks]
     return "\n".join(parts)
 
@@ -253,11 +253,11 @@ def _profile(options: argparse.Namespace) -> int:
         for_s=options.for_s,
         engine=options.engine,
     )
-    show(options, answer, _profile_told)
+    show(options, answer, _profile_words)
     return 1 if any(each["refused"] for each in answer) else 0
 
 
-def _profile_told(replies: list[dict[str, Any]]) -> str:
+def _profile_words(replies: list[dict[str, Any]]) -> str:
     lines: list[str] = []
     for each in replies:
         lines.append(f"{each['name']}: {'not profiled: ' if each['refused'] else ''}{each['refused'] or each['path']}")
@@ -326,7 +326,7 @@ def _control_remote(options: argparse.Namespace) -> int:
 
 def _where(options: argparse.Namespace) -> int:
     note = find_run(options.run_path)
-    show(options, note.facts(), lambda told: told["view" if options.view else "control"])
+    show(options, note.facts(), lambda facts: facts["view" if options.view else "control"])
     return 0
 
 
@@ -340,5 +340,5 @@ def _keygen(options: argparse.Namespace) -> int:
         raise ConfigError(f"{options.file} is there already", remedy="name a new file") from None
     except OSError as error:
         raise ConfigError(f"{options.file} cannot be written: {error.strerror}", remedy="name another file") from error
-    show(options, {"file": str(options.file), "public": pair.public}, lambda told: told["public"])
+    show(options, {"file": str(options.file), "public": pair.public}, lambda facts: facts["public"])
     return 0

@@ -1,4 +1,4 @@
-"""A run's life: `up`, `launch`, `demo`, `resume`, `fork`, `pause`, `step`, `ckpt`, `eval`, `down`."""
+"""Start, end and change of runs: `up`, `launch`, `demo`, `resume`, `fork`, `pause`, `step`, `ckpt`, `eval`, `down`."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def add_resume(verbs: Verbs) -> None:
     )
     parser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN", help="run directory; the same as --run")
     parser.add_argument("-m", "--reason", default="", metavar="WHY",
-                        help="your own words, for the audit log of a run that lives")  # fmt: skip
+                        help="your own words, for the audit log of a live run")  # fmt: skip
     add_point_flags(parser)
     add_run_flags(parser)
     parser.set_defaults(run=_resume)
@@ -250,7 +250,7 @@ def _resume(options: argparse.Namespace) -> int:
     note = find_run(named) if named is not None else _only_live_run(options)
     if options.overrides or options.version is not None:
         raise ConfigError(
-            f"the run in {note.run_dir} lives: --from and --set are for one that is over",
+            f"the run in {note.run_dir} is live: --from and --set are for one that has ended",
             remedy="turn knobs with `myxa set`, or start a copy with `myxa fork`, or end it first with `myxa down`",
         )
     answer = ControlClient(note).ask("resume", PAUSE_S, reason=options.reason)
@@ -375,7 +375,7 @@ def _fork(options: argparse.Namespace) -> int:
         show(
             options,
             {"run_dir": str(run_dir)},
-            lambda told: f"made {told['run_dir']}; start it: myxa resume {told['run_dir']}",
+            lambda facts: f"made {facts['run_dir']}; start it: myxa resume {facts['run_dir']}",
         )
         return 0
     options.version, options.overrides = None, []
@@ -420,7 +420,7 @@ def add_pause(verbs: Verbs) -> None:
 
 def _pause(options: argparse.Namespace) -> int:
     answer = client_of(options, changes=True).ask("pause", PAUSE_S, reason=options.reason)
-    show(options, answer, lambda told: f"paused: the trainer rests at version {told['rests_at']}")
+    show(options, answer, lambda facts: f"paused: the trainer rests at version {facts['rests_at']}")
     return 0
 
 
@@ -457,7 +457,7 @@ def _ckpt(options: argparse.Namespace) -> int:
         return _ckpt_list(options)
     client = client_of(options, changes=True)
     answer = client.ask("ckpt", CHECKPOINT_S, reason=options.reason, export=options.export)
-    show(options, answer, lambda told: told["folder"])
+    show(options, answer, lambda facts: facts["folder"])
     return 0
 
 
@@ -480,12 +480,12 @@ def _eval(options: argparse.Namespace) -> int:
     return 0
 
 
-def _eval_page(told: dict[str, float]) -> str:
-    lines = [f"  {key.removeprefix('eval/')} {value:.4g}" for key, value in told.items() if key != "eval_reward"]
-    return "\n".join([f"held-out reward {told['eval_reward']:.4g}", *lines])
+def _eval_page(facts: dict[str, float]) -> str:
+    lines = [f"  {key.removeprefix('eval/')} {value:.4g}" for key, value in facts.items() if key != "eval_reward"]
+    return "\n".join([f"held-out reward {facts['eval_reward']:.4g}", *lines])
 
 
 def _down(options: argparse.Namespace) -> int:
     answer = client_of(options, changes=True).ask("down", reason=options.reason)
-    show(options, answer, lambda told: f"the run ends: {told['ending']}")
+    show(options, answer, lambda facts: f"the run ends: {facts['ending']}")
     return 0

@@ -284,7 +284,7 @@ def _report(options: argparse.Namespace) -> int:
 
     folder = options.folder or options.run_path or folder_of(options)
     page = write_report(folder, options.out)
-    show(options, {"report": str(page)}, lambda told: told["report"])
+    show(options, {"report": str(page)}, lambda facts: facts["report"])
     return 0
 
 
@@ -358,8 +358,8 @@ def _source(options: argparse.Namespace) -> Path:
     return path
 
 
-def _trace_words(told: dict[str, Any]) -> str:
-    return f"{told['num_events']} events in {told['file']}: open it in https://ui.perfetto.dev or chrome://tracing"
+def _trace_words(facts: dict[str, Any]) -> str:
+    return f"{facts['num_events']} events in {facts['file']}: open it in https://ui.perfetto.dev or chrome://tracing"
 
 
 DASHBOARD = "dashboard.json"
@@ -398,10 +398,10 @@ def _grafana(options: argparse.Namespace) -> int:
     return 0
 
 
-def _grafana_words(told: dict[str, Any]) -> str:
+def _grafana_words(facts: dict[str, Any]) -> str:
     return (
-        f"prometheus --config.file={told['prometheus']}\n"
-        f"Grafana: Dashboards, New, Import, {told['dashboard']}; its data source is that Prometheus"
+        f"prometheus --config.file={facts['prometheus']}\n"
+        f"Grafana: Dashboards, New, Import, {facts['dashboard']}; its data source is that Prometheus"
     )
 
 

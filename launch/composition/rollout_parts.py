@@ -151,7 +151,7 @@ def _check_prompts(recordings: Recordings, tokenizer: Tokenizer) -> None:
     for row in recordings.rows[:FIRST_GROUPS]:
         try:
             group = recordings.file.group(row)
-        except RowError:  # told, or left out, by who reads the data
+        except RowError:  # the reader of the data reports it, or leaves it out
             continue
         asked, now = group.samples[0].prompt_ids, renderer.prompt(group.prompt)
         if not np.array_equal(asked, now):

@@ -10,7 +10,7 @@ from ...core.messages import WeightChannel
 from ...core.weight_channel import SENT_CHANNELS
 
 MARGIN_S = 10.0
-"""For everything around the phases that have deadlines of their own."""
+"""For everything around the phases that have their own deadlines."""
 
 
 def choose_channel(config: RunConfig) -> WeightChannel:

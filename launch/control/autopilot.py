@@ -151,7 +151,7 @@ async def autopilot(context: VerbContext) -> AsyncGenerator[None]:
     if not context.config.control.autopilot:
         yield
         return
-    # Kept and ended here: the launcher has no actor context of its own to spawn it in.
+    # Kept and ended here: the launcher has no own actor context to spawn it in.
     flight = asyncio.get_running_loop().create_task(Autopilot(context).fly())
     try:
         yield

@@ -184,7 +184,7 @@ CHUNK_BYTES = 1 << 16
 
 
 class ControlClient:
-    """Asks one run. Each call has a connection of its own, so a client may be kept for any time."""
+    """Asks one run. Each call has its own connection, so a client may be kept for any time."""
 
     def __init__(self, note: ControlNote, *, view: bool = False) -> None:
         self.note = note
@@ -209,7 +209,7 @@ class ControlClient:
         with self._answers(verb, arguments, deadline) as lines:
             for line in lines:
                 return _opened(line)["result"]
-        raise PeerDied(f"the run ended before it answered {verb}", remedy="`myxa report RUN` tells how it ended")
+        raise PeerDied(f"the run ended before it answered {verb}", remedy="`myxa report RUN` shows how it ended")
 
     def follow(self, verb: str, **arguments: Any) -> Generator[Any]:
         """The verb's items as they come, until it ends or the run does. Close the iterator to stop."""
@@ -272,17 +272,17 @@ def _lines(link: socket.socket, deadline: float | None, verb: str) -> Iterator[b
 
 def too_late(verb: str) -> DeadlineExceeded:
     """The error of a call that passed its deadline."""
-    return DeadlineExceeded(f"the run did not answer {verb} in time; it may still do it", remedy="`myxa history` tells")
+    return DeadlineExceeded(f"the run did not answer {verb} in time; it may still do it", remedy="see `myxa history`")
 
 
 def _opened(line: bytes) -> dict[str, Any]:
     answer: dict[str, Any] = json.loads(line)
     if answer.get("ok"):
         return answer
-    raise told_error(answer.get("error", {}))
+    raise error_of(answer.get("error", {}))
 
 
-def told_error(facts: dict[str, Any]) -> MyxaError:
+def error_of(facts: dict[str, Any]) -> MyxaError:
     """The error that a run answered, of the same class where the class is ours."""
     named = getattr(errors, str(facts.get("type")), None)
     kind = named if isinstance(named, type) and issubclass(named, MyxaError) else MyxaError

@@ -39,7 +39,7 @@ _log = logging.getLogger("myxa.control")
 
 @dataclass(frozen=True, slots=True)
 class VerbCaller:
-    """What a caller came in by: a socket, or a key. Each has a share of its own of the running requests, so that
+    """What a caller came in by: a socket, or a key. Each has its own share of the running requests, so that
     readers never keep an operator from steering."""
 
     name: str
@@ -57,7 +57,7 @@ class VerbCall:
 
 
 class Dispatcher:
-    """One per run. `note` appends to the audit log; it is called in a thread of its own, one call at a time."""
+    """One per run. `note` appends to the audit log; it is called in its own thread, one call at a time."""
 
     def __init__(self, context: VerbContext, verbs: VerbTable, note: Callable[[AuditRecord], object]) -> None:
         self.verbs = verbs
@@ -113,7 +113,7 @@ class Dispatcher:
         if not caller.may_operate or verb is None or verb.access != "operate":
             return
         try:
-            # A share of its own, beside that of running requests: a refusal is noted also where that one is full.
+            # A separate share, beside that of running requests: a refusal is noted also where that one is full.
             share = self._share_of(caller, "refused")
         except Overloaded:
             self.counters["unnoted"] += 1

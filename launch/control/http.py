@@ -20,7 +20,7 @@ from ...core.errors import CallError, ConfigError, DeadlineExceeded, MyxaError, 
 from .connection import ControlConnection
 from .dispatcher import Dispatcher, VerbCall, VerbCaller
 from .verb import Arguments, Verb
-from .wire import MAX_REQUEST_BYTES, arguments_from_text, encode, told
+from .wire import MAX_REQUEST_BYTES, arguments_from_text, encode, error_answer
 
 CLOSE_S = 1.0
 USAGE = "POST /v1/<verb> with a JSON body, GET /v1/<verb>?name=value for verbs that only show, GET /v1/verbs"
@@ -134,7 +134,7 @@ class HttpServer:
         except Exception as error:  # noqa: BLE001 - as above
             if not isinstance(error, MyxaError):
                 _log.exception("%s failed", order.verb.name)
-            await response.write(encode({"ok": False, "error": told(error)}))
+            await response.write(encode({"ok": False, "error": error_answer(error)}))
         await response.write_eof()
         return response
 
@@ -156,7 +156,7 @@ def _ok(result: Any) -> web.Response:
 
 
 def _error(status: int, error: BaseException) -> web.Response:
-    return _response(status, {"ok": False, "error": told(error)})
+    return _response(status, {"ok": False, "error": error_answer(error)})
 
 
 def _response(status: int, answer: dict[str, Any]) -> web.Response:

@@ -173,7 +173,7 @@ def check_names(names: Sequence[str], table: KnobTable, context: VerbContext) ->
             raise ConfigError(f"{name!r} is a key of the run file", remedy=f"the knob is {live[0]!r}")
         if fixed:
             raise ConfigError(
-                f"{name!r} is no knob: it is {' or '.join(fixed)} of the run file, and fixed while a run lives",
+                f"{name!r} is no knob: it is {' or '.join(fixed)} of the run file, and fixed while a run works",
                 remedy=f"`myxa down`, then `myxa resume {context.run_dir.path} --set {fixed[0]}=...`; or `myxa fork`",
             )
         raise ConfigError(f"{name[:MAX_NAME_CHARS]!r} is no knob", remedy=_hint(name, table))

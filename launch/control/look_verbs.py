@@ -162,7 +162,7 @@ def _log_owners(context: VerbContext, target: str) -> list[tuple[int, str]]:
 async def _stack(context: VerbContext, arguments: StackArguments, who: Operator) -> list[StackReply]:
     meant = find_targets(arguments.target, context.supervisor.statuses())
     looks = [_stack_of(context, record.name, record.node, py_spy=arguments.py_spy) for record in meant]
-    return await _all_or_told(looks, [record.name for record in meant])
+    return await _all_answers(looks, [record.name for record in meant])
 
 
 async def _stack_of(context: VerbContext, name: str, node: int, *, py_spy: bool) -> StackReply:
@@ -174,18 +174,18 @@ async def _stack_of(context: VerbContext, name: str, node: int, *, py_spy: bool)
     return await context.supervisor.agent(node).stacks_from_outside(name, py_spy)
 
 
-async def _all_or_told(looks: Sequence[Awaitable[StackReply]], names: list[str]) -> list[StackReply]:
+async def _all_answers(looks: Sequence[Awaitable[StackReply]], names: list[str]) -> list[StackReply]:
     """Of several, one that cannot be looked at says why in its place; a single one raises."""
     answers = await asyncio.gather(*looks, return_exceptions=len(looks) > 1)
-    told: list[StackReply] = []
+    replies: list[StackReply] = []
     for name, answer in zip(names, answers, strict=True):
         if isinstance(answer, MyxaError):
-            told.append(StackReply(name=name, pid=0, text=str(answer), how="refused"))
+            replies.append(StackReply(name=name, pid=0, text=str(answer), how="refused"))
         elif isinstance(answer, BaseException):
             raise answer
         else:
-            told.append(answer)
-    return told
+            replies.append(answer)
+    return replies
 
 
 async def _facts(context: VerbContext, arguments: TargetArguments, who: Operator) -> list[ProcessFacts]:
@@ -207,19 +207,19 @@ async def _profile(context: VerbContext, arguments: ProfileArguments, who: Opera
         for look in ((_own_profile, _engine_profiles) if is_served and record.role == "rollout" else (_own_profile,))
     ]
     answers = await asyncio.gather(*(look for _, look in looks), return_exceptions=True)
-    told: list[ProfileReply] = []
+    replies: list[ProfileReply] = []
     errors: list[MyxaError] = []
     for (record, _), answer in zip(looks, answers, strict=True):
         if isinstance(answer, MyxaError):
             errors.append(answer)
-            told.append(_refusal(record.name, record.node, str(answer).removeprefix(f"{record.name}: ")))
+            replies.append(_refusal(record.name, record.node, str(answer).removeprefix(f"{record.name}: ")))
         elif isinstance(answer, BaseException):
             raise answer
         else:
-            told += answer
-    if len(errors) == len(told):
+            replies += answer
+    if len(errors) == len(replies):
         raise errors[0]
-    return told
+    return replies
 
 
 async def _own_profile(context: VerbContext, record: ActorStatus, order: ProfileOrder) -> list[ProfileReply]:
@@ -436,7 +436,7 @@ class WatchArguments(Arguments, frozen=True, kw_only=True):
     """Of `watch`."""
 
     names: Annotated[tuple[Pattern, ...], msgspec.Meta(max_length=MAX_NAMES)] = ()
-    """Only these knobs, metrics and kinds of events; "*" and "?" stand for any text. Empty: all."""
+    """Only these knobs, metrics and kinds of events; "*" and "?" match any text. Empty: all."""
     past: bool = False
     """From the beginning of the run instead of from now."""
 

@@ -112,7 +112,7 @@ async def _drain(context: VerbContext, arguments: DrainArguments, who: Operator)
     supervisor = context.supervisor
     node = node_of(arguments.target)
     is_node = node is not None and node != 0 and node in supervisor.nodes
-    meant = () if is_node and not _lives_on(context, node) else find_targets(arguments.target, supervisor.statuses())
+    meant = () if is_node and not _runs_on(context, node) else find_targets(arguments.target, supervisor.statuses())
     roles: set[RoleName] = {record.role for record in meant}
     for role in roles:
         staying = [r for r in supervisor.statuses() if r.role == role and not (r.is_over or r.is_leaving)]
@@ -131,7 +131,7 @@ async def _drain(context: VerbContext, arguments: DrainArguments, who: Operator)
     return {"leaving": names, "is_done": await _until(is_done, arguments.wait_s)}
 
 
-def _lives_on(context: VerbContext, node: int | None) -> bool:
+def _runs_on(context: VerbContext, node: int | None) -> bool:
     return any(record.node == node for record in context.supervisor.statuses())
 
 

@@ -1,7 +1,7 @@
 """The control sockets of a run, in the launcher of node 0: they answer even when the coordinator hangs or is dead.
 
     control.sock   0600, in a folder that only this user enters: every verb
-    view.sock      verbs that only show; with `control.view_group` in a folder of its own that the group may enter
+    view.sock      verbs that only show; with `control.view_group` in its own folder, which the group may enter
 
 The kernel keeps other users out. The user of each connection is checked again (this user, root, or of the group), and
 its name goes into the audit log.
@@ -28,7 +28,7 @@ from ...core.knobs import Operator
 from .connection import LINES, ConnectionLimits, ControlConnection, Peer
 from .dispatcher import Dispatcher, VerbCall, VerbCaller
 from .http import HttpServer
-from .wire import MAX_REQUEST_BYTES, Request, decode_request, encode, told
+from .wire import MAX_REQUEST_BYTES, Request, decode_request, encode, error_answer
 
 _log = logging.getLogger("myxa.control")
 
@@ -127,9 +127,9 @@ class LineServer:
         try:
             async with (
                 self._dispatcher.items(order) as items,
-                contextlib.aclosing(until_heard(items, reader)) as told_items,
+                contextlib.aclosing(until_heard(items, reader)) as until_left,
             ):
-                async for item in told_items:
+                async for item in until_left:
                     await _send(writer, encode({"id": request.id, "ok": True, "item": item}))
             await _send(writer, encode({"id": request.id, "ok": True, "end": True}))
         except OSError:
@@ -170,7 +170,7 @@ async def _next(items: AsyncGenerator[Any]) -> Any:
 
 
 def _refusal(number: int | str | None, error: BaseException) -> bytes:
-    return encode({"id": number, "ok": False, "error": told(error)})
+    return encode({"id": number, "ok": False, "error": error_answer(error)})
 
 
 async def _send(writer: asyncio.StreamWriter, line: bytes) -> bool:
@@ -266,7 +266,7 @@ class Listener:
         elif not self._has_room():
             self._dispatcher.counters["too_many"] += 1
             many = Overloaded(f"{len(self._connections)} connections are open", remedy="close some")
-            connection.close(encode({"id": None, "ok": False, "error": told(many)}))
+            connection.close(encode({"id": None, "ok": False, "error": error_answer(many)}))
         else:
             self._connections.add(connection)
 

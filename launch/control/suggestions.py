@@ -126,8 +126,8 @@ class SuggestionBook:
 
 def _name_of(advice: Advice) -> str:
     """The same name for the same proposal, in any run and at any time."""
-    told = msgspec.json.encode((advice.knob, advice.key, advice.old, advice.new))
-    return f"s{hashlib.blake2s(told, digest_size=3).hexdigest()}"
+    text = msgspec.json.encode((advice.knob, advice.key, advice.old, advice.new))
+    return f"s{hashlib.blake2s(text, digest_size=3).hexdigest()}"
 
 
 def _reaches(rule: Forbidden, advice: Advice) -> bool:

@@ -31,7 +31,7 @@ from ...transport.session.guard import KeyVerdict
 from ...transport.wire import is_public_key
 from .dispatcher import Dispatcher, VerbCall, VerbCaller
 from .verb import Access
-from .wire import MAX_QUOTED_CHARS, Request, decode_request, encode, told
+from .wire import MAX_QUOTED_CHARS, Request, decode_request, encode, error_answer
 
 MAX_KEYS = 1000
 
@@ -243,4 +243,4 @@ async def _next(items: AsyncGenerator[Any]) -> Any:
 
 
 def _refusal(number: int | str | None, error: BaseException) -> bytes:
-    return encode({"id": number, "ok": False, "error": told(error)})
+    return encode({"id": number, "ok": False, "error": error_answer(error)})

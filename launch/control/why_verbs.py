@@ -147,8 +147,10 @@ def are_full(snapshot: Mapping[str, Mapping[str, float]], facts: Facts) -> bool:
     allows would fill them."""
     if engines_look_full(snapshot):
         return True
-    told = [values.get("rollout/max_running", 0.0) for name, values in snapshot.items() if name.startswith("rollout/")]
-    context = min((value for value in told if value > 0), default=float(facts.max_running))
+    limits = [
+        values.get("rollout/max_running", 0.0) for name, values in snapshot.items() if name.startswith("rollout/")
+    ]
+    context = min((value for value in limits if value > 0), default=float(facts.max_running))
     concurrency = facts.knobs.get("concurrency")
     if concurrency is None or context <= 0:
         return False

@@ -115,7 +115,7 @@ def _in_words(text: str) -> str:
     return text if found is None else f"{found[3]} must be {_RELATIONS[found[1]]} {found[2]}"
 
 
-def told(error: BaseException) -> ErrorAnswer:
+def error_answer(error: BaseException) -> ErrorAnswer:
     """The error as the caller gets it. Of an unexpected one the caller gets the name without the details."""
     if isinstance(error, MyxaError):
         kind = next(c.__name__ for c in type(error).__mro__ if c.__module__ == MyxaError.__module__)

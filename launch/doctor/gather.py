@@ -56,7 +56,7 @@ def find_runs() -> tuple[FoundRun, ...]:
 
 
 def _guarded_folders() -> set[str]:
-    """Runtime folders whose launcher lives: a shell waits for its end, to remove the folder then."""
+    """Runtime folders whose launcher runs: a shell waits for its end, to remove the folder then."""
     found: set[str] = set()
     for words in _command_lines().values():
         if words[:2] == ["/bin/sh", "-c"] and Path(words[-1]).name.startswith(PREFIX):

@@ -269,7 +269,7 @@ def sglang(facts: MachineFacts) -> Iterator[MachineCheck]:
         yield error(
             "sglang",
             f"sglang {have} is built for torch {wanted}, here is torch {torch}",
-            "give SGLang an environment of its own and name its interpreter in engine.python",
+            "give SGLang its own environment and name its interpreter in engine.python",
         )
     else:
         yield ok("sglang", f"{have} with torch {torch or 'of another environment'}")

@@ -114,7 +114,7 @@ _log = logging.getLogger("myxa.worker")
 
 
 class LoopWatch:
-    """Watches the loop of the thread that makes it, from `start` to `stop`. `give_up` is called in a thread of its own,
+    """Watches the loop of the thread that makes it, from `start` to `stop`. `give_up` is called in its own thread,
     once, with the line that holds the loop up. `busy_s` says for how long it has been declared that this may be."""
 
     def __init__(

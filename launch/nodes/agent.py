@@ -70,7 +70,7 @@ class AgentOptions:
     """Address at which other nodes reach this one."""
     runtime_dir: Path
     rdzv_path: str
-    """File that tells workers how to reach the registry."""
+    """File with the registry's address, for workers."""
     lost_s: float = 20.0
     """How long node 0 may be silent before this node leaves the run."""
     program: str = DEFAULT_PROGRAM
@@ -381,7 +381,7 @@ class Orphans:
     """Reaps processes that actors started and that outlived their parents: the launcher adopts those.
 
     `os.waitpid(-1)` was considered: it would take the status of children that others in this process wait for. Actors
-    and what they start have sessions of their own. What `subprocess` starts here has our session, or, if it does not,
+    and what they start have their own sessions. What `subprocess` starts here has our session, or, if it does not,
     its starter's `wait` reaps it at once; so a zombie is reaped only if it was one at the last look already.
     `is_known(pid)`: whether the process is watched by its descriptor."""
 

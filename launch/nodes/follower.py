@@ -1,6 +1,6 @@
 """The launchers of all nodes but node 0: they lend their processes to the run, from its start or later.
 
-They decide nothing. A late node first asks for its number, under a name of its own; then it joins like the others.
+They decide nothing. A late node first asks for its number, under its own name; then it joins like the others.
 """
 
 from __future__ import annotations

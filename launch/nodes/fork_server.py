@@ -11,7 +11,7 @@ So a process that the launcher no longer wants never starts to work, however lat
 
 A server has one loop and handles one request at a time. It starts no thread and touches no GPU, because a child must be
 like a fresh process. It forks twice, and the kernel makes the launcher, which adopts orphans (core/process.py), the
-parent of the second child: the launcher watches, reaps and ends it like a process of its own, with or without the
+parent of the second child: the launcher watches, reaps and ends it like its own process, with or without the
 server. `multiprocessing.forkserver` was considered: its children belong to the server, so the launcher has neither
 their exit status nor a death signal for them, and what they run is pickled.
 """
@@ -236,7 +236,7 @@ def be_actor(request: ForkRequest) -> int:
 
 
 def reseed() -> None:
-    """Give this process random numbers of its own. Python's `random` reseeds itself after a fork."""
+    """Seed this process's random numbers anew. Python's `random` reseeds itself after a fork."""
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed()
     if (torch := sys.modules.get("torch")) is not None:

@@ -38,7 +38,7 @@ END_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ForkServer:
-    """A started server; its task in the pool tells whether it is ready."""
+    """A started server; its task in the pool ends when it is ready."""
 
     preload_set: str
     child: Child
@@ -96,7 +96,7 @@ class ForkServerPool:
             else:
                 link.close()
                 return child
-        self._log.info("%s is started with an interpreter of its own", name)
+        self._log.info("%s is started with its own interpreter", name)
         return None
 
     async def close(self) -> None:

@@ -79,7 +79,7 @@ class Preloads:
     """Sets whose servers this node starts before the first actor needs them."""
 
     def set_of(self, actor: ActorSpec) -> str:
-        """Name of the actor's preload set; empty: it gets an interpreter of its own, since variables of its role may be
+        """Name of the actor's preload set; empty: it gets its own interpreter, since variables of its role may be
         for the loader, or read at import."""
         if actor.python or actor.env:
             return ""

@@ -116,7 +116,7 @@ def sampling_findings(config: RunConfig) -> Iterator[ConfigFinding]:
     if rollout.deterministic and config.asynchrony.max_staleness:
         yield _warning(
             "deterministic",
-            f"= true with async.max_staleness = {config.asynchrony.max_staleness}: turns have seeds of their own, but "
+            f"= true with async.max_staleness = {config.asynchrony.max_staleness}: turns have their own seeds, but "
             "which weights a token meets is a matter of time: two runs are not equal",
             "set async.max_staleness = 0 for runs that repeat to the bit",
         )

@@ -207,7 +207,7 @@ def _scoring(model: ModelConfig, layout: ParallelLayout, shape: StepShape, token
 #                    with a distributed optimizer (Megatron-core's own table: "theoretical memory" = 18 bytes a
 #                    parameter, 6 + 12 / dp when distributed)
 #
-# `planned` of both backends' offload.py tells the memory manager the same, except that experts are cut here as they
+# `planned` of both backends' offload.py gives the memory manager the same, except that experts are cut here as they
 # really are. A reference model (algo.kl_coef) is one more set of weights, for the torch trainer of its own size. A
 # critic is a second trained model; its pass follows the policy's pass. Weights that travel between devices are staged:
 # a copy in the engine's number type for each version in flight. A CUDA context took 0.8 GiB, an NCCL group 0.65 GiB
@@ -653,7 +653,7 @@ def _remedy(config: RunConfig, largest: Part) -> tuple[str, str]:
         return "trainer.max_tokens_per_microbatch", f"lower it, or set {again}"
     if largest.name == "kv cache":
         if config.roles.rollout.kind == "sglang":
-            return "sglang.mem_fraction_static", "lower it, or give trainer and engine devices of their own"
+            return "sglang.mem_fraction_static", "lower it, or give trainer and engine their own devices"
         return "engine.max_running", "lower it, or engine.context_length"
     if largest.owner == "rollout":
         return "roles.rollout.devices", "give the engine more GPUs"

@@ -193,14 +193,14 @@ def of_error(error: MyxaError) -> PlanProblem:
     return PlanProblem("error", match["file"], int(match["line"]), "", match["rest"], error.remedy)
 
 
-def in_order(told: Iterable[PlanProblem], files: Sequence[str]) -> tuple[PlanProblem, ...]:
+def in_order(problems: Iterable[PlanProblem], files: Sequence[str]) -> tuple[PlanProblem, ...]:
     """Errors first; file by file and line by line, flags last; each once."""
     order = {file: number for number, file in enumerate(files)}
 
     def place(one: PlanProblem) -> tuple[bool, int, int]:
         return (one.severity == "warning", order.get(one.file, len(files)), one.line)
 
-    return tuple(sorted(dict.fromkeys(told), key=place))
+    return tuple(sorted(dict.fromkeys(problems), key=place))
 
 
 OVER = "OVER"

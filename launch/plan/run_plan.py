@@ -64,21 +64,21 @@ def make_plan(options: RunPlanOptions) -> PlannedRun:
         inspected = inspect_config(options.files, options.overrides)
     except MyxaError as error:
         return PlannedRun(options.files, problems=(of_error(error),))
-    told = [of_problem(problem, inspected) for problem in inspected.problems]
+    problems = [of_problem(problem, inspected) for problem in inspected.problems]
     config = inspected.config
     if config is None:
-        return PlannedRun(options.files, problems=in_order(told, options.files))
+        return PlannedRun(options.files, problems=in_order(problems, options.files))
     if inspected.problems:
         found = [finding for finding in _of_files(config, options) if not _touches(finding.key, inspected)]
-        told += [of_finding(finding, inspected) for finding in found]
-        return PlannedRun(options.files, config.run.name, in_order(told, options.files))
+        problems += [of_finding(finding, inspected) for finding in found]
+        return PlannedRun(options.files, config.run.name, in_order(problems, options.files))
     plan, findings = _planned(config, options)
-    told += [of_finding(finding, inspected) for finding in findings]
-    return PlannedRun(options.files, config.run.name, in_order(told, options.files), **plan)
+    problems += [of_finding(finding, inspected) for finding in findings]
+    return PlannedRun(options.files, config.run.name, in_order(problems, options.files), **plan)
 
 
 def _touches(key: str, inspected: Inspected) -> bool:
-    """Whether a finding is about the default that stands for a mistaken value."""
+    """Whether a finding is about the default that replaces a mistaken value."""
     path = tuple(key.split("."))
     return any(path[:length] in inspected.bad for length in range(1, len(path) + 1))
 

@@ -119,8 +119,8 @@ def _findings(
         except RowError:
             return
         except MyxaError as error:
-            told = type(error)(f"{file.place(row)}: {error.message}", remedy=error.remedy)
-            yield ConfigFinding(key, told, is_warning=skips_bad and isinstance(error, DataError))
+            named = type(error)(f"{file.place(row)}: {error.message}", remedy=error.remedy)
+            yield ConfigFinding(key, named, is_warning=skips_bad and isinstance(error, DataError))
             return
 
 

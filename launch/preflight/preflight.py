@@ -53,12 +53,12 @@ def package_findings(
     config: RunConfig, actors: Sequence[ActorSpec], answers: Mapping[str, AskedInterpreter]
 ) -> Iterator[ConfigFinding]:
     """What is missing where, one finding per role and module; interpreters that cannot be used at all."""
-    told: set[str] = set()
+    seen_roles: set[str] = set()
     for actor in actors:
         answer = answers.get(actor.role)
-        if actor.role in told or answer is None:
+        if actor.role in seen_roles or answer is None:
             continue
-        told.add(actor.role)
+        seen_roles.add(actor.role)
         key = f"roles.{actor.role}.python"
         if isinstance(answer, MyxaError):
             yield ConfigFinding(key, answer)
@@ -174,8 +174,8 @@ def _check_model(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Con
     if "rollout" in roles:
         tokenizer = tuple(looked("model.path", load_tokenizer, config.model.path, PlainText()))
         yield from tokenizer
-        told = {str(finding.error) for finding in tokenizer}  # both read what the tokenizer was saved with
-        yield from (finding for finding in template_findings(config) if str(finding.error) not in told)
+        reported = {str(finding.error) for finding in tokenizer}  # both read what the tokenizer was saved with
+        yield from (finding for finding in template_findings(config) if str(finding.error) not in reported)
     yield from looked("model.path", _check_weights, config.model.path, model)
     if config.trainer.freeze and "trainer" in roles:
         yield from looked("trainer.freeze", _check_freeze, config, model)
@@ -375,12 +375,12 @@ def _check_devices(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[C
 
 def device_findings(actors: Sequence[ActorSpec], gpus: Gpus) -> Iterator[ConfigFinding]:
     """Roles that name GPUs which this machine does not have."""
-    told: set[str] = set()
+    seen_roles: set[str] = set()
     for actor in actors:
         beyond = [number for number in actor.visible_devices if number >= len(gpus.found)]
-        if not beyond or actor.role in told:
+        if not beyond or actor.role in seen_roles:
             continue
-        told.add(actor.role)
+        seen_roles.add(actor.role)
         have = f"{len(gpus.found)}" if gpus.source else f"none that can be seen ({gpus.trouble})"
         key = f"roles.{actor.role}.devices"
         error = ConfigError(

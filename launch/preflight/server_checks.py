@@ -118,7 +118,7 @@ def sglang_findings(
 
 
 def _folder(config: RunConfig, actor: ActorSpec, answers: Mapping[str, AskedInterpreter]) -> str | None:
-    """SGLang's folder; empty: it is missing; None: the role's interpreter does not answer, a finding of its own."""
+    """SGLang's folder; empty: it is missing; None: the role's interpreter does not answer, a separate finding."""
     if config.engine.python:
         return folder_of_sglang(config.engine.python, actor.env)
     answer = answers.get("rollout")

@@ -1,4 +1,4 @@
-"""Begin a run from a checkpoint: a fork in a directory of its own, or the next life of a run in the same directory.
+"""Begin a run from a checkpoint: a fork in its own directory, or the next life of a run in the same directory.
 
 A fork only reads its parent:
     config.toml                the parent's, with overrides
@@ -148,7 +148,7 @@ _LOOK_S = 0.1
 
 @contextmanager
 def no_longer_alive(run_dir: RunDir) -> Generator[None]:
-    """Hold the run's directory and wait for its buffer to end. Raises LaunchError if the run still lives."""
+    """Hold the run's directory and wait for its buffer to end. Raises LaunchError if the run still works."""
     with run_dir.held():
         _await_buffer(run_dir.path / LEDGER)
         yield
@@ -173,7 +173,8 @@ def _await_buffer(ledger: Path) -> None:
         except LedgerError as error:
             if time.monotonic() > deadline_s:
                 raise LaunchError(
-                    f"the run's buffer still lives: {error.message}", remedy="end it first; `fuser` names the process"
+                    f"the run's buffer is still running: {error.message}",
+                    remedy="end it first; `fuser` names the process",
                 ) from error
             pause.wait(_LOOK_S)
         else:

@@ -28,7 +28,7 @@ ORIGIN = "origin.json"
 
 
 class _Lives(msgspec.Struct):
-    """The part of origin.json that tells how new it is."""
+    """The part of origin.json that shows how new it is."""
 
     lives: list[dict[str, object]] = []
 

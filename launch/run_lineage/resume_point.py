@@ -212,7 +212,7 @@ def earlier_ledger(config: RunConfig, run_dir: Path) -> Path | None:
 
 def _why_unusable(ledger: Path, version: int) -> str:
     if is_in_use(ledger):
-        return f"{ledger} is in use: its run lives"
+        return f"{ledger} is in use: its run is live"
     try:
         return read_facts(ledger).why_not(version)
     except LedgerError as error:

@@ -281,7 +281,7 @@ class SilenceCheck:
             for name, attempt in ending.items()
         }
         for name, (_, at) in self._ending.items():
-            # An actor whose start was not answered yet has no process; that call has a deadline of its own.
+            # An actor whose start was not answered yet has no process; that call has its own deadline.
             since[name] = max(at, self._actors[name].started_s) + self._timeouts.end_s
         return [name for name, at in since.items() if self._actors[name].pid and now - at > self._timeouts.gone_s]
 

@@ -96,7 +96,7 @@ class StopRequest:
 class RunSupervisor(SupervisorContract):
     """The launcher of node 0 hosts it and calls `gather`, `start_all` and `stop_all` directly."""
 
-    def __init__(self, setup: RunSetup, *, lot: Callable[[], float], timeouts: RunTimeouts) -> None:
+    def __init__(self, setup: RunSetup, *, jitter: Callable[[], float], timeouts: RunTimeouts) -> None:
         self.failed: asyncio.Future[FailRun] = asyncio.get_running_loop().create_future()
         """Set when an actor may not be started again, or a node is lost."""
         self.stop_requested: asyncio.Future[StopRequest] = asyncio.get_running_loop().create_future()
@@ -104,7 +104,7 @@ class RunSupervisor(SupervisorContract):
         self._setup = setup
         self._timeouts = timeouts
         self._actors = RunActors(setup.actors)
-        self._rules = Supervisor(run_tree(setup.actors, timeouts.end_s), lot=lot)
+        self._rules = Supervisor(run_tree(setup.actors, timeouts.end_s), jitter=jitter)
         self._nodes = JoinedNodes(setup.num_nodes, setup.version, setup.config, logging.getLogger(f"myxa.{SUPERVISOR}"))
         self._late = LateNodes(setup.run, setup.num_nodes, setup.max_nodes, self._nodes)
         self._others = {agent_name(node): node for node in range(1, setup.num_nodes)}
@@ -553,12 +553,12 @@ def _role(role: str, actors: Sequence[ActorSpec], grace_s: float) -> BranchSpec:
 
 
 def role_name(role: str) -> str:
-    """Name of the branch of a role's actors, each with a restart budget of its own."""
+    """Name of the branch of a role's actors, each with its own restart budget."""
     return f"role {role}"
 
 
 def actor_branch(actor: ActorSpec, grace_s: float) -> BranchSpec:
-    """Branch of an actor with a restart budget of its own."""
+    """Branch of an actor with its own restart budget."""
     return BranchSpec(actor.name, (_child(actor, grace_s),), max_restarts=actor.max_restarts)
 
 

@@ -1,4 +1,4 @@
-"""Time limits of a launcher. A light file of its own: the command line shows the defaults and starts fast."""
+"""Time limits of a launcher. A light file: the command line shows the defaults and starts fast."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ class RunTimeouts:
     over_s: float = 5.0
     """For a process to end by itself after the registry has ended it, before it is killed."""
     leave_s: float = 30.0
-    """The same for a process that announced its end: it may have much memory to free, and its exit status tells why."""
+    """The same for a process that announced its end: it may have much memory to free, and its exit status says why."""
     gone_s: float = 60.0
     """For a process to vanish after SIGKILL; the kernel needs time to free much pinned memory."""

@@ -168,7 +168,7 @@ class TopApp(App[None]):
     # -- looking -----------------------------------------------------------------------------------------------
 
     def _look_forever(self) -> None:
-        """In a thread of its own."""
+        """In its own thread."""
         while not self._feed.is_closed:
             started_s = time.monotonic()
             view = self._feed.look()
@@ -324,7 +324,7 @@ class TopApp(App[None]):
         """Follow the log, or hold it still to read."""
         self._follows = not self._follows
         self._look_for_log()
-        self.notify("the log is followed" if self._follows else "the log stands still; f follows it again")
+        self.notify("the log is followed" if self._follows else "the log is held; f follows it again")
 
     def action_tree(self) -> None:
         """Show or hide the tree, for more room."""
@@ -370,7 +370,7 @@ class TopApp(App[None]):
     # -- log and stack -----------------------------------------------------------------------------------------
 
     def _read_logs_forever(self) -> None:
-        """In a thread of its own."""
+        """In its own thread."""
         while not self._feed.is_closed:
             name = self._log_of
             if name:

@@ -167,7 +167,7 @@ def carried_over(new: RunView, old: RunView) -> RunView:
         snapshot=now.snapshot or was.snapshot,
         started_wall_s=now.started_wall_s if new.run_dir else was.started_wall_s,
     )
-    is_told = bool(now.snapshot)
+    has_reported = bool(now.snapshot)
     return replace(
         new,
         live=live,
@@ -175,8 +175,8 @@ def carried_over(new: RunView, old: RunView) -> RunView:
         actors=new.actors if any(actor.state for actor in new.actors) else old.actors or new.actors,
         knobs=new.knobs or old.knobs,
         history=new.history or old.history,
-        why=new.why if is_told else old.why,
-        remedy=new.remedy if is_told else old.remedy,
+        why=new.why if has_reported else old.why,
+        remedy=new.remedy if has_reported else old.remedy,
         has_ended=new.has_ended or live.phase in ("finished", "failed"),
     )
 

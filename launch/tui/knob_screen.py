@@ -128,7 +128,7 @@ class KnobScreen(ModalScreen[str]):
             return None
 
     def _ask(self, value: KnobValue, reason: str, for_steps: int, force: bool) -> None:
-        """In a thread of its own."""
+        """In its own thread."""
         try:
             reply = self._turn({self._row.name: value}, reason, for_steps, force)
         except (MyxaError, OSError, ValueError) as error:
@@ -137,7 +137,7 @@ class KnobScreen(ModalScreen[str]):
             self.post_message(KnobAnswered(reply_text(reply), is_done=not reply.refused))
 
     @on(KnobAnswered)
-    def told(self, event: KnobAnswered) -> None:
+    def answered(self, event: KnobAnswered) -> None:
         """A done change closes the window; a refusal keeps it open."""
         self._is_asking = False
         if event.is_done and self.is_current:

@@ -142,10 +142,10 @@ def _time(page: Text, view: RunView, width: int, *, is_ascii: bool) -> None:
     for name in names:
         page.append(f"{clean(name):<{_LABEL + 1}}")
         _bar(page, shares[name], min(30, max(8, width - 50)), is_ascii=is_ascii)
-        told = sorted(((shares[name].get(kind, 0.0), kind) for kind in ACTIVITY_KINDS), reverse=True)
+        parts = sorted(((shares[name].get(kind, 0.0), kind) for kind in ACTIVITY_KINDS), reverse=True)
         page.append(
             "  "
-            + "  ".join(f"{kind} {percent(share)}" for share, kind in told[: 1 + (width >= 54)] if share >= 0.005)
+            + "  ".join(f"{kind} {percent(share)}" for share, kind in parts[: 1 + (width >= 54)] if share >= 0.005)
             + "\n"
         )
     page.append(legend(is_ascii=is_ascii))

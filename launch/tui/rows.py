@@ -31,8 +31,8 @@ _STATE_SIGNS = {
 def done_words(verb: str, answer: object) -> str:
     """`pause: rests at 523`."""
     facts = cast("dict[str, object]", answer) if isinstance(answer, dict) else {}
-    told = ", ".join(f"{name.replace('_', ' ')} {value_text(value)}" for name, value in facts.items())
-    return f"{verb}: {clean(told) or 'done'}"
+    text = ", ".join(f"{name.replace('_', ' ')} {value_text(value)}" for name, value in facts.items())
+    return f"{verb}: {clean(text) or 'done'}"
 
 
 HISTORY_COLUMNS = ("no.", "time", "step", "what", "who", "result", "reason")
@@ -187,8 +187,8 @@ def notice_text(view: RunView) -> str:
     """The line that must not be missed: paused, ended, silent, only a reader; empty when all is well."""
     live = view.live
     if view.has_ended:
-        told = (live.status.error or live.status.reason) if live.status else ""
-        why = clean(told or next(iter(view.troubles), ""))
+        reason = (live.status.error or live.status.reason) if live.status else ""
+        why = clean(reason or next(iter(view.troubles), ""))
         return f"the run has ended{f': {why}' if why else ''} -- this is how it was last seen"
     if view.silent_s > 0:
         return f"no answer for {duration(view.silent_s)}: {clean('; '.join(view.troubles))}"

@@ -147,7 +147,7 @@ def _number(facts: Facts, knob: str) -> int | None:
 
 
 def _turn(facts: Facts, knob: str, new: int, why: str) -> Advice | None:
-    """To `new`, or as far as the knob goes; None when that is where it stands."""
+    """To `new`, or as far as the knob goes; None when it has that value."""
     old = _number(facts, knob)
     if old is None:
         return None

@@ -102,14 +102,14 @@ class Filtered:
     @classmethod
     def of(cls, gauges: Mapping[str, Mapping[str, float]]) -> Filtered:
         """`gauges`: actor -> metric -> value."""
-        told = gauges.get("buffer", {})
-        low, high = told.get(f"{NEWEST}reward_min"), told.get(f"{NEWEST}reward_max")
+        values = gauges.get("buffer", {})
+        low, high = values.get(f"{NEWEST}reward_min"), values.get(f"{NEWEST}reward_max")
         return cls(
-            num_groups=told.get(f"{NEWEST}groups", 0.0),
-            left_out=told.get(f"{NEWEST}left_out", 0.0),
-            flat=told.get(f"{NEWEST}flat", 0.0),
-            all_right=told.get(f"{NEWEST}all_right", 0.0),
-            all_wrong=told.get(f"{NEWEST}all_wrong", 0.0),
+            num_groups=values.get(f"{NEWEST}groups", 0.0),
+            left_out=values.get(f"{NEWEST}left_out", 0.0),
+            flat=values.get(f"{NEWEST}flat", 0.0),
+            all_right=values.get(f"{NEWEST}all_right", 0.0),
+            all_wrong=values.get(f"{NEWEST}all_wrong", 0.0),
             only_reward=low if low == high else None,
         )
 
@@ -130,8 +130,8 @@ def engines_look_full(gauges: Mapping[str, Mapping[str, float]]) -> bool:
     """Whether engines have all the requests that they can compute at once. `gauges`: actor -> metric -> value."""
     engines = [values for name, values in gauges.items() if _role(name) == "rollout"]
     waiting = any(values.get("rollout/waiting", 0.0) > 0 for values in engines)
-    told = [values for values in engines if values.get("rollout/max_running", 0.0) > 0]
-    busy = [values.get("rollout/running", 0.0) >= values["rollout/max_running"] for values in told]
+    reporting = [values for values in engines if values.get("rollout/max_running", 0.0) > 0]
+    busy = [values.get("rollout/running", 0.0) >= values["rollout/max_running"] for values in reporting]
     return waiting or (bool(busy) and all(busy))
 
 
@@ -266,7 +266,7 @@ def _waits_for_weights(leader: str, trainer: Mapping[str, float]) -> Bottleneck:
     canary = trainer.get("wait-weights/canary", 0.0)
     if canary > trainer["wait-weights"] / 2:
         sentence = (
-            f"{leader} stands still {canary * 100:.0f} % of the time while an engine answers the canary prompts: "
+            f"{leader} waits {canary * 100:.0f} % of the time while an engine answers the canary prompts: "
             "the comparison of trainer and engines is the bottleneck"
         )
         return _verdict("guard", sentence, canary)

@@ -84,8 +84,8 @@ def _actors(record: AuditRecord) -> tuple[str, ...] | None:
     if record.verb != "scale":
         return None
     try:
-        told: Any = json.loads(record.detail)
-        return (*(str(actor["name"]) for actor in told["joining"]), *(str(name) for name in told["leaving"]))
+        detail: Any = json.loads(record.detail)
+        return (*(str(actor["name"]) for actor in detail["joining"]), *(str(name) for name in detail["leaving"]))
     except (ValueError, TypeError, KeyError):
         return None
 
@@ -184,13 +184,13 @@ def value_text(value: KnobValue | object) -> str:
 
 def asked_text(arguments: dict[str, object]) -> str:
     """What was asked for: `target=rollout/1 count=4`; empty arguments are left out."""
-    told: dict[str, object] = {}
+    facts: dict[str, object] = {}
     for name, value in arguments.items():
         if name == "values" and isinstance(value, dict):
-            told |= cast("dict[str, object]", value)
+            facts |= cast("dict[str, object]", value)
         elif name != "reason" and value not in (None, "", 0, False, {}, []):
-            told[name] = value
-    return _cut(" ".join(f"{name}={value_text(value)}" for name, value in told.items()))
+            facts[name] = value
+    return _cut(" ".join(f"{name}={value_text(value)}" for name, value in facts.items()))
 
 
 def stairs(changes: Sequence[RunChange], name: str, first: float, low: float, high: float) -> list[tuple[float, float]]:

@@ -251,8 +251,8 @@ def _read_events(run: RunFiles) -> None:
         if wall_s is not None and all(isinstance(text, str) for text in texts):
             source, kind, text = (str(value) for value in texts)
             data: Any = record.get("data") if kind == KNOB_EVENT else None
-            told = cast("dict[str, Any]", data) if isinstance(data, dict) else {}
-            run.events.append(EventRow(wall_s, source, kind, text, told))
+            facts = cast("dict[str, Any]", data) if isinstance(data, dict) else {}
+            run.events.append(EventRow(wall_s, source, kind, text, facts))
     run.events.sort(key=lambda event: event.wall_s)
 
 
@@ -364,10 +364,10 @@ def sample_page(run_dir: Path) -> list[dict[str, Any]]:
 def _shown(group: dict[str, Any]) -> dict[str, Any]:
     """As the page needs it; a line of another version, or of another program, may lack fields."""
     answers: Any = group.get("answers")
-    told = [cast("dict[str, Any]", answer) for answer in answers if isinstance(answer, dict)] if answers else []
+    shown = [cast("dict[str, Any]", answer) for answer in answers if isinstance(answer, dict)] if answers else []
     return {
         **{name: group.get(name, "") for name in ("step", "outcome", "eval_set", "reason", "prompt", "label")},
-        "answers": [{name: answer.get(name, "") for name in ("reward", "text")} for answer in told[:_NUM_ANSWERS]],
+        "answers": [{name: answer.get(name, "") for name in ("reward", "text")} for answer in shown[:_NUM_ANSWERS]],
     }
 
 

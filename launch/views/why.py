@@ -87,8 +87,8 @@ def _phrase(name: str, kind: str, shares: Mapping[str, float]) -> str:
     words = _ROLE_WORDS.get((name.partition("/")[0], kind), _WORDS[kind])
     named = [(share, part) for part, share in shares.items() if part.startswith(f"{kind}/") and share >= _LEAST]
     parts = sorted(named, reverse=True)
-    told = [_PART_WORDS.get(part, part.partition("/")[2]) for _, part in parts[:_NUM_PARTS]]
-    detail = f" ({', '.join(told)})" if told else ""
+    named_parts = [_PART_WORDS.get(part, part.partition("/")[2]) for _, part in parts[:_NUM_PARTS]]
+    detail = f" ({', '.join(named_parts)})" if named_parts else ""
     return f"{words} {shares[kind] * 100:.0f} %{detail}"
 
 
@@ -160,12 +160,12 @@ def explain_actors(
 ) -> Reason:
     """Of some actors: what each does, beside the bottleneck of the whole run."""
     whole = explain(shares, facts, window_s=window_s, engines_are_full=engines_are_full, filtered=filtered, disk=disk)
-    told = [idleness(name, shares.get(name, {})) for name in names]
+    idle = [idleness(name, shares.get(name, {})) for name in names]
     return Reason(
         target=", ".join(names),
         bound=whole.bound,
-        sentence="; ".join(each.sentence for each in told),
-        share=max((each.share for each in told), default=0.0),
+        sentence="; ".join(each.sentence for each in idle),
+        share=max((each.share for each in idle), default=0.0),
         remedy=f"the run as a whole: {whole.sentence}",
         to_try=whole.to_try,
         knob=whole.knob,

@@ -1,4 +1,4 @@
-// The dashboard's page. Everything that the run tells is put in as text (textContent, setAttribute), never as markup.
+// The dashboard's page. Everything that the run sends is put in as text (textContent, setAttribute), never as markup.
 import { duration, el, lineChart, timeStrip } from "./plots.js";
 import { setColour, setGroups } from "./samples.js";
 
@@ -111,8 +111,8 @@ function kindKeys() {
 
 function actorRow(actor) {
   const bar = el("div", { class: "bar" }, ...actor.shares.map((share, i) => wide(el("span", { class: `k-${state.kinds[i]}`, title: state.kinds[i] }), share)));
-  const told = actor.parts.filter((part) => !part.includes("/")).join(" \u00b7 ");
-  const words = actor.isWell ? told || "its time was not told yet" : actor.state;
+  const parts = actor.parts.filter((part) => !part.includes("/")).join(" \u00b7 ");
+  const words = actor.isWell ? parts || "its time is not reported yet" : actor.state;
   return el("div", { class: `actor${actor.isWell ? "" : " ill"}`, title: `pid ${actor.pid}, ${actor.state}\n${actor.parts.join("\n")}` },
     el("span", { class: "who" }, actor.name), bar, el("span", { class: "barnote" }, words));
 }
@@ -240,10 +240,10 @@ async function operate(verb, body) {
 
 async function opened(answer) {
   const words = await answer.text();
-  let told = null;
-  try { told = JSON.parse(words); } catch { throw new Error(words.trim() || `status ${answer.status}`); }
-  if (told.error) throw new Error(told.error.remedy ? `${told.error.message} -- ${told.error.remedy}` : told.error.message);
-  return told.result;
+  let reply = null;
+  try { reply = JSON.parse(words); } catch { throw new Error(words.trim() || `status ${answer.status}`); }
+  if (reply.error) throw new Error(reply.error.remedy ? `${reply.error.message} -- ${reply.error.remedy}` : reply.error.message);
+  return reply.result;
 }
 
 // -- events and samples ----------------------------------------------------------------------------------------------

@@ -310,8 +310,8 @@ class Dashboard:
         try:
             result = await asyncio.shield(asking)
         except MyxaError as error:
-            told = {"type": type(error).__name__, "message": error.message, "remedy": error.remedy}
-            return web.Response(status=409, body=orjson.dumps({"error": told}), content_type="application/json")
+            facts = {"type": type(error).__name__, "message": error.message, "remedy": error.remedy}
+            return web.Response(status=409, body=orjson.dumps({"error": facts}), content_type="application/json")
         return web.Response(body=orjson.dumps({"result": result}, default=str), content_type="application/json")
 
     def _asked_once(self, asking: asyncio.Future[Any]) -> None:

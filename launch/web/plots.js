@@ -171,15 +171,15 @@ function hover(figure, picture, lines, px, y, xText, yText) {
     const found = lines.map((line) => near(line.points));
     const closest = near(found);
     show(true);
-    const told = [xText(closest[0])];
+    const words = [xText(closest[0])];
     found.forEach((point, i) => {
       const isNear = Math.abs(px(point) - px(closest)) < 40;
       dots[i].style.display = isNear ? "" : "none";
       dots[i].setAttribute("cx", px(point));
       dots[i].setAttribute("cy", y(point[1]));
-      if (isNear) told.push(`${lines.length > 1 ? `${lines[i].name} ` : ""}${yText(point[1])}`);
+      if (isNear) words.push(`${lines.length > 1 ? `${lines[i].name} ` : ""}${yText(point[1])}`);
     });
-    tip.textContent = told.join("\n");
+    tip.textContent = words.join("\n");
     rule.setAttribute("x1", px(closest));
     rule.setAttribute("x2", px(closest));
     placeTip(figure, tip, box, px(closest) / ratio);
@@ -231,8 +231,8 @@ function stripHover(figure, picture, strip, kinds, width, px, xText) {
     const bin = strip.bins.findLast((b) => px(b[0]) <= at);
     tip.hidden = !bin;
     if (!bin) return;
-    const told = kinds.map((kind, i) => [bin[i + 1], kind]).filter(([share]) => share >= 0.005).sort((a, b) => b[0] - a[0]);
-    tip.textContent = [xText(bin[0]), ...told.map(([share, kind]) => `${kind} ${Math.round(share * 100)} %`)].join("\n");
+    const shares = kinds.map((kind, i) => [bin[i + 1], kind]).filter(([share]) => share >= 0.005).sort((a, b) => b[0] - a[0]);
+    tip.textContent = [xText(bin[0]), ...shares.map(([share, kind]) => `${kind} ${Math.round(share * 100)} %`)].join("\n");
     placeTip(figure, tip, box, event.clientX - box.left);
   });
 }

@@ -72,10 +72,10 @@ const span = (letter, low, high) => (low === high ? `${letter}${low}` : `${lette
 function tokenSpan(sample, token, i) {
   const logprob = sample.logprobs?.[i], version = sample.versions?.[i], trained = sample.train_logprobs?.[i];
   const isMasked = sample.loss_mask && !sample.loss_mask[i];
-  const told = [`token ${i}`, isMasked ? "not trained" : `log-prob ${short(logprob)}`];
-  if (trained !== undefined) told.push(`trainer ${short(trained)}, gap ${short(trained - logprob)}`);
-  if (version >= 0) told.push(`version ${version}`);
-  return el("span", { class: `tok${isMasked ? " masked" : ""} ${tint(logprob, trained, version, isMasked)}`, title: told.join("\n") }, shown(token));
+  const words = [`token ${i}`, isMasked ? "not trained" : `log-prob ${short(logprob)}`];
+  if (trained !== undefined) words.push(`trainer ${short(trained)}, gap ${short(trained - logprob)}`);
+  if (version >= 0) words.push(`version ${version}`);
+  return el("span", { class: `tok${isMasked ? " masked" : ""} ${tint(logprob, trained, version, isMasked)}`, title: words.join("\n") }, shown(token));
 }
 
 function shown(token) {

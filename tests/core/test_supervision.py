@@ -49,7 +49,7 @@ def run(*members, **options) -> BranchSpec:
 
 
 def make(root: BranchSpec, *, is_launched: bool = True, is_up: bool = True) -> Supervisor:
-    supervisor = Supervisor(root, lot=lambda: 0.0, backoff=BACKOFF)
+    supervisor = Supervisor(root, jitter=lambda: 0.0, backoff=BACKOFF)
     for name in supervisor._tree.children if is_launched else ():
         supervisor.on_launch(name)
         if is_up:

@@ -77,7 +77,7 @@ class Histories(RuleBasedStateMachine):
     def begin(self, root: BranchSpec) -> None:
         self.now = 0.0
         self.tree = SupervisionTree(root)
-        self.supervisor = Supervisor(root, lot=lambda: 0.5, backoff=Backoff())
+        self.supervisor = Supervisor(root, jitter=lambda: 0.5, backoff=Backoff())
         self.order = list(self.tree.children)
         self.processes: dict[str, int] = {}  # name -> attempt
         self.told: set[str] = set()

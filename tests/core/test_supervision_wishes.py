@@ -33,7 +33,7 @@ def run(num_rollouts: int = 2, quorum: int = 0) -> Supervisor:
         "run", (alone("buffer"), trainer, BranchSpec("role rollout", rollouts, max_restarts=0, quorum=quorum)),
         max_restarts=0,
     )  # fmt: skip
-    supervisor = Supervisor(tree, lot=lambda: 0.0, backoff=Backoff(first_s=1.0))
+    supervisor = Supervisor(tree, jitter=lambda: 0.0, backoff=Backoff(first_s=1.0))
     for name in ("buffer", "trainer/0", "trainer/1", *(f"rollout/{i}" for i in range(num_rollouts))):
         up(supervisor, name)
     return supervisor

@@ -189,7 +189,7 @@ def staged(
     async def scenario(seed: int) -> Any:
         async with Sim(seed) as sim:
             place = RunSetup(actors, num_nodes, "1", "c", RunDescription(run_id="r", run_dir="/nowhere", config=""))
-            stage = Stage(sim, RunSupervisor(place, lot=lambda: 0.0, timeouts=timeouts))
+            stage = Stage(sim, RunSupervisor(place, jitter=lambda: 0.0, timeouts=timeouts))
             home = sim.nodes["launcher/0"].node
             await stage.on_0(lambda: home.start(stage.supervisor, SUPERVISOR))
             for number in range(num_nodes):

@@ -83,7 +83,7 @@ CASES: list[tuple[str, str, Shares]] = [
     ),
     (
         "guard",
-        "trainer/0 stands still 35 % of the time while an engine answers the canary prompts",
+        "trainer/0 waits 35 % of the time while an engine answers the canary prompts",
         {
             "trainer/0": {"compute": 0.5, "wait-data": 0.1, "wait-weights": 0.4, "wait-weights/canary": 0.35},
             "rollout/0": {"compute": 1.0},

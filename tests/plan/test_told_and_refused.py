@@ -96,7 +96,7 @@ def knob_of(name: str, key: str) -> KnobTable:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("batch_size", "'batch_size' is no knob: it is algo.batch_size of the run file, and fixed while a run lives"),
+        ("batch_size", "'batch_size' is no knob: it is algo.batch_size of the run file, and fixed while a run works"),
         ("algo.batch_size", "it is algo.batch_size of the run file"),
         ("seed", "run.seed"),
         ("max_groups", "the knob is 'concurrency'"),

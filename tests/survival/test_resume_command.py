@@ -73,7 +73,7 @@ def one_that_lives_is_not_started_again(live: Live, run_dir: Path) -> None:
     for flags in (["--from", "1"], ["--set", "run.num_steps=3"]):
         done = live.myxa("resume", str(run_dir), *flags)
         assert done.returncode == 2
-        assert "lives: --from and --set are for one that is over" in done.stderr
+        assert "--from and --set are for one that has ended" in done.stderr
         assert "myxa fork" in done.stderr
     live.ask("pause")
     for words in (["resume"], ["resume", str(run_dir)], ["resume", "--run", str(run_dir)]):

@@ -265,12 +265,12 @@ def test_a_run_that_lives_is_left_alone(run: RunOnDisk, monkeypatch: pytest.Monk
     run_dir = RunDir(run.path)
     with run_dir.held():
         assert run_dir.is_held
-        with pytest.raises(LaunchError, match="still lives"), no_longer_alive(RunDir(run.path)):
+        with pytest.raises(LaunchError, match="still running"), no_longer_alive(RunDir(run.path)):
             pass
     assert not run_dir.is_held
     with (
         lock_ledger(run.ledger),
-        pytest.raises(LaunchError, match="the run's buffer still lives: .* is in use"),
+        pytest.raises(LaunchError, match="buffer is still running: .* is in use"),
         no_longer_alive(run_dir),
     ):
         pass
