@@ -1,7 +1,7 @@
 """Loss of every token, before masks, weights and means: plain functions from tensors to tensors.
 
 Every function returns its loss per token, so that one reducer (in `objective.py`) serves them all and no algorithm
-has a denominator of its own. Notation: A advantage, r ratio live/old, V value, G return. Shapes: [T] throughout.
+has its own denominator. Notation: A advantage, r ratio live/old, V value, G return. Shapes: [T] throughout.
 A critic's loss is here too; its targets are the returns of `advantages.gae`.
 """
 

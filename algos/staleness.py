@@ -4,7 +4,7 @@
 the policy prevents violations, and `Admission.select` checks every group once more, because the line may break the
 bound all the same (a lower eta, an engine that stamps older than it announced, a ledger of another batch size).
 
-The buffer reports each event of a group's life and obeys the answers; after a restart it rebuilds the line from its
+The buffer reports each event of a group and obeys the answers; after a restart it rebuilds the line from its
 ledger with `restore`. Group ids must grow in the order of dispatch. The line (`GroupLine`) holds groups in that order,
 with the index that each has among the groups that count. An ordered dictionary with a base index is enough for it;
 `sortedcontainers` was considered and not used, because ids only grow and removal is by key.
@@ -470,7 +470,7 @@ class Admission:
         """Groups between dispatch and training now."""
         return self._line.next_index - self.batch_size * self.newest_version
 
-    # ---- the life of a group
+    # ---- events of a group
 
     def may_dispatch(self, engine_version: int, group_id: int | None = None) -> bool:
         """May an engine that serves `engine_version` start a new group, or continue the handed-back `group_id`?

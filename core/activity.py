@@ -249,7 +249,7 @@ class TelemetryBuffer:
         self._num_dropped = 0
         self._flows = FlowSampler()
         self.num_lost = 0
-        """Records thrown away over the whole life of the buffer."""
+        """Records thrown away since this object was made."""
 
     def __len__(self) -> int:
         return len(self._metrics) + len(self._events) + len(self._spans) + len(self._samples)
@@ -297,7 +297,7 @@ class TelemetryBuffer:
         self._append(self._samples, group, min(self._max_records, _MAX_SAMPLES))
 
     def hop(self, hop: Hop, group_ids: Iterable[int], start_wall_s: float, duration_s: float, **args: Any) -> None:
-        """These groups passed a station of their life together, here and then: the trace draws it and joins a group's
+        """These groups passed a station together, here and then: the trace draws it and joins a group's
         stations by arrows. Of many groups only some are followed (`flow_sampling`)."""
         picked = self._flows.pick(hop, group_ids, self._clock.monotonic())
         if picked:
@@ -461,7 +461,7 @@ class FlowSampler:
         """Hops that were not followed."""
 
     def pick(self, hop: Hop, group_ids: Iterable[int], now_s: float) -> tuple[int, ...]:
-        """Those that are followed. Groups without a number of their own (below 0: checks, evaluation) never are."""
+        """Those that are followed. Groups without a real number (below 0: checks, evaluation) never are."""
         rate = self._rates.setdefault(hop, _Rate(now_s))
         if now_s - rate.began_s >= _WINDOW_S:
             rate = self._rates[hop] = _Rate(now_s, self._stride(rate.num_seen / (now_s - rate.began_s)))

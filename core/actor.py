@@ -115,7 +115,7 @@ class PeerEvent:
 
     kind: Literal["up", "down", "restarted", "suspect", "hung", "recovered"]
     """restarted: a new incarnation registered before the end of the old one was seen. suspect, hung, recovered: its
-    process exists, but its event loop gives no sign of life (any more, or gives one again), as this node sees it."""
+    process exists, but its event loop does not answer (any more, or answers again), as this node sees it."""
     name: str
     """Actor name."""
     epoch: int
@@ -196,7 +196,7 @@ class ActorContext(Protocol):
 
     def busy(self, limit_s: float, why: str) -> AbstractContextManager[None]:
         """While inside, but for `limit_s` at most, this process may block its loop, or hold the interpreter lock,
-        without being taken for hung. Its watchers have been told before the block begins. Call it on the node's loop;
+        without being taken for hung. Its watchers hear of it before the block begins. Call it on the node's loop;
         ConfigError for a limit that is none."""
         ...
 

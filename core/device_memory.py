@@ -66,7 +66,7 @@ class TenantReport(Record, frozen=True):
     """Of the tenant's process incarnation."""
     gang: str
     devices: tuple[str, ...]
-    """UUIDs of GPUs, or "host:<n>" for memory of the host that stands for a device ("host:<n>@<node>" where a run has
+    """UUIDs of GPUs, or "host:<n>" for memory of the host in place of a device ("host:<n>@<node>" where a run has
     several nodes of them); one name, one device of the run. Fixed for an incarnation. With several devices, a tag is on
     all of them or on none, and all bytes here are those of the fullest one."""
     pids: tuple[int, ...]
@@ -117,7 +117,7 @@ class MemoryReply(Record, frozen=True, kw_only=True):
 
 
 class LeaseRequest(Record, frozen=True, kw_only=True):
-    """Tags of a gang that are to be mapped on every device it lives on."""
+    """Tags of a gang that are to be mapped on every device it uses."""
 
     gang: str
     tags: tuple[Tag, ...]

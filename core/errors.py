@@ -18,7 +18,7 @@ MyxaError
 ├── TrainError               a training step or checkpoint failed
 │   └── TornCheckpoint       a checkpoint is not as it was written; an older one may be
 ├── StalenessError           a group would break the staleness bound (a bug if ever seen)
-├── LedgerError              an illegal transition in the life of a sample
+├── LedgerError              an illegal transition of a sample
 ├── DiskRefused              a disk is full, over a quota, read-only or failing; repeating it is safe
 ├── MemoryFault              device memory could not leave, come back, or be had
 │   ├── OutOfDeviceMemory    the device has less free than was asked for
@@ -31,7 +31,7 @@ MyxaError
     ├── NotExecuted          the callee refused it; repeating it is safe
     │   ├── Overloaded       its mailbox is full; `.retry_after_s` says when to come back
     │   ├── Draining         it is shutting down; `.retry_after_s` as above
-    │   ├── NotReady         it is only coming up, and tells when it is there
+    │   ├── NotReady         it is only coming up, and reports when it is there
     │   ├── NoSuchActor      no actor of that name is known
     │   ├── NoSuchMethod     that actor has no such handler
     │   ├── BadRequest       the arguments do not fit the handler's types
@@ -159,7 +159,7 @@ class StalenessError(MyxaError):
 
 
 class LedgerError(MyxaError):
-    """An illegal transition in the life of a sample."""
+    """An illegal transition of a sample."""
 
 
 class DiskRefused(MyxaError):
@@ -227,7 +227,7 @@ class Draining(NotExecuted):
 
 
 class NotReady(NotExecuted):
-    """The callee is only coming up; it tells when it is there."""
+    """The callee is only coming up; it reports when it is there."""
 
 
 class NoSuchActor(NotExecuted):

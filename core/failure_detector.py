@@ -11,7 +11,7 @@ it would be busy is not judged until then, and a pause of the observer itself do
 
     ok ──quiet──> suspect ──silent──> hung          suspect, hung ──heard──> ok
 
-Suspicion informs; it never decides that a peer is dead. Pekko's detector was considered: it lives on the JVM, judges
+Suspicion informs; it never decides that a peer is dead. Pekko's detector was considered: it runs on the JVM, judges
 nodes where actors hang, and knows neither declared busy periods nor the observer's own pauses.
 """
 
@@ -92,7 +92,7 @@ class FailureDetector:
     # -- what happens
 
     def heard(self, now: float, busy_s: float = 0.0) -> bool:
-        """It gave a sign of life, and said that it may be silent for the next `busy_s` seconds (0: it takes back what
+        """It was heard, and said that it may be silent for the next `busy_s` seconds (0: it takes back what
         it said before). True if it was suspect or hung until now."""
         gap_s = now - self._heard_at
         # A sign that follows another at once is an answer, no beat; of a hung peer nothing is learned.
@@ -107,7 +107,7 @@ class FailureDetector:
         return before != "ok"
 
     def forgive(self, now: float, pause_s: float) -> None:
-        """The observer itself stood still for the last `pause_s`: it could not have heard anything."""
+        """The observer itself was stopped for the last `pause_s`: it could not have heard anything."""
         self._heard_at = min(max(now, self._heard_at), self._heard_at + pause_s)
 
     def resume(self, now: float) -> None:

@@ -210,8 +210,8 @@ def refusal(error: BaseException) -> int | None:
             return 0
         if isinstance(cause, OSError) and cause.errno in _REMEDIES:
             return cause.errno
-        if (told := _OF_RUST.search(str(cause))) and int(told[1]) in _REMEDIES:
-            return int(told[1])
+        if (found := _OF_RUST.search(str(cause))) and int(found[1]) in _REMEDIES:
+            return int(found[1])
         if (code := getattr(cause, "sqlite_errorcode", 0) & 0xFF) in _SQLITE:  # the rest says where in SQLite
             return _SQLITE[code]
     return None
@@ -302,22 +302,22 @@ async def until_written(
 ) -> T:
     """The result of `write()`, repeated while the disk under `path` refuses. Raises every other error. `meter`: of an
     actor that does nothing else meanwhile."""
-    told = ""
+    reported = ""
     for pause_s in pauses():
         try:
             result = await write()
         except Exception as error:
             if refusal(error) is None:
                 raise
-            if not told:
-                told = str(refused(path, error))
-                tell(REFUSED_EVENT, told)
+            if not reported:
+                reported = str(refused(path, error))
+                tell(REFUSED_EVENT, reported)
             with meter.during(*WAITS) if meter is not None else nullcontext():
                 import asyncio  # commands read files too, and start without it
 
                 await asyncio.sleep(pause_s)
             continue
-        if told:
+        if reported:
             tell(WRITTEN_EVENT, f"{path} can be written again")
         return result
     raise AssertionError("pauses do not end")

@@ -270,7 +270,7 @@ class AuditRecord(Record, frozen=True):
     epoch: int = 0
     at: int = 0
     version: int = 0
-    """Weight version the run stood at."""
+    """Weight version of the run then."""
     moves: tuple[KnobMove, ...] = ()
     previous: str = ""
     """Digest of the line before; empty for the first."""

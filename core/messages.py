@@ -249,7 +249,7 @@ class EvalRequest(Record, frozen=True):
     num_samples: int
     sampling: SamplingParams
     name: str = ""
-    """Of the evaluation set, whose answers may be judged by a function of its own."""
+    """Of the evaluation set, whose answers may be judged by its own function."""
     pass_reward: float = 1.0
     """From which on an answer counts as solved."""
 

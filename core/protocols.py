@@ -97,7 +97,7 @@ class Engine(Protocol):
 
     async def pause(self, mode: PauseMode) -> None:
         """abort: running requests end with finish "abort"; retract: they wait and their KV is rebuilt;
-        in_place: they stand still and keep their KV."""
+        in_place: they wait and keep their KV."""
         ...
 
     async def resume(self) -> None:

@@ -42,14 +42,14 @@ async def until_answered(
     without an answer.
     """
     started = clock.monotonic()
-    told = ""
+    reported = ""
     while True:
         try:
             return await send()
         except DiskRefused as err:
             if not waits_for_disk:
                 raise
-            if told != (told := err.message):
+            if reported != (reported := err.message):
                 log.warning("%s: %s; asking again", who, err)
             started = clock.monotonic()  # it answers
             await asyncio.sleep(DISK_PAUSE_S)

@@ -33,7 +33,7 @@ def wrong_stop_string(text: str) -> str:
     if not text:
         return "is empty: it would end an answer at once"
     if REPLACEMENT in text:
-        return f"has {REPLACEMENT!r}, which stands for half a character"
+        return f"has {REPLACEMENT!r}, which is written for half a character"
     if any("\ud800" <= char <= "\udfff" for char in text):
         return "has half a surrogate pair, which no text has"
     if len(text.encode()) > MAX_STOP_BYTES:

@@ -1,6 +1,6 @@
 """The seam between the monitor and whatever stores or shows telemetry.
 
-A sink is plain blocking code: the monitor calls all of them from one thread of its own, so a slow disk never holds an
+A sink is plain blocking code: the monitor calls all of them from its own thread, so a slow disk never holds an
 actor up. A sink that raises in `write` or `flush` is switched off with one event; the others keep working.
 """
 

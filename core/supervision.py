@@ -430,12 +430,12 @@ class Supervisor:
 
     def check_retire(self, child: str) -> None:
         """Raises SupervisionError if `retire` would."""
-        self._tree.seat(child)
+        self._tree.member_of(child)
 
     def retire(self, child: str, reason: str, now: float) -> list[Instruction]:
         """Have it end for good; `Retired` when it is gone. Its end, however it comes, is no failure. May be repeated.
         Raises SupervisionError for a rank of a gang."""
-        self._tree.seat(child)
+        self._tree.member_of(child)
         if self._is_over() or child in self._retiring:
             return []
         self._retiring.add(child)
@@ -512,7 +512,7 @@ class Supervisor:
         return self._on_failure(spec, what, now)
 
     def on_health(self, child: str, health: Health, why: str, now: float) -> list[Instruction]:
-        """What the failure detector thinks of it; "given up": for all others it is over, though its process lives, and
+        """What the failure detector thinks of it; "given up": for all others it is over, though its process exists, and
         may just be ending by itself, so `on_exit` judges. May be late: of one that is not up it is of no interest."""
         spec, is_lost = self._spec(child), health == "given up"
         if health == "recovered" and self._states[child] == "hung":

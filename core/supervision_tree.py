@@ -1,10 +1,10 @@
 """The tree of supervised children: branches, their strategies, and which neighbours a strategy restarts. Pure.
 
-    run (one_for_one, no restarts of its own)
-    ├── buffer          one child with a budget of its own
+    run (one_for_one, no restart budget)
+    ├── buffer          one child with its own budget
     ├── trainer (gang)  trainer/0, trainer/1, ...
     └── rollout (quorum 2)
-        ├── rollout/0   one child with a budget of its own
+        ├── rollout/0   one child with its own budget
         └── ...
 
 A tree can grow and shrink while its children run: `BranchSpec.members` is how a branch begins, `members()` how it is.
@@ -101,7 +101,7 @@ class SupervisionTree:
         branch = self.branch(branch_name)
         if branch.strategy == "gang":
             raise SupervisionError(f"{branch_name} is a gang: no child can join it later")
-        leaving = {self.seat(child).name for child in without}
+        leaving = {self.member_of(child).name for child in without}
         if branch_name in leaving:
             raise SupervisionError(f"{branch_name} goes with {', '.join(without)}")
         branches = [each.name for each in self.branches if each.name not in leaving]
@@ -123,7 +123,7 @@ class SupervisionTree:
     def remove(self, child: str) -> tuple[Member, ...]:
         """Forget a child, and the branch that was made for it alone; returns what was forgotten. Raises
         SupervisionError for a rank of a gang."""
-        gone = tuple({id(each): each for each in (self.seat(child), self.children[child])}.values())
+        gone = tuple({id(each): each for each in (self.member_of(child), self.children[child])}.values())
         above = self._above[id(gone[0])]
         self._members[above.name] = [each for each in self._members[above.name] if each is not gone[0]]
         for each in gone:
@@ -131,7 +131,7 @@ class SupervisionTree:
         self._count()
         return gone
 
-    def seat(self, child: str) -> Member:
+    def member_of(self, child: str) -> Member:
         """What goes when that child goes: the branch that was made for it alone, or the child itself. Raises
         SupervisionError for a rank of a gang."""
         if child not in self.children:

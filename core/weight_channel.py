@@ -23,7 +23,7 @@ SENT_CHANNELS: frozenset[WeightChannel] = frozenset({"nccl", "cuda_ipc"})
 
 SHARED_CHANNELS: frozenset[WeightChannel] = frozenset({"cuda_ipc"})
 """Of these: memory is opened by processes on the GPU that it lies on, and by no others. So every sender has the whole
-model, for the engines of its own GPU; over the others each has a part, for all engines."""
+model, for the engines of its GPU; over the others each has a part, for all engines."""
 
 
 class Bucket(Record, frozen=True):
@@ -100,7 +100,7 @@ class ShareRequest(Record, frozen=True):
 
     version: int
     num_ranks: int
-    """Ranks of the engine on that GPU; each opens handles of its own."""
+    """Ranks of the engine on that GPU; each opens its own handles."""
 
 
 class ShareReply(Record, frozen=True):

@@ -40,7 +40,7 @@ STOP_LIMIT_S = 10.0
 
 
 class RunnerState(Enum):
-    """Where an actor stands."""
+    """State of an actor."""
 
     NEW = "new"
     STARTING = "starting"
@@ -260,7 +260,7 @@ class ActorRunner:
         self._run(inbound, is_serial)
 
     def post(self, event: PeerEvent) -> None:
-        """Queue a peer event; never refused while the actor lives."""
+        """Queue a peer event; never refused before the actor stops."""
         if self.state in (RunnerState.STARTING, RunnerState.RUNNING):
             self._mailbox.put_event(event)
             self._turn_soon()
@@ -410,7 +410,7 @@ def _label(item: Inbound | PeerEvent) -> str:
 
 Coro = Coroutine[Any, Any, Any]
 
-# Documented for those who make tasks of their own ("Extending asyncio"), but not in the stubs.
+# Documented for those who make their own tasks ("Extending asyncio"), but not in the stubs.
 _enter: Callable[[asyncio.AbstractEventLoop, Any], None] = getattr(tasks, "_enter_task")  # noqa: B009
 _current = asyncio.current_task
 _leave: Callable[[asyncio.AbstractEventLoop, Any], None] = getattr(tasks, "_leave_task")  # noqa: B009
@@ -464,7 +464,7 @@ class Eager:
         return task
 
     def close(self) -> None:
-        """Let the task that stands ready end."""
+        """End the stand-in task."""
         self._is_closed = True
         stand_in, self._stand_in = self._stand_in, None
         if stand_in is not None:
@@ -480,8 +480,8 @@ class _StandIn(Coroutine[Any, Any, Any]):
         self._context = contextvars.Context()
         self._waits_for: Any = None
         self._has_gone_on = False
-        # The surroundings' context, not an empty one: a simulation tells by it whose task this is.
-        self.task: asyncio.Task[Any] = loop.create_task(self, name="stands ready", context=fresh_context())
+        # The surroundings' context, not an empty one: a simulation sees by it whose task this is.
+        self.task: asyncio.Task[Any] = loop.create_task(self, name="stand-in", context=fresh_context())
 
     def take_over(self, coro: Coro, context: contextvars.Context, waits_for: Any) -> None:
         """`coro` is suspended and waits for that future, or (None) for the next turn of the loop."""
@@ -522,7 +522,7 @@ class _StandIn(Coroutine[Any, Any, Any]):
 
     @property
     def cr_frame(self) -> FrameType | None:
-        """For `Task.get_stack`: where the coroutine stands."""
+        """For `Task.get_stack`: where the coroutine is suspended."""
         return getattr(self._coro, "cr_frame", None)
 
 

@@ -4,7 +4,7 @@ Implements `core.actor_group.GroupCaller`. Every wait here ends by the call's de
 cancellation.
 
 A request to several actors (`Calling`, a `core.actor_group.Spread`) is encoded once and has one deadline and no task.
-Each member is a call of its own to the session, with its own number, credit, outcome and cancellation. The caller is
+Each member is a separate call to the session, with its own number, credit, outcome and cancellation. The caller is
 woken when enough answers have come, not by each.
 """
 
@@ -102,7 +102,7 @@ class CallClient:
             raise _wrong_answer(error, target, spec) from None
 
     async def _exchange(self, order: CallOrder, route: Route | None) -> Envelope | None:
-        """The same in a coroutine of its own, for those who have more to do around it."""
+        """The same in a separate coroutine, for those who have more to do around it."""
         waiter = _Waiter(self._new_future())
         corr = self._submit(order, route, waiter)
         try:
@@ -421,7 +421,7 @@ class Calling:
     async def _fetch_for(self, place: int, work: Coroutine[Any, Any, Any]) -> None:
         try:
             self._fetched[place] = await work
-        except Exception as error:  # noqa: BLE001  # as the error of a call of its own would come
+        except Exception as error:  # noqa: BLE001  # as the error of a separate call would come
             self.ended(place, error)
         else:
             self.ended(place, None)

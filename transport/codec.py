@@ -330,7 +330,7 @@ _NOBODY = ArrayReader([])
 
 
 class _Current(threading.local):
-    """Whose arrays are being read: decoders are shared, and their hook is not told."""
+    """Whose arrays are being read: decoders are shared, and their hook does not get the reader."""
 
     reader = _NOBODY
 
@@ -344,7 +344,7 @@ def _read_array(kind: Any, item: Any) -> Any:
 
 def _scalar(item: Any) -> Any:
     if isinstance(item, np.ndarray):
-        raise TypeError("an array stands where its type declares none")
+        raise TypeError("there is an array where its type declares none")
     return lift(item, [])
 
 

@@ -105,10 +105,10 @@ class Hosting:
 
     def tell(self, event: PeerEvent) -> None:
         """Give an event to every actor that watches that name, once."""
-        told: list[ActorRunner] = []
+        notified: list[ActorRunner] = []
         for prefix, cell in self._watched:
-            if event.name.startswith(prefix) and cell.name != event.name and cell not in told:
-                told.append(cell)
+            if event.name.startswith(prefix) and cell.name != event.name and cell not in notified:
+                notified.append(cell)
                 cell.post(event)
 
     # -- calls

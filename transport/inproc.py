@@ -29,7 +29,7 @@ class InprocNetwork:
         self._numbers = itertools.count(1)
 
     def transport(self) -> InprocTransport:
-        """A new node's transport, with an endpoint of its own."""
+        """A new node's transport, with its own endpoint."""
         address = f"inproc-{next(self._numbers)}"
         made = self._nodes[address] = InprocTransport(self, address)
         return made

@@ -60,10 +60,10 @@ _log = logging.getLogger("myxa.transport")
 class Node:
     """Use `await Node.attach(...)`; the constructor is internal."""
 
-    def __init__(self, *, name: str, key: PeerKey, seat: RegistryLocation, opened: Opened, clock: Clock) -> None:
+    def __init__(self, *, name: str, key: PeerKey, place: RegistryLocation, opened: Opened, clock: Clock) -> None:
         loop = asyncio.get_running_loop()
         self.name = name
-        self._seat = seat
+        self._place = place
         self.failed: asyncio.Future[BaseException] = loop.create_future()
         """Resolves (never raises) with the first error that failed an actor of this node or the node itself."""
         self.on_failure: Callable[[str, BaseException], None] | None = None
@@ -78,7 +78,7 @@ class Node:
         self._hosting.guard = opened.guard
         self._hosting.serve_with(self._session)
         self._peer_events = PeerEvents(name, self._hosting)
-        self._mirror = Mirror(seat, self._session, clock, self._peer_events.tell, self.node_failed, self._describe)
+        self._mirror = Mirror(place, self._session, clock, self._peer_events.tell, self.node_failed, self._describe)
         self.monitors = self._peer_events.read(self._mirror.directory)
         """For `monitor` and `link`."""
         self.turn = opened.turn
@@ -140,11 +140,11 @@ class Node:
                 listen=claim.tcp, network=network, turn=TurnBudget(turn_budget_s), reused_dir=claim.socket_dir,
             )  # fmt: skip
             if rdzv is None:
-                registry, record, seat = await host_registry(name, opened, claim)
+                registry, record, place = await host_registry(name, opened, claim)
             else:
-                seat = RegistryLocation(rdzv, node_rank)
-                record = await join(seat, name, opened.transport, clock, timeout_s, opened.door)
-            node = cls(name=name, key=record.key, seat=seat, opened=opened, clock=clock)
+                place = RegistryLocation(rdzv, node_rank)
+                record = await join(place, name, opened.transport, clock, timeout_s, opened.door)
+            node = cls(name=name, key=record.key, place=place, opened=opened, clock=clock)
         except BaseException:
             claim.release()
             if opened is not None:
@@ -257,7 +257,7 @@ class Node:
         await self._retire(cell, why)
 
     def ref(self, contract: type[A], name: str) -> A:
-        """A proxy for the actor of that name, wherever it lives and whether or not it is there yet."""
+        """A proxy for the actor of that name, in any process, whether or not it is there yet."""
         return make_ref(self._call_client, contract, name)
 
     def group(self, contract: type[A], members: str | Sequence[str]) -> ActorGroup[A]:
@@ -294,14 +294,14 @@ class Node:
         try:
             await self._announce()
         except MyxaError as error:
-            _log.warning("%s: the registry could not be told that %s ended: %s", self.name, cell.name, error)
+            _log.warning("%s: the registry did not hear that %s ended: %s", self.name, cell.name, error)
 
     # -- surroundings
 
     @property
     def rendezvous(self) -> Rendezvous:
         """What others need to join the same registry."""
-        return self._seat.rdzv
+        return self._place.rdzv
 
     @property
     def epoch(self) -> int:
@@ -347,7 +347,7 @@ class Node:
 
     def cut_off(self, name: str, for_s: float) -> None:
         """A drill: for so long nothing that this process sends reaches the one that hosts that actor; 0: it does again.
-        Both sides must be told for a network that is gone. Raises NoSuchActor."""
+        Call it on both sides to simulate a lost network. Raises NoSuchActor."""
         location = self._mirror.directory.find(name)
         if location is None:
             raise self._mirror.directory.missing(name)
@@ -502,7 +502,7 @@ class PeerEvents:
         self._directory = Directory()
 
     def read(self, directory: Directory) -> Monitors:
-        """Who lives where, from now on; returns what iterators are made of."""
+        """Use this directory from now on; returns what iterators are made of."""
         self._directory = directory
         self._monitors = Monitors(directory.state_of)
         return self._monitors
@@ -514,8 +514,8 @@ class PeerEvents:
             self._monitors.tell(event)
 
     def judged(self, key: PeerKey, verdict: Verdict, reason: str) -> None:
-        """A process is suspect or hung, or has recovered: told of each of its actors; before there are any, under its
-        node's name."""
+        """A process is suspect or hung, or has recovered: one event for each of its actors; before there are any, one
+        with its node's name."""
         record = next((node for node in self._directory.nodes() if node.key == key), None)
         if record is not None:
             _log.info("%s: %s is %s: %s", self._name, record.name, verdict, reason)
@@ -581,7 +581,7 @@ def _close(*_args: object, **_kwargs: object) -> Awaitable[None]:
 def _refuse(name: str) -> NoReturn:
     raise LaunchError(
         f"{name}: this node was inherited by a fork and belongs to the parent process",
-        remedy="attach a node of its own in the child, or start the child with the 'spawn' method",
+        remedy="attach another node in the child, or start the child with the 'spawn' method",
     )
 
 
@@ -596,7 +596,7 @@ MAX_UNREAD = 1024
 """Events that an iterator keeps for a reader that does not read; older ones are forgotten."""
 
 StateOf = Callable[[str], PeerEvent | None]
-"""How an actor stands now: up, down (it was there and is gone), or None for a name that was never heard of."""
+"""Present state of an actor: up, down (it was there and is gone), or None for a name that was never heard of."""
 
 
 class Monitors:
@@ -616,7 +616,7 @@ class Monitors:
                 feed.put(event)
 
     async def of(self, name: str) -> AsyncGenerator[PeerEvent, None]:
-        """How the actor stands now ("up" or "down"; nothing if it was never there), then all that happens to it."""
+        """The actor's present state ("up" or "down"; nothing if it was never there), then all that happens to it."""
         feed = _Feed(name)
         self._open.add(feed)
         try:
@@ -664,7 +664,7 @@ CHOSEN_BY = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES
 KEPT_BYTES = 64 << 20
 """Freed memory at the end of a heap that is not given back to the kernel; there is one heap for some threads each."""
 MAPPED_FROM_BYTES = 4 << 20
-"""What is asked for in one piece of this size gets pages of its own and gives them back. Chunks of the bulk lane are
+"""What is asked for in one piece of this size gets its own pages and gives them back. Chunks of the bulk lane are
 smaller."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 

@@ -1,4 +1,4 @@
-"""A node that its host polls: for programs with a busy loop of their own, such as an engine's scheduler.
+"""A node that its host polls: for programs with their own busy loop, such as an engine's scheduler.
 
     node = PollNode(name="scheduler/0", rdzv=Rendezvous.load(path))
     node.start(Engine(), "engine/0")
@@ -307,7 +307,7 @@ def _due_in(timeout: float | None) -> float:
 
 
 class _Watch:
-    """The loop's descriptors and its next timer behind one descriptor of its own."""
+    """The loop's descriptors and its next timer behind one descriptor."""
 
     def __init__(self, selector: selectors.EpollSelector) -> None:
         self._timer = TimerFd()

@@ -1,4 +1,4 @@
-"""CurveKeys. The job's key lets a process join; every process then speaks under a key of its own.
+"""CurveKeys. The job's key lets a process join; every process then speaks under its own key.
 
     job key      a file (0600) that all launchers of a job hold: who holds it may join under any name, and the process
                  that hosts the registry proves itself with it

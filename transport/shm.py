@@ -70,7 +70,7 @@ def available_bytes() -> int:
         if limit != "max":
             limits.append(int(limit) - int((group / "memory.current").read_text()))
     except (OSError, ValueError):
-        pass  # no control group that tells: the host's figure stands
+        pass  # no control group has a limit: the host's figure counts
     return max(0, min(limits))
 
 
@@ -118,7 +118,7 @@ class SlabWriter:
 
     @property
     def path(self) -> str:
-        """Opens the slab in another process while this one lives."""
+        """Opens the slab in another process until this one ends."""
         return path_of(self._fd)
 
     @property

@@ -42,7 +42,7 @@ from .outbox import Outbox, TurnBudget, WriteCoalescing
 from .registry.registry import REGISTRY_NODE_ID
 from .security import CurveKeys, JobKey, KeyPair
 from .session.guard import PeerGuard
-from .unix import SCHEME, UnixInbox, UnixOutbox, can_be_told_apart
+from .unix import SCHEME, UnixInbox, UnixOutbox, knows_peer_user
 from .wire import ConnectionGuard, Endpoints, InboundSink, Lane, Parcel, Transport
 from .zeromq import HandshakeWatch, Socket, ZapHandler, ZmqInbox, ZmqOutbox, make_context, make_inbox, make_outbox
 
@@ -86,7 +86,7 @@ class SocketTransport:
         is_plain: bool | None = None,
     ) -> None:
         """`is_plain`: small messages of this host come by a plain Unix socket; None: where that is safe."""
-        self._is_plain = can_be_told_apart() if is_plain is None else is_plain
+        self._is_plain = knows_peer_user() if is_plain is None else is_plain
         self._node_rank = node_rank
         self._turn = turn or TurnBudget()
         self._coalescing = WriteCoalescing()

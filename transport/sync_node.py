@@ -3,7 +3,7 @@
 `SyncNode` holds what two ways of running it share: `NodeThread` here, and `poll_node.py`, turned by the host.
 References are typed as ever; `call` takes a method of one and its arguments, and waits as long as the call's deadline.
 
-`NodeThread` runs the node in a thread of its own; calls block, from any number of the host's threads.
+`NodeThread` runs the node in its own thread; calls block, from any number of the host's threads.
 
     with NodeThread(name="judge", rdzv=Rendezvous.load(path)) as node:
         stats = node.call(node.ref(BufferContract, "buffer").stats)
@@ -68,7 +68,7 @@ def check_options(options: AttachOptions) -> None:
     """Raises LaunchError for what only nodes of one loop can share."""
     if options.get("network") is not None:
         raise LaunchError(
-            f"{options['name']}: an in-process network connects nodes of one loop, and this node has a loop of its own",
+            f"{options['name']}: an in-process network connects nodes of one loop, and this node has its own loop",
             remedy="leave `network` out: nodes of one host find each other by sockets",
         )
 
@@ -277,7 +277,7 @@ _threads: set[threading.Thread] = set()
 
 
 class NodeThread(SyncNode):
-    """A node whose loop runs in a thread of its own."""
+    """A node whose loop runs in its own thread."""
 
     def __init__(self, *, loop_factory: LoopFactory = uvloop.new_event_loop, **options: Unpack[AttachOptions]) -> None:
         """Start the thread and join the system; arguments and errors as of `Node.attach`.
@@ -377,7 +377,7 @@ class NodeThread(SyncNode):
         try:
             with asyncio.Runner(loop_factory=loop_factory) as runner:
                 runner.run(self._live(options, attached))
-        except BaseException as error:  # noqa: BLE001  # told to the host's thread, or logged
+        except BaseException as error:  # noqa: BLE001  # raised in the host's thread, or logged
             if attached.done():
                 _log.exception("%s ended", self._thread.name)
             else:

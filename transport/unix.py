@@ -53,8 +53,8 @@ _WHY = {
 _STUCK = frozenset((errno.EAGAIN, errno.ECONNABORTED))
 
 
-def can_be_told_apart() -> bool:
-    """Whether this system says which user is at the other end; else this way is not gone."""
+def knows_peer_user() -> bool:
+    """Whether this system says which user is at the other end; else Unix sockets are not used."""
     return hasattr(socket, "SO_PEERCRED")
 
 
@@ -193,7 +193,7 @@ class UnixInbox:
         counters: Counter[str],
         note: Callable[[str, str, str], None],
     ) -> None:
-        """`note`: what was refused, whom, remedy; to be told once. Raises LaunchError if it cannot listen there."""
+        """`note`: what was refused, whom, remedy; to be reported once. Raises LaunchError if it cannot listen there."""
         self.sink: InboundSink | None = None
         self.lane = lane
         self.turn = turn
@@ -711,6 +711,6 @@ class UnixOutbox(Outbox):
         self._loop.call_soon(self._on_dead, made)
 
     def _on_dead(self, of: socket.socket) -> None:
-        """In a turn of its own: the sender is not ready for events of the connection."""
+        """In a later turn of the loop: the sender is not ready for events of the connection."""
         if self._socket is of:
             self._on_broken(_BROKE)

@@ -105,7 +105,7 @@ class InboundSink(Protocol):
         ...
 
     def crashed(self, error: BaseException) -> None:
-        """An error in the sink itself came up through the transport: a bug, to be told loudly."""
+        """An error in the sink itself came up through the transport: a bug, to be logged as an error."""
         ...
 
 

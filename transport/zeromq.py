@@ -144,7 +144,7 @@ def _common(socket: Socket, lane: Lane, *, has_network: bool) -> None:
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
     if lane is Lane.CONTROL and has_network:
         # Not on the bulk lane: a large transfer would look like silence. Not on ipc: there the kernel itself says when
-        # a process is gone, and one that only stands still would lose its connection and an answer, for nothing.
+        # a process is gone, and one that is only stopped would lose its connection and an answer, for nothing.
         socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TTL_MS)
@@ -512,7 +512,7 @@ _COUNTED: dict[KeyVerdict, str] = {
 }
 
 Note = Callable[[str, str, str], None]
-"""What was refused, whom, remedy: to be told once."""
+"""What was refused, whom, remedy: to be reported once."""
 
 
 class KeyAdmission(Protocol):

@@ -101,8 +101,8 @@ def workflow(completion: Completion) -> float:
 
 def recorded(completion: Completion) -> float:
     """What the answer was given when it was recorded. Raises ValueError if it was not."""
-    told: object = completion.metadata.get("recorded")
-    rewards = cast("dict[str, list[float]]", told).get("rewards", []) if isinstance(told, dict) else []
+    recorded: object = completion.metadata.get("recorded")
+    rewards = cast("dict[str, list[float]]", recorded).get("rewards", []) if isinstance(recorded, dict) else []
     if completion.index >= len(rewards):
         raise ValueError('of this answer no reward is recorded; data.preset = "recorded" reads those of dumps')
     return rewards[completion.index]

@@ -123,7 +123,7 @@ def pass_at(k: int, num_solved: int, num_answers: int) -> float:
 def pass_rates(counts: Iterable[tuple[int, int]]) -> dict[int, float]:
     """K -> mean of pass@k over prompts, given (solved, answers) of each: for 1, 2, 4, ... up to the fewest answers that
     any prompt has. Empty without prompts."""
-    told = list(counts)
-    fewest = min((num_answers for _, num_answers in told), default=0)
+    known = list(counts)
+    fewest = min((num_answers for _, num_answers in known), default=0)
     ks = [1 << power for power in range(fewest.bit_length()) if 1 << power <= fewest]
-    return {k: sum(pass_at(k, solved, answers) for solved, answers in told) / len(told) for k in ks}
+    return {k: sum(pass_at(k, solved, answers) for solved, answers in known) / len(known) for k in ks}

@@ -20,7 +20,7 @@ VERDICTS = frozenset({"yes", "no", "noanswer"})
 _BARE = r"(?:[\s*_$`\"'(\[{（【「]|\\[(\[]){0,8}"
 _MACRO = r"(?:\\[a-z]{4,6}\s?\{)?"
 _END = r"[\s*_$`\"'\])}）】」.:：\\]"
-# An answer that is a letter, or begins with one that stands apart: "B", "(b)", "\text{B}", "**B.**", "B) Paris".
+# An answer that is a letter, or begins with one set apart: "B", "(b)", "\text{B}", "**B.**", "B) Paris".
 CHOICE = re.compile(
     rf"{_BARE}{_MACRO}{_BARE}([A-Za-z]){_END}*,?(?:(?<=[).:,\]}}*）】：])(?!\s*[A-Z]{_END}*$).*)?", re.DOTALL
 )

@@ -88,7 +88,7 @@ TEMPLATE_NAMES = ("messages", "tools", "documents", "add_generation_prompt")
 
 
 class RowSource(Section, frozen=True):
-    """A table with files of its own, whose rows are read like `[data]` says but for what it says itself."""
+    """A table with its own files, whose rows are read like `[data]` says but for what it says itself."""
 
     path: Annotated[SourceText, Field(min_length=1)]
     """JSONL or parquet file, or a list of them; `file@[10:100]` takes rows 10 to 99."""
@@ -117,7 +117,7 @@ class RowSource(Section, frozen=True):
 
 class SourceSettings(RowSource, frozen=True):
     """One of several sources of prompts, `NAME` is its own: letters, digits, `_`, `-`, at most 64. Keys that are left
-    out are as in `[data]`, but for the columns of a source with a preset of its own, which are that preset's."""
+    out are as in `[data]`, but for the columns of a source with its own preset, which are that preset's."""
 
     weight: Annotated[NonNegativeFloat, Field(le=MAX_WEIGHT)] = 1.0
     """Its share of the prompts, in proportion to the others' weights; 0 = none for now. Live knob: `mix`."""
@@ -206,7 +206,7 @@ class DataSettings(Section, frozen=True):
     @classmethod
     def _date_is_a_day(cls, value: object) -> object:
         if isinstance(value, date) and not isinstance(value, datetime):
-            return value.isoformat()  # TOML has dates of its own
+            return value.isoformat()  # a date of TOML
         if isinstance(value, str) and value:
             try:
                 return date.fromisoformat(value).isoformat()
@@ -240,7 +240,7 @@ class DataSettings(Section, frozen=True):
         yield from _mix_conflicts(self)
 
     def parts(self) -> Mapping[str, Self]:
-        """Each source by its name, as a section of its own in which all is said; the only one is called ""."""
+        """Each source by its name, as a complete section; the only one is called ""."""
         if not self.sources:
             return {"": self}
         return {
@@ -253,7 +253,7 @@ class DataSettings(Section, frozen=True):
         return f"data.sources.{name}.path" if name else "data.train"
 
     def read_like(self, source: RowSource, max_passes: int = 0) -> Self:
-        """A section of its own, in which all is said, for rows that are read like `[data]` but for what `source` says
+        """A complete section for rows that are read like `[data]` but for what `source` says
         itself."""
         own: dict[str, Any] = {"train": source.path, "sources": {}}
         inherits = source.preset in ("", self.preset)
@@ -277,8 +277,8 @@ def _plain_conflicts(data: DataSettings) -> Iterator[Conflict]:
 
 
 def plain_conflicts(rows: DataSettings | RowSource, place: str, switch: str) -> Iterator[Conflict]:
-    """What rows whose texts are encoded as they are cannot have; their table stands at `place`. `switch`: the key that
-    says so."""
+    """What rows whose texts are encoded as they are cannot have. `place`: of their table. `switch`: the key that says
+    so."""
     for key in ("system", "tools_key"):
         if getattr(rows, key):
             yield Conflict((f"{place}{key}", switch), _FOR_TEMPLATES)

@@ -30,7 +30,7 @@ TAKEN_NAMES = frozenset(("reward", "response_length", "truncated_ratio", "num_er
 
 class EvalSetSettings(RowSource, frozen=True):
     """One of several sets of held-out prompts, `NAME` is its own: letters, digits, `_`, `-`, at most 64. What is left
-    out is as in `[eval]`, rows are read as in `[data]`, but for the columns of a set with a preset of its own."""
+    out is as in `[eval]`, rows are read as in `[data]`, but for the columns of a set with its own preset."""
 
     num_prompts: CountInt = 0
     """Prompts used in one evaluation: the first ones of the file; 0 = as in `[eval]`."""

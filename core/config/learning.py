@@ -48,7 +48,7 @@ REWARD_KL_KINDS: tuple[AlgoKind, ...] = ("ppo", "reinforce_pp", "reinforce_pp_ba
 COMPARING_KINDS: tuple[AlgoKind, ...] = ("grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp_baseline")
 """Algorithms that compare the samples of a group: it needs two at least."""
 LOSS_OF_KIND: Mapping[AlgoKind, LossName] = {"gspo": "gspo", "cispo": "cispo", "sft": "sft"}
-"""The loss that loss = "auto" stands for; ppo for all others."""
+"""The loss that loss = "auto" means; ppo for all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +153,8 @@ class AlgoConfig(Section, frozen=True):
     """Environment variable of the rollout actors that holds the key of these servers (their `--api-key`); empty = they
     ask for none."""
     ref_timeout_s: PositiveFloat = 60.0
-    """Seconds one of these servers may take for one sample; then another one is asked, or the same again, as
-    docs/algorithms.md tells."""
+    """Seconds one of these servers may take for one sample; then another one is asked, or the same again, see
+    docs/algorithms.md."""
     kl_in: KlPlace = "loss"
     """Where the KL term goes; reward is defined for ppo, reinforce_pp and reinforce_pp_baseline only. advantage takes
     it from each token's advantage: distillation on the policy's own samples, if the reference is a teacher."""
@@ -254,12 +254,12 @@ class AlgoConfig(Section, frozen=True):
 
     @property
     def policy_loss(self) -> LossName:
-        """What `loss` stands for."""
+        """The loss that `loss` means."""
         return LOSS_OF_KIND.get(self.kind, "ppo") if self.loss == "auto" else self.loss
 
     @property
     def kl_estimator(self) -> KlKind:
-        """What `kl_kind` stands for."""
+        """The estimator that `kl_kind` means."""
         if self.kl_kind != "auto":
             return self.kl_kind
         return "k1" if self.kl_in != "loss" else "k3" if self.kl_unbiased else "k2"
@@ -437,7 +437,7 @@ class TrainerConfig(Section, frozen=True):
     """Regular expressions (Python syntax, found anywhere in a parameter's HuggingFace name) of what is not trained; the
     torch trainer's."""
     max_tokens_per_microbatch: PositiveInt = 4096
-    """Tokens (prompt and answer, all samples) in one forward pass; a longer sample gets a pass of its own."""
+    """Tokens (prompt and answer, all samples) in one forward pass; a longer sample gets its own pass."""
     checkpoint_every: CountInt = 0
     """Steps between checkpoints; 0 = none during the run."""
     step_timeout_s: PositiveFloat = 1800.0
@@ -515,7 +515,7 @@ class MegatronSettings(Section, frozen=True):
     recompute: Literal["none", "selective", "full"] = "none"
     """What is computed again in the backward pass instead of kept: nothing, Megatron's selection, or whole layers."""
     offload_optimizer: UnitFloat = 0.0
-    """Share of the optimizer that lives and runs on the CPU; needs trainer.dtype = "bfloat16", and does
+    """Share of the optimizer that is held and updated on the CPU; needs trainer.dtype = "bfloat16", and does
     not go with checkpoints yet."""
     routing_replay: bool = False
     """Whether experts are chosen as they were in the scoring pass of the same step (mixtures of experts)."""

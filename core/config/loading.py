@@ -255,7 +255,7 @@ def _resolve(table: Table, folder: Path) -> None:
 
 
 def _paths_like(pattern: KeyPath, table: Table) -> list[KeyPath]:
-    """The paths that a pattern stands for: itself, or one for each name that the user has written in that place."""
+    """The paths that a pattern matches: itself, or one for each name that the user has written in that place."""
     if ANY_NAME not in pattern:
         return [pattern]
     at = pattern.index(ANY_NAME)

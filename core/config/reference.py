@@ -40,7 +40,7 @@ EXPLAINED_BY = {
 }
 """Sections whose keys a named table shares: there they are explained, and there is their default."""
 OTHER_MEANING = frozenset({("reward.functions.NAME", "fn")})
-"""Shared keys that mean something of their own in the named table."""
+"""Shared keys that mean something else in the named table."""
 
 MEANING_TEXT = {"path": "path", "sources": "path, or array of paths", "code": "name", "program": "program"}
 SIMPLE_TEXT: Mapping[Any, str] = {int: "whole number", float: "number", str: "text", bool: "true or false"}

@@ -146,7 +146,7 @@ class RewardSettings(Section, frozen=True):
         )
 
     def parts(self) -> Mapping[str, Self]:
-        """Each function by its name, as a section of its own in which all is said; the only one is called ""."""
+        """Each function by its name, as a complete section; the only one is called ""."""
         if not self.functions:
             return {"": self}
         return {

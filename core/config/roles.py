@@ -60,7 +60,7 @@ class RoleSettings(Section, frozen=True):
     without limit of time. Restarts are immediate after 20 s of uptime; otherwise back-off doubles from 0.5 s to 30 s,
     with up to 50 % jitter."""
     when_hung: WhenHung = "wait"
-    """A process whose event loop gives no sign of life: wait (it is named in the log and left alone) or kill (it is
+    """A process whose event loop does not answer: wait (it is named in the log and left alone) or kill (it is
     killed, with its stacks in its log; then `restart` decides)."""
     devices: str = "cpu"
     """"cpu", or GPU numbers per node like "0-3" or "0,2"."""
@@ -121,7 +121,7 @@ class CoordinatorRole(SingleRole, frozen=True):
     kind: Literal["coordinator"] = "coordinator"
     """Only "coordinator"."""
     when_hung: WhenHung = "kill"
-    """A process whose event loop gives no sign of life: kill (the next one continues from its journal within seconds;
+    """A process whose event loop does not answer: kill (the next one continues from its journal within seconds;
     while it hangs, no engine gets new weights and the run stops) or wait (it is named in the log)."""
 
 
@@ -131,7 +131,7 @@ class BufferRole(SingleRole, frozen=True):
     kind: Literal["buffer"] = "buffer"
     """Only "buffer"."""
     when_hung: WhenHung = "kill"
-    """A process whose event loop gives no sign of life: kill (the ledger has all that the next one needs) or wait. A
+    """A process whose event loop does not answer: kill (the ledger has all that the next one needs) or wait. A
     group filter that computes for longer than ten seconds at a time needs wait."""
 
 
@@ -141,7 +141,7 @@ class MonitorRole(SingleRole, frozen=True):
     kind: Literal["monitor"] = "monitor"
     """Only "monitor"."""
     when_hung: WhenHung = "kill"
-    """A process whose event loop gives no sign of life: kill (at most the newest measurements are lost) or wait."""
+    """A process whose event loop does not answer: kill (at most the newest measurements are lost) or wait."""
 
 
 class MemoryRole(RoleSettings, frozen=True):
@@ -153,7 +153,7 @@ class MemoryRole(RoleSettings, frozen=True):
     count: Annotated[int, Field(ge=1, le=1)] = 1
     """Always 1."""
     when_hung: WhenHung = "kill"
-    """A process whose event loop gives no sign of life: kill (tenants tell the next one what they hold) or wait."""
+    """A process whose event loop does not answer: kill (tenants report to the next one what they hold) or wait."""
 
 
 class TrainerRole(RoleSettings, frozen=True):
@@ -165,7 +165,7 @@ class TrainerRole(RoleSettings, frozen=True):
     """After a failure: gang (all ranks restart together, from the newest whole checkpoint of the run, and what was
     trained since is trained again) or never (the run ends); "one" is refused."""
     when_hung: WhenHung = "kill"
-    """A rank whose event loop gives no sign of life: kill (its mates would wait for it in a collective) or wait."""
+    """A rank whose event loop does not answer: kill (its mates would wait for it in a collective) or wait."""
 
     @property
     def rank_devices(self) -> tuple[int, ...]:
@@ -242,11 +242,11 @@ class MemorySettings(Section, frozen=True):
     one of them leave the devices before the other comes back; nothing that is generated is lost)."""
     backend: ArenaBackend = "auto"
     """What the trainer's memory is made of: cuda_vmm (the driver's virtual memory, by GPU), torch_memory_saver (the
-    library of that name; Megatron only), host_vmm (memory of the host that stands for a device, so that a machine
+    library of that name; Megatron only), host_vmm (memory of the host in place of a device, so that a machine
     without a GPU runs the same protocol). "auto": cuda_vmm where the trainer has GPUs, else host_vmm."""
     communicators: CommunicatorWay = "auto"
     """What becomes of the trainer's communicators while it is off the device: keep (they stay), suspend (NCCL's own,
-    2.29.7 or later), reload (a proxy backend drops and rebuilds them), rebuild (for programs of one's own; runs
+    2.29.7 or later), reload (a proxy backend drops and rebuilds them), rebuild (for other programs; runs
     refuse it). "auto": the best that works here. A trainer of one rank has none to give back."""
     host_pool_gb: NonNegativeFloat = 0.0
     """GiB of host memory per trainer rank for what leaves its device, taken once at start and pinned on GPUs; what does

@@ -101,7 +101,7 @@ class RolloutSettings(Section, frozen=True):
     """How often a sample is tried again whose workflow failed by its environment, sandbox or network; then the group
     is finished without it."""
     pause_mode: Literal["in_place", "retract", "abort"] = "in_place"
-    """What happens to running generations while weights are swapped: in_place (stand still, keep KV), retract (KV is
+    """What happens to running generations while weights are swapped: in_place (wait, keep KV), retract (KV is
     rebuilt), abort (returned to the buffer with their tokens)."""
 
     save_partials_s: NonNegativeFloat = 5.0
@@ -162,7 +162,7 @@ class EngineSettings(Section, frozen=True):
     servers. Empty: myxa's own least-loaded routing."""
     key_env: str = ""
     """Environment variable of the rollout actors that holds the key of the attached servers (their
-    `--admin-api-key`); empty = they ask for none. Launched servers get a key of their own."""
+    `--admin-api-key`); empty = they ask for none. Launched servers get their own key."""
     python: ProgramName = ""
     """Interpreter that has SGLang, for launched servers; empty = the rollout actor's own."""
     start_s: PositiveFloat = 600.0
@@ -187,7 +187,7 @@ class EngineSettings(Section, frozen=True):
         if self.router and not self.attach:
             yield Conflict(("router", "attach"), "needs engine.attach: weights go to the servers themselves")
         if self.key_env and not self.attach:
-            yield Conflict(("key_env", "attach"), "is for attached servers; launched ones get a key of their own")
+            yield Conflict(("key_env", "attach"), "is for attached servers; launched ones get their own key")
 
 
 OWNED: Mapping[str, str] = {
@@ -278,7 +278,7 @@ class WeightSettings(Section, frozen=True):
     """MiB of weights sent at once. A server needs up to twice that beside its weights while it loads."""
     verify_every: CountInt = 0
     """Weight versions (nccl, cuda_ipc) after which some weights are read back from each server and compared; 0 =
-    never. Digests of what was received are always compared where the server tells them."""
+    never. Digests of what was received are always compared where the server reports them."""
     join_s: PositiveFloat = 30.0
     """Seconds a server may take to join the trainer's process group."""
     transfer_s: PositiveFloat = 30.0

@@ -289,7 +289,7 @@ def _turn_place_conflicts(config: RunConfig) -> Iterator[Conflict]:
 
 
 def _are_shared(trainers: Sequence[int], engines: Sequence[int]) -> bool:
-    """Devices of the trainer alone stand idle in the engines' turn; devices of an engine alone would in the trainer's,
+    """Devices of the trainer alone are idle in the engines' turn; devices of an engine alone would in the trainer's,
     and need no lease then."""
     return bool(engines) == bool(trainers) and set(engines) <= set(trainers)
 
@@ -390,7 +390,7 @@ def _turn_host_conflicts(config: RunConfig) -> Iterator[Conflict]:
         )
     if not config.memory.capacity_mb:
         yield Conflict(
-            ("memory.capacity_mb", SHARE), "must be set on the CPU: MiB of the memory that stands for a device"
+            ("memory.capacity_mb", SHARE), "must be set on the CPU: MiB of the host memory that is used as a device"
         )
 
 
@@ -635,13 +635,13 @@ def _handle_conflicts(config: RunConfig, path: str) -> Iterator[Conflict]:
         return
     if not rollout.device_ids and (trainer.count > 1 or trainer.nodes != rollout.nodes):
         yield Conflict(
-            (path, "roles.rollout.devices"), "hands each engine memory of its own GPU: name the GPUs of the engines"
+            (path, "roles.rollout.devices"), "hands each engine memory of its GPU: name the GPUs of the engines"
         )
     if lone := sorted(set(rollout.device_ids) - set(trainer.rank_devices)):
         yield Conflict(
             (path, "roles.rollout.devices", "roles.trainer.devices"),
-            f"hands each engine memory of its own GPU, and GPU {lone[0]} has an engine but no trainer rank; "
-            'give it one, or use "disk", or "nccl" with engines on GPUs of their own',
+            f"hands each engine memory of its GPU, and GPU {lone[0]} has an engine but no trainer rank; "
+            'give it one, or use "disk", or "nccl" with engines on other GPUs',
         )
     sizes = ("pp_size",) if config.sglang.get("enable_dp_attention") else ("pp_size", "dp_size")
     for size in sizes:
@@ -652,7 +652,7 @@ def _handle_conflicts(config: RunConfig, path: str) -> Iterator[Conflict]:
     if rollout.device_ids and rollout.nodes != trainer.nodes:
         yield Conflict(
             (path, "roles.rollout.nodes", "roles.trainer.nodes"),
-            "hands each engine memory of its own GPU: both roles must be on the same nodes",
+            "hands each engine memory of its GPU: both roles must be on the same nodes",
         )
 
 

@@ -35,7 +35,7 @@ class RunSettings(Section, frozen=True):
     """Seconds of wall time after which the run ends regularly; 0 = no limit."""
     preload: bool = True
     """Whether each node keeps a process with the imports done, from which its actors are forked: they start faster and
-    share memory. A role with `python` or `env` of its own always gets a fresh interpreter; false: every actor does."""
+    share memory. A role with its own `python` or `env` always gets a fresh interpreter; false: every actor does."""
 
     @field_validator("name")
     @classmethod
@@ -77,7 +77,7 @@ class MonitorSettings(Section, frozen=True):
     tensorboard: bool = True
     """Whether TensorBoard files are written (needs the `tensorboard` extra; left out if it is not installed)."""
     prometheus_port: Annotated[int, Field(ge=-1, le=65535)] = 0
-    """Port of the Prometheus page; 0 = any free port (told in the log), -1 = off."""
+    """Port of the Prometheus page; 0 = any free port (named in the log), -1 = off."""
     trace: bool = True
     """Whether a Chrome trace (`trace.json`) is written."""
     samples_per_step: Annotated[int, Field(ge=0, le=64)] = 8

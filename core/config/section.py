@@ -47,7 +47,7 @@ Meaning = Literal["path", "sources", "code", "program"]
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What a string in the run file stands for, so that relative paths in it can be resolved.
+    """What a string in the run file names, so that relative paths in it can be resolved.
 
     path: a file or folder; sources: one or several `path@[start:stop]`; code: `module:attr` or `file.py:attr` or a
     built-in name; program: an executable, a path only if it holds a slash.
@@ -228,7 +228,7 @@ def keys_of(section: type[Section]) -> dict[str, FieldInfo]:
 
 
 def walk(section: type[Section], prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, FieldInfo]]:
-    """Every key of a section and of the sections in it, tables before their keys; `ANY_NAME` stands for names of the
+    """Every key of a section and of the sections in it, tables before their keys; `ANY_NAME` is used for names of the
     user's."""
     for key, field in keys_of(section).items():
         path = (*prefix, key)

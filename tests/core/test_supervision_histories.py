@@ -247,7 +247,7 @@ class Histories(RuleBasedStateMachine):
     def somebody_has_one_retire(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(self.order))
         try:
-            self.tree.seat(name)
+            self.tree.member_of(name)
         except SupervisionError:
             assert "gang" in {b.strategy for b in self.tree.branches if name in self.names_in(b)}
             return

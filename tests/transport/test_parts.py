@@ -265,7 +265,7 @@ def test_only_the_current_incarnation_may_announce():
         state.announce("a", 1, (), {})
     state.announce("a", 2, (actor("x"),), {})
     state.register("b", HERE)
-    with pytest.raises(StaleEpoch, match="x already lives in a"):
+    with pytest.raises(StaleEpoch, match="x is already in a"):
         state.announce("b", 1, (actor("x"),), {})
 
 

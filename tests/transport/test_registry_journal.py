@@ -13,23 +13,23 @@ from hypothesis import strategies as st
 
 from myxa.core.errors import LaunchError, StaleEpoch
 from myxa.transport.registry.directory import Directory, HostedActor, NodeRecord
-from myxa.transport.registry.journal import JournalLine, Known, Over, RegistryJournal, Seat
+from myxa.transport.registry.journal import JournalLine, NodeEnded, NodeEntry, RegistryAddress, RegistryJournal
 from myxa.transport.registry.registry import KEPT_UPDATES, RegistryState
 from myxa.transport.wire import Endpoints
 
 pytestmark = pytest.mark.timeout(60)
 
 
-def known(name: str, node_id: int, epoch: int, *actors: str) -> Known:
+def known(name: str, node_id: int, epoch: int, *actors: str) -> NodeEntry:
     records = tuple(HostedActor(name=actor, index=i, handlers={"ping": "1234"}) for i, actor in enumerate(actors))
-    return Known(record=NodeRecord(name=name, node_id=node_id, epoch=epoch, endpoints=Endpoints(), actors=records))
+    return NodeEntry(record=NodeRecord(name=name, node_id=node_id, epoch=epoch, endpoints=Endpoints(), actors=records))
 
 
 ENTRIES: tuple[JournalLine, ...] = (
-    Seat(node="launcher/0", epoch=1, socket_dir="/tmp/x", tcp="127.0.0.1:4000"),
+    RegistryAddress(node="launcher/0", epoch=1, socket_dir="/tmp/x", tcp="127.0.0.1:4000"),
     known("launcher/0", 1, 1),
     known("far", 2, 1, "rollout/0"),
-    Over(node="far", epoch=1, reason='its process was killed by SIGKILL; "quoted"\nand broken over lines'),
+    NodeEnded(node="far", epoch=1, reason='its process was killed by SIGKILL; "quoted"\nand broken over lines'),
     known("far", 2, 2),
 )
 
@@ -57,7 +57,7 @@ def test_what_was_written_is_there_again_and_is_appended_to(tmp_path: Path):
     write(path, (known("near", 3, 1),))
     assert read(path) == (*ENTRIES, known("near", 3, 1))
     journal = RegistryJournal.open(path)
-    assert journal.seat == ENTRIES[0]
+    assert journal.address == ENTRIES[0]
     journal.close()
 
 
@@ -173,7 +173,7 @@ class Story:
         assert self.numbers.setdefault(name, record.node_id) == record.node_id
         assert len(set(self.numbers.values())) == len(self.numbers)
         self.granted.add((name, record.epoch))
-        self.journal.append(Known(record=record))
+        self.journal.append(NodeEntry(record=record))
         return record
 
     def do(self, what: str, name: str) -> None:
@@ -189,10 +189,10 @@ class Story:
             self.restart()
         elif node is not None and what == "announce":
             actor = HostedActor(name=f"actor-{name}", index=0, handlers={})
-            self.journal.append(Known(record=self.state.announce(name, node.epoch, (actor,), {})))
+            self.journal.append(NodeEntry(record=self.state.announce(name, node.epoch, (actor,), {})))
         elif node is not None and what == "depart":
             assert self.state.depart(name, node.epoch, "asked to")
-            self.journal.append(Over(node=name, epoch=node.epoch, reason="asked to"))
+            self.journal.append(NodeEnded(node=name, epoch=node.epoch, reason="asked to"))
 
     def follow(self, which: str) -> None:
         mirror = self.mirrors[which]

@@ -19,7 +19,7 @@ from myxa.core.errors import CallError, LaunchError, StaleEpoch
 from myxa.core.refs import with_deadline
 from myxa.transport.address import Rendezvous
 from myxa.transport.node import JobKey, Node
-from myxa.transport.registry.journal import Known, RegistryJournal
+from myxa.transport.registry.journal import NodeEntry, RegistryJournal
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tests.harness.waiting import until
@@ -283,5 +283,5 @@ async def test_one_journal_serves_one_registry_and_one_name(tmp_path: Path):
     assert again.epoch == 2
     await again.close()
     journal = RegistryJournal.open(path)
-    assert [e.record.epoch for e in journal.entries if isinstance(e, Known) and not e.record.actors] == [1, 2]
+    assert [e.record.epoch for e in journal.entries if isinstance(e, NodeEntry) and not e.record.actors] == [1, 2]
     journal.close()

@@ -51,7 +51,7 @@ async def test_small_messages_of_one_host_take_it_and_bulk_does_not(world):
 @pytest.mark.asyncio
 async def test_one_that_cannot_tell_users_apart_is_spoken_to_by_zeromq(world, monkeypatch):
     near = await world.join("near")
-    monkeypatch.setattr(socket_transport, "can_be_told_apart", lambda: False)
+    monkeypatch.setattr(socket_transport, "knows_peer_user", lambda: False)
     far = await world.join("far")
     assert [address[:6] for address in far._opened.transport.endpoints.ipc] == ["ipc://", "ipc://"]
     await near.start(Echo(), "near-echo")

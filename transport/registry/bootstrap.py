@@ -46,7 +46,7 @@ from ..session.session import Session
 from ..socket_transport import Opened
 from ..wire import ConnectionGuard, Endpoints, Lane, Transport
 from .directory import Directory, DirectoryUpdate, HostedActor, Location, NodeRecord
-from .journal import Known, RegistryJournal, Seat
+from .journal import NodeEntry, RegistryAddress, RegistryJournal
 from .registry import REGISTRY, RegistryActor, RegistryContract
 
 POSTED = "registry.json"
@@ -124,18 +124,18 @@ def claim_registry(name: str, tcp: str, journal_path: Path | str | None) -> Regi
     if journal_path is None:
         return RegistryLock(None, tcp)
     journal = RegistryJournal.open(Path(journal_path))
-    seat = journal.seat
-    if seat is None:
+    last = journal.address
+    if last is None:
         return RegistryLock(journal, tcp)
-    if seat.node != name:
+    if last.node != name:
         journal.close()
         raise LaunchError(
-            f"registry journal {journal_path} is that of {seat.node}, not of {name}", remedy="names stay; take that one"
+            f"registry journal {journal_path} is that of {last.node}, not of {name}", remedy="names stay; take that one"
         )
     host, _, port = tcp.rpartition(":")
-    if port == "0" and seat.tcp.rpartition(":")[0] == host:
-        tcp = seat.tcp
-    return RegistryLock(journal, tcp, _still_there(seat.socket_dir))
+    if port == "0" and last.tcp.rpartition(":")[0] == host:
+        tcp = last.tcp
+    return RegistryLock(journal, tcp, _still_there(last.socket_dir))
 
 
 def _still_there(socket_dir: str) -> Path | None:
@@ -162,8 +162,8 @@ async def host_registry(
     )
     if claim.journal is not None:
         tcp = record.endpoints.tcp[0].removeprefix("tcp://")
-        claim.journal.append(Seat(node=name, epoch=record.epoch, socket_dir=opened.socket_dir, tcp=tcp))
-        claim.journal.append(Known(record=record))
+        claim.journal.append(RegistryAddress(node=name, epoch=record.epoch, socket_dir=opened.socket_dir, tcp=tcp))
+        claim.journal.append(NodeEntry(record=record))
         await claim.journal.settle()
         if opened.socket_dir:
             rdzv.save(Path(opened.socket_dir) / POSTED)
@@ -181,7 +181,7 @@ PATIENCE_S = 2.0
 
 
 async def join(
-    seat: RegistryLocation,
+    place: RegistryLocation,
     name: str,
     transport: Transport,
     clock: Clock,
@@ -190,32 +190,32 @@ async def join(
 ) -> NodeRecord:
     """Register and return our record. Raises LaunchError naming the registry's endpoint if it does not answer.
 
-    A registry that was restarted since its record was written is found on the way; `seat` then says where it is.
+    A registry that was restarted since its record was written is found on the way; `place` then says where it is.
     """
     stranger = _Stranger()
     own = PeerKey(PROVISIONAL | secrets.randbits(31), 0)
     session = Session(own=own, name=name, transport=transport, host=stranger, clock=clock, door=door)
-    session.on_greeted = seat.greeted
+    session.on_greeted = place.greeted
     transport.start(session)
-    registry = make_ref(CallClient(session.calls, _OnlyRegistry(seat), clock), RegistryContract, REGISTRY)
+    registry = make_ref(CallClient(session.calls, _OnlyRegistry(place), clock), RegistryContract, REGISTRY)
     give_up_at, patience_s = clock.monotonic() + timeout_s, PATIENCE_S
     try:
         while True:
-            seat.look()
-            asked = seat.key
-            left_s = max(give_up_at - clock.monotonic(), TICK_S)  # this process may have stood still beyond it
+            place.look()
+            asked = place.key
+            left_s = max(give_up_at - clock.monotonic(), TICK_S)  # this process may have been stopped beyond it
             try:
                 # An answer, or the question, may be lost with its connection. To ask again does no harm: it gives a
                 # newer epoch, and no process has heard of the one before.
                 request = with_deadline(registry, min(left_s, patience_s))
-                return await _ticking(session, seat, request.register(name, transport.endpoints, os.getpid()))
+                return await _ticking(session, place, request.register(name, transport.endpoints, os.getpid()))
             except CallError as error:
                 patience_s *= 2
-                is_final = isinstance(error, NotExecuted) and seat.key == asked
+                is_final = isinstance(error, NotExecuted) and place.key == asked
                 if is_final or clock.monotonic() >= give_up_at:
                     why = stranger.trouble or error
                     raise LaunchError(
-                        f"{name}: no answer from the registry at {seat.rdzv.endpoints} within {timeout_s:g} s ({why})",
+                        f"{name}: no answer from the registry at {place.rdzv.endpoints} within {timeout_s:g} s ({why})",
                         remedy="is the launcher of node 0 running and reachable, and is the job key the same?",
                     ) from error
                 await asyncio.sleep(TICK_S)
@@ -223,7 +223,7 @@ async def join(
         session.close()
 
 
-async def _ticking(session: Session, seat: RegistryLocation, work: Awaitable[T]) -> T:
+async def _ticking(session: Session, place: RegistryLocation, work: Awaitable[T]) -> T:
     """Let the session's time pass while `work` is waited for, and stop waiting where the registry is not any more."""
     loop = asyncio.get_running_loop()
     num_ticks = 0
@@ -232,9 +232,9 @@ async def _ticking(session: Session, seat: RegistryLocation, work: Awaitable[T])
         nonlocal timer, num_ticks
         session.tick()
         num_ticks += 1
-        asked = seat.key
-        if num_ticks % LOOK_TICKS == 0 and seat.look():
-            session.peer_over(asked, f"the registry is back as epoch {seat.key.epoch}")
+        asked = place.key
+        if num_ticks % LOOK_TICKS == 0 and place.look():
+            session.peer_over(asked, f"the registry is back as epoch {place.key.epoch}")
         timer = loop.call_later(TICK_S, tick)
 
     timer = loop.call_later(TICK_S, tick)
@@ -247,14 +247,14 @@ async def _ticking(session: Session, seat: RegistryLocation, work: Awaitable[T])
 class _OnlyRegistry:
     """Finder of a process without a directory."""
 
-    def __init__(self, seat: RegistryLocation) -> None:
-        self._seat = seat
+    def __init__(self, place: RegistryLocation) -> None:
+        self._place = place
         self.routes: dict[tuple[str, str, str], Route] = {}
 
     def route(self, target: str, spec: HandlerSpec) -> Route | CallError | None:
         if target != REGISTRY:
             return NoSuchActor(f"{target}: this process has not joined yet")
-        return self._seat.location.route(spec.name, spec.schema)
+        return self._place.location.route(spec.name, spec.schema)
 
     async def find(self, target: str, spec: HandlerSpec, timeout_s: float | None) -> Route | CallError:
         return NoSuchActor(f"{target}: this process has not joined yet")
@@ -310,7 +310,7 @@ class Mirror:
 
     def __init__(
         self,
-        seat: RegistryLocation,
+        place: RegistryLocation,
         session: Session,
         clock: Clock,
         tell: Callable[[PeerEvent], None],
@@ -319,11 +319,11 @@ class Mirror:
     ) -> None:
         self.directory = Directory()
         self.routes = self.directory.routes
-        self._seat = seat
-        self._member_of = seat.key
+        self._place = place
+        self._member_of = place.key
         """The incarnation of the registry that knows us."""
         self._describe = describe
-        session.on_greeted = seat.greeted
+        session.on_greeted = place.greeted
         self._session = session
         self._clock = clock
         self._tell = tell
@@ -350,7 +350,7 @@ class Mirror:
         """Keep the mirror up to date until cancelled."""
         while True:
             try:
-                if self._member_of != self._seat.key and not await self._report():
+                if self._member_of != self._place.key and not await self._report():
                     return
                 await self._follow_once()
             except CallError as error:
@@ -360,19 +360,19 @@ class Mirror:
 
     def look_for_registry(self) -> None:
         """Whether it came back elsewhere on this host; then nothing is waited for at the old place."""
-        before = self._seat.key
-        if self._seat.look():
-            self._session.peer_over(before, f"the registry is back as epoch {self._seat.key.epoch}")
+        before = self._place.key
+        if self._place.look():
+            self._session.peer_over(before, f"the registry is back as epoch {self._place.key.epoch}")
 
     async def _report(self) -> bool:
         """Tell a registry that was restarted that we are there; False: we are over."""
-        seat = self._seat.key
+        key = self._place.key
         refusal = await self.registry.rejoin(self._describe())
         if refusal:
             self._fenced(StaleEpoch(refusal))
             return False
-        self._log.info("the registry is back as epoch %d", seat.epoch)
-        self._member_of = seat
+        self._log.info("the registry is back as epoch %d", key.epoch)
+        self._member_of = key
         return True
 
     async def announce(self, actors: tuple[HostedActor, ...], reasons: dict[str, str]) -> None:
@@ -421,7 +421,7 @@ class Mirror:
     def reroute(self, order: CallOrder) -> Route | CallError | None:
         """Where a call that waits for its callee's return has to go now."""
         if order.target == REGISTRY:
-            return self._seat.location.route(order.method, order.schema)
+            return self._place.location.route(order.method, order.schema)
         return self.directory.route(order.target, order.method, order.schema)
 
     # -- lookups
@@ -429,7 +429,7 @@ class Mirror:
     def route(self, target: str, spec: HandlerSpec) -> Route | CallError | None:
         if target != REGISTRY:
             return self.directory.route(target, spec.name, spec.schema)
-        return self._seat.location.route(spec.name, spec.schema)  # the directory may still know where it was
+        return self._place.location.route(spec.name, spec.schema)  # the directory may still know where it was
 
     async def find(self, target: str, spec: HandlerSpec, timeout_s: float | None) -> Route | CallError:
         if self.directory.has_ended(target):

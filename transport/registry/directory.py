@@ -194,7 +194,7 @@ class Directory:
         return name in self._tombstones
 
     def state_of(self, name: str) -> PeerEvent | None:
-        """As the event that would have told it: up, down (epoch 0: not known any more), or None: never heard of."""
+        """As a peer event: up, down (epoch 0: not known any more), or None: never heard of."""
         location = self._actors.get(name)
         if location is not None:
             return PeerEvent("up", name, location.node.epoch)

@@ -32,8 +32,8 @@ SUM_BYTES: Final = 9
 """Eight hexadecimal digits and a blank before every line."""
 
 
-class Seat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="seat"):
-    """The registry took its seat: where its next incarnation should sit so that it is found."""
+class RegistryAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="seat"):
+    """Address of the registry: its next incarnation listens there again, so that it is found."""
 
     node: str
     epoch: int
@@ -42,13 +42,13 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """"host:port" of its control lane; empty: it does not listen on tcp."""
 
 
-class Known(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="known"):
+class NodeEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="known"):
     """An incarnation as it is now; the first entry with its epoch is the grant."""
 
     record: NodeRecord
 
 
-class Over(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="over"):
+class NodeEnded(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="over"):
     """An incarnation has ended."""
 
     node: str
@@ -56,7 +56,7 @@ class Over(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     reason: str
 
 
-JournalLine = Seat | Known | Over
+JournalLine = RegistryAddress | NodeEntry | NodeEnded
 _decoder = msgspec.json.Decoder(JournalLine)
 
 
@@ -104,9 +104,9 @@ class RegistryJournal:
         return cls(path, descriptor, entries, size)
 
     @property
-    def seat(self) -> Seat | None:
-        """Where the registry sat last; None: this is its first time."""
-        return next((entry for entry in reversed(self.entries) if isinstance(entry, Seat)), None)
+    def address(self) -> RegistryAddress | None:
+        """Of the registry's last incarnation; None: there was none."""
+        return next((entry for entry in reversed(self.entries) if isinstance(entry, RegistryAddress)), None)
 
     def append(self, entry: JournalLine) -> None:
         """Write it; a process that dies keeps it, a machine that dies may not (see `settle`). While the disk refuses it

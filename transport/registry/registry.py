@@ -27,7 +27,7 @@ from ...core.supervision import describe_status
 from ..session.guard import ANYBODY, ROLES, KeyRights, PeerGuard, is_provisional
 from ..wire import Endpoints, is_public_key
 from .directory import DirectoryUpdate, EndedNode, HostedActor, NodeRecord
-from .journal import JournalLine, Known, Over, RegistryJournal
+from .journal import JournalLine, NodeEnded, NodeEntry, RegistryJournal
 
 REGISTRY = "registry"
 REJOIN_S = 20.0
@@ -146,13 +146,13 @@ class RegistryState:
     def restore(self, entries: Iterable[JournalLine]) -> None:
         """Take up what the last incarnation of the registry knew; whom it knew is presumed to be alive."""
         for entry in entries:
-            if isinstance(entry, Known):
+            if isinstance(entry, NodeEntry):
                 record = entry.record
                 self._ids[record.name] = record.node_id
                 if record.epoch >= self._epochs.get(record.name, 0):
                     self._epochs[record.name] = record.epoch
                     self._nodes[record.name] = record
-            elif isinstance(entry, Over):
+            elif isinstance(entry, NodeEnded):
                 record = self._nodes.get(entry.node)
                 if record is not None and record.epoch == entry.epoch:
                     del self._nodes[entry.node]
@@ -206,7 +206,7 @@ class RegistryState:
             host = self.find(actor.name)
             if host is not None and host.name != name:
                 raise StaleEpoch(
-                    f"{actor.name} already lives in {host.name}", remedy="names are unique; stop the other one first"
+                    f"{actor.name} is already in {host.name}", remedy="names are unique; stop the other one first"
                 )
         record = msgspec.structs.replace(old, actors=actors)
         self._nodes[name] = record
@@ -215,7 +215,7 @@ class RegistryState:
         return record
 
     def depart(self, name: str, epoch: int, reason: str, pid: int = 0) -> bool:
-        """An incarnation, told by its epoch or process id (0: not known), is over. False: it is not the current one."""
+        """An incarnation, given by epoch or process id (0: not known), is over. False: it is not the current one."""
         node = self._nodes.get(name)
         if node is None or epoch not in (0, node.epoch) or pid not in (0, node.pid):
             return False
@@ -264,7 +264,7 @@ class RegistryActor(RegistryContract):
         role = self._rights.to_register(check_name(node), endpoints, current_caller())
         record = self.state.grant(node, endpoints, pid, role)
         if self._journal is not None:
-            self._journal.append(Known(record=record))
+            self._journal.append(NodeEntry(record=record))
             await self._journal.settle()
         self.state.enter(record)
         self._wake()
@@ -346,14 +346,14 @@ class RegistryActor(RegistryContract):
         record = self.state.node(node)
         if record is None or not self.state.depart(node, epoch, reason, pid):
             return False
-        self._write(Over(node=node, epoch=record.epoch, reason=reason))
+        self._write(NodeEnded(node=node, epoch=record.epoch, reason=reason))
         self._wake()
         return True
 
     def _remember(self, node: str) -> None:
         record = self.state.node(node)
         if record is not None:
-            self._write(Known(record=record))
+            self._write(NodeEntry(record=record))
 
     def _write(self, entry: JournalLine) -> None:
         """A journal that cannot be written stops grants, but ends are still announced."""

@@ -325,7 +325,7 @@ class Calls:
                 self._end_of(call, why)
 
     def on_actor_gone(self, target: str, why: str) -> None:
-        """An actor ended in a process that lives on. It answered what it had; lost answers are not waited for."""
+        """An actor ended in a process that continues. It answered what it had; lost answers are not waited for."""
         self._enrol()
         until = self._now() + LAST_WORDS_S
         for call in self._pending.values():

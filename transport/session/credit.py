@@ -1,7 +1,7 @@
 """Credit: how much a sender may have under way to a receiver, per lane. Sans-IO.
 
 ZeroMQ's high-water mark counts messages, not bytes, and the kernel hides more of them. Here a receiver gives credit
-back when an actor takes a message up. One unit stands for one small message or `UNIT_BYTES` of a large one, so a single
+back when an actor takes a message up. One unit is one small message or `UNIT_BYTES` of a large one, so a single
 number bounds both; counters are cumulative modulo 2**16 and therefore survive lost and reordered frames.
 Answers need no credit: each was allowed by the call that it answers, and waiting for credit there could deadlock.
 """
@@ -14,7 +14,7 @@ UNIT_BYTES = 64 * 1024
 
 _MASK = 0xFFFF
 DUE_UNITS = WINDOW_UNITS // 2
-"""So many units given back silently are announced in an envelope of their own."""
+"""So many units given back silently are announced in a separate envelope."""
 _OLD = (_MASK + 1) // 2
 """A counter that seems to be so far ahead is behind."""
 
@@ -89,7 +89,7 @@ class Grant:
         return self.held <= WINDOW_UNITS
 
     def give(self, cost: int) -> bool:
-        """A message was taken up (or refused); True if the sender should be told now, see `is_due`."""
+        """A message was taken up (or refused); True if the sender should get the counter now, see `is_due`."""
         self.held -= cost
         self.released = released = (self.released + cost) & _MASK
         return ((released - self.announced) & _MASK) >= DUE_UNITS
@@ -105,5 +105,5 @@ class Grant:
 
     @property
     def is_due(self) -> bool:
-        """So much was given back silently that the sender should be told without waiting for an answer to ride on."""
+        """So much was given back silently that the counter should be sent without waiting for an answer to carry it."""
         return ((self.released - self.announced) & _MASK) >= DUE_UNITS

@@ -79,7 +79,7 @@ class FrameLimits(msgspec.Struct, frozen=True, kw_only=True):
     batch: int = 512
     """Envelopes in one message."""
     arrays: int = 1 << 16
-    """Raw frames of one envelope: each costs memory of its own, however short it is."""
+    """Raw frames of one envelope: each costs its own memory, however short it is."""
 
     def of_control(self) -> FrameLimits:
         """The same for what arrives on the control lane."""
@@ -132,7 +132,7 @@ _ADDRESS = struct.Struct("<III")
 
 
 def address_of(source: PeerKey, to: PeerKey) -> bytes:
-    """Source, and epoch of the destination, as they lie in a header: one comparison tells who is meant by whom."""
+    """Source, and epoch of the destination, as they lie in a header: one comparison checks both."""
     return _ADDRESS.pack(source.node_id, source.epoch, to.epoch)
 
 
@@ -182,7 +182,7 @@ class EnvelopeChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode(envelope: Envelope) -> bytearray:
-    """The bytes of an envelope, in memory of its own: arrays may change as soon as this returns.
+    """The bytes of an envelope, in its own memory: arrays may change as soon as this returns.
 
     See `pack_head` for the many that have neither options nor arrays.
     """

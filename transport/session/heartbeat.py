@@ -202,7 +202,7 @@ class Heartbeat:
     # -- peers
 
     def on_ping(self, link: Link, _lane: Lane, envelope: Envelope, _num_bytes: int) -> None:
-        """It asks, and thereby lives."""
+        """Its question is a sign of life too."""
         if self._take(link, envelope):
             self._send(link, Kind.PONG)
 

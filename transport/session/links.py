@@ -130,7 +130,7 @@ class Link:
 
     @property
     def has_business(self) -> bool:
-        """A call waits for an answer, here or there: whether the other side lives is of interest."""
+        """A call waits for an answer, here or there: whether the other side is alive is of interest."""
         return bool(self.pending or self.served)
 
     def credit_word(self) -> int:
@@ -215,7 +215,7 @@ class Links:
         return link
 
     def learn(self, link: Link, endpoints: Endpoints) -> None:
-        """The incarnation itself says where it listens; what we were told before may have been less."""
+        """The incarnation itself says where it listens; what we knew before may have been less."""
         if endpoints != link.endpoints:
             link.endpoints = endpoints
             self._transport.connect(link.key, endpoints)

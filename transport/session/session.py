@@ -274,7 +274,7 @@ class ProtocolViolations:
 
 EVERY_S = 1.0
 PATIENCE_S = 5.0
-"""Something that stands still for so long is looked into; a put is sent again after so long, then twice as long, ..."""
+"""Without progress for so long, a stream is looked into; a put is sent again after so long, then twice as long, ..."""
 MAX_PATIENCE_S = 60.0
 SLOW_BYTES_PER_S = 10e6
 """A large put is given the time that it takes at this rate."""
@@ -298,7 +298,7 @@ class Question(IntEnum):
 
 
 class _Watched:
-    """A stream that stands still."""
+    """A stream without progress."""
 
     __slots__ = ("asked_at", "at_item", "num_answers")
 

@@ -126,7 +126,7 @@ class BlockTable:
     # -- blocks
 
     def allocate(self, num_bytes: int) -> SharedBlock | None:
-        """A block of its own generation, OWNED; None: there is no room now."""
+        """A block with its own generation, OWNED; None: there is no room now."""
         for slab, shelf in self._shelves.items():
             if not self._slots[slab]:
                 continue

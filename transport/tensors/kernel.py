@@ -1,8 +1,8 @@
 """The few calls to the kernel that Python does not offer: reading another process's memory, and what goes with it.
 
 `process_vm_readv` needs the same user and, where Yama or a container's seccomp profile is strict, a permission that
-cannot be told beforehand; therefore availability is not asked for: a read is tried. ctypes releases the
-interpreter lock during each call, so a copy in a thread of its own does not stop the loop. A C extension was
+cannot be known beforehand; therefore availability is not asked for: a read is tried. ctypes releases the
+interpreter lock during each call, so a copy in its own thread does not stop the loop. A C extension was
 considered: it would save two microseconds a call and cost a compiler at every installation.
 """
 

@@ -207,7 +207,7 @@ class SameHostPeers:
     # -- tasks
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """A task of its own, that inherits no deadline."""
+        """A separate task, which inherits no deadline."""
         task = asyncio.get_running_loop().create_task(work, name=name, context=fresh_context(NO_SCOPE))
         self._tasks[task] = None
         task.add_done_callback(lambda done: self._tasks.pop(done, None))

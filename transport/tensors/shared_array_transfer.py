@@ -60,7 +60,7 @@ class PullHandle(msgspec.Struct, frozen=True, kw_only=True, tag="pull", forbid_u
     """An array in the sender's private memory."""
 
     frame: Number
-    """Index of the empty frame it stands for."""
+    """Index of the empty frame in its place."""
     address: Number
     num_bytes: Size
     word: Number
@@ -493,7 +493,7 @@ _log = logging.getLogger("myxa.transport")
 
 
 class Releases:
-    """Tells. `add_from_anywhere` may be called in any thread, all else on the loop."""
+    """Reports read blocks to their owners. `add_from_anywhere` may be called in any thread, all else on the loop."""
 
     def __init__(self, same_host_peers: SameHostPeers) -> None:
         self._same_host_peers = same_host_peers
@@ -533,7 +533,7 @@ class Releases:
             for _ in range(MAX_ATTEMPTS):
                 while due := self._due[owner]:
                     self._due[owner] = []
-                    if not await self._told(owner, tuple(due)):
+                    if not await self._sent(owner, tuple(due)):
                         self._due[owner] += due
                         break
                 else:
@@ -541,11 +541,11 @@ class Releases:
                 if self._same_host_peers.is_over(owner):
                     return
                 await asyncio.sleep(RETRY_S)
-            _log.warning("%s was not told that %d of its blocks are not needed", owner, len(self._due[owner]))
+            _log.warning("%s did not hear that %d of its blocks are not needed", owner, len(self._due[owner]))
         finally:
             del self._due[owner]
 
-    async def _told(self, owner: PeerKey, tickets: tuple[int, ...]) -> bool:
+    async def _sent(self, owner: PeerKey, tickets: tuple[int, ...]) -> bool:
         try:
             await self._same_host_peers.ref(owner).release(tickets)
         except MyxaError:

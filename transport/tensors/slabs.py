@@ -84,7 +84,7 @@ class Slab:
 
     @property
     def path(self) -> str:
-        """Opens it in another process while this one lives."""
+        """Opens it in another process until this one ends."""
         return path_of(self._fd)
 
     @property
@@ -285,7 +285,7 @@ async def _settled(futures: list[Future[T]]) -> None:
 
 
 SLAB_BYTES = 64 << 20
-"""Of a slab for blocks that are no larger; a larger block has a slab of its own size."""
+"""Of a slab for blocks that are no larger; a larger block has a slab of its size."""
 IDLE_S = 30.0
 
 _log = logging.getLogger("myxa.transport")
@@ -359,7 +359,7 @@ class SlabPool:
         return self._slabs[block.slab]
 
     def memory(self, block: SharedBlock) -> Bytes:
-        """The block's bytes, writable, for as long as an array over them lives; the pool may be closed before."""
+        """The block's bytes, writable, for as long as there is an array over them; the pool may be closed before."""
         slab = self._slabs[block.slab]
         start = slab.base + block.offset
         whole = slab.memory
