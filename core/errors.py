@@ -44,7 +44,7 @@ MyxaError
     │   ├── PeerDied         the callee's process ended while the call was pending
     │   └── StreamBroken     a stream ended before its end; `.last_seq` is the last item received
     ├── WouldDeadlock        the call chain came back to an actor that waits for it
-    ├── RemoteError          the handler raised; `.remote_type`, `.remote_traceback` tell what
+    ├── RemoteError          the handler raised; `.remote_type`, `.remote_traceback` say what
     ├── GatherError          members of a group failed; `.errors` says who and how
     └── MessageTooLarge      over the lane's limit; it was not sent
 """

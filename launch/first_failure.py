@@ -208,7 +208,7 @@ def read_end(path: Path, status: int) -> tuple[str, ...]:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         try:
-            os.write(descriptor, b"\n")  # a quota is no less full than a disk, and statvfs does not tell of it
+            os.write(descriptor, b"\n")  # a quota is no less full than a disk, and statvfs does not show it
         finally:
             os.close(descriptor)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""How much memory this process may still take, as far as the host tells.
+"""How much memory this process may still take, as far as the host shows.
 
 Looks at the machine and at the control group the process runs in (containers, batch systems), whichever is tighter.
 """

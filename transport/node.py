@@ -224,7 +224,7 @@ class Node:
             registry = with_deadline(self._mirror.registry, LEAVE_S)
             await registry.leave(self.name, self._key.epoch, CLOSED)
         except MyxaError as error:
-            _log.info("%s could not tell the registry that it leaves: %s", self.name, error)
+            _log.info("the registry did not hear that %s leaves: %s", self.name, error)
 
     # -- actors
 

@@ -78,7 +78,7 @@ def _meminfo(name: str) -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024
-    raise SlabError(f"/proc/meminfo does not tell {name}")
+    raise SlabError(f"/proc/meminfo does not have {name}")
 
 
 class SlabWriter:

@@ -3,7 +3,7 @@ hosts ZeroMQ over encrypted tcp for both.
 
 Per lane one inbox per kind of endpoint, and one outbox per peer; replies travel by the replier's own outbox. Knows how
 connections are made and ended; the session decides what is said on them. The scheme of an address says which protocol
-is spoken there, so a process that cannot tell users apart on a Unix socket listens by ZeroMQ's ipc for both lanes.
+is spoken there, so a process that cannot distinguish users on a Unix socket listens by ZeroMQ's ipc for both lanes.
 
 `Cuts` breaks the network to a peer on purpose and for a time, for drills. Each side sends on connections that it made
 itself, so both must cut for nothing to pass in either direction. Connections break and cannot be made, as with a broken

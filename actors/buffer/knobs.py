@@ -54,7 +54,7 @@ class BufferLimits:
     vocab_size: int = MAX_ID + 1
     """Engines refuse requests with token ids from here on."""
     only_temperature: float | None = None
-    """Of which there are reference log-probs, where servers tell them; None: of all."""
+    """Of which there are reference log-probs, where servers give them; None: of all."""
 
 
 class BufferKnobs(KnobOwner):
@@ -104,7 +104,7 @@ class BufferKnobs(KnobOwner):
     def _as_served(self, value: KnobValue) -> str:
         only = self._only_temperature
         if only is not None and value != only:
-            return f"temperature = {value:g}: the servers of algo.ref_urls tell log-probs at temperature {only:g} only"
+            return f"temperature = {value:g}: the servers of algo.ref_urls give log-probs at temperature {only:g} only"
         return _warm_enough(value)
 
     def sheet(self) -> KnobSheet:

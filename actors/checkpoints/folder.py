@@ -281,7 +281,7 @@ def newest_whole(
 
 def whole_ones(folder: str | Path, version: int | None = None, *, reads_all: bool = True) -> Iterator[CheckpointInfo]:
     """All checkpoints, or those of `version`, newest version first; each is looked at in every byte (`reads_all` False:
-    as far as sizes tell), but only when it is asked for. If one was deleted meanwhile those follow that are newer."""
+    as far as sizes show), but only when it is asked for. If one was deleted meanwhile those follow that are newer."""
     seen: set[Path] = set()
     while True:
         found = [info for info in list_checkpoints(folder) if version in (None, info.version) and info.path not in seen]
@@ -303,7 +303,7 @@ def _read_through(info: CheckpointInfo) -> CheckpointInfo:
 
 def find_checkpoint(place: str | Path, *, reads_all: bool = True, why_not: WhyNot = lambda _: "") -> Path:
     """The checkpoint meant by `trainer.resume`: a checkpoint folder itself, which is not looked into, or the newest
-    whole one in a folder of checkpoints or in a run directory; `reads_all` False: as far as sizes tell. `why_not`: for
+    whole one in a folder of checkpoints or in a run directory; `reads_all` False: as far as sizes show. `why_not`: for
     one of several.
 
     Raises TrainError naming what was found instead.
@@ -325,7 +325,7 @@ def find_checkpoint(place: str | Path, *, reads_all: bool = True, why_not: WhyNo
 
 
 def look_at(path: Path) -> CheckpointInfo:
-    """What a folder is, as far as its manifest and the sizes of its files tell."""
+    """What a folder is, as far as its manifest and the sizes of its files show."""
     try:
         manifest = read_manifest(path)
     except TrainError as error:

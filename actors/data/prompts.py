@@ -225,7 +225,7 @@ class PromptDataset:
 
 
 def named(prompt: Prompt, name: str) -> Prompt:
-    """A prompt of one of several sources; its metadata tell which, unless the row says something in that place."""
+    """A prompt of one of several sources; its metadata name it, unless the row says something in that place."""
     return msgspec.structs.replace(prompt, source_name=name, metadata={DATA_SOURCE: name, **prompt.metadata})
 
 

@@ -312,7 +312,7 @@ class EnginePool:
         return serving[name], serving[name].require()
 
     async def _doubt(self, server: PoolServer, client: PoolMember, why: EngineError) -> None:
-        """A stream broke: the request's fault, or the server's? A server that is well can tell its version."""
+        """A stream broke: the request's fault, or the server's? A server that is well answers with its version."""
         try:
             info = await client.info()
         except EngineError:

@@ -294,7 +294,7 @@ class RecordedReference:
         """Nothing to fail."""
 
     def listen(self, tell: Callable[[str, str], None]) -> None:
-        """Nothing to tell."""
+        """Nothing to report."""
 
     def gauges(self) -> dict[str, float]:
         """Nothing to show."""

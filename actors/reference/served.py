@@ -21,7 +21,7 @@ from .wire import WantedScores, in_response, wanted_of
 REMEDY = "start or mend the servers of algo.ref_urls; reward.max_error_rate says how many failures a run bears"
 REFUSED = "serve a model over the policy's vocabulary, with a context longer than the longest sample by a token"
 SERVED_AT = 1.0
-"""Temperature of the log-probs that servers tell of given tokens."""
+"""Temperature of the log-probs that servers give for given tokens."""
 
 
 class LogprobSource(Protocol):

@@ -386,7 +386,7 @@ class FixedReward:
         """Nothing to fail."""
 
     def listen(self, tell: Tell) -> None:
-        """Nothing to tell."""
+        """Nothing to report."""
 
     def gauges(self) -> dict[str, float]:
         """Nothing to show."""

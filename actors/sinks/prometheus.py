@@ -1,6 +1,6 @@
 """A Prometheus endpoint with the latest values: `http://127.0.0.1:<port>/metrics`.
 
-Loopback only, on purpose: metrics tell a stranger what is trained and how well. A scraper on another host goes through
+Loopback only, on purpose: metrics show a stranger what is trained and how well. A scraper on another host goes through
 a tunnel or an agent on this one. The port that was bound is an event and the content of `prometheus.port`.
 """
 

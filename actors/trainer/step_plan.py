@@ -283,7 +283,7 @@ def _train_sample(group: Group, i: int, advantage: float | F32, *, takes_referen
         reward=float(group.rewards[i]),
         advantage=advantage,
         token_advantages=tokens,
-        temperature=sample.temperature or 1.0,  # engines tell log-probs of greedy tokens at temperature 1
+        temperature=sample.temperature or 1.0,  # engines give log-probs of greedy tokens at temperature 1
         reference_logprobs=sample.reference_logprobs if takes_reference else None,
     )
 
@@ -315,7 +315,7 @@ def batch_metrics(
     """Reward, length, lag and knob facts of a batch, and the lag of every group (-1: no engine took part).
 
     `sources`: names, where there are several: the share of each in the batch, and its mean reward.
-    Demonstrations alone have no reward to tell of: every one of them counts 1.
+    Demonstrations alone have no reward to report: every one of them counts 1.
     """
     groups = batch.groups
     rewards = np.concatenate([g.rewards for g in groups]).astype(np.float64)

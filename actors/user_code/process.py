@@ -61,7 +61,7 @@ class LoadFailed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
 
     @classmethod
     def of(cls, error: MyxaError) -> Self:
-        """What to tell of it."""
+        """What to report of it."""
         return cls(error.message, error.remedy, isinstance(error, ConfigError))
 
 

@@ -190,7 +190,7 @@ def _reference_conflicts(config: RunConfig) -> Iterator[Conflict]:
     if config.algo.kind != "sft" and config.rollout.temperature != 1:
         yield Conflict(
             ("rollout.temperature", "algo.ref_urls"),
-            "must be 1: the trainer scores samples at the temperature that they were drawn at, and servers tell "
+            "must be 1: the trainer scores samples at the temperature that they were drawn at, and servers give "
             "log-probs of given tokens at temperature 1 only; or use algo.ref_path",
         )
     if config.algo.ref_urls == RECORDED_REFERENCE and config.roles.rollout.kind != "recorded":

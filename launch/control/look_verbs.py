@@ -170,7 +170,7 @@ async def _stack_of(context: VerbContext, name: str, node: int, *, py_spy: bool)
         try:
             return await with_deadline(_process(context, name), LIVE_S).stacks()
         except CallError as error:
-            context.supervisor.ctx.log.info("%s does not tell its stacks itself: %s", name, error)
+            context.supervisor.ctx.log.info("%s does not report its own stacks: %s", name, error)
     return await context.supervisor.agent(node).stacks_from_outside(name, py_spy)
 
 

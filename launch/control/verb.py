@@ -151,7 +151,7 @@ async def coordinator_call(context: VerbContext, seconds: float) -> AsyncGenerat
     except PeerDied as error:
         raise PeerDied(
             "the coordinator ended over this request and is being restarted; it may or may not have been carried out",
-            remedy="`myxa history` and `myxa get` tell; then ask again",
+            remedy="look at `myxa history` and `myxa get`; then ask again",
         ) from error
     except (NoSuchActor, NotSent) as error:
         raise _away(context) from error

@@ -307,7 +307,7 @@ def _is_free(family: socket.AddressFamily, port: int) -> bool:
 
 
 def _around_ephemeral() -> tuple[int, int]:
-    """First and last port of the ephemeral range; Linux's default if the machine does not tell."""
+    """First and last port of the ephemeral range; Linux's default if the machine does not say."""
     try:
         first, last = EPHEMERAL.read_text().split()
         return int(first), int(last)

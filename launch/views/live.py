@@ -202,7 +202,7 @@ def _order(name: str) -> tuple[bool, str, int, str]:
 
 
 def time_bar(name: str, kinds: Mapping[str, float], *, is_ascii: bool = False) -> Text:
-    """`trainer/0  ████▓▓▓▓  compute 40 %  wait-data 60 %`; the letters tell the kinds apart without colours too."""
+    """`trainer/0  ████▓▓▓▓  compute 40 %  wait-data 60 %`; the letters distinguish the kinds without colours too."""
     letters = _LETTERS_ASCII if is_ascii else _LETTERS
     text = Text(f"{clean(name):<11}")
     filled, exact = 0, 0.0

@@ -1,4 +1,4 @@
-"""The past of a run as its files tell it, read on as they grow, in bounded memory.
+"""The past of a run as its files record it, read on as they grow, in bounded memory.
 
 `History` reads `metrics.jsonl`, `events.jsonl`, `audit.jsonl` and `config.toml`; it skips and counts lines that cannot
 be read. Curves have a bounded number of points: when one is full, pairs of points side by side are merged. A library

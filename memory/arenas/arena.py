@@ -189,7 +189,7 @@ class Arena:
                     raise self._unfit(memory, f"a part of {whole.tag!r} ({whole.policy})")
             if any(memory.regions for memory in others):
                 raise MemoryFault(
-                    f"{self._context.place}: parts of tag {whole.tag!r} hold memory of their own",
+                    f"{self._context.place}: parts of tag {whole.tag!r} hold their own memory",
                     remedy="divide a tag once, after it was filled",
                 )
             deal(whole, memories, self._context.driver.granularity)

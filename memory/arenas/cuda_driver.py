@@ -3,7 +3,7 @@
 It works in the primary context, so memory made here is usable by torch, NCCL and every kernel of this process. Copies
 out, copies in and fills have one stream each; none waits for the default stream or for another kind. A copy's ticket is
 an event, and waiting for it sleeps. torch's expandable segments make memory by the same calls, but cannot release a
-tensor's memory while the tensor lives.
+tensor's memory while the tensor exists.
 
 libcuda is called by ctypes. NVIDIA's `cuda-bindings` find libcuda themselves, so the tests' stand-in could not replace
 it, and each of their releases needs a certain CUDA release. The few dozen functions used have kept their binary
@@ -315,7 +315,7 @@ OVER:
 
 
 class CopyKernel:
-    """The loaded kernel; lives as long as its context, which must be current in every call."""
+    """The loaded kernel; valid as long as its context, which must be current in every call."""
 
     def __init__(self, library: CudaLibrary) -> None:
         """Raises MemoryFault where this GPU or driver cannot have it."""

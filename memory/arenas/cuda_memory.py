@@ -2,7 +2,7 @@
 
 Code without any notion of arenas (a model's constructor, Megatron's buffers, an optimizer's first step) runs inside
 `region`. The segments that torch's caching allocator asked for meanwhile then belong to the tag, each as a whole.
-Tensors keep their addresses for life, so captured graphs stay valid. Before a release, torch's caches and cuBLAS
+Tensors never change their addresses, so captured graphs stay valid. Before a release, torch's caches and cuBLAS
 workspaces are trimmed; `residue` reports what stays on the device.
 
 Used of torch (2.11 to 2.13): `CUDAPluggableAllocator`, `MemPool`, `use_mem_pool`. torch routes by thread: what
@@ -49,7 +49,7 @@ def trim_torch_cache(ordinal: int, *, keeps_workspaces: bool = False) -> None:
 
 
 def vacate(device: str) -> None:
-    """What torch hoards on the current GPU, tensors in young cycles included; nothing on a stand-in ("host:<n>")."""
+    """What torch caches on the current GPU, tensors in young cycles included; nothing on a stand-in ("host:<n>")."""
     if not device.startswith("host:"):
         gc.collect(1)
         trim_torch_cache(torch.cuda.current_device())
@@ -99,7 +99,7 @@ class TorchCachingAllocator:
         settings = cast("dict[str, Any]", torch.cuda.memory._snapshot()).get("allocator_settings", {})  # pyright: ignore[reportPrivateUsage]
         if settings.get("expandable_segments"):
             raise MemoryFault(
-                "torch's expandable segments are on: pools of an arena would not get segments of their own",
+                "torch's expandable segments are on: pools of an arena would not get their own segments",
                 remedy="leave expandable_segments out of PYTORCH_CUDA_ALLOC_CONF (and PYTORCH_ALLOC_CONF)",
             )
 
@@ -356,7 +356,7 @@ class CudaMemory:
         return self.arena.report()
 
     def residue(self, cached: CachedBytes | None = None) -> Residue:
-        """How things stand; `cached` is torch's own account unless given."""
+        """What is on the device now; `cached` is torch's own account unless given."""
         reserved, live = (cached or self._torch_bytes)()
         in_pools = self.pools.live_bytes()
         mapped = sum(r.num_bytes for r in self.arena.report() if r.backing not in ("host", "discarded"))

@@ -82,5 +82,5 @@ class VmmDriver(Protocol):
 
 
 def next_ticket(last: int, lane: int, num_lanes: int) -> int:
-    """The smallest number above `last` that tells its lane: tickets count over all lanes, and remainders name them."""
+    """The smallest number above `last` for that lane: tickets count over all lanes, and remainders name the lanes."""
     return last + 1 + (lane - last - 1) % num_lanes

@@ -40,7 +40,7 @@ class HostPool:
                 raise
 
     def take(self, num_bytes: int) -> int:
-        """Address of a piece of its own. Raises MemoryFault with the numbers when there is no room."""
+        """Address of a new piece. Raises MemoryFault with the numbers when there is no room."""
         if num_bytes <= 0:
             raise MemoryFault(f"host pool: a piece of {num_bytes} bytes was asked for", remedy="ask for at least one")
         wanted = _rounded(num_bytes)

@@ -1,4 +1,4 @@
-"""Memory of the host that stands for a device: real pages that leave and return while their addresses stay.
+"""Memory of the host in place of a device: real pages that leave and return while their addresses stay.
 
 All physical memory is one anonymous file (memfd) per driver. A chunk is a range of it with pages, and releasing it
 punches a hole. So a process needs one file descriptor for any number of chunks, the pages of a dead process are freed
@@ -29,7 +29,7 @@ def file_name(device: str) -> str:
 
 
 class CopyThread:
-    """Work of one kind: one after another, in a thread of its own."""
+    """Work of one kind: one after another, in its own thread."""
 
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)

@@ -145,16 +145,16 @@ def pin_for(ordinal: int, *, library: str = LIBRARY, num_threads: int = 8) -> Pi
 def near(context: PrimaryContext, pci_devices: Path = PCI_DEVICES) -> int | None:
     """The NUMA node whose memory is nearest to the GPU; None: the machine does not say."""
     try:
-        told = context.attribute(HOST_NUMA_ID)
+        node = context.attribute(HOST_NUMA_ID)
     except MemoryFault:  # drivers before 12.2 do not know the question
-        told = -1
-    if told < 0:
+        node = -1
+    if node < 0:
         domain, bus, slot = (context.attribute(number) for number in (PCI_DOMAIN, PCI_BUS, PCI_DEVICE))
         try:
-            told = int((pci_devices / f"{domain:04x}:{bus:02x}:{slot:02x}.0" / "numa_node").read_text(encoding="ascii"))
+            node = int((pci_devices / f"{domain:04x}:{bus:02x}:{slot:02x}.0" / "numa_node").read_text(encoding="ascii"))
         except (OSError, ValueError):
             return None
-    return told if told >= 0 else None
+    return node if node >= 0 else None
 
 
 def _advise(address: int, num_bytes: int, advice: int) -> int:

@@ -3,7 +3,7 @@
  *
  * torch calls in here with its own lock held, with or without Python's interpreter lock: nothing here may wait for
  * Python, and nothing does. One mutex guards the table and is never held over a call of the driver. Each slot is one
- * pool (a tag of an arena): the function that torch was given tells the tag, so no thread has to be told it.
+ * pool (a tag of an arena): the function that torch was given determines the tag, so no thread has to know it.
  *
  * A segment is MADE; then TAKEN by an arena, which from then on alone gives its memory back; freed by torch it is gone
  * at once when it was only made, and waits for the arena (`is_freed`) when it was taken. Nothing here ends a process.
@@ -200,14 +200,14 @@ static int build(segment *it) {
   if (!result && (result = cuda.set_access(it->address, it->num_bytes, &access, 1)))
     failed("cuMemSetAccess", result, it->num_bytes, it->device, it->slot);
   if (result) {
-    failure_view told;
+    failure_view failure;
     pthread_mutex_lock(&lock);
-    told = last_failure;
+    failure = last_failure;
     pthread_mutex_unlock(&lock);
     take_down(it, num_mapped, num_created);
     pthread_mutex_lock(&lock);  /* the cause, not what followed from it */
-    told.num_failures = last_failure.num_failures;
-    last_failure = told;
+    failure.num_failures = last_failure.num_failures;
+    last_failure = failure;
     pthread_mutex_unlock(&lock);
   }
   return result;

@@ -110,7 +110,7 @@ REMEDIES: MappingProxyType[Backing, str] = MappingProxyType(
 
 @dataclass(slots=True, eq=False)
 class MemoryChunk:
-    """One piece of physical memory, at the same address for life."""
+    """One piece of physical memory, always at the same address."""
 
     address: int
     num_bytes: int
@@ -187,7 +187,7 @@ class TaggedMemory:
 
 
 LEAST_GRANULES = 16
-"""A part below so many of the device's granules is not worth a command of its own."""
+"""A part below so many of the device's granules is not worth a separate command."""
 
 
 def shares(sizes: Sequence[int], num_parts: int, least_bytes: int) -> list[list[int]]:

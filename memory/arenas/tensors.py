@@ -82,7 +82,7 @@ def tensor_at(
 def empty_tensor(
     arena: Arena, tag: Tag, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None = None
 ) -> torch.Tensor:
-    """A tensor in a region of its own; `arena.free(tensor.data_ptr())` ends it. Contents are whatever is there."""
+    """A tensor in its own region; `arena.free(tensor.data_ptr())` ends it. Contents are whatever is there."""
     return empty_tensors(arena, tag, [(shape, dtype)], device)[0]
 
 

@@ -32,7 +32,7 @@ PIECE_BYTES = 16 << 20
 
 
 class Readback:
-    """One small buffer of its own, made at first use: a full host pool does not stop a digest."""
+    """One small buffer beside the pool, made at first use: a full host pool does not stop a digest."""
 
     def __init__(self, driver: VmmDriver) -> None:
         self._driver = driver

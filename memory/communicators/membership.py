@@ -95,11 +95,11 @@ class MembershipCheck:
         """Who was missing first, and who gave up because of that."""
         where = {rank: self.where(rank) for rank in missing}
         culprits = [rank for rank in missing if not where[rank].startswith(GAVE_UP)] or missing
-        told = ", ".join(f"rank {rank} ({where[rank]})" for rank in culprits)
+        absent = ", ".join(f"rank {rank} ({where[rank]})" for rank in culprits)
         also = [f"rank {rank}" for rank in missing if rank not in culprits]
         given_up = f"; {', '.join(also)} gave up earlier" if also else ""
         remedy = "see the logs of the ranks named"
-        return Absent(f"{told} did not come to '{point}'{given_up}", tuple(culprits), remedy=remedy)
+        return Absent(f"{absent} did not come to '{point}'{given_up}", tuple(culprits), remedy=remedy)
 
     def _withdraw(self, point: str, mine: str, missing: list[int]) -> None:
         """Else a late member would find all others here and continue alone."""
@@ -137,7 +137,7 @@ class GangMembers:
 
     @staticmethod
     def over(store: Store, rank: int, ranks: Collection[int], clock: Clock | None = None) -> GangMembers:
-        """`store`: one that all members share, best with a prefix of its own."""
+        """`store`: one that all members share, best with its own prefix."""
         chosen = clock or SystemClock()
         return GangMembers(tuple(sorted(ranks)), MembershipCheck(store, rank, chosen), chosen)
 

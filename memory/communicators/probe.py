@@ -23,7 +23,7 @@ from .suspend import NEEDED_VERSION, NcclLibrary
 Setting = Literal["auto", "keep", "suspend", "reload", "rebuild"]
 Way = Literal["", "native", "ctypes", "proxy"]
 AUTO: tuple[ResidencyKind, ...] = ("reload", "suspend")
-"""Reload first: it was seen through on GPUs; of suspend (NCCL 2.30.7) a run stood still (docs/benchmarks.md)."""
+"""Reload first: runs on GPUs ended well with it; with suspend (NCCL 2.30.7) a run hung (docs/benchmarks.md)."""
 
 
 @dataclass(frozen=True, slots=True)

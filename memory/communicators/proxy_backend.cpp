@@ -1,8 +1,8 @@
 // A c10d backend whose inside can be taken out and put back while the process group around it stays itself.
 //
 // Every operation goes to an inner backend (gloo, NCCL). Without one, the first operation calls `owner.make(is_pair)`
-// in Python, which returns a Backend object; `drop` takes the inner one out; `owner.closed()` is told that the group
-// was destroyed. Which kind the inner backend is, under which epoch and with whom it is made is the owner's business:
+// in Python, which returns a Backend object; `drop` takes the inner one out; `owner.closed()` is called when the group
+// is destroyed. Which kind the inner backend is, under which epoch and with whom it is made is the owner's business:
 // no header of a particular backend is needed, so this compiles against any torch, with CUDA or without.
 //
 // Locks: `making_` is held while the owner makes one and is never waited for with the GIL; `pointer_` is held for a few

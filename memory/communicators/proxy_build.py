@@ -119,9 +119,9 @@ def _compile(target: Path, compiler: str, timeout_s: float) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise MemoryFault(f"{compiler} did not build the proxy backend: {error}", remedy=REMEDY) from error
     if done.returncode:
-        told = [line for line in done.stderr.splitlines() if "error" in line][:5] or done.stderr.splitlines()[-5:]
+        errors = [line for line in done.stderr.splitlines() if "error" in line][:5] or done.stderr.splitlines()[-5:]
         raise MemoryFault(
-            f"{compiler} cannot compile the proxy backend against torch {torch.__version__}: " + " | ".join(told),
+            f"{compiler} cannot compile the proxy backend against torch {torch.__version__}: " + " | ".join(errors),
             remedy=REMEDY,
         )
 

@@ -244,15 +244,15 @@ class ReloadComms:
         """Make the names known; groups made from now on belong to this object."""
         for name, native in NAMES.items():
 
-            def create(told: Any, options: Any, native: Native = native) -> object:
-                return self._create(native, told, options)
+            def create(given: Any, options: Any, native: Native = native) -> object:
+                return self._create(native, given, options)
 
             register = cast(Any, dist.Backend).register_backend
             register(name, create, extended_api=True, devices=DEVICES[native])
 
-    def _create(self, native: Native, told: Any, options: Any) -> object:
-        ranks = tuple(told.global_ranks_in_group) or tuple(range(told.group_size))
-        name = str(told.group_id)
+    def _create(self, native: Native, given: Any, options: Any) -> object:
+        ranks = tuple(given.global_ranks_in_group) or tuple(range(given.group_size))
+        name = str(given.group_id)
         if name in self._groups:
             raise MemoryFault(
                 f"group {name} asks for two reloadable backends, of which torch would use one for both devices",
@@ -263,11 +263,11 @@ class ReloadComms:
                 "myxa_nccl: this torch was built without NCCL", remedy="myxa_gloo, or a CUDA build of torch"
             )
         facts = GroupFacts(
-            name=name, native=native, store=told.store, rank=told.group_rank, ranks=ranks, timeout=told.timeout,
+            name=name, native=native, store=given.store, rank=given.group_rank, ranks=ranks, timeout=given.timeout,
             options=options,
         )  # fmt: skip
-        if not told.global_ranks_in_group:
-            self._begin(told.store, told.group_rank, ranks)
+        if not given.global_ranks_in_group:
+            self._begin(given.store, given.group_rank, ranks)
         group = ProxiedGroup(facts, self._clock, self._allowance, self._forget)
         group.proxy = self._module.ReloadableBackend(
             facts.rank, len(ranks), native, native == "nccl", native in self._local_kinds, group
@@ -415,8 +415,8 @@ class ReloadComms:
         all_at_once(groups, run, num_at_once)
 
     def _abort_all(self) -> None:
-        """All at the same time: each ends threads of its own and frees its memory, and frees may wait for what runs
-        for others on the device. NCCL's group call does not reach aborts, which torch does in threads of its own."""
+        """All at the same time: each ends its own threads and frees its memory, and frees may wait for what runs
+        for others on the device. NCCL's group call does not reach aborts, which torch does in its own threads."""
         groups = [group for _, group in self._sorted()]
         self._for_each(groups, lambda group: group.drop("abort"), max(len(groups), 1))
 
@@ -437,7 +437,7 @@ class ReloadComms:
         return iter(sorted(self._groups.items()))
 
     def _within(self, deadline: float, word: str, work: Callable[[], None]) -> None:
-        """In a thread of its own, on the caller's device."""
+        """In its own thread, on the caller's device."""
         use_device = device_of_caller()
 
         def on_device() -> None:

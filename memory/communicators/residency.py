@@ -31,7 +31,7 @@ ResidencyKind = Literal["keep", "suspend", "reload", "rebuild"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommStats:
-    """Communicators of this process, as far as they tell."""
+    """Communicators of this process, as far as they report."""
 
     kind: ResidencyKind
     epoch: int
@@ -39,7 +39,7 @@ class CommStats:
     num_live: int
     """Of them built and not released now."""
     device_bytes: int = 0
-    """0 where the library does not tell."""
+    """0 where the library does not report it."""
     by_group: dict[str, int] = field(default_factory=dict[str, int])
 
 
@@ -52,7 +52,7 @@ class CommResidency(Protocol):
         ...
 
     def stats(self) -> CommStats:
-        """How things stand."""
+        """Groups and bytes at present."""
         ...
 
     def release(self, epoch: int, timeout_s: float) -> CommStats:
@@ -103,7 +103,7 @@ class EpochGate:
         if answer is None:
             raise MemoryFault(
                 f"restore of communicators under epoch {epoch}, under which they were released",
-                remedy="members could not tell the two lives of a group apart: restore under a newer epoch",
+                remedy="members could not distinguish the two incarnations of a group: restore under a newer epoch",
             )
         return answer
 
@@ -173,7 +173,7 @@ class KeepComms:
     """CommResidency that releases nothing."""
 
     def __init__(self, bytes_by_group: Callable[[], dict[str, int]] = dict) -> None:
-        """`bytes_by_group`: of every live group, as far as the library tells."""
+        """`bytes_by_group`: of every live group, as far as the library reports them."""
         self._bytes_by_group = bytes_by_group
         self._gate = EpochGate()
 

@@ -189,8 +189,8 @@ class NativeComm:
 
     def is_built(self) -> bool:
         """A group that was never used has no communicator yet, and NCCL refuses to suspend it."""
-        told = getattr(self.backend, "_is_initialized", None)
-        return bool(told()) if callable(told) else False
+        is_initialized = getattr(self.backend, "_is_initialized", None)
+        return bool(is_initialized()) if callable(is_initialized) else False
 
     def suspend(self) -> None:
         self.backend.suspend()
@@ -281,9 +281,9 @@ class NcclLibrary:
         if status == 0:
             return
         self._library.ncclGetErrorString.restype = ctypes.c_char_p
-        told: bytes = self._library.ncclGetErrorString(status) or b""
+        text: bytes = self._library.ncclGetErrorString(status) or b""
         raise MemoryFault(
-            f"{call} answered {status} ({told.decode(errors='replace')})",
+            f"{call} answered {status} ({text.decode(errors='replace')})",
             remedy="a communicator must be idle, and built with NCCL_CUMEM_ENABLE=1",
         )
 
@@ -304,8 +304,8 @@ class CtypesComm:
 
     def is_built(self) -> bool:
         """`_comm_ptr` of a group that was never used is an error."""
-        told = getattr(self.backend, "_is_initialized", None)
-        return bool(told()) if callable(told) else False
+        is_initialized = getattr(self.backend, "_is_initialized", None)
+        return bool(is_initialized()) if callable(is_initialized) else False
 
     def suspend(self) -> None:
         self.library.suspend(self.backend._comm_ptr())

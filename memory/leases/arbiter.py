@@ -5,7 +5,7 @@ one transition. The epoch grows by one with every plan that is carried out, and 
 back. A restarted manager reads its tenants from the journal, treats them as fenced, and begins with an epoch that no
 predecessor can have used.
 
-`Recovery` takes fenced tenants back. A fenced tenant that lives is asked for a report until its state is stable. Then
+`Recovery` takes fenced tenants back. A live fenced tenant is asked for a report until its state is stable. Then
 it gets one command of a new epoch that changes nothing (an active one commits, another one drains). Once it has
 answered, no older command can have an effect on it, its report is the truth, and it may get commands again. `Wake`
 watches devices without a switch: it proves the memory of dead tenants free and reports memory of unknown processes.
@@ -110,7 +110,7 @@ class Recovery:
 
 WATCH_S = 5.0
 """A quiet device is measured so often."""
-GHOST_S = 0.05
+UNPROVEN_S = 0.05
 """One whose dead are not proven gone, so often."""
 KEY = "watch"
 
@@ -136,7 +136,7 @@ class Wake:
     def measured(self, device: str, now: float, *, is_busy: bool, is_moving: bool) -> None:
         """A reading is in the books. `is_moving`: tenants of the device come or go right now, so
         that the books and the reading are of different moments, and prove nothing."""
-        if any(g.is_dead for g in self._ledger.ghosts_on([device])):
+        if any(g.is_dead for g in self._ledger.unproven_on([device])):
             if is_moving:
                 self._gone_since.pop(device, None)
             else:
@@ -153,8 +153,8 @@ class Wake:
             self._gone_since[device] = now
         elif now - self._gone_since[device] >= PROOF_GAP_S:
             del self._gone_since[device]
-            for ghost in self._ledger.proven(device):
-                self._emit(TimelineNote(device, ghost.name, "proven free", in_words(ghost.held_bytes)))
+            for dead in self._ledger.proven(device):
+                self._emit(TimelineNote(device, dead.name, "proven free", in_words(dead.held_bytes)))
 
     def _alarm(self, device: str, num_bytes: int) -> None:
         if num_bytes > self._alarm_bytes and device not in self._alarmed:
@@ -169,25 +169,25 @@ class Wake:
         """Measure what is due. A device in a switch is measured by it, but its dead are proven all the same."""
         if now >= self._extra:
             self._extra = float("inf")
-        ghosts = self._haunted()
-        due = [d for d in self._ledger.devices if now >= self._due_of(d, d in ghosts)]
+        unproven = self._unproven_devices()
+        due = [d for d in self._ledger.devices if now >= self._due_of(d, d in unproven)]
         for device in due:
             self._due[device] = now
-        if wanted := sorted(d for d in due if d in ghosts or d not in busy):
+        if wanted := sorted(d for d in due if d in unproven or d not in busy):
             self._emit(Measure(KEY, tuple(wanted)))
 
-    def _haunted(self) -> set[str]:
+    def _unproven_devices(self) -> set[str]:
         """Devices whose dead are not proven gone."""
-        return {device for device in self._ledger.devices if any(g.is_dead for g in self._ledger.ghosts_on([device]))}
+        return {device for device in self._ledger.devices if any(g.is_dead for g in self._ledger.unproven_on([device]))}
 
-    def _due_of(self, device: str, has_ghosts: bool) -> float:
+    def _due_of(self, device: str, is_unproven: bool) -> float:
         last = self._due.get(device)
-        return -float("inf") if last is None else last + (GHOST_S if has_ghosts else WATCH_S)
+        return -float("inf") if last is None else last + (UNPROVEN_S if is_unproven else WATCH_S)
 
     def wakes_at(self) -> float:
         """When `tick` has something to do."""
-        ghosts = self._haunted()
-        return min([self._extra, *(self._due_of(d, d in ghosts) for d in self._ledger.devices)])
+        unproven = self._unproven_devices()
+        return min([self._extra, *(self._due_of(d, d in unproven) for d in self._ledger.devices)])
 
 
 TOLERANCE = 0.02
@@ -269,7 +269,7 @@ class Arbiter:
         return self._go(now)
 
     def reported(self, report: TenantReport, now: float) -> list[Instruction]:
-        """A tenant that is known says how it stands; others have to register."""
+        """A tenant that is known reports its state; others have to register."""
         if report.tenant in self.ledger.tenants:
             self._accept(report, now)
         return self._go(now)
@@ -441,7 +441,7 @@ class Arbiter:
         half = 0.5 * (queued.until - queued.since)
         if not devices:
             return now < queued.since + min(half, self._options.switch.settle_s)
-        patience = min(half, self._options.switch.ghost_s)
+        patience = min(half, self._options.switch.unproven_s)
         return self._is_deaf(queued.request, devices) and now < queued.since + patience
 
     def _is_deaf(self, request: LeaseRequest, devices: frozenset[str]) -> bool:
@@ -505,7 +505,7 @@ class Arbiter:
         return not self._queue and not self._running
 
     def incarnation(self, tenant: str) -> Incarnation | None:
-        """Of that name, if it lives."""
+        """Of that name, if there is one."""
         return self.ledger.tenants.get(tenant)
 
 

@@ -89,7 +89,7 @@ class Journal:
         self._append(_Line(epoch=epoch))
 
     def report(self, report: TenantReport) -> None:
-        """A tenant said how it stands."""
+        """A tenant reported its state."""
         if self._reports.get(report.tenant) != report:
             self._reports[report.tenant] = report
             self._append(_Line(report=report))

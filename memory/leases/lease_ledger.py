@@ -150,13 +150,13 @@ class LeaseLedger:
         self.margin_bytes = margin_bytes
         self.devices: dict[str, DeviceAccount] = {}
         self.tenants: dict[str, Incarnation] = {}
-        self.ghosts: list[Incarnation] = []
+        self.unproven: list[Incarnation] = []
         """Dead incarnations whose memory is not proven free."""
 
     # -- reports
 
     def accept(self, report: TenantReport) -> Incarnation | None:
-        """LeaseLedger a report; None if a newer one is known already. MemoryFault for one that makes no sense."""
+        """Enter a report; None if a newer one is known already. MemoryFault for one that makes no sense."""
         check_report(report)
         known = self.tenants.get(report.tenant)
         if known is not None and known.report.epoch == report.epoch:
@@ -167,7 +167,7 @@ class LeaseLedger:
             self.devices.setdefault(device, DeviceAccount(report.node))
         if known is None or known.is_dead or report.epoch > known.report.epoch:
             if known is not None and not known.is_dead:
-                self._lay(known)
+                self._replaced(known)
             if known is not None and known.is_dead and report.epoch <= known.report.epoch:
                 return None
             self.tenants[report.tenant] = Incarnation(report)
@@ -188,10 +188,10 @@ class LeaseLedger:
                 remedy="name each device of a run differently",
             )
 
-    def _lay(self, known: Incarnation) -> None:
+    def _replaced(self, known: Incarnation) -> None:
         """A newer incarnation took its name: the old one counts until its end is proven."""
         known.fenced = known.fenced or "replaced by a newer incarnation"
-        self.ghosts.append(known)
+        self.unproven.append(known)
 
     def fence(self, name: str, reason: str) -> Incarnation | None:
         """It gets no commands from now on; its bytes still count."""
@@ -213,24 +213,24 @@ class LeaseLedger:
             if known.is_dead:
                 return None
             known.is_dead = True
-            self.ghosts.append(known)
+            self.unproven.append(known)
             return known
-        ghost = next((g for g in self.ghosts if g.name == name and g.report.epoch == epoch), None)
-        if ghost is not None and not ghost.is_dead:
-            ghost.is_dead = True
-            return ghost
+        found = next((g for g in self.unproven if g.name == name and g.report.epoch == epoch), None)
+        if found is not None and not found.is_dead:
+            found.is_dead = True
+            return found
         return None
 
     def proven(self, device: str) -> tuple[Incarnation, ...]:
         """The memory of the dead of a device was seen to be free: forget those that count on no other device."""
-        there = [g for g in self.ghosts_on([device]) if g.is_dead]
-        for ghost in there:
-            ghost.proven_on.add(device)
+        there = [g for g in self.unproven_on([device]) if g.is_dead]
+        for dead in there:
+            dead.proven_on.add(device)
         gone = tuple(g for g in there if g.proven_on.issuperset(g.report.devices))
-        self.ghosts = [g for g in self.ghosts if g not in gone]
-        for ghost in gone:
-            if self.tenants.get(ghost.name) is ghost:
-                del self.tenants[ghost.name]
+        self.unproven = [g for g in self.unproven if g not in gone]
+        for dead in gone:
+            if self.tenants.get(dead.name) is dead:
+                del self.tenants[dead.name]
         return gone
 
     # -- sums
@@ -240,17 +240,17 @@ class LeaseLedger:
         for tenant in self.tenants.values():
             if tenant.counts_on(device) and not tenant.is_dead:
                 yield tenant
-        yield from (g for g in self.ghosts if g.counts_on(device))
+        yield from (g for g in self.unproven if g.counts_on(device))
 
     def gang(self, name: str) -> tuple[Incarnation, ...]:
-        """Members that live, sorted by name."""
+        """Members that are not dead, sorted by name."""
         found = [t for t in self.tenants.values() if t.report.gang == name and not t.is_dead]
         return tuple(sorted(found, key=lambda t: t.name))
 
-    def ghosts_on(self, devices: Iterable[str]) -> tuple[Incarnation, ...]:
+    def unproven_on(self, devices: Iterable[str]) -> tuple[Incarnation, ...]:
         """The unproven dead of these devices."""
         wanted = tuple(devices)
-        return tuple(g for g in self.ghosts if any(g.counts_on(device) for device in wanted))
+        return tuple(g for g in self.unproven if any(g.counts_on(device) for device in wanted))
 
     def held(self, device: str) -> int:
         """By the books, of the dead what is not measured as free."""
@@ -259,7 +259,7 @@ class LeaseLedger:
     def unproven(self, device: str) -> int:
         """Of the dead: what they held, but no more than the last measurement leaves when everything is taken off that
         the living hold beyond doubt. So memory that is seen to be free is free, whatever the rest is proven by."""
-        dead = sum(g.held_bytes for g in self.ghosts_on([device]) if g.is_dead)
+        dead = sum(g.held_bytes for g in self.unproven_on([device]) if g.is_dead)
         reading = self.devices[device].reading
         if not dead or reading is None:
             return dead
@@ -322,7 +322,7 @@ class LeaseLedger:
     def dead_are_gone(self, device: str) -> bool:
         """Whether the last measurement shows the memory of all dead of that device as free."""
         account = self.devices[device]
-        dead = sum(g.held_bytes for g in self.ghosts_on([device]) if g.is_dead)
+        dead = sum(g.held_bytes for g in self.unproven_on([device]) if g.is_dead)
         return account.reading is not None and (
             dead == 0 or self.unattributed(device) <= account.baseline_bytes + self.margin_bytes
         )
@@ -354,7 +354,7 @@ class LeaseLedger:
     def measured_words(self, device: str) -> str:
         """What keeps the dead from being proven free, for a refusal; "" where there are none."""
         account = self.devices[device]
-        if account.reading is None or not any(g.is_dead for g in self.ghosts_on([device])):
+        if account.reading is None or not any(g.is_dead for g in self.unproven_on([device])):
             return ""
         return unproven_words(account.reading, self.unattributed(device), account.baseline_bytes)
 

@@ -366,7 +366,7 @@ class SwitchOptions:
     transition: TransitionOptions = field(default_factory=TransitionOptions)
     settle_s: float = 2.0
     """A shortage that may pass is looked at again for so long before anybody is disturbed or refused."""
-    ghost_s: float = 15.0
+    unproven_s: float = 15.0
     """The same, where the memory of a dead process is about to become free."""
     max_plans: int = 4
     """Plans of one lease: the first, and further ones when the measurement shows that more has to leave."""
@@ -495,7 +495,7 @@ class Switch:
             return
         plan = build(self._ledger, self.request, host_limit_bytes=self._options.host_limit_bytes)
         if isinstance(plan, Shortage):
-            patience = self._options.ghost_s if self._ledger.ghosts_on(self.devices) else self._options.settle_s
+            patience = self._options.unproven_s if self._ledger.ghosts_on(self.devices) else self._options.settle_s
             if plan.may_pass and now < min(self._started + patience, self._forward_until):
                 self._survey_again(now, _SURVEY_POLL_S)
                 return

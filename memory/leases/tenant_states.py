@@ -1,4 +1,4 @@
-"""The life of a tenant as a table, and the machine that decides about its commands. Sans-IO.
+"""States of a tenant as a table, and the machine that decides about its commands. Sans-IO.
 
 cold      registered, holds nothing yet                active     may run; holds its leased tags
 draining  finishes what runs                           quiesced   gate closed, nothing runs

@@ -92,7 +92,7 @@ async def test_where_servers_tell_them_the_temperature_stays_at_theirs(shop: Any
         vote = await desk.change(2, temperature=0.7)
         assert (vote.accepted, vote.reason) == (
             False,
-            "temperature = 0.7: the servers of algo.ref_urls tell log-probs at temperature 1 only",
+            "temperature = 0.7: the servers of algo.ref_urls give log-probs at temperature 1 only",
         )
         assert (await desk.change(3, temperature=1.0)).accepted
     async with shop.open() as desk:

@@ -122,7 +122,7 @@ MISTAKES: list[tuple[str, str]] = [
         '[algo]\nref_urls = ["http://h:1"]\nkl_coef = 1\n[rollout]\ntemperature = 0.7\n',
         (
             "run.toml:9: rollout.temperature = 0.7: must be 1: the trainer scores samples at the temperature that they were "
-            "drawn at, and servers tell log-probs of given tokens at temperature 1 only; or use algo.ref_path"
+            "drawn at, and servers give log-probs of given tokens at temperature 1 only; or use algo.ref_path"
         ),
     ),
     (

@@ -36,7 +36,7 @@ RESIDUE = 5 * MIB
 OPTIONS = ArbiterOptions(
     reserve_bytes=RESERVE,
     margin_bytes=MARGIN,
-    switch=SwitchOptions(transition=TransitionOptions(phase_s=20, resend_s=2), host_limit_bytes=POOL, ghost_s=8),
+    switch=SwitchOptions(transition=TransitionOptions(phase_s=20, resend_s=2), host_limit_bytes=POOL, unproven_s=8),
 )
 TAGS: dict[str, dict[Tag, tuple[int, TagPolicy]]] = {
     "trainer": {

@@ -293,7 +293,7 @@ def manager_of(run_dir: Path, devices: list[str]) -> MortalManager:
         arbiter=ArbiterOptions(
             reserve_bytes=0,
             margin_bytes=MARGIN,
-            switch=SwitchOptions(transition=TransitionOptions(resend_s=1.0, verify_s=3.0), ghost_s=5.0),
+            switch=SwitchOptions(transition=TransitionOptions(resend_s=1.0, verify_s=3.0), unproven_s=5.0),
         ),
     )
     meter = DeviceMeters({device: CAPACITY for device in devices if not node_of(device)})

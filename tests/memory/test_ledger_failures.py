@@ -206,7 +206,7 @@ def test_the_dead_count_until_their_memory_is_seen_to_be_free(world: World) -> N
     process.freed.add("gpu-a")
     world.advance(0.5)
     assert world.arbiter.ledger.held("gpu-a") == held - process.report().residue_bytes - 580 * MIB
-    assert world.arbiter.ledger.ghosts == []
+    assert world.arbiter.ledger.unproven == []
 
 
 def test_the_dead_of_several_devices_count_on_each_until_it_is_seen_to_be_free_there() -> None:
@@ -228,7 +228,7 @@ def test_the_dead_of_several_devices_count_on_each_until_it_is_seen_to_be_free_t
     assert asked not in world.answers, "gpu-a is not proven free"
     process.freed.add("gpu-a")
     world.advance(5.0)
-    assert world.arbiter.ledger.ghosts == []
+    assert world.arbiter.ledger.unproven == []
     assert world.answers[asked].granted
 
 
@@ -252,7 +252,7 @@ def test_a_death_that_is_noticed_late_is_proven_as_soon_as_it_is_noticed() -> No
     world.advance(5.5)
     killed_unnoticed(world, "rollout/1", unnoticed_s=5.5)
     world.advance(0.2)
-    assert world.arbiter.ledger.ghosts == []
+    assert world.arbiter.ledger.unproven == []
     world.spawn("rollout/1")
     world.advance(0.2)
     assert granted(world, "rollout", "trainer")
@@ -273,7 +273,7 @@ def test_what_is_measured_after_a_tenant_lost_a_process_is_no_baseline() -> None
     world.arbiter.lost_a_process("rollout/1", process.epoch)
     killed_unnoticed(world, "rollout/1", unnoticed_s=5.5)
     world.advance(0.2)
-    assert world.arbiter.ledger.ghosts == []
+    assert world.arbiter.ledger.unproven == []
 
 
 def test_what_a_tenant_loads_is_not_taken_for_a_strangers() -> None:

@@ -405,7 +405,7 @@ class Calls:
             self._end(call, None)
 
     def _withdraw(self, call: PendingCall) -> None:
-        """Keep an unsent call from being sent; tell the callee of a sent one."""
+        """Keep an unsent call from being sent; notify the callee of a sent one."""
         link = self._links.find(call.peer)
         if link is None:
             return

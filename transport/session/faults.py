@@ -60,7 +60,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def fault_of(error: BaseException) -> Fault:
-    """What to tell the caller of `error`, which a handler raised or the runtime refused with."""
+    """What the caller gets for `error`, which a handler raised or the runtime refused with."""
     remote_type = type(error).__qualname__
     known = next((c for c in type(error).__mro__ if _KNOWN.get(c.__name__) is c), None)
     is_of_another_call = isinstance(error, CallError) and error.callee != "" and not isinstance(error, WouldDeadlock)

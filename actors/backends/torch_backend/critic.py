@@ -61,7 +61,7 @@ class Critic:
         return loss
 
     def count(self, micro: MicroBatch[Layout], tally: MetricSums) -> None:
-        """How well the values of the step's start tell the returns, into the tally."""
+        """How well the values of the step's start predict the returns, into the tally."""
         if micro.values_M is not None and micro.returns_M is not None:
             for name, total in value_sums(micro.values_M, micro.returns_M).items():
                 tally.add(f"{SUMS}{name}", total)

@@ -39,7 +39,7 @@ PREFILL_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True)
 class RequestEvent:
-    """Something to tell the owner of a request: new tokens, or the error that ended it."""
+    """A message for the owner of a request: new tokens, or the error that ended it."""
 
     owner: object
     news: Delta | EngineError

@@ -204,7 +204,7 @@ class SenderPlans:
                     served = await self._server.ask("/get_weights_by_name", body)
                     check_sample(f"{self._server.place}: version {self._loaded}", name, values, served)
             except RequestRefused as err:
-                _log.warning("weights.verify_every: %s cannot tell its weights: %s", self._server.place, err.message)
+                _log.warning("weights.verify_every: %s cannot report its weights: %s", self._server.place, err.message)
                 self._can_be_read = False
                 return
             except CallError as err:  # released meanwhile; the next version is looked at instead

@@ -202,7 +202,7 @@ class SglangOptions:
     """Settings of the client."""
 
     vocab_size: int
-    """Of the model folder; SGLang does not tell."""
+    """Of the model folder; SGLang does not report it."""
     model_type: str = ""
     """Of the model folder; a server of another one is refused. Empty: any."""
     context_length: int = 0

@@ -404,7 +404,7 @@ class LaunchedSglang:
         """End the server and everything it started. Never raises."""
         client, self._client = self._client, None
         server, self._server = self._server, None
-        # At the same time: the client has something to tell a server that may be deaf, and this one is ended anyway.
+        # At the same time: the client's last calls go to a server that may not answer, and which is ended anyway.
         await asyncio.gather(*(one.close() for one in (client, server) if one is not None))
 
     @property

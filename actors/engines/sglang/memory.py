@@ -152,7 +152,7 @@ def _cuda_runtimes() -> list[str]:
 
 
 def _memory_usage(facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of the first scheduler; {} when the server does not tell."""
+    """Of the first scheduler; {} when the server does not report them."""
     states = facts.get("internal_states")
     first: object = cast("list[object]", states)[0] if isinstance(states, list) and states else facts
     usage = cast("Mapping[str, object]", first).get("memory_usage") if isinstance(first, dict) else None
