@@ -238,7 +238,7 @@ def _pick(
     if any(c.num_bytes == 0 for c in left) and not is_full:
         return tuple(left)  # some do not report their size: all of them leave, and the measurement decides
     holders = ledger.holders(device)
-    may_pass = bool(ledger.ghosts_on([device])) or not is_full
+    may_pass = bool(ledger.unproven_on([device])) or not is_full
     words = short_words(short - _num_bytes(left), device, holders, ledger.measured_words(device))
     return Shortage(words, holders, may_pass)
 

@@ -495,7 +495,7 @@ class Switch:
             return
         plan = build(self._ledger, self.request, host_limit_bytes=self._options.host_limit_bytes)
         if isinstance(plan, Shortage):
-            patience = self._options.unproven_s if self._ledger.ghosts_on(self.devices) else self._options.settle_s
+            patience = self._options.unproven_s if self._ledger.unproven_on(self.devices) else self._options.settle_s
             if plan.may_pass and now < min(self._started + patience, self._forward_until):
                 self._survey_again(now, _SURVEY_POLL_S)
                 return

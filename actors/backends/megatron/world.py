@@ -169,7 +169,7 @@ def _alone(gang: Gang, device: torch.device) -> None:
 
 
 def _seed(seed: int) -> None:
-    """Megatron's random states: the first thing of it that touches the device, so the place to report that there is none."""
+    """Megatron's random states: the first thing of it that touches the device, so this reports if there is none."""
     try:
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
     except (AssertionError, RuntimeError) as error:
