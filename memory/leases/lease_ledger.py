@@ -254,9 +254,9 @@ class LeaseLedger:
 
     def held(self, device: str) -> int:
         """By the books, of the dead what is not measured as free."""
-        return sum(t.held_bytes for t in self.on(device) if not t.is_dead) + self.unproven(device)
+        return sum(t.held_bytes for t in self.on(device) if not t.is_dead) + self.unproven_bytes(device)
 
-    def unproven(self, device: str) -> int:
+    def unproven_bytes(self, device: str) -> int:
         """Of the dead: what they held, but no more than the last measurement leaves when everything is taken off that
         the living hold beyond doubt. So memory that is seen to be free is free, whatever the rest is proven by."""
         dead = sum(g.held_bytes for g in self.unproven_on([device]) if g.is_dead)
@@ -332,7 +332,7 @@ class LeaseLedger:
     def holders(self, device: str) -> tuple[Holder, ...]:
         """Largest first, unregistered memory last."""
         found: list[Holder] = []
-        unproven = self.unproven(device)
+        unproven = self.unproven_bytes(device)
         for tenant in self.on(device):
             state = "dead, not proven free" if tenant.is_dead else "fenced" if tenant.fenced else tenant.report.state
             rows = [(tag.tag, tag.num_bytes) for tag in tenant.report.tags if is_mapped(tag) or state == "fenced"]
@@ -346,7 +346,7 @@ class LeaseLedger:
                 wholes[whole_of(tag)] = wholes.get(whole_of(tag), 0) + counted
             found += [Holder(device, tenant.name, tag, n, state) for tag, n in wholes.items() if n]
         found.sort(key=lambda holder: (-holder.num_bytes, holder.tenant, holder.tag))
-        unregistered = self.unattributed(device) - self.unproven(device)
+        unregistered = self.unattributed(device) - self.unproven_bytes(device)
         if unregistered > 0:
             found.append(Holder(device, "", "", unregistered, ""))
         return tuple(found)
