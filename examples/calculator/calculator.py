@@ -44,7 +44,7 @@ async def solve(ctx: WorkflowContext, prompt: Prompt) -> Sample:
 
 
 def reward(completion: Completion) -> dict[str, float]:
-    """1 for the right answer; whether the tool was used is told beside it, and not paid for."""
+    """1 for the right answer; whether the tool was used is reported beside it, and not rewarded."""
     is_right = completion.finish == "stop" and completion.text == completion.label
     return {"reward": float(is_right), "used_tool": float(len(completion.turns) > 1)}
 

@@ -1,4 +1,4 @@
-"""A web service with endpoints of its own that also hosts a rollout actor of a running myxa run. See README.md."""
+"""A web service with its own endpoints that also hosts a rollout actor of a running myxa run. See README.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RUN_DIR = Path(os.environ.get("MYXA_RUN", "runs/latest"))  # noqa: TID251 - this
 
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """What is between start and stop of the service: here the actor lives, on uvicorn's own loop."""
+    """What is between start and stop of the service: here the actor runs, on uvicorn's own loop."""
     async with rollout_in(RUN_DIR) as rollout:
         app.state.rollout = rollout
         yield
@@ -39,5 +39,5 @@ async def hello(name: str = "world") -> dict[str, str]:
 
 @app.get("/myxa")
 async def myxa(request: Request) -> EmbeddedStatus:
-    """How the embedded actor stands."""
+    """State of the embedded actor."""
     return await request.app.state.rollout.status()

@@ -1,4 +1,4 @@
-"""A node in a thread of its own, for programs without a loop. It prints
+"""A node in its own thread, for programs without a loop. It prints
 
 0.4
 0.5
