@@ -86,7 +86,7 @@ class WeightGroups:
     def __init__(self, engine: EmbeddedEngine) -> None:
         self._engine = engine
         self._groups: dict[str, ChannelGroup] = {}
-        self._pulses: dict[str, threading.Event] = {}
+        self._cancel_events: dict[str, threading.Event] = {}
         self._arrived: dict[str, NamedArray] = {}
         self._lent: list[Tensor] = []
         """Buffers that `_arrived` lies in."""
@@ -100,20 +100,20 @@ class WeightGroups:
                 "this engine computes on the CPU: backend nccl is not for it", remedy='send backend "gloo"'
             )
         name = body.group_name
-        if name in self._pulses or body.world_size < 2 or not 0 < body.rank_offset < body.world_size:
+        if name in self._cancel_events or body.world_size < 2 or not 0 < body.rank_offset < body.world_size:
             raise EngineError(
                 f"group {body.group_name!r} is there already, or rank {body.rank_offset} is not of {body.world_size}",
                 remedy="every group needs its own name; the sender is rank 0",
             )
 
-        pulse = self._pulses[name] = threading.Event()
+        cancel = self._cancel_events[name] = threading.Event()
 
         def build() -> ChannelGroup:
             store = find_store(body.master_address, body.master_port, body.world_size, GROUP_S)
             device = torch.device("cpu")
             rank, address = body.rank_offset, body.master_address
             group = ChannelGroup.join(store, name, rank, body.world_size, device, GROUP_S, address=address)
-            if pulse.is_set():
+            if cancel.is_set():
                 group.abort()
             return group
 
@@ -124,7 +124,7 @@ class WeightGroups:
             if not isinstance(err, RuntimeError | ValueError | OSError):
                 raise
             raise EngineError(f"group {name!r} did not meet: {err}", remedy="is the sender alive?") from err
-        if pulse.is_set():
+        if cancel.is_set():
             raise EngineError(f"group {name!r} was left while it met", remedy="join under another name")
         self._groups[name] = group
 
@@ -135,12 +135,12 @@ class WeightGroups:
 
     def _drop(self, name: str) -> bool:
         """End it, and whatever is under way in it; whether it was there."""
-        pulse, group = self._pulses.pop(name, None), self._groups.pop(name, None)
-        if pulse is not None:
-            pulse.set()
+        cancel, group = self._cancel_events.pop(name, None), self._groups.pop(name, None)
+        if cancel is not None:
+            cancel.set()
         if group is not None:
             group.abort()
-        return pulse is not None
+        return cancel is not None
 
     async def receive(self, body: DistributedBody) -> str:
         """Take the tensors in; returns the digest of a flattened bucket ("" for single tensors). One request at a time,
@@ -152,7 +152,7 @@ class WeightGroups:
                 remedy="call /init_weights_update_group first",
             )
         specs = _specs(body)
-        pulse = self._pulses[body.group_name]
+        cancel = self._cancel_events[body.group_name]
         async with self._turn:
             buffer = self._buffer(specs[-1].offset + specs[-1].num_bytes)
             whole = body.load_format is not None
@@ -162,7 +162,7 @@ class WeightGroups:
                 if not whole:
                     parts = [buffer[s.offset : s.offset + s.num_bytes] for s in specs]
                 for part in parts:
-                    group.broadcast(part, pulse, GROUP_S)
+                    group.broadcast(part, cancel, GROUP_S)
                 return join_marks([buffer_mark(buffer)]) if whole else ""
 
             try:
@@ -214,7 +214,7 @@ class WeightGroups:
 
     async def close(self) -> None:
         """Leave all groups."""
-        for name in list(self._pulses):
+        for name in list(self._cancel_events):
             self._drop(name)
 
 

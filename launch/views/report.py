@@ -386,7 +386,7 @@ def _slow_step(run: RunFiles, step: int, took_s: float) -> SlowStep:
 
 
 def event_lines(run: RunFiles) -> list[EventLine]:
-    """The newest events of each kind, more of those that alarm: routine must not bury the one that counts."""
+    """The newest events of each kind, more of those that alarm, so that routine events do not hide them."""
     span = run.wall_range_s
     origin_s = span[0] if span else 0.0
     room: Counter[str] = Counter()

@@ -84,14 +84,14 @@ def test_e04_a_store_is_not_reached_by_another_address_of_the_host() -> None:
 def test_e04_a_weight_group_over_gloo_listens_at_the_address_of_its_store(address: str) -> None:
     before = set(listening([os.getpid()]))
     store = host_store(address, 0, 2, 10.0)
-    flat, pulse = [torch.arange(4.0), torch.zeros(4)], threading.Event()
+    flat, cancel = [torch.arange(4.0), torch.zeros(4)], threading.Event()
 
     def member(rank: int) -> None:
         own = find_store(address, store.port, 2, 10.0) if rank else store
         group = ChannelGroup.join(own, "g", rank, 2, torch.device("cpu"), 10.0, address=address)
         ends.append(group)
         met.wait(10)
-        group.broadcast(flat[rank], pulse, 10.0)
+        group.broadcast(flat[rank], cancel, 10.0)
 
     ends: list[ChannelGroup] = []
     met = threading.Event()

@@ -114,7 +114,7 @@ class ShamGroup:
     def __init__(self) -> None:
         self.num_aborts = 0
 
-    def broadcast(self, flat: object, pulse: object, timeout_s: float) -> None:
+    def broadcast(self, flat: object, cancel: object, timeout_s: float) -> None:
         raise RuntimeError("connection closed by peer")
 
     def abort(self) -> None:
@@ -155,7 +155,7 @@ async def test_a_reception_that_fails_leaves_its_group(meeting):
     with pytest.raises(EngineError, match="reception through 'g' failed: connection closed by peer"):
         await joined.receive(BUCKET)
     assert meeting.group.num_aborts == 1
-    assert not joined._groups and not joined._pulses
+    assert not joined._groups and not joined._cancel_events
     with pytest.raises(EngineError, match="'g' does not exist"):
         joined.leave("g")
 
@@ -179,4 +179,4 @@ async def test_a_group_that_is_left_while_it_meets_is_left(meeting, how: str):
     async with asyncio.timeout(20):
         while not meeting.group.num_aborts:
             await asyncio.sleep(0.01)
-    assert not joined._groups and not joined._pulses
+    assert not joined._groups and not joined._cancel_events

@@ -236,12 +236,12 @@ class Links:
         self.forget_sources(link)
 
     def give_up(self, link: Link) -> None:
-        """It cannot be reached. Whether it has ended is for others to say: `bury` then."""
+        """It cannot be reached. Whether it has ended is for others to say: `take_ended` then."""
         link.on("gone")
         self._given_up[link.key] = self._links.pop(link.key)
         self._transport.disconnect(link.key, 0.0)
 
-    def bury(self, key: PeerKey) -> list[Link]:
+    def take_ended(self, key: PeerKey) -> list[Link]:
         """That incarnation is over, and every older one of its node: those that had been given up."""
         ended = [k for k in self._given_up if k.node_id == key.node_id and k.epoch <= key.epoch]
         return [self._given_up.pop(k) for k in ended]

@@ -465,7 +465,7 @@ class Session:
         self.heartbeat = Heartbeat(self._links, host, clock, self.counters)
         self._clock = clock
         self._door = door
-        self._dialect = Handshake(self._links, self.calls, self.counters, door, self.peer_over)
+        self._handshake = Handshake(self._links, self.calls, self.counters, door, self.peer_over)
         self._num_greetings = 0
         self.on_greeted: Callable[[PeerKey, Endpoints], object] | None = None
         """Called when a process said who it is, before anything else is done with it."""
@@ -556,7 +556,7 @@ class Session:
         link = self._links.find(key)
         if link is not None and key != self.own:
             self._down(link, why)
-        for given_up in self._links.bury(key):
+        for given_up in self._links.take_ended(key):
             self._router.drop(given_up)
             self._links.forget_sources(given_up)
 
@@ -633,7 +633,7 @@ class Session:
         known = self._router.link_of(source, lane)
         if known is not None and known.key != key:
             return f"this connection is that of {known.key}"
-        return self._dialect.objection(source, lane, key, body)
+        return self._handshake.objection(source, lane, key, body)
 
     def _adopt(self, link: Link, source: bytes, lane: Lane, sent_units: int) -> None:
         link.grants[lane].resync(sent_units)

@@ -50,12 +50,12 @@ class ChannelGroup:
         world_size: int,
         device: torch.device,
         timeout_s: float,
-        pulse: threading.Event | None = None,
+        cancel: threading.Event | None = None,
         *,
         address: str,
     ) -> ChannelGroup:
         """Build this rank's end. With gloo it returns when all ranks are there and raises RuntimeError when they are
-        not within `timeout_s`, which bounds every later broadcast too, or once `pulse` is set, which rank 0 looks at;
+        not within `timeout_s`, which bounds every later broadcast too, or once `cancel` is set, which rank 0 looks at;
         NCCL connects in its first broadcast. `address`: of the store; gloo listens on the interface towards it."""
         kind: CollectiveBackend = "nccl" if device.type == "cuda" else "gloo"
         first_device = next(iter(BackendConfig(cast(Any, dist.Backend(kind))).get_device_backend_map()))
@@ -64,14 +64,14 @@ class ChannelGroup:
             backend = _nccl(keys, rank, world_size, name)
         else:
             if rank == 0:
-                _await_members(keys, world_size, timeout_s, pulse or threading.Event())
+                _await_members(keys, world_size, timeout_s, cancel or threading.Event())
             backend = ProcessGroupGloo(keys, rank, world_size, _gloo_options(address, timeout_s))
         return ChannelGroup(backend, kind)
 
-    def broadcast(self, flat: Tensor, pulse: threading.Event, timeout_s: float) -> None:
+    def broadcast(self, flat: Tensor, cancel: threading.Event, timeout_s: float) -> None:
         """Send `flat` from rank 0, or receive into it, on the current stream; returns when the bytes are through.
 
-        Raises RuntimeError when the group fails, TimeoutError after `timeout_s`, MyxaError once `pulse` is set.
+        Raises RuntimeError when the group fails, TimeoutError after `timeout_s`, MyxaError once `cancel` is set.
         """
         options = dist.BroadcastOptions()
         options.rootRank = 0
@@ -84,7 +84,7 @@ class ChannelGroup:
         done.record()
         deadline = time.monotonic() + timeout_s
         while not done.query():
-            if pulse.wait(POLL_S):
+            if cancel.wait(POLL_S):
                 raise TrainError("the channel was given up meanwhile", remedy="see who left it, and why")
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no end within {timeout_s:g} s")
@@ -100,12 +100,12 @@ class ChannelGroup:
             return  # it was half-built, or broken already
 
 
-def _await_members(keys: Store, world_size: int, timeout_s: float, pulse: threading.Event) -> None:
-    """Until every other rank has put its address into the store, where gloo would wait without an ear for us."""
+def _await_members(keys: Store, world_size: int, timeout_s: float, cancel: threading.Event) -> None:
+    """Until every other rank has put its address into the store, where gloo would wait without a way to cancel it."""
     addresses = [f"0/{rank}" for rank in range(1, world_size)]  # of gloo's first (and only) device
     deadline = time.monotonic() + timeout_s
     while not keys.check(addresses):
-        if pulse.wait(0.002):
+        if cancel.wait(0.002):
             raise RuntimeError("it was given up before all ranks were there")
         if time.monotonic() > deadline:
             missing = [address.removeprefix("0/") for address in addresses if not keys.check([address])]
