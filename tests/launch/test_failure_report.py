@@ -3,7 +3,6 @@ followed."""
 
 from __future__ import annotations
 
-import os
 import signal
 from pathlib import Path
 
@@ -45,42 +44,6 @@ def test_a_rank_that_segfaults_is_named_at_once_with_its_stack_and_what_followed
         ]
         assert order == sorted(order), "nobody has to end before the cause is told"
         assert lines[-1].startswith("first failure: trainer/1")
-
-
-def test_a_coordinator_that_raises_is_the_cause_with_its_own_words(tmp_path: Path, run):
-    with run(tmp_path, "up", "--set", 'roles.coordinator.restart="never"') as one:
-        one.until_serving(*FIRST)
-        one.switch("coordinator.fail-now")
-        assert one.ended() == 4, one.evidence()
-        report = report_of(one)
-        assert report[0] == "first failure: coordinator ended with exit status 1 and is never restarted"
-        assert report[1] == "myxa: failed when it was told to"
-        assert not report[2].startswith("remedy: ")
-        assert any("EngineError" in line for line in report), "the traceback is at hand"
-        assert one.output.splitlines()[-1] == "myxa: failed when it was told to"
-
-
-def test_a_process_that_leaves_without_a_word_gets_a_remedy_and_the_run_goes_on_while_there_is_a_quorum(
-    tmp_path: Path, run
-):
-    flags = (
-        "--set",
-        "roles.rollout.count=3",
-        "--set",
-        "roles.rollout.max_restarts=0",
-        "--set",
-        "roles.rollout.quorum=2",
-    )
-    with run(tmp_path, "up", *flags) as one:
-        one.until_serving(*FIRST, "rollout/1", "rollout/2")
-        os.kill(one.pid_of("rollout/2"), signal.SIGKILL)
-        one.until(lambda: "2 are left, 2 must be" in one.output, "rollout/2 is given up")
-        assert one.process.poll() is None
-        one.switch("rollout.1.vanish")
-        assert one.ended() == 4, one.evidence()
-        report = report_of(one)
-        assert report[0].startswith("first failure: rollout/1 ended with exit status 7 and its budget of 0 restarts")
-        assert report[1].startswith("remedy: it ended without a word, so something in it called exit")
 
 
 @pytest.mark.timeout(120)

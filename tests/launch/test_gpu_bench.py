@@ -119,22 +119,18 @@ def test_settings_of_the_speed_runs_load(
 
 
 HELP = """
-import os, runpy, sys
-import torch, myxa.core.config, myxa.core.protocols, myxa.actors.models.hf_folder  # once: most need them
+import contextlib, runpy, sys
 folder, *names = sys.argv[1:]
 sys.path.insert(0, folder)
 for name in names:
-    child = os.fork()
-    if child == 0:
-        os.dup2(os.open(f"{name}.txt", os.O_WRONLY | os.O_CREAT), 1)
-        sys.argv = [f"{name}.py", "--help"]
+    sys.argv = [f"{name}.py", "--help"]
+    with open(f"{name}.txt", "w") as file, contextlib.redirect_stdout(file):
         try:
             runpy.run_path(f"{folder}/{name}.py", run_name="__main__")
+            status = 1
         except SystemExit as told:
-            sys.stdout.flush()
-            os._exit(told.code or 0)  # without torch's own end, which takes longer than all the rest
-        os._exit(1)
-    print(name, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+            status = told.code or 0
+    print(name, status, flush=True)
 """
 
 

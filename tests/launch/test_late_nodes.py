@@ -100,8 +100,9 @@ def test_a_late_node_gets_its_number_and_its_actors_and_leaves_in_order_at_a_sig
     finish(node0, again)
 
 
-def test_a_late_node_that_is_killed_costs_its_actors_and_nothing_else(stage: Stage):
+def test_a_late_node_that_is_killed_costs_its_actors_and_one_that_is_drained_ends_well(stage: Stage):
     node0 = stage.first()
+    client = ControlClient.of(node0.dir)
     late = stage.late("late")
     node0.until_serving("rollout/1")
     children = late.children()
@@ -115,26 +116,17 @@ def test_a_late_node_that_is_killed_costs_its_actors_and_nothing_else(stage: Sta
         ),
         "rollout/1 to be given up",
     )
-    client = ControlClient.of(node0.dir)
     more = client.ask("scale", 120, role="rollout", count=2, wait_s=60)
     assert [(actor["name"], actor["node"]) for actor in more["joining"]] == [("rollout/1", 0)], "nobody is sent there"
     assert more["is_done"], node0.evidence()
-    finish(node0)
-
-
-def test_drain_lets_a_node_go_and_scale_fills_it_before(stage: Stage):
-    node0 = stage.first()
-    client = ControlClient.of(node0.dir)
-    late = stage.late("late")
-    node0.until_serving("rollout/1")
-    more = client.ask("scale", 120, role="rollout", count=4, wait_s=60)
-    assert [(actor["name"], actor["node"]) for actor in more["joining"]] == [("rollout/2", 0), ("rollout/3", 1)]
-    children = late.children()
-    gone = client.ask("drain", 120, target="node:1", wait_s=60)
-    assert (set(gone["leaving"]), gone["is_done"]) == ({"rollout/1", "rollout/3"}, True), node0.evidence()
-    assert late.ended() == 0, late.output
-    late.until_gone(children)
-    assert names(client) >= {"rollout/0", "rollout/2"}
+    other = stage.late("other")
+    node0.until_serving("rollout/2")
+    children = other.children()
+    gone = client.ask("drain", 120, target="node:2", wait_s=60)
+    assert (set(gone["leaving"]), gone["is_done"]) == ({"rollout/2"}, True), node0.evidence()
+    assert other.ended() == 0, other.output
+    other.until_gone(children)
+    assert names(client) >= {"rollout/0", "rollout/1"}
     finish(node0)
 
 

@@ -9,12 +9,14 @@ import os
 import shutil
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from tests.harness.commands import run as run_command
+from tests.launch.conftest import launched
 
 from myxa.core.errors import ConfigError, LaunchError, MyxaError
 from myxa.launch.control.client import ControlClient
@@ -34,6 +36,10 @@ def roster(client: ControlClient) -> dict[str, dict[str, Any]]:
     return {actor["name"]: actor for actor in client.ask("ps")}
 
 
+def attempt_of(client: ControlClient, name: str) -> int:
+    return roster(client)[name]["attempt"]
+
+
 def finish(one) -> None:
     """The run ends well, and leaves no process."""
     children = one.children()
@@ -42,43 +48,54 @@ def finish(one) -> None:
     one.until_gone(children)
 
 
-def test_engines_come_and_go_and_neither_is_a_failure(tmp_path: Path, run):
-    with run(tmp_path, "up", *TWO) as one:
+def test_engines_come_and_go_and_neither_is_a_failure(changing):
+    one = changing
+    client = client_of(one)
+    more = client.ask("scale", 120, role="rollout", count=4, wait_s=60)
+    assert more["is_done"], one.evidence()
+    assert [actor["name"] for actor in more["joining"]] == ["rollout/2", "rollout/3"]
+    one.until_serving("rollout/2", "rollout/3")
+    gone = [psutil.Process(one.pid_of(f"rollout/{n}")) for n in (1, 2, 3)]
+    fewer = client.ask("scale", 120, role="rollout", count=1, wait_s=60)
+    assert fewer["is_done"], one.evidence()
+    assert fewer["leaving"] == ["rollout/3", "rollout/2", "rollout/1"]
+    one.until_gone(gone)
+    assert sorted(roster(client)) == sorted(set(FIRST) - {"rollout/1"})
+    for number in (1, 2, 3):
+        assert (one.dir / f"rollout.{number}.drained").exists(), "its work was handed back"
+        assert (one.dir / f"rollout.{number}.stopped").exists(), "it ended in good order"
+    again = client.ask("scale", 120, role="rollout", count=2, wait_s=60)
+    assert [actor["name"] for actor in again["joining"]] == ["rollout/1"], "a name that is free comes again"
+    one.until_serving("rollout/1", attempt=1)
+    launcher = one.log("launcher.0.log")
+    assert (one.dir / "coordinator.leaving").read_text().split() == fewer["leaving"], "the coordinator was told first"
+    assert "ended with" not in launcher, "no end was taken for a failure"
+    assert one.log("rollout.3.1.log") == one.log("rollout.2.1.log") == "", "who left was not started again"
+
+
+def started(folder: Path, *flags: str, toy: str = "") -> Iterator[Any]:
+    """A run that several tests look at, one after the other; it ends well after them."""
+    with launched(folder, "up", *TWO, *flags, toy=toy) as one:
         one.until_serving(*FIRST)
-        client = client_of(one)
-        more = client.ask("scale", 120, role="rollout", count=4, wait_s=60)
-        assert more["is_done"], one.evidence()
-        assert [actor["name"] for actor in more["joining"]] == ["rollout/2", "rollout/3"]
-        one.until_serving("rollout/2", "rollout/3")
-        gone = [psutil.Process(one.pid_of(f"rollout/{n}")) for n in (1, 2, 3)]
-        fewer = client.ask("scale", 120, role="rollout", count=1, wait_s=60)
-        assert fewer["is_done"], one.evidence()
-        assert fewer["leaving"] == ["rollout/3", "rollout/2", "rollout/1"]
-        one.until_gone(gone)
-        assert sorted(roster(client)) == sorted(set(FIRST) - {"rollout/1"})
-        for number in (1, 2, 3):
-            assert (one.dir / f"rollout.{number}.drained").exists(), "its work was handed back"
-            assert (one.dir / f"rollout.{number}.stopped").exists(), "it ended in good order"
-        again = client.ask("scale", 120, role="rollout", count=2, wait_s=60)
-        assert [actor["name"] for actor in again["joining"]] == ["rollout/1"], "a name that is free comes again"
-        one.until_serving("rollout/1", attempt=1)
-        launcher = one.log("launcher.0.log")
-        assert (one.dir / "coordinator.leaving").read_text().split() == fewer["leaving"], (
-            "the coordinator was told first"
-        )
-        assert "ended with" not in launcher, "no end was taken for a failure"
-        assert one.log("rollout.3.1.log") == one.log("rollout.2.1.log") == "", "who left was not started again"
+        yield one
         finish(one)
 
 
-def test_a_late_engine_that_cannot_start_is_given_up_and_the_run_goes_on(tmp_path: Path, run):
-    with run(tmp_path, "up", *TWO, toy="rollout.2.bad-data") as one:
-        one.until_serving(*FIRST)
-        client = client_of(one)
-        client.ask("scale", role="rollout", count=3)
-        one.until(lambda: roster(client)["rollout/2"]["state"] == "failed", "rollout/2 to be given up")
-        assert "the run continues without it: 2 are left, 1 must be" in one.log("launcher.0.log")
-        finish(one)
+@pytest.fixture(scope="module")
+def lively(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    yield from started(tmp_path_factory.mktemp("lively"))
+
+
+@pytest.fixture(scope="module")
+def changing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    yield from started(tmp_path_factory.mktemp("changing"))
+
+
+@pytest.fixture(scope="module")
+def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Few restarts, a short patience at the end, and a third engine that cannot start."""
+    sets = ("--set", "roles.rollout.max_restarts=1", "--set", 'roles.trainer.restart="never"', "--stop-timeout", "2")
+    yield from started(tmp_path_factory.mktemp("strict"), *sets, toy="rollout.2.bad-data")
 
 
 def workers(one) -> list[psutil.Process]:
@@ -91,109 +108,94 @@ def workers(one) -> list[psutil.Process]:
     return found
 
 
-def test_scaling_down_while_one_is_being_started_leaves_nothing(tmp_path: Path, run):
-    with run(tmp_path, "up", *TWO) as one:
-        one.until_serving(*FIRST)
-        client = client_of(one)
-        client.ask("scale", role="rollout", count=4)
-        fewer = client.ask("scale", 120, role="rollout", count=2, wait_s=60)
-        assert fewer["is_done"], one.evidence()
-        assert len(workers(one)) == len(FIRST)
-        finish(one)
+def test_scaling_down_while_one_is_being_started_leaves_nothing(changing):
+    one = changing
+    client = client_of(one)
+    client.ask("scale", role="rollout", count=4)
+    fewer = client.ask("scale", 120, role="rollout", count=2, wait_s=60)
+    assert fewer["is_done"], one.evidence()
+    assert len(workers(one)) == len(FIRST)
 
 
-NEVER = 'roles.trainer.restart="never"'
+def test_a_restart_that_was_wished_spends_no_budget(strict):
+    one = strict
+    client = client_of(one)
+    for attempt in (1, 2):
+        assert client.ask("restart", 120, target="rollout/0", wait_s=60)["is_done"], one.evidence()
+        one.until_serving("rollout/0", attempt=attempt)
+        assert roster(client)["rollout/0"]["restarts_left"] == 1
+    assert (one.dir / "rollout.0.drained").read_text().count("\n") == 2
+    assert client.ask("kill", target="rollout/0")["sent"] == ["rollout/0"]
+    one.until_serving("rollout/0", attempt=3)
+    assert roster(client)["rollout/0"]["restarts_left"] == 0, "a killed one was started again, which counts"
+    with pytest.raises(ConfigError, match="trainer/0 is not restarted in a running run"):
+        client.ask("restart", target="trainer")
+    assert client.ask("restart", 120, target="coordinator", wait_s=60)["is_done"], one.evidence()
+    audit = [json.loads(line) for line in (one.dir / "audit.jsonl").read_text().splitlines()]
+    assert [(r["verb"], r["result"]) for r in audit] == [
+        ("restart", "done"), ("restart", "done"), ("kill", "done"), ("restart", "refused"), ("restart", "done"),
+    ]  # fmt: skip
 
 
-def test_a_restart_that_was_wished_spends_no_budget(tmp_path: Path, run):
-    with run(tmp_path, "up", *TWO, "--set", "roles.rollout.max_restarts=1", "--set", NEVER) as one:
-        one.until_serving(*FIRST)
-        client = client_of(one)
-        for attempt in (1, 2):
-            assert client.ask("restart", 120, target="rollout/0", wait_s=60)["is_done"], one.evidence()
-            one.until_serving("rollout/0", attempt=attempt)
-            assert roster(client)["rollout/0"]["restarts_left"] == 1
-        assert (one.dir / "rollout.0.drained").read_text().count("\n") == 2
-        assert client.ask("kill", target="rollout/0")["sent"] == ["rollout/0"]
-        one.until_serving("rollout/0", attempt=3)
-        assert roster(client)["rollout/0"]["restarts_left"] == 0, "a killed one was started again, which counts"
-        with pytest.raises(ConfigError, match="trainer/0 is not restarted in a running run"):
-            client.ask("restart", target="trainer")
-        assert client.ask("restart", 120, target="coordinator", wait_s=60)["is_done"], one.evidence()
-        audit = [json.loads(line) for line in (one.dir / "audit.jsonl").read_text().splitlines()]
-        assert [(r["verb"], r["result"]) for r in audit] == [
-            ("restart", "done"), ("restart", "done"), ("kill", "done"), ("restart", "refused"), ("restart", "done"),
-        ]  # fmt: skip
-        finish(one)
+def test_a_role_restarts_one_after_another(changing):
+    one = changing
+    client = client_of(one)
+    assert client.ask("restart", 120, target="rollout", wait_s=100)["is_done"], one.evidence()
+    back = float((one.dir / "rollout.1.stopped").read_text().split()[-1])
+    assert "serves as attempt 1" in one.log("rollout.0.1.log")
+    assert (one.dir / "logs/rollout.0.1.log").stat().st_ctime <= back + 1.0, "0 was back before 1 was ended"
 
 
-def test_a_role_restarts_one_after_another(tmp_path: Path, run):
-    with run(tmp_path, "up", *TWO) as one:
-        one.until_serving(*FIRST)
-        client = client_of(one)
-        assert client.ask("restart", 120, target="rollout", wait_s=100)["is_done"], one.evidence()
-        back = float((one.dir / "rollout.1.stopped").read_text())
-        begun = one.log("rollout.0.1.log")
-        assert "serves as attempt 1" in begun
-        assert (one.dir / "logs/rollout.0.1.log").stat().st_ctime <= back + 1.0, "0 was back before 1 was ended"
-        finish(one)
+def test_drain_ends_one_for_good_and_the_last_one_stays(changing):
+    one = changing
+    client = client_of(one)
+    assert client.ask("drain", 120, target="rollout/0", wait_s=60)["is_done"], one.evidence()
+    assert "rollout/0" not in roster(client)
+    with pytest.raises(ConfigError, match="too few: a run needs one that generates"):
+        client.ask("drain", target="rollout/1")
+    with pytest.raises(ConfigError, match="buffer cannot leave a run"):
+        client.ask("drain", target="buffer")
+    with pytest.raises(ConfigError, match="did you mean 'rollout/1'"):
+        client.ask("drain", target="rollout/0")
+    with pytest.raises(ConfigError, match=r"'rolout' is no role.*did you mean \"rollout\""):
+        client.ask("scale", role="rolout", count=2)
 
 
-def test_drain_ends_one_for_good_and_the_last_one_stays(tmp_path: Path, run):
-    with run(tmp_path, "up", *TWO) as one:
-        one.until_serving(*FIRST)
-        client = client_of(one)
-        assert client.ask("drain", 120, target="rollout/0", wait_s=60)["is_done"], one.evidence()
-        assert "rollout/0" not in roster(client)
-        with pytest.raises(ConfigError, match="too few: a run needs one that generates"):
-            client.ask("drain", target="rollout/1")
-        with pytest.raises(ConfigError, match="buffer cannot leave a run"):
-            client.ask("drain", target="buffer")
-        with pytest.raises(ConfigError, match="did you mean 'rollout/1'"):
-            client.ask("drain", target="rollout/0")
-        with pytest.raises(ConfigError, match=r"'rolout' is no role.*did you mean \"rollout\""):
-            client.ask("scale", role="rolout", count=2)
-        finish(one)
+def test_a_process_is_stopped_and_goes_on(lively):
+    one = lively
+    client = client_of(one)
+    process = psutil.Process(one.pid_of("rollout/1"))
+    client.ask("kill", target="rollout/1", signal="STOP")
+    one.until(lambda: process.status() == psutil.STATUS_STOPPED, "rollout/1 to be stopped")
+    with pytest.raises(LaunchError, match=r"is stopped \(SIGSTOP\).*--signal CONT"):
+        client.ask("stack", target="rollout/1")
+    client.ask("kill", target="rollout/1", signal="CONT")
+    one.until(lambda: process.status() != psutil.STATUS_STOPPED, "rollout/1 to go on")
+    with pytest.raises(ConfigError):
+        client.ask("kill", target="rollout/1", signal="TERM")
 
 
-def test_a_process_is_stopped_and_goes_on(tmp_path: Path, run):
-    with run(tmp_path, "up", *TWO) as one:
-        one.until_serving(*FIRST)
-        client = client_of(one)
-        process = psutil.Process(one.pid_of("rollout/1"))
-        client.ask("kill", target="rollout/1", signal="STOP")
-        one.until(lambda: process.status() == psutil.STATUS_STOPPED, "rollout/1 to be stopped")
-        with pytest.raises(LaunchError, match=r"is stopped \(SIGSTOP\).*--signal CONT"):
-            client.ask("stack", target="rollout/1")
-        client.ask("kill", target="rollout/1", signal="CONT")
-        one.until(lambda: process.status() != psutil.STATUS_STOPPED, "rollout/1 to go on")
-        with pytest.raises(ConfigError):
-            client.ask("kill", target="rollout/1", signal="TERM")
-        finish(one)
-
-
-def test_stacks_of_a_process_that_answers_and_of_one_that_hangs(tmp_path: Path, run):
-    with run(tmp_path, "up", *TWO) as one:
-        one.until_serving(*FIRST)
-        client = client_of(one)
-        (lively,) = client.ask("stack", target="rollout/0")
-        assert (lively["how"], lively["pid"]) == ("process", one.pid_of("rollout/0"))
-        assert "task rollout/0: misbehave" in lively["text"], "tasks by name"
-        assert "toy_program.py" in lively["text"], "down to the line that waits"
-        assert "thread MainThread" in lively["text"]
-        one.switch("rollout.1.hang")
-        one.until(lambda: client.ask("stack", 60, target="rollout/1")[0]["how"] == "signal", "rollout/1 to hang")
-        alive, hung = client.ask("stack", 60, target="rollout")
-        assert (alive["how"], hung["how"]) == ("process", "signal")
-        assert "toy_program.py" in hung["text"], "the line at which it hangs"
-        assert "in _misbehave" in hung["text"]
-        again = client.ask("stack", 60, target="rollout/1")[0]
-        assert again == hung, "who only looks does not make it write all the time"
-        check_py_spy(client)
-        (one.dir / "rollout.1.hang").unlink()  # or the next one may hang before it has said that it serves
-        os.kill(one.pid_of("rollout/1"), signal.SIGKILL)
-        one.until_serving("rollout/1", attempt=1)
-        finish(one)
+def test_stacks_of_a_process_that_answers_and_of_one_that_hangs(lively):
+    one = lively
+    client = client_of(one)
+    (lively,) = client.ask("stack", target="rollout/0")
+    assert (lively["how"], lively["pid"]) == ("process", one.pid_of("rollout/0"))
+    assert "task rollout/0: misbehave" in lively["text"], "tasks by name"
+    assert "toy_program.py" in lively["text"], "down to the line that waits"
+    assert "thread MainThread" in lively["text"]
+    one.switch("rollout.1.hang")
+    one.until(lambda: client.ask("stack", 60, target="rollout/1")[0]["how"] == "signal", "rollout/1 to hang")
+    alive, hung = client.ask("stack", 60, target="rollout")
+    assert (alive["how"], hung["how"]) == ("process", "signal")
+    assert "toy_program.py" in hung["text"], "the line at which it hangs"
+    assert "in _misbehave" in hung["text"]
+    again = client.ask("stack", 60, target="rollout/1")[0]
+    assert again == hung, "who only looks does not make it write all the time"
+    check_py_spy(client)
+    (one.dir / "rollout.1.hang").unlink()  # or the next one may hang before it has said that it serves
+    os.kill(one.pid_of("rollout/1"), signal.SIGKILL)
+    one.until_serving("rollout/1", attempt=1)
+    one.until(lambda: roster(client)["rollout/1"]["state"] == "up", "rollout/1 to be up")
 
 
 def check_py_spy(client: ControlClient) -> None:
@@ -213,118 +215,117 @@ def check_py_spy(client: ControlClient) -> None:
     assert "_misbehave" in told or "py-spy cannot look at rollout/1" in told
 
 
-def test_profiles_are_files_that_can_be_read(tmp_path: Path, run):
-    with run(tmp_path, "up", *TWO) as one:
-        one.until_serving(*FIRST)
-        client = client_of(one)
-        one.switch("rollout.0.spin")
-        (reply,) = client.ask("profile", 90, target="rollout/0", for_s=1.0)
-        assert Path(reply["path"]).parent == one.dir / "profiles"
-        seen = json.loads(Path(reply["path"]).read_text())
-        frames = seen["shared"]["frames"]
-        main = next(profile for profile in seen["profiles"] if profile["name"] == "MainThread")
-        assert len(main["samples"]) == len(main["weights"])
-        assert sum(main["weights"]) == pytest.approx(main["endValue"])
-        assert 0.5 < main["endValue"] < 30
-        names = {frames[number]["name"] for sample in main["samples"] for number in sample}
-        assert "Toy._spin" in names
-        assert any("toy_program.py" in line for line in reply["top"])
-        (memory,) = client.ask("profile", 90, target="rollout/0", kind="memory", for_s=1.0)
-        assert "toy_program.py" in Path(memory["path"]).read_text(), "the line that allocates"
-        facts = client.ask("facts", target="all")
-        assert [each["name"] for each in facts] == list(roster(client))
-        assert all(each["rss_bytes"] > 1 << 20 and each["num_fds"] > 3 for each in facts)
-        with pytest.raises(ConfigError, match="does not use torch"):
-            client.ask("profile", 90, target="rollout/1", kind="torch", for_s=0.5)
-        finish(one)
+def test_profiles_are_files_that_can_be_read(lively):
+    one = lively
+    client = client_of(one)
+    one.switch("rollout.0.spin")
+    (reply,) = client.ask("profile", 90, target="rollout/0", for_s=1.0)
+    assert Path(reply["path"]).parent == one.dir / "profiles"
+    seen = json.loads(Path(reply["path"]).read_text())
+    frames = seen["shared"]["frames"]
+    main = next(profile for profile in seen["profiles"] if profile["name"] == "MainThread")
+    assert len(main["samples"]) == len(main["weights"])
+    assert sum(main["weights"]) == pytest.approx(main["endValue"])
+    assert 0.5 < main["endValue"] < 30
+    names = {frames[number]["name"] for sample in main["samples"] for number in sample}
+    assert "Toy._spin" in names
+    assert any("toy_program.py" in line for line in reply["top"])
+    (memory,) = client.ask("profile", 90, target="rollout/0", kind="memory", for_s=1.0)
+    (one.dir / "rollout.0.spin").unlink()
+    assert "toy_program.py" in Path(memory["path"]).read_text(), "the line that allocates"
+    facts = client.ask("facts", target="all")
+    assert [each["name"] for each in facts] == list(roster(client))
+    assert all(each["rss_bytes"] > 1 << 20 and each["num_fds"] > 3 for each in facts)
+    with pytest.raises(ConfigError, match="does not use torch"):
+        client.ask("profile", 90, target="rollout/1", kind="torch", for_s=0.5)
 
 
-def test_a_profile_does_not_keep_its_process(tmp_path: Path, run):
-    with run(tmp_path, "up", *TWO) as one:
-        one.until_serving(*FIRST)
-        client = client_of(one)
-        broken: list[str] = []
+def test_a_profile_does_not_keep_its_process(strict):
+    one = strict
+    client = client_of(one)
+    broken: list[str] = []
 
-        def profile() -> None:
-            try:
-                client.ask("profile", 200, target="rollout/1", for_s=150.0)
-            except MyxaError as error:
-                broken.append(str(error))
+    def profile() -> None:
+        try:
+            client.ask("profile", 200, target="rollout/1", for_s=150.0)
+        except MyxaError as error:
+            broken.append(str(error))
 
-        asked = threading.Thread(target=profile)
-        asked.start()
-        one.until(lambda: (one.dir / "profiles").exists(), "the profile to begin")
-        with pytest.raises(ConfigError, match="rollout/1 is being profiled already"):
-            client.ask("profile", 60, target="rollout/1", for_s=1.0)
-        assert client.ask("restart", 120, target="rollout/1", wait_s=60)["is_done"], one.evidence()
-        asked.join(30)
-        assert broken, "who waits for the profile hears that its process has ended"
-        assert "did not end within" not in one.log("launcher.0.log")
-        finish(one)
+    asked = threading.Thread(target=profile)
+    asked.start()
+    one.until(lambda: (one.dir / "profiles").exists(), "the profile to begin")
+    with pytest.raises(ConfigError, match="rollout/1 is being profiled already"):
+        client.ask("profile", 60, target="rollout/1", for_s=1.0)
+    assert client.ask("restart", 120, target="rollout/1", wait_s=60)["is_done"], one.evidence()
+    asked.join(30)
+    assert broken, "who waits for the profile hears that its process has ended"
+    assert "did not end within" not in one.log("launcher.0.log")
 
 
-def test_one_that_hangs_is_ended_too(tmp_path: Path, run):
-    with run(tmp_path, "up", *TWO, "--stop-timeout", "2") as one:
-        one.until_serving(*FIRST)
-        client = client_of(one)
-        one.switch("rollout.1.hang")
-        one.until(lambda: (one.dir / "rollout.1.hangs").exists(), "rollout/1 to hang")
-        assert client.ask("drain", 200, target="rollout/1", wait_s=100)["is_done"], one.evidence()
-        assert "rollout/1 did not end within 2 s and is killed" in one.log("launcher.0.log")
-        assert one.log("rollout.1.1.log") == "", "it does not come again"
-        finish(one)
+def test_a_late_engine_that_cannot_start_is_given_up_and_the_run_goes_on(strict):
+    one = strict
+    client = client_of(one)
+    client.ask("scale", role="rollout", count=3)
+    one.until(lambda: roster(client)["rollout/2"]["state"] == "failed", "rollout/2 to be given up")
+    assert "the run continues without it: 2 are left, 1 must be" in one.log("launcher.0.log")
 
 
-def test_logs_are_read_and_followed_over_attempts(tmp_path: Path, run):
-    with run(tmp_path, "up", *TWO) as one:
-        one.until_serving(*FIRST)
-        client = client_of(one)
-        (last,) = client.ask("logs", target="rollout/1", num_lines=1)
-        assert "rollout/1 serves as attempt 0" in last["lines"][0]
-        assert [chunk["name"] for chunk in client.ask("logs", target="all", num_lines=1)] == list(roster(client))
-        (launcher,) = client.ask("logs", target="launcher", grep="rollout/1 is up")
-        assert len(launcher["lines"]) == 1
-        got: list[str] = []
-
-        def follow() -> None:
-            for chunk in client.follow("logs-follow", target="rollout/1", num_lines=1):
-                got.extend(chunk["lines"])
-
-        reader = threading.Thread(target=follow)
-        reader.start()
-        one.until(lambda: bool(got), "the last line there was")
-        os.kill(one.pid_of("rollout/1"), signal.SIGKILL)
-        one.until_serving("rollout/1", attempt=1)
-        one.until(lambda: any("serves as attempt 1" in line for line in got), "the new attempt's lines")
-        finish(one)
-        reader.join(30)
-        assert not reader.is_alive(), "the stream ends with the run"
+def test_one_that_hangs_is_ended_too(strict):
+    one = strict
+    client = client_of(one)
+    one.switch("rollout.1.hang")
+    one.until(lambda: (one.dir / "rollout.1.hangs").exists(), "rollout/1 to hang")
+    assert client.ask("drain", 200, target="rollout/1", wait_s=100)["is_done"], one.evidence()
+    assert "rollout/1 did not end within 2 s and is killed" in one.log("launcher.0.log")
+    assert "rollout/1" not in roster(client), "it does not come again"
 
 
-def test_the_commands(tmp_path: Path, run):
+def test_logs_are_read_and_followed_over_attempts(lively):
+    one = lively
+    client = client_of(one)
+    before = attempt_of(client, "rollout/1")
+    (last,) = client.ask("logs", target="rollout/1", num_lines=1)
+    assert f"rollout/1 serves as attempt {before}" in last["lines"][0]
+    assert [chunk["name"] for chunk in client.ask("logs", target="all", num_lines=1)] == list(roster(client))
+    (launcher,) = client.ask("logs", target="launcher", grep="rollout/1 is up")
+    assert len(launcher["lines"]) == before + 1
+    got: list[str] = []
+
+    def follow() -> None:
+        for chunk in client.follow("logs-follow", target="rollout/1", num_lines=1):
+            got.extend(chunk["lines"])
+
+    reader = threading.Thread(target=follow, daemon=True)  # the stream ends with the run
+    reader.start()
+    one.until(lambda: bool(got), "the last line there was")
+    os.kill(one.pid_of("rollout/1", attempt=before), signal.SIGKILL)
+    one.until_serving("rollout/1", attempt=before + 1)
+    one.until(lambda: any(f"serves as attempt {before + 1}" in line for line in got), "the new attempt's lines")
+    one.until(lambda: roster(client)["rollout/1"]["state"] == "up", "rollout/1 to be up")
+
+
+def test_the_commands(lively, tmp_path: Path):
     """As a person types them."""
-    with run(tmp_path, "up", *TWO) as one:
-        one.until_serving(*FIRST)
-        client_of(one)
+    one = lively
 
-        def myxa(*words: str) -> tuple[int, str]:
-            done = run_command(*words, "--run", str(one.dir), folder=tmp_path, timeout_s=120)
-            return done.returncode, done.stderr if done.returncode else done.stdout
+    def myxa(*words: str) -> tuple[int, str]:
+        done = run_command(*words, "--run", str(one.dir), folder=tmp_path, timeout_s=120)
+        return done.returncode, done.stderr if done.returncode else done.stdout
 
-        assert myxa("scale", "rollout=3", "--wait", "60") == (0, "rollout/2 joins on node 0\ndone\n")
-        assert myxa("drain", "rollout/2", "--wait", "60") == (0, "leaving: rollout/2\ndone\n")
-        assert myxa("restart", "rollout/1", "--wait", "60") == (0, "restarting: rollout/1\ndone\n")
-        assert myxa("kill", "rollout/1", "--signal", "CONT") == (0, "SIGCONT to rollout/1\n")
-        assert "rollout/1 serves as attempt 1" in myxa("logs", "rollout/1", "-n", "5")[1]
-        assert "rollout/0: " in myxa("logs", "rollout", "-n", "1")[1], "several are told apart"
-        assert "== rollout/1 (process " in myxa("stack", "rollout/1")[1]
-        code, said = myxa("profile", "rollout/1", "--for", "0.5s")
-        assert code == 0, said
-        assert Path(said.splitlines()[0].removeprefix("rollout/1: ")).exists()
-        assert "descriptors" in myxa("profile", "all", "--facts")[1]
-        code, said = myxa("scale", "rollout=0")
-        assert code == 2, said
-        assert said.startswith("myxa: 0 rollout actors are too few")
-        code, said = myxa("scale", "trainer=2", "--json")
-        assert code == 2, said
-        finish(one)
+    before = attempt_of(client_of(one), "rollout/1")
+    assert myxa("scale", "rollout=3", "--wait", "60") == (0, "rollout/2 joins on node 0\ndone\n")
+    assert myxa("drain", "rollout/2", "--wait", "60") == (0, "leaving: rollout/2\ndone\n")
+    assert myxa("restart", "rollout/1", "--wait", "60") == (0, "restarting: rollout/1\ndone\n")
+    assert myxa("kill", "rollout/1", "--signal", "CONT") == (0, "SIGCONT to rollout/1\n")
+    assert f"rollout/1 serves as attempt {before + 1}" in myxa("logs", "rollout/1", "-n", "5")[1]
+    assert "rollout/0: " in myxa("logs", "rollout", "-n", "1")[1], "several are told apart"
+    assert "== rollout/1 (process " in myxa("stack", "rollout/1")[1]
+    code, said = myxa("profile", "rollout/1", "--for", "0.5s")
+    assert code == 0, said
+    assert Path(said.splitlines()[0].removeprefix("rollout/1: ")).exists()
+    assert "descriptors" in myxa("profile", "all", "--facts")[1]
+    code, said = myxa("scale", "rollout=0")
+    assert code == 2, said
+    assert said.startswith("myxa: 0 rollout actors are too few")
+    code, said = myxa("scale", "trainer=2", "--json")
+    assert code == 2, said
