@@ -58,12 +58,6 @@ pytestmark = pytest.mark.timeout(120)
 
 PAGE = (Path(__file__).parents[1] / "error_cases.md").read_text()
 BEFORE, DURING = "Before anything is started", "While actors work"
-BLOCKED = next(
-    flags
-    for line in PAGE.splitlines()
-    if (flags := " ".join(part for span in re.findall(r"`(--set [^`]*)`", line) for part in span.split()))
-    and "mine.py:blocks" in flags
-)
 
 
 class Row(NamedTuple):
@@ -383,7 +377,6 @@ def run(job: Job, *flags: str) -> tuple[int, list[str]]:
     [
         ("--set data.train=data/torn.jsonl", "buffer"),
         ("--set reward.fn=mine.py:fails", "rollout/0"),
-        (BLOCKED, "rollout/0"),
     ],
 )
 def test_the_cause_is_the_last_line_of_a_run(here: Job, flags: str, actor: str) -> None:

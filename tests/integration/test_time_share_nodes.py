@@ -3,7 +3,6 @@ machine meet over tcp, as on two."""
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import time
@@ -11,9 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from tests.harness.commands import Command, run
-from tests.harness.run_job import Job, audit, events, metrics, worker_pids
-from tests.harness.waiting import wait_until
+from tests.harness.commands import Command
+from tests.harness.run_job import Job, audit, events, metrics
 from tests.integration.device_sampler import Sampler
 
 pytestmark = pytest.mark.timeout(180)
@@ -66,15 +64,8 @@ def ended(job: Job, launchers: Launchers, within_s: float) -> None:
         assert status == 0, (job.folder / f"said.{node}").read_text()
 
 
-def num_steps(job: Job) -> int:
-    try:
-        return sum("reward/mean" in p["values"] for p in metrics(job.run_dir()))
-    except (OSError, ValueError):
-        return 0
-
-
 def test_a_gang_on_two_nodes_takes_turns_with_an_engine_on_each(job: Job) -> None:
-    flags = ("run.num_steps=8", "guard.every=2")
+    flags = ("run.num_steps=5", "guard.every=2")
     with two_nodes(job, *flags) as launchers:
         watched = [
             Sampler(launcher.pid, (f"trainer/{node}",), (f"rollout/{node}",), (f"host:0@{node}",))
@@ -83,7 +74,7 @@ def test_a_gang_on_two_nodes_takes_turns_with_an_engine_on_each(job: Job) -> Non
         with watched[0], watched[1]:
             ended(job, launchers, 120)
     facts = audit(job.run_dir())
-    assert len(facts.trained) == len(set(facts.trained)) == 8 * 4
+    assert len(facts.trained) == len(set(facts.trained)) == 5 * 4
     assert not events(job.run_dir(), "lease-refused")
     for node, seen in enumerate(watched):
         assert seen.num_looks > 20
@@ -92,19 +83,3 @@ def test_a_gang_on_two_nodes_takes_turns_with_an_engine_on_each(job: Job) -> Non
     told = [p["values"]["guard/logprob_diff"] for p in metrics(job.run_dir()) if "guard/logprob_diff" in p["values"]]
     assert told
     assert max(told) < 1e-4, "the engines of both nodes have the weights that were handed over"
-
-
-def test_an_engine_and_the_agent_that_die_on_the_other_node_come_back(job: Job) -> None:
-    with two_nodes(job, "run.num_steps=100000", *job.paced(8)) as launchers:
-        wait_until(lambda: num_steps(job) >= 3, "the third step")
-        shown = run("mem", str(job.run_dir()), folder=job.folder, timeout_s=60).stdout
-        assert "host:0@0: 9.0 MiB" in shown, shown
-        assert "host:0@1 on node 1: 9.0 MiB" in shown, shown
-        os.kill(worker_pids(launchers[1].pid, "memory/1")[-1], signal.SIGKILL)
-        os.kill(worker_pids(launchers[1].pid, "rollout/1")[-1], signal.SIGKILL)
-        joined = len(events(job.run_dir(), "engine-joined"))
-        wait_until(lambda: len(events(job.run_dir(), "engine-joined")) > joined, "the return of the killed engine")
-        before = num_steps(job)
-        wait_until(lambda: num_steps(job) >= before + 3, "three more steps")
-    facts = audit(job.run_dir())
-    assert len(facts.trained) == len(set(facts.trained))

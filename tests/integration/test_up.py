@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.harness.own_segments import own_segments
-from tests.harness.run_job import Job, audit, events, is_alive, metrics, worker_pids
+from tests.harness.run_job import Job, audit, is_alive, metrics
 from tests.harness.waiting import wait_until
 
 from myxa.launch.views.numbers import short
@@ -71,43 +71,14 @@ def test_on_policy_when_eta_is_zero(job: Job) -> None:
     assert max(s["train/logprob_diff_abs_max"] for s in steps) < 2e-5, "engine and trainer disagree"
 
 
-@pytest.mark.parametrize("policy", ["wait", "drop"])
-def test_other_staleness_policies_keep_the_bound(job: Job, policy: str) -> None:
-    code, said, run_dir = job.run(f'async.policy="{policy}"', "async.max_staleness=1")
+def test_the_policy_drop_keeps_the_bound(job: Job) -> None:
+    code, said, run_dir = job.run('async.policy="drop"', "async.max_staleness=1")
     assert code == 0, said
     assert max(p["values"]["lag/max"] for p in metrics(run_dir) if "lag/max" in p["values"]) <= 1
     assert len(set(audit(run_dir).trained)) == 20
 
 
-def test_killed_engine_costs_no_prompt(job: Job) -> None:
-    process = job.start("roles.rollout.count=2", "run.num_steps=30", *job.paced())
-    try:
-        wait_until(lambda: _steps(job) >= 3, "the third step")
-        victim = worker_pids(process.pid, "rollout/1")[0]
-        os.kill(victim, signal.SIGKILL)
-        wait_until(lambda: len(events(job.run_dir(), "engine-joined")) >= 3, "the return of the killed engine")
-        said, _ = process.communicate(timeout=150)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 0, said
-    run_dir = job.run_dir()
-    facts = audit(run_dir)
-    assert len(facts.trained) == len(set(facts.trained)) == 30 * 4
-    assert sum(facts.states.values()) == sum(facts.states.get(s, 0) for s in ("TRAINED", "DURABLE")) + sum(
-        facts.states.get(s, 0) for s in ("READY", "DISPATCHED", "REQUEUED", "DROPPED")
-    )
-
-
-def test_two_engines_and_two_ranks(job: Job) -> None:
-    code, said, run_dir = job.run("roles.rollout.count=2", "roles.trainer.count=2", "run.num_steps=4")
-    assert code == 0, said
-    assert len(set(audit(run_dir).trained)) == 16
-    assert max(p["values"]["lag/max"] for p in metrics(run_dir) if "lag/max" in p["values"]) <= 2
-
-
-@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_the_run_and_leaves_nothing(job: Job, sig: signal.Signals) -> None:
+def test_a_closed_terminal_ends_the_run_and_leaves_nothing(job: Job) -> None:
     segments = own_segments()
     process = job.start("run.num_steps=100000")
     try:
@@ -116,14 +87,13 @@ def test_a_signal_ends_the_run_and_leaves_nothing(job: Job, sig: signal.Signals)
         sockets = [
             c.laddr for p in pids for c in psutil.Process(p).net_connections("unix") if str(c.laddr).startswith("/")
         ]
-        process.send_signal(sig)
-        if sig is signal.SIGHUP:
-            process.send_signal(sig)  # as kernel and shell do when a terminal is closed: no wish to end at once
+        for _ in range(2):  # as kernel and shell do when a terminal is closed: no wish to end at once
+            process.send_signal(signal.SIGHUP)
         said, _ = process.communicate(timeout=60)
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 0, signal.SIGHUP: 129}[sig], said
+    assert process.returncode == 129, said
     assert list((job.run_dir() / "checkpoints").iterdir()), "it ended in good order"
     assert not is_alive(pids)
     assert not [s for s in sockets if os.path.exists(str(s))]
@@ -147,7 +117,6 @@ def test_a_resumed_run_goes_on_where_the_checkpoint_was(job: Job) -> None:
     second = resumed(job, first, "second", 5, 6)
     assert written_beside(second) == []
     assert checkpoints(second)[-1] == "version_00000006"
-    resumed(job, second, "third", 7)
 
 
 def checkpoints(run_dir: Path) -> list[str]:

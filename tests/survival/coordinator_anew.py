@@ -82,9 +82,9 @@ class Anew(Room):
     trainer: SteadyTrainer  # pyright: ignore[reportIncompatibleVariableOverride]
     num: int = 0
 
-    async def begin(self, strike: str = "") -> None:
+    async def begin(self) -> None:
         """Start the coordinator (again), as another process."""
-        words = [str(self.folder / "rdzv.json"), self.sockets, str(self.folder), strike]
+        words = [str(self.folder / "rdzv.json"), self.sockets, str(self.folder)]
         script = str(Path(__file__).with_name("coordinator_child.py"))
         self.num += 1
         with self.log(self.num).open("wb") as log:

@@ -1,7 +1,4 @@
-"""A coordinator in a process of its own, that may die at a labelled point.
-
-Arguments: rendezvous file, directory for sockets, run directory, strike ("" or as `tests.harness.nemesis` reads it).
-"""
+"""A coordinator in a process of its own. Arguments: rendezvous file, directory for sockets, run directory."""
 
 from __future__ import annotations
 
@@ -10,10 +7,6 @@ import logging
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from tests.harness.nemesis import Nemesis, Plan, arm
-
 from myxa.actors.coordinator.coordinator import Coordinator
 from myxa.actors.coordinator.options import CoordinatorOptions
 from myxa.core.clock import SystemClock
@@ -21,11 +14,9 @@ from myxa.core.process import parent_mark
 from myxa.transport.node import Node, Rendezvous
 
 
-async def main(rdzv: str, sockets: str, run_dir: str, strike: str) -> None:
+async def main(rdzv: str, sockets: str, run_dir: str) -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stdout)
     folder = Path(run_dir)
-    if strike:
-        arm(Nemesis(Plan((strike,), str(folder / "strikes")), "coordinator"))
     options = CoordinatorOptions(
         name="room",
         num_steps=0,

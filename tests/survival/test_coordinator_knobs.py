@@ -5,13 +5,12 @@ nowhere, that is told, the audit log goes on without a fork, and what was decide
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Awaitable
 from pathlib import Path
 
 import pytest
 from tests.knobs.coordinator_room import until
-from tests.survival.coordinator_anew import Anew, open_anew
+from tests.survival.coordinator_anew import Anew, SteadyTrainer, open_anew
 
 from myxa.actors.coordinator.audit import read_audit, verify_audit
 from myxa.core.errors import CallError
@@ -49,29 +48,6 @@ def _check_chain(room: Anew) -> None:
     assert not verdict.complaint, verdict
 
 
-async def test_a_change_that_was_decided_is_made_by_the_next_incarnation(tmp_path: Path) -> None:
-    async with open_anew(tmp_path) as room:
-        await room.kill()
-        await room.begin("coordinator.knobs_decided:kill:1")
-        await until(lambda: "coordinator-attached" in room.said, "attached")
-        assert await _outcome(room.change(**NEW)) is None
-        await room.dead()
-        assert (await _values(room, "rollout/0"))["room"] == 8, "nobody has heard of it"
-        await room.again()
-        await _all_have(room, NEW)
-        await _steps_on(room)
-        done = [record for record in read_audit(room.audit) if record.result == "done"]
-        assert [record.epoch for record in done] == [1]
-        in_force = [version for version, values in room.trainer.steps.items() if values["lr"] == NEW["lr"]]
-        assert min(in_force) == done[0].at, "not before, and not after, the number that was decided"
-        assert sorted(room.trainer.steps) == list(range(max(room.trainer.steps) + 1)), "no step twice, none left out"
-        assert room.trainer.num_starts == 1, "the leader was let go once"
-        reply = await room.ref.undo(WHO, "", 0)
-        assert not reply.refused and reply.epoch == 2
-        await _all_have(room, OLD)
-        _check_chain(room)
-
-
 async def test_a_change_that_was_not_decided_is_void_and_holds_nobody_up(tmp_path: Path) -> None:
     async with open_anew(tmp_path) as room:
         await room.start("rollout/2", "late-vote")
@@ -89,56 +65,53 @@ async def test_a_change_that_was_not_decided_is_void_and_holds_nobody_up(tmp_pat
         reply = await room.change(**NEW)
         assert reply.epoch == 2, "a number that owners have heard is not used again"
         await _all_have(room, NEW)
+        undone = await room.ref.undo(WHO, "", 0)
+        assert not undone.refused and undone.epoch == 3
+        await _all_have(room, OLD)
+        await _changes_for_a_time_end_although_their_coordinator_is_gone(room)
         _check_chain(room)
 
 
-async def test_changes_for_a_time_go_back_although_the_coordinator_that_made_them_is_gone(tmp_path: Path) -> None:
+async def _changes_for_a_time_end_although_their_coordinator_is_gone(room: Anew) -> None:
+    assert not (await room.change(room=3, for_s=4.0)).refused
+    steps = await room.change(lr=2e-3, for_steps=100)
+    assert not steps.refused
+    await room.kill()
+    await room.again()
+    assert (await room.ref.knob_table()).reverts["lr"] == f"at version {steps.at + 100}"
+    await _all_have(room, {"room": 8})
+    await until(lambda: max(room.trainer.steps) > steps.at + 105, "the way back")
+    used = [version for version, values in room.trainer.steps.items() if values["lr"] == 2e-3 and version >= steps.at]
+    assert (min(used), max(used)) == (steps.at, steps.at + 99)
+    assert [r.verb for r in read_audit(room.audit) if r.result == "done"].count("expire") == 2
+
+
+async def _thrown_back(room: Anew, version: int) -> SteadyTrainer:
+    """Another trainer takes the place of the first one, from an older version."""
+    await room.node.stop("trainer/0", "it died")
+    await until(lambda: "trainer/0" not in room.node.peers("trainer/"), "its end")
+    room.trainer = trainer = SteadyTrainer(None, version)
+    trainer.version = version
+    await room.node.start(trainer, "trainer/0")
+    return trainer
+
+
+async def test_a_trainer_that_falls_back_takes_its_coordinator_along_even_if_that_was_killed(tmp_path: Path) -> None:
     async with open_anew(tmp_path) as room:
-        assert not (await room.change(room=3, for_s=8.0)).refused
-        steps = await room.change(lr=2e-3, for_steps=150)
-        assert not steps.refused
+        changed = await room.change(lr=2e-3)
+        await until(lambda: max(room.trainer.steps) > changed.at + 3, "the change in force")
+        come_to = max(room.trainer.steps)
+        later = await room.change(clip=0.3, not_before=come_to + 100)
+        assert later.at == come_to + 100
+        trainer = await _thrown_back(room, changed.at - 1)
+        await until(lambda: bool(trainer.steps), "its first step")
+        assert (await room.ref.status()).version < come_to
         await room.kill()
+        trainer = await _thrown_back(room, changed.at - 1)
         await room.again()
-        table = await room.ref.knob_table()
-        assert table.reverts["lr"] == f"at version {steps.at + 150}"
-        await _all_have(room, {"room": 8})
-        await until(lambda: max(room.trainer.steps) > steps.at + 155, "the way back")
-        used = [version for version, values in room.trainer.steps.items() if values["lr"] == 2e-3]
-        assert (min(used), max(used)) == (steps.at, steps.at + 149)
-        assert [r.verb for r in read_audit(room.audit) if r.result == "done"].count("expire") == 2
-        _check_chain(room)
-
-
-@pytest.mark.soak
-async def test_killed_at_random_moments_owners_agree_and_the_audit_log_says_on_what(tmp_path: Path) -> None:
-    seed = random.randrange(1 << 32)
-    print("seed", seed)
-    lot = random.Random(seed)
-    async with open_anew(tmp_path) as room:
-        value = 8
-        for number in range(3):
-            wanted = 20 + number
-            change = asyncio.ensure_future(_outcome(room.change(room=wanted, lr=1e-3 + 1e-5 * wanted)))
-            await asyncio.sleep(lot.random() * 0.08)
-            await room.kill()
-            reply = await change
-            await room.again()
-            values = await room.everywhere("room")
-            if reply is None:
-                done = [r for r in read_audit(room.audit) if r.result == "done"]
-                value = int(str(dict(done[-1].arguments["values"])["room"])) if done else value  # type: ignore[call-overload]
-            elif not reply.refused:
-                value = wanted
-            assert values == {value}, f"change {number}: {reply}"
-            await _steps_on(room)
-        assert sorted(room.trainer.steps) == list(range(max(room.trainer.steps) + 1))
-        assert room.trainer.num_starts == 1
-        _check_chain(room)
-
-
-async def _values(room: Anew, owner: str) -> dict[str, object]:
-    """What an owner says itself: there is no coordinator to ask."""
-    from myxa.actors.contracts import RolloutContract
-
-    sheet = await room.node.ref(RolloutContract, owner).knobs()
-    return {state.tunable.name: state.value for state in sheet.knobs}
+        await until(lambda: bool(trainer.steps) and max(trainer.steps) > later.at, "the later change")
+        assert min(trainer.steps) == changed.at - 1
+        assert trainer.num_starts == 1
+        assert "trainer-restarted" in room.said
+        assert {values["lr"] for values in trainer.steps.values()} == {2e-3}, "from its first step on"
+        assert min(version for version, values in trainer.steps.items() if values["clip"] == 0.3) == later.at

@@ -19,6 +19,7 @@ from myxa.launch.control.client import ControlClient
 pytestmark = pytest.mark.timeout(300)
 
 
+@pytest.mark.soak
 def test_a_server_comes_and_the_first_one_goes(tmp_path: Path):
     job = make_job(tmp_path)
     (first, first_process), (second, second_process) = start_server(job), start_server(job)

@@ -4,14 +4,12 @@ the oldest one that `trainer.keep_last` kept, with its own ledger, and trains ev
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.harness.run_job import events
 from tests.survival.checkpoint_room import CheckpointRoom
-from tests.survival.gang_run import gang_run
 from tests.survival.lives import BATCH, NUM_PROMPTS, Lives, consumed, make_lives
 
 from myxa.actors.ledger.audit import audit_ledger
@@ -48,8 +46,8 @@ def lives(tmp_path: Path) -> Iterator[Lives]:
         made.end()
 
 
-@pytest.mark.parametrize("keep_last", [pytest.param(2, marks=pytest.mark.soak), 3])
-def test_a_killed_run_goes_on_from_the_oldest_that_was_kept(lives: Lives, keep_last: int):
+def test_a_killed_run_whose_files_are_damaged_continues_from_the_oldest_checkpoint_that_was_kept(lives: Lives):
+    keep_last = 3
     lives.overrides = (*lives.overrides, f"trainer.keep_last={keep_last}")
     lives.begin()
     lives.until_version(2 * keep_last + 3)
@@ -58,8 +56,16 @@ def test_a_killed_run_goes_on_from_the_oldest_that_was_kept(lives: Lives, keep_l
     whole, *damaged = whole_ones(lives.run_dir)[-keep_last:]
     for checkpoint in damaged:
         damage(checkpoint)
+    config = lives.run_dir / "config.toml"
+    before = config.read_text()
+    config.write_text(before[: len(before) // 2])
+    (lives.run_dir / "origin.json").unlink()
     lives.resume()
     assert lives.wait() == 0, lives.said[-1]
+    for what in ("config.toml is cut off", "origin.json is missing"):
+        assert f"{what}: its copy in version_" in lives.said[-1]
+    settings = [[line for line in text.splitlines() if "resume" not in line] for text in (before, config.read_text())]
+    assert settings[0] == settings[1]
     life = RunOrigin.load(lives.run_dir).lives[-1]
     assert (life.began_at, life.ledger) == (version_of(whole), "its own ledger")
     told = "\n".join(event["text"] for event in events(lives.run_dir, "checkpoint-passed-over"))
@@ -69,21 +75,6 @@ def test_a_killed_run_goes_on_from_the_oldest_that_was_kept(lives: Lives, keep_l
     assert found.steps == dict.fromkeys(range(NUM_PROMPTS // BATCH), BATCH)
     assert found.net == {}
     assert audit_ledger(lives.run_dir / "ledger.sqlite").problems == ()
-
-
-def test_so_does_a_gang_that_is_started_again(tmp_path: Path):
-    with gang_run(tmp_path, "trainer.checkpoint_every=1", "trainer.keep_last=3") as run:
-        run.until_version(5)
-        os.kill(run.rank(0), signal.SIGSTOP)  # it writes no other one meanwhile
-        whole, *damaged = whole_ones(run.run_dir)[-3:]
-        for checkpoint in damaged:
-            damage(checkpoint)
-        os.kill(run.rank(1), signal.SIGKILL)
-        run.end()
-        run.prove()
-        assert run.told("trainer-goes-back") == [f"to version {version_of(whole)}, from {whole}"]
-        told = "\n".join(run.told("checkpoint-passed-over"))
-        assert all(checkpoint.name in told for checkpoint in damaged)
 
 
 @pytest.mark.asyncio

@@ -12,17 +12,14 @@ import json
 import os
 import signal
 import sqlite3
-import subprocess
-import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 from tests.control.live import live_run
+from tests.harness.commands import Command
 from tests.harness.run_job import audit, events, make_job, metrics, worker_pids
 from tests.harness.waiting import wait_until
-from tests.survival.fleet import fleet_in
 
 from myxa.actors.ledger.audit import audit_ledger
 
@@ -75,7 +72,7 @@ def test_training_never_waits_for_the_monitor_and_the_gap_is_marked(tmp_path: Pa
 
 def test_the_memory_manager_comes_back_and_tenants_are_asked_again(tmp_path: Path):
     job = make_job(tmp_path)
-    process = job.start(*TURNS, "run.num_steps=16")
+    process = job.start(*TURNS, "run.num_steps=8")
     try:
         wait_until(lambda: (job.folder / "runs").is_dir() and bool(worker_pids(process.pid, "memory/0")), "the manager")
         wait_until(
@@ -91,7 +88,7 @@ def test_the_memory_manager_comes_back_and_tenants_are_asked_again(tmp_path: Pat
     assert (run_dir / "logs/memory.0.1.log").exists(), "it was started again"
     report = audit_ledger(run_dir / "ledger.sqlite")
     assert report.problems == ()
-    assert trained(run_dir) == 16 * 4
+    assert trained(run_dir) == 8 * 4
 
 
 def trained_or_none(run_dir: Path) -> int:
@@ -104,10 +101,7 @@ def trained_or_none(run_dir: Path) -> int:
 def test_groups_of_a_program_that_is_killed_go_to_others(tmp_path: Path):
     with live_run(tmp_path, "async.max_staleness=8", "rollout.max_groups=2") as live:  # nobody waits for slots
         run_dir = live.run_dir
-        host = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("host_program.py")), str(run_dir)],
-            stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        host = Command([str(run_dir)], tmp_path, program=Path(__file__).with_name("host_program.py"))
         try:
             assert host.stdout is not None
             assert host.stdout.readline() == "rollout/1 serves\n"
@@ -131,23 +125,3 @@ def dispatched(run_dir: Path) -> int:
         (count,) = db.execute(question).fetchone()
     db.close()
     return int(count)
-
-
-@pytest.mark.soak
-def test_with_node_0_all_nodes_end_and_what_is_on_the_disk_is_whole(tmp_path: Path):
-    with fleet_in(tmp_path, "roles.rollout.count=1", "trainer.checkpoint_every=1") as fleet:
-        late = fleet.join(1)
-        fleet.until_engines(2)
-        fleet.goes_on(2)
-        first = fleet.launchers[0]
-        processes = [*first.below(), *late.below()]
-        os.kill(first.pid, signal.SIGKILL)
-        first.wait()
-        assert late.wait(60) == 3, fleet.said()
-        assert "node 0 is gone" in fleet.said()
-        _, left = psutil.wait_procs(processes, timeout=30)
-        assert not left, f"{left} outlived their launchers"
-        report = fleet.audit()
-        assert report.problems == ()
-        assert set(report.trained.values()) == {1}
-        assert list((fleet.run_dir / "checkpoints").glob("version_*")), "there is something to go on from"

@@ -60,7 +60,6 @@ def test_a_run_from_its_first_to_its_last_life(tmp_path: Path):
         what_cannot_be_is_told(live, run_dir, version)
         it_goes_on(live, run_dir, version)
         it_goes_on_with_its_own_functions(live, run_dir)
-        it_goes_back(live, run_dir, version)
 
 
 def nothing_to_go_on_from_yet(live: Live) -> None:
@@ -163,26 +162,3 @@ def it_goes_on_with_its_own_functions(live: Live, run_dir: Path) -> None:
         config = load_config(run / "config.toml")
         assert config.algo.loss_fn == f"{copy}:loss"
         assert f'advantage_fn = "code/{copy.parent.name}/mine.py:advantages"' in (run / "config.toml").read_text()
-
-
-def it_goes_back(live: Live, run_dir: Path, version: int) -> None:
-    """To the checkpoint before; what was made since is out of the way, and a checkpoint that is hurt is named."""
-    (older,) = [path for path in (run_dir / "checkpoints").iterdir() if look_at(path).version < version]
-    hurt = run_dir / "checkpoints" / f"version_{version:08d}" / "rank-00000.safetensors"
-    data = bytearray(hurt.read_bytes())
-    data[-1] ^= 1
-    hurt.write_bytes(data)
-    first = look_at(older).version
-    done = live.myxa("resume", str(run_dir), "--quiet", "--set", f"run.num_steps={first + 1}")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"from version {version} of" in done.stdout, "its bytes are looked at when they are loaded, not before"
-    (told,) = (e["text"] for e in events(run_dir, "checkpoint-passed-over"))
-    assert f"version_{version:08d}" in told
-    assert "the bytes of rank-00000.safetensors have changed" in told
-    resumed = [e["text"] for e in events(run_dir, "resumed")]
-    assert f"life 3 continues from version {first} with" in resumed[-1], "as it came to be"
-    assert any(f"to version {first}" in e["text"] for e in events(run_dir, "trainer-goes-back"))
-    lives = RunOrigin.load(run_dir).lives
-    assert [(life.version, life.began_at) for life in lives] == [(0, 0), (version, version), (version, first)]
-    assert (run_dir / "lives" / "3" / "undone" / hurt.parent.name).is_dir(), "nobody takes it for the newest again"
-    assert set(consumed(run_dir).steps) == set(range(first + 1))

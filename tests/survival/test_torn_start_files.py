@@ -5,13 +5,12 @@ over."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 from tests.survival.checkpoint_maker import RunOnDisk
-from tests.survival.lives import Lives, consumed, make_lives
 
 from myxa.actors.checkpoints.run_part import START_FILE, read_start_copy
 from myxa.core.errors import LaunchError
@@ -19,7 +18,6 @@ from myxa.launch.run_dir import RunDir, is_run_folder
 from myxa.launch.run_lineage.next_run import begin_next_life
 from myxa.launch.run_lineage.origin import Life, RunOrigin, config_of, config_text, start_keeper
 from myxa.launch.run_lineage.resume_point import choose_point
-from myxa.launch.runtime_dir import RuntimeDir
 
 TEXT = '# Resolved\n[run]\nname = "small"\n\n[model]\npath = "model"\n\n[optimizer]\nlr = 0.001\n'
 
@@ -161,36 +159,3 @@ def test_a_fork_keeps_its_own_and_leaves_its_parents(tmp_path: Path, monkeypatch
     assert (made.place(3) / START_FILE).read_bytes() == before
     missing(child / "config.toml")
     assert 'name = "child"' in config_text(child)
-
-
-@pytest.fixture
-def killed(tmp_path: Path) -> Iterator[Lives]:
-    lives = make_lives(tmp_path)
-    try:
-        lives.begin()
-        lives.until_version(5)
-        lives.kill()
-        yield lives
-    finally:
-        lives.end()
-        with RuntimeDir():  # the next launcher removes what the killed one left
-            pass
-
-
-@pytest.mark.timeout(400)
-def test_e11_a_killed_run_whose_start_files_are_torn_goes_on_to_its_end(killed: Lives):
-    assert killed.run_dir is not None
-    assert any(map(read_start_copy, killed.run_dir.glob("checkpoints/version_*"))), "the trainer wrote it"
-    before = (killed.run_dir / "config.toml").read_text()
-    cut(killed.run_dir / "config.toml")
-    missing(killed.run_dir / "origin.json")
-    killed.resume()
-    assert killed.wait() == 0, killed.said
-    assert "config.toml is cut off: its copy in version_" in killed.said[-1]
-    assert "origin.json is missing: its copy in version_" in killed.said[-1]
-    assert len(RunOrigin.load(killed.run_dir).lives) == 2
-    after = (killed.run_dir / "config.toml").read_text()
-    assert [line for line in after.splitlines() if not line.startswith("resume")] == [
-        line for line in before.splitlines() if not line.startswith("resume")
-    ]
-    assert set(consumed(killed.run_dir).draws.values()) == {1}

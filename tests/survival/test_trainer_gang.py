@@ -13,65 +13,9 @@ from pathlib import Path
 
 import pytest
 from tests.harness.own_segments import SHARED, own_segments
-from tests.survival.gang_run import NUM_STEPS, gang_run
+from tests.survival.gang_run import gang_run
 
 pytestmark = pytest.mark.timeout(300)
-
-
-def test_the_leader_dies_and_there_is_no_checkpoint(tmp_path: Path):
-    """Back to version 0: what was trained is trained again."""
-    with gang_run(tmp_path) as run:
-        run.until_version(4)
-        engines, ranks = run.engines(), (run.rank(0), run.rank(1))
-        at = time.time()
-        os.kill(ranks[0], signal.SIGKILL)
-        print(f"recovered in {run.recovery_s(at):.1f} s")
-        assert run.engines() == engines
-        assert {run.rank(0), run.rank(1)}.isdisjoint(ranks)
-        run.end()
-        assert run.prove() >= 16
-        versions = run.versions()
-        assert versions[-NUM_STEPS:] == list(range(1, NUM_STEPS + 1))
-        assert run.told("trainer-goes-back") == ["to version 0, from the model folder"]
-
-
-@pytest.mark.soak
-def test_a_follower_dies_and_the_newest_checkpoint_is_torn(tmp_path: Path):
-    """Back to the one before, which is whole; the torn one is named."""
-    with gang_run(tmp_path, "trainer.checkpoint_every=2", "trainer.keep_last=3") as run:
-        run.until_version(5)
-        engines, follower = run.engines(), run.rank(1)
-        os.kill(run.rank(0), signal.SIGSTOP)  # it writes no other one meanwhile
-        *_, whole, torn = sorted(folder.parent for folder in run.run_dir.glob("checkpoints/version_*/manifest.json"))
-        with (torn / "rank-00000.safetensors").open("r+b") as file:
-            file.truncate(100)
-        at = time.time()
-        os.kill(follower, signal.SIGKILL)
-        print(f"recovered in {run.recovery_s(at):.1f} s")
-        assert run.engines() == engines
-        run.end()
-        run.prove()
-        start = int(whole.name.removeprefix("version_"))
-        assert run.told("trainer-goes-back") == [f"to version {start}, from {whole}"]
-        (passed_over,) = run.told("checkpoint-passed-over")
-        assert torn.name in passed_over
-        assert run.versions()[start - NUM_STEPS :] == list(range(start + 1, NUM_STEPS + 1))
-
-
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.soak)])
-@pytest.mark.soak
-def test_a_rank_stands_still(tmp_path: Path, rank: int):
-    """Its mate waits in a collective, and nobody waits for its ten minutes: who stands still is named and killed."""
-    with gang_run(tmp_path, "trainer.checkpoint_every=2") as run:
-        run.until_version(4)
-        engines, stopped = run.engines(), run.rank(rank)
-        at = time.time()
-        os.kill(stopped, signal.SIGSTOP)
-        print(f"recovered in {run.recovery_s(at):.1f} s")
-        assert run.engines() == engines
-        run.end()
-        run.prove()
-        assert any("gave no sign of life" in text for text in run.told("actor-hung"))
 
 
 def test_a_copy_in_memory_costs_a_step_at_most(tmp_path: Path):
