@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sqlite3
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from tests.harness.run_job import Job, audit, events, metrics
 from tests.harness.waiting import wait_until
 
 from myxa.launch.control.client import ControlClient
-from myxa.launch.embed import rollout_in
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -79,33 +77,3 @@ def test_engines_come_and_go_under_load(job: Job) -> None:
     }  # fmt: skip
     until_over = [event["text"] for event in events(run_dir, "engine-gone")]
     assert not [text for text in until_over if not text.endswith("it was closed")], "nobody was missed"
-
-
-@pytest.mark.asyncio
-@pytest.mark.soak
-async def test_late_engines_and_engines_of_other_programs_never_get_the_same_name(job: Job) -> None:
-    process = job.start("run.num_steps=100000")
-    try:
-        await asyncio.to_thread(wait_until, lambda: step_of(job) >= 1, "the first step")
-        client = ControlClient.of(job.run_dir())
-
-        def scale(count: int) -> list[str]:
-            done = client.ask("scale", 150, role="rollout", count=count, wait_s=120)
-            assert done["is_done"], done
-            return [actor["name"] for actor in done["joining"]]
-
-        async with rollout_in(job.run_dir()) as first:
-            assert first.name == "rollout/1"
-            assert await asyncio.to_thread(scale, 2) == ["rollout/2"]
-            async with rollout_in(job.run_dir()) as second:
-                assert second.name == "rollout/3"
-                async with asyncio.timeout(60):
-                    while (await second.status()).phase != "serving":
-                        await asyncio.sleep(0.05)
-        assert await asyncio.to_thread(scale, 3) == ["rollout/1"], "it is free again"
-        client.ask("down")
-        said, _ = await asyncio.to_thread(process.communicate, timeout=120)
-    finally:
-        process.kill()
-        process.communicate()
-    assert process.returncode == 0, said

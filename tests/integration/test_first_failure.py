@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 
 import pytest
-from tests.harness.run_job import Job, worker_pids
-from tests.harness.waiting import wait_until
+from tests.harness.run_job import Job
 
 from myxa.launch.first_failure import REPORT_LINES
 
@@ -53,37 +50,3 @@ def test_an_engine_without_memory(job: Job) -> None:
     assert report[2].startswith("remedy: it ran out of memory: raise its limit")
     assert "engine.max_running" in report[2]
     assert any("actors/engines/embedded" in line for line in report), "where it was"
-
-
-@pytest.mark.soak
-def test_a_trainer_that_segfaults_in_the_middle_of_a_run(job: Job) -> None:
-    process = job.start("run.num_steps=1000")
-    try:
-        log = job.folder / "runs" / "latest" / "logs" / "trainer.0.0.log"
-        wait_until(lambda: log.exists() and "lets the loop start" in log.read_text(), "the trainer trains")
-        os.kill(worker_pids(process.pid, "trainer/0")[0], signal.SIGSEGV)
-        said, _ = process.communicate(timeout=120)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 4, said
-    report = report_in(said)
-    assert report[0].startswith("first failure: trainer/0 ended with signal SIGSEGV")
-    assert "Fatal Python error: Segmentation fault" in report
-
-
-@pytest.mark.soak
-def test_a_run_ends_well_without_an_engine_that_may_not_come_back(job: Job) -> None:
-    flags = ("roles.rollout.count=2", "roles.rollout.max_restarts=0", "roles.rollout.quorum=1")
-    process = job.start("run.num_steps=15", *flags)
-    try:
-        log = job.folder / "runs" / "latest" / "logs" / "rollout.1.0.log"
-        wait_until(lambda: log.exists() and "serves as attempt 0" in log.read_text(), "the second engine serves")
-        os.kill(worker_pids(process.pid, "rollout/1")[0], signal.SIGKILL)
-        said, _ = process.communicate(timeout=200)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 0, said
-    assert "the run continues without it: 1 are left, 1 must be" in said
-    assert "finished after 15 of 15 steps" in said

@@ -97,26 +97,14 @@ async def test_values_are_judged_together_with_those_that_wait_for_their_step(mo
         assert not vote.accepted
 
 
-@pytest.mark.asyncio
-async def test_minibatches_change_the_number_of_updates_of_a_step(model: Path, tmp_path: Path) -> None:
-    async with trainer_room(model, tmp_path) as room:
-        room.data.allow(1)
-        await room.conductor.steps(1)
-        await room.conductor.change(1, minibatches=2)
-        room.data.allow(2)
-        steps = await room.conductor.steps(2)
-        assert [s["train/num_updates"] for s in steps] == [1, 3]
-
-
 # -- checkpoints
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-async def test_a_checkpoint_on_request_while_the_run_is_paused(model: Path, tmp_path: Path, is_async: bool) -> None:
+async def test_a_checkpoint_on_request_while_the_run_is_paused(model: Path, tmp_path: Path) -> None:
     live = LiveKnobs(epoch=3, knobs=(LiveKnob(name="lr", target="", value=2e-3, first=1e-3, epoch=3, at=1),))
     run = tmp_path / "run"
-    async with trainer_room(model, run, checkpoints={"is_async": is_async}) as room:
+    async with trainer_room(model, run, checkpoints={"is_async": True}) as room:
         room.conductor.live = live
         room.data.allow(2)
         await room.conductor.steps(2)
@@ -139,8 +127,7 @@ async def test_a_checkpoint_on_request_while_the_run_is_paused(model: Path, tmp_
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("asks", ["on request", "at the end"])
+@pytest.mark.parametrize(("asks", "is_async"), [("on request", True), ("at the end", False)])
 async def test_a_checkpoint_with_older_knobs_is_written_again(
     model: Path, tmp_path: Path, asks: str, is_async: bool
 ) -> None:

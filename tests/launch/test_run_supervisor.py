@@ -338,25 +338,6 @@ def test_attempts_that_never_register_run_out_however_long_each_takes():
     staged(body, rollout(0), at_once=False, timeouts=replace(TIMEOUTS, start_s=200.0))
 
 
-def test_nobody_waits_for_the_end_of_another_one_who_was_silent():
-    async def body(stage: Stage) -> None:
-        for hands in stage.hands:
-            hands.answers = False
-        home = stage.hands[0]
-        home.end_s = 25.0
-        await stage.begin()
-        await stage.ping(1, seconds=TIMEOUTS.start_s + 3)
-        assert {"rollout/0", "rollout/1"} <= set(home.ended), "both at the same time"
-        await stage.on_0(lambda: asyncio.sleep(0, stage.supervisor.retire("rollout/1", "somebody wished it")))
-        await asyncio.sleep(TIMEOUTS.lost_s + 3)
-        assert stage.supervisor.nodes == (0,), "node 1 is silent by now"
-        await asyncio.sleep(30)
-        assert "rollout/1" not in stage.states(), "it left"
-
-    few: dict[str, Any] = {"quorum": 1, "max_restarts": 20}
-    staged(body, rollout(0, **few), rollout(1, **few), rollout(2, 1, **few), num_nodes=2, at_once=False)
-
-
 # -- nodes -------------------------------------------------------------------------------------------------------------
 
 
@@ -468,47 +449,7 @@ def test_a_gang_is_at_work_when_it_makes_a_version_that_was_never_reached():
     assert steps(seen, 14, 15) == [15]
 
 
-def test_another_coordinator_s_first_word_of_versions_proves_nothing():
-    def status(version: int) -> RunStatus:
-        return RunStatus(name="toy", phase="running", version=version, num_steps=99, engines=())
-
-    async def body(stage: Stage) -> None:
-        stage.supervisor.on_status(status(3))
-        for name in ("trainer/0", "coordinator"):
-            await stage.sim.spawn("launcher/0", stage.hands[0].die(name))
-            await asyncio.sleep(5)
-        stage.supervisor.on_status(status(9))
-        await asyncio.sleep(400)
-        left = {record.name: record.restarts_left for record in stage.supervisor.statuses()}
-        assert left["trainer/0"] == 2
-        stage.supervisor.on_status(status(10))
-        await asyncio.sleep(301)
-        left = {record.name: record.restarts_left for record in stage.supervisor.statuses()}
-        assert left["trainer/0"] == 3
-
-    coordinator = ActorSpec(name="coordinator", role="coordinator", kind="", index=0, node=0, restart="one")
-    staged(body, coordinator, *trainers(0))
-
-
 # -- who is over for everybody -----------------------------------------------------------------------------------------
-
-
-def test_one_that_retires_may_go_and_be_told_of_in_the_same_moment():
-    async def body(stage: Stage) -> None:
-        hands, supervisor = stage.hands[0], stage.supervisor
-
-        async def both_news() -> None:
-            supervisor.retire("rollout/1", "somebody wished it")
-            await supervisor.on_peer(PeerEvent("down", "rollout/1", stage.supervisor.actors["rollout/1"].epoch, "lost"))
-            await supervisor.child_ended(
-                ChildEnd(name="rollout/1", attempt=0, status=0, node=0, log_path="", pid=hands.pids["rollout/1"])
-            )
-
-        await stage.on_0(both_news)
-        await asyncio.sleep(TIMEOUTS.leave_s + 5)
-        assert set(stage.states()) == {"rollout/0"}
-
-    staged(body, rollout(0, quorum=1), rollout(1, quorum=1))
 
 
 def test_one_that_says_that_it_ends_has_longer_to_do_so_than_one_that_was_lost():

@@ -14,22 +14,19 @@ from tests.survival.checkpoint_room import CheckpointRoom
 
 from myxa.actors.checkpoints import folder
 from myxa.actors.checkpoints.folder import (
-    CheckpointInfo,
     begin,
     being_read,
     find_checkpoint,
     hold_drafts,
-    list_checkpoints,
     look_at,
     partial_of,
     release_drafts,
     sweep,
     take_away_unread,
 )
-from myxa.actors.checkpoints.run_part import read_run_part
 from myxa.actors.ledger.file import lock_ledger
 from myxa.core.errors import LaunchError, MyxaError, TornCheckpoint, TrainError
-from myxa.core.files import FileEntry, is_locked, locked_folder, take_lock
+from myxa.core.files import is_locked, locked_folder, take_lock
 from myxa.launch.run_dir import RunDir
 from myxa.launch.run_lineage.resume_point import kept_meanwhile
 
@@ -101,25 +98,6 @@ async def test_what_a_leader_writes_outlives_the_sweep_of_another_life(tmp_path:
     assert look_at(place).writer == OWN
     await own.checkpoints.save(41)
     assert names(tmp_path / "checkpoints") == [place.name, "version_00000041"], "nothing is left of the late one"
-
-
-@pytest.mark.asyncio
-async def test_the_runs_part_of_a_late_one_is_not_put_beside_the_files_of_a_later_one(tmp_path: Path):
-    """The later one took its place when the folder was there, and its run.json was not."""
-    zombie, own = CheckpointRoom(tmp_path, every=1, writer=ZOMBIE), CheckpointRoom(tmp_path, every=1, writer=OWN)
-    real = zombie.buffer.snapshot
-
-    async def meanwhile(path: str, version: int) -> FileEntry:
-        await own.checkpoints.save(40)
-        return await real(path, version)
-
-    zombie.buffer.snapshot = meanwhile
-    with pytest.raises(TrainError, match="comes too late"):
-        await zombie.checkpoints.save(40)
-    place = tmp_path / "checkpoints" / "version_00000040"
-    assert look_at(place).writer == OWN
-    assert read_run_part(place).version == 40
-    assert zombie.buffer.durables == []
 
 
 def test_a_checkpoint_of_another_run_has_no_claim_to_its_place(tmp_path: Path):
@@ -218,25 +196,3 @@ def test_where_there_are_no_locks_a_checkpoint_is_read_and_deleted_all_the_same(
     make_checkpoint(place, 1)
     assert take_away_unread(place)
     assert not place.exists()
-
-
-@pytest.mark.parametrize("reads_all", [False, True])
-def test_a_run_that_prunes_under_the_reader_has_a_newer_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads_all: bool
-):
-    """Each look at the only checkpoint finds it gone, for the next one; the third look is left alone."""
-    make_checkpoint(tmp_path / "version_00000001", 1)
-    looks: list[Path] = []
-    real = folder.look_at
-
-    def look(path: Path) -> CheckpointInfo:
-        looks.append(path)
-        if len(looks) < 3:
-            make_checkpoint(tmp_path / f"version_{len(looks) + 1:08d}", len(looks) + 1)
-            assert take_away_unread(path)
-        return real(path)
-
-    monkeypatch.setattr(folder, "look_at", look)
-    assert find_checkpoint(tmp_path, reads_all=reads_all) == tmp_path / "version_00000003"
-    monkeypatch.undo()
-    assert len(list_checkpoints(tmp_path)) == 1

@@ -73,17 +73,6 @@ async def test_one_that_lost_its_place_to_an_attempt_that_failed_is_written_agai
 
 
 @pytest.mark.asyncio
-async def test_a_finish_that_fails_when_the_folder_is_there_is_no_end(tmp_path: Path):
-    room = CheckpointRoom(tmp_path, is_async=True)
-    room.ranks.failing["finish_checkpoint"] = [refused()]
-    with pytest.raises(TrainError, match="trainer/1 could not finish a checkpoint: no space left"):
-        await room.ask(3)
-    folder = Path(await room.ask(3))
-    assert (folder / RUN_FILE).exists()
-    assert room.buffer.durables == [3]
-
-
-@pytest.mark.asyncio
 async def test_what_failed_by_schedule_is_not_told_to_who_asks_for_another(tmp_path: Path):
     room = CheckpointRoom(tmp_path, is_async=True, every=2)
     room.ranks.failing["checkpoint_written"] = [refused()]
@@ -169,40 +158,12 @@ async def test_a_disk_that_stays_full_costs_an_attempt_now_and_then_and_no_step(
 
 
 @pytest.mark.asyncio
-async def test_one_that_cannot_be_finished_counts_once_where_another_is_due(tmp_path: Path):
-    room = CheckpointRoom(tmp_path, every=2, is_async=True)
-    room.ranks.failing.update(begin_checkpoint=[], finish_checkpoint=[refused()])
-    await room.checkpoints.save_by_schedule(2)
-    room.ranks.failing["begin_checkpoint"] = [refused()]
-    await room.checkpoints.save_by_schedule(4)
-    (told,) = room.told("checkpoint-failed")
-    assert "could not finish" in told
-    assert not room.checkpoints.is_due(4)
-
-
-@pytest.mark.asyncio
 async def test_a_rank_that_does_not_answer_is_not_waited_for_again(tmp_path: Path):
     room = CheckpointRoom(tmp_path, every=1)
     silent = GatherError("silent", errors={"trainer/1": DeadlineExceeded("no answer within 1800 s")})
     room.ranks.failing["save_checkpoint"] = [silent]
     with pytest.raises(TrainError, match="trainer/1 could not save a checkpoint: no answer"):
         await room.checkpoints.save_by_schedule(1)
-
-
-@both_ways
-@pytest.mark.asyncio
-async def test_a_rank_whose_error_is_of_our_own_tree_is_not_silent(tmp_path: Path, is_async: bool):
-    """What a rank raises comes as what it is: training goes on, as after any other that fails."""
-    room = CheckpointRoom(tmp_path, every=1, is_async=is_async)
-    told = GatherError("failed", errors={"trainer/1": TrainError("cannot write rank-00001.safetensors: no space left")})
-    room.ranks.failing.update({name: [told] for name in ("save_checkpoint", "checkpoint_written")})
-    await room.checkpoints.save_by_schedule(1)
-    await room.files_are_written()
-    await room.checkpoints.at_boundary(2)
-    (text,) = room.told("checkpoint-failed")
-    assert "trainer/1 could not" in text
-    assert "no space left" in text
-    assert "training continues, the next follows in 30 s" in text
 
 
 @pytest.mark.asyncio

@@ -77,17 +77,6 @@ def test_a_damaged_one_is_passed_over_and_named(tmp_path: Path, name: str):
     assert find_checkpoint(tmp_path) == tmp_path / "version_00000020"
 
 
-def test_with_all_of_them_damaged_each_is_named(tmp_path: Path):
-    for version in (10, 20):
-        flip(rank_file(1))(make_checkpoint(tmp_path / f"version_{version:08d}", version))
-    newest, passed = newest_whole(tmp_path)
-    assert newest is None
-    assert [info.version for info in passed] == [20, 10]
-    with pytest.raises(TrainError, match=r"version_00000020: .*bytes of rank-00001.*version_00000010: ") as caught:
-        find_checkpoint(tmp_path)
-    assert caught.value.remedy
-
-
 # -- one takes another's place -------------------------------------------------------------------------------------
 
 
@@ -245,13 +234,6 @@ def test_what_is_to_stay_for_ever_stays_and_leftovers_of_crashes_go(tmp_path: Pa
         (holder / name).mkdir()
     (holder / ".partial-version_00000004-ledger.sqlite").write_bytes(b"half")
     assert pruned(holder, 5, keep_last=2) == [2, 4, 5]
-
-
-def test_leftovers_of_crashes_go_also_where_all_checkpoints_stay(tmp_path: Path):
-    for version in (10, 20):
-        make_checkpoint(tmp_path / f"version_{version:08d}", version)
-    (tmp_path / ".partial-version_00000009").mkdir()
-    assert pruned(tmp_path, 20, keep_last=0) == [10, 20]
 
 
 def test_one_that_lost_its_place_in_a_crash_counts_as_any_other(tmp_path: Path):

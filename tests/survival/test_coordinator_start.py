@@ -23,9 +23,8 @@ from myxa.actors.coordinator.options import CoordinatorOptions
 from myxa.actors.coordinator.rejoin import LeaderControl
 from myxa.actors.coordinator.run_state import NextPhase, RunState
 from myxa.actors.monitor.monitor import Monitor
-from myxa.actors.trainer.trainer import Trainer
 from myxa.core.clock import ManualClock, SystemClock
-from myxa.core.errors import LaunchError, LedgerError, NoSuchActor, NotReady, NotSent, TrainError
+from myxa.core.errors import LaunchError, LedgerError, NoSuchActor, NotReady, NotSent
 from myxa.core.messages import WeightManifest
 from myxa.transport.node import Node
 
@@ -222,17 +221,6 @@ async def test_a_leader_that_is_to_end_is_told_so_before_it_goes_on(monkeypatch:
     assert around.leader.has_begun and around.leader.num_words == 3
 
 
-async def test_the_leader_of_a_gang_that_sets_up_refuses_in_a_way_that_says_so() -> None:
-    trainer: Any = object.__new__(Trainer)
-    trainer._leader, trainer._options, trainer.ctx = None, SimpleNamespace(rank=0), SimpleNamespace(name="trainer/0")
-    for refused in (trainer.run_leader(0), trainer.stop_leader("enough")):
-        with pytest.raises(NotReady, match="still setting up"):
-            await refused
-    trainer._options = SimpleNamespace(rank=1)
-    with pytest.raises(TrainError, match="does not lead"):
-        await trainer.run_leader(0)
-
-
 # -- phases --------------------------------------------------------------------------------------------------------
 
 
@@ -293,16 +281,3 @@ async def test_a_begin_waits_for_a_disk_that_hangs(monkeypatch: pytest.MonkeyPat
     assert state.phase == "starting" and not moving.done()
     hang.set()
     assert await moving and state.phase == "running"
-
-
-async def test_the_end_of_the_leader_is_seen_while_the_disk_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("myxa.actors.coordinator.coordinator.KEEP_S", 0.01)
-    async with place(tmp_path) as (_, coordinator, leader, ref):
-        await ref.trainer_ready(0, None, {})
-        await until(lambda: leader.starts == [0], "the begin")
-        hang = asyncio.Event()
-        monkeypatch.setattr(coordinator._journal, "keep", hang.wait)
-        await ref.trainer_finished(0, "enough")
-        await until(lambda: coordinator._state.phase == "finished", "the end")

@@ -13,7 +13,7 @@ import pytest
 from tests.survival.checkpoint_maker import RunOnDisk, make_checkpoint
 
 from myxa.actors.checkpoints.folder import look_at
-from myxa.actors.trainer.start_point import FixedStart, StartPoint, marks_of, restore
+from myxa.actors.trainer.start_point import FixedStart, StartPoint, restore
 from myxa.core.config import RunConfig
 from myxa.core.errors import MyxaError, TornCheckpoint, TrainError
 from myxa.launch.actor_spec import ActorSpec
@@ -108,17 +108,6 @@ def gang(run: Path, attempt: int, resume: str = "", memory: str = "") -> GangSta
 
 def versions_in(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("version_")) for path in folder.iterdir())
-
-
-def test_all_ranks_begin_where_rank_0_says(tmp_path: Path):
-    run = RunOnDisk(tmp_path, steps=3)
-    ranks = Ranks(version_of)
-    answers = ranks.restore(gang(run.path, attempt=1))
-    assert ranks.loaded == [[str(run.place(3))]] * NUM_RANKS
-    assert answers[0] == answers[1]
-    start, extra = answers[0]
-    assert (extra, start.is_restart, start.passed_over) == ({"version": 3}, True, ())
-    assert marks_of(start, 5) == {"version": 5, "life": 1, "attempt": 1}
 
 
 @pytest.mark.parametrize("who", range(NUM_RANKS))

@@ -29,7 +29,7 @@ from myxa.launch.run_lineage import next_run
 from myxa.launch.run_lineage import next_run as fork_run_module
 from myxa.launch.run_lineage.next_run import begin_next_life, fork_run, no_longer_alive
 from myxa.launch.run_lineage.origin import RunOrigin, origin_events
-from myxa.launch.run_lineage.resume_point import OWN_LEDGER, choose_point
+from myxa.launch.run_lineage.resume_point import choose_point
 
 NOW = datetime(2030, 1, 1)
 COPY = "the checkpoint's copy of the ledger"
@@ -62,12 +62,6 @@ def make_other(path: Path) -> None:
 HURTS: tuple[Callable[[Path], None], ...] = (flip, halve, remove, make_other)
 
 
-def test_the_newest_one_and_its_own_ledger(run: RunOnDisk):
-    point = choose_point(run.path, None)
-    assert (point.version, point.checkpoint, point.is_own_ledger) == (4, run.place(4), True)
-    assert (point.ledger_words, point.passed_over) == (OWN_LEDGER, ())
-
-
 def test_no_byte_of_a_checkpoint_is_read_before_the_nodes_meet(run: RunOnDisk, monkeypatch: pytest.MonkeyPatch):
     """That took minutes where a model is large; the ranks read them, each file once. A fork has no older one."""
     read: list[Path] = []
@@ -83,7 +77,7 @@ def test_no_byte_of_a_checkpoint_is_read_before_the_nodes_meet(run: RunOnDisk, m
     assert read
 
 
-@pytest.mark.parametrize("hurt", HURTS)
+@pytest.mark.parametrize("hurt", [flip, remove])
 @pytest.mark.parametrize("name", [LEDGER, RUN_FILE])
 def test_the_copy_is_not_needed_where_the_own_ledger_is_well(run: RunOnDisk, name: str, hurt: Callable[[Path], None]):
     hurt(run.place(4) / name)
@@ -99,7 +93,7 @@ def test_a_ledger_that_is_hurt_is_replaced_by_the_copy(run: RunOnDisk, hurt: Cal
     go_on(run, 4)
 
 
-@pytest.mark.parametrize("hurt", HURTS)
+@pytest.mark.parametrize("hurt", [flip, remove])
 @pytest.mark.parametrize("name", [LEDGER, RUN_FILE])
 def test_with_both_hurt_the_next_older_one_is_taken(run: RunOnDisk, name: str, hurt: Callable[[Path], None]):
     halve(run.ledger)
@@ -404,32 +398,6 @@ def test_a_fork_of_what_is_no_run_is_told(tmp_path: Path):
         fork_run(tmp_path, None, "", [], NOW)
 
 
-def test_a_fork_of_a_checkpoint_that_is_replaced_meanwhile_is_no_mixture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """The run writes that version again, with files of the same sizes, between two links."""
-    run = forkable(tmp_path)
-    link, taken = os.link, list[str]()
-
-    def then_replaced(name: str, target: Path, *, src_dir_fd: int) -> None:
-        link(name, target, src_dir_fd=src_dir_fd)
-        if not taken:
-            aside = run.place(4).with_name("aside")
-            run.place(4).rename(aside)
-            make_checkpoint(run.place(4), 4, fill=b"")
-            for file in (LEDGER, RUN_FILE):
-                shutil.copy2(aside / file, run.place(4))
-            for rank in range(2):
-                (run.place(4) / f"rank-{rank:05d}.safetensors").write_bytes(b"x" * 1000)
-        taken.append(name)
-
-    monkeypatch.setattr(fork_run_module.os, "link", then_replaced)
-    made = fork_run(run.path, 4, "", [], NOW)
-    newest, passed = newest_whole(made / "checkpoints")
-    assert newest is not None, passed
-    assert newest.version == 4
-
-
 @pytest.mark.parametrize("earlier", [False, True])
 def test_a_fork_that_fails_leaves_nothing_and_the_latest_run_is_who_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: bool
@@ -450,17 +418,3 @@ def test_a_fork_that_fails_leaves_nothing_and_the_latest_run_is_who_it_was(
     assert [path.name for path in runs.iterdir() if not path.is_symlink()] == ([before] if earlier else [])
     assert (runs / "latest").is_symlink() == earlier
     assert not earlier or (runs / "latest").resolve().name == before
-
-
-def test_a_fork_of_a_checkpoint_that_goes_meanwhile_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    run = forkable(tmp_path)
-    real = fork_run_module.read_manifest
-
-    def without_a_ledger(folder: Path) -> Any:
-        (folder / LEDGER).unlink()
-        return real(folder)
-
-    monkeypatch.setattr(fork_run_module, "read_manifest", without_a_ledger)
-    with pytest.raises(LaunchError, match="could not be taken over: .*ledger.sqlite cannot be read") as caught:
-        fork_run(run.path, 4, "", [], NOW)
-    assert "try again" in caught.value.remedy

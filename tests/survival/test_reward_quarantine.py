@@ -13,7 +13,6 @@ import pytest
 from tests.harness.run_job import Job, audit, events, make_job, metrics
 
 from myxa.actors.buffer import cursor as buffer_cursor
-from myxa.actors.buffer import quarantine as quarantine_module
 from myxa.actors.buffer.cursor import PromptCursor
 from myxa.actors.buffer.quarantine import Quarantine, open_quarantine
 from myxa.actors.ledger.ledger import Ledger
@@ -208,28 +207,6 @@ def test_what_a_person_writes_into_the_list_stays(shop: Open, tmp_path: Path) ->
     written = file.read_text().splitlines()
     assert written[0] == mine and [json.loads(line)["row"] for line in written] == [0, 2]
     assert row_numbers(here.draw(4))[:1] == [1]
-
-
-def test_an_editor_that_puts_another_file_in_its_place_loses_nothing(
-    shop: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here = shop(after=1)
-    first, second, *_ = here.draw(4)
-    here.drop(first, "reward-error")
-    file, edited = tmp_path / "quarantine.jsonl", tmp_path / "edited"
-    edited.write_text(file.read_text().replace("it raised", "I know"))
-    synced: list[Path] = []
-
-    def sync(folder: Path) -> None:
-        if not synced:
-            edited.replace(file)  # in the middle of it
-        synced.append(folder)
-
-    monkeypatch.setattr(quarantine_module, "sync_folder", sync)
-    here.drop(second, "reward-error")
-    told = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [(line["row"], line["detail"]) for line in told] == [(0, "I know"), (1, "it raised")]
-    assert synced == [tmp_path, tmp_path]
 
 
 def test_a_disk_that_refuses_is_no_reason_to_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -191,58 +191,6 @@ async def test_a_version_that_no_engine_could_take_is_published_again_while_it_w
         assert room.conductor.given == [0, 1, 1, 2]
 
 
-class Hasty(Conductor):
-    """Gives its order before the gang has said where it stands."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.may_go = asyncio.Event()
-
-    async def _start(self, version: int) -> None:
-        await self.may_go.wait()
-        await super()._start(version)
-
-
-@pytest.mark.asyncio
-async def test_nor_is_the_loop_let_go_before_it_is_published_again_at_the_start(model: Path, tmp_path: Path):
-    conductor = Hasty()
-    async with trainer_room(model, tmp_path, conductor=conductor) as room:
-        await conductor.until(lambda: conductor.given == [0], "the first publication")
-        await room.node.ref(TrainerContract, "trainer/0").publish_again(0)
-        await conductor.until(lambda: conductor.given == [0, 0], "another publication")
-        conductor.may_go.set()
-        room.data.allow(1)
-        await conductor.steps(1)
-        assert conductor.given == [0, 0, 1]
-
-
-@pytest.mark.asyncio
-async def test_what_no_engine_could_take_is_published_again_in_a_pause_too(model: Path, tmp_path: Path):
-    async with trainer_room(model, tmp_path) as room:
-        room.data.allow(1)
-        await room.conductor.steps(1)
-        room.data.blocked_by = "paused"
-        room.data.ring()
-        await room.node.ref(TrainerContract, "trainer/0").publish_again(1)
-        await room.conductor.until(lambda: room.conductor.given == [0, 1, 1], "another publication")
-
-
-@pytest.mark.asyncio
-async def test_an_order_to_the_gang_before_has_no_effect(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    conductor = Hasty()
-    async with trainer_room(model, tmp_path, conductor=conductor) as room:
-        leader, rank = room.trainer._leader, room.node.ref(TrainerContract, "trainer/0")
-        assert leader is not None
-        with monkeypatch.context() as before:
-            before.setattr(leader._link, "version", -1)  # has not told yet
-            await rank.run_leader(7)
-        room.data.allow(1)
-        await asyncio.sleep(0.2)
-        assert conductor.reports == []
-        conductor.may_go.set()
-        await conductor.steps(1)
-
-
 @pytest.mark.asyncio
 async def test_a8_a_batch_with_a_token_beyond_the_bound_ends_the_run_and_is_not_trained(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

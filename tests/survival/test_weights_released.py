@@ -115,18 +115,6 @@ async def test_nobody_is_said_to_have_let_go_before_the_other_ranks_gave_their_m
 
 
 @pytest.mark.asyncio
-async def test_a_version_that_is_published_again_is_not_taken_for_the_one_that_a_rank_did_not_let_go():
-    gang = Gang()
-    await gang.publisher.publish(1)
-    gang.deaf = 1
-    await gang.release(1)
-    await gang.publisher.publish(1)
-    await gang.publisher.publish(2)
-    await gang.release(2)
-    assert gang.staged == {"trainer/0": {1}, "trainer/1": {1}}
-
-
-@pytest.mark.asyncio
 async def test_a_version_is_told_apart_from_its_earlier_publication_and_waits_for_no_room_of_its_own():
     gang = Gang()
     for version in range(9):
@@ -185,13 +173,3 @@ async def test_what_was_published_while_a_new_coordinator_was_told_stays_with_it
     await asyncio.gather(*gang.tasks)
     assert coordinator.told == [(7, 7), (7, 7)]
     assert gang.staged["trainer/1"] == {7, 8}, "6 goes: nobody else would say so"
-
-
-@pytest.mark.asyncio
-async def test_a_coordinator_that_restarts_while_it_is_told_that_the_gang_is_up_is_told_again():
-    gang, coordinator = Gang(), Coordinator()
-    standing = standing_of(gang, coordinator)
-    coordinator.when_told = lambda: standing.on_peer(PeerEvent("restarted", "coordinator", 2))
-    await standing.ready(0, await gang.publisher.publish(0), {}, None)
-    await asyncio.gather(*gang.tasks)
-    assert coordinator.told == [(0, 0), (0, 0)]
