@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 import pytest
 import torch  # noqa: F401  # what its import opens and starts is not the actor's doing
+from tests.harness.commands import Command
 from tests.harness.run_job import Job, audit, events, make_job, metrics
 from tests.harness.waiting import wait_until
 
@@ -221,6 +222,23 @@ async def test_an_actor_that_fails_leaves_and_its_program_goes_on(run: Run) -> N
         assert "fenced: a test wants it" in reason
         status = await rollout.status()
         assert (status.phase, status.reason) == ("left", reason)
+
+
+def test_groups_of_a_program_that_is_killed_go_to_others(run: Run) -> None:
+    host = Command([str(run.folder)], run.folder.parent, program=Path(__file__).with_name("host_program.py"))
+    dispatched = "SELECT group_id FROM groups WHERE rollout = ? AND state = 'DISPATCHED'"
+    try:
+        assert host.stdout is not None
+        name, said = host.stdout.readline().split()
+        assert said == "serves"
+        wait_until(lambda: bool(run.query(dispatched, name)), "groups of its own")
+    finally:
+        host.kill()
+        host.communicate()
+    wait_until(lambda: not run.query(dispatched, name), "its groups to go back")
+    num_steps = run.steps
+    wait_until(lambda: run.steps >= num_steps + 2, "two more steps")
+    wait_until(lambda: any(e["text"].startswith(name) for e in events(run.folder, "engine-gone")), "the event")
 
 
 # -- what cannot be joined -------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 from tests.control.live import live_run
-from tests.harness.commands import Command
 from tests.harness.run_job import audit, events, make_job, metrics, worker_pids
 from tests.harness.waiting import wait_until
 
@@ -96,32 +95,3 @@ def trained_or_none(run_dir: Path) -> int:
         return trained(run_dir)
     except sqlite3.OperationalError:  # there are no tables yet
         return 0
-
-
-def test_groups_of_a_program_that_is_killed_go_to_others(tmp_path: Path):
-    with live_run(tmp_path, "async.max_staleness=8", "rollout.max_groups=2") as live:  # nobody waits for slots
-        run_dir = live.run_dir
-        host = Command([str(run_dir)], tmp_path, program=Path(__file__).with_name("host_program.py"))
-        try:
-            assert host.stdout is not None
-            assert host.stdout.readline() == "rollout/1 serves\n"
-            wait_until(lambda: dispatched(run_dir) > 0, "work in its hands")
-        finally:
-            host.kill()
-            host.communicate()
-        wait_until(lambda: dispatched(run_dir) == 0, "its groups to go back")
-        goes_on(run_dir)
-        wait_until(
-            lambda: "rollout/1" in {e["text"].split()[0] for e in events(run_dir, "engine-gone")}, "it to be told"
-        )
-    report = audit_ledger(run_dir / "ledger.sqlite")
-    assert report.problems == ()
-    assert set(report.trained.values()) == {1}
-
-
-def dispatched(run_dir: Path) -> int:
-    with sqlite3.connect(f"file:{run_dir / 'ledger.sqlite'}?mode=ro", uri=True) as db:
-        question = "SELECT COUNT(*) FROM groups WHERE state = 'DISPATCHED' AND rollout = 'rollout/1'"
-        (count,) = db.execute(question).fetchone()
-    db.close()
-    return int(count)
