@@ -1,10 +1,5 @@
-"""Who dies beside the data's way, and what of it is noticed: monitor, memory manager, a program that hosts an engine, the
-launcher of node 0 while another machine takes part.
-
-Proved of real runs: training neither waits for a monitor that stands still nor for one that is gone, and its files go on
-afterwards with the gap marked; tenants keep their devices' memory while their manager is away and are asked again; groups
-of a program that was killed go back to the ledger; with node 0 every process of every node ends.
-"""
+"""The monitor and the memory manager die in real runs: training waits for neither, the monitor's files continue with the
+gap marked, tenants keep their device memory while their manager is away."""
 
 from __future__ import annotations
 
