@@ -1,15 +1,14 @@
 """A run on a file system of its own that is filled up in mid-run: a program for the tests.
 
-    python full_disk.py SCENE FOLDER
+    python full_disk.py FOLDER
 
-FOLDER/runs is the mount point of a small tmpfs, in the caller's mount namespace. Ends with 0 if the scene went as it is
-to go; else what was wrong is on its standard error.
+FOLDER/runs is the mount point of a small tmpfs, in the caller's mount namespace. Ends with 0 if all went as it is to go;
+else what was wrong is on its standard error.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import time
@@ -22,34 +21,31 @@ from tests.harness.run_job import events, metrics
 from tests.harness.waiting import wait_until
 from tests.survival.lives import BATCH, NUM_PROMPTS, Lives, make_lives
 
-from myxa.actors.checkpoints.folder import look_at
 from myxa.actors.ledger.audit import audit_ledger
 from myxa.actors.ledger.states import REDRAWN
 
 MIB = 1 << 20
-ROOM_BYTES = 3 * MIB
-"""More than the ledger will need, less than a checkpoint, which is 5.4 MiB."""
 
 FULL_S = 8.0
 """More than the restarts of any actor would take, if there were any."""
 
 
 class Ballast:
-    """A file that leaves so much of a file system and no more."""
+    """A file that takes all that a file system has left."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "ballast"
 
-    def fill(self, but: int = 0) -> None:
+    def fill(self) -> None:
         with self._path.open("wb") as file:
             for piece in (MIB, 4096):
-                self._pour(file.fileno(), piece, but)
+                self._pour(file.fileno(), piece)
         left = free_bytes(self._path.parent)
         print(f"{self._path.stat().st_size} bytes of ballast, {left} are left")
-        assert left <= but, "the run itself can only have taken more"
+        assert left == 0, "the run itself can only have taken more"
 
-    def _pour(self, descriptor: int, piece: int, but: int) -> None:
-        while free_bytes(self._path.parent) >= but + piece:
+    def _pour(self, descriptor: int, piece: int) -> None:
+        while free_bytes(self._path.parent) >= piece:
             try:
                 os.posix_fallocate(descriptor, os.fstat(descriptor).st_size, piece)
             except OSError:  # the run was faster
@@ -97,56 +93,12 @@ def asked(verb: str, run_dir: Path) -> str:
     return run_command(verb, "--run", str(run_dir), folder=run_dir.parent).stdout
 
 
-def has_no_room_for_a_checkpoint(lives: Lives, ballast: Ballast) -> None:
-    """It is told, and training goes on; once there is room one can be written."""
-    assert lives.run_dir is not None
-    run_dir = lives.run_dir
-    ballast.fill(but=ROOM_BYTES)
-    newest = whole_ones(run_dir)[-1]
-    wait_until(lambda: bool(events(run_dir, "checkpoint-failed")), "a checkpoint that fails", timeout_s=30)
-    lives.until_version(lives.version() + 2)
-    (told,) = [event["text"] for event in events(run_dir, "checkpoint-failed")]
-    for words in (
-        "trainer/0 could not save a checkpoint",
-        "No space left",
-        "attempt 1;",
-        "the next follows in 30 s",
-    ):
-        assert words in told, told
-    assert not list(run_dir.glob("checkpoints/.partial-*")), "what was half written filled the disk"
-    assert whole_ones(run_dir)[-1] == newest
-    asked = run_command("ckpt", "--run", str(run_dir), folder=run_dir.parent)
-    assert asked.returncode != 0
-    assert "no space left for a checkpoint: the newest takes" in asked.stderr, asked
-    ballast.empty()
-    written = run_command("ckpt", "--run", str(run_dir), "--json", folder=run_dir.parent)
-    assert written.returncode == 0, written
-    assert look_at(Path(json.loads(written.stdout)["folder"])).is_complete
-    assert lives.wait() == 0
-    assert not (run_dir / "logs" / "trainer.0.1.log").exists(), "training went on"
-    assert not (run_dir / "logs" / "buffer.4.log").exists()
-
-
-def whole_ones(run_dir: Path) -> list[Path]:
-    """Checkpoints by version."""
-    return sorted(path.parent for path in run_dir.glob("checkpoints/version_*/run.json"))
-
-
-SCENES = {
-    scene.__name__: scene
-    for scene in (
-        is_full_for_a_while,
-        has_no_room_for_a_checkpoint,
-    )
-}
-
-
-def play(scene: str, folder: Path) -> None:
+def play(folder: Path) -> None:
     lives = make_lives(folder, f"rollout.max_groups={BATCH}", patience_s=0.4)
     try:
         lives.begin()
         lives.until_version(3)  # there is a checkpoint to go on from
-        SCENES[scene](lives, Ballast(folder / "runs"))
+        is_full_for_a_while(lives, Ballast(folder / "runs"))
         assert lives.run_dir is not None
         audit = audit_ledger(lives.run_dir / "ledger.sqlite")
         assert (audit.problems, audit.num_waiting) == ((), 0)
@@ -160,4 +112,4 @@ def play(scene: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    play(sys.argv[1], Path(sys.argv[2]))
+    play(Path(sys.argv[1]))

@@ -11,11 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.survival.lives import NUM_PROMPTS, Lives, consumed, make_lives
+from tests.harness.run_job import events
+from tests.survival.lives import BATCH, NUM_PROMPTS, Lives, consumed, make_lives
 
+from myxa.actors.ledger.audit import audit_ledger
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.core.files import take_lock
 from myxa.launch.cli import main
+from myxa.launch.run_lineage.origin import RunOrigin
 from myxa.launch.runtime_dir import RuntimeDir
 
 pytestmark = pytest.mark.timeout(400)
@@ -35,10 +38,10 @@ def tree(folder: Path) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
     folder = tmp_path_factory.mktemp("refused")
-    lives = make_lives(folder)
+    lives = make_lives(folder, f"rollout.max_groups={BATCH}", "trainer.keep_last=3", patience_s=0.4)
     try:
         lives.begin()
-        lives.until_version(5)
+        lives.until_version(9)
         lives.kill()
         rows = (folder / "data" / "prompts.jsonl").read_text().splitlines()
         (folder / "other.jsonl").write_text("\n".join(rows[10:90]) + "\n")
@@ -148,19 +151,47 @@ def test_e02_a_run_with_nothing_to_go_on_from_is_left(
         shutil.rmtree(copy)
 
 
-def test_e02_a_start_that_fails_later_leaves_the_configuration_and_a_plain_resume_goes_on(killed: Lives) -> None:
-    """No code of a user runs before an actor's process does: what it lacks is seen then. The last test of this module:
-    it uses the run up."""
+def test_e02_a_start_that_fails_later_leaves_the_configuration_and_a_plain_resume_continues_whatever_is_damaged(
+    killed: Lives,
+) -> None:
+    """No code of a user runs before an actor's process does: what it lacks is seen then. Afterwards the newest
+    checkpoints are damaged (their sizes as they were) and the start files torn. The last test of this module: it uses the
+    run up."""
     assert killed.run_dir is not None
-    before = (killed.run_dir / "config.toml").read_bytes()
+    config = killed.run_dir / "config.toml"
+    before = config.read_text()
     killed.resume("--set", "algo.loss_fn=late.py:loss", "--set", "optimizer.lr=2e-3")
     assert killed.wait() != 0
     assert "no_module_of_this_name" in killed.said[-1]
     assert "is again what it was" in killed.said[-1]
-    assert (killed.run_dir / "config.toml").read_bytes() == before
+    assert config.read_text() == before
+    whole, *damaged = sorted(path.parent for path in killed.run_dir.glob("checkpoints/version_*/manifest.json"))[-3:]
+    for checkpoint in damaged:
+        damage(checkpoint)
+    config.write_text(before[: len(before) // 2])
+    (killed.run_dir / "origin.json").unlink()
     killed.resume()
     assert killed.wait() == 0, killed.said
+    for what in ("config.toml is cut off", "origin.json is missing"):
+        assert f"{what}: its copy in version_" in killed.said[-1]
+    settings = [[line for line in text.splitlines() if "resume" not in line] for text in (before, config.read_text())]
+    assert settings[0] == settings[1]
+    life = RunOrigin.load(killed.run_dir).lives[-1]
+    assert (life.began_at, life.ledger) == (int(whole.name.removeprefix("version_")), "its own ledger")
+    told = "\n".join(event["text"] for event in events(killed.run_dir, "checkpoint-passed-over"))
+    assert all(checkpoint.name in told for checkpoint in damaged)
     found = consumed(killed.run_dir)
-    assert set(found.draws.values()) == {1}
-    assert len(found.draws) == NUM_PROMPTS
+    assert found.draws == dict.fromkeys(range(NUM_PROMPTS), 1), "the multiset of an undisturbed run"
+    assert found.steps == dict.fromkeys(range(NUM_PROMPTS // BATCH), BATCH)
     assert found.net == Counter()
+    assert audit_ledger(killed.run_dir / "ledger.sqlite").problems == ()
+
+
+def damage(checkpoint: Path) -> None:
+    """Some bytes of a tensor, as a failing disk would; nothing but a digest tells."""
+    path = checkpoint / "rank-00000.safetensors"
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        before = file.read(8)
+        file.seek(-8, os.SEEK_CUR)
+        file.write(bytes(byte ^ 0xFF for byte in before))
