@@ -251,10 +251,13 @@ def test_several_mistakes_are_told_at_once(here: Job, capsys: pytest.CaptureFixt
 # -- while a run goes on ---------------------------------------------------------------------------------------------
 
 
+QUICKLY = ("rollout.max_retries=0",)
+
+
 async def inside(flags: tuple[str, ...], until: Callable[[BufferStats], bool] = lambda stats: False) -> object:
     """All actors of a run on this loop, until one fails (its error), the run ends (its status) or `until` (the buffer's
     counts)."""
-    config = load_config("run.toml", [flag for flag in flags if flag != "--set"])
+    config = load_config("run.toml", [*QUICKLY, *(flag for flag in flags if flag != "--set")])
     run_dir = RunDir.create(config.run.dir, config.run.name, datetime.now())
     node = await Node.attach(name="inside", network=InprocNetwork())
     try:

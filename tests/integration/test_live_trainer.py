@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from tests.harness.commands import run as run_command
 from tests.harness.run_job import Job, audit, events, metrics, worker_pids
 from tests.harness.waiting import wait_until
 
@@ -118,14 +120,25 @@ async def test_two_ranks_use_a_knob_in_the_same_step_and_a_resumed_run_goes_on_w
 
 
 @pytest.mark.asyncio
-async def test_where_engines_and_trainer_take_turns_things_are_written_in_the_trainers_turn(job: Job) -> None:
-    """A checkpoint while it runs, and one while it is paused, when the engines have the device."""
+async def test_where_engines_and_trainer_take_turns_a_killed_engine_returns_and_checkpoints_are_written(
+    job: Job,
+) -> None:
+    """A checkpoint while it runs, and one while it is paused, when the engines have the device; `myxa mem` shows both."""
     process = job.start(
         'memory.share="switch"', "memory.capacity_mb=9", "memory.switch_s=40", "engine.context_length=64",
         "engine.max_running=4", "run.num_steps=100000", "trainer.async_save=true", *job.paced(),
     )  # fmt: skip
     try:
         wait_until(lambda: len(steps(job)) >= 2, "the second step")
+        page = run_command("mem", folder=job.folder)
+        for shown in ("host:0: 9.0 MiB, free", "trainer/0 (trainer)", "rollout/0 (rollout)", "optimizer"):
+            assert shown in page.stdout, page.stdout + page.stderr
+        view = run_command("mem", str(job.run_dir()), "--json", folder=job.folder)
+        (device,) = json.loads(view.stdout)["devices"]
+        assert device["capacity_bytes"] == 9 << 20
+        assert {tenant["gang"] for tenant in device["tenants"]} == {"trainer", "rollout"}
+        os.kill(worker_pids(process.pid, "rollout/0")[0], signal.SIGKILL)
+        wait_until(lambda: len(events(job.run_dir(), "engine-joined")) >= 2, "the return of the killed engine")
         async with at_the_seat(job, "operator-1") as coordinator:
             values: dict[str, KnobValue] = {"weights_every": 2, "weight_channel": "disk"}
             refused = await coordinator.change_knobs(ChangeRequest(values=values, who=ME))

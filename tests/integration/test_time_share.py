@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
 from tests.harness.commands import run as run_command
-from tests.harness.run_job import Job, audit, events, metrics, worker_pids
-from tests.harness.waiting import wait_until
+from tests.harness.run_job import Job, audit, events, metrics
 from tests.integration.device_sampler import Sampler
 
 pytestmark = pytest.mark.timeout(180)
@@ -135,31 +131,6 @@ def test_parked_groups_are_neither_lost_nor_trained_twice(job: Job) -> None:
     assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["version_00000003", "version_00000006"]
 
 
-def test_mem_shows_the_holders_and_an_engine_that_is_killed_comes_back_into_its_turn(job: Job) -> None:
-    process = job.start(*TURNS, "run.num_steps=100000", *job.paced())
-    try:
-        wait_until(lambda: _steps(job) >= 2, "the second step")
-        page = ask_mem(job)
-        for shown in ("host:0: 9.0 MiB, free", "trainer/0 (trainer)", "rollout/0 (rollout)", "optimizer"):
-            assert shown in page.stdout, page.stdout + page.stderr
-        (device,) = json.loads(ask_mem(job, str(job.run_dir()), "--json").stdout)["devices"]
-        assert device["capacity_bytes"] == CAPACITY_MIB * MIB
-        assert {t["gang"] for t in device["tenants"]} == {"trainer", "rollout"}
-        os.kill(worker_pids(process.pid, "rollout/0")[0], signal.SIGKILL)
-        wait_until(lambda: len(events(job.run_dir(), "engine-joined")) >= 2, "the return of the killed engine")
-        before = _steps(job)
-        wait_until(lambda: _steps(job) >= before + 3, "three more steps")
-    finally:
-        process.send_signal(signal.SIGTERM)
-        said, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, said
-    facts = audit(job.run_dir())
-    assert len(facts.trained) == len(set(facts.trained)) >= 5 * 4
-    late = ask_mem(job)
-    assert late.returncode == 3
-    assert "no live run" in late.stderr
-
-
 def test_a_device_that_is_too_small_is_refused_with_who_holds_what(job: Job) -> None:
     started = time.monotonic()
     # The engine does not fit either, and it may be told so often enough to end the run before the trainer is.
@@ -174,10 +145,3 @@ def test_a_device_that_is_too_small_is_refused_with_who_holds_what(job: Job) -> 
 
 def ask_mem(job: Job, *words: str) -> subprocess.CompletedProcess[str]:
     return run_command("mem", *words, folder=job.folder, timeout_s=60)
-
-
-def _steps(job: Job) -> int:
-    try:
-        return sum("reward/mean" in p["values"] for p in metrics(job.run_dir()))
-    except (OSError, ValueError):
-        return 0

@@ -121,6 +121,9 @@ async def test_a_forked_actor_is_as_a_fresh_interpreter(enter: Enter):
         assert sorted(room.ends) == [("rollout/0", 7), ("rollout/1", 7)]
         assert room.log(actor("rollout/0")).read_text() == room.log(actor("rollout/1")).read_text() == "out\nerr\n"
         forked, fresh = await room.facts("rollout/0"), await room.facts("rollout/1")
+        await signals_end_it_and_are_its_status(room)
+        for said, status, last in (("5", 5, "err"), ('"my own words"', 1, "my own words")):
+            await an_exit_is_that_of_an_interpreter(room, said, status, last)
     assert forked["parent"] == os.getpid()
     assert forked["stdin"] == ""
     assert (forked.pop("comm"), fresh.pop("comm")[:6]) == ("rollout/0", "python")
@@ -135,17 +138,24 @@ async def test_a_forked_actor_is_as_a_fresh_interpreter(enter: Enter):
     assert forked == fresh
 
 
-@pytest.mark.asyncio
-async def test_signals_end_it_and_are_its_status(enter: Enter):
-    async with enter() as room:
-        killed, asked = [await room.forked(actor(f"rollout/{n}", "sleeps")) for n in (0, 1)]
-        await room.facts("rollout/0")
-        await room.facts("rollout/1")
-        killed.kill()
-        asked.ask_to_end()
-        assert await killed.wait(WAIT_S)
-        assert await asked.wait(WAIT_S)
+async def signals_end_it_and_are_its_status(room: Room) -> None:
+    killed, asked = [await room.forked(actor(f"rollout/{n}", "sleeps")) for n in (2, 3)]
+    await room.facts("rollout/2")
+    await room.facts("rollout/3")
+    killed.kill()
+    asked.ask_to_end()
+    assert await killed.wait(WAIT_S)
+    assert await asked.wait(WAIT_S)
     assert (killed.status, asked.status) == (-9, -15)
+
+
+async def an_exit_is_that_of_an_interpreter(room: Room, said: str, status: int, last: str) -> None:
+    forked, fresh = actor("rollout/4", f"exits {said}"), actor("rollout/5", f"exits {said}")
+    children = await room.forked(forked), room.fresh(fresh)
+    for child, each in zip(children, (forked, fresh), strict=True):
+        assert await child.wait(WAIT_S)
+        assert child.status == status
+        assert room.log(each).read_text().splitlines()[-1] == last
 
 
 @pytest.mark.asyncio
@@ -296,21 +306,6 @@ async def test_a_kit_whose_base_is_slow_is_not_given_up(
         child = await room.forked(actor("rollout/1"), TORCH)
         assert await child.wait(WAIT_S)
     assert "not forked any more" not in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("said", "status", "last"),
-    [("5", 5, "err"), ('"my own words"', 1, "my own words")],
-)
-@pytest.mark.asyncio
-async def test_an_exit_is_that_of_an_interpreter(enter: Enter, said: str, status: int, last: str):
-    async with enter() as room:
-        forked, fresh = actor("rollout/0", f"exits {said}"), actor("rollout/1", f"exits {said}")
-        assert await (await room.forked(forked)).wait(WAIT_S)
-        assert await room.fresh(fresh).wait(WAIT_S)
-        assert sorted(room.ends) == [("rollout/0", status), ("rollout/1", status)]
-        for each in (forked, fresh):
-            assert room.log(each).read_text().splitlines()[-1] == last
 
 
 def test_a_process_with_a_gpu_open_is_unfit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -65,13 +65,6 @@ KILLS = {
         ),
         num_steps=40,
     ),
-    "buffer": Cells(
-        (
-            "buffer.dispatch:kill:2", "buffer.put:kill:3", "buffer.claim:kill:1", "buffer.trained:kill:1",
-            "buffer.durable:kill:1",
-        ),
-        (CHECKPOINTS,),
-    ),
     "coordinator": Cells(
         ("coordinator.ready:kill:1", "coordinator.version_made:kill:2", "coordinator.adopt:kill:2",
          "coordinator.knobs_decided:kill:1"),
@@ -79,10 +72,12 @@ KILLS = {
         reward_s=0.2,
         beside=lambda job: turn_a_knob(job, after=3),
     ),
-    "trainer, a step": Cells(
-        ("trainer.claim:kill:2", "trainer.forward@trainer/1:kill:2", "trainer.all_reduce@trainer/0:kill:2",
-         "trainer.optimizer@trainer/1:kill:1"),
+    "buffer and trainer, a step": Cells(
+        ("buffer.dispatch:kill:2", "trainer.claim:kill:2", "buffer.put:kill:3", "trainer.forward@trainer/1:kill:2",
+         "buffer.claim:kill:1", "trainer.all_reduce@trainer/0:kill:2", "buffer.trained:kill:1",
+         "trainer.optimizer@trainer/1:kill:1", "buffer.durable:kill:1"),
         (CHECKPOINTS, GANG),
+        num_steps=20,
     ),
     "trainer, what it writes": Cells(
         ("trainer.publish@trainer/0:kill:2", "trainer.trained:kill:2", "trainer.checkpoint_write@trainer/1:kill:1",

@@ -16,7 +16,7 @@ from myxa.actors.coordinator.audit import verify_audit
 from myxa.launch.run_lineage.origin import RunOrigin
 
 pytestmark = pytest.mark.timeout(400)
-NUM_KILLS = 3
+NUM_KILLS = 2
 
 
 @pytest.fixture
