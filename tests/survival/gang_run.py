@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import json
+import os
 import signal
+import socket
 import subprocess
 import time
 from collections import Counter
@@ -11,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 from tests.harness.run_job import PATIENT, Job, events, make_job, metrics, worker_pids
 from tests.harness.waiting import wait_until
 
@@ -61,6 +66,14 @@ class GangRun:
         wait_until(lambda: bool(made()), "a step after the fault")
         return made()[0] - since_wall_s
 
+    def check_sockets(self) -> None:
+        """E04: no process listens beyond loopback."""
+        pids = [self.launcher.pid, *(child.pid for child in psutil.Process(self.launcher.pid).children(recursive=True))]
+        assert {self.rank(0), self.rank(1)} <= set(pids)
+        places = listening(pids)
+        assert places, "the store of the gang listens somewhere"
+        assert beyond_loopback(pids) == {}, places
+
     def end(self) -> str:
         """To the end of the data; returns what the launcher said."""
         said, _ = self.launcher.communicate(timeout=150)
@@ -80,6 +93,34 @@ class GangRun:
 
     def told(self, kind: str) -> list[str]:
         return [event["text"] for event in events(self.run_dir, kind)]
+
+
+def listening(pids: list[int]) -> dict[str, str]:
+    """Address and port of each listening TCP socket of these processes, and whose it is: read from the kernel."""
+    inodes: dict[str, int] = {}
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for fd in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    name = os.readlink(fd)
+                    if name.startswith("socket:["):
+                        inodes[name[8:-1]] = pid
+    found: dict[str, str] = {}
+    for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] != "0A" or words[9] not in inodes:
+                continue
+            host, port = words[1].split(":")
+            packed = b"".join(bytes.fromhex(host[at : at + 8])[::-1] for at in range(0, len(host), 8))
+            pid = inodes[words[9]]
+            found[f"{socket.inet_ntop(family, packed)} {int(port, 16)}"] = f"{pid} {psutil.Process(pid).name()}"
+    return found
+
+
+def beyond_loopback(pids: list[int]) -> dict[str, str]:
+    there = listening(pids)
+    return {place: who for place, who in there.items() if not ipaddress.ip_address(place.split()[0]).is_loopback}
 
 
 @contextmanager

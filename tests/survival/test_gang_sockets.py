@@ -3,18 +3,14 @@ nobody for a key."""
 
 from __future__ import annotations
 
-import contextlib
-import ipaddress
 import os
 import socket
 import threading
 from datetime import timedelta
-from pathlib import Path
 
-import psutil
 import pytest
 import torch
-from tests.survival.gang_run import gang_run
+from tests.survival.gang_run import listening
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from myxa.actors.torch_store import find_store, host_store, own_address_towards
@@ -22,50 +18,6 @@ from myxa.actors.weights.channels.process_group import ChannelGroup
 from myxa.launch.nodes.rendezvous import quiet_port
 
 pytestmark = pytest.mark.timeout(300)
-
-
-def listening(pids: list[int]) -> dict[str, str]:
-    """Address and port of each listening TCP socket of these processes, and whose it is: read from the kernel."""
-    inodes: dict[str, int] = {}
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            for fd in Path(f"/proc/{pid}/fd").iterdir():
-                with contextlib.suppress(OSError):
-                    name = os.readlink(fd)
-                    if name.startswith("socket:["):
-                        inodes[name[8:-1]] = pid
-    found: dict[str, str] = {}
-    for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            words = line.split()
-            if words[3] != "0A" or words[9] not in inodes:
-                continue
-            host, port = words[1].split(":")
-            packed = b"".join(bytes.fromhex(host[at : at + 8])[::-1] for at in range(0, len(host), 8))
-            pid = inodes[words[9]]
-            found[f"{socket.inet_ntop(family, packed)} {int(port, 16)}"] = f"{pid} {psutil.Process(pid).name()}"
-    return found
-
-
-def beyond_loopback(pids: list[int]) -> dict[str, str]:
-    there = listening(pids)
-    return {place: who for place, who in there.items() if not ipaddress.ip_address(place.split()[0]).is_loopback}
-
-
-@pytest.mark.parametrize("kind", ["torch", "megatron"])
-def test_e04_no_process_of_a_run_on_one_machine_listens_beyond_loopback(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    layout = ("megatron.tp=2",) if kind == "megatron" else ()
-    with gang_run(tmp_path, f'roles.trainer.kind="{kind}"', *layout) as run:
-        run.until_version(1)
-        pids = [run.launcher.pid, *(child.pid for child in psutil.Process(run.launcher.pid).children(recursive=True))]
-        assert {run.rank(0), run.rank(1)} <= set(pids)
-        places = listening(pids)
-        assert places, "the store of the gang listens somewhere"
-        assert beyond_loopback(pids) == {}, places
 
 
 def test_e04_a_store_is_not_reached_by_another_address_of_the_host() -> None:

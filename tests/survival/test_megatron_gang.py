@@ -20,6 +20,7 @@ def overrides(layout: str) -> tuple[str, ...]:
 @pytest.fixture(autouse=True)
 def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
 
 
 def disturb(run: GangRun, rank: int, what: signal.Signals) -> None:
@@ -45,6 +46,8 @@ def disturb(run: GangRun, rank: int, what: signal.Signals) -> None:
 )
 def test_a_rank_is_killed(tmp_path: Path, layout: str, rank: int) -> None:
     with gang_run(tmp_path, *overrides(layout)) as run:
+        run.until_version(1)
+        run.check_sockets()
         disturb(run, rank, signal.SIGKILL)
         run.end()
         run.prove()
