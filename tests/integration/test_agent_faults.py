@@ -51,9 +51,7 @@ async def play(ctx, prompt):
 """
 
 
-def test_d04_after_the_death_of_an_actor_a_replay_knows_that_it_is_one_and_the_first_was_closed(
-    tmp_path: Path,
-) -> None:
+def test_d04_after_the_death_of_an_actor_a_replay_knows_that_it_is_one_and_the_first_was_closed(tmp_path: Path) -> None:
     job = make_job(tmp_path)
     (tmp_path / "shop.py").write_text(SHOP)
     flags = ('rollout.workflow="shop.py:play"', 'reward.fn="workflow"', "rollout.max_turns=2", "run.num_steps=8")

@@ -376,11 +376,7 @@ def run(job: Job, *flags: str) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("flags", "actor"),
-    [
-        ("--set data.train=data/torn.jsonl", "buffer"),
-        ("--set reward.fn=mine.py:fails", "rollout/0"),
-    ],
+    ("flags", "actor"), [("--set data.train=data/torn.jsonl", "buffer"), ("--set reward.fn=mine.py:fails", "rollout/0")]
 )
 def test_the_cause_is_the_last_line_of_a_run(here: Job, flags: str, actor: str) -> None:
     row = by(flags)

@@ -248,10 +248,7 @@ if "myxa.launch.nodes.fork_server" in sys.orig_argv:
     threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 """
 SPOILT = {
-    "an import started 1 threads": (
-        "sitecustomize.py",
-        STARTS_A_THREAD,
-    ),
+    "an import started 1 threads": ("sitecustomize.py", STARTS_A_THREAD),
     "ImportError: none today": ("safetensors.py", 'raise ImportError("none today")'),
 }
 

@@ -194,8 +194,7 @@ def test_a_late_node_is_staffed_whatever_the_role_s_nodes_and_devices_say(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("channel", "is_same", "refused"),
-    [("shm", False, True), ("shm", True, False), ("disk", False, False)],
+    ("channel", "is_same", "refused"), [("shm", False, True), ("shm", True, False), ("disk", False, False)]
 )
 def test_a_late_node_needs_a_way_for_new_weights(tmp_path: Path, channel: str, is_same: bool, refused: bool):
     run = config(tmp_path, f'weights.channel="{channel}"')

@@ -227,20 +227,6 @@ async def test_a_judge_that_does_not_come_back_ends_the_run(tmp_path: Path, monk
 
 
 @pytest.mark.asyncio
-async def test_a_probe_that_is_cancelled_leaves_the_way_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with judge(tmp_path, monkeypatch) as here:
-        await here.score(0)
-        here.module.broken = True
-        waiting = [here.score(group) for group in (1, 2, 3, 4, 5)]
-        await here.until("reward-paused")
-        for task in waiting[2:4]:
-            task.cancel()
-        here.module.broken = False
-        done = await asyncio.gather(*waiting, return_exceptions=True)
-        assert [type(one) for one in done[2:]] == [asyncio.CancelledError, asyncio.CancelledError, RewardOutcome]
-
-
-@pytest.mark.asyncio
 async def test_one_bad_prompt_that_is_alone_in_line_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

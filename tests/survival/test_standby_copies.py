@@ -12,7 +12,6 @@ from tests.survival.checkpoint_room import Ranks, refused
 from myxa.actors.trainer.start_point import Standby, StandbyOptions
 from myxa.core.activity import ActivityMeter, TelemetryBuffer
 from myxa.core.clock import SystemClock
-from myxa.core.errors import CallError
 from myxa.core.knobs import LiveKnobs
 
 
@@ -28,25 +27,6 @@ def standby(folder: Path, ranks: Ranks, live_knobs: Callable[[], Awaitable[LiveK
 
 async def no_knobs() -> LiveKnobs:
     return LiveKnobs()
-
-
-@pytest.mark.asyncio
-async def test_a_coordinator_that_stays_away_costs_one_copy(tmp_path: Path):
-    answers: list[LiveKnobs | Exception] = [CallError("coordinator did not answer for 120 s"), LiveKnobs()]
-
-    async def live_knobs() -> LiveKnobs:
-        if isinstance(answer := answers.pop(0), Exception):
-            raise answer
-        return answer
-
-    copies, told = standby(tmp_path / "ram", Ranks(), live_knobs)
-    await copies.copy(1)
-    (text,) = told()
-    assert "coordinator did not answer" in text
-    assert "/dev/shm" not in text
-    assert copies.is_due(2)
-    await copies.copy(2)
-    assert [path.name for path in (tmp_path / "ram").iterdir()] == ["version_00000002"]
 
 
 @pytest.mark.asyncio

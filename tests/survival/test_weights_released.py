@@ -14,13 +14,10 @@ import pytest
 
 from myxa.actors.knobs.owner import KnobOwner
 from myxa.actors.trainer.knobs import TrainerKnobs
-from myxa.actors.trainer.train_loop import CoordinatorLink
 from myxa.actors.weights.publish import ChannelChoice, Publisher
 from myxa.core.activity import ActivityMeter, TelemetryBuffer
-from myxa.core.actor import PeerEvent
 from myxa.core.clock import SystemClock
 from myxa.core.errors import DeadlineExceeded, GatherError
-from myxa.core.knobs import LiveKnobs
 from myxa.core.messages import WeightChannel, WeightManifest
 
 RANKS = ("trainer/0", "trainer/1")
@@ -124,52 +121,3 @@ async def test_a_version_is_told_apart_from_its_earlier_publication_and_waits_fo
     assert again == [1, 2]
     await gang.release(0)
     assert (await gang.publisher.publish(9)).attempt == 0
-
-
-class Coordinator:
-    """Answers when the test lets it."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[int, int]] = []
-        self.may_answer = asyncio.Event()
-        self.may_answer.set()
-        self.when_told: Callable[[], None] = lambda: None
-
-    async def trainer_ready(
-        self,
-        version: int,
-        manifest: WeightManifest | None,
-        facts: dict[str, str],
-        live: LiveKnobs | None = None,
-        is_leading: bool = False,
-    ) -> None:
-        self.told.append((version, -1 if manifest is None else manifest.version))
-        when_told, self.when_told = self.when_told, lambda: None
-        when_told()
-        await self.may_answer.wait()
-
-
-def standing_of(gang: Gang, coordinator: Coordinator) -> CoordinatorLink:
-    async def ask(who: str, send: Callable[[], Any], *, waits_for_disk: bool = True) -> Any:
-        return await send()
-
-    gang.coordinator = coordinator
-    ctx: Any = gang
-    return CoordinatorLink(ctx, gang.publisher, ask)
-
-
-@pytest.mark.asyncio
-async def test_what_was_published_while_a_new_coordinator_was_told_stays_with_it():
-    """It was told of version 7 and hands it out, when 8 is published."""
-    gang, coordinator = Gang(), Coordinator()
-    standing = standing_of(gang, coordinator)
-    await gang.publisher.publish(6)
-    await standing.ready(7, await gang.publisher.publish(7), {}, None)
-    coordinator.may_answer.clear()
-    standing.on_peer(PeerEvent("restarted", "coordinator", 2))
-    await asyncio.sleep(0)
-    await gang.publisher.publish(8)
-    coordinator.may_answer.set()
-    await asyncio.gather(*gang.tasks)
-    assert coordinator.told == [(7, 7), (7, 7)]
-    assert gang.staged["trainer/1"] == {7, 8}, "6 goes: nobody else would say so"
