@@ -162,13 +162,13 @@ async def an_exit_is_that_of_an_interpreter(room: Room, said: str, status: int, 
 async def test_forks_use_the_threads_of_their_role_and_draw_different_numbers(enter: Enter):
     async with enter() as room:
         one, other = await room.forked(actor("rollout/0", threads=2), TORCH), room.fresh(actor("rollout/1", threads=2))
-        sibling = await room.forked(actor("rollout/2", threads=2), TORCH)
+        sibling = await room.forked(actor("rollout/2"), TORCH)
         for child in (one, other, sibling):
             assert await child.wait(WAIT_S)
         facts, _, others = [await room.facts(f"rollout/{n}") for n in range(3)]
         assert not [source for source in ("draw", "numpy_draw", "torch_draw") if facts[source] == others[source]]
-        assert not facts["cuda"], "the server started CUDA"
-        assert (facts["num_tasks"], facts["modules"]) == (1, True)
+        assert not others["cuda"], "the server started CUDA"
+        assert (others["num_tasks"], others["modules"]) == (1, True)
         forked, fresh = [(await room.facts(f"rollout/{n}"))["threads"] for n in (0, 1)]
     assert forked == fresh
     assert forked == {"torch": 2, "begun": 1, "elsewhere": 2, "numpy": 2}

@@ -240,8 +240,8 @@ def test_profiles_are_files_that_can_be_read(lively):
         client.ask("profile", 90, target="rollout/1", kind="torch", for_s=0.5)
 
 
-def test_a_profile_does_not_keep_its_process(strict):
-    one = strict
+def test_a_profile_does_not_keep_its_process(changing):
+    one = changing
     client = client_of(one)
     broken: list[str] = []
 
