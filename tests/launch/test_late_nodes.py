@@ -75,7 +75,7 @@ def names(client: ControlClient) -> set[str]:
     return {actor["name"] for actor in client.ask("ps") if actor["state"] == "up"}
 
 
-def test_a_late_node_gets_its_number_and_its_actors_and_leaves_in_order_at_a_signal(stage: Stage):
+def test_late_nodes_get_their_actors_and_leave_at_a_signal_by_sigkill_and_by_drain(stage: Stage):
     node0 = stage.first()
     client = ControlClient.of(node0.dir)
     late = stage.late("late", "--rollouts", "2")
@@ -97,32 +97,19 @@ def test_a_late_node_gets_its_number_and_its_actors_and_leaves_in_order_at_a_sig
     again = stage.late("again")
     node0.until_serving("rollout/1", attempt=1)
     assert "this is node 2 of the run" in again.output, "no number is given twice"
-    finish(node0, again)
-
-
-def test_a_late_node_that_is_killed_costs_its_actors_and_one_that_is_drained_ends_well(stage: Stage):
-    node0 = stage.first()
-    client = ControlClient.of(node0.dir)
-    late = stage.late("late")
-    node0.until_serving("rollout/1")
-    children = late.children()
-    late.signal(signal.SIGKILL)
-    late.process.wait()
-    late.until_gone(children)
-    node0.until(
-        lambda: (
-            "the launcher of node 1 is gone" in launcher_log(node0)
-            and "the run continues without it: 1 are left, 1 must be" in launcher_log(node0)
-        ),
-        "rollout/1 to be given up",
-    )
+    children = again.children()
+    again.signal(signal.SIGKILL)
+    again.process.wait()
+    again.until_gone(children)
+    node0.until(lambda: "the launcher of node 2 is gone" in launcher_log(node0), "the loss to be seen")
+    node0.until(lambda: "1 are left, 1 must be" in launcher_log(node0), "rollout/1 to be given up")
     more = client.ask("scale", 120, role="rollout", count=2, wait_s=60)
     assert [(actor["name"], actor["node"]) for actor in more["joining"]] == [("rollout/1", 0)], "nobody is sent there"
     assert more["is_done"], node0.evidence()
     other = stage.late("other")
-    node0.until_serving("rollout/2")
+    node0.until_serving("rollout/2", attempt=1)
     children = other.children()
-    gone = client.ask("drain", 120, target="node:2", wait_s=60)
+    gone = client.ask("drain", 120, target="node:3", wait_s=60)
     assert (set(gone["leaving"]), gone["is_done"]) == ({"rollout/2"}, True), node0.evidence()
     assert other.ended() == 0, other.output
     other.until_gone(children)
