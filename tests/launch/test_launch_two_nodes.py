@@ -67,6 +67,7 @@ def test_two_launchers_make_one_run_and_a_signal_on_any_of_them_ends_it(tmp_path
         assert {p.pid for p in node1.children()} >= {owners["trainer/1"]}, "rank 1 is node 1's child"
         os.kill(node0.pid_of("trainer/1"), signal.SIGKILL)
         node0.until_serving("trainer/0", "trainer/1", attempt=1)
+        check_actors_come_and_go(node0, node1)
         children = node0.children() + node1.children()
         node1.signal(signal.SIGINT)
         assert node1.ended() == 130, node1.evidence()
@@ -103,6 +104,28 @@ def check_keys(node0, node1, folder: Path) -> None:
     logs = [path.read_text() for path in (node0.dir / "logs").iterdir() if path.is_file()]
     secrets = [secret, *(key.split()[1] for key in keys)]
     assert not any(hidden in text for hidden in secrets for text in [*logs, node0.output, node1.output])
+
+
+def check_actors_come_and_go(node0, node1) -> None:
+    """On the node with the fewest; logs and stacks are read from both."""
+    node0.until(lambda: (node0.dir / "control.json").exists(), "the control socket")
+    client = ControlClient.of(node0.dir)
+    assert client.ask("drain", 120, target="rollout/1", wait_s=60)["is_done"], node0.evidence()
+    more = client.ask("scale", 120, role="rollout", count=4, wait_s=60)
+    assert more["is_done"], node0.evidence()
+    assert [(actor["name"], actor["node"]) for actor in more["joining"]] == [
+        ("rollout/1", 1), ("rollout/2", 0), ("rollout/3", 1),
+    ]  # fmt: skip
+    node0.until_serving("rollout/1", attempt=1)
+    node0.until_serving("rollout/2", "rollout/3")
+    child = os.getpgid(node0.pid_of("rollout/3"))
+    assert child in {process.pid for process in node1.children()}, "it is node 1's child"
+    (chunk,) = client.ask("logs", target="rollout/3", num_lines=5)
+    assert any("rollout/3 serves as attempt 0" in line for line in chunk["lines"])
+    (stack,) = client.ask("stack", target="rollout/3")
+    assert (stack["how"], stack["pid"]) == ("process", child)
+    assert client.ask("kill", target="node:1", signal="CONT")["sent"] == ["trainer/1", "rollout/1", "rollout/3"]
+    assert {actor["name"] for actor in client.ask("ps") if actor["node"] == 1} >= {"rollout/1", "rollout/3"}
 
 
 def test_nodes_end_when_node_0_is_lost(tmp_path: Path, run):
@@ -203,34 +226,3 @@ def test_a_run_goes_on_without_a_node_while_there_is_a_quorum(tmp_path: Path, ru
         node0.until(lambda: "1 are left, 1 must be" in node0.output, "rollout/1 is given up")
         node0.switch("finish")
         assert node0.ended() == 0, node0.evidence()
-
-
-def test_actors_come_and_go_on_the_node_with_the_fewest_and_logs_are_read_from_both(tmp_path: Path, run):
-    first, second = two(tmp_path, run)
-    with second as node1, first as node0:
-        see(node0, tmp_path)
-        see(node1, tmp_path)
-        node0.until_serving("coordinator", "trainer/0", "trainer/1", "rollout/0", "rollout/1")
-        node0.until(lambda: (node0.dir / "control.json").exists(), "the control socket")
-        client = ControlClient.of(node0.dir)
-        assert client.ask("drain", 120, target="rollout/1", wait_s=60)["is_done"], node0.evidence()
-        more = client.ask("scale", 120, role="rollout", count=4, wait_s=60)
-        assert more["is_done"], node0.evidence()
-        assert [(actor["name"], actor["node"]) for actor in more["joining"]] == [
-            ("rollout/1", 1), ("rollout/2", 0), ("rollout/3", 1),
-        ]  # fmt: skip
-        node0.until_serving("rollout/1", attempt=1)
-        node0.until_serving("rollout/2", "rollout/3")
-        child = os.getpgid(node0.pid_of("rollout/3"))
-        assert child in {process.pid for process in node1.children()}, "it is node 1's child"
-        (chunk,) = client.ask("logs", target="rollout/3", num_lines=5)
-        assert any("rollout/3 serves as attempt 0" in line for line in chunk["lines"])
-        (stack,) = client.ask("stack", target="rollout/3")
-        assert (stack["how"], stack["pid"]) == ("process", child)
-        assert client.ask("kill", target="node:1", signal="CONT")["sent"] == ["trainer/1", "rollout/1", "rollout/3"]
-        assert {actor["name"] for actor in client.ask("ps") if actor["node"] == 1} >= {"rollout/1", "rollout/3"}
-        children = node0.children() + node1.children()
-        node0.switch("finish")
-        assert node0.ended() == 0, node0.evidence()
-        assert node1.ended() == 0, node1.evidence()
-        node0.until_gone(children)
