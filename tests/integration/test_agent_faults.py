@@ -24,8 +24,8 @@ def test_d01_d02_d03_a_run_with_a_bad_environment_trains_all_its_steps_and_blame
     bench = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "agent_faults", bench)
     spec.loader.exec_module(bench)
-    found = bench.run(tmp_path, steps=3, block=30.0, hang=3600.0, limit=4.0, max_block=0.7, env=0.2)
-    assert found.wrong(3) == []
+    found = bench.run(tmp_path, steps=6, block=30.0, hang=3600.0, limit=6.0, max_block=1.0, env=0.5)
+    assert found.wrong(6) == []
 
 
 SHOP = """

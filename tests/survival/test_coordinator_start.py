@@ -169,7 +169,7 @@ class Away:
 
 
 class Owners:
-    async def told(self, owner: str) -> None:
+    async def send_values(self, owner: str) -> None:
         """It uses what is in force."""
 
 
