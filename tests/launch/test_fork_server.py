@@ -67,8 +67,11 @@ class Room:
         )
 
     async def forked(self, actor: ActorSpec, kit: str = LIGHT) -> Child:
-        child = await self.fork(actor, kit)
-        assert child is not None
+        deadline = time.monotonic() + WAIT_S
+        while (
+            child := await self.fork(actor, kit)
+        ) is None:  # its server still imports, on a machine that does much else
+            assert time.monotonic() < deadline, f"{actor.name} is not forked"
         return child
 
     def fresh(self, actor: ActorSpec) -> Child:
@@ -227,6 +230,7 @@ async def test_a_server_that_hangs_is_killed_and_bears_nobody(
 async def test_who_is_not_wanted_any_more_does_not_begin(enter: Enter):
     """As when the launcher has given up while the server was slow: nobody says go."""
     async with enter() as room:
+        assert await (await room.forked(actor("rollout/2"))).wait(WAIT_S), "the server is there"
         server = await room.nursery._ready(LIGHT)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         unwanted = actor()
