@@ -46,11 +46,6 @@ PANELS: tuple[Panel, ...] = (
 )
 
 
-def dashboard_metrics() -> set[str]:
-    """Prometheus names of all metrics that the dashboard asks for."""
-    return {prometheus_name(metric) for panel in PANELS for metric in panel.metrics}
-
-
 def dashboard(title: str = "myxa") -> str:
     """JSON for Grafana's import; the data source is asked for there."""
     panels = [_panel(index, panel) for index, panel in enumerate(PANELS)]

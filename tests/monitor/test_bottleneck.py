@@ -10,20 +10,14 @@ from myxa.launch.views.bottleneck import REMEDIES, Bound, Filtered, bottleneck, 
 
 Shares = dict[str, dict[str, float]]
 
-CASES: list[tuple[str, str, Shares]] = [
-    (
-        "memory",
-        "trainer/0 waits 40 % of the time until the device has changed hands: switching memory is the bottleneck",
-        {"trainer/0": {"compute": 0.4, "wait-data": 0.2, "wait-memory": 0.4}, "rollout/0": {"compute": 0.2}},
-    ),
+CASES: list[tuple[Bound, Shares]] = [
+    ("memory", {"trainer/0": {"compute": 0.4, "wait-data": 0.2, "wait-memory": 0.4}, "rollout/0": {"compute": 0.2}}),
     (
         "generation",
-        "trainer/0 waits for data 62 % of the time: generation is the bottleneck (rollout/0 computes 97 %)",
         {"trainer/0": {"compute": 0.38, "wait-data": 0.62}, "rollout/0": {"compute": 0.97, "wait-data": 0.03}},
     ),
     (
         "generation",
-        "trainer/0 waits for data 50 % of the time: generation is the bottleneck (2 rollout actors compute 90 %)",
         {
             "trainer/0": {"compute": 0.5, "wait-data": 0.5},
             "trainer/1": {"compute": 0.0, "wait-data": 1.0},
@@ -34,7 +28,6 @@ CASES: list[tuple[str, str, Shares]] = [
     ),
     (
         "reward",
-        "trainer/0 waits for data 70 % of the time: the reward function is the bottleneck (rollout/0 waits for rewards 80 %)",
         {
             "trainer/0": {"compute": 0.3, "wait-data": 0.7},
             "rollout/0": {"compute": 0.1, "wait-data": 0.9, "wait-data/reward": 0.8, "wait-data/draw": 0.1},
@@ -42,7 +35,6 @@ CASES: list[tuple[str, str, Shares]] = [
     ),
     (
         "data",
-        "trainer/0 waits for data 70 % of the time: the rollout actors have nothing to do (rollout/0 waits for prompts 90 %)",
         {
             "trainer/0": {"compute": 0.3, "wait-data": 0.7},
             "rollout/0": {"compute": 0.1, "wait-data": 0.9, "wait-data/draw": 0.9},
@@ -50,32 +42,17 @@ CASES: list[tuple[str, str, Shares]] = [
     ),
     (
         "training",
-        "trainer/0 computes 95 % of the time: training is the bottleneck (rollout/0 waits for the trainer to catch up 60 % of the time)",
         {"trainer/0": {"compute": 0.95, "wait-data": 0.05}, "rollout/0": {"compute": 0.4, "wait-capacity": 0.6}},
     ),
     (
         "capacity",
-        "trainer/0 waits for data 50 % of the time: the staleness bound holds both back (rollout/0 waits for capacity 55 %)",
         {"trainer/0": {"compute": 0.5, "wait-data": 0.5}, "rollout/0": {"compute": 0.45, "wait-capacity": 0.55}},
     ),
-    (
-        "weights",
-        "trainer/0 waits for data 50 % of the time: weight adoption is the bottleneck (rollout/0 waits for weights 60 %)",
-        {"trainer/0": {"compute": 0.5, "wait-data": 0.5}, "rollout/0": {"compute": 0.4, "wait-weights": 0.6}},
-    ),
-    (
-        "weights",
-        "trainer/0 waits 40 % of the time until its weights are taken: publishing weights is the bottleneck",
-        {"trainer/0": {"compute": 0.5, "wait-data": 0.1, "wait-weights": 0.4}, "rollout/0": {"compute": 1.0}},
-    ),
-    (
-        "capacity",
-        "trainer/0 waits for capacity 60 % of the time: room (memory) is the bottleneck",
-        {"trainer/0": {"compute": 0.4, "wait-capacity": 0.6}, "rollout/0": {"compute": 1.0}},
-    ),
+    ("weights", {"trainer/0": {"compute": 0.5, "wait-data": 0.5}, "rollout/0": {"compute": 0.4, "wait-weights": 0.6}}),
+    ("weights", {"trainer/0": {"compute": 0.5, "wait-data": 0.1, "wait-weights": 0.4}, "rollout/0": {"compute": 1.0}}),
+    ("capacity", {"trainer/0": {"compute": 0.4, "wait-capacity": 0.6}, "rollout/0": {"compute": 1.0}}),
     (
         "concurrency",
-        "concurrency is the bottleneck (rollout/0 computes 80 % of the time with as many groups as they may have at once)",
         {
             "trainer/0": {"compute": 0.3, "wait-data": 0.7},
             "rollout/0": {"compute": 0.9, "compute/generate at limit": 0.8, "compute/generate": 0.1, "wait-data": 0.1},
@@ -83,65 +60,47 @@ CASES: list[tuple[str, str, Shares]] = [
     ),
     (
         "guard",
-        "trainer/0 waits 35 % of the time while an engine answers the canary prompts",
         {
             "trainer/0": {"compute": 0.5, "wait-data": 0.1, "wait-weights": 0.4, "wait-weights/canary": 0.35},
             "rollout/0": {"compute": 1.0},
         },
     ),
     (
-        "generation",  # start-up is left out
-        "trainer/0 waits for data 75 % of the time: generation is the bottleneck (rollout/0 computes 100 %)",
+        "generation",
         {
             "trainer/0": {"compute": 0.1, "wait-data": 0.3, "other": 0.6, "other/start": 0.6},
             "rollout/0": {"compute": 0.4, "other": 0.6, "other/start": 0.4, "other/start, engine": 0.2},
         },
     ),
-    (
-        "starting",
-        "trainer/0 is starting",
-        {"trainer/0": {"other": 1.0, "other/start": 0.99}, "rollout/0": {"other": 1.0, "other/start": 1.0}},
-    ),
-    (
-        "none",
-        "well balanced: trainer/0 computes 90 % of the time, rollout/0 computes 88 %",
-        {"trainer/0": {"compute": 0.9, "wait-data": 0.1}, "rollout/0": {"compute": 0.88, "wait-data": 0.12}},
-    ),
-    (
-        "paused",
-        "the run is paused (trainer/0 20 %, rollout/0 95 %)",
-        {"trainer/0": {"wait-data": 0.8, "paused": 0.2}, "rollout/0": {"paused": 0.95, "compute": 0.05}},
-    ),
-    (
-        "starting",
-        "trainer/0 spends 80 % of the time on start-up and other chores: no verdict yet",
-        {"trainer/0": {"other": 0.8, "compute": 0.2}, "rollout/0": {"compute": 1.0}},
-    ),
-    ("unknown", "nothing can be said yet", {"trainer/0": {"compute": 1.0}}),
-    ("unknown", "nothing can be said yet", {"rollout/0": {"compute": 1.0}, "trainer/0": {}}),
-    ("unknown", "nothing can be said yet", {}),
-    (
-        "unknown",
-        "rollout/0 shows nothing that explains it",
-        {"trainer/0": {"wait-data": 1.0}, "rollout/0": {"other": 1.0}},
-    ),
-]
+    ("starting", {"trainer/0": {"other": 1.0, "other/start": 0.99}, "rollout/0": {"other": 1.0, "other/start": 1.0}}),
+    ("none", {"trainer/0": {"compute": 0.9, "wait-data": 0.1}, "rollout/0": {"compute": 0.88, "wait-data": 0.12}}),
+    ("paused", {"trainer/0": {"wait-data": 0.8, "paused": 0.2}, "rollout/0": {"paused": 0.95, "compute": 0.05}}),
+    ("starting", {"trainer/0": {"other": 0.8, "compute": 0.2}, "rollout/0": {"compute": 1.0}}),
+    ("unknown", {"trainer/0": {"compute": 1.0}}),
+    ("unknown", {"rollout/0": {"compute": 1.0}, "trainer/0": {}}),
+    ("unknown", {}),
+    ("unknown", {"trainer/0": {"wait-data": 1.0}, "rollout/0": {"other": 1.0}}),
+]  # start-up is left out of the shares that are judged
 
 
-@pytest.mark.parametrize(("bound", "says", "shares"), CASES)
-def test_planted_cases(bound: str, says: str, shares: Shares) -> None:
+@pytest.mark.parametrize(("bound", "shares"), CASES)
+def test_planted_cases(bound: Bound, shares: Shares) -> None:
     verdict = judge(shares)
     assert verdict.bound == bound
-    assert says in verdict.sentence
     assert bottleneck(shares) == verdict.sentence
+    if bound in {"generation", "concurrency", "reward", "data", "training", "weights", "guard", "capacity"}:
+        assert verdict.remedy
+        assert verdict.share >= 0.25
 
 
-def test_whatever_can_be_changed_comes_with_a_remedy() -> None:
-    for bound, _, shares in CASES:
-        if bound in {"generation", "concurrency", "reward", "data", "training", "weights", "guard", "capacity"}:
-            verdict = judge(shares)
-            assert verdict.remedy
-            assert verdict.share >= 0.25
+def test_the_sentence_names_who_waits_how_long_and_for_what() -> None:
+    shares = {
+        "trainer/0": {"compute": 0.3, "wait-data": 0.7},
+        "rollout/0": {"compute": 0.1, "wait-data": 0.9, "wait-data/reward": 0.8, "wait-data/draw": 0.1},
+    }
+    sentence = judge(shares).sentence
+    for word in ("trainer/0", "70 %", "reward", "rollout/0", "80 %"):
+        assert word in sentence
 
 
 def test_the_leader_is_asked_and_not_the_ranks_that_wait_for_it() -> None:

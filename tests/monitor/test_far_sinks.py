@@ -12,41 +12,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.harness.waiting import wait_until
 from tests.monitor.otlp_receiver import receiver
+from tests.monitor.sink_world import Told, context, hop, point, span
 
 from myxa.actors.monitor.sink_thread import BesideSink
-from myxa.actors.sinks.names import curve_name
 from myxa.actors.sinks.otlp import OtlpSink
 from myxa.actors.sinks.registry import choose_sinks, make_sink
 from myxa.actors.sinks.wandb_sink import WandbSink
-from myxa.core.clock import ManualClock, SystemClock
+from myxa.core.clock import ManualClock
 from myxa.core.errors import ConfigError
-from myxa.core.messages import Event, MetricPoint, Span, Telemetry
+from myxa.core.messages import Event, Telemetry
 from myxa.core.sink import SinkContext
-
-
-def point(source: str, step: int, wall_s: float = 1_700_000_000.0, **values: float) -> MetricPoint:
-    named = {name.replace("__", "/"): value for name, value in values.items()}
-    return MetricPoint(source=source, step=step, wall_s=wall_s, values=named)
-
-
-def context(run_dir: Path, told: list[tuple[str, str]] | None = None) -> SinkContext:
-    told = [] if told is None else told
-    emit = lambda kind, text: told.append((kind, text))  # noqa: E731 - a callable is all that is wanted
-    return SinkContext(run_dir=run_dir, run_name="sort", clock=SystemClock(), emit=emit)
 
 
 def needs(module: str) -> None:
     """Without importing it: both libraries leave things behind in the process that does."""
     if find_spec(module) is None:
         pytest.skip(f"{module} is not installed")
-
-
-def test_names_tell_actors_apart() -> None:
-    assert curve_name("trainer/0", "train/loss") == "train/loss"
-    assert curve_name("buffer", "buffer/ready") == "buffer/ready"
-    assert curve_name("rollout/3", "rollout/running") == "rollout.3/running"
-    assert curve_name("trainer/1", "memory/switch_s") == "trainer.1/memory/switch_s"
 
 
 # Both libraries touch the whole process (warnings, threads, signal handlers): a process of its own for each.
@@ -165,13 +148,13 @@ def test_a_missing_package_is_told_with_the_line_that_installs_it(
 ) -> None:
     for module in (name, f"{name}.tracking", f"{name}.entities"):
         monkeypatch.setitem(sys.modules, module, None)
-    told: list[tuple[str, str]] = []
+    told = Told()
     (sink,) = choose_sinks(extra=[name], tensorboard=False, prometheus_port=-1, trace=False)[1:]
     sink.open(context(tmp_path, told))
-    sink.write(Telemetry(metrics=(point("trainer/0", 1, train__loss=1.0),)))
+    sink.write(Telemetry(metrics=(point(1, train__loss=1.0),)))
     sink.close()
-    assert [kind for kind, _ in told] == ["sink-disabled"]
-    assert f"pip install 'myxa[{extra}]'" in told[0][1]
+    assert told.kinds == ["sink-disabled"]
+    assert f"pip install 'myxa[{extra}]'" in told.events[0][1]
 
 
 def test_a_missing_sdk_of_opentelemetry_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,9 +164,9 @@ def test_a_missing_sdk_of_opentelemetry_too(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_wrong_options_are_refused_before_the_run() -> None:
-    with pytest.raises(ConfigError, match=r"'projct' is no option of this sink; did you mean \"project\"\?"):
+    with pytest.raises(ConfigError, match="projct"):
         make_sink("wandb", {"projct": "x"})
-    with pytest.raises(ConfigError, match="mode = 'sometimes'"):
+    with pytest.raises(ConfigError, match="mode"):
         make_sink("wandb", {"mode": "sometimes"})
     assert isinstance(make_sink("wandb", {"project": "x", "tags": ["a"]}), WandbSink)
 
@@ -191,19 +174,8 @@ def test_wrong_options_are_refused_before_the_run() -> None:
 # -- OpenTelemetry
 
 
-def hop(source: str, name: str, groups: list[int], start_s: float) -> Span:
-    args: dict[str, Any] = {"hop": name, "flows": groups}
-    return Span(
-        source=source, name=name, activity="compute", start_wall_s=start_s, duration_s=0.5, track=name, args=args
-    )
-
-
-def version(source: str, key: str, start_s: float) -> Span:
-    return Span(source=source, name="x", activity="compute", start_wall_s=start_s, duration_s=1.0, args={key: 4})
-
-
 def test_a_collector_gets_one_trace_for_a_group_and_one_for_a_version(tmp_path: Path) -> None:
-    told: list[tuple[str, str]] = []
+    told = Told()
     with receiver() as got:
         sink = OtlpSink(got.url, every_s=0.0)
         sink.open(context(tmp_path, told))
@@ -212,54 +184,57 @@ def test_a_collector_gets_one_trace_for_a_group_and_one_for_a_version(tmp_path: 
         spans = (
             hop("buffer", "dispatch", [7, 8], 10.0),
             hop("rollout/0", "generate", [7], 11.0),
-            version("trainer/0", "makes_version", 20.0),
-            version("rollout/0", "adopts_version", 22.0),
-            version("rollout/1", "adopts_version", 23.0),
-            Span(source="buffer", name="draw", activity="compute", start_wall_s=1.0, duration_s=1.0),
+            span("trainer/0", "x", 20.0, makes_version=4),
+            span("rollout/0", "x", 22.0, adopts_version=4),
+            span("rollout/1", "x", 23.0, adopts_version=4),
+            span("buffer", "draw", 1.0),
         )
-        metrics = (point("trainer/0", 3, train__loss=0.5), point("rollout/1", -1, rollout__running=4))
+        metrics = (point(3, train__loss=0.5), point(-1, "rollout/1", rollout__running=4))
         sink.write(Telemetry(spans=spans, metrics=metrics, events=(Event(source="x", wall_s=1, kind="k", text=""),)))
         sink.close()
     by_trace: dict[bytes, list[Any]] = {}
-    for span in got.spans:
-        by_trace.setdefault(span.trace_id, []).append(span)
-    names = sorted(sorted(span.name for span in spans) for spans in by_trace.values())
+    for sent in got.spans:
+        by_trace.setdefault(sent.trace_id, []).append(sent)
+    names = sorted(sorted(sent.name for sent in spans) for spans in by_trace.values())
     assert names == [["dispatch", "generate", "train"], ["dispatch", "train"], ["x", "x", "x"]]
     for spans in by_trace.values():
-        (root,) = [span for span in spans if not span.parent_span_id]
-        assert {span.parent_span_id for span in spans} == {b"", root.span_id}
-        assert len({span.span_id for span in spans}) == len(spans)
+        (root,) = [sent for sent in spans if not sent.parent_span_id]
+        assert {sent.parent_span_id for sent in spans} == {b"", root.span_id}
+        assert len({sent.span_id for sent in spans}) == len(spans)
         assert root.name in {"dispatch", "x"}
-    train = next(span for span in got.spans if span.name == "train")
+    train = next(sent for sent in got.spans if sent.name == "train")
     assert (train.start_time_unix_nano, train.end_time_unix_nano) == (30_000_000_000, 30_500_000_000)
     assert {a.key: a.value.string_value for a in train.attributes}["myxa.actor"] == "trainer/0"
     assert got.metrics["myxa.train.loss"] == {"trainer/0": [0.5]}
     assert got.metrics["myxa.rollout.running"] == {"rollout/1": [4.0]}
     assert {r["service.name"] for r in got.resources} == {"myxa"}
     assert {r["service.instance.id"] for r in got.resources} == {tmp_path.name}
-    assert [kind for kind, _ in told] == ["otlp-opened"]
+    assert told.kinds == ["otlp-opened"]
 
 
-def test_a_collector_that_refuses_is_told_once_and_given_up_after_a_while(tmp_path: Path) -> None:
-    told: list[tuple[str, str]] = []
+def test_a_collector_that_refuses_is_told_once_without_secrets_and_given_up_after_a_while(tmp_path: Path) -> None:
+    told = Told()
+
+    def send(sink: OtlpSink, count: int) -> None:
+        for step in range(count):
+            sink.write(Telemetry(metrics=(point(step, train__loss=0.5),)))
+            sink.flush()
+
     with receiver() as got:
         got.status = 400
-        sink = OtlpSink(got.url, every_s=0.0)
+        sink = OtlpSink(got.url.replace("http://", "http://me:s3cret@"), every_s=0.0)
         sink.open(context(tmp_path, told))
-        for step in range(11):
-            sink.write(Telemetry(metrics=(point("trainer/0", step, train__loss=0.5),)))
-            sink.flush()
+        send(sink, 11)
         got.status = 200
-        sink.write(Telemetry(metrics=(point("trainer/0", 20, train__loss=0.25),)))
-        sink.flush()
-        assert got.metrics["myxa.train.loss"] == {"trainer/0": [0.25]}
+        send(sink, 1)
+        assert got.metrics["myxa.train.loss"] == {"trainer/0": [0.5]}
         got.status = 400
-        with pytest.raises(OSError, match="took nothing for 12 exports"):
-            for step in range(40):
-                sink.write(Telemetry(metrics=(point("trainer/0", step, train__loss=0.5),)))
-                sink.flush()
+        with pytest.raises(OSError, match="took nothing for 12 exports") as caught:
+            send(sink, 40)
         sink.close()
-    assert [kind for kind, _ in told] == ["otlp-opened", "otlp-failed", "otlp-failed"]
+    assert told.kinds == ["otlp-opened", "otlp-failed", "otlp-failed"]
+    assert all(got.url in text for _, text in told.events)
+    assert "s3cret" not in f"{told.events} {caught.value}"
 
 
 # -- a thread of its own
@@ -299,7 +274,7 @@ class Stuck:
 
 @pytest.mark.parametrize("where", ["open", "write", "close"])
 def test_a_sink_that_hangs_holds_nobody_up(where: str, tmp_path: Path) -> None:
-    told: list[tuple[str, str]] = []
+    told = Told()
     inner = Stuck(where)
     sink = BesideSink(inner, max_bundles=10, open_s=0.3, close_s=0.3)
     started = time.monotonic()
@@ -312,32 +287,30 @@ def test_a_sink_that_hangs_holds_nobody_up(where: str, tmp_path: Path) -> None:
     sink.close()
     assert time.monotonic() - started < 5
     inner.go_on.set()
-    kinds = {kind for kind, _ in told}
+    kinds = set(told.kinds)
     assert kinds == {"open": {"sink-slow", "telemetry-dropped"}, "write": {"telemetry-dropped"}, "close": set()}[where]
-    deadline = time.monotonic() + 10
-    while any(thread.name == "myxa-sinks" for thread in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: "myxa-sinks" not in [thread.name for thread in threading.enumerate()])
 
 
 def test_a_refusal_ends_the_start_and_a_failure_does_not(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such project"):
         BesideSink(Stuck("refuse")).open(context(tmp_path))
-    told: list[tuple[str, str]] = []
+    told = Told()
     sink = BesideSink(Stuck("break"))
     sink.open(context(tmp_path, told))
     sink.write(Telemetry())
     sink.close()
-    assert told == [("sink-disabled", "sink stuck cannot be opened and is off from now on: RuntimeError: no network")]
+    assert told.kinds == ["sink-disabled"]
+    assert "no network" in told.events[0][1]
 
 
 def test_the_clock_of_exports_is_the_runs(tmp_path: Path) -> None:
     clock = ManualClock()
     with receiver() as got:
         sink = OtlpSink(got.url, every_s=5.0)
-        sink.open(SinkContext(run_dir=tmp_path, run_name="x", clock=clock, emit=lambda kind, text: None))
+        sink.open(context(tmp_path, clock=clock))
         for _ in range(8):
-            sink.write(Telemetry(metrics=(point("trainer/0", 1, train__loss=0.5),)))
+            sink.write(Telemetry(metrics=(point(1, train__loss=0.5),)))
             sink.flush()
             clock.advance(1.0)
         assert got.num_requests == 1

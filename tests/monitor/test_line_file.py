@@ -10,24 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.monitor.sink_world import Told, bundle, context
 
 from myxa.actors.sinks import jsonl
 from myxa.actors.sinks.jsonl import JsonlSink, LineFile
-from myxa.core.clock import ManualClock
-from myxa.core.messages import Event, MetricPoint, Telemetry
-from myxa.core.sink import SinkContext
 
 NO_ROOM = OSError(errno.ENOSPC, "No space left on device")
-
-
-class Told:
-    """Collects what is told."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple[str, str]] = []
-
-    def __call__(self, kind: str, text: str) -> None:
-        self.events.append((kind, text))
 
 
 def room_for(num_bytes: int, refusal: OSError) -> Callable[[int, bytes], int]:
@@ -44,32 +32,23 @@ def room_for(num_bytes: int, refusal: OSError) -> Callable[[int, bytes], int]:
     return write
 
 
-def bundle(step: int) -> Telemetry:
-    return Telemetry(
-        metrics=(MetricPoint(source="trainer/0", step=step, wall_s=1.0 + step, values={"train/loss": 1.0}),),
-        events=(Event(source="buffer", wall_s=1.0, kind="group-dropped", text="a text"),),
-    )
-
-
 def test_lines_wait_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = Told()
     sink = JsonlSink()
-    sink.open(SinkContext(run_dir=tmp_path, run_name="sort", clock=ManualClock(), emit=told))
+    sink.open(context(tmp_path, told))
     monkeypatch.setattr(os, "write", room_for(30, NO_ROOM))
     for step in range(3):
         sink.write(bundle(step))
         sink.flush()
-    assert [kind for kind, _ in told.events] == ["disk-full"] * 2
+    assert told.kinds == ["disk-full"] * 2
     for (_, text), name in zip(sorted(told.events), ("events", "metrics"), strict=True):
-        assert f"{tmp_path}/{name}.jsonl cannot be written: No space left on device" in text
-        assert "MiB free)" in text
-        assert "make room there" in text
+        assert f"{tmp_path}/{name}.jsonl" in text
     monkeypatch.undo()
     sink.write(bundle(3))
     sink.flush()
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2, 3]
     assert len([json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]) == 4
-    assert [kind for kind, _ in told.events] == ["disk-full"] * 2 + ["disk-has-room"] * 2
+    assert told.kinds == ["disk-full"] * 2 + ["disk-has-room"] * 2
     sink.close()
 
 
@@ -93,8 +72,7 @@ def test_lines_wait_whatever_the_disk_refuses_by(tmp_path: Path, monkeypatch: py
         lines.flush()
     lines.close()
     assert (tmp_path / "lines").read_text() == "a line\n"
-    assert [kind for kind, _ in told.events] == ["disk-full", "disk-has-room"]
-    assert os.strerror(number) in told.events[0][1]
+    assert told.kinds == ["disk-full", "disk-has-room"]
 
 
 def test_lines_that_wait_for_too_long_are_lost_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +90,7 @@ def test_lines_that_wait_for_too_long_are_lost_and_counted(tmp_path: Path, monke
     assert 5 < len(kept) < 15
     assert kept[0] == "line 000", "it was half written"
     assert kept[1:] == [f"line {number:03d}" for number in range(50 - len(kept) + 1, 50)]
-    assert [kind for kind, _ in told.events] == ["disk-full", "disk-has-room"]
+    assert told.kinds == ["disk-full", "disk-has-room"]
     assert f"{50 - len(kept)} lines were lost" in told.events[-1][1]
     monkeypatch.setattr(os, "write", room_for(0, quota))
     lines.add(b"the last\n")

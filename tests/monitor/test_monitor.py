@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import socket
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,9 +15,8 @@ from myxa.actors.sinks.chrome_trace import ChromeTraceSink
 from myxa.actors.sinks.jsonl import JsonlSink
 from myxa.actors.sinks.prometheus import PrometheusSink
 from myxa.core.clock import ManualClock
-from myxa.core.errors import LaunchError
 from myxa.core.messages import Event, MetricPoint, Span, Telemetry
-from myxa.core.sink import Sink, SinkContext
+from myxa.core.sink import Sink
 
 
 class Nobody:
@@ -87,45 +84,6 @@ async def test_times_are_thinned_for_the_files_and_the_last_ones_are_kept(tmp_pa
     own = [line for line in lines if line["source"] == "monitor"]
     assert len(own) == len(lines) - 10 == 5
     assert sum(own[-1]["values"][f"time/{kind}"] for kind in ("wait-data", "compute")) == pytest.approx(36.0)
-
-
-@pytest.mark.asyncio
-async def test_a_port_in_use_refuses_the_start_and_names_it(tmp_path: Path) -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        monitor = alone(tmp_path, [JsonlSink(), PrometheusSink(port)])
-        with pytest.raises(LaunchError, match=f"port {port}"):
-            await monitor.on_start()
-    await monitor.on_stop("did not start")
-
-
-@pytest.mark.asyncio
-async def test_a_stuck_sink_never_blocks_the_handlers(tmp_path: Path) -> None:
-    release = threading.Event()
-
-    class Stuck:
-        name = "stuck"
-
-        def open(self, context: SinkContext) -> None: ...
-        def write(self, bundle: Telemetry) -> None:
-            release.wait(60)
-
-        def flush(self) -> None: ...
-        def close(self) -> None: ...
-
-    monitor = alone(tmp_path, [Stuck()])
-    await monitor.on_start()
-    point = MetricPoint(source="a", step=0, wall_s=0.0, values={"x": 1.0})
-    async with asyncio.timeout(20):
-        for _ in range(6000):
-            await monitor.telemetry(Telemetry(metrics=(point,)))
-        view = await monitor.snapshot()
-    assert view["monitor"]["bundles"] >= 6000  # its own come beside them
-    assert view["monitor"]["bundles_refused"] > 1000
-    release.set()
-    await monitor.on_stop("end")
 
 
 @pytest.mark.asyncio

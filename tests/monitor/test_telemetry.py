@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import pytest
 
@@ -102,32 +101,6 @@ async def test_everything_waiting_is_sent_in_bundles() -> None:
     assert await report_once(buffer, receiver)
     assert len(receiver.bundles) > 1
     assert [point.step for bundle in receiver.bundles for point in bundle.metrics] == list(range(9000))
-
-
-@pytest.mark.asyncio
-async def test_it_goes_on_for_ever_and_speaks_once(caplog: pytest.LogCaptureFixture) -> None:
-    buffer, receiver = TelemetryBuffer("trainer/0", SystemClock()), Receiver()
-    receiver.mode = "dead"
-
-    async def until(is_true: Callable[[], bool]) -> None:
-        for _ in range(2000):
-            if is_true():
-                return
-            buffer.metric(1, {"train/loss": 1.0})
-            await asyncio.sleep(0.005)
-        pytest.fail("it never came true")
-
-    with caplog.at_level("INFO"):
-        task = asyncio.create_task(report_forever(buffer, receiver, 0.001))
-        await until(lambda: receiver.num_calls > 5)
-        assert not task.done()
-        receiver.mode = "up"
-        await until(lambda: bool(receiver.bundles))
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-    assert sum("cannot be reached" in record.message for record in caplog.records) == 1
-    assert sum("answers again" in record.message for record in caplog.records) == 1
 
 
 @pytest.mark.asyncio

@@ -1,3 +1,0 @@
-"""These tests share their modules by name."""
-
-from __future__ import annotations

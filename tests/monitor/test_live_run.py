@@ -1,0 +1,295 @@
+"""One real run, asked as a person asks: `why`, `suggest`, `trace`, `grafana`, with one stall after another planted in it.
+
+The tests share the run; each sets up what it looks at.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.harness.commands import Command, run
+from tests.harness.run_job import Job, make_job
+from tests.harness.waiting import wait_until
+from tests.monitor.slowed_parts import REWARD, SLOW_FILE
+from tests.monitor.trace_rules import check_events, follow
+
+from myxa.actors.coordinator.audit import AUDIT_FILE, read_audit, verify_audit
+from myxa.actors.sinks.prometheus import prometheus_name
+from myxa.core.errors import MyxaError
+from myxa.launch.control.client import ControlClient
+from myxa.launch.views.grafana import PANELS
+
+START_S = 180.0
+END_S = 90.0
+WINDOW_S = 3.0
+TINY = ("rollout.max_groups=1", "rollout.max_new_tokens=96", "guard.every=0")
+"""So little concurrency that it is the bottleneck."""
+
+
+@dataclass
+class Live:
+    """A run that goes on, and the folder that it was started in."""
+
+    job: Job
+    process: Command
+    client: ControlClient
+
+    def ask(self, verb: str, **arguments: Any) -> Any:
+        return self.client.ask(verb, **arguments)
+
+    def why(self, **arguments: Any) -> Any:
+        return self.ask("why", window_s=WINDOW_S, **arguments)
+
+    def myxa(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """A command, as a person types it."""
+        return run(*words, "--run", str(self.client.run_dir), folder=self.job.folder, timeout_s=120)
+
+    def done(self, *words: str) -> str:
+        """What a command prints that succeeds."""
+        found = self.myxa(*words)
+        assert found.returncode == 0, found.stderr + found.stdout
+        return found.stdout
+
+    def slow(self, part: str) -> None:
+        (self.job.folder / SLOW_FILE).write_text(part)
+
+    def knob(self, name: str) -> Any:
+        return self.ask("get", names=[name])["sheets"][0]["knobs"][0]["value"]
+
+    def set(self, **values: Any) -> None:
+        self.ask("set", values=values, reason="for the test")
+        wait_until(lambda: all(self.knob(name) == value for name, value in values.items()), str(values), 30)
+
+    def open_suggestions(self) -> list[dict[str, Any]]:
+        return self.ask("suggest", window_s=WINDOW_S)["open"]
+
+    def proposed(self, knob: str) -> dict[str, Any]:
+        """The open suggestion about a knob, once there is one."""
+        found: list[dict[str, Any]] = []
+
+        def is_there() -> bool:
+            found[:] = [s for s in self.open_suggestions() if s["knob"] == knob]
+            return bool(found)
+
+        wait_until(is_there, lambda: str(self.why()))
+        return found[0]
+
+    def named(self, bound: str) -> dict[str, Any]:
+        """The answer of `why`, once it named the same bottleneck in three looks in a row, half a second apart."""
+        said: list[dict[str, Any]] = []
+
+        def is_named() -> bool:
+            time.sleep(0.5)
+            said.append(self.why())
+            return [answer["bound"] for answer in said[-3:]] == [bound] * 3
+
+        wait_until(is_named, lambda: f"{bound} was not named: {[answer['sentence'] for answer in said]}")
+        return said[-1]
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+        try:
+            self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise
+
+
+@contextmanager
+def started(folder: Path, *overrides: str) -> Generator[Live]:
+    """A run after its first version; ended in good order afterwards."""
+    job = make_job(folder)
+    (job.folder / "reward.py").write_text(REWARD)
+    (job.folder / SLOW_FILE).write_text("")
+    words = [*job.words("run.num_steps=100000", 'reward.fn="reward.py:reward"', *overrides), "--quiet"]
+    log, env = job.folder / "printed.txt", {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    with log.open("w") as file:
+        process = Command([*words, "--program", "slowed_parts:slowed"], job.folder, has_session=True, log=file, env=env)
+    found: list[Live] = []
+
+    def made_a_version() -> bool:
+        assert process.poll() is None, log.read_text()
+        try:
+            found[:] = found or [Live(job, process, ControlClient.of(job.run_dir()))]
+            status = found[0].ask("status")["status"]
+        except (MyxaError, OSError, ValueError):
+            return False
+        return bool(status) and int(status["version"]) >= 1
+
+    try:
+        wait_until(made_a_version, log.read_text, START_S)
+        yield found[0]
+    finally:
+        Live.end(found[0]) if found else process.kill()
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Generator[Live]:
+    with started(tmp_path_factory.mktemp("live"), *TINY) as run:
+        yield run
+
+
+@pytest.mark.timeout(420)
+def test_concurrency_is_named_proposed_and_decided(live: Live) -> None:
+    answer = live.named("concurrency")
+    assert (answer["knob"], answer["old"]) == ("concurrency", 1)
+    assert 2 <= answer["new"] <= 4
+    assert answer["command"] == f"myxa set concurrency={answer['new']}"
+    assert "trainer/0" in live.done("why", "--window", "3s")
+    told = json.loads(live.done("why", "rollout/0", "--window", "3s", "--json"))
+    assert told["target"] == "rollout/0"
+    assert sum(told["shares"]["rollout/0"].values()) == pytest.approx(1.0, abs=0.01)
+    wrong = live.myxa("why", "rolout")
+    assert wrong.returncode == 2 and "'rolout'" in wrong.stderr
+
+    suggestion = live.proposed("concurrency")
+    assert suggestion["id"] in live.done("suggest", "--window", "3s")
+    live.done("suggest", "pin", "concurrency")
+    assert "concurrency" not in [s["knob"] for s in live.open_suggestions()]
+    assert live.myxa("suggest", "pin", "concurency").returncode == 2
+    assert live.myxa("suggest", "approve", suggestion["id"]).returncode == 2
+    live.done("suggest", "unpin", "concurrency")
+
+    again = live.proposed("concurrency")
+    live.done("suggest", "forbid", again["id"], "-m", "not now")
+    assert again["new"] not in [s["new"] for s in live.open_suggestions()]
+    live.done("suggest", "allow", "concurrency")
+
+    third = live.proposed("concurrency")
+    assert f"concurrency 1 -> {third['new']}" in live.done("suggest", "approve", third["id"], "-m", "it waits")
+    wait_until(lambda: live.knob("concurrency") == third["new"], lambda: str(live.knob("concurrency")), 30)
+
+    viewer = ControlClient.of(live.client.run_dir, view=True)
+    assert viewer.ask("why", window_s=WINDOW_S)["sentence"]
+    with pytest.raises(MyxaError, match="only shows"):
+        viewer.ask("suggest-decide", action="pin", what="lr")
+
+    records = read_audit(live.client.run_dir / AUDIT_FILE, 1000)
+    decided = [(r.arguments.get("action"), r.result) for r in records if r.verb == "suggest-decide"]
+    assert [a for a, result in decided if result == "done"] == ["pin", "unpin", "forbid", "allow", "approve"]
+    assert Counter(result for _, result in decided)["refused"] >= 2
+    change = next(record for record in records if record.moves)
+    assert {(move.name, move.old, move.new) for move in change.moves} == {("concurrency", 1, third["new"])}
+    assert (change.who.via, change.reason) == ("auto", "it waits")
+    assert change.who.user
+    assert not verify_audit(live.client.run_dir / AUDIT_FILE).complaint
+
+
+Check = Callable[[dict[str, Any]], bool]
+REMEDIES_OF_WEIGHTS = {"max_staleness", "weights_every"}
+STALLS: list[tuple[str, Check]] = [
+    ("reward", lambda a: a["shares"]["rollout/0"]["wait-data"] > 0.4 and a["key"] == "reward.workers"),
+    ("training", lambda a: a["shares"]["trainer/0"]["compute"] > 0.6 and a["knob"] == "max_tokens_per_microbatch"),
+    ("weights", lambda a: a["shares"]["rollout/0"]["wait-weights"] > 0.4 and a["knob"] in REMEDIES_OF_WEIGHTS),
+]
+
+
+@pytest.mark.timeout(420)
+@pytest.mark.parametrize(("part", "is_right"), STALLS, ids=[part for part, _ in STALLS])
+def test_a_slow_part_is_named_with_what_helps(live: Live, part: str, is_right: Check) -> None:
+    live.set(concurrency=16, max_new_tokens=12)
+    live.slow(part)
+    answer = live.named(part)
+    assert is_right(answer), answer
+
+
+@pytest.mark.timeout(420)
+def test_a_pause_is_booked_as_one_and_explained(live: Live) -> None:
+    live.ask("pause", reason="a look around")
+
+    def is_booked() -> bool:
+        answer = live.why()
+        rest = [answer["shares"].get(actor, {}).get("paused", 0.0) for actor in ("trainer/0", "rollout/0", "buffer")]
+        return answer["bound"] == "paused" and min(rest) > 0.9
+
+    wait_until(is_booked, lambda: str(live.why()))
+    assert live.why()["command"] == "myxa resume"
+    live.ask("resume", reason="seen")
+    wait_until(lambda: live.why()["bound"] != "paused", lambda: str(live.why()))
+
+
+@pytest.mark.timeout(420)
+def test_the_dashboard_asks_for_what_a_run_serves(live: Live) -> None:
+    wanted = {prometheus_name(metric) for panel in PANELS for metric in panel.metrics}
+    live.done("grafana", "-o", "files")
+    files = live.job.folder / "files"
+    address = (files / "prometheus.yml").read_text().split('targets: ["')[1].split('"')[0]
+
+    def missing() -> set[str]:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as page:
+            lines = page.read().decode().splitlines()
+        return (wanted | {"myxa_events_total"}) - {line.split("{")[0].split(" ")[0] for line in lines}
+
+    live.ask("set", values={"lr": 4e-4}, reason="an event")
+    wait_until(lambda: not missing(), lambda: f"not served: {sorted(missing())}")
+    panels = json.loads((files / "dashboard.json").read_text())["panels"]
+    assert len({(p["gridPos"]["x"], p["gridPos"]["y"]) for p in panels}) == len(panels) == len(PANELS)
+    expressions = [target["expr"] for panel in panels for target in panel["targets"]]
+    assert all(any(name in expression for name in wanted) for expression in expressions)
+
+
+@pytest.mark.timeout(420)
+def test_the_timeline_is_whole_while_the_run_lasts_and_after_it(live: Live) -> None:
+    """The last one: it ends the run."""
+    cut, trace = live.job.folder / "tail.json", live.client.run_dir / "trace.json"
+    live.slow("training")  # some steps a second
+    live.set(concurrency=8, lr=5e-4)
+    first = int(live.ask("status")["status"]["version"])
+    wait_until(lambda: int(live.ask("status")["status"]["version"]) > first + 4)
+    assert "ui.perfetto.dev" in live.done("trace", "--last", "3s", "-o", str(cut))
+    tail = json.loads(cut.read_text())
+    check_events(tail)
+    follow(tail)
+    ends = [event["ts"] + event.get("dur", 0) for event in tail if event["ph"] != "M"]
+    assert max(ends) - min(ends) <= 3_000_000
+    own = live.myxa("trace", "-o", str(trace))
+    assert own.returncode == 2 and str(trace) in own.stderr
+    live.end()
+    whole = json.loads(trace.read_text())
+    check_events(whole)
+    assert len(tail) < len(whole)
+    arrows = follow(whole)
+    joined = Counter((a.source["name"].split(" ")[0], a.target["name"].split(" ")[0]) for a in arrows)
+    for pair in (("dispatch", "generate"), ("generate", "reward"), ("reward", "claim"), ("claim", "train")):
+        assert joined[pair] > 10, joined
+    assert joined["publish", "adopt"] > 3, joined
+    for arrow in arrows:
+        if arrow.category == "group":
+            group = int(arrow.name.removeprefix("group "))
+            assert group in arrow.source["args"]["flows"] and group in arrow.target["args"]["flows"]
+        else:
+            assert arrow.source["args"]["makes_version"] == arrow.target["args"]["adopts_version"]
+    changes = {(event["s"], event["args"]["name"]) for event in whole if event["ph"] == "i" and event["name"] == "knob"}
+    assert ("g", "lr") in changes
+    # Of a run that is over, the file is cut without asking anybody.
+    late = json.loads(live.done("trace", "--last", "2s", "-o", str(cut), "--json"))
+    assert late["num_events"] == len(json.loads(cut.read_text()))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(420)
+def test_the_autopilot_mends_a_planted_imbalance_in_few_moves(tmp_path: Path) -> None:
+    with started(tmp_path, *TINY, "control.autopilot=true") as live:
+        wait_until(lambda: live.knob("concurrency") > 1, lambda: str(live.why()), 120)
+        time.sleep(25)
+        changes = [r for r in read_audit(live.client.run_dir / AUDIT_FILE, 1000) if r.moves]
+    assert {r.who.user for r in changes} == {"autopilot"}
+    by_knob: dict[str, list[Any]] = {}
+    for move in (m for r in changes for m in r.moves):
+        by_knob.setdefault(move.name, [move.old]).append(move.new)
+    assert all(values == sorted(values) for values in by_knob.values()), by_knob  # one way only
+    assert len(by_knob["concurrency"]) - 1 < 5
