@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from myxa.algos.objective import mismatch_metrics, mismatch_sums
+from myxa.algos.objective import mismatch_sums
 from myxa.algos.segments import Segments
 
 TRAIN = [-1.0, -0.5, -2.0, -0.3, -4.0, -1.5]
@@ -37,41 +37,21 @@ def test_token_sums():
     )
 
 
-def test_sample_figures():
-    got = mismatch_metrics(f64(TRAIN), f64(BEHAVIOUR), segments())
-    ratios, products = [], []
-    for sample in (0, 1):  # sample 2 is fully masked
-        own = [t for t, o in enumerate(OWNER) if o == sample and MASK[t]]
-        ppl_train = math.exp(-sum(TRAIN[t] for t in own) / len(own))
-        ppl_behaviour = math.exp(-sum(BEHAVIOUR[t] for t in own) / len(own))
-        ratios.append(ppl_train / ppl_behaviour)
-        products.append(math.prod(math.exp(TRAIN[t] - BEHAVIOUR[t]) for t in own) ** 2 - 1)
-    assert got["mismatch_ppl_ratio"] == pytest.approx(sum(ratios) / 2)
-    assert got["mismatch_sequence_chi2"] == pytest.approx(sum(products) / 2)
-    assert got["mismatch_k3"] == pytest.approx(
-        float(mismatch_sums(f64(TRAIN), f64(BEHAVIOUR), segments())["mismatch_k3"]) / 4
-    )
-
-
 def test_equal_log_probs_give_exact_zeros():
     same = torch.tensor(TRAIN, dtype=torch.float32)
-    got = mismatch_metrics(same, same.clone(), segments())
-    assert got.pop("mismatch_ppl_ratio") == 1.0
-    assert set(got.values()) == {0.0}
+    assert {float(value) for value in mismatch_sums(same, same.clone(), segments()).values()} == {0.0}
 
 
 def test_k1_cancels_where_the_absolute_figure_does_not():
     """A signed check passes although every token is wrong; slime's CI test is of that kind."""
     one = Segments.of(torch.ones(2), torch.zeros(2, dtype=torch.int64), 1)
-    got = mismatch_metrics(f64([-1.0, -2.0]), f64([-1.5, -1.5]), one)
-    assert got["mismatch_k1"] == 0.0
-    assert got["mismatch_diff_abs"] == 0.5
-    assert got["mismatch_k3"] > 0.1
+    got = mismatch_sums(f64([-1.0, -2.0]), f64([-1.5, -1.5]), one)
+    assert (float(got["mismatch_k1"]), float(got["mismatch_diff_abs"])) == (0.0, 1.0)
+    assert got["mismatch_k3"] > 0.2
 
 
-def test_fully_masked_or_empty_batches_give_numbers():
-    hidden = Segments.of(torch.zeros(2), torch.zeros(2, dtype=torch.int64), 1)
-    nothing = Segments.of(torch.zeros(0), torch.zeros(0, dtype=torch.int64), 0)
-    for batch, size in ((hidden, 2), (nothing, 0)):
-        got = mismatch_metrics(torch.full((size,), float("nan")), torch.zeros(size), batch)
-        assert all(math.isfinite(value) for value in got.values())
+@pytest.mark.parametrize("size", [2, 0])
+def test_fully_masked_or_empty_batches_give_zeros(size):
+    batch = Segments.of(torch.zeros(size), torch.zeros(size, dtype=torch.int64), min(size, 1))
+    got = mismatch_sums(torch.full((size,), float("nan")), torch.zeros(size), batch)
+    assert {float(value) for value in got.values()} == {0.0}

@@ -159,19 +159,9 @@ def test_mis_levels_and_modes(draw, mode, level):
     )
     check(draw(31), plain)
     strict = ObjectiveConfig(
-        correction="mis",
-        mis_mode=mode,
-        mis_level=level,
-        mis_low=0.3,
-        mis_high=3.0,
-        reject_level="geometric",
-        reject_low=0.9,
-        reject_high=1.1,
-        veto=0.6,
-        minibatches=2,
-        entropy_coef=0.01,
-        kl_coef=0.1,
-    )
+        correction="mis", mis_mode=mode, mis_level=level, mis_low=0.3, mis_high=3.0, reject_level="geometric",
+        reject_low=0.9, reject_high=1.1, veto=0.6, minibatches=2, entropy_coef=0.01, kl_coef=0.1,
+    )  # fmt: skip
     some = draw(32)
     result, by_hand = check(some, strict), ByHand(some, strict)
     sums = {name.removesuffix("_fraction"): float(total) for name, total in result.sums.items()}
@@ -227,10 +217,9 @@ def test_entropy_bonus_pushes_entropy_up(draw):
     assert grad.tolist() == pytest.approx([-0.2 / some.num_tokens if m else 0.0 for m in some.mask])
 
 
-@pytest.mark.parametrize("correction", ["none", "behaviour", "decoupled", "tis", "icepop", "mis"])
+@pytest.mark.parametrize("correction", CORRECTIONS)
 def test_b_f4_off_policy_masking_looks_at_the_sampling_policy(draw, correction):
-    config = ObjectiveConfig(correction=correction, minibatches=2, opsm_delta=0.05)
-    check(draw(44, spread=0.8), config)
+    check(draw(44, spread=0.8), ObjectiveConfig(correction=correction, minibatches=2, opsm_delta=0.05))
 
 
 @pytest.mark.parametrize(

@@ -44,15 +44,9 @@ def run(draw, config, **batch_options):
 def test_loss_gradient_and_metrics_do_not_depend_on_the_cut_into_microbatches(draw, loss, reduction, cut):
     """Uneven lengths, a fully masked sample alone in its micro-batch, an empty micro-batch at the end."""
     config = ObjectiveConfig(
-        kind="sft" if loss == "sft" else "grpo",
-        loss=loss,
-        correction="mis",
-        mis_level="sequence",
-        minibatches=2,
-        kl_coef=0.2,
-        entropy_coef=0.03,
-        reduction=reduction,
-    )
+        kind="sft" if loss == "sft" else "grpo", loss=loss, correction="mis", mis_level="sequence", minibatches=2,
+        kl_coef=0.2, entropy_coef=0.03, reduction=reduction,
+    )  # fmt: skip
     whole = draw(51)
     want, want_grad = run(whole, config)
     loss_sum, tokens, sums, grad = 0.0, 0, dict.fromkeys(want.sums, 0.0), torch.zeros_like(want_grad)
@@ -84,12 +78,11 @@ def test_token_mean_weighs_tokens_and_rollout_mean_weighs_samples(draw):
 
 
 def test_constant_reduction_has_no_length_bias(draw):
-    pair = draw(53, lengths=(8, 2))
-    pair = replace(pair, mask=[1] * 10)
-    _, grad = run(pair, ObjectiveConfig(loss="sft", reduction="constant"))
-    assert grad.tolist() == pytest.approx([-1 / 50] * 10)
+    pair = replace(draw(53, lengths=(8, 2)), mask=[1] * 10)
+    config = ObjectiveConfig(loss="sft", reduction="constant")
+    assert run(pair, config)[1].tolist() == pytest.approx([-1 / 50] * 10)
     with pytest.raises(TrainError, match="constant"):
-        policy_objective(pair.batch(), ObjectiveConfig(loss="sft", reduction="constant"), Normaliser(10, 2))
+        policy_objective(pair.batch(), config, Normaliser(10, 2))
 
 
 # --- masks
@@ -99,8 +92,8 @@ def test_constant_reduction_has_no_length_bias(draw):
 @pytest.mark.parametrize("rubbish", [float("nan"), float("-inf"), float("inf"), -1e30])
 def test_what_stands_at_masked_tokens_has_no_effect(draw, loss, rubbish):
     config = ObjectiveConfig(
-        kind="sft" if loss == "sft" else "grpo", loss=loss, correction="decoupled", minibatches=2, kl_coef=0.1,
-        entropy_coef=0.1,
+        kind="sft" if loss == "sft" else "grpo", loss=loss, correction="mis", mis_level="geometric", veto=1e-3,
+        minibatches=2, kl_coef=0.1, entropy_coef=0.1,
     )  # fmt: skip
     clean = draw(54)
     want, want_grad = run(clean, config)
@@ -118,7 +111,7 @@ def test_what_stands_at_masked_tokens_has_no_effect(draw, loss, rubbish):
 
 @pytest.mark.parametrize("loss", [*ALL_LOSSES, "sft"])
 @pytest.mark.parametrize("reduction", ["token", "rollout", "constant"])
-def test_fully_masked_batch_gives_a_zero_loss_and_zero_gradient(draw, loss, reduction):
+def test_a_fully_masked_or_empty_batch_gives_a_zero_loss_and_zero_gradient(draw, loss, reduction):
     some = draw(55)
     some = replace(some, mask=[0] * len(some.mask))
     config = ObjectiveConfig(loss=loss, correction="mis", minibatches=2, reduction=reduction, kl_coef=0.1)
@@ -130,14 +123,8 @@ def test_fully_masked_batch_gives_a_zero_loss_and_zero_gradient(draw, loss, redu
     assert grad.tolist() == [0.0] * len(some.mask)
     assert int(result.tokens) == 0
     assert all(float(v) == 0 for v in result.sums.values())
-
-
-@pytest.mark.parametrize("loss", [*ALL_LOSSES, "sft"])
-def test_empty_microbatch_can_be_trained_on(draw, loss):
-    nothing = draw(56).part([])
-    result, grad = run(nothing, ObjectiveConfig(loss=loss, correction="decoupled"))
-    assert result.loss.item() == 0.0
-    assert grad.shape == (0,)
+    nothing, grad = run(some.part([]), ObjectiveConfig(loss=loss, correction="decoupled", reduction="token"))
+    assert (nothing.loss.item(), grad.shape) == (0.0, (0,)), "an empty micro-batch can be trained on"
 
 
 def test_removed_tokens_stay_in_the_denominator(draw):
@@ -206,37 +193,12 @@ def test_three_policies_are_not_confused(draw):
     assert -run(one, capped)[0].loss.item() == pytest.approx(0.27 / 0.25 * 1.1)  # the cap is on proximal/behaviour
 
 
-def test_decoupled_and_tis_are_one_formula_with_the_same_cap(draw):
-    some = draw(64, spread=1.0)
-    decoupled = run(some, ObjectiveConfig(correction="decoupled", minibatches=3))
-    tis = run(some, ObjectiveConfig(correction="tis", minibatches=3))
-    floored = run(some, ObjectiveConfig(correction="tis", minibatches=3, tis_floor=0.9))
-    assert decoupled[0].loss.item() == tis[0].loss.item()
-    assert floored[0].loss.item() != tis[0].loss.item()
-
-
 def test_several_minibatches_without_proximal_would_kill_the_clip_so_they_are_refused(draw):
     some = draw(65)
     for correction in ("decoupled", "tis", "icepop", "mis"):
         config = ObjectiveConfig(correction=correction, minibatches=2)
         with pytest.raises(TrainError, match="proximal"):
             policy_objective(some.batch(leave_out=["proximal_T"]), config, normaliser_of(some))
-
-
-def test_proximal_pass_makes_the_clip_act(draw):
-    some = draw(66, spread=1.0)
-    result, _ = run(some, ObjectiveConfig(correction="decoupled", minibatches=2))
-    assert float(result.sums["clip_fraction"]) > 0
-    assert float(result.sums["ratio"]) != some.num_tokens
-
-
-def test_clip_on_the_behaviour_ratio_stops_tokens_that_moved_far_enough(draw):
-    some = replace(
-        draw(67, lengths=(2,)), live=[-1.0, -1.0], behaviour=[-2.0, -1.1], advantages=[1.0, 1.0], mask=[1, 1]
-    )
-    _, grad = run(some, ObjectiveConfig(correction="behaviour"))
-    assert grad[0] == 0.0
-    assert grad[1] < 0
 
 
 def test_behaviour_log_probs_receive_no_gradient(draw):
@@ -267,10 +229,7 @@ def test_a_tensor_that_covers_only_some_samples_is_refused(draw, name):
 
 @pytest.mark.parametrize(
     ("config", "missing"),
-    [
-        (ObjectiveConfig(kl_coef=0.1), "reference_T"),
-        (ObjectiveConfig(entropy_coef=0.1), "entropy_T"),
-    ],
+    [(ObjectiveConfig(kl_coef=0.1), "reference_T"), (ObjectiveConfig(entropy_coef=0.1), "entropy_T")],
 )
 def test_a_term_without_its_tensor_is_an_error_and_not_left_out(draw, config, missing):
     some = draw(72)
@@ -311,13 +270,9 @@ def test_absurd_log_probs_never_give_nan(draw, correction, loss):
     """A token whose probability changed by e^300 is a broken engine, but it must not poison the weights."""
     some = draw(76, lengths=(3, 2))
     some = replace(
-        some,
-        mask=[1] * 5,
-        live=[-300.0, -1e-3, -1.0, -1e-4, -80.0],
-        behaviour=[-1e-3, -300.0, -1.0, -90.0, -1e-4],
-        proximal=[-150.0, -150.0, -1.0, -1e-4, -1.0],
-        reference=[-1e-4, -300.0, -1.0, -1.0, -200.0],
-    )
+        some, mask=[1] * 5, live=[-300.0, -1e-3, -1.0, -1e-4, -80.0], behaviour=[-1e-3, -300.0, -1.0, -90.0, -1e-4],
+        proximal=[-150.0, -150.0, -1.0, -1e-4, -1.0], reference=[-1e-4, -300.0, -1.0, -1.0, -200.0],
+    )  # fmt: skip
     config = ObjectiveConfig(loss=loss, correction=correction, minibatches=2, kl_coef=0.1, mis_level="sequence")
     result, grad = run(some, config, dtype=torch.float32)
     assert math.isfinite(result.loss.item())
@@ -395,22 +350,14 @@ def test_every_option_of_the_run_file_is_forwarded():
     assert objective_config(algo, 7).minibatches == 7
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"kind": "grppo"},
-        {"correction": "trust"},
-        {"reduction": "sum"},
-        {"clip_low": -0.1},
-        {"tis_cap": float("nan")},
-        {"dual_clip": 0.9},
-        {"dual_clip": 3.0, "kind": "cispo"},
-        {"mis_low": 3.0},
-        {"reject_low": 2.0, "reject_high": 1.0},
-        {"mis_normalise": True, "mis_level": "geometric"},
-        {"minibatches": 0},
-    ],
-)
+WRONG = [
+    {"kind": "grppo"}, {"correction": "trust"}, {"reduction": "sum"}, {"clip_low": -0.1}, {"tis_cap": float("nan")},
+    {"dual_clip": 0.9}, {"dual_clip": 3.0, "kind": "cispo"}, {"mis_low": 3.0}, {"reject_low": 2.0, "reject_high": 1.0},
+    {"mis_normalise": True, "mis_level": "geometric"}, {"minibatches": 0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_options_that_make_no_sense_are_named(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong)).split("_", maxsplit=1)[0]):
         ObjectiveConfig(**wrong)

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
-import math
-from collections.abc import Callable
-from dataclasses import replace
-
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -39,58 +34,6 @@ def _claim(admission: Admission, step: int) -> tuple[int, ...] | None:
     selection = admission.select(step)
     assert not selection.overdue
     return selection.claim
-
-
-def _lags(
-    length_of: Callable[[int], int], rule: Callable[[int, int], bool], num_steps: int, batch_size: int
-) -> list[int]:
-    """Lags when a bare count `rule(num_submitted, version)` admits and batches are filled in order of completion."""
-    lags: list[int] = []
-    running: list[tuple[int, int, int]] = []
-    now = version = submitted = 0
-    done: list[int] = []
-    while version < num_steps:
-        while rule(submitted, version):
-            heapq.heappush(running, (now + length_of(submitted), submitted, version))
-            submitted += 1
-        now, _, born = heapq.heappop(running)
-        done.append(born)
-        if len(done) >= batch_size:
-            lags += [version - born for born in done[:batch_size]]
-            del done[:batch_size]
-            version += 1
-    return lags
-
-
-def test_pitfall_01_a_count_bound_is_no_age_bound() -> None:
-    """One episode of 20 times the length: counting submissions lets it grow old, the policies do not."""
-    eta, size = 1, 4
-    by_count = _lags(
-        lambda g: 20 if g == 3 else 1, lambda n, v: n < (v + eta + 1) * size, num_steps=30, batch_size=size
-    )
-    assert max(by_count) > eta
-    for policy in POLICIES:
-        admission = Admission(policy, max_staleness=eta, batch_size=size)
-        ids = _dispatch(admission, 2 * size, version=0)
-        straggler, quick = ids[3], [g for g in ids if g != 3]
-        for group_id in quick:
-            admission.ready(group_id, 0)
-        seen: list[int] = []
-        for step in range(2):
-            selection = admission.select(step)
-            if selection.claim is None:
-                assert policy != "drop", "drop never waits for a straggler"
-                admission.ready(straggler, 0)
-                selection = admission.select(step)
-            assert selection.claim is not None
-            seen += selection.claim
-            if straggler in selection.claim:
-                assert step <= eta
-            admission.trained(step)
-            if step == 0:
-                for group_id in _dispatch(admission, size, version=1, first=2 * size):
-                    admission.ready(group_id, 1)
-        assert (straggler in seen) == (policy != "drop")
 
 
 def test_pitfall_02_eta_0_is_on_policy() -> None:
@@ -366,19 +309,6 @@ def test_n_and_w_are_maximal_and_grow_with_eta(batch_size: int) -> None:
         assert rules.window >= before[1]
         before = (rules.num_slots, rules.window)
         assert rules.window == default_window(eta, batch_size)
-
-
-def test_the_default_window_makes_the_trainer_wait_no_longer_than_the_best() -> None:
-    """The rule of `default_window` against a grid of windows, same draws; 3 points of waiting are noise."""
-    size = 16
-
-    def waiting(eta: int, window: int) -> float:
-        scenario = Scenario(max_staleness=eta, batch_size=size, window=window, step_s=8.0, num_steps=120)
-        return math.fsum(simulate(replace(scenario, seed=seed)).waiting_share for seed in range(3)) / 3
-
-    for eta in (1, 2, 4):
-        grid = {window: waiting(eta, window) for window in (1, 1 + size // 4, 1 + size // 2, 1 + size)}
-        assert grid[default_window(eta, size)] <= min(grid.values()) + 0.03, (eta, grid)
 
 
 def test_resume_with_another_batch_size_drops_only_what_cannot_make_it() -> None:

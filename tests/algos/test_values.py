@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from myxa.algos.advantages import gae, token_advantages
 from myxa.algos.losses import value_loss, value_metrics, value_sums
-from myxa.algos.segments import Segments
 
 
 def draw(seed: int, num: int = 40) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -35,28 +33,6 @@ def test_the_loss_and_its_gradient_are_those_of_a_loop(clip: float) -> None:
         assert bool(found.is_clipped_T[i]) == is_clipped
         assert float(values.grad[i]) == pytest.approx(gradient, abs=1e-12)
     assert bool(found.is_clipped_T.any()) == bool(clip)
-
-
-def test_advantages_with_values_are_those_of_a_loop_that_skips_masked_tokens() -> None:
-    """A sample with a masked stretch, one fully masked, one of a single token."""
-    mask = torch.tensor([1, 1, 0, 0, 1, 1, 0, 0, 1])
-    sample = torch.tensor([0, 0, 0, 0, 0, 0, 1, 1, 2])
-    rewards, gamma, lam = torch.tensor([1.0, 5.0, -2.0]), 0.9, 0.8
-    values = torch.tensor([0.1, -0.4, 77.0, 77.0, 0.3, 0.9, 77.0, 77.0, 0.5])
-    found = token_advantages("ppo", rewards, Segments.of(mask, sample, 3), gamma=gamma, lam=lam, values_T=values)
-    expected = torch.zeros(9)
-    for s in range(3):
-        places = [i for i in range(9) if sample[i] == s and mask[i]]
-        ahead = 0.0
-        for k in reversed(range(len(places))):
-            reward = float(rewards[s]) if k == len(places) - 1 else 0.0
-            behind = float(values[places[k + 1]]) if k + 1 < len(places) else 0.0
-            ahead = reward + gamma * behind - float(values[places[k]]) + gamma * lam * ahead
-            expected[places[k]] = ahead
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
-    last = torch.tensor([0.0, 0, 0, 0, 0, 1, 0, 0, -2])
-    returns = gae(last, values, Segments.of(mask, sample, 3), gamma, lam)[1]
-    torch.testing.assert_close(returns, torch.where(mask.bool(), expected + values, 0.0), atol=1e-6, rtol=0)
 
 
 def test_the_variance_that_is_explained_is_numpys_and_adds_up_over_parts() -> None:

@@ -32,7 +32,7 @@ class NumberedRows:
 
     num_rows: int = 1000
     max_passes: int = 0
-    name: str = "rows"
+    name: str = ""
 
     def __len__(self) -> int:
         return self.num_rows
@@ -41,16 +41,18 @@ class NumberedRows:
     def fingerprint(self) -> str:
         return f"{self.name}-{self.num_rows}"
 
-    def prompt(self, draw: int) -> Prompt | None:
-        pass_index, row = divmod(draw, self.num_rows)
-        if self.max_passes and pass_index >= self.max_passes:
-            return None
-        return Prompt(
-            group_id=draw, row=row, pass_index=pass_index, messages=(Message(role="user", content=f"row {row}"),)
-        )
-
     def row_of(self, draw: int) -> int | None:
         return None if self.max_passes and draw >= self.num_rows * self.max_passes else draw % self.num_rows
+
+    def prompt(self, draw: int) -> Prompt | None:
+        row = self.row_of(draw)
+        if row is None:
+            return None
+        said = (Message(role="user", content=f"{self.name or 'row'} {row}"),)
+        return Prompt(
+            group_id=draw, row=row, pass_index=draw // self.num_rows, messages=said, source=self.name,
+            source_name=self.name,
+        )  # fmt: skip
 
     def num_held_out(self, name: str = "") -> int:
         return len(self.eval_prompts(1 << 30, name))
@@ -221,16 +223,6 @@ class Shop:
 @pytest.fixture
 def shop(tmp_path: Path) -> Shop:
     return Shop(tmp_path / "ledger.sqlite")
-
-
-@pytest.fixture(name="make_group")
-def group_maker() -> Callable[..., Group]:
-    return make_group
-
-
-@pytest.fixture(name="make_sample")
-def sample_maker() -> Callable[..., Sample]:
-    return make_sample
 
 
 @pytest.fixture(name="rows")

@@ -6,54 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.buffer.conftest import NumberedRows
+
 from myxa.actors.buffer.cursor import PromptCursor
 from myxa.actors.data.prompts import RowOrder
 from myxa.actors.ledger.ledger import Ledger
 from myxa.actors.ledger.states import Row
-from myxa.core.samples import Message, Prompt
+from myxa.core.samples import Prompt
 
 
 @dataclass
-class NamedRows:
-    """`num_rows` rows, gone through `max_passes` times (0: for ever)."""
-
-    name: str
-    num_rows: int
-    max_passes: int = 0
-
-    def __len__(self) -> int:
-        return self.num_rows
-
-    @property
-    def fingerprint(self) -> str:
-        return f"{self.name}-{self.num_rows}"
-
-    def row_of(self, draw: int) -> int | None:
-        return None if self.max_passes and draw >= self.num_rows * self.max_passes else draw % self.num_rows
-
-    def prompt(self, draw: int) -> Prompt | None:
-        row = self.row_of(draw)
-        if row is None:
-            return None
-        words = (Message(role="user", content=f"{self.name} {row}"),)
-        return Prompt(
-            group_id=draw,
-            row=row,
-            pass_index=draw // self.num_rows,
-            messages=words,
-            source=self.name,
-            source_name=self.name,
-        )
-
-    def num_held_out(self, name: str = "") -> int:
-        return 0
-
-    def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
-        return ()
-
-
-@dataclass
-class ShuffledRows(NamedRows):
+class ShuffledRows(NumberedRows):
     """Every pass in an order of its own."""
 
     seed: int = 0
@@ -68,7 +31,7 @@ class ShuffledRows(NamedRows):
 class MixedRows:
     """Sources by name."""
 
-    by_name: Mapping[str, NamedRows]
+    by_name: Mapping[str, NumberedRows]
     weights: Mapping[str, float]
     fingerprint: str = "mixed"
 
@@ -82,7 +45,7 @@ class MixedRows:
 def mixed(**sizes: int | tuple[int, int]) -> MixedRows:
     """Sources of so many rows (and passes), all of one weight."""
     found = {name: size if isinstance(size, tuple) else (size, 0) for name, size in sorted(sizes.items())}
-    return MixedRows({name: NamedRows(name, *size) for name, size in found.items()}, dict.fromkeys(found, 1.0))
+    return MixedRows({name: NumberedRows(*size, name) for name, size in found.items()}, dict.fromkeys(found, 1.0))
 
 
 @dataclass
@@ -90,7 +53,7 @@ class Desk:
     """A cursor and its ledger, as a buffer has them."""
 
     path: Path
-    source: MixedRows | NamedRows
+    source: MixedRows | NumberedRows
     told: dict[int, Prompt] = field(default_factory=dict)
     """Group -> the prompt that it was given out with."""
 

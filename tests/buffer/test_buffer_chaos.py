@@ -6,15 +6,14 @@ import asyncio
 import random
 import sqlite3
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
+from tests.buffer.conftest import make_group, make_sample
 
 from myxa.core.errors import CallError, RemoteError
 from myxa.core.messages import Assignment, GroupDropped, GroupReturned
-from myxa.core.samples import Group
 
 SEED = 4477
 BATCH = 3
@@ -25,10 +24,8 @@ NUM_ROWS = 90
 class World:
     """Everybody but the buffer. `desk` is the buffer that is open now, None while it is down."""
 
-    def __init__(self, seed: int, make_group: Callable[..., Group], make_sample: Callable[..., Any]) -> None:
+    def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.make_group = make_group
-        self.make_sample = make_sample
         self.desk: Any = None
         self.version = 0
         self.serving = [0, 0, 0]
@@ -83,7 +80,7 @@ class World:
         rng, group_id, version = self.rng, assignment.prompt.group_id, self.serving[index]
         fate = rng.random()
         if fate < 0.06:
-            kept = self.make_sample(group_id, 0, [version], "abort")
+            kept = make_sample(group_id, 0, [version], "abort")
             await self.ask(
                 "return_group",
                 GroupReturned(group_id=group_id, attempt=assignment.attempt, rollout=name, partial=(kept,)),
@@ -94,7 +91,7 @@ class World:
             await self.ask("drop_group", dropped)
             return
         oldest = min([version, *(sample.oldest_version() for sample in assignment.partial)])
-        group = self.make_group(assignment, versions=[oldest, self.serving[index]])
+        group = make_group(assignment, versions=[oldest, self.serving[index]])
         if fate < 0.12:
             group = msgspec.structs.replace(group, samples=group.samples[:-1])
         await self.ask("put_group", group, assignment.attempt, name)
@@ -145,13 +142,10 @@ class World:
             await asyncio.sleep(0.002)
 
 
-@pytest.mark.asyncio
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("policy", ["pace", "wait", "drop"])
-async def test_the_books_balance(
-    shop: Any, rows: Any, make_group: Callable[..., Group], make_sample: Callable[..., Any], policy: str
-) -> None:
-    world = World(SEED, make_group, make_sample)
+async def test_the_books_balance(shop: Any, rows: Any, policy: str) -> None:
+    world = World(SEED)
 
     async def live() -> None:
         """Open the buffer again and again, for some calls each time, until nobody needs it any more."""

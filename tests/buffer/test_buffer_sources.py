@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.buffer.conftest import make_group
 from tests.buffer.mixed_rows import mixed
 
 from myxa.actors.buffer.difficulty import Window
@@ -16,7 +16,6 @@ from myxa.actors.buffer.knobs import BufferLimits
 from myxa.core.config import RunConfig
 from myxa.core.errors import DataError
 from myxa.core.knobs import KnobChange
-from myxa.core.samples import Group
 from myxa.launch.program import buffer_limits
 
 WAIT_S = 20.0
@@ -30,7 +29,6 @@ async def knobs_of(desk: Any) -> dict[str, Any]:
     return {state.tunable.name: state.value for state in (await desk.ref.knobs()).knobs}
 
 
-@pytest.mark.asyncio
 async def test_the_mix_is_used_from_the_next_draw_on_and_outlives_the_process(shop: Any) -> None:
     rows = mixed(code=50, math=50)
     async with shop.open(rows=rows, max_staleness=30) as desk:
@@ -54,7 +52,6 @@ async def test_the_mix_is_used_from_the_next_draw_on_and_outlives_the_process(sh
         assert set(names(reply)[15:]) == {"math"}, "after those that were under way"
 
 
-@pytest.mark.asyncio
 async def test_a_run_with_one_source_has_no_mix(shop: Any) -> None:
     async with shop.open() as desk:
         assert "mix" not in await knobs_of(desk)
@@ -62,30 +59,28 @@ async def test_a_run_with_one_source_has_no_mix(shop: Any) -> None:
         assert not vote.accepted and "has no knob 'mix'" in vote.reason
 
 
-@pytest.mark.asyncio
-@pytest.mark.parametrize(
-    ("values", "text"),
-    [
-        ({"mix": "math:1,cod:1"}, "mix: there is no source 'cod'; did you mean \"code\"?"),
-        ({"mix": "math:1,code:-1"}, "mix: the weight of code is -1: must be 0, or from"),
-        ({"mix": "math:0,code:0"}, "mix: no source has a weight"),
-        ({"mix": "math:1"}, "mix: it says nothing of code: write code:0 to switch it off"),
-        ({"mix": 0.5}, "must be text"),
-        ({"difficulty_low": 0.5}, "difficulty_low = 0.5 is above difficulty_high = 0: set both, or make them equal"),
-        ({"difficulty_high": float("inf")}, "must be finite"),
-        ({"difficulty_skips": -1}, "from 0"),
-        ({"difficulty_skips": 101}, "from 0 up to 100"),
-    ],
-)
-async def test_what_is_no_mix_and_no_window_is_refused(shop: Any, values: dict[str, Any], text: str) -> None:
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"mix": "math:1,cod:1"}, "'cod'"),
+    ({"mix": "math:1,code:-1"}, "code"),
+    ({"mix": "math:0,code:0"}, "mix"),
+    ({"mix": "math:1"}, "code"),
+    ({"mix": 0.5}, "mix"),
+    ({"difficulty_low": 0.5}, "difficulty_high"),
+    ({"difficulty_high": float("inf")}, "difficulty_high"),
+    ({"difficulty_skips": -1}, "difficulty_skips"),
+    ({"difficulty_skips": 101}, "difficulty_skips"),
+]
+
+
+async def test_what_is_no_mix_and_no_window_is_refused(shop: Any) -> None:
     async with shop.open(rows=mixed(code=5, math=5)) as desk:
         before = await desk.ref.knobs()
-        vote = await desk.ref.prepare_knobs(KnobChange(epoch=1, values=values))
-        assert not vote.accepted and text in vote.reason, vote.reason
-        assert await desk.ref.knobs() == before
+        for epoch, (values, named) in enumerate(REFUSED, 1):
+            vote = await desk.ref.prepare_knobs(KnobChange(epoch=epoch, values=values))
+            assert not vote.accepted and named in vote.reason, (values, vote.reason)
+            assert await desk.ref.knobs() == before
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("kind", ["sft", "grpo"])
 async def test_a_window_can_be_set_where_there_are_rewards(shop: Any, kind: str) -> None:
     """As the run file says: learning from demonstrations has none."""
@@ -101,27 +96,23 @@ async def test_a_window_can_be_set_where_there_are_rewards(shop: Any, kind: str)
         assert vote.accepted or "has no knob 'difficulty_" in vote.reason
 
 
-@pytest.mark.asyncio
-async def test_a_window_is_looked_through_within_one_draw(shop: Any, make_group: Callable[..., Group]) -> None:
-    """One good prompt of 2600: two and a half rounds of the search, in which others have their turn."""
+async def test_a_window_is_looked_through_within_one_draw(shop: Any) -> None:
+    """One good prompt of 1200: more than one round of the search, in which others have their turn."""
     window = Window(low=0.2, high=0.8, skips=0)
-    rows = mixed(only=2600).by_name["only"]
+    rows = mixed(only=1200).by_name["only"]
     limits = BufferLimits(difficulty=window)
     async with shop.open(rows=rows, max_staleness=2000, limits=limits, group_filter="zero_variance") as desk:
-        for assignment in (await desk.draw(max_groups=2600)).assignments:
-            rewards = [0.0, 1.0] if assignment.prompt.row == 2599 else [1.0, 1.0]
+        for assignment in (await desk.draw(max_groups=1200)).assignments:
+            rewards = [0.0, 1.0] if assignment.prompt.row == 1199 else [1.0, 1.0]
             await desk.ref.put_group(make_group(assignment, rewards=rewards), 1, "rollout/0")
         (found,) = (await desk.draw(max_groups=1, wait_s=WAIT_S)).assignments
-        assert (found.prompt.row, found.prompt.pass_index) == (2599, 1)
+        assert (found.prompt.row, found.prompt.pass_index) == (1199, 1)
         stats = await desk.ref.stats()
-        assert stats.dropped == {"zero_variance": 2599, "out-of-window": 2599}
-        assert desk.buffer._store.gauges()["buffer/dropped/out-of-window"] == 2599
+        assert stats.dropped == {"zero_variance": 1199, "out-of-window": 1199}
+        assert desk.buffer._store.gauges()["buffer/dropped/out-of-window"] == 1199
 
 
-@pytest.mark.asyncio
-async def test_a_pause_ends_a_search(
-    shop: Any, make_group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_pause_ends_a_search(shop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A draw that is held looks again when something changes, not for ever."""
     limits = BufferLimits(difficulty=Window(low=0.2, high=0.8, skips=1 << 20))
     async with shop.open(rows=mixed(only=4).by_name["only"], max_staleness=9, limits=limits) as desk:
@@ -150,10 +141,7 @@ async def test_a_pause_ends_a_search(
         held.cancel()
 
 
-@pytest.mark.asyncio
-async def test_a_window_that_leaves_nothing_ends_the_run_once_nothing_is_under_way(
-    shop: Any, make_group: Callable[..., Group]
-) -> None:
+async def test_a_window_that_leaves_nothing_ends_the_run_once_nothing_is_under_way(shop: Any) -> None:
     rows = mixed(a=2, b=2)
     limits = BufferLimits(difficulty=Window(low=0.2, high=0.8, skips=0))
     async with shop.open(rows=rows, max_staleness=9, limits=limits) as desk:
@@ -168,17 +156,12 @@ async def test_a_window_that_leaves_nothing_ends_the_run_once_nothing_is_under_w
             await desk.draw(max_groups=1)
         failure = await desk.failure()
         assert isinstance(failure, DataError)
-        assert (
-            "the mean rewards of all 4 prompts lie outside the difficulty window 0.2 to 0.8: 0 below it, 4 above"
-            in str(failure)
-        )
-        assert "data.difficulty_skips" in str(failure)
+        assert "all 4 prompts" in str(failure) and "data.difficulty_skips" in str(failure)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("edited", [Window(low=0.1, high=0.1), Window(skips=4)])
 async def test_a_window_that_was_made_by_knobs_and_ended_the_run_is_taken_back_in_the_run_file(
-    shop: Any, make_group: Callable[..., Group], edited: Window
+    shop: Any, edited: Window
 ) -> None:
     """As the error says."""
     rows = mixed(only=4).by_name["only"]
@@ -186,7 +169,7 @@ async def test_a_window_that_was_made_by_knobs_and_ended_the_run_is_taken_back_i
         for assignment in (await desk.draw(max_groups=4)).assignments:
             await desk.ref.put_group(make_group(assignment, rewards=[1.0, 1.0]), 1, "rollout/0")
         assert (await desk.change(1, difficulty_low=0.2, difficulty_high=0.8, difficulty_skips=0)).accepted
-        with pytest.raises(Exception, match="`myxa set` changed holds until the run file says something new"):
+        with pytest.raises(Exception, match="`myxa set`"):
             await desk.draw(max_groups=1)
     async with shop.open(rows=rows, max_staleness=90) as desk:
         with pytest.raises(Exception, match="outside the difficulty window"):

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.buffer.mixed_rows import Desk, NamedRows, ShuffledRows, mixed
+from tests.buffer.conftest import NumberedRows
+from tests.buffer.mixed_rows import Desk, ShuffledRows, mixed
 
 from myxa.actors.buffer.difficulty import NO_WINDOW, Window
 from myxa.actors.ledger.audit import audit_ledger
@@ -21,7 +22,7 @@ EASY, HARD, GOOD = 1.0, 0.0, 0.5
 
 @pytest.fixture
 def desk(tmp_path: Path) -> Iterator[Desk]:
-    found = Desk(tmp_path / "ledger.sqlite", NamedRows("", 4))
+    found = Desk(tmp_path / "ledger.sqlite", NumberedRows(4))
     yield found
     assert audit_ledger(found.path).problems == ()
     found.ledger.close()
@@ -91,14 +92,14 @@ def test_after_so_many_passes_it_is_tried_again(desk: Desk, skips: int) -> None:
 
 
 def test_a_long_way_to_the_next_prompt_is_gone_in_parts(tmp_path: Path) -> None:
-    desk = Desk(tmp_path / "ledger.sqlite", NamedRows("", 2500))
-    first_pass(desk, *[EASY] * 2499, GOOD)
+    desk = Desk(tmp_path / "ledger.sqlite", NumberedRows(1300))
+    first_pass(desk, *[EASY] * 1299, GOOD)
     desk.cursor.use("", HALF)
     draft = desk.cursor.draft(2)
     assert draft.next() is None and desk.cursor.is_searching
     assert len(draft.rows) == 1000
     desk.ledger.dispatch(draft.rows)
-    assert rows_of(desk.draw(1), 2500) == [2499]
+    assert rows_of(desk.draw(1), 1300) == [1299]
     assert not desk.cursor.is_searching
     desk.ledger.close()
 
@@ -119,21 +120,17 @@ def test_a_window_that_leaves_nothing_waits_for_what_is_under_way_and_then_ends_
     desk.finish(_newest(desk), EASY)
     with pytest.raises(DataError) as caught:
         desk.draw(1)
-    assert str(caught.value) == (
-        "the mean rewards of all 4 prompts lie outside the difficulty window 0.2 to 0.8: 1 below it, 3 above -- widen "
-        "data.difficulty_low and data.difficulty_high, make them equal (no window), or let prompts be tried again with "
-        "data.difficulty_skips above 0; then resume the run. What `myxa set` changed holds until the run file says "
-        "something new: write values other than it had (0.1 for both ends is no window either)"
-    )
+    for word in ("all 4 prompts", "1 below", "3 above", "data.difficulty_low", "data.difficulty_skips", "`myxa set`"):
+        assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("num_inside", [1, 3])
 def test_a_few_prompts_inside_are_found_in_every_order_of_the_passes(
     tmp_path: Path, seed: int, num_inside: int
 ) -> None:
     """First in one pass and last in the next, there are nearly two passes between."""
-    desk = Desk(tmp_path / "ledger.sqlite", ShuffledRows("", 30, seed=seed))
+    desk = Desk(tmp_path / "ledger.sqlite", ShuffledRows(30, seed=seed))
     inside = {(7 * (k + seed)) % 30 for k in range(num_inside)}
     for row in desk.draw(30):
         desk.finish(row, GOOD if desk.told[row.group_id].row in inside else EASY)
@@ -192,10 +189,8 @@ def test_the_other_sources_go_on_without_one_that_has_nothing_inside(tmp_path: P
         desk.finish(row, EASY if row.source == "easy" else GOOD)
     desk.cursor.use("easy:1,good:1", HALF)
     assert {row.source for row in desk.draw(6)} == {"good"}
-    told = (
-        "the mean rewards of all 3 prompts of easy lie outside the difficulty window 0.2 to 0.8: 0 below it, 3 above; "
-    )
-    assert desk.cursor.take_news() == [("source-outside", told + "others continue")]
+    ((kind, text),) = desk.cursor.take_news()
+    assert kind == "source-outside" and "all 3 prompts of easy" in text
     assert desk.ledger.draws.stretch.mix == "good:1"
     desk.cursor.use("easy:1,good:1", Window(low=0.2, high=1.0, skips=0))
     assert [row.source for row in desk.draw(4)] == ["easy", "good", "easy", "good"]
@@ -209,7 +204,7 @@ def test_a_source_that_ends_is_told_once_and_the_others_go_on_by_their_ratios(tm
     assert [drawn.count(name) for name in "abc"] == [4, 6, 6]
     assert sorted(drawn[:4]) == ["a", "a", "b", "c"] and sorted(drawn[4:8]) == ["a", "a", "b", "c"]
     assert drawn[8:] == ["b", "c"] * 4
-    assert desk.cursor.take_news() == [("source-ended", "a has no more prompts after 4 draws; others continue")]
+    assert [kind for kind, _ in desk.cursor.take_news()] == ["source-ended"]
     desk.draw(4)
     desk.restart()
     desk.cursor.use("a:2,b:1,c:1", NO_WINDOW)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from tests.buffer.conftest import make_group, make_sample
 
 from myxa.actors.buffer import dumps, recent_groups
 from myxa.actors.buffer.dumps import DumpedGroup, read_groups, read_header
@@ -17,7 +17,7 @@ from myxa.actors.data.recorded import RecordedGroups
 from myxa.actors.data.row_file import RowError
 from myxa.core.errors import BadRequest, DataError
 from myxa.core.messages import DumpReport, GroupReturned
-from myxa.core.samples import Group, Sample, ScoredSample
+from myxa.core.samples import Sample, ScoredSample
 
 MIB = 1 << 20
 ARRAYS = ("prompt_ids", "response_ids", "logprobs", "loss_mask", "versions")
@@ -40,10 +40,7 @@ async def written(desk: Any) -> DumpReport:
     return found[-1]
 
 
-@pytest.mark.asyncio
-async def test_a_dump_holds_all_that_is_not_trained_and_is_read_back(
-    shop: Any, make_group: Callable[..., Group], make_sample: Callable[..., Any]
-) -> None:
+async def test_a_dump_holds_all_that_is_not_trained_and_is_read_back(shop: Any) -> None:
     async with shop.open(max_staleness=4, batch_size=1) as desk:
         await desk.change(2, temperature=0.3)
         drawn = (await desk.draw(max_groups=5)).assignments
@@ -87,7 +84,6 @@ async def test_a_dump_holds_all_that_is_not_trained_and_is_read_back(
         assert (await desk.ref.dump(MIB)).path != report.path, "an earlier dump is never written over"
 
 
-@pytest.mark.asyncio
 async def test_a_dump_ends_at_its_limit_and_before_the_disk_is_full(shop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async with shop.open(max_staleness=9) as desk:
         for assignment in (await desk.draw(max_groups=10)).assignments:
@@ -109,7 +105,6 @@ async def test_a_dump_ends_at_its_limit_and_before_the_disk_is_full(shop: Any, m
         assert (await desk.ref.stats()).states == {"READY": 10}, "nothing of that hurts the run"
 
 
-@pytest.mark.asyncio
 async def test_the_next_groups_are_dumped_as_they_are_claimed(shop: Any) -> None:
     async with shop.open(max_staleness=9, batch_size=2) as desk:
         for assignment in (await desk.draw(max_groups=10)).assignments:
@@ -138,7 +133,6 @@ async def test_the_next_groups_are_dumped_as_they_are_claimed(shop: Any) -> None
         await desk.ref.dump_next(5, MIB)  # and the buffer is closed with one that goes on
 
 
-@pytest.mark.asyncio
 async def test_files_that_are_no_dumps_are_refused_by_name(shop: Any, tmp_path: Path) -> None:
     async with shop.open() as desk:
         for assignment in (await desk.draw(max_groups=2)).assignments:
@@ -155,10 +149,7 @@ async def test_files_that_are_no_dumps_are_refused_by_name(shop: Any, tmp_path: 
         read_header(torn)
 
 
-@pytest.mark.asyncio
-async def test_the_newest_groups_are_shown_with_what_became_of_them(
-    shop: Any, make_group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_newest_groups_are_shown_with_what_became_of_them(shop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async with shop.open(max_staleness=9, batch_size=1, group_filter="zero_variance") as desk:
         drawn = (await desk.draw(max_groups=4)).assignments
         for assignment, rewards in zip(drawn, ([0.0, 1.0], [1.0, 1.0], [0.0, 1.0], [2.0, 1.0]), strict=True):
@@ -188,7 +179,6 @@ def score(group_id: int, index: int, length: int = 5, logprob: float = -0.25) ->
     return ScoredSample(group_id=group_id, index=index, logprobs=np.full(length, logprob, dtype=np.float32))
 
 
-@pytest.mark.asyncio
 async def test_trained_groups_come_back_with_the_trainer_s_log_probs(
     shop: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,7 +206,6 @@ async def test_trained_groups_come_back_with_the_trainer_s_log_probs(
         assert [f.group.group_id for f in await desk.ref.recent(6)] == [3, 1, 2, 0]
 
 
-@pytest.mark.asyncio
 async def test_a7_the_trainers_view_is_of_the_newest_steps(shop: Any) -> None:
     """A7: once the shelf was full, those of the first steps stayed for ever."""
     async with shop.open(max_staleness=200) as desk:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -99,7 +98,6 @@ def even_level(actors: dict[str, tuple[int, int]], num_free: int) -> int:
     return level
 
 
-@pytest.mark.asyncio
 async def test_a_buffer_keeps_slots_for_the_engine_that_has_not_adopted_yet(shop):
     async with shop.open(max_staleness=1, batch_size=8) as desk:
         first = (await desk.draw()).assignments
@@ -117,7 +115,6 @@ async def test_a_buffer_keeps_slots_for_the_engine_that_has_not_adopted_yet(shop
         assert len((await waiting).assignments) == 4
 
 
-@pytest.mark.asyncio
 async def test_a_buffer_gives_them_to_others_in_the_end(shop, monkeypatch):
     monkeypatch.setattr("myxa.actors.buffer.dispatch_queue.RESERVED_S", 0.3)
     async with shop.open(max_staleness=1, batch_size=8) as desk:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.buffer.conftest import make_group
 
 from myxa.actors.buffer.finished_groups import FinishedGroups
 from myxa.actors.buffer.knobs import BufferLimits
@@ -19,8 +19,7 @@ def told_of_steps(desk: Any) -> dict[int, dict[str, float]]:
     return {point.step: dict(point.values) for point in points if "reward/raw_mean" in point.values}
 
 
-@pytest.mark.asyncio
-async def test_a6_all_finished_groups_count_by_step(shop: Any, make_group: Callable[..., Group]) -> None:
+async def test_a6_all_finished_groups_count_by_step(shop: Any) -> None:
     async with shop.open(group_filter="zero_variance", max_staleness=8) as desk:
 
         async def put(*rewards: float) -> str:
@@ -52,8 +51,7 @@ async def test_a6_all_finished_groups_count_by_step(shop: Any, make_group: Calla
     assert (steps[2]["reward/finished_groups"], steps[2]["reward/all_right"]) == (3.0, pytest.approx(1 / 3))
 
 
-@pytest.mark.asyncio
-async def test_demonstrations_have_no_reward_to_tell_of(shop: Any, make_group: Callable[..., Group]) -> None:
+async def test_demonstrations_have_no_reward_to_tell_of(shop: Any) -> None:
     async with shop.open(limits=BufferLimits(has_rewards=False)) as desk:
         for given in (await desk.draw(max_groups=2)).assignments:
             await desk.ref.put_group(make_group(given, rewards=(1, 1)), given.attempt, "rollout/0")
@@ -61,7 +59,7 @@ async def test_demonstrations_have_no_reward_to_tell_of(shop: Any, make_group: C
         assert told_of_steps(desk) == {}
 
 
-def one(make_group: Callable[..., Group], *rewards: float) -> Group:
+def one(*rewards: float) -> Group:
     prompt = Prompt(group_id=0, row=0, pass_index=0, messages=(Message(role="user", content="x"),))
     return make_group(
         Assignment(prompt=prompt, attempt=1, num_samples=len(rewards), sampling=SamplingParams(max_new_tokens=4)),
@@ -69,10 +67,10 @@ def one(make_group: Callable[..., Group], *rewards: float) -> Group:
     )
 
 
-def test_right_is_what_the_run_file_says(make_group: Callable[..., Group]) -> None:
+def test_right_is_what_the_run_file_says() -> None:
     finished = FinishedGroups(0.5)
     for rewards in ((0.5, 0.7), (0.49, 0.1), (-1.0, 2.0)):
-        finished.add("", one(make_group, *rewards), is_left_out=False)
+        finished.add("", one(*rewards), is_left_out=False)
     told = finished.take_step()
     assert told["reward/pass_rate"] == pytest.approx(3 / 6)
     assert (told["reward/all_right"], told["reward/all_wrong"]) == (pytest.approx(1 / 3), pytest.approx(1 / 3))
@@ -80,15 +78,14 @@ def test_right_is_what_the_run_file_says(make_group: Callable[..., Group]) -> No
     assert finished.take_step() == {}
 
 
-def test_a_group_of_one_answer_has_no_spread_to_lack(make_group: Callable[..., Group]) -> None:
+def test_a_group_of_one_answer_has_no_spread_to_lack() -> None:
     finished = FinishedGroups()
-    finished.add("", one(make_group, 1.0), is_left_out=False)
+    finished.add("", one(1.0), is_left_out=False)
     told = finished.take_step()
     assert (told["reward/zero_std_groups"], told["reward/all_right"]) == (0.0, 1.0)
 
 
-@pytest.mark.asyncio
-async def test_f4_some_groups_of_each_step_can_be_read_later(shop: Any, make_group: Callable[..., Group]) -> None:
+async def test_f4_some_groups_of_each_step_can_be_read_later(shop: Any) -> None:
     """F4: kept ones when their step was trained, and at most half as many that the filter left out."""
     limits = BufferLimits(samples_per_step=4)
     async with shop.open(group_filter="zero_variance", max_staleness=50, batch_size=3, limits=limits) as desk:

@@ -11,9 +11,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.buffer.conftest import NumberedRows, make_group
 
 from myxa.actors.buffer.filters import GroupFilters
 from myxa.actors.buffer.knobs import BufferKnobs, BufferLimits
@@ -63,12 +65,11 @@ class KnobsMachine(RuleBasedStateMachine):
         self.open()
 
     def open(self) -> None:
-        rows = _rows()
         self.ledger = Ledger(Path(self.folder.name) / "l.sqlite", run="m", fingerprint="f", wall=lambda: 0.0)
         admission = Admission(FIRST.on_stale, max_staleness=FIRST.max_staleness, batch_size=BATCH, window=FIRST.window)
         live = LiveSettings(self.ledger, admission, FIRST, SamplingParams(max_new_tokens=FIRST.max_new_tokens))
         self.store = BufferStore(
-            source=rows, ledger=self.ledger, admission=admission, settings=live, filters=GroupFilters("none", GROUP_FILTERS),
+            source=NumberedRows(7), ledger=self.ledger, admission=admission, settings=live, filters=GroupFilters("none", GROUP_FILTERS),
             log=logging.getLogger("myxa.test"), started_s=-100.0,
         )  # fmt: skip
         self.knobs = BufferKnobs(
@@ -162,7 +163,9 @@ class KnobsMachine(RuleBasedStateMachine):
     def finish(self, group_id: int, rewards: list[float] | None) -> None:
         assignment = self.out.pop(group_id)
         row = self.ledger.find(group_id)
-        group = _group(assignment, row.version if row else 0, rewards)
+        group = msgspec.structs.replace(
+            make_group(assignment, (row.version if row else 0,), rewards), knobs=assignment.knobs
+        )
         assert self.store.put(group, assignment.attempt, "r").outcome != "duplicate"
         assert self.store.put(group, assignment.attempt, "r").outcome in ("duplicate", "stale-attempt")
 
@@ -228,45 +231,5 @@ class KnobsMachine(RuleBasedStateMachine):
         assert all(self.ledger.find(gid).state is State.DROPPED for gid in dropped)  # type: ignore[union-attr]
 
 
-def _rows() -> Any:
-    from myxa.core.samples import Message, Prompt
-
-    class Rows:
-        fingerprint = "f"
-
-        def __len__(self) -> int:
-            return 7
-
-        def prompt(self, draw: int) -> Prompt:
-            said = Message(role="user", content=str(draw % 7))
-            return Prompt(group_id=draw, row=draw % 7, pass_index=draw // 7, messages=(said,))
-
-        def row_of(self, draw: int) -> int:
-            return draw % 7
-
-    return Rows()
-
-
-def _group(assignment: Assignment, version: int, rewards: list[float] | None) -> Any:
-    import numpy as np
-
-    from myxa.core.samples import Group, Sample
-
-    def sample(index: int) -> Sample:
-        return Sample(
-            group_id=assignment.prompt.group_id, index=index, prompt_ids=np.array([1], np.int32),
-            response_ids=np.array([2], np.int32), logprobs=np.array([-0.5], np.float32),
-            loss_mask=np.ones(1, np.uint8), versions=np.array([version], np.int32), finish="stop",
-            temperature=assignment.sampling.temperature,
-        )  # fmt: skip
-
-    count = assignment.num_samples
-    told = rewards or [float(i) for i in range(count)]
-    return Group(
-        prompt=assignment.prompt, samples=tuple(sample(i) for i in range(count)),
-        rewards=np.array(told, np.float32), knobs=assignment.knobs,
-    )  # fmt: skip
-
-
 TestKnobsMachine = KnobsMachine.TestCase
-TestKnobsMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
+TestKnobsMachine.settings = settings(max_examples=30, stateful_step_count=35, deadline=None, derandomize=True)

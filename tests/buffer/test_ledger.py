@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from myxa.actors.ledger.audit import audit_ledger
-from myxa.actors.ledger.file import LedgerChange
 from myxa.actors.ledger.ledger import Ledger
-from myxa.actors.ledger.resume import floor_of, read_facts
-from myxa.actors.ledger.states import AT_REST, LEFTOVER, REWIND, TRANSITIONS, Row, State, check_path
+from myxa.actors.ledger.resume import read_facts
+from myxa.actors.ledger.states import AT_REST, REWIND, TRANSITIONS, Row, State, check_path
 from myxa.algos.staleness import STALE
 from myxa.core.errors import LedgerError
 
@@ -64,15 +63,7 @@ def test_a_life_from_draw_to_durable(ledger: Ledger, path: Path) -> None:
     with sqlite3.connect(path) as db:
         walked = db.execute("SELECT to_state FROM transitions WHERE group_id = 1 ORDER BY seq").fetchall()
     db.close()
-    assert [state for (state,) in walked] == [
-        "DISPATCHED",
-        "FINISHED",
-        "REWARDED",
-        "READY",
-        "CLAIMED",
-        "TRAINED",
-        "DURABLE",
-    ]
+    assert [s for (s,) in walked] == ["DISPATCHED", "FINISHED", "REWARDED", "READY", "CLAIMED", "TRAINED", "DURABLE"]
 
 
 def test_every_transition_that_is_not_in_the_table_is_refused() -> None:
@@ -89,46 +80,6 @@ def test_every_transition_that_is_not_in_the_table_is_refused() -> None:
                         check_path(moved, (target,), table)
     assert set(TRANSITIONS) == set(State)
     assert {state for state in State if state not in AT_REST} == {State.DRAWN, State.FINISHED, State.REWARDED}
-
-
-def test_a_refused_verb_changes_nothing(ledger: Ledger) -> None:
-    first, second = draw(ledger, 2)
-    ledger.finish(first, b"x", version=0, num_tokens=1)
-    before = (states(ledger), ledger.tally.states, ledger.next_step)
-    with pytest.raises(LedgerError, match=f"group {second} .* from DISPATCHED to CLAIMED"):
-        ledger.claim(0, [first, second])
-    with pytest.raises(LedgerError, match=f"group {first} .* from READY to FINISHED"):
-        ledger.finish(first, b"y", version=0, num_tokens=1)
-    with pytest.raises(LedgerError, match="group 99 was never drawn"):
-        ledger.drop([(second, "x"), (99, "x")])
-    with pytest.raises(LedgerError, match="the next step is 0"):
-        ledger.claim(4, [first])
-    with pytest.raises(LedgerError, match="the next id is 2"):
-        ledger.dispatch([Row(5, 5, -1, 2)])
-    with pytest.raises(LedgerError, match="step 0 was trained, but claimed are"):
-        ledger.trained(0)
-    with pytest.raises(LedgerError, match="the newest is 0"):
-        ledger.durable(3)
-    assert (states(ledger), ledger.tally.states, ledger.next_step) == before
-    assert ledger.payload(first) == b"x"
-
-
-def test_a_restart_requeues_what_was_under_way_and_keeps_claims(ledger: Ledger, path: Path) -> None:
-    ids = draw(ledger, 4)
-    for group_id in ids[:2]:
-        ledger.finish(group_id, b"whole", version=0, num_tokens=5)
-    ledger.claim(0, ids[:2])
-    ledger.close()
-    again = open_ledger(path)
-    assert states(again) == {0: State.CLAIMED, 1: State.CLAIMED, 2: State.REQUEUED, 3: State.REQUEUED}
-    assert [row.group_id for row in again.claim_of(0)] == ids[:2]
-    assert (again.next_step, again.newest_version) == (1, 0)
-    assert (again.next_draw, again.next_group_id) == (4, 4)
-    row = again.find(2)
-    assert row is not None
-    assert row.rollout == "rollout/0", "its worker may still deliver"
-    assert again.trained(0)
-    again.close()
 
 
 def test_a_rewind_makes_later_groups_ready_again(ledger: Ledger, path: Path) -> None:
@@ -170,24 +121,6 @@ def test_a_rewind_to_a_checkpoint_that_the_ledger_had_not_heard_of(ledger: Ledge
     assert ledger.next_step == 1
 
 
-def test_a_rewind_to_the_step_under_way_keeps_its_claim(ledger: Ledger) -> None:
-    ids = draw(ledger, 3)
-    for group_id in ids:
-        ledger.finish(group_id, b"x", version=0, num_tokens=1)
-    ledger.claim(0, ids[:2])
-    assert ledger.rewind(0) == 0
-    assert [row.group_id for row in ledger.claim_of(0)] == ids[:2]
-    assert ledger.next_step == 1
-
-
-def test_a_fresh_ledger_can_start_at_a_later_version(ledger: Ledger, path: Path) -> None:
-    assert ledger.rewind(40) == 0
-    ledger.close()
-    again = open_ledger(path)
-    assert (again.next_step, again.newest_version) == (40, 40)
-    again.close()
-
-
 @pytest.mark.parametrize("back", [0, 1])
 def test_a_checkpoint_of_a_past_that_was_undone_is_not_gone_on_from(ledger: Ledger, back: int) -> None:
     """The newest one could not be read for a moment, and training went back; now it can be read again. Its weights hold
@@ -202,42 +135,19 @@ def test_a_checkpoint_of_a_past_that_was_undone_is_not_gone_on_from(ledger: Ledg
     assert (ledger.next_step, ledger.newest_version) == (back, back)
 
 
-def test_leftovers_come_back_when_the_run_goes_on(ledger: Ledger) -> None:
-    ready, returned, under_way, filtered = draw(ledger, 4)
-    ledger.finish(ready, b"whole", version=0, num_tokens=3)
-    ledger.requeue([(returned, b"partial", 0)], "drained")
-    ledger.refuse(filtered, "zero-variance", detail="", num_tokens=4)
-    ledger.drop([(g, LEFTOVER) for g in (ready, returned, under_way)])
-    assert ledger.tally.dropped == {LEFTOVER: 3, "zero-variance": 1}
-    ledger.rewind(0)
-    assert states(ledger) == {
-        ready: State.READY,
-        returned: State.REQUEUED,
-        under_way: State.REQUEUED,
-        filtered: State.DROPPED,
-    }
-    assert ledger.payload(ready) == b"whole"
-    assert ledger.payload(returned) == b"partial"
-
-
-def test_stale_prompts_are_drawn_again_once_each(ledger: Ledger, path: Path) -> None:
-    ids = draw(ledger, 3)
-    ledger.drop([(ids[1], STALE), (ids[2], "workflow-error")])
-    assert ledger.redraw() == (1, 1)
+def test_lengths_of_groups_are_counted_once_each_and_outlive_the_process(ledger: Ledger, path: Path) -> None:
+    ids = draw(ledger, 5)
+    train(ledger, 0, ids[:2])
+    ledger.refuse(ids[2], "zero-variance", detail="", num_tokens=8)
+    ledger.drop([(ids[3], STALE), (ids[4], "engine-error")])
+    ledger.note_length(ids[3], 900)
+    ledger.note_length(ids[3], 901)
+    lengths = {"trained": 10.0, "zero-variance": 8.0, STALE: 900.0}
+    assert ledger.tally.mean_tokens == lengths
     ledger.close()
     again = open_ledger(path)
-    assert again.redraw() == (1, 1)
-    again.dispatch([Row(3, 1, 1, 2, rollout="rollout/0", epoch=1, version=0)])
-    assert again.redraw() is None
-    again.note_length(1, 900)
-    again.note_length(1, 901)
-    assert again.redraw() is None
-    assert again.tally.mean_tokens == {STALE: 900.0}
-    assert again.next_draw == 3
+    assert (again.tally.mean_tokens, again.redraw()) == (lengths, (ids[3], ids[3]))
     again.close()
-    last = open_ledger(path)
-    assert last.redraw() is None
-    last.close()
 
 
 def test_c_a_batch_and_what_is_drawn_again_are_in_the_order_of_draws(ledger: Ledger) -> None:
@@ -253,20 +163,6 @@ def test_c_a_batch_and_what_is_drawn_again_are_in_the_order_of_draws(ledger: Led
         ledger.finish(group_id, b"whole", version=0, num_tokens=3)
     ledger.claim(0, [1, 4])
     assert [(row.group_id, row.draw) for row in ledger.claim_of(0)] == [(4, 0), (1, 1)]
-
-
-def test_a_tally_is_the_same_after_a_reload(ledger: Ledger, path: Path) -> None:
-    ids = draw(ledger, 6)
-    train(ledger, 0, ids[:2])
-    ledger.refuse(ids[2], "zero-variance", detail="", num_tokens=8)
-    ledger.drop([(ids[3], "engine-error")])
-    ledger.requeue([(ids[4], None, -1), (ids[5], None, -1)], "rollout/0 is gone")
-    before = (ledger.tally.states, ledger.tally.dropped, ledger.tally.mean_tokens)
-    assert before[2] == {"trained": 10.0, "zero-variance": 8.0}
-    ledger.close()
-    again = open_ledger(path)
-    assert (again.tally.states, again.tally.dropped, again.tally.mean_tokens) == before
-    again.close()
 
 
 def test_a_ledger_of_another_run_or_dataset_is_refused(ledger: Ledger, path: Path) -> None:
@@ -337,48 +233,6 @@ def test_a_full_disk_is_an_error_and_leaves_the_ledger_as_it_was(ledger: Ledger)
     assert states(ledger) == {0: State.READY}
 
 
-def test_a_checkpoint_looks_only_at_what_lies_between_the_two_before(ledger: Ledger) -> None:
-    """Not at everything that ever became durable: the buffer's loop stands meanwhile."""
-    freed: list[int] = []
-    commit = ledger._file.commit
-
-    def watch(change: LedgerChange) -> None:
-        freed.extend(group_id for (group_id,) in change.freed)
-        commit(change)
-
-    ledger._file.commit = watch
-    for step in range(5):
-        train(ledger, step, draw(ledger, 2))
-        ledger.durable(step + 1)
-    assert freed == list(range(8)), "each once"
-    assert [ledger.payload(group_id) is None for group_id in range(10)] == [True] * 8 + [False] * 2
-
-
-def test_samples_stay_as_long_as_a_checkpoint_that_would_need_them(ledger: Ledger, path: Path) -> None:
-    """Of five checkpoints the newest four stay: training may fall back to any of them."""
-    for step in range(5):
-        train(ledger, step, draw(ledger, 2))
-        ledger.durable(step + 1, oldest=max(1, step - 2))
-    assert [ledger.payload(group_id) is None for group_id in range(10)] == [True] * 4 + [False] * 6
-    assert read_floor(ledger, path) == 2
-    with pytest.raises(LedgerError, match="cannot go back to version 1"):
-        ledger.rewind(1)
-    assert ledger.rewind(2) == 6
-    ledger.claim(2, [row.group_id for row in ledger.rows(State.READY)][:2])
-    assert ledger.trained(2)
-    ledger.durable(3, oldest=0)
-    assert read_floor(ledger, path) == 2, "what is given away does not come back"
-    ledger.claim(3, [row.group_id for row in ledger.rows(State.READY)][:2])
-    assert ledger.trained(3)
-    ledger.durable(4, oldest=4)
-    assert read_floor(ledger, path) == 3, "one only is kept: still the newest may turn out to be damaged"
-
-
-def read_floor(ledger: Ledger, path: Path) -> int:
-    assert floor_of(path) == ledger._floor
-    return ledger._floor
-
-
 def test_histories_are_walked_once_and_damage_of_what_is_newer_is_found(ledger: Ledger, path: Path) -> None:
     train(ledger, 0, draw(ledger, 1))
     ledger.durable(1)
@@ -393,15 +247,3 @@ def test_histories_are_walked_once_and_damage_of_what_is_newer_is_found(ledger: 
     with pytest.raises(LedgerError, match="has a gap"):
         read_facts(path)  # whoever goes on from it looks at all of it
     assert any("while it was in" in problem for problem in audit_ledger(path).problems)
-
-
-def test_damage_of_what_moved_since_the_newest_checkpoint_is_found_at_load(ledger: Ledger, path: Path) -> None:
-    train(ledger, 0, draw(ledger, 1))
-    ledger.durable(1)
-    train(ledger, 1, draw(ledger, 1))
-    ledger.close()
-    with sqlite3.connect(path) as db:
-        db.execute("DELETE FROM transitions WHERE group_id = 1 AND to_state = 'FINISHED'")
-    db.close()
-    with pytest.raises(LedgerError, match="has a gap in its transitions"):
-        open_ledger(path)

@@ -14,7 +14,7 @@ from myxa.actors.ledger.ledger import Ledger
 from myxa.actors.ledger.states import State
 
 SEED = 907
-NUM_KILLS = 6
+NUM_KILLS = 3
 
 # Runs until killed: draws, finishes, drops, claims, trains; one line per verb, after it returned.
 WRITER = """
@@ -101,4 +101,4 @@ def test_nothing_is_lost_when_the_buffer_is_killed(tmp_path: Path) -> None:
             told |= dict.fromkeys([row.group_id for row in claimed], "TRAINED")
         assert ledger.next_group_id >= max(told, default=-1) + 1
         ledger.close()
-    assert len(told) > 50, f"seed {SEED}: the writer hardly wrote"
+    assert len(told) > 25, f"seed {SEED}: the writer hardly wrote"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from myxa.actors.ledger.audit import audit_ledger
 from myxa.actors.ledger.ledger import Ledger
+from myxa.actors.ledger.resume import floor_of
 from myxa.actors.ledger.states import LEFTOVER, REDRAWN, Row, State
 from myxa.algos.staleness import STALE
 from myxa.core.errors import LedgerError
@@ -51,6 +53,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "ledger"):
             assert audit_ledger(self.path).problems == (), "also as it is judged from outside"
+            assert floor_of(self.path) == self.floor, "what training may fall back to"
             self.ledger.close()
             self.folder.cleanup()
 
@@ -245,7 +248,9 @@ class LedgerMachine(RuleBasedStateMachine):
             assert ledger.payload(group_id) == known.payload
             counts[known.state] = counts.get(known.state, 0) + 1
         assert ledger.tally.states == counts
+        reasons = Counter(known.reason for known in self.groups.values() if known.state is State.DROPPED)
+        assert {reason: num for reason, num in ledger.tally.dropped.items() if num} == reasons
 
 
 TestLedgerMachine = LedgerMachine.TestCase
-TestLedgerMachine.settings = settings(max_examples=70, stateful_step_count=35, deadline=None, derandomize=True)
+TestLedgerMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None, derandomize=True)

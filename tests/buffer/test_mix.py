@@ -46,25 +46,14 @@ def test_equal_ratios_are_the_same_however_they_are_written() -> None:
     assert shares_of(parse_mix("math:1,code:0", NAMES)) == {"math": 1}
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("math:0.5", "it says nothing of code: write code:0 to switch it off"),
-        ("math:0.5,cod:1", "there is no source 'cod'; did you mean \"code\"?"),
-        ("math:0.5,physics:1,code:1", "there is no source 'physics'; known: code, math"),
-        ("math:-1,code:1", "the weight of math is -1: must be 0, or from 1e-09 to 1e+09"),
-        ("math:0,code:0", "no source has a weight: give one of them more than 0"),
-        ("math:1,code:1,math:1", "math has two weights"),
-        ("math:nan,code:1", "the weight of math is nan: must be 0"),
-        ("math:inf,code:1", "the weight of math is inf: must be 0"),
-        ("math:1e-300,code:1", "the weight of math is 1e-300: must be 0"),
-        ("math:half,code:1", "the weight of math is 'half', which is no number"),
-        ("math:,code:1", "the weight of math is '', which is no number"),
-        ("math,code", "'math' is no NAME:WEIGHT: write code:0.5,math:0.5"),
-        ("", "'' is no NAME:WEIGHT"),
-    ],
-)
-def test_what_is_no_mix_is_refused_with_the_reason(text: str, reason: str) -> None:
-    with pytest.raises(ValueError) as caught:
+REFUSED = {
+    "math:0.5": "code", "math:0.5,cod:1": "code", "math:0.5,physics:1,code:1": "physics", "math:-1,code:1": "-1",
+    "math:0,code:0": "weight", "math:1,code:1,math:1": "math", "math:nan,code:1": "nan", "math:inf,code:1": "inf",
+    "math:1e-300,code:1": "1e-300", "math:half,code:1": "half", "math:,code:1": "math", "math,code": "'math'", "": "''",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "named"), REFUSED.items())
+def test_what_is_no_mix_is_refused_with_the_reason(text: str, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
         parse_mix(text, NAMES)
-    assert reason in str(caught.value)

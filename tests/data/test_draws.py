@@ -50,14 +50,7 @@ def test_passes_differ_and_seeds_differ(tmp_path: Path) -> None:
 def test_draws_carry_their_pass_and_end_with_the_last(tmp_path: Path) -> None:
     data = dataset(tmp_path, 3, max_passes=2, shuffle=False)
     drawn = [data.prompt(draw) for draw in range(6)]
-    assert [(p.group_id, p.pass_index, p.row) for p in drawn if p] == [
-        (0, 0, 0),
-        (1, 0, 1),
-        (2, 0, 2),
-        (3, 1, 0),
-        (4, 1, 1),
-        (5, 1, 2),
-    ]
+    assert [(p.group_id, p.pass_index, p.row) for p in drawn if p] == [(d, d // 3, d % 3) for d in range(6)]
     assert data.prompt(6) is None
     assert data.prompt(600) is None
     endless = dataset(tmp_path, 3).prompt(3 * 10**9 + 1)

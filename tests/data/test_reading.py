@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import json
 import subprocess
 import sys
@@ -171,21 +170,6 @@ def test_an_answer_column_holds_a_text_or_turns(tmp_path: Path, store: Store) ->
     path = store(tmp_path, [{"prompt": "hi", "completion": turns}])
     (prompt,) = prompts(open_prompts(config(path, **sections)))
     assert prompt.metadata == {"demonstration_turns": turns}
-
-
-@pytest.mark.parametrize(
-    ("label", "text"),
-    [(2, "2"), (2.5, "2.5"), (True, "true"), (["a", 1], '["a",1]'), ({"x": None}, '{"x":null}'), ("", "")],
-)
-def test_a_label_that_is_no_text_is_written_as_json(tmp_path: Path, label: object, text: str) -> None:
-    path = store_jsonl(tmp_path, [{"prompt": "?", "label": label}])
-    assert prompts(open_prompts(config(path)))[0].label == text
-
-
-def test_parquet_dates_become_text(tmp_path: Path) -> None:
-    day = dt.date(2026, 1, 2)
-    path = store_parquet(tmp_path, [{"prompt": "?", "label": "x", "metadata": {"day": day}}])
-    assert prompts(open_prompts(config(path)))[0].metadata == {"day": "2026-01-02"}
 
 
 def test_several_files_with_slices_follow_each_other(tmp_path: Path) -> None:

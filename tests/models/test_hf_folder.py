@@ -181,55 +181,64 @@ def test_who_runs_plain_decoders_only_refuses_the_others_by_name():
         parse_model_config(source | EXPERTS, "x").require_plain("the engine")
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"model_type": "mamba"}, "model_type 'mamba' is not known"),
-        ({"model_type": ...}, "model_type None is not known"),
-        ({"hidden_size": "128"}, "hidden_size must be a positive whole number, it is '128'"),
-        ({"hidden_size": 0}, "hidden_size"),
-        ({"vocab_size": 1 << 60}, "vocab_size"),
-        ({"num_hidden_layers": True}, "num_hidden_layers"),
-        ({"num_key_value_heads": 3, "num_attention_heads": 4}, "4 attention heads cannot share 3"),
-        ({"head_dim": 63}, "head_dim must be even"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rotary positions of type 'dynamic'"),
-        ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "rotary positions of type 'longrope'"),
-        ({"rope_scaling": {"rope_type": ["yarn"]}}, "rotary positions of type"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": -4.0}}, "rope_scaling.factor must be a positive number"),
-        ({"rope_scaling": {"rope_type": "yarn", "truncate": 1}}, "rope_scaling.truncate must be true or false"),
-        ({"rope_scaling": {"rope_type": "yarn", "beta_fast": 1, "beta_slow": 2}}, "beta_fast 1 must be at least"),
-        (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": 0.5}},
-            "yarn needs an original context of at least 1",
-        ),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2}, "rope_theta": 1.0}, "a rope_theta above 1"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor must be a positive number"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "rope_theta is 10000.0 but"),
-        ({"rope_parameters": "yes"}, "rope_parameters must be an object"),
-        ({"rms_norm_eps": -1}, "rms_norm_eps"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"quantization_config": {"bits": 4}}, "quantised"),
-        (EXPERTS | {"num_experts_per_tok": 5}, "num_experts_per_tok = 5 of 4 experts"),
-        (EXPERTS | {"mlp_only_layers": 3}, "mlp_only_layers must be a list"),
-        (EXPERTS | {"moe_intermediate_size": ...}, "moe_intermediate_size"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
-        ({"model_type": "glm4", "partial_rotary_factor": 2.0}, "cannot rotate 128 of 64 channels"),
-        ({"model_type": "llama", "rope_parameters": LLAMA3}, "rope_scaling.original_max_position_embeddings"),
-        ({"eos_token_id": "<|end|>"}, "eos_token_id must be a token id"),
-        ({"eos_token_id": [257, -3]}, "eos_token_id must be a token id"),
-        ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false"),
-    ],
-)
-def test_a_config_that_is_wrong_or_not_implemented_is_refused_by_key(changes, says, folder: Path, tmp_path: Path):
+ROPE: list[tuple[Any, str]] = [
+    ({"rope_type": "dynamic", "factor": 4.0}, "'dynamic'"),
+    ({"type": "longrope", "factor": 4.0}, "'longrope'"),
+    ({"rope_type": ["yarn"]}, "rotary"),
+    ({"rope_type": "yarn", "factor": -4.0}, "rope_scaling.factor"),
+    ({"rope_type": "yarn", "truncate": 1}, "rope_scaling.truncate"),
+    ({"rope_type": "yarn", "beta_fast": 1, "beta_slow": 2}, "beta_fast"),
+    ({"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": 0.5}, "original context"),
+    ({"rope_type": "linear"}, "rope_scaling.factor"),
+]
+WRONG: list[tuple[dict[str, Any], str]] = [
+    *(({"rope_scaling": rope}, named) for rope, named in ROPE),
+    ({"model_type": "mamba"}, "model_type"),
+    ({"model_type": ...}, "model_type"),
+    ({"hidden_size": "128"}, "hidden_size"),
+    ({"hidden_size": 0}, "hidden_size"),
+    ({"vocab_size": 1 << 60}, "vocab_size"),
+    ({"num_hidden_layers": True}, "num_hidden_layers"),
+    ({"num_key_value_heads": 3, "num_attention_heads": 4}, "4 attention heads"),
+    ({"head_dim": 63}, "head_dim"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 2}, "rope_theta": 1.0}, "rope_theta"),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "rope_theta"),
+    ({"rope_parameters": "yes"}, "rope_parameters"),
+    ({"rms_norm_eps": -1}, "rms_norm_eps"),
+    ({"hidden_act": "gelu"}, "hidden_act"),
+    ({"use_sliding_window": True}, "use_sliding_window"),
+    ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
+    ({"attention_bias": True}, "attention_bias"),
+    ({"quantization_config": {"bits": 4}}, "quantised"),
+    (EXPERTS | {"num_experts_per_tok": 5}, "num_experts_per_tok"),
+    (EXPERTS | {"mlp_only_layers": 3}, "mlp_only_layers"),
+    (EXPERTS | {"moe_intermediate_size": ...}, "moe_intermediate_size"),
+    (EXPERTS | {"num_experts": 1 << 24, "num_experts_per_tok": 1}, "experts"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ({"model_type": "glm4", "partial_rotary_factor": 2.0}, "cannot rotate"),
+    ({"model_type": "llama", "rope_parameters": LLAMA3}, "rope_scaling.original_max_position_embeddings"),
+    ({"eos_token_id": "<|end|>"}, "eos_token_id"),
+    ({"eos_token_id": [257, -3]}, "eos_token_id"),
+    ({"tie_word_embeddings": "no"}, "tie_word_embeddings"),
+    ({"auto_map": {"AutoModelForCausalLM": "modeling_own.OwnModel"}}, "auto_map"),
+    ({"num_hidden_layers": 1 << 24}, "num_hidden_layers"),
+    ({"rms_norm_eps": 10**400}, "rms_norm_eps"),
+    ({"rope_theta": 10**400, "rope_parameters": None}, "rope_theta"),
+    *(
+        (EXPERTS | {key: [0.5] * 200_000}, key)
+        for key in ("mlp_only_layers", "eos_token_id", "layer_types", "hidden_act", "rope_scaling")
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "named"), WRONG, ids=[f"{at} {named}" for at, (_, named) in enumerate(WRONG)])
+def test_a_config_that_is_wrong_or_not_implemented_is_refused_by_key(changes, named, folder: Path, tmp_path: Path):
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     edit(tmp_path / "config.json", **changes)
     with pytest.raises(ModelError) as caught:
         read_config(tmp_path)
-    assert says in str(caught.value)
-    assert str(tmp_path / "config.json") in str(caught.value)
+    assert named in str(caught.value) and str(tmp_path / "config.json") in str(caught.value)
+    assert len(str(caught.value)) < 1000, "in few words"
     assert caught.value.remedy
 
 
@@ -316,11 +325,6 @@ def test_a_file_that_cannot_be_written_leaves_nothing_behind(folder: Path, tmp_p
     assert not (tmp_path / "model.safetensors").exists()
 
 
-def test_copying_a_tokenizer_that_is_not_there_is_refused(tmp_path: Path):
-    with pytest.raises(ModelError, match=r"tokenizer\.json is missing"):
-        copy_tokenizer(tmp_path, tmp_path)
-
-
 # -- hostile folders -----------------------------------------------------------------------------------------------
 
 LINKS = ("fifo", "device", "folder")
@@ -336,10 +340,13 @@ def put_strange(path: Path, kind: str) -> None:
         path.mkdir()
 
 
+STRANGE = ("config.json", "generation_config.json", "model.safetensors.index.json", "model.safetensors")
+
+
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("kind", LINKS)
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
-def test_e10_a_json_file_that_is_no_regular_file_is_refused_at_once(tmp_path: Path, kind: str, name: str):
+@pytest.mark.parametrize("name", STRANGE)
+def test_e10_a_file_that_is_no_regular_file_is_refused_at_once(tmp_path: Path, kind: str, name: str):
     config = make_tiny_model(tmp_path, "0p5m", seed=5)
     put_strange(tmp_path / name, kind)
     with pytest.raises(ModelError, match=f"{name}.*not a regular file"):
@@ -349,15 +356,6 @@ def test_e10_a_json_file_that_is_no_regular_file_is_refused_at_once(tmp_path: Pa
             read_eos_token_ids(tmp_path)
         else:
             arrays(tmp_path, config)
-
-
-@pytest.mark.timeout(20)
-@pytest.mark.parametrize("kind", LINKS)
-def test_e10_weights_that_are_no_regular_file_are_refused_at_once(tmp_path: Path, kind: str):
-    config = make_tiny_model(tmp_path, "0p5m", seed=5)
-    put_strange(tmp_path / "model.safetensors", kind)
-    with pytest.raises(ModelError, match=r"model\.safetensors.*not a regular file"):
-        arrays(tmp_path, config)
 
 
 def test_e10_a_file_of_huge_size_is_refused_before_it_is_read(tmp_path: Path):
@@ -386,9 +384,9 @@ TENSOR = b'{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (b"{" + b",".join(b'"t%d":%b' % (i, TENSOR) for i in range(1_000_000)) + b"}", "bytes, more than 16777216"),
+        (b"{" + b",".join(b'"t%d":%b' % (i, TENSOR) for i in range(400_000)) + b"}", "bytes, more than 16777216"),
         (b'{"a":[' + b"[]," * 5_000_000 + b"0]}", "commas, more than"),
-        (b"{" + b",".join(b'"%d":0' % i for i in range(1_000_000)) + b"}", "names 1000000 tensors, more than 262144"),
+        (b"{" + b",".join(b'"%d":0' % i for i in range(300_000)) + b"}", "names 300000 tensors, more than 262144"),
         (b'{"a":{"dtype":"F32","shape":[' + b"1," * 999_999 + b'1],"data_offsets":[0,4]}}', "1000000 dimensions"),
         (b'{"a":' * 60_000 + b"1" + b"}" * 60_000, "header is not JSON"),
     ],
@@ -418,38 +416,6 @@ def test_e10_a_json_file_of_millions_of_values_is_refused_before_it_fills_the_me
         else:
             arrays(tmp_path, read_config(tmp_path))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 300 << 10
-
-
-@pytest.mark.timeout(20)
-@pytest.mark.parametrize("key", ["mlp_only_layers", "eos_token_id", "layer_types", "hidden_act", "rope_scaling"])
-def test_e10_a_long_list_in_a_config_is_refused_at_once_and_in_few_words(folder: Path, key: str):
-    source = dict(read_config(folder).source) | EXPERTS | {key: [0.5] * 1_000_000}
-    with pytest.raises(ModelError, match=key) as caught:
-        parse_model_config(source, "config.json")
-    assert len(str(caught.value)) < 1000
-
-
-def test_e10_a_model_that_brings_its_own_code_is_refused(folder: Path):
-    source = dict(read_config(folder).source) | {"auto_map": {"AutoModelForCausalLM": "modeling_own.OwnModel"}}
-    with pytest.raises(
-        ModelError, match="auto_map names code of the folder's own, which is not run -- take auto_map out"
-    ):
-        parse_model_config(source, "config.json")
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [("num_hidden_layers", 1 << 24), ("rms_norm_eps", 10**400), ("rope_theta", 10**400)]
-)
-def test_e10_sizes_beyond_any_model_are_refused_by_key(folder: Path, key: str, value: int):
-    source = dict(read_config(folder).source) | {key: value, "rope_parameters": None}
-    with pytest.raises(ModelError, match=key):
-        parse_model_config(source, "config.json")
-
-
-def test_e10_more_experts_than_any_model_has_are_refused(folder: Path):
-    experts = {"model_type": "qwen3_moe", "num_experts": 1 << 24, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
-    with pytest.raises(ModelError, match="16777216 experts"):
-        parse_model_config(dict(read_config(folder).source) | experts, "config.json")
 
 
 @pytest.mark.timeout(20)
@@ -484,7 +450,7 @@ SIGN = {"float64": 1 << 63, "float32": 1 << 31, "float16": 1 << 15, "bfloat16": 
 
 
 @pytest.mark.parametrize("dtype", BITS)
-@pytest.mark.parametrize("place", [0, 7, (1 << 20) + 3])
+@pytest.mark.parametrize("place", [0, (1 << 20) + 3])
 def test_e6_each_value_that_is_not_finite_is_found_and_placed(dtype: str, place: int):
     good = np.full((1 << 20) + 5, INFINITY[dtype] - 1, dtype=BITS[dtype])  # the largest number
     check_values([NORM], {"model.norm.weight": one_weight(dtype, good)}, "folder")

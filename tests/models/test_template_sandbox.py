@@ -69,6 +69,7 @@ def test_e10_a_template_without_measure_is_refused(name: str) -> None:
         "{% if 1 %}" * 5000 + "x" + "{% endif %}" * 5000,
         "{{ " + "(" * 9000 + "1" + ")" * 9000 + " }}",
         "{% generation %}",
+        "{% for %}",
     ],
 )
 def test_e10_a_template_that_does_not_compile_is_a_model_error(source: str) -> None:

@@ -36,53 +36,6 @@ def edit(path: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-@pytest.mark.parametrize("add_generation_prompt", [True, False])
-@pytest.mark.parametrize("length", [1, 2, 5])
-def test_rendering_equals_transformers(folder: Path, length: int, add_generation_prompt: bool):
-    from transformers import AutoTokenizer
-
-    judge = AutoTokenizer.from_pretrained(folder)
-    ours = load_tokenizer(folder)
-    messages = [{"role": role, "content": content} for role, content in PAIRS[:length]]
-    wanted = judge.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-    assert ours.render_text(TALK[:length], add_generation_prompt=add_generation_prompt) == wanted
-    assert ours.render(TALK[:length], add_generation_prompt=add_generation_prompt) == judge(wanted)["input_ids"]
-
-
-TEMPLATES = Path(__file__).parents[1] / "workflows" / "chat_templates"
-TOOLS: tuple[dict[str, Any], ...] = (
-    {"type": "function", "function": {"name": "add", "description": "é", "parameters": {"type": "object"}}},
-)
-CALLS: tuple[dict[str, Any], ...] = (
-    {"type": "function", "id": "abcdefghi", "function": {"name": "add", "arguments": {"a": [1, None]}}},
-)
-
-
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3", "mistral", "glm4"])
-def test_tools_and_arguments_are_written_as_transformers_writes_them(folder: Path, name: str):
-    from transformers import AutoTokenizer
-
-    source = (TEMPLATES / f"{name}.jinja").read_text()
-    special = {"bos_token": "<s>", "eos_token": "</s>", "enable_thinking": False}
-    talk = [
-        Message(role="user", content="1+2"),
-        Message(role="assistant", content="", tool_calls=CALLS),
-        Message(role="observation" if name == "glm4" else "tool", content="3", name="add", tool_call_id="abcdefghi"),
-    ]
-    raw = [
-        {"role": "user", "content": "1+2"},
-        {"role": "assistant", "content": "", "tool_calls": list(CALLS)},
-        {"role": talk[2].role, "content": "3", "name": "add", "tool_call_id": "abcdefghi"},
-    ]
-    judge = AutoTokenizer.from_pretrained(folder)
-    for tools in (TOOLS, ()):
-        wanted = judge.apply_chat_template(
-            raw, tools=list(tools) or None, chat_template=source, tokenize=False, add_generation_prompt=True, **special
-        )
-        template = ChatTemplate(source, "here", {}, special)
-        assert template.render(talk, add_generation_prompt=True, tools=tools) == wanted
-
-
 def test_any_text_comes_back(folder: Path):
     ours = load_tokenizer(folder)
     for text in ("", "abc", "é中😀\x00\x7f", " \t\n", "a" * 1000):
@@ -127,24 +80,11 @@ def test_a_missing_or_broken_tokenizer_names_file_and_remedy(copied: Path):
         load_tokenizer(copied)
 
 
-def test_the_template_is_found_in_file_config_or_list(copied: Path):
-    text = load_tokenizer(copied).render_text(TALK, add_generation_prompt=True)
-    template = (copied / "chat_template.jinja").read_text()
+def test_a_folder_without_a_template_is_refused(copied: Path):
     (copied / "chat_template.jinja").unlink()
-    assert load_tokenizer(copied).render_text(TALK, add_generation_prompt=True) == text
-    named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": template}]
-    edit(copied / "tokenizer_config.json", chat_template=named)
-    assert load_tokenizer(copied).render_text(TALK, add_generation_prompt=True) == text
     edit(copied / "tokenizer_config.json", chat_template=None)
-    with pytest.raises(
-        ModelError, match=r"no chat template: neither chat_template\.jinja nor .*tokenizer_config\.json"
-    ):
+    with pytest.raises(ModelError, match=r"no chat template: .*chat_template\.jinja .*tokenizer_config\.json"):
         load_tokenizer(copied)
-
-
-def test_a_template_that_does_not_compile_is_refused():
-    with pytest.raises(ModelError, match="does not compile"):
-        ChatTemplate("{% for %}", "here", {})
 
 
 @pytest.mark.parametrize(

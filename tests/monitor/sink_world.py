@@ -52,8 +52,5 @@ def bundle(step: int) -> Telemetry:
     return Telemetry(
         metrics=(point(step, train__loss=1.0 / (step + 1)),),
         events=(Event(source="buffer", wall_s=WALL_S, kind="group-dropped", text=text, data={"id": step}),),
-        spans=(
-            span("trainer/0", "train", WALL_S + step),
-            span("rollout/0", "generate", WALL_S, 1, track="group 3"),
-        ),
+        spans=(span("trainer/0", "train", WALL_S + step), span("rollout/0", "generate", WALL_S, 1, track="group 3")),
     )

@@ -66,14 +66,6 @@ def test_an_explicit_block_wins_over_running_requests() -> None:
     assert meter.totals()["compute"] == 0
 
 
-def test_a_block_ends_when_its_body_raises() -> None:
-    clock, meter = make_meter()
-    with pytest.raises(RuntimeError), meter.during("compute"):
-        clock.advance(1)
-        raise RuntimeError
-    assert meter.kind == "other"
-
-
 def test_shares_of_the_window_forget_the_past_and_totals_do_not() -> None:
     clock, meter = make_meter(window_s=60.0)
     meter.switch("compute")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
-import textwrap
 import threading
 import time
-from importlib.util import find_spec
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,121 +24,113 @@ from myxa.core.errors import ConfigError
 from myxa.core.messages import Event, Telemetry
 from myxa.core.sink import SinkContext
 
-
-def needs(module: str) -> None:
-    """Without importing it: both libraries leave things behind in the process that does."""
-    if find_spec(module) is None:
-        pytest.skip(f"{module} is not installed")
+# -- W&B and MLflow: stand-ins for the libraries here, the libraries themselves in tests/monitor/test_finished_run.py
 
 
-# Both libraries touch the whole process (warnings, threads, signal handlers): a process of its own for each.
-WRITES = """
-import sys, time
-from pathlib import Path
-from myxa.actors.monitor.sink_thread import BesideSink
-from myxa.actors.sinks.registry import make_sink
-from myxa.core.clock import SystemClock
-from myxa.core.messages import MetricPoint, Telemetry
-from myxa.core.sink import SinkContext
+@dataclass
+class Library:
+    """What the stand-in of a library was asked for: names of calls and their arguments."""
 
-told = []
-run_dir = Path(sys.argv[1])
-context = SinkContext(
-    run_dir=run_dir, run_name="x", clock=SystemClock(), emit=lambda *event: told.append(event),
-    settings={"algo.kind": "grpo", "optimizer.lr": 0.5, "data.shuffle": True},
-)
-for incarnation in range(2):
-    sink = BesideSink(make_sink(sys.argv[2], {OPTIONS}), open_s=60, close_s=60)
-    sink.open(context)
-    for step in range(3):
-        loss = MetricPoint(source="trainer/0", step=step, wall_s=time.time(), values={"train/loss": 1 / (step + 1), "time/compute": 3.0})
-        load = MetricPoint(source="rollout/1", step=-1, wall_s=time.time(), values={"rollout/running": 7.0})
-        sink.write(Telemetry(metrics=(loss, load)))
-    sink.flush()
+    calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    refuses: str = ""
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            self.calls.append((name, args, options))
+            if name == self.refuses:
+                raise ValueError(f"http://me:s3cret@127.0.0.1:1 refused {name}")
+            if name == "get_experiment_by_name":
+                return SimpleNamespace(experiment_id="1")
+            return SimpleNamespace(info=SimpleNamespace(run_id="r1"))
+
+        return call
+
+    def of(self, name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        return [(args, options) for called, args, options in self.calls if called == name]
+
+
+SETTINGS: dict[str, str | int | float | bool] = {"algo.kind": "grpo", "optimizer.lr": 0.5, "data.shuffle": True}
+
+
+def write_twice(folder: Path, name: str, options: dict[str, Any]) -> Told:
+    """By two incarnations of the monitor."""
+    told = Told()
+    for _ in range(2):
+        sink = BesideSink(make_sink(name, options))
+        sink.open(replace(context(folder, told), settings=SETTINGS))
+        for step in range(3):
+            load = point(-1, "rollout/1", rollout__running=7.0)
+            sink.write(Telemetry(metrics=(point(step, train__loss=1 / (step + 1), time__compute=3.0), load)))
+        sink.flush()
+        sink.close()
+    return told
+
+
+def test_wandb_gets_every_actors_metrics_in_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[dict[str, float]] = []
+    begun: list[dict[str, Any]] = []
+    config: dict[str, Any] = {}
+    run = SimpleNamespace(
+        id="w1", dir="here", url="", define_metric=lambda *_, **__: None, log=rows.append, finish=lambda: None,
+        config=SimpleNamespace(update=lambda more, **_: config.update(more)),
+    )  # fmt: skip
+    module: Any = ModuleType("wandb")
+    module.Settings = lambda **options: options
+    module.setup = lambda: SimpleNamespace(settings=SimpleNamespace(mode="online", model_fields_set=set()))
+    module.init = lambda **options: begun.append(options) or run
+    module.teardown = lambda: None
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    told = write_twice(tmp_path, "wandb", {"project": "sorting"})
+    assert [(one["project"], one["id"], one["mode"]) for one in begun] == [
+        ("sorting", None, "offline"), ("sorting", "w1", "offline"),
+    ], "offline unless it is asked for"  # fmt: skip
+    assert config == SETTINGS
+    assert len(rows) == 12 and rows[2].items() >= {"train/loss": 0.5, "step": 1}.items()
+    assert rows[3].items() >= {"rollout.1/running": 7.0, "step": 1}.items(), "at the newest step"
+    assert not any("time/compute" in row for row in rows)
+    assert told.kinds == ["wandb-opened"] * 2
+
+
+def with_mlflow(monkeypatch: pytest.MonkeyPatch, client: Library) -> None:
+    for name, parts in {
+        "mlflow": {},
+        "mlflow.tracking": {"MlflowClient": lambda tracking_uri: client},
+        "mlflow.entities": {"Metric": lambda *metric: metric, "Param": lambda key, value: (key, value)},
+        "mlflow.environment_variables": {"MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": Library()},
+    }.items():
+        module = ModuleType(name)
+        vars(module).update(parts)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_mlflow_keeps_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_mlflow(monkeypatch, client := Library())
+    told = write_twice(tmp_path, "mlflow", {"experiment": "sorting"})
+    assert client.of("get_experiment_by_name") == [(("sorting",), {})]
+    assert client.of("create_run") == [(("1",), {"run_name": tmp_path.name})]
+    batches = [options for _, options in client.of("log_batch")]
+    assert [b["params"] for b in batches if "params" in b] == [[(key, str(value)) for key, value in SETTINGS.items()]]
+    metrics = [metric for batch in batches for metric in batch.get("metrics", ())]
+    losses = [(step, value) for name, value, _, step in metrics if name == "train/loss"]
+    assert losses == [(step, 1 / (step + 1)) for step in range(3)] * 2
+    assert {name for name, *_ in metrics} == {"train/loss", "rollout.1/running"}
+    assert len(client.of("set_terminated")) == len(told.kinds) == 2
+
+
+@pytest.mark.parametrize("refused", ["", "get_experiment_by_name", "log_batch"])
+def test_mlflow_tells_where_it_writes_without_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refused: str
+) -> None:
+    with_mlflow(monkeypatch, Library(refuses=refused))
+    told = Told()
+    sink = BesideSink(make_sink("mlflow", {"tracking_uri": "http://me:s3cret@127.0.0.1:1"}))
+    sink.open(context(tmp_path, told))
+    sink.write(Telemetry(metrics=(point(1, train__loss=0.5),)))
     sink.close()
-print(told)
-READ
-"""
-
-
-def run_process(folder: Path, name: str, options: str, read: str, **env: str) -> str:
-    code = WRITES.replace("{OPTIONS}", options).replace("READ", textwrap.dedent(read))
-    # Nothing of the machine's own settings: no key, no address.
-    clean = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "TMPDIR": str(folder), **env}
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(folder), name],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=clean,
-        cwd=folder,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def test_wandb_offline_holds_every_actors_metrics_in_one_run(tmp_path: Path) -> None:
-    needs("wandb")
-    read = """
-    import json
-    from wandb.proto import wandb_internal_pb2
-
-    def records(data):
-        # LevelDB's log: blocks of 32 KiB, records of checksum, length, kind (1 whole; 2, 3, 4 first, middle, last)
-        at, whole = 7, b""
-        while at + 7 <= len(data):
-            if 32768 - at % 32768 < 7:
-                at += 32768 - at % 32768
-                continue
-            length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-            whole = data[at + 7 : at + 7 + length] if kind in (1, 2) else whole + data[at + 7 : at + 7 + length]
-            at += 7 + length
-            if kind in (1, 4):
-                yield wandb_internal_pb2.Record.FromString(whole)
-
-    ids = set()
-    for path in sorted(run_dir.glob("wandb/offline-run-*/*.wandb")):
-        for record in records(path.read_bytes()):
-            if record.run.run_id:
-                ids.add(record.run.run_id)
-                print("RUN", record.run.project, record.run.display_name)
-            for item in record.config.update:
-                print("CONFIG", item.key or "/".join(item.nested_key), item.value_json)
-            if record.history.item:
-                row = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
-                print("ROW", json.dumps({k: v for k, v in row.items() if not k.startswith("_")}))
-    print("NUM", len(ids))
-    """
-    out = run_process(tmp_path, "wandb", "{'project': 'sorting'}", read)
-    assert "NUM 1\n" in out, out
-    assert out.count(f"RUN sorting {tmp_path.name}") == 2, out
-    assert 'CONFIG algo.kind "grpo"' in out and "CONFIG optimizer.lr 0.5" in out, out
-    assert '"train/loss": 0.5' in out
-    assert '"rollout.1/running": 7,' in out
-    assert "time/compute" not in out
-    assert out.count("ROW") == 12
-    assert "wandb-opened" in out
-
-
-def test_mlflow_keeps_one_run_in_the_run_directory(tmp_path: Path) -> None:
-    needs("mlflow")
-    read = """
-    from mlflow.tracking import MlflowClient
-    client = MlflowClient(tracking_uri=(run_dir / "mlruns").as_uri())
-    experiment = client.get_experiment_by_name("sorting")
-    runs = client.search_runs([experiment.experiment_id])
-    history = client.get_metric_history(runs[0].info.run_id, "train/loss")
-    print("RUNS", len(runs), runs[0].info.status, runs[0].info.run_name)
-    print("LOSS", sorted({(m.step, round(m.value, 3)) for m in history}))
-    print("NAMES", sorted(runs[0].data.metrics))
-    print("PARAMS", sorted(runs[0].data.params.items()))
-    """
-    out = run_process(tmp_path, "mlflow", "{'experiment': 'sorting'}", read, MLFLOW_ALLOW_FILE_STORE="true")
-    assert f"RUNS 1 FINISHED {tmp_path.name}" in out
-    assert "LOSS [(0, 1.0), (1, 0.5), (2, 0.333)]" in out
-    assert "NAMES ['rollout.1/running', 'train/loss']" in out
-    assert "PARAMS [('algo.kind', 'grpo'), ('data.shuffle', 'True'), ('optimizer.lr', '0.5')]" in out
+    assert ("mlflow-opened" in told.kinds) is (refused != "get_experiment_by_name")
+    said = [*(text for _, text in told.events), *caplog.messages]
+    assert any(f"refused {refused}" in text for text in said) is bool(refused), said
+    assert all("http://127.0.0.1:1" in text and "s3cret" not in text for text in said), said
 
 
 @pytest.mark.parametrize(("name", "extra"), [("wandb", "wandb"), ("mlflow", "mlflow")])

@@ -37,7 +37,6 @@ def times(source: str, second: float) -> MetricPoint:
     return MetricPoint(source=source, step=1, wall_s=second, values=values)
 
 
-@pytest.mark.asyncio
 async def test_a_run_ends_up_in_the_files(tmp_path: Path) -> None:
     monitor = alone(tmp_path, [JsonlSink(), ChromeTraceSink(), PrometheusSink(0)], run_name="sort")
     await monitor.on_start()
@@ -67,7 +66,6 @@ async def test_a_run_ends_up_in_the_files(tmp_path: Path) -> None:
     assert not any(thread.name == "myxa-sinks" for thread in threading.enumerate())
 
 
-@pytest.mark.asyncio
 async def test_times_are_thinned_for_the_files_and_the_last_ones_are_kept(tmp_path: Path) -> None:
     clock = ManualClock()
     monitor = alone(tmp_path, [JsonlSink()], clock=clock, time_every_s=10.0)
@@ -86,7 +84,6 @@ async def test_times_are_thinned_for_the_files_and_the_last_ones_are_kept(tmp_pa
     assert sum(own[-1]["values"][f"time/{kind}"] for kind in ("wait-data", "compute")) == pytest.approx(36.0)
 
 
-@pytest.mark.asyncio
 async def test_losses_are_told_once_in_a_while(tmp_path: Path) -> None:
     clock = ManualClock()
     monitor = alone(tmp_path, [JsonlSink()], clock=clock)

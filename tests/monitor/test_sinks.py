@@ -100,10 +100,7 @@ def test_the_trace_is_whole_after_every_flush(tmp_path: Path) -> None:
 
 
 def test_arrows_follow_a_weight_version(tmp_path: Path) -> None:
-    spans = (
-        span("trainer/0", "publish", 1.0, makes_version=7),
-        span("rollout/0", "adopt", 2.0, 0.1, adopts_version=7),
-    )
+    spans = (span("trainer/0", "publish", 1.0, makes_version=7), span("rollout/0", "adopt", 2.0, 0.1, adopts_version=7))
     sink = ChromeTraceSink()
     sink.open(context(tmp_path))
     sink.write(Telemetry(spans=spans))

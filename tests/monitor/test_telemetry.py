@@ -34,7 +34,6 @@ class Receiver:
         self.bundles.append(bundle)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("mode", ["dead", "hangs"])
 async def test_what_does_not_get_through_waits_for_the_next_time(mode: str) -> None:
     buffer, receiver = TelemetryBuffer("trainer/0", SystemClock()), Receiver()
@@ -50,7 +49,6 @@ async def test_what_does_not_get_through_waits_for_the_next_time(mode: str) -> N
     assert len(receiver.bundles) == 1  # nothing to say, nothing sent
 
 
-@pytest.mark.asyncio
 async def test_what_waits_is_bounded_and_what_goes_is_counted() -> None:
     buffer, receiver = TelemetryBuffer("trainer/0", SystemClock(), max_records=10), Receiver()
     receiver.mode = "dead"
@@ -64,7 +62,6 @@ async def test_what_waits_is_bounded_and_what_goes_is_counted() -> None:
     assert bundle.dropped == buffer.num_lost == 15
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("mode", ["broken", "refuses"])
 async def test_a_bundle_that_nobody_could_ever_take_is_counted_and_does_not_stand_in_the_way(mode: str) -> None:
     buffer, receiver = TelemetryBuffer("trainer/0", SystemClock()), Receiver()
@@ -78,7 +75,6 @@ async def test_a_bundle_that_nobody_could_ever_take_is_counted_and_does_not_stan
     assert [bundle.dropped for bundle in receiver.bundles] == [2]
 
 
-@pytest.mark.asyncio
 async def test_the_last_words_reach_a_monitor_that_was_away_until_then() -> None:
     buffer, receiver = TelemetryBuffer("trainer/0", SystemClock()), Receiver()
     receiver.mode = "dead"
@@ -93,17 +89,6 @@ async def test_the_last_words_reach_a_monitor_that_was_away_until_then() -> None
     assert [point.step for bundle in receiver.bundles for point in bundle.metrics] == [1]
 
 
-@pytest.mark.asyncio
-async def test_everything_waiting_is_sent_in_bundles() -> None:
-    buffer, receiver = TelemetryBuffer("trainer/0", SystemClock(), max_records=9000), Receiver()
-    for step in range(9000):
-        buffer.metric(step, {"train/loss": 1.0})
-    assert await report_once(buffer, receiver)
-    assert len(receiver.bundles) > 1
-    assert [point.step for bundle in receiver.bundles for point in bundle.metrics] == list(range(9000))
-
-
-@pytest.mark.asyncio
 async def test_the_last_words_are_sent_when_the_actor_stops() -> None:
     clock, receiver = SystemClock(), Receiver()
     buffer = TelemetryBuffer("coordinator", clock, meter=ActivityMeter("coordinator", clock))
@@ -118,7 +103,6 @@ async def test_the_last_words_are_sent_when_the_actor_stops() -> None:
     assert bundle.spans  # the state it was in, cut at the end
 
 
-@pytest.mark.asyncio
 async def test_a_hanging_monitor_does_not_hold_a_stopping_actor_up() -> None:
     buffer, receiver = TelemetryBuffer("coordinator", SystemClock()), Receiver()
     receiver.mode = "hangs"
@@ -132,7 +116,6 @@ async def test_a_hanging_monitor_does_not_hold_a_stopping_actor_up() -> None:
     assert len(buffer) == 1
 
 
-@pytest.mark.asyncio
 async def test_a_cancelled_report_keeps_what_it_held_for_the_last_words() -> None:
     buffer, receiver = TelemetryBuffer("trainer/0", SystemClock()), Receiver()
     receiver.mode = "hangs"

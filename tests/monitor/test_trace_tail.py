@@ -40,11 +40,6 @@ def _slice(pid: int, name: str, start_us: int, duration_us: int) -> Event:
     }
 
 
-def test_all_of_it() -> None:
-    events = trace(20)
-    assert trace_tail(lambda: iter(events), None) == events
-
-
 def test_the_last_seconds() -> None:
     events = trace(20)
     tail: list[Event] = []

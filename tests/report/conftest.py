@@ -5,23 +5,25 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 
-def _plant_run() -> Callable[..., Path]:
+@pytest.fixture(scope="session")
+def planter() -> ModuleType:
+    """`bench/planted_run.py`."""
     path = Path(__file__).parents[2] / "bench" / "planted_run.py"
     spec = importlib.util.spec_from_file_location("planted_run", path)
-    assert spec is not None
-    assert spec.loader is not None
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.plant_run
+    return module
 
 
 @pytest.fixture(scope="session")
-def plant_run() -> Callable[..., Path]:
-    return _plant_run()
+def plant_run(planter: ModuleType) -> Callable[..., Path]:
+    return planter.plant_run
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -17,21 +16,12 @@ from myxa.launch.views.run_files import EventRow, load_run
 from myxa.launch.views.svg import ChartLine, Mark, line_chart
 
 
-def _planter() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("planted_run", Path(__file__).parents[2] / "bench" / "planted_run.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
-def changed(planted: Path, tmp_path: Path) -> Path:
+def changed(planted: Path, planter: ModuleType, tmp_path: Path) -> Path:
     """A copy of the planted run, with an audit log."""
     run_dir = tmp_path / "sort-changed"
     shutil.copytree(planted, run_dir)
-    _planter().plant_changes(run_dir)
+    planter.plant_changes(run_dir)
     return run_dir
 
 
@@ -62,16 +52,8 @@ def test_a_run_without_changes_says_nothing_of_them(planted: Path, tmp_path: Pat
 def test_without_an_audit_log_the_knob_events_tell(planted: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "sort"
     shutil.copytree(planted, run_dir)
-    data = {
-        "name": "lr",
-        "owner": "trainer/0",
-        "old": 1e-4,
-        "new": 2e-4,
-        "epoch": 1,
-        "at": 7,
-        "reason": "why",
-        "user": "ada",
-    }
+    told = {"old": 1e-4, "new": 2e-4, "epoch": 1, "at": 7, "reason": "why", "user": "ada"}
+    data = {"name": "lr", "owner": "trainer/0", **told}
     event = {"source": "coordinator", "wall_s": 1_700_000_020.0, "kind": "knob", "text": "lr", "data": data}
     with (run_dir / "events.jsonl").open("a") as file:
         file.write(json.dumps(event) + "\n")
@@ -88,8 +70,7 @@ def test_a_damaged_audit_log_is_named_and_its_good_lines_are_shown(changed: Path
         file.write('{"number": 6, "verb": 3}\n{"num')
     run = load_run(changed)
     assert len(run.changes) == 5
-    assert "1 lines of audit.jsonl are not audit records and were skipped" in run.notes
-    assert "1 line of audit.jsonl could not be read and was skipped" in run.notes
+    assert sum("audit.jsonl" in note for note in run.notes) == 2, "no record, and a torn line"
 
 
 def test_words_of_operators_are_escaped(changed: Path) -> None:

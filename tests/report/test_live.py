@@ -11,17 +11,12 @@ from rich.console import Console
 
 from myxa.core.messages import BufferStats, EngineStatus, RunStatus
 from myxa.launch.views.live import Curves, LiveView, final_summary, lasting, render
-from myxa.launch.views.live_state import LiveState, StepPace, plain_line
+from myxa.launch.views.live_state import LiveState, StepPace
 
 SNAPSHOT: dict[str, dict[str, float]] = {
     "metrics": {
-        "reward/mean": 0.81,
-        "reward/std": 0.3,
-        "reward/zero_std_groups": 4,
-        "lag/max": 2,
-        "lag/mean": 1.2,
-        "train/loss": 0.0123,
-        "train/grad_norm": 0.7,
+        "reward/mean": 0.81, "reward/std": 0.3, "reward/zero_std_groups": 4, "lag/max": 2, "lag/mean": 1.2,
+        "train/loss": 0.0123, "train/grad_norm": 0.7,
     },
     "rollout/0": {"rollout/tokens_per_s": 1400},
     "rollout/1": {"rollout/tokens_per_s": 1200},
@@ -32,7 +27,7 @@ SNAPSHOT: dict[str, dict[str, float]] = {
     "time/trainer/0": {"compute": 0.38, "wait-data": 0.62, "wait-data/claim": 0.62},
     "time/rollout/0": {"compute": 0.97, "wait-weights": 0.03},
     "time/buffer": {"other": 1.0},
-}
+}  # fmt: skip
 
 
 def state(now_s: float = 94.0, version: int = 47, phase: str = "running", **options: object) -> LiveState:
@@ -45,15 +40,9 @@ def state(now_s: float = 94.0, version: int = 47, phase: str = "running", **opti
         eval_reward=0.83,
     )
     buffer = BufferStats(
-        states={"DISPATCHED": 12, "READY": 5, "CLAIMED": 0},
-        drawn=80,
-        trained=40,
-        dropped={"zero-variance": 3},
-        slots_total=96,
-        slots_used=49,
-        max_staleness=2,
-        policy="pace",
-    )
+        states={"DISPATCHED": 12, "READY": 5, "CLAIMED": 0}, drawn=80, trained=40, dropped={"zero-variance": 3},
+        slots_total=96, slots_used=49, max_staleness=2, policy="pace",
+    )  # fmt: skip
     given = {"status": status, "buffer": buffer, "snapshot": SNAPSHOT, **options}
     return LiveState(now_wall_s=now_s, started_wall_s=0.0, **given)
 
@@ -189,21 +178,14 @@ def test_in_a_pipe_there_is_a_line_per_step_but_not_more_than_one_per_two_second
             view.update(state(now_s=float(tick), version=19))
         view.update(state(now_s=80.0, version=19, phase="finished"))
     lines = file.getvalue().splitlines()
+    assert lines[0].startswith("step 0 of 60") and "loss 0.0123" in lines[0]
     assert 5 <= len([line for line in lines if "running" in line]) <= 9
     assert "finished" in lines[-1]
     assert not any("\x1b" in line for line in lines)
     assert max(map(len, lines)) > 100  # one line each, never wrapped
 
 
-def test_a_plain_line_holds_the_essentials() -> None:
-    line = plain_line(state(), pace_of(2.0))
-    assert line.startswith("step 47 of 60 running 2 s a step 26 s to go | reward train 0.81")
-    assert "loss 0.0123" in line
-    assert "generation is the bottleneck" in line
-    assert "\n" not in line
-
-
-def test_a_run_outlives_whoever_reads_its_output() -> None:
+def test_a_run_outlives_the_reader_of_its_output() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     for number, encoding in ((writing, "utf-8"), (os.open("/dev/full", os.O_WRONLY), "ascii")):
@@ -237,16 +219,13 @@ def test_the_last_words(phase: str) -> None:
     assert sum("|" in line for line in text.splitlines()) == 10
 
 
-def test_without_a_curve_there_is_no_plot() -> None:
+def test_without_a_curve_there_is_no_plot_and_demonstrations_have_a_loss() -> None:
     console, file = screen(100)
     status = RunStatus(name="sort", phase="failed", version=0, num_steps=60, error="rollout/0 died: no model")
     final_summary(console, status, elapsed_s=3.0, run_dir=Path("runs/sort-1"), report=None, curves=Curves())
     assert "|" not in file.getvalue()
     assert "report" not in file.getvalue()
     assert "rollout/0 died: no model" in file.getvalue()
-
-
-def test_a_run_on_demonstrations_shows_its_loss() -> None:
     console, file = screen(100)
     status = RunStatus(name="sft", phase="finished", version=9, num_steps=9, reason="all steps done")
     loss = {step: 2.0 - step / 10 for step in range(10)}
