@@ -378,28 +378,6 @@ async def test_claims_out_of_order_are_refused_by_name(shop: Any) -> None:
         assert await desk.data.eval_prompts(-2) == ()
 
 
-async def test_a_run_that_starts_at_a_later_version(shop: Any) -> None:
-    """A new ledger and a checkpoint of version 40: rewind says where training stands, and nothing bursts."""
-    async with shop.open() as desk:
-        await desk.rewind(40)
-        reply = await desk.draw(version=40)
-        assert len(reply.assignments) == 4
-        assert (await desk.draw(version=40)).blocked_by == "staleness"
-        for assignment in reply.assignments:
-            await desk.put(assignment, versions=(40, 40))
-        assert await desk.train(40) == (0, 1)
-
-
-async def test_a_ledger_of_another_dataset_stops_the_start(shop: Any, rows: Callable[..., Any]) -> None:
-    async with shop.open():
-        pass
-    with pytest.raises(LedgerError, match="another dataset"):
-        async with shop.open(rows=rows(7, 0)):
-            pass
-    async with shop.open() as desk:
-        assert (await desk.draw(max_groups=1)).assignments, "and the lock was released"
-
-
 @contextmanager
 def refusing_disk() -> Iterator[None]:
     """No file of this process may grow meanwhile (RLIMIT_FSIZE), so the ledger cannot be written."""

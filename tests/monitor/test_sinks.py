@@ -5,11 +5,9 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import random
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
@@ -97,19 +95,6 @@ def test_the_trace_is_whole_after_every_flush(tmp_path: Path) -> None:
     for event in events:  # what Chrome's format asks of every event
         assert {"ph", "name", "pid", "tid"} <= set(event)
         assert event["ph"] == "M" or isinstance(event["ts"], int)
-
-
-def test_arrows_follow_a_weight_version(tmp_path: Path) -> None:
-    spans = (span("trainer/0", "publish", 1.0, makes_version=7), span("rollout/0", "adopt", 2.0, 0.1, adopts_version=7))
-    sink = ChromeTraceSink()
-    sink.open(context(tmp_path))
-    sink.write(Telemetry(spans=spans))
-    sink.close()
-    flows = [event for event in json.loads((tmp_path / "trace.json").read_text()) if event["ph"] in "stf"]
-    assert [(flow["ph"], flow["id"], flow["name"]) for flow in flows] == [("s", 1, "version 7"), ("f", 1, "version 7")]
-    assert 1_000_000 <= flows[0]["ts"] < 1_500_000  # inside its slice, or no viewer draws it
-    assert flows[1]["ts"] == 2_000_000
-    assert flows[0]["pid"] != flows[1]["pid"]
 
 
 def test_a_trace_torn_in_any_place_is_repaired_and_rows_keep_their_names(tmp_path: Path) -> None:
@@ -207,47 +192,6 @@ def test_a_full_disk_leaves_the_trace_whole(tmp_path: Path, monkeypatch: pytest.
     assert after[: len(before)] == before
     trained = [event["ts"] for event in after if event["name"] == "train"]
     assert trained == [1_000_000 * (WALL_S + step) for step in range(3)], "it waited"
-
-
-WRITER = """
-import sys
-from pathlib import Path
-from myxa.actors.sinks.chrome_trace import ChromeTraceSink
-from myxa.core.clock import SystemClock
-from myxa.core.messages import Span, Telemetry
-from myxa.core.sink import SinkContext
-
-sink = ChromeTraceSink()
-sink.open(SinkContext(run_dir=Path(sys.argv[1]), run_name="x", clock=SystemClock(), emit=lambda kind, text: None))
-span = Span(source="trainer/0", name="train", activity="compute", start_wall_s=1.0, duration_s=1.0)
-print("ready", flush=True)
-while True:
-    sink.write(Telemetry(spans=(span,) * 50))
-    sink.flush()
-"""
-
-
-def test_a_killed_writer_leaves_json(tmp_path: Path) -> None:
-    """A real process, killed at random moments while it does nothing but write."""
-    rng = random.Random(SEED)
-    for attempt in range(2):
-        folder = tmp_path / str(attempt)
-        folder.mkdir()
-        command = [sys.executable, "-c", WRITER, str(folder)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-            time.sleep(rng.uniform(0.02, 0.1))
-            process.kill()
-            process.wait(timeout=10)
-        text = (folder / "trace.json").read_text()
-        try:
-            events = json.loads(text)
-        except json.JSONDecodeError:
-            # The kill hit inside the one system call: then the tail is torn, and only the tail.
-            events = list(read_trace(folder / "trace.json"))
-            assert len(events) >= text.count("\n") - 52
-        assert sum(event["ph"] == "X" for event in events) > 0
 
 
 def test_tensorboard_writes_what_tensorboard_reads(tmp_path: Path) -> None:

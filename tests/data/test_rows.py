@@ -1,0 +1,286 @@
+"""A row is one prompt, whatever preset, keys and format it is written in, with every value as it was written; or it is
+refused by place and column (findings A2, F7 and G)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from myxa.actors.data import PromptDataset, open_prompts
+from myxa.core.config import RunConfig
+from myxa.core.errors import DataError
+from myxa.core.samples import Message, Prompt
+
+Row = Any  # an object, or the text of a line
+Said = list[tuple[str, str]]
+
+
+def stored(folder: Path, rows: list[Row], kind: str = "jsonl") -> str:
+    folder.mkdir(exist_ok=True)
+    path = folder / f"t.{kind}"
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def opened(train: str | list[str], **sections: Any) -> PromptDataset:
+    raw = {"model": {"path": "m"}, **sections}
+    raw["data"] = {"train": train, "shuffle": False, **sections.get("data", {})}
+    return open_prompts(RunConfig.model_validate(raw))
+
+
+def prompts(dataset: PromptDataset) -> list[Prompt]:
+    return [prompt for draw in range(len(dataset)) if (prompt := dataset.prompt(draw)) is not None]
+
+
+def first(folder: Path, row: Row, kind: str = "jsonl", **sections: Any) -> Prompt:
+    return prompts(opened(stored(folder, [row], kind), **sections))[0]
+
+
+def said(prompt: Prompt) -> Said:
+    return [(message.role, message.content) for message in prompt.messages]
+
+
+def of(*talk: str) -> list[dict[str, Any]]:
+    """`of("user hi", "assistant yes")`."""
+    return [dict(zip(("role", "content"), turn.split(" ", 1), strict=True)) for turn in talk]
+
+
+SFT: dict[str, Any] = {"algo": {"kind": "sft"}}
+FORMAT: dict[str, Any] = {"reward": {"fn": "format"}}
+OWN: dict[str, Any] = {"reward": {"fn": "mine.py:reward"}}
+ASK: Said = [("user", "2+2?")]
+TALK = [{"from": "system", "value": "be brief"}, {"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
+BRIEF: Said = [("system", "be brief"), *ASK]
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+TURNS = of("assistant a", "tool t", "assistant b")
+GSM = {"question": "2+2?", "answer": "two and two #### 4"}
+
+
+def data(**keys: Any) -> dict[str, Any]:
+    return {"data": keys}
+
+
+Case = tuple[Row, dict[str, Any], Said, str, dict[str, Any]]
+CASES: dict[str, Case] = {
+    "text": ({"prompt": "2+2?", "label": "4", "metadata": {"level": 3}}, {}, ASK, "4", {"level": 3}),
+    "chat": ({"prompt": of("user hi", "assistant yes", "user ?"), "label": "x"}, data(system="be brief"),
+             [("system", "be brief"), ("user", "hi"), ("assistant", "yes"), ("user", "?")], "x", {}),
+    "own system": ({"prompt": of("system own", "user hi"), "label": "y"}, data(system="be brief"),
+                   [("system", "own"), ("user", "hi")], "y", {}),
+    "verl": ({"data_source": "gsm8k", "prompt": of("user 2+2?"), "ability": "math",
+              "reward_model": {"style": "rule", "ground_truth": "4"}, "extra_info": {"split": "train", "index": 7}},
+             data(preset="verl"), ASK, "4", {"split": "train", "index": 7, "data_source": "gsm8k"}),
+    "nested keys": ({"q": {"text": "2+2?"}, "a.b": "4"}, data(preset="plain", prompt_key="q.text", label_key="a.b"),
+                    ASK, "4", {}),
+    "demonstration": ({"messages": of("user 2+2?", "assistant 4")}, {**data(preset="chat"), **SFT}, ASK, "",
+                      {"demonstration": "4"}),
+    "chat without answer": ({"messages": of("user 2+2?"), "label": "x"}, data(preset="chat"), ASK, "x", {}),
+    "answer column": ({"prompt": "2+2?", "completion": " 4"}, {**data(answer_key="completion"), **SFT}, ASK, "",
+                      {"demonstration": " 4"}),
+    "answer of turns": ({"prompt": of("user 2+2?"), "completion": TURNS}, {**data(answer_key="completion"), **SFT}, ASK,
+                        "", {"demonstration_turns": TURNS}),
+    "answer in plain": ({"prompt": "2+2?", "completion": " 4"}, {**data(preset="plain", answer_key="completion"), **SFT},
+                        ASK, "", {"demonstration": " 4"}),
+    "sharegpt": ({"id": "x", "conversations": TALK}, {**data(preset="chat"), **SFT}, BRIEF, "", {"demonstration": "4"}),
+    "sharegpt as text": ({"conversations": json.dumps(TALK)}, {**data(preset="chat"), **SFT}, BRIEF, "",
+                         {"demonstration": "4"}),
+    "sharegpt, named": ({"talk": TALK}, {**data(preset="chat", messages_key="talk"), **SFT}, BRIEF, "",
+                        {"demonstration": "4"}),
+    "sharegpt prompt": ({"prompt": TALK[:2], "label": "4"}, {}, BRIEF, "4", {}),
+    "messages first": ({"messages": of("user own"), "conversations": TALK, "label": "x"}, data(preset="chat"),
+                       [("user", "own")], "x", {}),
+    "gsm8k": (GSM, {**data(prompt_key="question", label_key="answer"), "reward": {"fn": "numeric"}}, ASK, GSM["answer"], {}),
+    "gsm8k to learn": (GSM, {**data(prompt_key="question", answer_key="answer"), **SFT}, ASK, "",
+                       {"demonstration": GSM["answer"]}),
+    "null label, learnt": ({"prompt": "2+2?", "label": None, "answer": "4"}, {**data(answer_key="answer"), **SFT}, ASK, "",
+                           {"demonstration": "4"}),
+    "metadata as text": ({"prompt": "2+2?", "label": "4", "metadata": '{"level": 2}'}, {}, ASK, "4", {"level": 2}),
+    "odd metadata": ({"prompt": "2+2?", "label": "4", "metadata": {"level": None, "parts": [None, {"a": None}], "d": [[[1]]]}},
+                     {}, ASK, "4", {"level": None, "parts": [None, {"a": None}], "d": [[[1]]]}),
+    "chat as text": ({"prompt": json.dumps(of("system be brief", "user 2+2?")), "label": "4"}, {}, BRIEF, "4", {}),
+    **{f"text {text}": ({"prompt": text, "label": "4"}, {}, [("user", text)], "4", {})
+       for text in ("[1, 2] is a list", "[1, 2]", "[]", "[0.12345678901234567890123]",
+                    "\U0001f600 e\u0301 \u200b \u0000 \u2028 x")},
+    "plain text": ({"prompt": "Q: 2?\nA:", "tools": [TOOL]}, {**data(apply_chat_template=False), **FORMAT},
+                   [("user", "Q: 2?\nA:")], "", {}),
+}  # fmt: skip
+JSON_ONLY = {"odd metadata"}  # a column of parquet has one type
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(k, n) for k in ("jsonl", "parquet") for n in CASES if k == "jsonl" or n not in JSON_ONLY]
+)
+def test_a_row_is_the_prompt_that_it_means(tmp_path: Path, kind: str, name: str) -> None:
+    row, sections, messages, label, metadata = CASES[name]
+    prompt = first(tmp_path, row, kind, **sections)
+    assert (said(prompt), prompt.label, prompt.metadata) == (messages, label, metadata)
+    assert (prompt.group_id, prompt.row, prompt.pass_index, prompt.source) == (0, 0, 0, str(tmp_path / f"t.{kind}"))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_tools_and_their_calls_are_carried_as_they_are(tmp_path: Path, kind: str) -> None:
+    talk = [
+        {"role": "user", "content": "1+1?", "name": "ann"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "2", "tool_call_id": "c1"},
+    ]
+    prompt = first(tmp_path, {"prompt": talk, "tools": json.dumps([TOOL])}, kind, **FORMAT)
+    assert prompt.tools == (TOOL,)
+    assert prompt.messages == (
+        Message(role="user", content="1+1?", name="ann"),
+        Message(role="assistant", content="", tool_calls=(CALL,), keys=("role", "tool_calls")),
+        Message(role="tool", content="2", tool_call_id="c1"),
+    )
+    learnt = {
+        "messages": [*of("user 1+1?"), {"role": "assistant", "content": "", "tool_calls": [CALL]}],
+        "tools": [TOOL],
+    }
+    prompt = first(tmp_path, learnt, kind, **data(preset="chat"), **SFT)
+    assert prompt.tools == (TOOL,)
+    assert prompt.metadata["demonstration_turns"] == [{"role": "assistant", "content": "", "tool_calls": [CALL]}]
+
+
+LABELS: list[tuple[str, str]] = [
+    ("5", "5"), ("-0.5", "-0.5"), ("5.0", "5.0"), ("true", "true"), ("false", "false"), ("0", "0"), ('""', ""),
+    ('" 5 "', " 5 "), ("[1, 2]", "[1,2]"), ("[]", "[]"), ('{"a": null}', '{"a":null}'), ("[null]", "[null]"),
+    ("9007199254740993", "9007199254740993"), ("18446744073709551615", "18446744073709551615"),
+    ("0.10000000000000001", "0.1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("written", "label"), LABELS)
+def test_a2_a_label_that_is_no_text_arrives_as_json(tmp_path: Path, written: str, label: str) -> None:
+    assert first(tmp_path, f'{{"prompt": "?", "label": {written}}}', **OWN).label == label
+
+
+@pytest.mark.parametrize("number", ["0.1", "-2.5e-7", "1e22"])
+def test_a2_numbers_and_lists_of_labels_arrive_exactly(tmp_path: Path, number: str) -> None:
+    assert float(first(tmp_path, f'{{"prompt": "?", "label": {number}}}').label) == float(number)
+    accepted = ["4", "four", 'a "b" \u00e9']
+    assert json.loads(first(tmp_path, {"prompt": "?", "label": accepted}).label) == accepted
+
+
+def labelled(value: str) -> str:
+    return f'{{"prompt": "?", "label": {value}}}'
+
+
+NULLS = {"function": {"name": "f", "arguments": {"city": None}}, "type": "function"}
+FUNCTION = [{"from": "human", "value": "?"}, {"from": "function_call", "value": "{}"}]
+REFUSED: list[tuple[Row, dict[str, Any], str]] = [
+    ({"conversations": FUNCTION}, {**data(preset="chat"), **SFT}, "'function_call'"),
+    ({"prompt": "2+2?"}, {**data(answer_key="completion"), **SFT}, '"completion" is missing'),
+    (GSM, {}, '"prompt" is missing; the row has answer, question'),
+    ({"prompt": "?", "label": None}, {"reward": {"fn": "exact"}}, '"label" is null'),
+    ({"prompt": "?", "label": None}, OWN, '"label" is null'),
+    *(({"prompt": "?", "label": value}, {"reward": {"fn": fn}}, f'"label" is a list {how}')
+      for value, how in (([], "without answers"), (["4", None], "that holds null")) for fn in ("exact", "numeric", "math")),
+    *((f'{{"prompt": "Name the {half} here", "label": "cat"}}', {}, "half a character")
+      for half in (r"\ud83d", r"\ude00", r"\ud83d\ud83d")),
+    *((f'{{"prompt": "?", "label": "4", "metadata": {{"d": {value}}}}}', {}, cause) for value, cause in (
+        ("NaN", "NaN"), ("Infinity", "Infinity"), ("-Infinity", "-Infinity"), ("nan", "nan"), ("1e999", "too large"))),
+    *((labelled(value), {}, "rounded") for value in ("0.12345678901234567890123", "9007199254740993.0", "1e-400")),
+    (labelled("36893488147419103232"), {}, '"label"'),
+    (labelled('{"a": 1, "a": 2}'), {}, '"a" comes twice'),
+    ({"prompt": of("user hi")}, {**data(apply_chat_template=False), **FORMAT}, "data.apply_chat_template"),
+]  # fmt: skip
+REFUSED_PARQUET: list[tuple[Row, dict[str, Any], str]] = [
+    *(({"prompt": "?", "label": value}, {}, '"label" holds') for value in (float("nan"), float("inf"), b"\x00")),
+    *(({"prompt": "?", "label": "x", "metadata": {"m": value}}, {}, '"metadata" holds')
+      for value in (float("nan"), float("inf"), b"\x00")),
+    *(({"prompt": "<image>?", "label": "3", column: [{"bytes": b"PNG", "path": None}]}, data(preset=preset),
+       f'"{column}" is not empty') for column in ("images", "videos", "audios") for preset in ("slime", "plain")),
+    ({"prompt": [*of("user go"), {"role": "assistant", "content": "", "tool_calls": [NULLS]}, *of("user on")], "label": "x"},
+     {}, 'tool calls in column "prompt" hold null'),
+    ({"prompt": "?", "label": "x", "tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": None, "b": 1}}}]},
+     {}, 'tools in column "tools" hold null'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "sections", "named"),
+    [*(("jsonl", *case) for case in REFUSED), *(("parquet", *case) for case in REFUSED_PARQUET)],
+)
+def test_what_cannot_arrive_as_it_was_written_is_refused_by_place(
+    tmp_path: Path, kind: str, row: Row, sections: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(DataError) as caught:
+        first(tmp_path, row, kind, **sections)
+    place = "t.jsonl:1: " if kind == "jsonl" else "t.parquet, row 0: "
+    assert place in str(caught.value) and named in str(caught.value) and " -- " in str(caught.value), caught.value
+
+
+def test_a2_the_remedies_of_parquet_work(tmp_path: Path) -> None:
+    """Calls as JSON text keep their nulls; an empty column of images is none."""
+    talk = [*of("user go"), {"role": "assistant", "content": "", "tool_calls": [NULLS]}, *of("user on")]
+    prompt = first(tmp_path, {"prompt": json.dumps(talk), "label": "x"}, "parquet")
+    assert list(prompt.messages[1].tool_calls) == [NULLS]
+    assert first(tmp_path, {"prompt": "?", "label": "3", "images": []}, "parquet").label == "3"
+
+
+# -- several files and sets
+
+
+def test_several_files_with_slices_follow_each_other(tmp_path: Path) -> None:
+    one = stored(tmp_path / "a", [{"prompt": f"a{i}", "label": "x"} for i in range(5)])
+    two = stored(tmp_path / "b", [{"prompt": f"b{i}", "label": "x"} for i in range(4)], "parquet")
+    found = prompts(opened([f"{one}@[1:3]", f"{two}@[-2:]", f"{one}@[4:]"]))
+    assert [(p.group_id, p.row, p.messages[0].content) for p in found] == [
+        (0, 0, "a1"), (1, 1, "a2"), (2, 0, "b2"), (3, 1, "b3"), (4, 0, "a4"),
+    ]  # fmt: skip
+    assert found[2].source == f"{two}@[-2:]"
+
+
+def test_blank_lines_a_byte_order_mark_and_a_missing_last_line_end(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"prompt":"a","label":"1"}\r\n\r\n  \n{"prompt":"b","label":"2"}')
+    assert [prompt.label for prompt in prompts(opened(str(file)))] == ["1", "2"]
+
+
+def test_every_evaluation_set_is_read_in_its_own_way_with_ids_of_its_own(tmp_path: Path) -> None:
+    train = stored(tmp_path, [{"prompt": "t", "label": "x"}])
+    assert opened(train).eval_prompts(5) == ()
+    a = stored(tmp_path / "a", [{"prompt": f"a{i}", "label": "x"} for i in range(3)])
+    b = stored(tmp_path / "b", [{"question": f"b{i}"} for i in range(3)])
+    held_out = opened(train, eval={"data": a, "every": 1})
+    assert [(p.group_id, p.messages[0].content) for p in held_out.eval_prompts(2)] == [(-1, "a0"), (-2, "a1")]
+    assert len(held_out.eval_prompts(9)) == 3
+    free = {"path": b, "prompt_key": "question", "reward": "format", "system": "be brief"}
+    dataset = opened(train, eval={"sets": {"a": {"path": a}, "b": free}, "every": 1})
+    assert [prompt.messages[0].content for prompt in dataset.eval_prompts(2, "a")] == ["a0", "a1"]
+    assert [m.content for m in dataset.eval_prompts(1, "b")[0].messages] == ["be brief", "b0"]
+    assert dataset.eval_prompts(5) == dataset.eval_prompts(5, "c") == ()
+    with pytest.raises(DataError, match=r'b/t.jsonl:1: column "label" is missing'):  # "exact" compares with it
+        opened(train, eval={"sets": {"b": free | {"reward": "exact"}}, "every": 1})
+
+
+def test_a5_all_held_out_rows_are_evaluated_and_those_left_out_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = stored(tmp_path, [{"prompt": str(row), "label": "1"} for row in range(100)])
+    every = RunConfig.model_validate({"model": {"path": "m"}, "data": {"train": path}, "eval": {"data": path}}).eval
+    assert len(opened(path, eval={"data": path}).eval_prompts(every.num_prompts)) == 100
+    assert not caplog.messages
+    assert opened(path, eval={"data": path, "num_prompts": 64}).num_held_out() == 100
+    assert "64" in caplog.text and "36" in caplog.text
+
+
+def test_reading_jsonl_does_not_import_pyarrow_or_torch(tmp_path: Path) -> None:
+    path = stored(tmp_path, [{"prompt": "t", "label": "x"}])
+    code = (
+        "import sys; from myxa.actors.data import open_prompts; from myxa.core.config import RunConfig;"
+        f"c = RunConfig.model_validate({{'model': {{'path': 'm'}}, 'data': {{'train': {path!r}}}}});"
+        "assert len(open_prompts(c)) == 1; print(sorted({'torch', 'pyarrow', 'zmq'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
