@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from myxa.actors.sinks.public_address import public_address, told_in_public
+from myxa.actors.sinks.public_address import public_address, public_errors
 
 
 @pytest.mark.parametrize(
@@ -35,10 +35,10 @@ def test_errors_that_quote_the_address_are_told_without_it() -> None:
     address = "http://me:s3cret@host:5000/x?token=t0ken"
     with (
         pytest.raises(OSError, match="ValueError: http://host:5000/x does not answer") as caught,
-        told_in_public(address),
+        public_errors(address),
     ):
         raise ValueError(f"{address} does not answer, nor does //me:s3cret@host with t0ken")
     assert not any(word in str(caught.value) for word in ("s3cret", "t0ken"))
     assert caught.value.__suppress_context__
-    with pytest.raises(KeyError, match="run"), told_in_public(address):
+    with pytest.raises(KeyError, match="run"), public_errors(address):
         raise KeyError("run")
