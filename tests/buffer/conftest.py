@@ -21,7 +21,7 @@ from myxa.algos.filters import GROUP_FILTERS, SampleFilter, keep_all, learn_from
 from myxa.algos.staleness import Admission
 from myxa.core.clock import Clock
 from myxa.core.knobs import KnobChange, KnobCommit, KnobState, KnobValue, KnobVote
-from myxa.core.messages import Assignment, DrawBlock, DrawReply, DrawRequest, PutResult, SamplingParams
+from myxa.core.messages import Assignment, DrawBlock, DrawReply, DrawRequest, GroupReturned, PutResult, SamplingParams
 from myxa.core.samples import Group, Message, Prompt, Sample
 from myxa.transport.node import Node
 
@@ -131,6 +131,17 @@ class Desk:
         self, assignment: Assignment, versions: Sequence[int] = (0, 0), rollout: str = "rollout/0"
     ) -> PutResult:
         return await self.ref.put_group(make_group(assignment, versions), assignment.attempt, rollout)
+
+    async def fill(self, max_groups: int = 100, version: int = 0, versions: Sequence[int] = (0, 0)) -> list[Assignment]:
+        """Draw so many groups and finish them all."""
+        drawn = list((await self.draw(max_groups, version)).assignments)
+        for assignment in drawn:
+            assert (await self.put(assignment, versions)).outcome == "ready"
+        return drawn
+
+    async def give_back(self, assignment: Assignment, rollout: str = "rollout/0", **more: Any) -> None:
+        told = {"group_id": assignment.prompt.group_id, "attempt": assignment.attempt, "rollout": rollout}
+        await self.ref.return_group(GroupReturned(**told, **more))
 
     async def adopted(self, rollout: str, epoch: int, version: int) -> None:
         """That engine took what the trainer of now made."""

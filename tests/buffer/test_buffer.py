@@ -196,8 +196,7 @@ async def test_filtered_groups_are_replaced_at_once(shop: Any) -> None:
                 result = await desk.ref.put_group(make_group(assignment, rewards=[1.0, 1.0]), 1, "rollout/0")
                 assert (result.outcome, result.reason) == ("filtered", "zero_variance")
         assert (await desk.ref.stats()).dropped == {"zero_variance": 40}
-        for assignment in (await desk.draw()).assignments:
-            await desk.put(assignment)
+        await desk.fill()
         assert await desk.train(0) == (40, 41)
 
 
@@ -281,8 +280,7 @@ async def test_a_group_that_cannot_be_made_is_dropped_and_counted(shop: Any) -> 
 
 async def test_nothing_is_handed_out_or_claimed_while_paused(shop: Any) -> None:
     async with shop.open() as desk:
-        for assignment in (await desk.draw()).assignments:
-            await desk.put(assignment)
+        await desk.fill()
         await desk.ref.claim(0, 0.0)
         await desk.ref.set_paused(True)
         assert (await desk.draw()).blocked_by == "paused"

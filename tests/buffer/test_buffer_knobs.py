@@ -203,8 +203,7 @@ async def test_it_tells_when_a_value_is_in_force(shop: Any, tmp_path: Path) -> N
 
 async def test_a_pause_without_a_number_rests_after_what_is_claimed(shop: Any) -> None:
     async with shop.open(max_staleness=1, batch_size=2) as desk:
-        for assignment in (await desk.draw()).assignments:
-            await desk.put(assignment)
+        await desk.fill()
         assert (await desk.ref.claim(0, 0.0)).groups
         assert await desk.ref.set_paused(True) == 1
         await desk.train(0)

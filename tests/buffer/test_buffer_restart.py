@@ -35,8 +35,7 @@ async def test_actors_keep_what_they_have_in_hand(shop: Any) -> None:
 
 async def test_a_claim_outlives_the_buffer(shop: Any) -> None:
     async with shop.open() as desk:
-        for assignment in (await desk.draw()).assignments:
-            await desk.put(assignment)
+        await desk.fill()
         claim = await desk.ref.claim(0, 0.0)
     async with shop.open() as desk:
         assert (await desk.draw()).blocked_by == "staleness", "claimed groups hold their slots"
@@ -85,8 +84,7 @@ async def test_a_resumed_run_inherits_the_ledger(shop: Any, tmp_path: Path) -> N
     """The earlier run was killed at version 2 with a checkpoint of 1: rows of step 1 come back, none is skipped."""
     async with shop.open() as desk:
         for step in range(2):
-            for assignment in (await desk.draw(version=step)).assignments:
-                await desk.put(assignment, versions=(step,))
+            await desk.fill(version=step, versions=(step,))
             await desk.train(step)
         await desk.ref.durable(1)
         await desk.draw(version=2)

@@ -86,8 +86,7 @@ async def test_a_dump_holds_all_that_is_not_trained_and_is_read_back(shop: Any) 
 
 async def test_a_dump_ends_at_its_limit_and_before_the_disk_is_full(shop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async with shop.open(max_staleness=9) as desk:
-        for assignment in (await desk.draw(max_groups=10)).assignments:
-            await desk.put(assignment)
+        await desk.fill(max_groups=10)
         whole = await desk.ref.dump(MIB)
         assert whole.num_groups == 10
         half = await desk.ref.dump(whole.num_bytes // 2)
@@ -107,8 +106,7 @@ async def test_a_dump_ends_at_its_limit_and_before_the_disk_is_full(shop: Any, m
 
 async def test_the_next_groups_are_dumped_as_they_are_claimed(shop: Any) -> None:
     async with shop.open(max_staleness=9, batch_size=2) as desk:
-        for assignment in (await desk.draw(max_groups=10)).assignments:
-            await desk.put(assignment)
+        await desk.fill(max_groups=10)
         await desk.train(0)
         begun = await desk.ref.dump_next(3, MIB)
         assert (begun.num_groups, begun.is_whole) == (0, False)
@@ -135,8 +133,7 @@ async def test_the_next_groups_are_dumped_as_they_are_claimed(shop: Any) -> None
 
 async def test_files_that_are_no_dumps_are_refused_by_name(shop: Any, tmp_path: Path) -> None:
     async with shop.open() as desk:
-        for assignment in (await desk.draw(max_groups=2)).assignments:
-            await desk.put(assignment)
+        await desk.fill(max_groups=2)
         path = Path((await desk.ref.dump(MIB)).path)
     torn = tmp_path / "torn.jsonl"
     torn.write_bytes(path.read_bytes()[:-40])
@@ -169,8 +166,7 @@ async def test_the_newest_groups_are_shown_with_what_became_of_them(shop: Any, m
         monkeypatch.setattr(recent_groups, "ANSWER_TOKENS", 21)  # two groups of two samples of five tokens
         assert len(await desk.ref.recent(10)) == 2
         monkeypatch.setattr(recent_groups, "MAX_TOKENS", 30)
-        for assignment in (await desk.draw(max_groups=1)).assignments:
-            await desk.put(assignment)
+        await desk.fill(max_groups=1)
         monkeypatch.setattr(recent_groups, "ANSWER_TOKENS", 10**9)
         assert [f.group.group_id for f in await desk.ref.recent(10)] == [4, 3, 2]
 
@@ -184,8 +180,7 @@ async def test_trained_groups_come_back_with_the_trainer_s_log_probs(
 ) -> None:
     monkeypatch.setattr(recent_groups, "MAX_GROUPS", 3)
     async with shop.open(max_staleness=9, batch_size=4) as desk:
-        for assignment in (await desk.draw(max_groups=4)).assignments:
-            await desk.put(assignment)
+        await desk.fill(max_groups=4)
         length = len((await desk.ref.recent(1))[0].group.samples[0].response_ids)
         assert [f.group.group_id for f in await desk.ref.recent(9)] == [3, 2, 1]
         await desk.ref.claim(0, 0.0)

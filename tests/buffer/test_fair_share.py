@@ -118,8 +118,7 @@ async def test_a_buffer_keeps_slots_for_the_engine_that_has_not_adopted_yet(shop
 async def test_a_buffer_gives_them_to_others_in_the_end(shop, monkeypatch):
     monkeypatch.setattr("myxa.actors.buffer.dispatch_queue.RESERVED_S", 0.3)
     async with shop.open(max_staleness=1, batch_size=8) as desk:
-        for assignment in (await desk.draw()).assignments:
-            await desk.put(assignment)
+        await desk.fill()
         waiting = asyncio.ensure_future(desk.draw(rollout="rollout/1", version=0, wait_s=5.0))
         await desk.draw(blocked_by=None)
         await desk.train(0)

@@ -16,7 +16,7 @@ from myxa.actors.buffer.knobs import BufferLimits
 from myxa.actors.buffer.quarantine import CLEARING_S, MAX_NEW_SUSPECTS, POISON, SUSPECT_AFTER, PoisonTracker
 from myxa.actors.ledger.ledger import Ledger
 from myxa.actors.ledger.states import Row
-from myxa.core.messages import Assignment, GroupReturned
+from myxa.core.messages import Assignment
 
 MAX_DEATHS = 3
 
@@ -156,10 +156,8 @@ async def test_groups_of_an_actor_that_is_killed_over_and_over_are_kept(shop: An
             in_hand: list[Assignment] = list((await desk.draw(8, epoch=epoch, holding=())).assignments)
             assert len(in_hand) == 8
             for assignment in in_hand:
-                group_id = assignment.prompt.group_id
-                partial = (make_sample(group_id, 0, [0] * epoch),)
-                told = {"group_id": group_id, "attempt": assignment.attempt, "rollout": "rollout/0"}
-                await desk.ref.return_group(GroupReturned(**told, partial=partial, goes_on=True))
+                partial = (make_sample(assignment.prompt.group_id, 0, [0] * epoch),)
+                await desk.give_back(assignment, partial=partial, goes_on=True)
             await desk.ref.rollout_gone("rollout/0", epoch)
         assert not (await desk.ref.stats()).dropped
 
@@ -191,22 +189,17 @@ def test_an_engine_that_fails_one_after_another_convicts_nobody(tmp_path: Path) 
 
 async def test_streams_that_break_count_for_their_group_alone_and_drains_do_not(shop: Any) -> None:
     async with shop.open(max_staleness=8, batch_size=2, limits=BufferLimits(max_deaths=MAX_DEATHS)) as desk:
-
-        async def returned(assignment: Assignment, *, has_died: bool) -> None:
-            told = {"group_id": assignment.prompt.group_id, "attempt": assignment.attempt, "rollout": "rollout/0"}
-            await desk.ref.return_group(GroupReturned(**told, has_died=has_died))
-
         for _ in range(12):
             for assignment in (await desk.draw(2, holding=())).assignments:
-                await returned(assignment, has_died=False)
+                await desk.give_back(assignment)
         assert not (await desk.ref.stats()).dropped, "drained twelve times"
         for _ in range(SUSPECT_AFTER):
             first, second = (await desk.draw(2, holding=())).assignments
             assert first.prompt.group_id == 0
-            await returned(first, has_died=True)
+            await desk.give_back(first, has_died=True)
             await desk.put(second)
         (alone,) = (await desk.draw(2, holding=())).assignments
-        await returned(alone, has_died=True)
+        await desk.give_back(alone, has_died=True)
         assert (await desk.ref.stats()).dropped == {POISON: 1}
 
 
@@ -272,8 +265,7 @@ async def test_an_engine_in_doubt_that_gets_no_suspect_is_told_so(shop: Any, row
         (suspect,) = (await desk.draw(1, epoch=1, rollout="rollout/1", holding=())).assignments
         rest = (await desk.draw(100, epoch=1, rollout="rollout/2", holding=())).assignments
         assert rest
-        told = {"group_id": suspect.prompt.group_id, "attempt": suspect.attempt, "rollout": "rollout/1"}
-        await desk.ref.return_group(GroupReturned(**told, has_died=True))
+        await desk.give_back(suspect, "rollout/1", has_died=True)
         for holding in ((), None):
             reply = await desk.draw(4, epoch=1, rollout="rollout/1", holding=holding)
             assert (reply.assignments, reply.blocked_by) == ((), "suspect")

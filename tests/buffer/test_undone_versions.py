@@ -20,8 +20,7 @@ async def trained_to(desk: Any, version: int) -> None:
     """One engine that adopts every version at once."""
     for step in range(version):
         await desk.adopted("rollout/0", 1, step)
-        for assignment in (await desk.draw(BATCH, version=step)).assignments:
-            await desk.put(assignment, (step, step))
+        await desk.fill(BATCH, version=step, versions=(step, step))
         await desk.train(step)
     await desk.adopted("rollout/0", 1, version)
 
