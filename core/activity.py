@@ -134,11 +134,6 @@ class ActivityMeter:
         self._settle()
         return self._normalised(self._window.sums())
 
-    def total_shares(self) -> dict[ActivityKind, float]:
-        """Share of each kind since the meter was made; sums to 1."""
-        self._settle()
-        return self._normalised(self._totals)
-
     def drain_spans(self) -> tuple[tuple[Span, ...], int]:
         """Finished spans in order of time, and how many were thrown away since the last drain."""
         self._settle()

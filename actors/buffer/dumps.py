@@ -24,7 +24,7 @@ import logging
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -160,19 +160,6 @@ def read_header(path: Path) -> DumpHeader:
             f"{path} has the format {header.format!r}, this version reads {FORMAT!r}", remedy="write a new one"
         )
     return header
-
-
-def read_groups(path: Path) -> Iterator[DumpedGroup]:
-    """All groups, in order. Raises DataError naming the first bad line."""
-    read_header(path)
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if number == 1:
-                continue
-            try:
-                yield group_of(line)
-            except ValueError as err:
-                raise DataError(f"{path}, line {number}: {err}", remedy="was it cut off?") from err
 
 
 def group_of(line: bytes) -> DumpedGroup:

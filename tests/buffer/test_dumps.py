@@ -10,9 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 from tests.buffer.conftest import make_group, make_sample
+from tests.harness.dumps import read_groups
 
 from myxa.actors.buffer import dumps, recent_groups
-from myxa.actors.buffer.dumps import DumpedGroup, read_groups, read_header
+from myxa.actors.buffer.dumps import read_header
 from myxa.actors.data.recorded import RecordedGroups
 from myxa.actors.data.row_file import RowError
 from myxa.core.errors import BadRequest, DataError
@@ -62,7 +63,7 @@ async def test_a_dump_holds_all_that_is_not_trained_and_is_read_back(shop: Any) 
         assert path.stat().st_mode & 0o077 == 0
         header = read_header(path)
         assert (header.what, header.run, header.version) == ("buffer", "run-1", 1)
-        found = list(read_groups(path))
+        found = read_groups(path)
         assert [(d.group_id, d.state) for d in found] == [
             (1, "CLAIMED"), (2, "READY"), (3, "REQUEUED"), (4, "DISPATCHED"),
         ]  # fmt: skip
@@ -93,7 +94,7 @@ async def test_a_dump_ends_at_its_limit_and_before_the_disk_is_full(shop: Any, m
         assert 0 < half.num_groups < 6
         assert half.num_bytes <= whole.num_bytes // 2
         assert (half.is_whole, "limit" in half.reason) == (False, True)
-        assert len(list(read_groups(Path(half.path)))) == half.num_groups
+        assert len(read_groups(Path(half.path))) == half.num_groups
         monkeypatch.setattr(dumps, "SPARE_BYTES", 1 << 62)
         none = await desk.ref.dump(MIB)
         assert (none.num_groups, "the ledger needs" in none.reason) == (0, True)
@@ -119,7 +120,7 @@ async def test_the_next_groups_are_dumped_as_they_are_claimed(shop: Any) -> None
         await desk.train(2)
         report = await written(desk)
         assert (report.path, report.num_groups, report.is_whole) == (begun.path, 3, True)
-        found: list[DumpedGroup] = list(read_groups(Path(report.path)))
+        found = read_groups(Path(report.path))
         assert [(d.group_id, d.step) for d in found] == [(2, 1), (3, 1), (4, 2)]
         assert all(d.group is not None for d in found)
         await desk.ref.dump_next(100, MIB)
@@ -133,17 +134,13 @@ async def test_the_next_groups_are_dumped_as_they_are_claimed(shop: Any) -> None
 
 async def test_files_that_are_no_dumps_are_refused_by_name(shop: Any, tmp_path: Path) -> None:
     async with shop.open() as desk:
-        await desk.fill(max_groups=2)
         path = Path((await desk.ref.dump(MIB)).path)
-    torn = tmp_path / "torn.jsonl"
-    torn.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(DataError, match="line 3"):
-        list(read_groups(torn))
     with pytest.raises(DataError, match="no dump"):
-        list(read_groups(shop.path))
-    torn.write_text(path.read_text().replace("myxa-groups/1", "myxa-groups/9", 1))
+        read_header(shop.path)
+    other = tmp_path / "other.jsonl"
+    other.write_text(path.read_text().replace("myxa-groups/1", "myxa-groups/9", 1))
     with pytest.raises(DataError, match="myxa-groups/9"):
-        read_header(torn)
+        read_header(other)
 
 
 async def test_the_newest_groups_are_shown_with_what_became_of_them(shop: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import numpy as np
 from tests.buffer.conftest import make_group
+from tests.harness.dumps import read_groups
 
-from myxa.actors.buffer.dumps import read_groups
 from myxa.actors.buffer.knobs import BufferLimits
 from myxa.algos.filters import truncated
 from myxa.core.messages import GroupReturned
@@ -41,7 +41,7 @@ async def test_they_outlive_the_buffer_and_are_in_its_dumps(shop: Any) -> None:
         (group,) = await desk.ref.fetch((0,))
         assert same(group.samples[0], TOLD)
         assert same(group.samples[1], np.zeros(2, np.float32)), "as its log-probs, where nothing is learnt from it"
-        dumped = list(read_groups(Path((await desk.ref.dump(1 << 20)).path)))
+        dumped = read_groups(Path((await desk.ref.dump(1 << 20)).path))
         assert dumped[0].group is not None
         assert same(dumped[0].group.samples[0], TOLD)
         assert same(dumped[1].partial[0], TOLD)

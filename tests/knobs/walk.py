@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.harness.dumps import read_groups
 from tests.harness.run_job import Job, events, metrics
 from tests.harness.waiting import wait_until
 
-from myxa.actors.buffer.dumps import DumpedGroup, read_groups
+from myxa.actors.buffer.dumps import DumpedGroup
 from myxa.core.errors import ConfigError
 from myxa.launch.control.client import ControlClient
 
