@@ -97,19 +97,19 @@ async def test_a_window_can_be_set_where_there_are_rewards(shop: Any, kind: str)
 
 
 async def test_a_window_is_looked_through_within_one_draw(shop: Any) -> None:
-    """One good prompt of 1200: more than one round of the search, in which others have their turn."""
+    """One good prompt of 1010: more than one round of the search, in which others have their turn."""
     window = Window(low=0.2, high=0.8, skips=0)
-    rows = mixed(only=1200).by_name["only"]
+    rows = mixed(only=1010).by_name["only"]
     limits = BufferLimits(difficulty=window)
     async with shop.open(rows=rows, max_staleness=2000, limits=limits, group_filter="zero_variance") as desk:
-        for assignment in (await desk.draw(max_groups=1200)).assignments:
-            rewards = [0.0, 1.0] if assignment.prompt.row == 1199 else [1.0, 1.0]
+        for assignment in (await desk.draw(max_groups=1010)).assignments:
+            rewards = [0.0, 1.0] if assignment.prompt.row == 1009 else [1.0, 1.0]
             await desk.ref.put_group(make_group(assignment, rewards=rewards), 1, "rollout/0")
         (found,) = (await desk.draw(max_groups=1, wait_s=WAIT_S)).assignments
-        assert (found.prompt.row, found.prompt.pass_index) == (1199, 1)
+        assert (found.prompt.row, found.prompt.pass_index) == (1009, 1)
         stats = await desk.ref.stats()
-        assert stats.dropped == {"zero_variance": 1199, "out-of-window": 1199}
-        assert desk.buffer._store.gauges()["buffer/dropped/out-of-window"] == 1199
+        assert stats.dropped == {"zero_variance": 1009, "out-of-window": 1009}
+        assert desk.buffer._store.gauges()["buffer/dropped/out-of-window"] == 1009
 
 
 async def test_a_pause_ends_a_search(shop: Any, monkeypatch: pytest.MonkeyPatch) -> None:

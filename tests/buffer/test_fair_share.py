@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from myxa.actors.buffer.dispatch_queue import RESERVED_S, FairShare
@@ -65,6 +65,7 @@ def test_nothing_is_kept_for_one_that_left_or_may_take_none():
     assert shares.next_change_s("rollout/0", 0.0) is None
 
 
+@settings(max_examples=40)
 @given(
     st.dictionaries(st.sampled_from("abcdef"), st.tuples(st.integers(1, 40), st.integers(0, 40)), min_size=1),
     st.integers(0, 60),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from myxa.actors.data import PromptDataset, open_prompts
@@ -78,6 +78,7 @@ def test_the_fingerprint_changes_with_anything_that_changes_a_draw(tmp_path: Pat
 bounds = st.none() | st.integers(-30, 30)
 
 
+@settings(max_examples=40)
 @given(st.text(min_size=1).filter(lambda text: "@[" not in text), bounds, bounds, st.integers(0, 20))
 def test_slices_are_pythons(path: str, start: int | None, stop: int | None, num_rows: int) -> None:
     source = Source(path, start, stop)

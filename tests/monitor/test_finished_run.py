@@ -131,7 +131,7 @@ def test_time_is_accounted_for_where_trainer_and_engine_take_turns(tmp_path: Pat
     """The memory manager and the switches are accounted for."""
     run = finished(
         tmp_path,
-        "run.num_steps=6",
+        "run.num_steps=3",
         'memory.share="switch"',
         "memory.capacity_mb=9",
         "memory.switch_s=40",
