@@ -42,11 +42,10 @@ WORKERS ?= 4
 test: $(STAMP)
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
-# Folders whose tests start no run, without their two longest files.
+# Folders whose tests start no run.
 FAST := $(addprefix tests/,config core algos models data actors report reference)
-SLOW := tests/algos/test_staleness_property.py tests/algos/test_over_ranks.py
 test-fast: $(STAMP)
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(addprefix --ignore=,$(SLOW)) $(FAST)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(FAST)
 
 soak: $(STAMP)
 	@$(BIN)/python -m pytest $(TESTS) -m soak --timeout=1800
