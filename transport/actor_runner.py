@@ -479,7 +479,7 @@ class _StandIn(Coroutine[Any, Any, Any]):
         self._coro: Coro | None = None
         self._context = contextvars.Context()
         self._waits_for: Any = None
-        self._has_gone_on = False
+        self._was_resumed = False
         # The surroundings' context, not an empty one: a simulation sees by it whose task this is.
         self.task: asyncio.Task[Any] = loop.create_task(self, name="stand-in", context=fresh_context())
 
@@ -495,8 +495,8 @@ class _StandIn(Coroutine[Any, Any, Any]):
     def send(self, value: Any) -> Any:
         if self._coro is None:
             return _awaited(self._idle)
-        if not self._has_gone_on:
-            self._has_gone_on = True
+        if not self._was_resumed:
+            self._was_resumed = True
             waits_for = self._waits_for
             if asyncio.isfuture(waits_for) and not waits_for.done():
                 return _awaited(waits_for)
@@ -507,8 +507,8 @@ class _StandIn(Coroutine[Any, Any, Any]):
     def throw(self, typ: Any, val: Any = None, tb: Any = None) -> Any:
         if self._coro is None:
             raise typ
-        if not self._has_gone_on:  # cancelled before its task came to it
-            self._has_gone_on = True
+        if not self._was_resumed:  # cancelled before its task came to it
+            self._was_resumed = True
             if asyncio.isfuture(self._waits_for) and self._waits_for.cancel():
                 return _awaited(self._waits_for)
         return self._context.run(self._coro.throw, typ)

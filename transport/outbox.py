@@ -72,7 +72,7 @@ class Outbox(ABC):
         self._is_turn_taken = False
         """The next flush is due already."""
         self._is_held = False
-        """Nothing can leave before there is room for it; `_go_on` will be called then."""
+        """Nothing can leave before there is room for it; `_on_room` will be called then."""
         self._is_hot = False
         """Several left in the last turn: the first of this one is not alone either."""
         self._left_at = 0.0  # when the last one left alone
@@ -95,7 +95,7 @@ class Outbox(ABC):
     def _put(self, message: bytes | memoryview) -> bool:
         """One message of ours on its way, never called while `_is_held`. False: it has to wait.
 
-        Where it, or a part of it, waits for room: calls `_hold`, and sees to it that `_go_on` is called.
+        Where it, or a part of it, waits for room: calls `_hold`, and sees to it that `_on_room` is called.
         """
 
     def _put_sole(self, envelope: bytes | bytearray) -> bool:
@@ -153,7 +153,7 @@ class Outbox(ABC):
         """There is no room for more."""
         self._is_held = self._is_turn_taken = True
 
-    def _go_on(self) -> None:
+    def _on_room(self) -> None:
         """There is room again."""
         self._is_held = False
         self._flush_in_turn()

@@ -293,7 +293,7 @@ class UnixInbox:
         waiting, self._waiting = deque(self._waiting), []
         try:
             while waiting and not self._is_over:
-                waiting.popleft().go_on()
+                waiting.popleft().next_turn()
         finally:  # also after an interrupt: who was not served is the first of the next turn
             self._waiting[:0] = waiting
             if self._waiting:
@@ -419,7 +419,7 @@ class UnixConnection:
         if self._socket is not None:
             self._loop.remove_reader(self._socket.fileno())
 
-    def go_on(self) -> None:
+    def next_turn(self) -> None:
         """A new turn: with what had to wait."""
         self.is_waiting = False
         if self._socket is None:
@@ -690,7 +690,7 @@ class UnixOutbox(Outbox):
             self._rest = rest = rest[size:] if size < len(rest) else None
         if rest is None:
             self._loop.remove_writer(made.fileno())
-            self._go_on()
+            self._on_room()
 
     def _await_room(self, until: float) -> bool:
         made = self._socket

@@ -406,13 +406,13 @@ class ZmqOutbox(Outbox):
 
     def _look_again(self, socket: Socket) -> None:
         if self._is_held and self._socket is socket:
-            self._go_on()
+            self._on_room()
 
     def _await_room(self, until: float) -> bool:
         socket = self._socket
         if socket is None or not socket.poll(max(0, int((until - time.monotonic()) * 1000)), zmq.POLLOUT):
             return False
-        self._go_on()
+        self._on_room()
         return True
 
     def _settle(self, until: float) -> None:

@@ -101,16 +101,16 @@ class PoisonTracker:
         if self._deaths.pop(group_id, 0):
             self._save()
 
-    def died(self, in_hand: Mapping[int, ActorKey]) -> list[int]:
+    def died(self, dispatched: Mapping[int, ActorKey]) -> list[int]:
         """The actors of these groups, or their engines, ended; returns the groups to drop."""
-        barren = [group_id for group_id in self._barren if group_id in in_hand]
+        barren = [group_id for group_id in self._barren if group_id in dispatched]
         convicted: list[int] = []
         for group_id in barren:
             del self._barren[group_id]
             if group_id in self._excused:
                 continue
             deaths = self._deaths.get(group_id, 0) + 1
-            if deaths == SUSPECT_AFTER and not self._suspect(in_hand[group_id], group_id):
+            if deaths == SUSPECT_AFTER and not self._suspect(dispatched[group_id], group_id):
                 continue
             self._deaths[group_id] = deaths
             if deaths >= self._max_deaths:

@@ -275,10 +275,10 @@ class BufferStore:
     def _died(self, rows: list[Row], detail: str, partial: tuple[Sample, ...] = ()) -> None:
         """Their actor or engine ended while it held them. If the buffer restarted meanwhile, that does not count."""
         self._requeue(rows, detail, partial)
-        in_hand = {row.group_id: row for row in rows if row.state is State.DISPATCHED}
-        actors = {group_id: (row.rollout, row.epoch) for group_id, row in in_hand.items()}
+        dispatched = {row.group_id: row for row in rows if row.state is State.DISPATCHED}
+        actors = {group_id: (row.rollout, row.epoch) for group_id, row in dispatched.items()}
         for group_id in self.poison.died(actors):
-            self._give_up(in_hand[group_id], POISON, self.poison.why())
+            self._give_up(dispatched[group_id], POISON, self.poison.why())
 
     def _requeue(self, rows: list[Row], detail: str, partial: tuple[Sample, ...] = ()) -> None:
         if not rows:

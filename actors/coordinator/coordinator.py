@@ -163,7 +163,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
     async def _run(self, *, is_anew: bool) -> None:
         if is_anew:
             await self._rejoin.run(self.fleet.present)
-            self._go_on()
+            self._continue_run()
         self.conductor.begin()
         if self._state.is_over:
             return
@@ -199,7 +199,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         if state.has_stale_engines:
             self._adoption.rewound()
 
-    def _go_on(self) -> None:
+    def _continue_run(self) -> None:
         """An evaluation that the end of an earlier incarnation cut off; at start and end it comes anyway."""
         if self._state.phase == "running" and not self.control.paused:
             self.meter.switch("wait-data", "orders")

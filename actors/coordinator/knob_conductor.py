@@ -119,10 +119,10 @@ class DecisionLog:
         now_s = self._clock.monotonic()
         self.expiries.add(decided, for_steps=order.for_steps, for_s=order.for_s, version=version, now_s=now_s)
 
-    def go_on_from(self, epoch: int) -> None:
+    def continue_from(self, epoch: int) -> None:
         """A resumed run counts on from the newest epoch that its checkpoint or its groups carry."""
         self._asked = max(self._asked, epoch)
-        self.decisions.go_on_from(epoch)
+        self.decisions.continue_from(epoch)
 
     async def until_disk(self) -> None:
         """Until the journal can be written. Raises LedgerError if it is not the disk that is in its way."""
@@ -297,9 +297,9 @@ class KnobConductor:
         elif not isinstance(outcome, Gone):
             raise CallError(f"{owner} could not be given the knobs in force: {outcome.why}", remedy="see its log")
 
-    def go_on_from(self, epoch: int) -> None:
+    def continue_from(self, epoch: int) -> None:
         """A resumed run counts on from the newest epoch that its checkpoint or its groups carry."""
-        self._book.go_on_from(epoch)
+        self._book.continue_from(epoch)
 
     def version_made(self, old_version: int, version: int) -> bool:
         """The run came to another version: something may be due. Returns whether a numbered value came into force."""
@@ -559,7 +559,7 @@ async def restore(conductor: KnobConductor, live: LiveKnobs | None, version: int
         names = {knob.name for knob in live.knobs}
         roster = await _patiently(conductor, lambda found: _is_whole(found, names), APPEAR_S)
     known = [epoch for sheet in roster.sheets for epoch in (sheet.epoch, sheet.past_epoch)]
-    conductor.go_on_from(max([live.epoch, *known]))
+    conductor.continue_from(max([live.epoch, *known]))
     kept = [_keep(knob, roster, version) for knob in live.knobs if not _is_passed_over(knob, roster, tell)]
     for part in _changes(kept):
         await _restore_one(conductor, part, tell, is_due=part[0].due <= version)

@@ -78,7 +78,7 @@ class Decisions:
             original.undone.update(plan.common)
         return decided
 
-    def go_on_from(self, epoch: int) -> None:
+    def continue_from(self, epoch: int) -> None:
         """Count on from a resumed run's epoch."""
         self.epoch = max(self.epoch, epoch)
 

@@ -124,7 +124,7 @@ class _ArrayIndex:
         if self._text.startswith("\ufeff"):
             self._advance(1)
         self._expect("[")
-        while self._goes_on(is_first=not offsets):
+        while self._has_next(is_first=not offsets):
             line, offset = self._line, self._offset
             self._value()
             offsets.append(offset)
@@ -134,7 +134,7 @@ class _ArrayIndex:
         if self._peek():
             raise self._wrong("there is text after the end of the JSON array", "write one array, or JSONL")
 
-    def _goes_on(self, *, is_first: bool) -> bool:
+    def _has_next(self, *, is_first: bool) -> bool:
         """Go to the next element, if there is one."""
         comma = None if is_first else _COMMA.match(self._text, self._at)
         if comma is not None and comma.end() < len(self._text):

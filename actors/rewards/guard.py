@@ -354,7 +354,7 @@ class CallGuard:
         """Failed calls so far."""
         self._in_doubt: list[int] = []
         """Groups of failures in a row that are not held against it yet: it may be an outage."""
-        self._tell: Tell = _tell_nobody
+        self._tell: Tell = _ignore
         self._fatal = ""
         self.last_error = ""
         """What it did when it failed last: a sentence without its subject."""
@@ -480,5 +480,5 @@ class CallGuard:
         return f"{self._what} {words}, {allowed}; last: {self.last_error}"
 
 
-def _tell_nobody(kind: str, text: str) -> None:
+def _ignore(kind: str, text: str) -> None:
     """Until there is a listener."""

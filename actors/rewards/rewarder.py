@@ -223,7 +223,7 @@ class Rewarder:
             return await within(await_reward(self._reward, answers), self._settings.timeout_s)
         except TookTooLong as late:
             more = ", and still runs although it was cancelled; with reward.workers it would be stopped"
-            raise BadReward(f"took longer than {self._settings.timeout_s:g} s{more if late.goes_on else ''}") from None
+            raise BadReward(f"took longer than {self._settings.timeout_s:g} s{more if late.hangs else ''}") from None
         except UserRaised as error:
             raise raised(error.cause) from error
 

@@ -116,9 +116,9 @@ class _SideBySide:
         try:
             reply = Scored(await within(self._call(judge), judge.timeout_s))
         except TookTooLong as late:
-            is_hanging = late.goes_on
+            is_hanging = late.hangs
             more = ", and still runs although it was cancelled; its process ends with the calls beside it"
-            reply = JudgeFailed(f"took longer than {judge.timeout_s:g} s{more if late.goes_on else ''}")
+            reply = JudgeFailed(f"took longer than {judge.timeout_s:g} s{more if late.hangs else ''}")
         except UserRaised as error:
             reply = JudgeFailed(str(raised(error.cause)))
         except (BadReward, Blocked) as error:

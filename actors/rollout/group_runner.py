@@ -413,7 +413,7 @@ class GroupRunner:
         except (Interrupted, MyxaError):
             raise
         except TookTooLong as late:
-            more = ", and still runs although it was cancelled" if late.goes_on else ""
+            more = ", and still runs although it was cancelled" if late.hangs else ""
             raise UserCodeError(
                 f"workflow did not finish within {timeout_s:g} s{more} {task.where}",
                 remedy="bound its waits, or raise rollout.timeout_s",

@@ -58,11 +58,11 @@ class MlflowSink:
         except ImportError as error:
             raise ImportError(f"mlflow is not installed ({error}) -- pip install 'myxa[mlflow]'") from error
         with public_errors(self._tracking_uri):
-            self._go_on(context)
+            self._continue_run(context)
         where = public_address(self._tracking_uri) or context.run_dir / FOLDER
         context.emit("mlflow-opened", f"MLflow run {self._run_id} in {where}")
 
-    def _go_on(self, context: SinkContext) -> None:
+    def _continue_run(self, context: SinkContext) -> None:
         """In the MLflow run of an earlier monitor of this run, or in a new one."""
         note = context.run_dir / RUN_ID_FILE
         if note.exists():

@@ -245,15 +245,15 @@ class Tenant:
             async with asyncio.timeout(command.deadline_s):
                 await self._gate.quiesce()
         except TimeoutError:
-            await self._go_on()
+            await self._reopen()
             return self._reply(command, reason=f"what runs did not end within {command.deadline_s:.1f} s")
         except BaseException:
-            await self._go_on()
+            await self._reopen()
             raise
         self._machine.rest("quiesced")
         return self._reply(command, seconds={"drain": self._clock.monotonic() - started})
 
-    async def _go_on(self) -> None:
+    async def _reopen(self) -> None:
         """After a drain that failed: open the gate; if it cannot be, it is closed, and a commit opens it later."""
         try:
             async with asyncio.timeout(REOPEN_S):

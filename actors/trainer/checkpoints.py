@@ -178,7 +178,7 @@ class Checkpoints:
         """Version of the one that was written last; -1: none yet."""
         return -1 if self._newest is None else self._newest[0]
 
-    def goes_on_from(self, version: int) -> None:
+    def continue_from(self, version: int) -> None:
         """Where training begins."""
         self._began_at = self._covered = version
 

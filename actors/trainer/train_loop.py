@@ -213,7 +213,7 @@ class TrainLoop:
         """From set-up to the end of the run. `live`: knobs as the checkpoint that it continues from holds them.
         `is_restart`: the gang was here before, so what was trained after `version` is undone."""
         self.last_boundary, start_version = version - 1, version
-        self.checkpoints.goes_on_from(version)
+        self.checkpoints.continue_from(version)
         await self._ctx.wait_for("coordinator", "buffer", *self._gang.names, timeout_s=self._options.setup_timeout_s)
         if version > 0 or is_restart:
             await self._ask("buffer", lambda: self._buffer.rewind(version, self._ctx.epoch))

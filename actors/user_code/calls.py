@@ -20,11 +20,11 @@ _LEFT_ALONE: set[asyncio.Task[Any]] = set()
 
 
 class TookTooLong(Exception):
-    """The coroutine did not end by its deadline. `goes_on`: not even when it was cancelled."""
+    """The coroutine did not end by its deadline. `hangs`: not even when it was cancelled."""
 
-    def __init__(self, *, goes_on: bool) -> None:
-        super().__init__("still runs although it was cancelled" if goes_on else "was cancelled")
-        self.goes_on = goes_on
+    def __init__(self, *, hangs: bool) -> None:
+        super().__init__("still runs although it was cancelled" if hangs else "was cancelled")
+        self.hangs = hangs
 
 
 class UserRaised(Exception):
@@ -42,7 +42,7 @@ async def within(call: Coroutine[Any, Any, T], timeout_s: float) -> T:
     try:
         await asyncio.wait({task}, timeout=timeout_s)
         if not task.done():
-            raise TookTooLong(goes_on=not await _ended(task))
+            raise TookTooLong(hangs=not await _ended(task))
     except asyncio.CancelledError:
         await _ended(task)
         raise

@@ -103,7 +103,7 @@ class ControlConnection(asyncio.Protocol):
         self._slow_since: float | None = None
         self._has_asked = False
         """A request of it was whole."""
-        self._num_in_hand = 0
+        self._num_running = 0
         self._ahead_bytes = 0
         self.peer = Peer(0, -1, -1)
         self.is_stream = False
@@ -117,13 +117,13 @@ class ControlConnection(asyncio.Protocol):
 
     def begin(self) -> None:
         """A request is whole and is being carried out."""
-        self._num_in_hand += 1
+        self._num_running += 1
         self._has_asked = True
         self._ahead_bytes = 0
 
     def end(self) -> None:
         """It was answered."""
-        self._num_in_hand -= 1
+        self._num_running -= 1
         self._idle_since = self._loop.time()
         self._asked_since = None
 
@@ -133,7 +133,7 @@ class ControlConnection(asyncio.Protocol):
         """Close it if it passed a limit of time."""
         if self._slow_since is not None:
             self._close_for("slow_reader", now - self._slow_since, self._limits.read_s)
-        elif self._num_in_hand:
+        elif self._num_running:
             return
         elif self._asked_since is not None:
             self._close_for("slow_writer", now - self._asked_since, self._limits.request_s)
@@ -146,7 +146,7 @@ class ControlConnection(asyncio.Protocol):
     def silence(self) -> tuple[bool, float] | None:
         """Sort key by how little is lost by closing it: connections that never asked first, then the longest silence.
         None: it is busy."""
-        if self._num_in_hand or self.is_stream:
+        if self._num_running or self.is_stream:
             return None
         return self._has_asked, self._asked_since if self._asked_since is not None else self._idle_since
 
@@ -177,7 +177,7 @@ class ControlConnection(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        if self._num_in_hand:
+        if self._num_running:
             self._ahead_bytes += len(data)
             self._close_for("flood", self._ahead_bytes, self._limits.ahead_bytes)
         elif self._asked_since is None:
@@ -194,7 +194,7 @@ class ControlConnection(asyncio.Protocol):
         """A caller that has sent everything is still answered; a stream ends."""
         self.has_ended = True
         stays = self._inner.eof_received() if self._inner is not None else None
-        return stays or (not self.is_stream and bool(self._num_in_hand or self._asked_since))
+        return stays or (not self.is_stream and bool(self._num_running or self._asked_since))
 
     def pause_writing(self) -> None:
         self._slow_since = self._loop.time()

@@ -68,7 +68,7 @@ class Dispatcher:
         self._note = note
         # Not the loop's own threads: verbs that only show may keep all of those busy.
         self._notary = ThreadPoolExecutor(1, thread_name_prefix="audit")
-        self._in_hand: set[asyncio.Task[Any]] = set()
+        self._running: set[asyncio.Task[Any]] = set()
         self._shares: Counter[str] = Counter()
 
     def understand(self, name: str, arguments: msgspec.Raw | bytes, who: Operator, caller: VerbCaller) -> VerbCall:
@@ -134,7 +134,7 @@ class Dispatcher:
 
     async def close(self) -> None:
         """Cancels the running requests."""
-        given_up = set(self._in_hand)
+        given_up = set(self._running)
         for task in given_up:
             task.cancel()
         if given_up:
@@ -185,12 +185,12 @@ class Dispatcher:
         self._shares[share] += 1
         # Its own task, because a caller that goes away must not leave a change half made.
         task = asyncio.get_running_loop().create_task(work)
-        self._in_hand.add(task)
+        self._running.add(task)
         task.add_done_callback(partial(self._let_go, share))
         return await asyncio.shield(task)
 
     def _let_go(self, share: str, task: asyncio.Task[Any]) -> None:
-        self._in_hand.discard(task)
+        self._running.discard(task)
         self._shares[share] -= 1
         if not task.cancelled():
             task.exception()  # the caller has the error, if it is still there

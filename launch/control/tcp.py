@@ -107,7 +107,7 @@ def parse_allow_list(text: str, where: str) -> dict[str, KeyGrant]:
     return admitted
 
 
-MAX_IN_HAND = 64
+MAX_RUNNING = 64
 """Requests of one key, streams too."""
 BEAT_S = 5.0
 """How often a stream without news looks whether its caller is still there."""
@@ -130,7 +130,7 @@ class TcpServer:
         self._allowed = AllowList(Path(control.allow_file))
         self._endpoint = ControlEndpoint(self._key, self._allowed, self._heard)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._num_in_hand: Counter[str] = Counter()
+        self._num_running: Counter[str] = Counter()
 
     @property
     def public(self) -> str:
@@ -150,20 +150,20 @@ class TcpServer:
         self._endpoint.close()
 
     def _heard(self, asked: ControlRequest) -> None:
-        if self._num_in_hand[asked.key] >= MAX_IN_HAND:
-            busy = Overloaded(f"{MAX_IN_HAND} requests are being served", remedy="wait for the answers of earlier ones")
+        if self._num_running[asked.key] >= MAX_RUNNING:
+            busy = Overloaded(f"{MAX_RUNNING} requests are being served", remedy="wait for the answers of earlier ones")
             self._endpoint.tell(asked.peer, _refusal(None, busy))
             return
         task = asyncio.get_running_loop().create_task(self._serve(asked))
         self._tasks.add(task)
-        self._num_in_hand[asked.key] += 1
+        self._num_running[asked.key] += 1
         task.add_done_callback(partial(self._served, asked.key))
 
     def _served(self, key: str, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self._num_in_hand[key] -= 1
-        if not self._num_in_hand[key]:
-            del self._num_in_hand[key]
+        self._num_running[key] -= 1
+        if not self._num_running[key]:
+            del self._num_running[key]
 
     async def _serve(self, asked: ControlRequest) -> None:
         try:

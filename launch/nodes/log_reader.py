@@ -25,13 +25,13 @@ def read_log(run_dir: RunDir, node: int, request: LogRequest) -> LogChunk:
     """See `AgentContract.read_log`. Raises ConfigError for a log that is not there."""
     path = _newest(run_dir, node, request)
     if request.file == path.name:
-        return _go_on(path, request, path)
+        return _read_next(path, request, path)
     if request.file:  # a new attempt has begun; the old file first, to its end
         old = run_dir.logs / Path(request.file).name
-        chunk = _go_on(old, request, path) if old.is_file() else None
+        chunk = _read_next(old, request, path) if old.is_file() else None
         if chunk is not None and chunk.offset > request.offset:
             return chunk
-        return _go_on(path, LogRequest(name=request.name, grep=request.grep), path)
+        return _read_next(path, LogRequest(name=request.name, grep=request.grep), path)
     return _tail(path, request)
 
 
@@ -55,7 +55,7 @@ def _newest(run_dir: RunDir, node: int, request: LogRequest) -> Path:
     return path
 
 
-def _go_on(path: Path, request: LogRequest, newest: Path) -> LogChunk:
+def _read_next(path: Path, request: LogRequest, newest: Path) -> LogChunk:
     """Whole lines from the requested position."""
     with path.open("rb") as file:
         size = file.seek(0, 2)

@@ -92,7 +92,7 @@ class KnobScreen(ModalScreen[str]):
         self.dismiss("")
 
     @on(Input.Submitted, "#value")
-    def go_on(self) -> None:
+    def next_field(self) -> None:
         """Move from the value to the reason, if the value is valid."""
         if self._value() is not None:
             self.query_one("#reason", Input).focus()

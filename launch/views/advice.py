@@ -238,7 +238,7 @@ def _rarer_checks(verdict: Bottleneck, facts: Facts) -> Advice | None:
     return None if not every else _turn(facts, "guard_every", _LARGEST_FACTOR * every, why)
 
 
-def _go_on(verdict: Bottleneck, facts: Facts) -> Advice | None:
+def _advise_resume(verdict: Bottleneck, facts: Facts) -> Advice | None:
     return Advice("", "", "", "an operator or the guard paused the run", command="myxa resume")
 
 
@@ -253,5 +253,5 @@ _RULES: dict[Bound, tuple[Rule, ...]] = {
     "generation": (_more_rollouts,),
     "data": (_more_data,),
     "training": (_larger_microbatches,),
-    "paused": (_go_on,),
+    "paused": (_advise_resume,),
 }

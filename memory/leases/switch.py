@@ -143,7 +143,7 @@ class Transition:
         if tenant is not None:
             tenant.promised.clear()  # whatever an older command promised has happened, or never will
         if reply.accepted:
-            self._go_on(now)
+            self._leave_if_ready(now)
         else:
             self._refused(name, reply.reason, now)
 
@@ -204,7 +204,7 @@ class Transition:
         if is_needed and not self._is_fallback:
             self._stop(f"{name} was lost while the switch was in its {self.phase} step", now)
             return
-        self._go_on(now)
+        self._leave_if_ready(now)
 
     def tick(self, now: float) -> None:
         """Repeat what is due; end what is late."""
@@ -249,7 +249,7 @@ class Transition:
             return
         for name, tags in self._targets(phase).items():
             self._command(phase, name, tags, now)
-        self._go_on(now)
+        self._leave_if_ready(now)
 
     def _targets(self, phase: Phase) -> Mapping[str, tuple[Tag, ...]]:
         none: tuple[Tag, ...] = ()
@@ -289,7 +289,7 @@ class Transition:
     def _send(self, name: str, command: MemoryCommand) -> None:
         self._emit(Send(name, self._epochs[name], command))
 
-    def _go_on(self, now: float) -> None:
+    def _leave_if_ready(self, now: float) -> None:
         if not self._pending and self.phase not in ("verify", "done", "failed"):
             self._leave(now)
 
@@ -317,7 +317,7 @@ class Transition:
         self._emit(TimelineNote(place, name, "refused", f"{self.phase}: {reason}"))
         if self._is_fallback:
             self._unwilling.add(name)
-            self._go_on(now)
+            self._leave_if_ready(now)
         elif self.phase == "restore" and self._attempt + 1 < self._options.restore_attempts:
             self._again(now)
         else:
@@ -337,7 +337,7 @@ class Transition:
         self._pending.clear()
         if self._is_fallback:
             self._unwilling.update(late)
-            self._go_on(now)
+            self._leave_if_ready(now)
         else:
             waited = now - self._phase_started
             self._stop(f"{', '.join(late) or 'no tenant'} did not {self.phase} within {waited:.1f} s", now)

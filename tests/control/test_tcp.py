@@ -19,7 +19,7 @@ from tests.control.control_room import Bench, control_bench
 from myxa.core.config.run import ControlSettings
 from myxa.core.errors import ConfigError, DeadlineExceeded
 from myxa.launch.control.client import ControlClient, ControlNote
-from myxa.launch.control.tcp import MAX_IN_HAND, TcpServer, parse_allow_list
+from myxa.launch.control.tcp import MAX_RUNNING, TcpServer, parse_allow_list
 from myxa.transport.security import JobKey
 
 pytestmark = pytest.mark.asyncio
@@ -88,10 +88,10 @@ async def test_a_key_has_a_share_of_its_own_of_what_is_in_hand(tmp_path: Path):
     async with remote_bench(tmp_path) as remote:
         with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
             dial(peer, remote, "screen")
-            for number in range(MAX_IN_HAND + 1):
+            for number in range(MAX_RUNNING + 1):
                 peer.send(b'{"id": %d, "verb": "gaze"}' % number)
             assert (await heard(peer))["error"]["type"] == "Overloaded"
-            assert remote.bench.gazes == MAX_IN_HAND
+            assert remote.bench.gazes == MAX_RUNNING
             assert await remote.ask("ada", "put", value=3) == 3
             remote.bench.leave.set()
             assert (await heard(peer))["result"] == 3

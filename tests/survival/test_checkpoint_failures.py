@@ -128,7 +128,7 @@ async def test_one_by_schedule_that_fails_is_told_and_tried_again_after_a_while(
 @pytest.mark.asyncio
 async def test_a_disk_that_stays_full_costs_an_attempt_now_and_then_and_no_step(tmp_path: Path, is_async: bool):
     room = CheckpointRoom(tmp_path, every=1, is_async=is_async)
-    room.checkpoints.goes_on_from(40)
+    room.checkpoints.continue_from(40)
     room.ranks.failing.update(
         {name: [refused() for _ in range(99)] for name in ("save_checkpoint", "finish_checkpoint")}
     )

@@ -189,7 +189,7 @@ def pruned(folder: Path, newest: int, *, began_at: int = 0, **options: Any) -> l
     kept = Checkpoints(
         nobody, CheckpointOptions(run_dir=str(folder), **options), nobody, nobody, nobody, nobody, nobody
     )
-    kept.goes_on_from(began_at)
+    kept.continue_from(began_at)
     kept._prune(folder / f"version_{newest:08d}")
     return sorted(int(path.name.removeprefix("version_")) for path in folder.iterdir())
 

@@ -501,10 +501,10 @@ class SglangEngine:
     async def resume(self) -> None:
         """Continue after a pause. A server whose weights are loading or may be torn waits until they are whole."""
         if not self._torn:
-            await self._go_on()
+            await self._continue_generation()
         self._is_paused = False
 
-    async def _go_on(self) -> None:
+    async def _continue_generation(self) -> None:
         await self._http.post("/continue_generation", {"torch_empty_cache": False})  # it costs milliseconds
         self._head_start.begin()
 
@@ -553,7 +553,7 @@ class SglangEngine:
                 raise
             finally:
                 if not self._is_paused and not self._torn:
-                    await self._go_on()
+                    await self._continue_generation()
             await close_others(self._routes, manifest.channel)
 
     async def _verify(self, manifest: WeightManifest) -> None:
