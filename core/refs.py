@@ -107,7 +107,7 @@ def _method(spec: HandlerSpec) -> Callable[..., Any]:
         return ref.ref_caller.items(ref.ref_target, spec, bind(ref, args, kwargs), deadline_s)
 
     made = items if spec.declaration.kind == "stream" else request
-    made.__name__ = spec.name  # what tracebacks show, and how `SyncNode.call` knows the handler
+    made.__name__ = spec.name  # what tracebacks show, and how `NodeThread.call` knows the handler
     return made
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -432,19 +431,13 @@ TURN_S = 0.001
 class TurnBudget:
     """Asked after each message; when it is over, the rest waits for the next turn of the loop."""
 
-    __slots__ = ("_num_inboxes", "is_spent", "max_taken", "num_taken", "turn_s", "until")
-
-    UNLIMITED = sys.maxsize
+    __slots__ = ("_num_inboxes", "is_spent", "turn_s", "until")
 
     def __init__(self, turn_s: float = TURN_S) -> None:
         """`turn_s`: of one turn of the loop, for all inboxes together. Raises ConfigError if nothing fits into it."""
         if not turn_s > 0:
             raise ConfigError(f"in a turn of {turn_s} s no message is taken in", remedy="turn_budget_s is above 0")
         self.turn_s = turn_s
-        self.num_taken = 0
-        """Messages taken in since the node attached."""
-        self.max_taken = self.UNLIMITED
-        """`num_taken` at which no more are taken for now; for hosts that poll by hand."""
         self.is_spent = False
         """The current inbox has to stop, as of the last look at the clock."""
         self._num_inboxes = 0
@@ -455,24 +448,16 @@ class TurnBudget:
         """One more shares the time; each overruns its part by one message at most."""
         self._num_inboxes += 1
 
-    def begin(self) -> bool:
-        """An inbox begins its part of the turn; False: it may take nothing now."""
-        self.until = time.monotonic() + self.turn_s / max(1, self._num_inboxes)
-        self.is_spent = False
-        return self.num_taken < self.max_taken
+    def begin(self) -> None:
+        """An inbox begins its part of the turn."""
+        self.resume(time.monotonic() + self.turn_s / max(1, self._num_inboxes))
 
-    def resume(self, until: float) -> bool:
-        """An inbox continues with the rest of its part; False: it may take nothing now."""
+    def resume(self, until: float) -> None:
+        """An inbox continues with the rest of its part."""
         self.until = until
         self.is_spent = False
-        return self.num_taken < self.max_taken
 
-    def note_taken(self) -> bool:
-        """A message was taken in. True: the current inbox has to stop."""
-        self.num_taken = num_taken = self.num_taken + 1
-        self.is_spent = is_spent = _monotonic() >= self.until or num_taken >= self.max_taken
+    def look(self) -> bool:
+        """Something was taken in. True: the turn is over, the current inbox has to stop."""
+        self.is_spent = is_spent = _monotonic() >= self.until
         return is_spent
-
-    def look(self) -> None:
-        """Time has passed with something that is no message yet: see whether the turn is over."""
-        self.is_spent = _monotonic() >= self.until or self.num_taken >= self.max_taken

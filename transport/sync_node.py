@@ -1,9 +1,7 @@
-"""A node for hosts without an event loop of asyncio: the same node behind functions that block.
+"""A node for hosts without an event loop of asyncio: it runs in a thread of its own, behind functions that block.
 
-`SyncNode` holds what two ways of running it share: `NodeThread` here, and `poll_node.py`, turned by the host.
 References are typed as ever; `call` takes a method of one and its arguments, and waits as long as the call's deadline.
-
-`NodeThread` runs the node in its own thread; calls block, from any number of the host's threads.
+Any number of the host's threads may call.
 
     with NodeThread(name="judge", rdzv=Rendezvous.load(path)) as node:
         stats = node.call(node.ref(BufferContract, "buffer").stats)
@@ -23,7 +21,6 @@ import math
 import sys
 import threading
 import traceback
-from abc import ABCMeta, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, Required, Self, TypedDict, TypeVar, Unpack
@@ -64,39 +61,167 @@ class AttachOptions(TypedDict, total=False):
     journal: Path | str | None
 
 
-def check_options(options: AttachOptions) -> None:
-    """Raises LaunchError for what only nodes of one loop can share."""
-    if options.get("network") is not None:
+class HomeCaller:
+    """Carries the calls of a `NodeThread`'s references, and only from the node's own loop: a future of one loop that is
+    resolved on another thread is lost or wakes no task. Implements `core.actor_group.GroupCaller`."""
+
+    def __init__(self, node: Node, loop: asyncio.AbstractEventLoop) -> None:
+        self._node = node
+        self._loop = loop
+
+    async def request(self, target: str, spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None) -> Any:
+        self._check(target, spec)
+        return await self._node.caller.request(target, spec, request, deadline_s)
+
+    async def items(
+        self, target: str, spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None
+    ) -> AsyncIterator[Any]:
+        self._check(target, spec)
+        async for item in self._node.caller.items(target, spec, request, deadline_s):
+            yield item
+
+    def spread(
+        self, targets: Sequence[str], spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None
+    ) -> Spread | None:
+        self._check(targets[0], spec)
+        return self._node.caller.spread(targets, spec, request, deadline_s)
+
+    def _check(self, target: str, spec: HandlerSpec) -> None:
+        if asyncio.get_running_loop() is not self._loop:
+            raise LaunchError(
+                f"{target}.{spec.name}: this reference belongs to the loop of {self._node.name}, not to this one",
+                remedy=f"node.call(ref.{spec.name}, ...), or asyncio.wrap_future(node.submit(ref.{spec.name}, ...))",
+            )
+
+
+def _called(method: Callable[..., Any]) -> tuple[str, float | None]:
+    """Actor and handler, and the deadline of a reference's method. Raises LaunchError for anything else."""
+    ref = getattr(method, "__self__", None)
+    spec = handlers_of(ref.ref_contract).by_name.get(method.__name__) if isinstance(ref, Ref) else None
+    if ref is None or spec is None:
         raise LaunchError(
-            f"{options['name']}: an in-process network connects nodes of one loop, and this node has its own loop",
-            remedy="leave `network` out: nodes of one host find each other by sockets",
+            f"{method!r} is no method of a reference",
+            remedy="node.call(ref.handler, ...); for other coroutines node.run(lambda: ..., timeout_s=...)",
         )
+    declared_s = spec.declaration.deadline_s
+    return f"{ref.ref_target}.{spec.name}", declared_s if ref.ref_deadline_s is None else ref.ref_deadline_s
 
 
-class SyncNode(metaclass=ABCMeta):
-    """What a host without a loop can do with a node."""
+HOST_LOOK_S = 0.1
+"""How often the thread looks whether its host has ended."""
+FORGOTTEN_GRACE_S = 1.0
+CLOSE_SLACK_S = 30.0
 
-    _node: Node
-    _caller: HomeCaller
+LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
-    # -- how work gets to the node's loop
+_log = logging.getLogger("myxa.transport")
+_threads: set[threading.Thread] = set()
+"""Of all nodes of this process: they wait for the host's threads, not for each other."""
 
-    @abstractmethod
+
+class NodeThread:
+    """A node whose loop runs in a thread of its own. Calls may come from any thread but that one."""
+
+    def __init__(self, *, loop_factory: LoopFactory = uvloop.new_event_loop, **options: Unpack[AttachOptions]) -> None:
+        """Start the thread and join the system; arguments and errors as of `Node.attach`.
+
+        `loop_factory`: uvloop is faster, but its first loop leaves a pipe (two descriptors) in the process;
+        `asyncio.SelectorEventLoop` leaves nothing.
+        """
+        if options.get("network") is not None:
+            raise LaunchError(
+                f"{options['name']}: an in-process network connects nodes of one loop, and this node has its own",
+                remedy="leave `network` out: nodes of one host find each other by sockets",
+            )
+        self._gate = threading.Lock()
+        self._is_closing = False
+        self._grace_s = 0.0
+        self._wakes: asyncio.Event
+        self._loop: asyncio.AbstractEventLoop
+        attached: concurrent.futures.Future[None] = concurrent.futures.Future()
+        name = f"myxa {options['name']}"
+        self._thread = threading.Thread(target=self._main, args=(loop_factory, options, attached), name=name)
+        _threads.add(self._thread)
+        self._thread.start()
+        try:
+            attached.result()
+        except BaseException:
+            self._is_closing = True  # seen as soon as attaching has ended, which has a limit
+            self._thread.join()
+            raise
+        guard(self)
+
+    # -- for the host's threads
+
     def submit(
         self, method: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> concurrent.futures.Future[T]:
         """Begin a call without waiting for it. Cancelling the future cancels the call."""
 
-    @abstractmethod
+        async def work() -> T:
+            return await method(*args, **kwargs)
+
+        return self._submit(work)
+
     def run(self, make: Callable[[], Coroutine[Any, Any, T]], timeout_s: float) -> T:
         """Run a coroutine on the node's loop and wait for it, at most `timeout_s`, then it is cancelled.
 
         Raises DeadlineExceeded after that, and what the coroutine raises.
         """
+        if threading.current_thread() is self._thread:
+            raise WouldDeadlock(
+                f"the thread of {self.name} would wait for itself", remedy="await references inside handlers"
+            )
+        future = self._submit(make)
+        try:
+            return future.result(None if timeout_s == math.inf else timeout_s)
+        except TimeoutError:
+            if future.done():
+                return future.result()  # it came in the last moment, or this error is its own
+            raise DeadlineExceeded(
+                f"{self.name}: no answer within {timeout_s:g} s; its thread is at {self._place()}",
+                remedy="a handler that blocks holds up all of the node's work",
+            ) from None
+        except concurrent.futures.CancelledError:
+            raise CallError(f"{self.name} was closed while the call was under way") from None
+        finally:
+            future.cancel()
 
-    @abstractmethod
     def close(self, grace_s: float = 5.0) -> None:
         """Finish what was accepted (within `grace_s`), stop the actors, leave, release everything. Again: nothing."""
+        if threading.current_thread() is self._thread:
+            raise WouldDeadlock(f"{self._thread.name} cannot wait for its own end", remedy="close it from the host")
+        with self._gate:
+            if not self._is_closing:
+                self._is_closing = True
+                self._grace_s = grace_s
+                with contextlib.suppress(RuntimeError):  # the loop ended by itself
+                    self._loop.call_soon_threadsafe(self._wakes.set)
+        self._thread.join(grace_s + CLOSE_SLACK_S)
+        if self._thread.is_alive():
+            raise DeadlineExceeded(f"{self._thread.name} does not end; it is at {self._place()}")
+
+    def _submit(self, make: Callable[[], Coroutine[Any, Any, T]]) -> concurrent.futures.Future[T]:
+        async def work() -> T:
+            return await make()
+
+        with self._gate:
+            coro = work()
+            try:
+                if self._is_closing:
+                    raise RuntimeError
+                return asyncio.run_coroutine_threadsafe(coro, self._loop)
+            except RuntimeError:
+                coro.close()
+                raise NotSent(f"{self._thread.name} is closed") from None
+
+    def _place(self) -> str:
+        """Where the thread is, for an error message."""
+        frame = sys._current_frames().get(self._thread.ident or 0)  # pyright: ignore[reportPrivateUsage]  # no other way
+        if frame is None:
+            return "its end"
+        innermost = traceback.extract_stack(frame)[-1]
+        return f"{innermost.filename}:{innermost.lineno}"
 
     def __enter__(self) -> Self:
         return self
@@ -174,7 +299,7 @@ class SyncNode(metaclass=ABCMeta):
 
     @contextlib.contextmanager
     def busy(self, limit_s: float, why: str) -> Generator[None, None, None]:
-        """While inside, but for `limit_s` at most, no peer takes this node for hung, though it is not polled or the
+        """While inside, but for `limit_s` at most, no peer takes this node for hung, though the
         interpreter lock is held. See `ActorContext.busy`."""
         declared = self._node.busy(self.name, limit_s, why)
 
@@ -216,158 +341,6 @@ class SyncNode(metaclass=ABCMeta):
     def counters(self) -> dict[str, int]:
         """What was dropped, refused or repeated."""
         return self._node.counters()
-
-
-class HomeCaller:
-    """Carries the calls of a facade's references, and only from the node's own loop: a future of one loop that is
-    resolved on another thread is lost or wakes no task. Implements `core.actor_group.GroupCaller`."""
-
-    def __init__(self, node: Node, loop: asyncio.AbstractEventLoop) -> None:
-        self._node = node
-        self._loop = loop
-
-    async def request(self, target: str, spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None) -> Any:
-        self._check(target, spec)
-        return await self._node.caller.request(target, spec, request, deadline_s)
-
-    async def items(
-        self, target: str, spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None
-    ) -> AsyncIterator[Any]:
-        self._check(target, spec)
-        async for item in self._node.caller.items(target, spec, request, deadline_s):
-            yield item
-
-    def spread(
-        self, targets: Sequence[str], spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None
-    ) -> Spread | None:
-        self._check(targets[0], spec)
-        return self._node.caller.spread(targets, spec, request, deadline_s)
-
-    def _check(self, target: str, spec: HandlerSpec) -> None:
-        if asyncio.get_running_loop() is not self._loop:
-            raise LaunchError(
-                f"{target}.{spec.name}: this reference belongs to the loop of {self._node.name}, not to this one",
-                remedy=f"node.call(ref.{spec.name}, ...), or asyncio.wrap_future(node.submit(ref.{spec.name}, ...))",
-            )
-
-
-def _called(method: Callable[..., Any]) -> tuple[str, float | None]:
-    """Actor and handler, and the deadline of a reference's method. Raises LaunchError for anything else."""
-    ref = getattr(method, "__self__", None)
-    spec = handlers_of(ref.ref_contract).by_name.get(method.__name__) if isinstance(ref, Ref) else None
-    if ref is None or spec is None:
-        raise LaunchError(
-            f"{method!r} is no method of a reference",
-            remedy="node.call(ref.handler, ...); for other coroutines node.run(lambda: ..., timeout_s=...)",
-        )
-    declared_s = spec.declaration.deadline_s
-    return f"{ref.ref_target}.{spec.name}", declared_s if ref.ref_deadline_s is None else ref.ref_deadline_s
-
-
-HOST_LOOK_S = 0.1
-"""How often the thread looks whether its host has ended."""
-FORGOTTEN_GRACE_S = 1.0
-CLOSE_SLACK_S = 30.0
-
-LoopFactory = Callable[[], asyncio.AbstractEventLoop]
-
-_log = logging.getLogger("myxa.transport")
-_threads: set[threading.Thread] = set()
-"""Of all nodes of this process: they wait for the host's threads, not for each other."""
-
-
-class NodeThread(SyncNode):
-    """A node whose loop runs in its own thread."""
-
-    def __init__(self, *, loop_factory: LoopFactory = uvloop.new_event_loop, **options: Unpack[AttachOptions]) -> None:
-        """Start the thread and join the system; arguments and errors as of `Node.attach`.
-
-        `loop_factory`: uvloop is faster, but its first loop leaves a pipe (two descriptors) in the process;
-        `asyncio.SelectorEventLoop` leaves nothing.
-        """
-        check_options(options)
-        self._gate = threading.Lock()
-        self._is_closing = False
-        self._grace_s = 0.0
-        self._wakes: asyncio.Event
-        self._loop: asyncio.AbstractEventLoop
-        attached: concurrent.futures.Future[None] = concurrent.futures.Future()
-        name = f"myxa {options['name']}"
-        self._thread = threading.Thread(target=self._main, args=(loop_factory, options, attached), name=name)
-        _threads.add(self._thread)
-        self._thread.start()
-        try:
-            attached.result()
-        except BaseException:
-            self._is_closing = True  # seen as soon as attaching has ended, which has a limit
-            self._thread.join()
-            raise
-        guard(self)
-
-    # -- for the host's threads
-
-    def submit(
-        self, method: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
-    ) -> concurrent.futures.Future[T]:
-        async def work() -> T:
-            return await method(*args, **kwargs)
-
-        return self._submit(work)
-
-    def run(self, make: Callable[[], Coroutine[Any, Any, T]], timeout_s: float) -> T:
-        if threading.current_thread() is self._thread:
-            raise WouldDeadlock(
-                f"the thread of {self.name} would wait for itself", remedy="await references inside handlers"
-            )
-        future = self._submit(make)
-        try:
-            return future.result(None if timeout_s == math.inf else timeout_s)
-        except TimeoutError:
-            if future.done():
-                return future.result()  # it came in the last moment, or this error is its own
-            raise DeadlineExceeded(
-                f"{self.name}: no answer within {timeout_s:g} s; its thread is at {self._place()}",
-                remedy="a handler that blocks holds up all of the node's work",
-            ) from None
-        except concurrent.futures.CancelledError:
-            raise CallError(f"{self.name} was closed while the call was under way") from None
-        finally:
-            future.cancel()
-
-    def close(self, grace_s: float = 5.0) -> None:
-        if threading.current_thread() is self._thread:
-            raise WouldDeadlock(f"{self._thread.name} cannot wait for its own end", remedy="close it from the host")
-        with self._gate:
-            if not self._is_closing:
-                self._is_closing = True
-                self._grace_s = grace_s
-                with contextlib.suppress(RuntimeError):  # the loop ended by itself
-                    self._loop.call_soon_threadsafe(self._wakes.set)
-        self._thread.join(grace_s + CLOSE_SLACK_S)
-        if self._thread.is_alive():
-            raise DeadlineExceeded(f"{self._thread.name} does not end; it is at {self._place()}")
-
-    def _submit(self, make: Callable[[], Coroutine[Any, Any, T]]) -> concurrent.futures.Future[T]:
-        async def work() -> T:
-            return await make()
-
-        with self._gate:
-            coro = work()
-            try:
-                if self._is_closing:
-                    raise RuntimeError
-                return asyncio.run_coroutine_threadsafe(coro, self._loop)
-            except RuntimeError:
-                coro.close()
-                raise NotSent(f"{self._thread.name} is closed") from None
-
-    def _place(self) -> str:
-        """Where the thread is, for an error message."""
-        frame = sys._current_frames().get(self._thread.ident or 0)  # pyright: ignore[reportPrivateUsage]  # no other way
-        if frame is None:
-            return "its end"
-        innermost = traceback.extract_stack(frame)[-1]
-        return f"{innermost.filename}:{innermost.lineno}"
 
     # -- the thread
 

@@ -272,10 +272,11 @@ class UnixInbox:
             return False
         turn = self.turn
         if time.monotonic() < self._until:
-            return turn.resume(self._until)
-        is_open = turn.begin()
-        self._until = turn.until
-        return is_open
+            turn.resume(self._until)
+        else:
+            turn.begin()
+            self._until = turn.until
+        return True
 
     def wait(self, connection: UnixConnection) -> None:
         self._waiting.append(connection)
@@ -488,7 +489,7 @@ class UnixConnection:
             if (sink := self._inbox.sink) is not None:
                 sink.crashed(error)
             return False
-        except BaseException:  # an interrupt; a host that polls by hand may continue after it
+        except BaseException:  # an interrupt; the loop may be run again after it
             self._wait()
             raise
         finally:
@@ -501,13 +502,13 @@ class UnixConnection:
         if (sink := inbox.sink) is not None:
             self.has_spoken = True
             sink.received(self.source, inbox.lane, sole)
-            if inbox.turn.note_taken():
+            if inbox.turn.look():
                 self._wait()
         return False
 
     def _cut(self) -> bool:
         inbox, data, source = self._inbox, self._data, self.source
-        sink, lane, note_taken = inbox.sink, inbox.lane, inbox.turn.note_taken
+        sink, lane, look = inbox.sink, inbox.lane, inbox.turn.look
         if sink is None:
             return False
         received, end, at = sink.received, len(data), self._at
@@ -522,7 +523,7 @@ class UnixConnection:
                     self._at = at = next_at
                     self.has_spoken = True
                     received(source, lane, data[begin : begin + size])
-                    if note_taken():
+                    if look():
                         self._wait()
                         return False
                     if self._socket is None:
@@ -533,8 +534,7 @@ class UnixConnection:
             self._at = at = next_at
             self.has_spoken = True
             self._envelopes = inbox.unwrapping.envelopes(sink, source, data[begin : begin + length])
-            inbox.turn.look()
-            if inbox.turn.is_spent:
+            if inbox.turn.look():
                 self._wait()
                 return False
 
@@ -543,9 +543,7 @@ class UnixConnection:
         source, lane, turn, received = self.source, self._inbox.lane, self._inbox.turn, sink.received
         for envelope in envelopes:
             received(source, lane, envelope)
-            turn.num_taken = num_taken = turn.num_taken + 1  # `note_taken`, without the call
-            if _monotonic() >= turn.until or num_taken >= turn.max_taken:
-                turn.is_spent = True
+            if turn.look():
                 self._wait()
                 return False
             if self._socket is None:  # that one ended it

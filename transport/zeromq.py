@@ -186,13 +186,14 @@ class Pump:
     def _drain(self) -> None:
         turn = self._turn
         try:
-            if turn is None or turn.begin():
-                for _ in range(self._budget):
-                    if self._is_stopped or not self._take():
-                        return
-                    if turn is not None and turn.is_spent:
-                        break
-        except BaseException:  # an interrupt; a host that polls by hand may continue after it
+            if turn is not None:
+                turn.begin()
+            for _ in range(self._budget):
+                if self._is_stopped or not self._take():
+                    return
+                if turn is not None and turn.is_spent:
+                    break
+        except BaseException:  # an interrupt; the loop may be run again after it
             self._loop.call_soon(self._drain)
             raise
         if not self._is_stopped:
@@ -273,7 +274,7 @@ class ZmqInbox:
         try:
             if envelopes is None and is_sole(data := frame.buffer) and not frame.more:  # nearly always, and alone
                 sink.received(source, self._lane, data[SOLE_BYTES:])
-                turn.note_taken()
+                turn.look()
             else:
                 if envelopes is None:
                     envelopes = self._opened(sink, source, frame)
@@ -294,11 +295,11 @@ class ZmqInbox:
 
     def _hand_over(self, sink: InboundSink, source: bytes, frame: zmq.Frame, envelopes: Iterator[memoryview]) -> None:
         """Until they or the turn are over."""
-        lane, received, note_taken = self._lane, sink.received, self._turn.note_taken
+        lane, received, look = self._lane, sink.received, self._turn.look
         try:
             for envelope in envelopes:
                 received(source, lane, envelope)
-                if note_taken():
+                if look():
                     self._rest = source, frame, envelopes
                     return
         except (KeyboardInterrupt, SystemExit):

@@ -1,4 +1,4 @@
-"""Three ways to live in somebody else's program, each in a real one: nothing of the host is changed, nothing is left."""
+"""Two ways to live in another program, each in a real one: nothing of the host is changed, nothing is left."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import pytest
 from myxa.core.actor import MailboxPolicy
 from myxa.core.errors import ConfigError, LaunchError
 from myxa.transport.node import InprocNetwork, Node
-from myxa.transport.poll_node import PollNode
 from myxa.transport.sync_node import NodeThread
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -30,7 +29,6 @@ from tests.transport.host_state import assert_untouched, host_state
 from myxa.core.errors import MyxaError
 from myxa.transport.node import Node
 from myxa.transport.sync_node import NodeThread
-from myxa.transport.poll_node import PollNode
 
 def calls(node, name="echo"):
     ref = node.ref(EchoContract, name)
@@ -145,73 +143,6 @@ async def main():
     assert_untouched(before)
 
 asyncio.run(main())
-print("fine")
-"""
-    )
-
-
-POLL = """
-def guest():
-    with PollNode(name="host") as host:
-        host.start(Echo(), "echo")
-        host.poll()
-        host.fileno()
-        calls(host)
-"""
-
-
-def test_polling_changes_nothing():
-    fine(
-        POLL
-        + """
-before = host_state()
-guest()
-assert_untouched(before)
-print("fine")
-"""
-    )
-
-
-def test_polling_inside_a_running_loop_puts_that_one_back():
-    fine(
-        POLL
-        + """
-async def main():
-    before = host_state()
-    task = asyncio.current_task()
-    ticks = []
-    async def tick():
-        while True:
-            ticks.append(asyncio.get_running_loop())
-            await asyncio.sleep(0.001)
-    ticking = asyncio.create_task(tick())
-    await asyncio.sleep(0)
-    guest()
-    assert asyncio.current_task() is task and asyncio.get_running_loop() is before["running loop"]
-    await asyncio.sleep(0.01)
-    assert set(ticks) == {before["running loop"]} and len(ticks) > 1
-    ticking.cancel()
-    assert_untouched(before)
-
-asyncio.run(main())
-print("fine")
-"""
-    )
-
-
-def test_polling_leaves_the_hosts_current_loop_alone():
-    fine(
-        POLL
-        + """
-mine = asyncio.new_event_loop()
-asyncio.set_event_loop(mine)
-before = host_state()
-assert before["current loop"] is mine
-guest()
-assert_untouched(before)
-assert mine.run_until_complete(asyncio.sleep(0, "works")) == "works"
-asyncio.set_event_loop(None)
-mine.close()
 print("fine")
 """
     )
@@ -340,24 +271,18 @@ def test_a_forked_child_cannot_use_a_facade_and_may_have_a_node_of_its_own():
         + """
 host = NodeThread(name="host", loop_factory=asyncio.SelectorEventLoop)
 host.start(Echo(), "echo")
-poller = PollNode(name="poller", rdzv=host.rendezvous)
 rdzv = host.rendezvous
 ref = host.ref(EchoContract, "echo")
 
 def child():
     refused(lambda: host.call(ref.ping))
     refused(lambda: host.submit)
-    refused(lambda: poller.poll())
-    refused(lambda: poller.fileno())
     host.close()
-    poller.close()
     with NodeThread(name="child", rdzv=rdzv, loop_factory=asyncio.SelectorEventLoop) as own:
         assert own.call(own.ref(EchoContract, "echo").ping) != os.getpid()
 
 in_child(child)
 calls(host)
-calls(poller)
-poller.close()
 host.close()
 print("fine")
 """
@@ -371,7 +296,7 @@ import os
 hooks = []
 os.register_at_fork = lambda **kinds: hooks.append(kinds)
 for _ in range(3):
-    with PollNode(name="host"):
+    with NodeThread(name="host"):
         pass
 assert [list(kinds) for kinds in hooks] == [["after_in_child"]], hooks
 print("fine")
@@ -399,10 +324,10 @@ def test_the_facades_take_the_same_options_as_attach():
     assert set(AttachOptions.__annotations__) == wanted - {"network"}
 
 
-@pytest.mark.parametrize("facade", [NodeThread, PollNode])
-def test_a_facade_cannot_join_the_network_of_another_loop(facade: Any):
-    with pytest.raises(LaunchError, match="connects nodes of one loop"):
-        facade(name="host", network=InprocNetwork())
+def test_a_thread_cannot_join_the_network_of_another_loop():
+    options: Any = {"network": InprocNetwork()}
+    with pytest.raises(LaunchError, match="in-process network"):
+        NodeThread(name="host", **options)
 
 
 @pytest.mark.asyncio

@@ -22,10 +22,10 @@ def said(program: Path) -> str:
 
 
 def test_every_way_has_a_program() -> None:
-    assert {path.name for path in FOLDER.glob("*.py")} == {"judge.py", "on_a_loop.py", "in_a_thread.py", "by_hand.py"}
+    assert {path.name for path in FOLDER.glob("*.py")} == {"judge.py", "on_a_loop.py", "in_a_thread.py"}
 
 
-@pytest.mark.parametrize("name", ["on_a_loop.py", "in_a_thread.py", "by_hand.py"])
+@pytest.mark.parametrize("name", ["on_a_loop.py", "in_a_thread.py"])
 def test_a_program(name: str) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-X", "dev", name],
