@@ -6,13 +6,8 @@ Every number stands beside a memcpy (numpy.copyto, warm, one thread) of the same
 because the machine's other users come and go; ratios are medians over rounds in shuffled order. CPU is user + system
 of both processes against the memcpy's.
 
-    ways      how the array gets there                        it ends in
-    in place  it was produced in shared memory                a read-only view (a byte of every page is read)
-    pull      process_vm_readv out of the sender's memory     an array of the receiver's own
-    slab      copied into shared memory                       a read-only view (a byte of every page is read)
-    slab out  copied into shared memory                       an array of the receiver's own
-    ipc       chunks of 1 MiB over ZeroMQ                     an array of the receiver's own
-    tcp       the same with CURVE                             an array of the receiver's own
+    ipc   chunks of 1 MiB over ZeroMQ
+    tcp   the same with CURVE
 """
 
 from __future__ import annotations
@@ -36,21 +31,10 @@ import numpy.typing as npt
 from myxa.core.actor import Actor
 from myxa.core.handlers import call
 from myxa.core.refs import with_deadline
-from myxa.core.tensors import LeasedArray
 from myxa.transport.node import JobKey, Node, Rendezvous, keep_freed_memory
-from myxa.transport.tensors.shared_array_transfer import TensorPolicy
 
 MIB = 1 << 20
-POOL = TensorPolicy(pool_bytes=3 << 30, spare_bytes=2 << 30)
-POLICIES = {
-    "in place": POOL,
-    "pull": POOL,
-    "slab": TensorPolicy(pool_bytes=3 << 30, spare_bytes=2 << 30, may_pull=False),
-    "slab out": TensorPolicy(pool_bytes=3 << 30, spare_bytes=2 << 30, may_pull=False),
-    "ipc": TensorPolicy(threshold_bytes=0),
-    "tcp": TensorPolicy(threshold_bytes=0),
-}
-LEASED = ("in place", "slab")
+WAYS = ("ipc", "tcp")
 BULK_S = 3.0
 """How long bulk goes on while small calls are measured."""
 
@@ -60,10 +44,6 @@ class SinkContract(Actor):
 
     @call(deadline=120)
     async def own(self, data: npt.NDArray[np.uint8]) -> int:
-        raise NotImplementedError
-
-    @call(deadline=120)
-    async def view(self, data: LeasedArray) -> int:
         raise NotImplementedError
 
     @call(deadline=10, reentrant=True)
@@ -78,9 +58,6 @@ class Sink(SinkContract):
     async def own(self, data: npt.NDArray[np.uint8]) -> int:
         return int(data[0]) + int(data[-1])
 
-    async def view(self, data: LeasedArray) -> int:
-        return int(data[::4096].sum())
-
     async def ping(self) -> float:
         return time.process_time()
 
@@ -91,7 +68,6 @@ class Sink(SinkContract):
 async def serve(rdzv: str, name: str, key: str) -> None:
     options: dict[str, Any] = {"key": JobKey.load(Path(key)), "node_rank": 1} if key else {}
     node = await Node.attach(name=name, rdzv=Rendezvous.load(Path(rdzv)), **options)
-    node.tensors.policy = POOL
     await node.start(Sink(), name)
     await node.failed
 
@@ -138,32 +114,19 @@ def memcpy(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8], repeats
 class Way:
     """One way for one size."""
 
-    def __init__(self, way: str, node: Node, sink: SinkContract, num_bytes: int) -> None:
-        self.way, self.node, self.sink, self.num_bytes = way, node, sink, num_bytes
+    def __init__(self, way: str, sink: SinkContract, num_bytes: int) -> None:
+        self.way, self.sink, self.num_bytes = way, sink, num_bytes
         self.repeats = max(1, min(32, 64 * MIB // num_bytes))
         self.speeds: list[float] = []
         self.ratios: list[float] = []
         self.cpu_ratios: list[float] = []
 
     async def round(self, source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8]) -> None:
-        self.node.tensors.policy = POLICIES[self.way]
-        if self.way == "in place":
-            async with self.node.tensors.allocate(self.num_bytes, "uint8", timeout_s=30) as block:
-                block.array[:] = 1
-                await self._measure(block.array, source, target)
-        else:
-            await self._measure(source, source, target)
-
-    async def _measure(
-        self, data: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8]
-    ) -> None:
-        send = self.sink.view if self.way in LEASED else self.sink.own
-
         async def work() -> None:
             for _ in range(self.repeats):
-                await send(data)
+                await self.sink.own(source)
 
-        await send(data)  # warm: connections, mappings, memory
+        await self.sink.own(source)  # warm: connections, memory
         copied_s, copied_cpu_s = memcpy(target, source, self.repeats)
         wall_s, used_s = await timed(work, self.sink)
         self.speeds.append(self.num_bytes * self.repeats / wall_s / 1e9)
@@ -184,13 +147,9 @@ class Way:
 
 async def hand_over(sizes: list[int], rounds: int) -> dict[tuple[int, str], Way]:
     """All ways and sizes, shuffled anew in every round."""
-    async with pair("ipc") as (near, near_sink), pair("tcp") as (far, far_sink):
-        ways = {
-            (size, way): Way(way, *((far, far_sink) if way == "tcp" else (near, near_sink)), size)
-            for size in sizes
-            for way in POLICIES
-            if size <= 64 * MIB or way not in ("ipc", "tcp")
-        }
+    async with pair("ipc") as (_, near), pair("tcp") as (_, far):
+        sinks = {"ipc": near, "tcp": far}
+        ways = {(size, way): Way(way, sinks[way], size) for size in sizes for way in WAYS}
         for size in sizes:
             source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
             mine = [way for (of, _), way in ways.items() if of == size]
@@ -213,10 +172,9 @@ async def pings(sink: SinkContract, seconds: float, pause_s: float) -> list[floa
     return found
 
 
-async def under_load(kind: str, way: str, seconds: float) -> tuple[list[float], list[float], float]:
+async def under_load(kind: str, seconds: float) -> tuple[list[float], list[float], float]:
     """Round trips when idle and while 64 MiB arrays follow one another to the same process; GB/s meanwhile."""
-    async with pair(kind) as (node, sink):
-        node.tensors.policy = POLICIES[way]
+    async with pair(kind) as (_, sink):
         data = np.ones(64 * MIB, np.uint8)
         await sink.own(data)
         await pings(sink, 0.3, 0.001)
@@ -243,9 +201,8 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
-def verdict(name: str, value: float, limit: float, *, at_least: bool) -> str:
-    met = value >= limit if at_least else value <= limit
-    return f"| {name} | {'>=' if at_least else '<='} {limit:g} | {value:.2f} | {'met' if met else 'missed'} |"
+def verdict(name: str, value: float, limit: float) -> str:
+    return f"| {name} | <= {limit:g} | {value:.2f} | {'met' if value <= limit else 'missed'} |"
 
 
 async def main(rounds: int, sizes: list[int], seconds: float) -> None:
@@ -255,23 +212,13 @@ async def main(rounds: int, sizes: list[int], seconds: float) -> None:
     for way in ways.values():
         print(way.row())
     goals: list[str] = []
-    for size in (s for s in sizes if s >= 64 * MIB):
-        copying = {way: ways[size, way].ratio for way in ("pull", "slab")}
-        best = max(copying, key=lambda way: copying[way])
-        text = f"{size // MIB} MiB"
-        goals.append(
-            verdict(f"{text} by the best way that copies ({best}), x memcpy", copying[best], 0.9, at_least=True)
-        )
-        goals.append(verdict(f"{text} by slab, x memcpy", copying["slab"], 0.65, at_least=True))
-        in_place = ways[size, "in place"]
-        goals.append(verdict(f"{text} in place, x memcpy", in_place.ratio, 0.9, at_least=True))
     print("\nSmall calls while 64 MiB arrays saturate the same process\n")
     print(
         "| bulk by | GB/s | idle p50 ms | idle p99 | busy p50 | busy p99 | busy max |\n"
         "|---|---:|---:|---:|---:|---:|---:|"
     )
-    for kind, way in (("ipc", "pull"), ("ipc", "slab out"), ("ipc", "ipc"), ("tcp", "tcp")):
-        idle, busy, speed = await under_load(kind, way, seconds)
+    for way in WAYS:
+        idle, busy, speed = await under_load(way, seconds)
         cells = (
             percentile(idle, 0.5),
             percentile(idle, 0.99),
@@ -280,8 +227,8 @@ async def main(rounds: int, sizes: list[int], seconds: float) -> None:
             max(busy),
         )
         print(f"| {way} | {speed:.2f} | " + " | ".join(f"{c:.3f}" for c in cells) + " |")
-        goals.append(verdict(f"small call p50 beside {way}, x idle", cells[2] / cells[0], 1.5, at_least=False))
-        goals.append(verdict(f"small call p99 beside {way}, ms", cells[3], 5.0, at_least=False))
+        goals.append(verdict(f"small call p50 beside {way}, x idle", cells[2] / cells[0], 1.5))
+        goals.append(verdict(f"small call p99 beside {way}, ms", cells[3], 5.0))
     print("\n| goal | limit | measured | |\n|---|---:|---:|---|")
     print("\n".join(goals))
 
@@ -298,7 +245,7 @@ if __name__ == "__main__":
     asyncio.run(
         main(
             chosen.rounds or (3 if chosen.quick else 9),
-            [MIB, 64 * MIB] if chosen.quick else [MIB, 64 * MIB, 1024 * MIB],
+            [MIB, 64 * MIB],
             1.0 if chosen.quick else BULK_S,
         )
     )

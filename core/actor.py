@@ -22,7 +22,6 @@ from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 from .clock import Clock
 from .errors import Overloaded
 from .refs import ActorGroup
-from .tensors import TensorStore
 
 T = TypeVar("T")
 
@@ -146,11 +145,6 @@ class ActorContext(Protocol):
 
     @property
     def log(self) -> logging.Logger: ...
-
-    @property
-    def tensors(self) -> TensorStore:
-        """For large arrays that are produced where other processes of this host can read them."""
-        ...
 
     def ref(self, contract: type[A], name: str) -> A:
         """A proxy whose methods call the actor of that name. The actor need not be there yet."""

@@ -37,8 +37,7 @@ MyxaError
     │   ├── BadRequest       the arguments do not fit the handler's types
     │   ├── NotPermitted     the caller's role, or its name, does not allow it
     │   ├── StaleEpoch       it was meant for an earlier incarnation
-    │   ├── ProtocolMismatch the two processes run different versions of the runtime
-    │   └── TensorLost       an array that it pointed at could not be read any more
+    │   └── ProtocolMismatch the two processes run different versions of the runtime
     ├── OutcomeUnknown       it may or may not have run
     │   ├── DeadlineExceeded no answer by the deadline
     │   ├── PeerDied         the callee's process ended while the call was pending
@@ -248,10 +247,6 @@ class NotPermitted(NotExecuted):
 
 class StaleEpoch(NotExecuted):
     """The message was meant for an earlier incarnation of the callee."""
-
-
-class TensorLost(NotExecuted):
-    """A large array of the message lay in the sender's memory and could not be read there (any more)."""
 
 
 class ProtocolMismatch(NotExecuted):

@@ -17,7 +17,7 @@ import asyncio
 import contextvars
 import logging
 from asyncio import tasks
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from enum import Enum
 from types import FrameType
@@ -69,16 +69,11 @@ class Inbound(Protocol):
     is_abandoned: bool
     """The caller does not wait for the answer any more."""
 
-    def begin(self) -> msgspec.Struct | Awaitable[msgspec.Struct]:
-        """It leaves the mailbox: its credit goes back, its request is decoded. Raises BadRequest, DeadlineExceeded.
-
-        To be awaited if large arrays of it still lie in its sender's memory; then it may raise TensorLost too.
-        """
+    def begin(self) -> msgspec.Struct:
+        """It leaves the mailbox: its credit goes back, its request is decoded. Raises BadRequest, DeadlineExceeded."""
         ...
 
-    def reply(self, value: Any) -> Awaitable[None] | None:
-        """To be awaited if large arrays of it have to be copied first: they belong to the actor after that."""
-        ...
+    def reply(self, value: Any) -> None: ...
 
     def fail(self, error: BaseException) -> None: ...
 
@@ -362,22 +357,16 @@ class ActorRunner:
         spec = inbound.spec
         try:
             request = inbound.begin()
-            if not isinstance(request, msgspec.Struct):
-                request = await request
         except (CallError, MemoryError) as error:
             inbound.fail(error)
             self._finish(inbound, is_serial)
             return
-        except asyncio.CancelledError:
-            self._cut_short(inbound)
-            self._finish(inbound, is_serial)
-            raise
         try:
             outcome = getattr(self.actor, spec.name)(*_as_arguments(request))
             if spec.declaration.kind == "stream":
                 await inbound.send_items(outcome)
-            elif (copied := inbound.reply(await outcome)) is not None:
-                await copied
+            else:
+                inbound.reply(await outcome)
         except asyncio.CancelledError:
             self._cut_short(inbound)
             raise

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -25,21 +25,14 @@ from ..core.errors import (
     MyxaError,
     NoSuchActor,
     NotSent,
-    OutcomeUnknown,
     RemoteError,
     StreamBroken,
-    TensorLost,
 )
 from ..core.handlers import NO_SCOPE, HandlerSpec, current_scope, remaining_s
-from ..core.ids import PeerKey
-from .codec import Buffer, UndecodableError, codecs_of, leases
+from .codec import Buffer, UndecodableError, codecs_of
 from .session.calls import Calls
 from .session.frames import Envelope
 from .session.pending import CallOrder, Route
-from .tensors.shared_array_transfer import Packed, SharedArrayTransfer, has_handles
-
-NUM_WAYS = 2
-"""For large arrays on one host, before the wire: pulled, by slab."""
 
 
 class Finder(Protocol):
@@ -66,122 +59,49 @@ class Finder(Protocol):
 class CallClient:
     """Carries the calls of all references of one process."""
 
-    def __init__(self, calls: Calls, finder: Finder, clock: Clock, transfer: SharedArrayTransfer | None = None) -> None:
+    def __init__(self, calls: Calls, finder: Finder, clock: Clock) -> None:
         self._calls = calls
         self._finder = finder
         self._clock = clock
         self._now = clock.monotonic
         self._routes = finder.routes
-        self._transfer = transfer
-        """Takes large arrays out of messages; None: all travel whole."""
         self._new_future = asyncio.get_running_loop().create_future
 
     async def request(self, target: str, spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None) -> Any:
         order = self._order(target, spec, request, deadline_s)
-        if order.frames and self._transfer is not None and self._transfer.is_wanted(order.frames):
-            envelope = await self._exchange_by_handles(self._transfer, order, spec)
-        else:
-            route = self._routes.get((target, spec.name, spec.schema))
-            if route is None:
-                route = await self._route(order, spec)
-            future = self._new_future()
-            waiter = _Waiter(future)
-            corr = self._submit(order, route, waiter)
-            try:
-                envelope = await future
-            except asyncio.CancelledError:
-                self._give_up(corr, waiter)
-                raise
-        if envelope is None:
-            return None
-        if envelope.frames and self._transfer is not None and has_handles(envelope.body):
-            return await self._fetched(self._transfer, envelope, target, spec)
-        try:
-            return codecs_of(spec).reply.decode(envelope.body, envelope.frames)
-        except UndecodableError as error:
-            raise _wrong_answer(error, target, spec) from None
-
-    async def _exchange(self, order: CallOrder, route: Route | None) -> Envelope | None:
-        """The same in a separate coroutine, for those who have more to do around it."""
-        waiter = _Waiter(self._new_future())
+        route = self._routes.get((target, spec.name, spec.schema))
+        if route is None:
+            route = await self._route(order, spec)
+        future = self._new_future()
+        waiter = _Waiter(future)
         corr = self._submit(order, route, waiter)
         try:
-            return await waiter.future
+            envelope = await future
         except asyncio.CancelledError:
-            self._give_up(corr, waiter)
+            self._calls.cancel(corr)
+            waiter.forget()
             raise
-
-    def _give_up(self, corr: int, waiter: _Waiter) -> None:
-        """The caller was cancelled."""
-        self._calls.cancel(corr)
-        waiter.forget()
-
-    async def _exchange_by_handles(
-        self, transfer: SharedArrayTransfer, order: CallOrder, spec: HandlerSpec
-    ) -> Envelope | None:
-        """The same for a message with large arrays: if the callee cannot read them where they lie, by the wire."""
-        for _ in range(NUM_WAYS):
-            route = await self._route(order, spec)
-            if route is None:
-                break
-            packed = await self._packed(transfer, order, route)
-            try:
-                envelope = await self._exchange(_with(order, packed), route)
-            except TensorLost:
-                if not packed.is_by_handles:
-                    raise
-                transfer.note_lost(route.peer, packed)
-            else:
-                packed.sent()
-                return envelope
-            finally:
-                packed.end()
-        return await self._exchange(order, await self._route(order, spec))
-
-    async def _packed(self, transfer: SharedArrayTransfer, order: CallOrder, route: Route) -> Packed:
-        left_s = None if order.deadline_at is None else order.deadline_at - self._clock.monotonic()
-        return await transfer.pack(
-            route.peer, route.endpoints, order.body, order.frames, is_lent=order.kind != "cast", left_s=left_s
-        )
-
-    async def _fetched(self, transfer: SharedArrayTransfer, envelope: Envelope, target: str, spec: HandlerSpec) -> Any:
-        peer = PeerKey(envelope.src_node, envelope.src_epoch)
-        try:
-            body, frames = await transfer.unpack(peer, envelope.body, envelope.frames, may_lease=leases(spec.reply))
-        except UndecodableError as error:
-            raise _wrong_answer(error, target, spec) from None
-        except TensorLost as error:
-            lost = OutcomeUnknown(f"{target}.{spec.name} ran, but its answer is lost: {error}")
-            raise _named(lost, target) from error
-        return _decoded(msgspec.structs.replace(envelope, body=body, frames=tuple(frames)), target, spec)
+        return None if envelope is None else _decoded(envelope, target, spec)
 
     async def items(
         self, target: str, spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None
     ) -> AsyncIterator[Any]:
         order = self._order(target, spec, request, deadline_s)
         reader = _Reader()
-        route, packed = await self._route(order, spec), None
-        if route is not None and self._transfer is not None and self._transfer.is_wanted(order.frames):
-            packed = await self._packed(self._transfer, order, route)
-            order = _with(order, packed)
+        route = await self._route(order, spec)
         window = spec.declaration.window
         num_taken, promised = 0, window
         corr = 0
         try:
             corr = self._submit(order, route, reader)
             while (envelope := await reader.next()) is not None:
-                if self._transfer is not None and has_handles(envelope.body):
-                    yield await self._fetched(self._transfer, envelope, target, spec)
-                else:
-                    yield _decoded(envelope, target, spec)
+                yield _decoded(envelope, target, spec)
                 num_taken += 1
                 if promised - num_taken <= window // 2:
                     promised = num_taken + window
                     self._calls.demand(corr, promised)
         finally:
             self._calls.cancel(corr)
-            if packed is not None:
-                packed.end()
 
     def spread(
         self, targets: Sequence[str], spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None
@@ -199,18 +119,9 @@ class CallClient:
             return None
         if order.frames:
             return None
-        calling = Calling(
-            self._calls, targets,
-            lambda envelope, target: _decoded(envelope, target, spec),
-            lambda envelope, target: self._fetching(envelope, target, spec),
-        )  # fmt: skip
+        calling = Calling(self._calls, targets, lambda envelope, target: _decoded(envelope, target, spec))
         calling.send(order, routes)
         return calling
-
-    def _fetching(self, envelope: Envelope, target: str, spec: HandlerSpec) -> Coroutine[Any, Any, Any] | None:
-        if self._transfer is None or not has_handles(envelope.body):
-            return None
-        return self._fetched(self._transfer, envelope, target, spec)
 
     def _order(self, target: str, spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None) -> CallOrder:
         declaration, now, scope = spec.declaration, self._now(), current_scope()
@@ -309,16 +220,9 @@ def _decoded(envelope: Envelope, target: str, spec: HandlerSpec) -> Any:
     try:
         return codecs_of(spec).reply.decode(envelope.body, envelope.frames)
     except UndecodableError as error:
-        raise _wrong_answer(error, target, spec) from None
-
-
-def _wrong_answer(error: UndecodableError, target: str, spec: HandlerSpec) -> CallError:
-    kind = StreamBroken if spec.declaration.kind == "stream" else RemoteError
-    return _named(kind(f"{target}.{spec.name} answered with something else than it declares: {error}"), target)
-
-
-def _with(order: CallOrder, packed: Packed) -> CallOrder:
-    return msgspec.structs.replace(order, body=packed.body, frames=packed.frames)
+        kind = StreamBroken if spec.declaration.kind == "stream" else RemoteError
+        why = f"{target}.{spec.name} answered with something else than it declares: {error}"
+        raise _named(kind(why), target) from None
 
 
 def _key(target: str, spec: HandlerSpec, request: msgspec.Struct, body: bytes, frames: tuple[Buffer, ...]) -> bytes:
@@ -341,25 +245,19 @@ def _named(error: CallError, target: str) -> CallError:
 
 Decode = Callable[[Envelope, str], Any]
 """Value of an answer of the actor of that name; raises MyxaError."""
-Fetch = Callable[[Envelope, str], Coroutine[Any, Any, Any] | None]
-"""The same for an answer with arrays that must be fetched first; None: it has none."""
 
 
 class Calling:
     """Calls of one request under way."""
 
-    def __init__(self, calls: Calls, targets: Sequence[str], decode: Decode, fetch: Fetch) -> None:
+    def __init__(self, calls: Calls, targets: Sequence[str], decode: Decode) -> None:
         self._calls = calls
         self._targets = targets
         self._decode = decode
-        self._fetch = fetch
         self._loop = asyncio.get_running_loop()
         self._corrs: list[int] = []
         self._num_left = len(targets)
         self._came: list[tuple[int, Envelope | Exception | None]] = []
-        self._fetched: dict[int, Any] = {}
-        """Values of answers whose arrays had to be fetched, by place."""
-        self._fetching: set[asyncio.Task[Any]] = set()
         self._has_error = False
         self._num_wanted = 1
         self._waiter: asyncio.Future[None] | None = None
@@ -382,8 +280,6 @@ class Calling:
             return
         for corr in self._corrs:
             self._calls.cancel(corr)  # those that have ended are not known any more
-        for task in self._fetching:
-            task.cancel()
 
     async def take(self, num_wanted: int) -> list[tuple[int, Any]]:
         while self._num_left and len(self._came) < num_wanted and not self._has_error:
@@ -395,7 +291,7 @@ class Calling:
 
     def _value(self, place: int, outcome: Envelope | Exception | None) -> Any:
         if type(outcome) is not Envelope:
-            return self._fetched.pop(place, None) if outcome is None else outcome
+            return outcome
         try:
             return self._decode(outcome, self._targets[place])
         except MyxaError as error:
@@ -403,13 +299,7 @@ class Calling:
 
     def ended(self, place: int, outcome: Envelope | Exception | None) -> None:
         """The call to the callee at that place has an outcome."""
-        if type(outcome) is Envelope:
-            if outcome.frames and (work := self._fetch(outcome, self._targets[place])) is not None:
-                task = self._loop.create_task(self._fetch_for(place, work))
-                self._fetching.add(task)
-                task.add_done_callback(self._fetching.discard)
-                return
-        elif outcome is not None:
+        if outcome is not None and type(outcome) is not Envelope:
             self._has_error = True
         self._came.append((place, outcome))
         self._num_left = num_left = self._num_left - 1
@@ -417,14 +307,6 @@ class Calling:
         is_enough = not num_left or self._has_error or len(self._came) >= self._num_wanted
         if waiter is not None and is_enough and not waiter.done():
             waiter.set_result(None)
-
-    async def _fetch_for(self, place: int, work: Coroutine[Any, Any, Any]) -> None:
-        try:
-            self._fetched[place] = await work
-        except Exception as error:  # noqa: BLE001  # as the error of a separate call would come
-            self.ended(place, error)
-        else:
-            self.ended(place, None)
 
 
 class _Member(msgspec.Struct, eq=False):

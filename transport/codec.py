@@ -24,9 +24,8 @@ import orjson
 
 from ..core.actor import Actor
 from ..core.errors import BadRequest
-from ..core.handlers import HandlerSpec, describe, handlers_of
+from ..core.handlers import HandlerSpec, handlers_of
 from ..core.refs import ref_class
-from ..core.tensors import LeasedView
 from .session.frames import LIMITS
 
 Buffer = bytes | bytearray | memoryview
@@ -186,11 +185,8 @@ class ArrayReader:
             raise ValueError(f"{name}{list(shape)} does not fit {frame.nbytes} bytes")
         self.claimed.add(index)
         array: AnyArray = np.frombuffer(frame, dtype=carrier).reshape(shape)
-        if not (array.flags.aligned and (array.flags.writeable or kind is LeasedView)):
+        if not (array.flags.aligned and array.flags.writeable):
             array = array.copy()
-        if kind is LeasedView:
-            array.flags.writeable = False
-            return array.view(LeasedView)
         return array.view(BFloat16Array) if name == "bfloat16" else array
 
 
@@ -209,7 +205,7 @@ def _wanted_dtype(kind: Any) -> str | None:
     """Name of the dtype an annotation asks for; "" for any; None if it is no array at all."""
     if kind is BFloat16Array:
         return "bfloat16"
-    if kind is np.ndarray or kind is LeasedView:
+    if kind is np.ndarray:
         return ""
     if typing.get_origin(kind) is not np.ndarray:
         return None
@@ -217,12 +213,6 @@ def _wanted_dtype(kind: Any) -> str | None:
     name = getattr(dtype_args[0], "__name__", "") if dtype_args else ""
     name = "bool" if name == "bool_" else name
     return name if name in _CARRIERS else ""
-
-
-@functools.lru_cache(maxsize=1024)
-def leases(kind: Any) -> bool:
-    """Whether a type has arrays that may be read where they lie."""
-    return LeasedView.__qualname__ in describe(kind)
 
 
 _NO_FRAMES: tuple[memoryview, ...] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
 import msgspec
@@ -23,14 +23,12 @@ from ..core.failure_detector import Verdict
 from ..core.handlers import HandlerSpec
 from ..core.ids import PeerKey
 from .actor_runner import ActorRunner
-from .codec import Codecs, UndecodableError, leases
+from .codec import Codecs, UndecodableError
 from .registry.directory import HostedActor
 from .session.guard import PeerGuard
 from .session.links import Arrival
 from .session.serving import Serving
 from .session.session import LOOPBACK, Session
-from .tensors.same_host_peers import MEMORY_INDEX
-from .tensors.shared_array_transfer import Packed, SharedArrayTransfer, has_handles
 from .wire import Lane
 
 Post = tuple[ActorRunner, HandlerSpec, Codecs, Serving]
@@ -62,11 +60,6 @@ class Hosting:
         """Knows who may only look."""
         self.retry_after_s: float | None = None
         """Set: this process is shutting down, calls of others are refused with this advice."""
-        self.transfer: SharedArrayTransfer | None = None
-        """Carries large arrays."""
-        self.memory: ActorRunner | None = None
-        """Answers for this process's memory; has no name in the registry."""
-
         self._num_delivered = 0
 
     def serve_with(self, session: Session) -> None:
@@ -127,7 +120,7 @@ class Hosting:
         cell, spec, codecs, serving = post
         delivery = arrival.handle = Delivery(
             spec, envelope.chain, arrival.deadline_at, envelope.trace, arrival.link.key, arrival, codecs, cell.name,
-            serving, self.transfer,
+            serving,
         )  # fmt: skip
         cell.accept(delivery)
         self._num_delivered += 1
@@ -135,7 +128,7 @@ class Hosting:
     def _post_for(self, arrival: Arrival) -> Post:
         """Who handles it; raises what speaks against that."""
         envelope = arrival.envelope
-        cell = self.memory if envelope.actor == MEMORY_INDEX else self._cells.get(envelope.actor)
+        cell = self._cells.get(envelope.actor)
         if cell is None or self._session is None:
             raise NoSuchActor(f"there is no actor {envelope.actor} in this process (any more)")
         specs, method = cell.table.specs, envelope.method
@@ -152,7 +145,7 @@ class Hosting:
                 f"{cell.name}.{spec.name} changes something, and the caller joined as an observer",
                 remedy="observers may call handlers declared safe=True",
             )
-        if self.retry_after_s is not None and arrival.peer != self._session.own and cell is not self.memory:
+        if self.retry_after_s is not None and arrival.peer != self._session.own:
             why = f"{cell.name}: its process is shutting down and takes no {spec.name}"
             raise Draining(why, retry_after_s=self.retry_after_s)
         post = cell, spec, cell.codecs[method], self._session.serving
@@ -161,8 +154,7 @@ class Hosting:
         return post
 
     def abandon(self, arrival: Arrival) -> None:
-        index = arrival.envelope.actor
-        cell = self.memory if index == MEMORY_INDEX else self._cells.get(index)
+        cell = self._cells.get(arrival.envelope.actor)
         if cell is not None and arrival.handle is not None:
             cell.abandon(arrival.handle)
 
@@ -205,66 +197,25 @@ class Delivery(msgspec.Struct, eq=False):
     codecs: Codecs
     callee: str
     serving: Serving
-    transfer: SharedArrayTransfer | None = None
-    """Fetches large arrays of the request, brings those of the answer; None: all travel whole."""
     is_abandoned: bool = False
     room: asyncio.Event | None = None
     """Of a stream: its consumer asked for more."""
 
-    def begin(self) -> msgspec.Struct | Awaitable[msgspec.Struct]:
+    def begin(self) -> msgspec.Struct:
         arrival = self.arrival
         self.serving.begin(arrival)
         envelope = arrival.envelope
-        if envelope.frames and self.transfer is not None and has_handles(envelope.body):
-            return self._fetched(self.transfer)
         try:
             return self.codecs.request.decode(envelope.body, envelope.frames)
         except UndecodableError as error:
-            raise self._bad(error) from error
+            raise BadRequest(f"{self.callee}.{self.spec.name}: {error}", remedy="see the handler's types") from error
 
-    async def _fetched(self, transfer: SharedArrayTransfer) -> msgspec.Struct:
-        arrival = self.arrival
-        envelope, may_lease = arrival.envelope, leases(self.spec.request)
-        try:
-            body, frames = await transfer.unpack(arrival.peer, envelope.body, envelope.frames, may_lease=may_lease)
-        except UndecodableError as error:
-            raise self._bad(error) from error
-        try:
-            return self.codecs.request.decode(body, tuple(frames))
-        except UndecodableError as error:
-            raise self._bad(error) from error
-
-    def _bad(self, error: UndecodableError) -> BadRequest:
-        return BadRequest(f"{self.callee}.{self.spec.name}: {error}", remedy="see the handler's types")
-
-    def reply(self, value: Any) -> Awaitable[None] | None:
-        arrival = self.arrival
+    def reply(self, value: Any) -> None:
         try:
             body, frames = self.codecs.reply.encode(value)
         except MyxaError as error:
             raise self._cannot_travel(error) from error
-        # The answer to a put is remembered for those who repeat it, and must hold its arrays itself.
-        if frames and self._is_large(frames) and not (arrival.envelope.key or arrival.is_cast or arrival.is_answered):
-            return self._reply_by_handles(body, frames)
-        self.serving.reply(arrival, body, frames)
-        return None
-
-    async def _reply_by_handles(self, body: bytes, frames: tuple[memoryview, ...]) -> None:
-        packed = await self._packed(body, frames)
-        try:
-            self.serving.reply(self.arrival, packed.body, packed.frames)
-            packed.sent()
-        finally:
-            packed.end()
-
-    def _is_large(self, frames: tuple[memoryview, ...]) -> bool:
-        return bool(frames) and self.transfer is not None and self.transfer.is_wanted(frames)
-
-    async def _packed(self, body: bytes, frames: tuple[memoryview, ...]) -> Packed:
-        transfer, arrival = self.transfer, self.arrival
-        if transfer is None:
-            return Packed(body, frames)
-        return await transfer.pack(arrival.peer, None, body, frames, is_lent=False, left_s=self.serving.left_s(arrival))
+        self.serving.reply(self.arrival, body, frames)
 
     def fail(self, error: BaseException) -> None:
         self.serving.fail(self.arrival, error)
@@ -278,27 +229,19 @@ class Delivery(msgspec.Struct, eq=False):
                 while arrival.num_items >= arrival.allowed:
                     room.clear()
                     await room.wait()
-                await self._send_item(value)
+                self._send_item(value)
         finally:
             close = getattr(items, "aclose", None)
             if close is not None:
                 await close()
         self.serving.end(arrival)
 
-    async def _send_item(self, value: Any) -> None:
+    def _send_item(self, value: Any) -> None:
         try:
             body, frames = self.codecs.reply.encode(value)
         except MyxaError as error:
             raise self._cannot_travel(error) from error
-        if not self._is_large(frames):
-            self.serving.item(self.arrival, body, frames)
-            return
-        packed = await self._packed(body, frames)
-        try:
-            self.serving.item(self.arrival, packed.body, packed.frames)
-            packed.sent()
-        finally:
-            packed.end()
+        self.serving.item(self.arrival, body, frames)
 
     def demanded(self) -> None:
         """The consumer asked for more."""

@@ -32,7 +32,6 @@ from ..core.failure_detector import Verdict
 from ..core.handlers import remaining_s
 from ..core.ids import PeerKey, check_name
 from ..core.refs import ActorGroup, GroupRequestSender, make_ref, with_deadline
-from ..core.tensors import TensorStore
 from .actor_runner import STOP_LIMIT_S, ActorRunner
 from .address import Rendezvous
 from .call_client import CallClient
@@ -46,7 +45,6 @@ from .security import JobKey, KeyPair
 from .session.calls import TICK_S
 from .session.session import Session
 from .socket_transport import Opened, open_transport
-from .tensors.tensors import Tensors
 
 A = TypeVar("A")
 
@@ -82,10 +80,7 @@ class Node:
         self.monitors = self._peer_events.read(self._mirror.directory)
         """For `monitor` and `link`."""
         self.turn = opened.turn
-        self.tensors = Tensors(self._session, opened.transport.endpoints, clock)
-        """Large arrays for processes of this host: `allocate`, `policy`."""
-        self._hosting.transfer = self.tensors.transfer
-        self._call_client = CallClient(self._session.calls, self._mirror, clock, self.tensors.transfer)
+        self._call_client = CallClient(self._session.calls, self._mirror, clock)
         self._mirror.call_with(self._call_client)
         if (door := opened.guard) is not None:
             self._mirror.on_update = lambda directory: door.follow(directory.nodes())
@@ -166,14 +161,7 @@ class Node:
         self._opened.joined()
         self._opened.transport.start(self._session)
         self._tick()
-        self._spawn(self._serve_memory(), "memory")
         self._spawn(self._mirror.follow(), "the registry's updates")
-
-    async def _serve_memory(self) -> None:
-        log = logging.getLogger("myxa.memory")
-        cell = self._hosting.memory = ActorRunner(self.tensors.actor, "memory", self._key.epoch, log, self._on_failed)
-        self.tensors.actor.ctx = NodeContext(self, cell, self._key.epoch, log)
-        await cell.start()
 
     async def _in_step(self, epoch: int, timeout_s: float) -> None:
         if not await self._mirror.wait_until(lambda: self._mirror.directory.epoch_of(self.name) >= epoch, timeout_s):
@@ -195,7 +183,6 @@ class Node:
         for cell in self._hosting.cells():
             await cell.stop("shutdown")
             self._hosting.remove(cell)
-        await self._close_memory()
         if self._timer is not None:
             self._timer.cancel()
         self._session.close()
@@ -213,11 +200,6 @@ class Node:
                 await cell.drain(max(0.0, give_up_at - self._clock.monotonic()))
                 await cell.stop("shutdown")
                 self._hosting.remove(cell)
-
-    async def _close_memory(self) -> None:
-        await self.tensors.close()
-        if self._hosting.memory is not None:
-            await self._hosting.memory.stop("shutdown")
 
     async def _leave(self) -> None:
         try:
@@ -343,7 +325,7 @@ class Node:
 
     def counters(self) -> dict[str, int]:
         """What was dropped, refused or repeated, for a monitor: all zero in a healthy run."""
-        return failure_counters(self._opened, self._session, self.tensors, self._registry)
+        return failure_counters(self._opened, self._session, self._registry)
 
     def cut_off(self, name: str, for_s: float) -> None:
         """A drill: for so long nothing that this process sends reaches the one that hosts that actor; 0: it does again.
@@ -379,7 +361,6 @@ class Node:
     def _tick(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         self._session.tick()
-        self.tensors.tick()
         self._num_ticks += 1
         if self._num_ticks % PARKED_RETRY_TICKS == 0:
             self._mirror.look_for_registry()
@@ -413,9 +394,6 @@ class Services(Protocol):
 
     @property
     def caller(self) -> GroupRequestSender: ...
-
-    @property
-    def tensors(self) -> TensorStore: ...
 
     @property
     def monitors(self) -> Monitors: ...
@@ -453,10 +431,6 @@ class NodeContext:
     @property
     def log(self) -> logging.Logger:
         return self._log
-
-    @property
-    def tensors(self) -> TensorStore:
-        return self._services.tensors
 
     def ref(self, contract: type[A], name: str) -> A:
         return make_ref(self._services.caller, contract, name)
@@ -523,14 +497,11 @@ class PeerEvents:
                 self.tell(PeerEvent(verdict, name, key.epoch, reason))
 
 
-def failure_counters(
-    opened: Opened, session: Session, tensors: Tensors, registry: RegistryActor | None
-) -> dict[str, int]:
+def failure_counters(opened: Opened, session: Session, registry: RegistryActor | None) -> dict[str, int]:
     """What was dropped, refused or repeated: all zero in a healthy run."""
     return {
         **opened.counters,
         **session.counters,
-        "arrays_lost": tensors.transfer.num_by["lost"],
         "late_answers": session.calls.num_late,
         "casts_refused": session.calls.num_casts_refused,
         "puts_replayed": session.serving.num_replayed,

@@ -7,7 +7,6 @@ Earlier runs are found by what they left: runtime folders, workers' descriptions
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import re
@@ -125,11 +124,6 @@ RESOLVER = (
     "print(); print(find('torch_memory_saver_hook_mode_preload'))"
 )
 """Its own: by file name one takes the library of another CUDA."""
-READER = (
-    "import sys; sys.stdin.read(1); from myxa.transport.tensors.kernel import read_bytes;"
-    "sys.stdout.buffer.write(read_bytes(int(sys.argv[1]), int(sys.argv[2]), 8))"
-)
-WORD = b"myxa/doc"
 
 
 def preload_facts(*, is_installed: bool) -> Preload:
@@ -153,28 +147,6 @@ def try_preload(library: str, env: dict[str, str]) -> Preload:
     except (OSError, subprocess.SubprocessError) as error:
         return Preload(library, status=-1, said=str(error))
     return Preload(library, status=done.returncode, said=" ".join(done.stderr.split()))
-
-
-def memory_read_trouble() -> str:
-    """Why a child of ours cannot read our memory as actors read each other's; empty if it can."""
-    from ...transport.tensors.kernel import admit_reader
-
-    word = ctypes.create_string_buffer(WORD, len(WORD))
-    command = [sys.executable, "-c", READER]
-    command += [str(os.getpid()), str(ctypes.addressof(word))]
-    try:
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
-            admit_reader(child.pid)
-            try:
-                out, said = child.communicate(b"x", timeout=TRY_S)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                return f"a child did not answer within {TRY_S:g} s"
-    except OSError as error:
-        return str(error)
-    if child.returncode == 0:
-        return "" if out == WORD else "a child read something else"
-    return (said.decode(errors="replace").strip().splitlines() or [f"exit status {child.returncode}"])[-1]
 
 
 def _run(command: list[str], env: dict[str, str], timeout_s: float) -> subprocess.CompletedProcess[str]:
@@ -344,7 +316,6 @@ def listen_trouble(family: socket.AddressFamily, host: str, port: int) -> str:
 
 def _rights() -> Rights:
     return Rights(
-        read_memory=memory_read_trouble(),
         ptrace_scope=_number(Path("/proc/sys/kernel/yama/ptrace_scope")),
         memfd=_trouble(lambda: os.memfd_create("myxa-doctor")),
         pidfd=_trouble(lambda: os.pidfd_open(os.getpid())),

@@ -164,15 +164,6 @@ def disk(facts: MachineFacts) -> Iterator[MachineCheck]:
 def rights(facts: MachineFacts) -> Iterator[MachineCheck]:
     """What the kernel, a container or a security module may forbid."""
     found = facts.rights
-    scope = "" if found.ptrace_scope is None else f" (yama ptrace_scope {found.ptrace_scope})"
-    if found.read_memory:
-        yield warning(
-            "process_vm_readv",
-            f"{found.read_memory}{scope}: large arrays go by shared memory or the wire",
-            "docker run --cap-add SYS_PTRACE, or a seccomp profile that allows process_vm_readv",
-        )
-    else:
-        yield ok("process_vm_readv", f"works between relatives{scope}")
     if found.ptrace_scope is not None and found.ptrace_scope > 1:
         yield warning(
             "ptrace",

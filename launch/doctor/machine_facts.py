@@ -107,8 +107,6 @@ class Disk:
 class Rights:
     """What the kernel lets this user do; an error's text, or empty where it works."""
 
-    read_memory: str
-    """process_vm_readv of a relative."""
     ptrace_scope: int | None
     """Yama's; None: no Yama."""
     memfd: str

@@ -94,7 +94,6 @@ TRAPS: dict[str, tuple[MachineFacts, str, str, str]] = {
     "disk of others": (but(disk={"is_writable": False}), "disk", "error", "run.dir"),
     "full disk": (but(disk={"free_bytes": GIB}), "disk", "warning", "myxa plan"),
     "network disk": (but(disk={"file_system": "nfs4"}), "disk", "warning", "local disk"),
-    "no reading of memory": (but(rights={"read_memory": "Operation not permitted"}), "process_vm_readv", "warning", "SYS_PTRACE"),
     "strict yama": (but(rights={"ptrace_scope": 2}), "ptrace", "warning", "ptrace_scope=1"),
     "no memfd": (but(rights={"memfd": "Function not implemented"}), "memfd_create", "error", "kernel"),
     "no pidfd": (but(rights={"pidfd": "Operation not permitted"}), "pidfd_open", "error", "seccomp"),
@@ -212,13 +211,6 @@ def test_a_port_that_is_taken_is_told() -> None:
         port = server.getsockname()[1]
         assert "in use" in gather.listen_trouble(socket.AF_INET, "127.0.0.1", port)
     assert gather.listen_trouble(socket.AF_INET, "127.0.0.1", 0) == ""
-
-
-def test_a_child_reads_our_memory_or_it_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    if gather.memory_read_trouble():
-        pytest.skip("this machine forbids it")
-    monkeypatch.setattr(gather, "READER", "raise PermissionError('[Errno 1] Operation not permitted')")
-    assert "Operation not permitted" in gather.memory_read_trouble()
 
 
 def test_a_library_in_front_of_a_process(tmp_path: Path) -> None:

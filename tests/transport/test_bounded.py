@@ -16,7 +16,6 @@ import pytest_asyncio
 from myxa.core.errors import NotSent
 from myxa.core.refs import with_deadline
 from myxa.transport.session.credit import UNIT_BYTES, WINDOW_UNITS
-from myxa.transport.tensors.shared_array_transfer import TensorPolicy
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conftest import World, no_tasks_left
@@ -41,19 +40,13 @@ async def ipc(tmp_path):
     await no_tasks_left()
 
 
-@pytest.mark.parametrize(
-    ("policy", "shared_bytes"),
-    [(TensorPolicy(threshold_bytes=0), 0), (TensorPolicy(pool_bytes=16 << 20, wait_s=0.1), 16 << 20)],
-    ids=["wire", "slab"],
-)
-async def test_casts_to_a_stopped_process_are_bounded_and_those_that_were_sent_arrive(ipc, policy, shared_bytes):
+async def test_casts_to_a_stopped_process_are_bounded_and_those_that_were_sent_arrive(ipc):
     near = await ipc.join("near")
     child = await ipc.child("keeper", "keeper")
     await near.wait_for("keeper", timeout_s=20)
-    near.tensors.policy = policy
     ref = near.ref(KeeperContract, "keeper")
     data = np.ones(SIZE)
-    await ref.add(data)  # everything is connected, and the probe is over
+    await ref.add(data)  # everything is connected
     await ref.kept()
     before = psutil.Process().memory_info().rss
     peak = 0
@@ -70,15 +63,13 @@ async def test_casts_to_a_stopped_process_are_bounded_and_those_that_were_sent_a
     refused = [outcome for outcome in outcomes if outcome is not None]
     assert refused
     assert all(isinstance(error, NotSent) and "waiting for credit" in str(error) for error in refused)
-    bound = WINDOW_BYTES + shared_bytes
-    assert 0.7 * bound < num_sent * NUM_BYTES <= bound
+    assert 0.7 * WINDOW_BYTES < num_sent * NUM_BYTES <= WINDOW_BYTES
     # What is under way may be there twice: copied out of the caller's array, and in ZeroMQ's own queue.
-    assert peak - before <= bound + WINDOW_BYTES + SLACK_BYTES < NUM_CASTS * NUM_BYTES
+    assert peak - before <= 2 * WINDOW_BYTES + SLACK_BYTES < NUM_CASTS * NUM_BYTES
     for _ in range(500):  # what was sent arrives; those whose time was over meanwhile are not executed
-        if near.tensors.counters()["tensor_leases"] == 0 and await ref.runs():
+        if await ref.runs() > 1:
             break
         await asyncio.sleep(0.02)
-    assert near.tensors.counters()["tensor_leases"] == 0
     assert 1 <= await ref.runs() <= 1 + num_sent
     for _ in range(100):
         await ref.add(data)  # the credit comes back

@@ -12,27 +12,17 @@ import pytest
 from myxa.core.errors import MessageTooLarge
 from myxa.core.refs import with_deadline
 from myxa.transport.session import frames
-from myxa.transport.tensors.shared_array_transfer import TensorPolicy
 from myxa.transport.wire import Lane
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tests.transport.cast_of_actors import Echo, EchoContract, Item
 from tests.transport.keepers import Keeper, KeeperContract
 
-
-async def by_wire(world, actor):
-    """Two nodes that share no memory, and the reference from one to the actor in the other."""
-    near, far = await world.pair(actor)
-    for node in (near, far):
-        node.tensors.policy = TensorPolicy(threshold_bytes=0)
-    return near, far
-
-
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 
 
 async def test_twenty_mebibytes_there_and_back_while_small_calls_go_on(world):
-    near, _ = await by_wire(world, Echo())
+    near, _ = await world.pair(Echo())
     ref = with_deadline(near.ref(EchoContract, "callee"), 30)
     data = np.random.default_rng(7).integers(0, 256, 20 << 20, dtype=np.uint8)
     big = asyncio.ensure_future(ref.mirror(data))
@@ -46,7 +36,7 @@ async def test_twenty_mebibytes_there_and_back_while_small_calls_go_on(world):
 
 
 async def test_a_large_argument_is_the_caller_s_again_when_the_call_returns(world):
-    near, _ = await by_wire(world, Keeper())
+    near, _ = await world.pair(Keeper())
     ref = near.ref(KeeperContract, "callee")
     data = np.ones(5 << 17)
     assert await ref.keep(data) == data.size
@@ -57,7 +47,7 @@ async def test_a_large_argument_is_the_caller_s_again_when_the_call_returns(worl
 
 
 async def test_several_large_ones_at_once_arrive_whole(world):
-    near, _ = await by_wire(world, Echo())
+    near, _ = await world.pair(Echo())
     ref = near.ref(EchoContract, "callee")
     sizes = [3 << 20, (1 << 20) + 1, 1 << 20, (1 << 18) + 1, 1 << 18, 17, 0]
     got = await asyncio.gather(*(ref.mirror(np.full(n, i, np.uint8)) for i, n in enumerate(sizes)))
@@ -67,7 +57,7 @@ async def test_several_large_ones_at_once_arrive_whole(world):
 
 
 async def test_credit_comes_back_for_large_messages_too(world):
-    near, far = await by_wire(world, Echo())
+    near, far = await world.pair(Echo())
     ref = with_deadline(near.ref(EchoContract, "callee"), 40)
     data = np.zeros(12 << 20, np.uint8)  # 192 of 1024 units each: 12 of them need credit to come back
     assert await asyncio.gather(*(ref.size(data) for _ in range(12))) == [12 << 20] * 12
@@ -78,7 +68,7 @@ async def test_credit_comes_back_for_large_messages_too(world):
 
 async def test_over_the_limit_is_refused_before_it_is_sent(world, monkeypatch):
     limits = frames.FrameLimits(message=8 << 20, body=100_000)
-    near, far = await by_wire(world, Echo())
+    near, far = await world.pair(Echo())
     for node in (near, far):
         node._session.calls._limits = node._session.serving._limits = limits
     ref = near.ref(EchoContract, "callee")

@@ -24,7 +24,6 @@ from myxa.transport.session.frames import (
     fill_chunk,
     split,
 )
-from myxa.transport.tensors.shared_array_transfer import TensorPolicy
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conftest import World, no_tasks_left
@@ -99,7 +98,6 @@ async def ipc(tmp_path):
 async def test_a_call_that_ends_while_it_is_sent_sends_what_it_began_with(ipc):
     actor = Keeper()
     near, _ = await ipc.pair(actor)
-    near.tensors.policy = TensorPolicy(threshold_bytes=0)
     ref = near.ref(KeeperContract, "callee")
     assert await ref.keep(np.ones(10)) == 10
     count = 4 << 20

@@ -42,7 +42,6 @@ async def test_small_messages_of_one_host_take_it_and_bulk_does_not(world):
         assert control.startswith("unix:///")
         assert bulk.startswith("ipc:///")
     ref = near.ref(EchoContract, "callee")
-    near.tensors.policy = far.tensors.policy = type(near.tensors.policy)(threshold_bytes=0)
     assert await ref.size(np.zeros(300_000, np.uint8)) == 300_000
     kinds = [type(outbox).__name__ for outbox in near._opened.transport._peers[far._key].outboxes]
     assert kinds == ["UnixOutbox", "ZmqOutbox"]

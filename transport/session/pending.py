@@ -113,7 +113,7 @@ class PendingCall(msgspec.Struct, eq=False):
         if num_bytes > limits.message or len(order.body) > limits.body:
             raise MessageTooLarge(
                 f"{self}: {num_bytes} bytes are over the limit of {limits.message} (body: {limits.body})",
-                remedy="send it in parts, or by shared memory",
+                remedy="send it in parts",
             )
 
     def end(self) -> None:

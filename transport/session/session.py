@@ -565,10 +565,6 @@ class Session:
         link = self._links.find(key)
         return link.endpoints if link is not None else None
 
-    def is_over(self, key: PeerKey) -> bool:
-        """That incarnation is known to have ended."""
-        return self._links.is_over(key)
-
     def peers(self) -> tuple[PeerKey, ...]:
         """Incarnations we have a connection to, or are making one; without this process."""
         return tuple(link.key for link in self._links.all() if link.key != self.own)
