@@ -20,29 +20,28 @@ from myxa.transport.session import calls, credit, serving, session
 REPRO = "python -m pytest tests/simulation -k"
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(400)
 def test_messages_keep_their_promises() -> None:
-    """Calls, casts, streams and puts between 2 to 4 nodes: 300 seeds."""
-    count = sweep(scenario, seeds(300, os.environ), repro=f"{REPRO} messages_keep")
-    print(f"{count} seeds")
+    """Calls, casts, streams and puts between 2 to 4 nodes: 100 seeds."""
+    sweep(scenario, seeds(100, os.environ), repro=f"{REPRO} messages_keep")
 
 
 @pytest.mark.timeout(400)
 def test_training_loses_and_doubles_nothing(tmp_path: Path) -> None:
     """The real buffer between scripted rollout actors and a scripted trainer."""
-    sweep(lambda seed: training(seed, tmp_path), seeds(100, os.environ), repro=f"{REPRO} training_loses")
+    sweep(lambda seed: training(seed, tmp_path), seeds(30, os.environ), repro=f"{REPRO} training_loses")
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_messages_keep_their_promises_for_long() -> None:
-    sweep(scenario, seeds(10_000, os.environ, first=300), repro=f"{REPRO} promises_for_long -m soak")
+    sweep(scenario, seeds(10_000, os.environ, first=100), repro=f"{REPRO} promises_for_long -m soak")
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_training_loses_and_doubles_nothing_for_long(tmp_path: Path) -> None:
-    sweep(lambda seed: training(seed, tmp_path), seeds(1000, os.environ, first=100), repro=f"{REPRO} nothing_for_long")
+    sweep(lambda seed: training(seed, tmp_path), seeds(1000, os.environ, first=30), repro=f"{REPRO} nothing_for_long")
 
 
 def digest(sim: Sim) -> str:
@@ -50,18 +49,16 @@ def digest(sim: Sim) -> str:
 
 
 def test_a_run_is_a_function_of_its_seed(tmp_path: Path) -> None:
-    for seed in range(5):
+    for seed in range(2):
         first = run(scenario, seed)
-        print(f"seed {seed}: {digest(first)}")
         again = run(scenario, seed)
         assert first.log.lines() == again.log.lines()
         assert digest(first) != digest(run(scenario, seed + 1000))
-    for number, folder in enumerate(("one", "two")):
-        (tmp_path / folder).mkdir()
-        sim = run(lambda seed, folder=folder: training(seed, tmp_path / folder), 3)
-        print(f"training {number}: {digest(sim)}")
-        (tmp_path / f"{number}").write_text(digest(sim))
-    assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text()
+    told: set[str] = set()
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        folder.mkdir()
+        told.add(digest(run(lambda seed, folder=folder: training(seed, folder), 3)))
+    assert len(told) == 1
 
 
 def test_a_seed_means_the_same_in_another_process() -> None:
@@ -118,11 +115,6 @@ def credit_not_returned(patch: pytest.MonkeyPatch) -> None:
 
 def dead_peers_not_noticed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(calls.Calls, "on_gone", lambda self, link, why: None)
-
-
-def refusal_tears_the_link(patch: pytest.MonkeyPatch) -> None:
-    """As it was: a late greeting for a provisional identity made the registry give the new node up."""
-    patch.setattr(session.Links, "find", lambda self, key: None)
 
 
 PLANTED = (

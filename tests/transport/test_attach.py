@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 import uvloop
+from tests.transport.cast_of_actors import Echo, EchoContract
 
 from myxa.core.actor import MailboxPolicy
 from myxa.core.errors import ConfigError, EngineError, NoSuchActor
 from myxa.transport.node import Node
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tests.transport.cast_of_actors import Echo, EchoContract
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -5,21 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
-from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 import pytest_asyncio
+from tests.transport.conftest import World, no_tasks_left
+from tests.transport.keepers import KeeperContract
 
 from myxa.core.errors import NotSent
 from myxa.core.refs import with_deadline
 from myxa.transport.session.credit import UNIT_BYTES, WINDOW_UNITS
-
-sys.path.insert(0, str(Path(__file__).parent))
-from conftest import World, no_tasks_left
-from tests.transport.keepers import KeeperContract
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 

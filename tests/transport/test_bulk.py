@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.transport.cast_of_actors import Echo, EchoContract, Item
+from tests.transport.keepers import Keeper, KeeperContract
 
 from myxa.core.errors import MessageTooLarge
 from myxa.core.refs import with_deadline
 from myxa.transport.session import frames
 from myxa.transport.wire import Lane
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tests.transport.cast_of_actors import Echo, EchoContract, Item
-from tests.transport.keepers import Keeper, KeeperContract
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.harness.waiting import until
+from tests.transport.cast_of_actors import Echo, EchoContract, Item, Relay, RelayContract
 
 from myxa.core.actor import Actor
 from myxa.core.errors import (
@@ -27,10 +27,6 @@ from myxa.core.refs import with_deadline
 from myxa.transport.hosting import Delivery
 from myxa.transport.session.links import Arrival
 from myxa.transport.session.pending import PendingCall
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tests.harness.waiting import until
-from tests.transport.cast_of_actors import Echo, EchoContract, Item, Relay, RelayContract
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from pathlib import Path
 
 import pytest
+from tests.transport.cast_of_actors import Echo, EchoContract
 
 from myxa.core.clock import ManualClock
 from myxa.core.errors import CallError, LaunchError, NoSuchActor
 from myxa.core.ids import PeerKey
 from myxa.core.refs import with_deadline
 from myxa.transport.socket_transport import Cuts
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tests.transport.cast_of_actors import Echo, EchoContract
 
 pytestmark = [pytest.mark.timeout(60)]
 

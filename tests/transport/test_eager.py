@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import gc
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.transport.conftest import no_tasks_left
 
 from myxa.core.actor import Actor, MailboxPolicy
 from myxa.core.errors import DeadlineExceeded
@@ -17,9 +16,6 @@ from myxa.core.handlers import call
 from myxa.core.refs import with_deadline
 from myxa.transport.actor_runner import Eager
 from myxa.transport.node import InprocNetwork, Node
-
-sys.path.insert(0, str(Path(__file__).parent))
-from conftest import no_tasks_left
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
 

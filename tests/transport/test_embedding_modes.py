@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.transport.cast_of_actors import Echo, EchoContract
 
 from myxa.core.actor import MailboxPolicy
 from myxa.core.errors import ConfigError, LaunchError
 from myxa.transport.node import InprocNetwork, Node
 from myxa.transport.sync_node import NodeThread
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tests.transport.cast_of_actors import Echo, EchoContract
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.transport.cast_of_actors import Echo, EchoContract, Item
 
 from myxa.core.actor import Actor
 from myxa.core.errors import Draining, NoSuchActor, NotSent
 from myxa.core.refs import with_deadline
 from myxa.transport.node import InprocNetwork, Node
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tests.transport.cast_of_actors import Echo, EchoContract, Item
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from tests.harness.waiting import until
+from tests.transport.cast_of_actors import Echo, EchoContract, Item, Watcher
 
 from myxa.core.errors import CallError, DeadlineExceeded, EngineError, LaunchError, NoSuchActor, PeerDied, StaleEpoch
 from myxa.core.refs import with_deadline
@@ -20,10 +20,6 @@ from myxa.transport import socket_transport
 from myxa.transport.address import Rendezvous
 from myxa.transport.node import JobKey, Node
 from myxa.transport.wire import Lane
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tests.harness.waiting import until
-from tests.transport.cast_of_actors import Echo, EchoContract, Item, Watcher
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 

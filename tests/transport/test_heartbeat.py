@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
+from tests.transport.session_net import Net, Sink, link_of
 
 from myxa.core.clock import ManualClock
 from myxa.core.errors import ConfigError
@@ -14,9 +13,6 @@ from myxa.transport.session.calls import TICK_S
 from myxa.transport.session.frames import Envelope, Kind, Malformed, decode, encode
 from myxa.transport.session.heartbeat import MAX_UNANSWERED
 from myxa.transport.wire import Lane
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tests.transport.session_net import Net, Sink, link_of
 
 
 class Two:

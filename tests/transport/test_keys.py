@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
-from pathlib import Path
 
 import msgspec
 import pytest
 import zmq
+from tests.harness.waiting import until
+from tests.transport.cast_of_actors import Echo, EchoContract
 
 from myxa.core.errors import LaunchError, NotPermitted, StaleEpoch
 from myxa.core.handlers import call
@@ -20,10 +20,6 @@ from myxa.transport.session.frames import Envelope, Kind, batch, encode
 from myxa.transport.session.guard import BAN_S, MAX_CANDIDATES, MAX_PAST, PROVISIONAL, KeyRights, KeyVerdict, PeerGuard
 from myxa.transport.session.handshake import PROTOCOL, Hello, write_hello
 from myxa.transport.wire import Endpoints, Lane
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tests.harness.waiting import until
-from tests.transport.cast_of_actors import Echo, EchoContract
 
 pytestmark = [pytest.mark.timeout(60)]
 ABOVE = 1 << 40

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import pytest_asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.transport.conftest import World, no_tasks_left
+from tests.transport.keepers import Keeper, KeeperContract
 
 from myxa.transport.session.frames import (
     CHUNK_HEADER_BYTES,
@@ -24,10 +24,6 @@ from myxa.transport.session.frames import (
     fill_chunk,
     split,
 )
-
-sys.path.insert(0, str(Path(__file__).parent))
-from conftest import World, no_tasks_left
-from tests.transport.keepers import Keeper, KeeperContract
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.transport.cast_of_actors import Echo, EchoContract
 
 from myxa.core.actor import PeerEvent
 from myxa.core.errors import PeerDied
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tests.transport.cast_of_actors import Echo, EchoContract
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.transport.cast_of_actors import Echo, EchoContract, Item
 
 from myxa.core.errors import (
     BadRequest,
@@ -29,9 +28,6 @@ from myxa.core.refs import with_deadline
 from myxa.transport import sync_node
 from myxa.transport.node import Node
 from myxa.transport.sync_node import NodeThread
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tests.transport.cast_of_actors import Echo, EchoContract, Item
 
 pytestmark = pytest.mark.timeout(60)
 

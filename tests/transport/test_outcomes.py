@@ -7,11 +7,10 @@ The truth of each outcome is checked against what the callee did: "not sent" and
 from __future__ import annotations
 
 import itertools
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.transport.session_net import End, Net
 
 from myxa.core.clock import ManualClock
 from myxa.core.errors import (
@@ -29,9 +28,6 @@ from myxa.core.ids import PeerKey
 from myxa.transport.session import handshake, session
 from myxa.transport.session.pending import CallOrder, Route
 from myxa.transport.wire import Lane
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tests.transport.session_net import End, Net
 
 KINDS = ("call", "cast", "idempotent", "put", "stream")
 MOMENTS = ("queued", "on the way", "arrived", "running", "answered")

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.harness.waiting import until
+from tests.transport.cast_of_actors import Echo, EchoContract, Item
 
 from myxa.core.errors import DeadlineExceeded, EngineError, NotSent
 from myxa.core.refs import with_deadline
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tests.harness.waiting import until
-from tests.transport.cast_of_actors import Echo, EchoContract, Item
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
 

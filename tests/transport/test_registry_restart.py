@@ -14,16 +14,14 @@ from typing import Any
 import msgspec
 import pytest
 import pytest_asyncio
+from tests.harness.waiting import until
+from tests.transport.cast_of_actors import Echo, EchoContract, Watcher
 
 from myxa.core.errors import CallError, LaunchError, StaleEpoch
 from myxa.core.refs import with_deadline
 from myxa.transport.address import Rendezvous
 from myxa.transport.node import JobKey, Node
 from myxa.transport.registry.journal import NodeEntry, RegistryJournal
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tests.harness.waiting import until
-from tests.transport.cast_of_actors import Echo, EchoContract, Watcher
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(90)]
 

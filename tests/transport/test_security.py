@@ -7,13 +7,14 @@ import os
 import random
 import socket
 import stat
-import sys
 from pathlib import Path
 
 import numpy as np
 import orjson
 import pytest
 import zmq
+from tests.transport.cast_of_actors import Echo, EchoContract, Item
+from tests.transport.raw_unix import RawUnix
 
 from myxa.core.errors import LaunchError
 from myxa.transport import address
@@ -22,10 +23,6 @@ from myxa.transport.node import JobKey, Node
 from myxa.transport.session.frames import Envelope, Kind, batch, chunk_header, encode
 from myxa.transport.session.handshake import PROTOCOL
 from myxa.transport.wire import Endpoints, Lane
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tests.transport.cast_of_actors import Echo, EchoContract, Item
-from tests.transport.raw_unix import RawUnix
 
 pytestmark = [pytest.mark.timeout(60)]
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 
 import msgspec
 import pytest
+from tests.transport.session_net import Net, Sink, link_of
 
 from myxa.core.clock import ManualClock
 from myxa.core.errors import CallError, DeadlineExceeded, NotSent, OutcomeUnknown, PeerDied, StaleEpoch
 from myxa.transport.session.frames import Envelope, Kind, decode, encode
 from myxa.transport.wire import Lane
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tests.transport.session_net import Net, Sink, link_of
 
 pytestmark = pytest.mark.timeout(120)
 

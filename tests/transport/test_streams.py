@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.harness.waiting import until
+from tests.transport.cast_of_actors import Echo, EchoContract
 
 from myxa.core.actor import Actor
 from myxa.core.errors import CallError, EngineError, StreamBroken
 from myxa.core.handlers import stream
 from myxa.core.refs import with_deadline
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tests.harness.waiting import until
-from tests.transport.cast_of_actors import Echo, EchoContract
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
 

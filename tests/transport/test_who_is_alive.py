@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 import time
-from pathlib import Path
 
 import pytest
+from tests.harness.waiting import until
+from tests.transport.cast_of_actors import BlockerContract, EchoContract, Watcher
 
 from myxa.core.errors import NoSuchActor, PeerDied
 from myxa.core.refs import with_deadline
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tests.harness.waiting import until
-from tests.transport.cast_of_actors import BlockerContract, EchoContract, Watcher
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
 
