@@ -63,37 +63,41 @@ async def read(reader: asyncio.StreamReader, size: int, limit_s: float = 5.0) ->
         return await reader.readexactly(size)
 
 
-async def test_bytes_pass_unchanged_also_in_slices():
+async def test_bytes_pass_in_slices_late_and_slowly():
     async with proxied() as both:
         both.proxy.there.slice_bytes = 7
         reader, writer = await both.open()
         data = bytes(range(256)) * 20
         writer.write(data)
         assert await read(reader, len(data)) == data
-        writer.close()
-
-
-async def test_latency_delays_and_does_not_throttle():
-    async with proxied() as both:
-        both.proxy.there.latency_s = 0.2
-        reader, writer = await both.open()
+        both.proxy.there.slice_bytes, both.proxy.there.latency_s = 0, 0.2
         began = time.monotonic()
         for _ in range(10):
             writer.write(b"x" * 1000)
             await asyncio.sleep(0.01)
         await read(reader, 10_000)
-        assert 0.2 <= time.monotonic() - began < 1.5
-        writer.close()
-
-
-async def test_bandwidth_throttles():
-    async with proxied() as both:
-        both.proxy.back.bytes_per_s = 400_000
-        reader, writer = await both.open()
+        assert 0.2 <= time.monotonic() - began < 1.5, "a delay is no throttle"
+        both.proxy.there.latency_s, both.proxy.back.bytes_per_s = 0.0, 400_000
         began = time.monotonic()
         writer.write(bytes(200_000))
         await read(reader, 200_000)
         assert time.monotonic() - began > 0.3
+        writer.close()
+
+
+@pytest.mark.parametrize("towards_target", [True, False])
+async def test_a_half_close_leaves_the_other_way(towards_target):
+    async with proxied() as both:
+        reader, writer = await both.open()
+        writer.write(b"hello")
+        await read(reader, 5)
+        both.proxy.half_close(towards_target=towards_target)
+        if towards_target:
+            assert await read(reader, 3) == b"bye"  # what the server said after our end
+        else:
+            assert await asyncio.wait_for(reader.read(), 5) == b""
+            writer.write_eof()
+            await both.ended("eof")
         writer.close()
 
 
@@ -122,28 +126,6 @@ async def test_a_limit_cuts_each_connection():
             writer.close()
 
 
-async def test_a_half_close_towards_the_target_leaves_the_way_back():
-    async with proxied() as both:
-        reader, writer = await both.open()
-        writer.write(b"hello")
-        await read(reader, 5)
-        both.proxy.half_close(towards_target=True)
-        assert await read(reader, 3) == b"bye"  # what the server said after our end
-        writer.close()
-
-
-async def test_a_half_close_towards_the_client_leaves_the_way_there():
-    async with proxied() as both:
-        reader, writer = await both.open()
-        writer.write(b"hello")
-        await read(reader, 5)
-        both.proxy.half_close(towards_target=False)
-        assert await asyncio.wait_for(reader.read(), 5) == b""
-        writer.write_eof()
-        await both.ended("eof")
-        writer.close()
-
-
 async def test_a_black_hole_keeps_what_it_swallowed_and_answers_nobody():
     async with proxied() as both:
         reader, writer = await both.open()
@@ -160,17 +142,11 @@ async def test_a_black_hole_keeps_what_it_swallowed_and_answers_nobody():
         late_reader, late = await both.open()
         late.write(b"late")
         assert await read(late_reader, 4) == b"late"
-        late.close()
-        writer.close()
-
-
-async def test_what_is_discarded_never_comes():
-    async with proxied() as both:
-        reader, writer = await both.open()
         both.proxy.there.is_discarding = True
         writer.write(b"lost")
         await asyncio.sleep(0.1)
         both.proxy.there.heal()
         writer.write(b"kept")
-        assert await read(reader, 4) == b"kept"
+        assert await read(reader, 4) == b"kept", "what was discarded never comes"
+        late.close()
         writer.close()

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-import uvloop
 from tests.transport.cast_of_actors import Echo, EchoContract
 
 from myxa.core.actor import MailboxPolicy
@@ -16,71 +12,6 @@ from myxa.core.errors import ConfigError, EngineError, NoSuchActor
 from myxa.transport.node import Node
 
 pytestmark = pytest.mark.timeout(60)
-
-PROGRAM = """
-import asyncio, logging, signal, sys, threading
-sys.path.insert(0, sys.argv[1])
-from tests.transport.cast_of_actors import Echo, EchoContract
-from myxa.transport.node import Node
-
-async def main():
-    loop = asyncio.get_running_loop()
-    before = (asyncio.get_event_loop_policy(), [signal.getsignal(s) for s in (2, 15)], logging.getLogger().handlers[:],
-              logging.getLogger("myxa").handlers[:], threading.active_count())
-    async with asyncio.timeout(20):
-        node = await Node.attach(name="guest")
-        other = await Node.attach(name="other", rdzv=node.rendezvous)
-        await node.start(Echo(), "echo")
-        ticks = asyncio.ensure_future(tick())
-        ref = other.ref(EchoContract, "echo")
-        for _ in range(50):
-            await ref.ping()
-        assert [i.name async for i in ref.count(0, 20)] == [str(i) for i in range(20)]
-        await other.close()
-        await node.close()
-        ticks.cancel()
-    after = (asyncio.get_event_loop_policy(), [signal.getsignal(s) for s in (2, 15)], logging.getLogger().handlers[:],
-             logging.getLogger("myxa").handlers[:], threading.active_count())
-    assert before == after, (before, after)
-    assert [t for t in asyncio.all_tasks() if t not in (ticks, asyncio.current_task())] == []
-
-async def tick():
-    while True:
-        await asyncio.sleep(0.001)
-
-asyncio.run(main(), debug=True)
-assert "torch" not in sys.modules and "transformers" not in sys.modules
-print("fine")
-"""
-
-
-def test_in_a_plain_asyncio_program():
-    folder = str(Path(__file__).parent)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-X", "dev", "-c", PROGRAM, folder],
-        capture_output=True, text=True, check=False, timeout=50,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "fine\n"
-    problems = [line for line in done.stderr.splitlines() if "Executing <" not in line]  # slow machine, debug mode
-    assert problems == []
-
-
-def test_on_uvloop():
-    async def main():
-        node = await Node.attach(name="host")
-        other = await Node.attach(name="other", rdzv=node.rendezvous)
-        await node.start(Echo(), "echo")
-        ref = other.ref(EchoContract, "echo")
-        num_done = 0
-        for _ in range(20):
-            num_done += len(await asyncio.gather(*(ref.ping() for _ in range(10))))
-        await other.close()
-        await node.close()
-        return num_done
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        assert runner.run(asyncio.wait_for(main(), 20)) == 200
 
 
 @pytest.mark.asyncio

@@ -17,6 +17,7 @@ from myxa.transport.wire import Lane
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 
 
+@pytest.mark.parametrize("kind", ["inproc", "ipc", "tcp"], indirect=True)
 async def test_twenty_mebibytes_there_and_back_while_small_calls_go_on(world):
     near, _ = await world.pair(Echo())
     ref = with_deadline(near.ref(EchoContract, "callee"), 30)

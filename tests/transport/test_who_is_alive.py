@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 
 import pytest
 from tests.harness.waiting import until
 from tests.transport.cast_of_actors import BlockerContract, EchoContract, Watcher
 
-from myxa.core.errors import NoSuchActor, PeerDied
 from myxa.core.refs import with_deadline
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
@@ -61,21 +59,3 @@ async def test_who_hangs_is_named_and_who_said_so_before_is_left_alone(world):
     assert told(watcher, "stopped") == told(watcher, "silent") == ["up", "suspect", "hung", "recovered"]
     assert told(watcher, "busy") == told(watcher, "locked") == ["up"]
     assert await near.ref(EchoContract, "stopped").epoch() == 1, "the same incarnation"
-
-
-async def test_an_exit_that_a_pidfd_shows_ends_calls_at_once(world):
-    """What a launcher does: the process's descriptor is on its loop, and the end is told to everybody."""
-    near = await world.join("near")
-    child = await world.child("far")
-    await near.wait_for("far", timeout_s=20)
-    pending = asyncio.ensure_future(with_deadline(near.ref(EchoContract, "far"), 60).sleep(50))
-    await asyncio.sleep(0.2)
-    began = time.monotonic()
-    child.kill()
-    status = await child.wait()
-    await near.registry.process_exited("far", 0, status, pid=child.pid)
-    with pytest.raises(PeerDied, match="SIGKILL"):
-        await pending
-    assert time.monotonic() - began < 5, "by the news, not by a silence"
-    with pytest.raises(NoSuchActor):
-        await near.ref(EchoContract, "far").ping()
