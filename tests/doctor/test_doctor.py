@@ -50,7 +50,7 @@ GOOD = MachineFacts(
     room=Room(512 * GIB, 480 * GIB, None, 64 * GIB, (65536, 1 << 20), 0),
     network=Network("gpu07", ("10.0.0.7",), "", "", "", "", ""),
     disk=Disk("/data/runs", 900 * GIB, True, "ext4"),
-    rights=Rights("", 1, "", "", ""),
+    rights=Rights(1, "", "", ""),
     time=Time(1_800_000_000.0, 1_790_000_000.0, "tsc"),
 )
 

@@ -6,13 +6,13 @@ import asyncio
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.transport import cast_of_actors
+
 from myxa.transport.node import JobKey, Node, Rendezvous
 
 
 async def main(rdzv: str, key: str, sockets: str, name: str, what: str = "echo") -> int:
-    sys.path.insert(0, str(Path(__file__).parent))
-    from tests.transport import cast_of_actors
-
     rank = 1 if key else 0
     job_key = JobKey.load(Path(key)) if key else None
     node = await Node.attach(

@@ -19,6 +19,7 @@ from myxa.transport.node import InprocNetwork, Node
 from myxa.transport.sync_node import NodeThread
 
 pytestmark = pytest.mark.timeout(90)
+ROOT = Path(__file__).parents[2]
 
 HEAD = """
 import asyncio, sys, threading, time
@@ -47,7 +48,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
         [sys.executable, "-W", "error", *options, "-c", HEAD + program],
-        capture_output=True, text=True, check=False, timeout=80, cwd=Path(__file__).parent,
+        capture_output=True, text=True, check=False, timeout=80, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == expects, done.stderr
     return done
@@ -164,7 +165,7 @@ def test_a_program_that_ends_without_closing_its_thread():
     with tempfile.TemporaryDirectory(prefix="f-") as folder:
         done = subprocess.run(
             [sys.executable, "-W", "error", "-c", HEAD + FORGETFUL + "sys.exit(0)", folder],
-            capture_output=True, text=True, check=False, timeout=60, cwd=Path(__file__).parent,
+            capture_output=True, text=True, check=False, timeout=60, cwd=ROOT,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert done.stdout == "stopped: shutdown\n"
@@ -290,9 +291,8 @@ print("fine")
 
 
 def test_the_switch_interval_is_set_in_processes_of_our_own_only():
-    root = Path(__file__).parents[2]
     floors = ("core", "transport", "memory", "algos", "actors", "launch")
-    users = {str(file.relative_to(root)) for floor in floors for file in (root / floor).rglob("*.py")
+    users = {str(file.relative_to(ROOT)) for floor in floors for file in (ROOT / floor).rglob("*.py")
              if "setswitchinterval(" in file.read_text()}  # fmt: skip
     assert users == {"launch/worker.py"}
 

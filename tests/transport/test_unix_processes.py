@@ -133,7 +133,8 @@ import asyncio, json, os, resource, socket, sys, time
 from collections import Counter
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from tests.transport.unix_parts import GREETING, Sink, inbox_at, until
+from tests.harness.waiting import until
+from tests.transport.unix_parts import GREETING, Sink, inbox_at
 from myxa.transport.session.frames import sole
 from myxa.transport.unix import framed
 

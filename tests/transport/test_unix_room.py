@@ -127,7 +127,8 @@ SENDS_INTO_THE_VOID = """
 import asyncio, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from tests.transport.unix_parts import Events, Listener, outbox_to, parcel, until
+from tests.harness.waiting import until
+from tests.transport.unix_parts import Events, Listener, outbox_to, parcel
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 async def main():
     listener, events = Listener(Path(sys.argv[2])), Events()
