@@ -1,6 +1,6 @@
 """A million calls and a hundred thousand connections leave nothing behind: memory, objects and descriptors stay flat.
 
-`make soak` runs the full numbers; the default suite a fiftieth, which shows a leak of one object per call as well.
+`make soak` runs the full numbers; the default suite a two-hundredth, which shows a leak of one object per call as well.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ IN_FLIGHT = 64
 
 def scaled(full: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
-        "number", [full // 50, pytest.param(full, marks=[pytest.mark.soak, pytest.mark.timeout(1700)])]
+        "number", [full // 200, pytest.param(full, marks=[pytest.mark.soak, pytest.mark.timeout(1700)])]
     )
 
 

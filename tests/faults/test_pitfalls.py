@@ -47,8 +47,7 @@ async def pair(tmp_path, *, tcp: bool = False):
             await node.close(grace_s=0.3)
 
 
-ways = pytest.mark.parametrize("tcp", [False, True], ids=["unix", "tcp"])
-"""Of the control lane: the loop's own sockets, and ZeroMQ's."""
+ways = pytest.mark.parametrize("tcp", [False, True], ids=["ipc", "tcp"])
 
 
 def wires_of(node: Node) -> Any:
@@ -111,24 +110,27 @@ async def test_nothing_is_sent_on_a_router_that_receives(tmp_path, monkeypatch):
     assert {kind for kind, is_zap in sent if not is_zap} == {int(zmq.DEALER)}
 
 
-@ways
-@pytest.mark.asyncio
-async def test_wake_ups_are_not_missed_under_bursts_and_pauses(tmp_path, tcp):
+@pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop])  # uvloop takes a number only
+def test_wake_ups_are_not_missed_under_bursts_and_pauses(tmp_path, make_loop):
     """An edge-triggered descriptor that is looked at wrongly hangs: within thousands of bursts, nearly surely."""
     rng = random.Random(5)
-    async with pair(tmp_path, tcp=tcp) as (near, _):
-        depot = with_deadline(near.ref(DepotContract, "depot"), 5)
-        for _ in range(300):
-            await asyncio.gather(*(depot.whoami() for _ in range(rng.choice((1, 1, 2, 5, 30)))))
-            await asyncio.sleep(rng.choice((0, 0, 0, 0.0005, 0.003)))
+
+    async def main() -> None:
+        async with pair(tmp_path) as (near, _):
+            depot = with_deadline(near.ref(DepotContract, "depot"), 5)
+            for _ in range(300):
+                await asyncio.gather(*(depot.whoami() for _ in range(rng.choice((1, 1, 2, 5, 30)))))
+                await asyncio.sleep(rng.choice((0, 0, 0, 0.0005, 0.003)))
+
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        runner.run(main())
 
 
-@ways
 @pytest.mark.asyncio
-async def test_cancelling_at_any_moment_costs_nobody_elses_message(tmp_path, tcp):
+async def test_cancelling_at_any_moment_costs_nobody_elses_message(tmp_path):
     """`wait_for(socket.recv())` may drop a message when it is cancelled at the wrong moment; here nobody waits there."""
     rng = random.Random(6)
-    async with pair(tmp_path, tcp=tcp) as (near, _):
+    async with pair(tmp_path) as (near, _):
         depot = with_deadline(near.ref(DepotContract, "depot"), 5)
 
         async def hasty() -> None:
@@ -147,18 +149,6 @@ async def test_cancelling_at_any_moment_costs_nobody_elses_message(tmp_path, tcp
                 await hasty()
         await asyncio.sleep(0.2)
         assert len(near._session.calls) == 1
-
-
-def test_on_uvloop(tmp_path):
-    """uvloop takes the number of a descriptor, not the socket."""
-
-    async def main() -> None:
-        async with pair(tmp_path) as (near, _):
-            depot = near.ref(DepotContract, "depot")
-            await asyncio.gather(*(depot.whoami() for _ in range(200)))
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main())
 
 
 @pytest.mark.asyncio

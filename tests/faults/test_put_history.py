@@ -23,7 +23,7 @@ from myxa.transport.node import Node
 
 CHILD = Path(__file__).with_name("history_child.py")
 PRODUCERS = ("rollout/0", "rollout/1", "rollout/2")
-GROUPS_BETWEEN = 16
+GROUPS_BETWEEN = 8
 """Trained between two kills, at least."""
 
 
@@ -177,7 +177,7 @@ async def check_history(seed: int, folder: Path, num_kills: int, limit_s: float)
 @pytest.mark.parametrize(
     ("num_kills", "limit_s"),
     [
-        pytest.param(6, 90.0, marks=pytest.mark.timeout(110)),
+        pytest.param(4, 90.0, marks=pytest.mark.timeout(110)),
         pytest.param(200, 1500.0, marks=[pytest.mark.soak, pytest.mark.timeout(1600)]),
     ],
 )
@@ -188,5 +188,5 @@ async def test_no_acknowledged_group_is_lost_and_none_is_trained_twice(tmp_path,
     history = arena.history
     print(f"kills {arena.kills}; {len(history.put)} put, {len(history.acked)} acked, {len(history.trained)} trained")
     assert faults_of(history) == []
-    assert arena.kills["buffer"] >= num_kills // 6
+    assert arena.kills["buffer"] >= max(1, num_kills // 6)
     assert len(history.trained) >= GROUPS_BETWEEN * (num_kills // 2)

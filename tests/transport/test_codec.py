@@ -125,13 +125,6 @@ def test_nothing_of_a_message_is_kept():
     assert seen() is None
 
 
-def test_codecs_are_compiled_once_per_handler():
-    from myxa.actors.contracts import BufferContract
-
-    spec = handlers_of(BufferContract).by_name["put_group"]
-    assert codecs_of(spec) is codecs_of(spec)
-
-
 def a_sample(index: int) -> Sample:
     ids = np.arange(2, dtype=np.int32)
     return Sample(
