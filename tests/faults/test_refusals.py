@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from pathlib import Path
 
 import msgspec
@@ -14,7 +13,6 @@ import zmq
 from tests.faults.depot import Depot, DepotContract
 from tests.transport.raw_unix import RawUnix
 
-from myxa.core.errors import LaunchError
 from myxa.transport.node import JobKey, Node
 from myxa.transport.session.frames import Envelope, Kind, batch, decode, encode
 from myxa.transport.session.handshake import read_hello, write_hello
@@ -49,33 +47,6 @@ async def cluster(tmp_path, caplog):
     yield Cluster(host, good, key)
     await good.close(grace_s=0.2)
     await host.close(grace_s=0.2)
-
-
-async def test_a_wrong_key(cluster):
-    rdzv = cluster.host.rendezvous
-    with pytest.raises(LaunchError, match="same"):
-        await Node.attach(name="stranger", rdzv=rdzv, key=JobKey.generate(), node_rank=1, timeout_s=1.5)
-    # Whoever knows the public half of the registry's key, but has not the job's, gets as far as being judged.
-    context = zmq.Context()
-    client = context.socket(zmq.DEALER)
-    own = JobKey.generate()
-    client.linger = 0
-    client.curve_serverkey = (rdzv.endpoints.curve or cluster.key.public).encode()
-    client.curve_publickey, client.curve_secretkey = own.public.encode(), own.secret.encode()
-    client.connect(rdzv.endpoints.tcp[0])
-    await cluster.counted("key_unknown")
-    client.close()
-    context.term()
-
-
-async def test_no_key(cluster):
-    with pytest.raises(LaunchError, match="key"):
-        await Node.attach(name="stranger", rdzv=cluster.host.rendezvous, node_rank=1, timeout_s=1.0)
-    host, port = cluster.host.rendezvous.endpoints.tcp[0].removeprefix("tcp://").split(":")
-    with socket.create_connection((host, int(port)), timeout=5) as raw:
-        raw.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32))
-        await cluster.counted("handshake_wrong")
-    assert not any("stranger" in node.name for node in await cluster.good.registry.list_nodes())
 
 
 class RawPeer:
@@ -119,12 +90,6 @@ async def raw(cluster, tmp_path):
     peer = RawPeer(cluster.host, cluster.good, tmp_path)
     yield peer
     peer.close()
-
-
-async def test_a_replayed_hello(cluster, raw):
-    raw.send(raw.hello(attempt=2))
-    raw.send(raw.hello(attempt=2))
-    await cluster.counted("hello_replayed")
 
 
 async def test_a_hello_for_another_incarnation(cluster, raw):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from myxa.core.actor import Actor
+from myxa.core.actor import Actor, MailboxPolicy
 from myxa.core.handlers import call, cast
 
 F64 = npt.NDArray[np.float64]
@@ -38,6 +38,8 @@ class KeeperContract(Actor):
 
 class Keeper(KeeperContract):
     """See above."""
+
+    mailbox = MailboxPolicy(size=4096)
 
     def __init__(self) -> None:
         self.arrays: list[npt.NDArray[Any]] = []

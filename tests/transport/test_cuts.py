@@ -63,7 +63,6 @@ async def test_nothing_passes_while_it_lasts_and_all_goes_on_after_it(world):
     await with_deadline(back, 20.0).ping()
 
 
-@real
 @pytest.mark.asyncio
 async def test_one_way_it_is_heard_and_not_answered(world):
     near, far = await world.join("near"), await world.join("far")

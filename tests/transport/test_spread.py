@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import aclosing
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from myxa.core.actor import Actor, MailboxPolicy
-from myxa.core.errors import GatherError, NoSuchActor, Overloaded
+from myxa.core.errors import GatherError, NoSuchActor
 from myxa.core.handlers import call, durable_put
 from myxa.transport.call_client import CallClient
 from myxa.transport.codec import Codec
@@ -94,34 +93,6 @@ async def test_it_is_encoded_once_and_has_no_task_of_its_own_for_each(scene: Sce
     monkeypatch.setattr(CallClient, "request", refused)
     assert await scene.group.all(Member.name, "!") == {name: name + "!" for name in NAMES}
     assert num_encoded == 1
-
-
-async def test_who_is_refused_is_named_and_the_others_answer(scene: Scene):
-    blocked = asyncio.ensure_future(scene.near.ref(Member, "member/1").wait())
-    async with asyncio.timeout(10):
-        while not (await scene.group.options(deadline_s=10).quorum(2, Member.name, ""))["member/0"]:
-            await asyncio.sleep(0)
-        with pytest.raises(GatherError) as caught:
-            await scene.group.all(Member.name, "")
-    assert {name: type(error) for name, error in caught.value.errors.items()} == {"member/1": Overloaded}
-    scene.members[1].release.set()
-    assert await blocked == "member/1"
-
-
-async def test_leaving_early_cancels_those_under_way_and_only_them(scene: Scene):
-    scene.members[1].release.set()
-    async with aclosing(scene.group.each(Member.wait)) as answers:
-        assert await anext(answers) == ("member/1", "member/1")
-    async with asyncio.timeout(10):
-        while [member.num_cancelled for member in scene.members] != [1, 0, 1]:
-            await asyncio.sleep(0.01)
-
-
-async def test_large_arrays_of_answers_are_fetched_side_by_side(scene: Scene):
-    found = await scene.group.all(Member.field, 1 << 20)
-    assert {name: (field.size, float(field[0]), float(field[-1])) for name, field in found.items()} == {
-        name: (1 << 20, float(place), float(place)) for place, name in enumerate(NAMES)
-    }
 
 
 async def test_arrays_puts_and_names_that_are_not_known_take_the_other_way(scene: Scene):
