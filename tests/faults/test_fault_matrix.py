@@ -1,0 +1,95 @@
+"""The fault matrix on real sockets and processes: encrypted tcp through a proxy that breaks on command, exchanges of which
+one half is lost (as in Ray's RPC chaos tests), signals, limits of the kernel."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.faults import network_lab, process_lab
+from tests.faults.depot import Depot, DepotContract
+from tests.faults.fault_table import NETWORK, PROCESS, RPC, Fault
+from tests.faults.verdict import check, check_all, told
+
+from myxa.core.refs import with_deadline
+from myxa.transport.node import Node
+
+pytestmark = pytest.mark.timeout(90)
+
+TABLES: dict[str, tuple[Mapping[str, Fault], Callable[..., Any]]] = {
+    "network": (NETWORK, network_lab.run_all),
+    "rpc": (RPC, network_lab.run_all),
+    "process": (PROCESS, process_lab.run_all),
+}
+
+
+def rows(table: str, *, is_soak: bool = False) -> dict[str, Fault]:
+    return {name: fault for name, fault in TABLES[table][0].items() if fault.is_soak == is_soak}
+
+
+@cache
+def lab(table: str) -> tuple[Any, Any]:
+    """All rows of a table at the same time: results and what the caller still holds."""
+    results, report = asyncio.run(TABLES[table][1](rows(table)))
+    print(told(results))
+    return results, report
+
+
+CELLS = [(table, name, kind) for table in TABLES for name, fault in rows(table).items() for kind in fault.cells]
+
+
+@pytest.mark.parametrize(("table", "name", "kind"), CELLS, ids=["-".join(cell) for cell in CELLS])
+def test_cell(table: str, name: str, kind: str) -> None:
+    results, report = lab(table)
+    check(results[name], report.effects, rows(table)[name], name, kind)
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_nothing_is_left_over(table: str) -> None:
+    """No call is pending and no put waits; and what was to happen did."""
+    _, report = lab(table)
+    assert report.left == {"pending calls": 1, "parked": 0}
+    if table == "network":
+        for name in ("reset of requests", "half-close, callee", "half-close, caller", "cut"):
+            assert report.reconnected[name] > 2, name
+    if table == "rpc":
+        assert report.replayed["answer lost"] >= 1, "the put came again and was answered from memory"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("table", ["network", "process"])
+def test_the_long_ones(table: str) -> None:
+    results, report = asyncio.run(TABLES[table][1](rows(table, is_soak=True)))
+    print(told(results))
+    check_all(results, report.effects, rows(table, is_soak=True))
+    assert report.left == {"pending calls": 1, "parked": 0}
+
+
+@pytest.mark.asyncio
+async def test_calls_work_in_both_directions_after_one_side_gave_the_other_up(tmp_path: Path, caplog: Any) -> None:
+    """What broke was one direction, and the other side has noticed nothing."""
+    caplog.set_level(logging.CRITICAL, "myxa")
+    host = await Node.attach(name="launcher/0")
+    near = await Node.attach(name="near", rdzv=host.rendezvous)
+    far = await Node.attach(name="far", rdzv=host.rendezvous)
+    try:
+        await near.start(Depot(tmp_path / "near"), "near-depot")
+        await far.start(Depot(tmp_path / "far"), "far-depot")
+        await asyncio.gather(near.wait_for("far-depot", timeout_s=5), far.wait_for("near-depot", timeout_s=5))
+        there = with_deadline(near.ref(DepotContract, "far-depot"), 3.0)
+        back = with_deadline(far.ref(DepotContract, "near-depot"), 3.0)
+        await there.whoami()
+        await back.whoami()
+        for first, second in ((there, back), (back, there)):
+            near._session.unreachable(far._key, "the test says so")
+            await first.whoami()
+            await second.whoami()
+    finally:
+        for node in (far, near, host):
+            await node.close(grace_s=0.2)
