@@ -6,10 +6,8 @@ allowed. With no fault at all it allows only success.
 
 from __future__ import annotations
 
-import functools
 import os
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +15,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tests.transport.session_net import End, Net
 
 from myxa.core.clock import ManualClock
 from myxa.core.errors import (
@@ -32,8 +31,7 @@ from myxa.core.ids import PeerKey
 from myxa.transport.session.credit import WINDOW_UNITS
 from myxa.transport.session.frames import Envelope, Kind
 from myxa.transport.session.pending import CallOrder, Route
-from myxa.transport.session.session import Session
-from myxa.transport.wire import Endpoints, Lane
+from myxa.transport.wire import Lane
 
 BIG = b" " * 300_000
 WINDOW = 4
@@ -131,92 +129,36 @@ class Model:
 # -- the surroundings of a session
 
 
-class Wire:
-    """Connections between ends: each lane keeps its order, nothing more is promised."""
-
-    def __init__(self, clock: ManualClock) -> None:
-        self.clock = clock
-        self.ends: dict[str, End] = {}
-        self.flying: dict[bytes, tuple[str, Lane, deque[bytes]]] = {}
-        self.num_connections = 0
-        self.coming_up: list[tuple[End, PeerKey, Lane]] = []
+class Wire(Net):
+    """Each connection keeps its order, nothing more is promised."""
 
     def come_up(self) -> None:
         """Say of the connections that were made that they are there."""
-        coming, self.coming_up = self.coming_up, []
-        for end, peer, lane in coming:
+        while self.coming_up:
+            end, peer, lane = self.coming_up.popleft()
             if (peer, lane) in end.up:
                 end.session.connected(peer, lane)
 
     def busy(self) -> list[bytes]:
-        return [name for name, (_, _, queue) in self.flying.items() if queue]
+        """Connections with something on its way."""
+        ends = self.ends
+        return list(dict.fromkeys(name for name, to, _, _ in self.flying if to in ends and name in ends[to].accepted))
+
+    def head(self, name: bytes) -> Any:
+        return next(item for item in self.flying if item[0] == name)
 
     def deliver(self, name: bytes, *, keep: bool = False) -> None:
         self.come_up()
-        target, lane, queue = self.flying[name]
-        data = queue[0] if keep else queue.popleft()
-        end = self.ends.get(target)
-        if end is not None and name in end.accepted:
-            end.session.received(name, lane, memoryview(bytearray(data)))
+        item = self.head(name)
+        if not keep:
+            self.flying.remove(item)
+        _, target, lane, data = item
+        if target in self.ends and name in self.ends[target].accepted:
+            self.ends[target].session.received(name, lane, memoryview(bytearray(data)))
 
 
-class End:
+class Party(End):
     """Transport and host of one session."""
-
-    def __init__(self, wire: Wire, key: PeerKey) -> None:
-        self.wire, self.key = wire, key
-        self.endpoints = Endpoints(inproc=str(key))
-        self.up: dict[tuple[PeerKey, Lane], bytes] = {}
-        self.accepted: set[bytes] = set()
-        self.sent_units: Counter[tuple[PeerKey, Lane]] = Counter()
-        self.arrivals: list[Any] = []
-        wire.ends[str(key)] = self
-        self.session = Session(own=key, name=f"n{key.node_id}", transport=self, host=self, clock=wire.clock)
-
-    def connect(self, peer: PeerKey, endpoints: Endpoints) -> None:
-        for lane in Lane:
-            if (peer, lane) not in self.up:
-                self.dial(peer, lane)
-
-    def dial(self, peer: PeerKey, lane: Lane) -> None:
-        self.wire.num_connections += 1
-        name = b"%d" % self.wire.num_connections
-        self.up[peer, lane] = name
-        self.wire.flying[name] = str(peer), lane, deque()
-        if str(peer) in self.wire.ends:
-            self.wire.ends[str(peer)].accepted.add(name)
-            self.wire.flying[name][2].append(bytes(self.session.greeting(peer, lane, self.sent_units[peer, lane])))
-            self.wire.coming_up.append((self, peer, lane))
-
-    def send(self, peer: PeerKey, lane: Lane, parcel: Any) -> None:
-        name = self.up.get((peer, lane))
-        if name is not None and not parcel.is_withdrawn:
-            parcel.is_sent = True
-            self.sent_units[peer, lane] += parcel.cost
-            self.wire.flying[name][2].append(bytes(parcel.data))
-
-    def cut(self, peer: PeerKey, lane: Lane) -> None:
-        name = self.up.get((peer, lane))
-        if name is not None:
-            if (other := self.wire.ends.get(str(peer))) is not None:
-                other.accepted.discard(name)
-            self.wire.flying.pop(name)
-            self.session.lost(peer, lane, "cut")
-            self.dial(peer, lane)
-
-    def disconnect(self, peer: PeerKey, linger_s: float) -> None:
-        for lane in Lane:
-            self.up.pop((peer, lane), None)
-
-    def forget(self, source: bytes, lane: Lane) -> None:
-        self.accepted.discard(source)
-
-    def outlet(self, peer: PeerKey) -> Callable[[Any], None]:
-        return functools.partial(self.send, peer, Lane.CONTROL)
-
-    def start(self, sink: Any) -> None: ...
-    def flush(self) -> None: ...
-    async def close(self, linger_s: float) -> None: ...
 
     def deliver(self, arrival: Any) -> None:
         arrival.allowed = max(arrival.allowed, WINDOW)
@@ -226,19 +168,8 @@ class End:
         if not arrival.envelope.key and arrival in self.arrivals:
             self.arrivals.remove(arrival)
 
-    def demanded(self, arrival: Any) -> None: ...
-    def unreachable(self, key: PeerKey, why: str) -> None: ...
-    def loop_back(self, lane: Lane, data: bytes | bytearray) -> None: ...
-    def judged(self, key: PeerKey, verdict: Any, reason: str) -> None: ...
-
-    def load(self) -> tuple[int, int]:
-        return 0, 0
-
     def fenced(self, error: Any) -> None:
         raise AssertionError(error)
-
-    def crashed(self, error: BaseException) -> None:
-        raise error
 
 
 # -- the machine
@@ -250,8 +181,8 @@ class SessionMachine(RuleBasedStateMachine):
         self.clock = ManualClock(100.0)
         self.model = Model(self.clock)
         self.wire = Wire(self.clock)
-        self.caller = End(self.wire, PeerKey(2, 1))
-        self.callee = End(self.wire, PeerKey(3, 1))
+        self.caller = Party(self.wire, PeerKey(2, 1))
+        self.callee = Party(self.wire, PeerKey(3, 1))
         self.streams: list[Any] = []
 
     # intents of the caller
@@ -310,7 +241,7 @@ class SessionMachine(RuleBasedStateMachine):
     def lose(self, data: st.DataObject) -> None:
         """An envelope is lost, an ack perhaps; the connection lives on."""
         self.model.num_faults += 1
-        self.wire.flying[data.draw(st.sampled_from(self.loseable()))][2].popleft()
+        self.wire.flying.remove(self.wire.head(data.draw(st.sampled_from(self.loseable()))))
 
     @precondition(lambda self: self.loseable())
     @rule(data=st.data())
@@ -318,7 +249,7 @@ class SessionMachine(RuleBasedStateMachine):
         self.wire.deliver(data.draw(st.sampled_from(self.loseable())), keep=True)
 
     def loseable(self) -> list[bytes]:
-        return [name for name in self.wire.busy() if self.wire.flying[name][2][0][3] != Kind.HELLO]
+        return [name for name in self.wire.busy() if self.wire.head(name)[3][3] != Kind.HELLO]
 
     @rule(lane=st.sampled_from(list(Lane)), is_mine=st.booleans())
     def connect(self, lane: Lane, is_mine: bool) -> None:
@@ -371,7 +302,7 @@ class SessionMachine(RuleBasedStateMachine):
         old = self.callee
         del self.wire.ends[str(old.key)]
         self.streams.clear()
-        self.callee = End(self.wire, PeerKey(3, old.key.epoch + 1))
+        self.callee = Party(self.wire, PeerKey(3, old.key.epoch + 1))
         self.caller.session.peer_over(old.key, "it was killed")
         self.caller.session.calls.on_located("callee", lambda order: self.route())
 
@@ -435,7 +366,7 @@ class SessionMachine(RuleBasedStateMachine):
                 assert not any(link.waiting)
 
 
-SessionMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=60, deadline=None)
+SessionMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
 TestSession = SessionMachine.TestCase
 
 
