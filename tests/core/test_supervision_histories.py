@@ -343,4 +343,4 @@ class Histories(RuleBasedStateMachine):
 
 
 TestHistories = Histories.TestCase
-TestHistories.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestHistories.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)

@@ -111,7 +111,7 @@ async def main(path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     for number in range(30):
         try:
-            node = await Node.attach(name="guest", rdzv=host.rendezvous, timeout_s=3.0)
+            node = await Node.attach(name="guest", rdzv=host.rendezvous, timeout_s=1.5)
         except MyxaError as error:
             print(type(error).__name__)
             break

@@ -50,7 +50,7 @@ def text_of(value: Any) -> str:
     return repr(msgspec.to_builtins(value, enc_hook=lambda a: (str(a.dtype), a.tolist())))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(plain)
 def test_plain_values_come_back_and_both_ways_read_each_other(value):
     codec = Codec(Plain)
@@ -73,7 +73,7 @@ def test_arrays_come_back_writable(left, right, share):
     assert back.left.flags.aligned
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.binary(max_size=120), st.lists(st.binary(max_size=16), max_size=2))
 def test_arbitrary_bodies_are_decoded_or_refused_as_the_long_way_does(body, frames):
     for kind in (Plain, Arrays, Group, None, Any, tuple[Plain, ...]):

@@ -54,7 +54,7 @@ def test_the_header_is_48_bytes():
     assert len(encode(Envelope(kind=Kind.PING))) == 48
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(envelopes)
 def test_what_is_encoded_comes_back(envelope):
     assert decode(memoryview(encode(envelope))) == envelope
@@ -69,7 +69,7 @@ def test_a_batch_comes_apart_as_it_was_put_together(several):
     assert [decode(p) for p in parts] == several
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.binary(max_size=400))
 def test_arbitrary_bytes_never_raise(data):
     decode(memoryview(data))
@@ -152,7 +152,7 @@ def test_chunks_make_the_whole(data, size):
     assert assembly.num_bytes == 0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 4), st.integers(0, 40), st.integers(0, 60), st.binary(max_size=20)), max_size=8)
 )

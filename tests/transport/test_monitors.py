@@ -12,6 +12,7 @@ from tests.transport.cast_of_actors import Echo, EchoContract
 
 from myxa.core.actor import PeerEvent
 from myxa.core.errors import PeerDied
+from myxa.transport import socket_transport
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -48,7 +49,8 @@ async def test_a_monitor_tells_the_state_and_then_every_change(world: Any):
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("kind", ["ipc"])
-async def test_a_monitor_of_a_killed_process(world: Any):
+async def test_a_monitor_of_a_killed_process(world: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(socket_transport, "UNREACHABLE_S", 0.5)
     near, _ = await world.pair(Echo())
     process = await world.child("victim")
     await near.wait_for("victim", timeout_s=10)

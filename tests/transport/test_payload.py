@@ -45,7 +45,7 @@ def test_plain_values_come_back(value):
     assert through(value, Any) == value
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.sampled_from(DTYPES).flatmap(
         lambda d: hnp.arrays(np.dtype(d), hnp.array_shapes(min_dims=0, max_dims=4, min_side=0))
@@ -59,7 +59,7 @@ def test_arrays_come_back(array):
     assert back.flags.aligned
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.binary(max_size=200), st.lists(st.binary(max_size=16), max_size=3))
 def test_arbitrary_bodies_never_raise_anything_else(body, frames):
     for kind in (Pair, Group, dict[str, int], None, npt.NDArray[np.int32]):
@@ -77,7 +77,7 @@ arrays_of_descriptor = st.tuples(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(arrays_of_descriptor, st.lists(st.binary(max_size=24), max_size=3))
 def test_wrong_descriptors_are_refused(descriptor, frames):
     import orjson

@@ -123,6 +123,7 @@ def check_endpoints(journal: Path) -> None:
     assert len(owners) >= 8
 
 
+@pytest.mark.parametrize("job", ["tcp"], indirect=True)
 async def test_calls_go_on_while_the_registry_is_dead_and_it_is_found_when_it_is_back(job: Job):
     assert await job.start_registry() == "epoch 1"
     near = await job.join("near")
