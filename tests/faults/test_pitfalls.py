@@ -47,7 +47,7 @@ async def pair(tmp_path, *, tcp: bool = False):
             await node.close(grace_s=0.3)
 
 
-ways = pytest.mark.parametrize("tcp", [False, True], ids=["ipc", "tcp"])
+ways = pytest.mark.parametrize("tcp", [False, True], ids=["unix", "tcp"])
 
 
 def wires_of(node: Node) -> Any:
