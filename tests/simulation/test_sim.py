@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -99,14 +99,14 @@ async def hide_an_error() -> None:
 
 
 KEPT: list[Any] = []
-ENDS = {
+ENDS: dict[Callable[[], Coroutine[Any, Any, None]], str] = {
     for_ever: "did not end in time", stand_still: "standstill.*Godot's friend", leave_a_task: "forgotten",
     hide_an_error: "never retrieved",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("body", ENDS, ids=lambda body: body.__name__)
-def test_a_run_that_does_not_end_well_names_the_reason(body: Callable[[], Awaitable[None]]) -> None:
+def test_a_run_that_does_not_end_well_names_the_reason(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
     with pytest.raises(SimulationError, match=ENDS[body]):
         run(lambda seed: body(), 1, limit_s=100)
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import gc
 from typing import Any
 
 import pytest
 from tests.transport.conftest import no_tasks_left
 
 from myxa.core.actor import Actor, MailboxPolicy
-from myxa.core.errors import DeadlineExceeded
 from myxa.core.handlers import call
-from myxa.core.refs import with_deadline
 from myxa.transport.actor_runner import Eager
 from myxa.transport.node import InprocNetwork, Node
 
@@ -51,25 +48,6 @@ async def test_what_does_not_wait_is_over_at_once_and_needs_no_task():
     await asyncio.sleep(0)
     assert log == [True]
     assert asyncio.all_tasks() == before
-
-
-async def test_e12_what_waited_leaves_nothing_for_the_collector():
-    """E12: ten objects of each, with all that it had held, stayed until the collector came by."""
-    loop = asyncio.get_running_loop()
-    eager = Eager(loop)
-    gc.collect()
-    gc.disable()
-    try:
-        for _ in range(100):
-            task = eager.start(asyncio.sleep(0.001), contextvars.copy_context())
-            assert task is not None
-            await task
-            del task
-        await asyncio.sleep(0)
-        assert gc.collect() < 50
-    finally:
-        gc.enable()
-        eager.close()
 
 
 @pytest.mark.parametrize("wait", ["sleep0", "sleep", "done", "future", "task", "gather", "timeout", "group"])
@@ -120,20 +98,6 @@ async def test_it_is_one_task_and_one_context_throughout(wait):
     assert mark.get() == "outside"
     if not ready.done():
         await ready
-
-
-async def test_two_may_wait_for_the_same_future():
-    ready = asyncio.get_running_loop().create_future()
-
-    async def work():
-        return await ready
-
-    first = await begun(work())
-    other = asyncio.ensure_future(work())
-    second = await begun(work())
-    await asyncio.sleep(0)
-    ready.set_result(3)
-    assert await asyncio.gather(first, second, other) == [3, 3, 3]
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2, 5])
@@ -239,19 +203,6 @@ class Deep(Actor):
         mark.set(f"step {number}")
         return left
 
-    @call(deadline=10)
-    async def limited(self, seconds: float) -> str:
-        try:
-            async with asyncio.timeout(seconds):
-                await asyncio.sleep(10)
-        except TimeoutError:
-            return "in time"
-        return ""
-
-    @call(deadline=10)
-    async def hang(self) -> None:
-        await asyncio.sleep(30)
-
 
 async def hosted(actor):
     network = InprocNetwork()
@@ -270,17 +221,6 @@ async def test_a_long_queue_is_worked_off_in_order_without_recursion_and_without
     actor.gate.set()
     assert set(await asyncio.gather(*calls)) == {"outside"}
     assert actor.order == list(range(3000))
-    await near.close()
-    await far.close()
-    await no_tasks_left()
-
-
-async def test_handlers_may_limit_their_waits_and_be_ended_by_the_callers_deadline():
-    far, near, ref = await hosted(Deep())
-    assert await ref.limited(0.02) == "in time"
-    with pytest.raises(DeadlineExceeded):
-        await with_deadline(ref, 0.15).hang()
-    assert await ref.limited(0.01) == "in time"  # the serial handler before it was cancelled
     await near.close()
     await far.close()
     await no_tasks_left()
