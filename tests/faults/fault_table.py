@@ -1,6 +1,6 @@
 """What is promised: fault x operation -> how it ends, how often it took effect, by when. The tests hold the runtime to it.
 
-`python tests/faults/fault_table.py` writes the tables into tests/faults/README.md and docs/walk-call.md;
+`python -m tests.faults.fault_table` writes the tables into tests/faults/README.md and docs/walk-call.md;
 a test compares them.
 """
 
@@ -302,7 +302,7 @@ ADVICE = (
     (
         "`PeerDied`",
         "The callee's process ended meanwhile: it may have run.",
-        "As above; the supervisor starts the process again, `ctx.watch` tells when.",
+        "As above; the supervisor starts the process again, `ctx.watch` reports when.",
     ),
     ("`StreamBroken`", "Items up to `.last_seq` came, without a gap.", "Open it again, from there if the handler can."),
     (

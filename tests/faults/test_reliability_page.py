@@ -15,7 +15,7 @@ REFERENCE = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
 @pytest.mark.parametrize("page", [PAGE, CALL_PAGE], ids=lambda page: page.name)
 def test_the_tables_are_those_of_the_tests(page):
-    assert page.read_text() == filled(page), "run: python tests/faults/fault_table.py"
+    assert page.read_text() == filled(page), "run: python -m tests.faults.fault_table"
 
 
 def test_every_fault_meets_every_operation_that_it_can_meet():
