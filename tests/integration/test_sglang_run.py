@@ -5,7 +5,6 @@ The servers are tests/engines/stand_in: SGLang's name, flags and routes with the
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
 import signal
@@ -92,17 +91,14 @@ def test_launched_servers_are_profiled_and_replaced_and_never_serve_what_they_do
 
 
 def profile_server(job: Job, run_dir: Path) -> None:
-    """A profile of a rollout actor is also one of its server."""
+    """A profile of a rollout actor is also one of its server; what is in it: tests/engines/test_sglang_profile.py."""
     words = ("profile", "rollout/0", "--for", "0.2s", "--run", str(run_dir))
     done = run_command(*words, folder=job.folder, timeout_s=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "speedscope.json" in done.stdout
     assert "rollout/0, its server http://127.0.0.1:" in done.stdout
     (trace,) = [line.strip() for line in done.stdout.splitlines() if line.endswith(".json.gz")]
-    with gzip.open(run_dir / "profiles" / trace) as file:
-        assert any(event["name"].startswith("aten::") for event in json.load(file)["traceEvents"])
-    done = run_command(*words, "--no-engine", folder=job.folder, timeout_s=120)
-    assert done.returncode == 0 and "its server" not in done.stdout, done.stdout + done.stderr
+    assert (run_dir / "profiles" / trace).stat().st_size > 1000
 
 
 def test_one_actor_in_front_of_a_fleet_goes_on_when_a_server_of_it_dies(job: Job, monkeypatch) -> None:
