@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from tests.harness.commands import Command
 from tests.knobs.coordinator_room import STEP_S, Room, Trainer, until
 
 from myxa.actors.contracts import CoordinatorContract
@@ -25,6 +25,7 @@ from myxa.transport.node import Node
 
 __all__ = ["Anew", "open_anew", "until"]
 
+HERE = Path(__file__).parent
 OWNERS = ("buffer", "rollout/0", "rollout/1")
 
 
@@ -75,6 +76,22 @@ class SteadyTrainer(Trainer):
             )  # fmt: skip
 
 
+class Child:
+    """A forked command, as the room knows its processes."""
+
+    def __init__(self, command: Command) -> None:
+        self._command = command
+        self.send_signal, self.kill = command.send_signal, command.kill
+
+    @property
+    def returncode(self) -> int | None:
+        return self._command.poll()
+
+    async def wait(self) -> None:
+        while self._command.poll() is None:
+            await asyncio.sleep(0.01)
+
+
 @dataclass
 class Anew(Room):
     """See the module's head."""
@@ -84,14 +101,20 @@ class Anew(Room):
 
     async def begin(self) -> None:
         """Start the coordinator (again), as another process."""
-        words = [str(self.folder / "rdzv.json"), self.sockets, str(self.folder)]
-        script = str(Path(__file__).with_name("coordinator_child.py"))
         self.num += 1
-        with self.log(self.num).open("wb") as log:
-            self.children["coordinator"] = await asyncio.create_subprocess_exec(
-                sys.executable, script, *words, stdout=log, stderr=log
-            )
+        self._fork("coordinator", HERE / "coordinator_child.py", self.log(self.num), str(self.folder))
         await until(lambda: "coordinator" in self.node.peers("coordinator"), "the coordinator is there")
+
+    async def start(self, name: str, dies: str = "") -> None:
+        script = HERE.parent / "knobs" / "owner_child.py"
+        self._fork(name, script, self.uses_file(name).with_suffix(".log"), name, str(self.uses_file(name)), dies)
+        await until(lambda: bool(self.uses(name)) and name in self.node.peers(name), f"{name} at work")
+
+    def _fork(self, name: str, script: Path, log: Path, *words: str) -> None:
+        """From the process that has the imports (tests/harness/commands.py)."""
+        with log.open("w") as file:
+            words = (str(self.folder / "rdzv.json"), self.sockets, *words)
+            self.children[name] = cast(Any, Child(Command(words, self.folder, log=file, program=script)))
 
     def log(self, number: int) -> Path:
         return self.folder / f"coordinator.{number}.log"

@@ -10,7 +10,6 @@ from pathlib import Path
 from myxa.actors.coordinator.coordinator import Coordinator
 from myxa.actors.coordinator.options import CoordinatorOptions
 from myxa.core.clock import SystemClock
-from myxa.core.process import parent_mark
 from myxa.transport.node import Node, Rendezvous
 
 
@@ -23,7 +22,7 @@ async def main(rdzv: str, sockets: str, run_dir: str) -> None:
         has_engines=False,
         audit_path=folder / "audit.jsonl",
         journal_path=folder / "coordinator.journal",
-        launch=parent_mark(),
+        launch="room",
         eval_at_start=False,
     )
     node = await Node.attach(name="coordinator-node", rdzv=Rendezvous.load(Path(rdzv)), run_dir=sockets)
