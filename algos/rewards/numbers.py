@@ -253,23 +253,25 @@ class Quantity:
 PERCENT = Unit((("%", 1),))
 
 
-def parse_number(text: str) -> Fraction | None:
-    """The number that the whole text writes, or None. A trailing `%`, unit-less currency signs and a final full stop
-    are left out: "50%" is 50."""
-    found = _quantity(text, may_have_name=False)
-    is_bare = found is not None and all(name in ("%", *_CURRENCY_NAMES) for name, _ in found.unit)
-    return found.value if found is not None and is_bare else None
-
-
 def parse_quantity(text: str, *, may_have_name: bool = True) -> Quantity | None:
     """The one number that the whole text is, with a unit behind it and `x =` in front if they are there; or None."""
-    return _quantity(text, may_have_name=may_have_name)
-
-
-def last_number(text: str) -> Fraction | None:
-    """The last number in running text, or None."""
-    found = last_quantity(text)
-    return found.value if found is not None else None
+    if len(text) > MAX_CHARS:
+        return None
+    plain = _unwrapped(_normalised(text))
+    if may_have_name:  # it is one answer, so these are no two numbers
+        plain = DECIMAL_COMMA.sub(".", SPACED.sub(lambda of: of[0].replace(" ", ""), plain))
+    while may_have_name and (name := NAME.match(plain)) is not None:
+        plain = _unwrapped(plain[name.end() :])
+    sign = plain[:1] if plain[:1] in ("+", "-") else ""
+    money = plain[len(sign) :].lstrip()
+    currency = CURRENCY.match(money)
+    if currency is None:
+        return _with_unit(plain, NONE)
+    money = CURRENCY.sub("", money, count=1)
+    if sign and money[:1] in ("+", "-"):
+        return None
+    unit = parse_unit(currency[1])
+    return _with_unit(sign + money, unit) if unit is not None else None
 
 
 def last_quantity(text: str) -> Quantity | None:
@@ -293,31 +295,8 @@ def close(answer: Fraction, expected: Fraction, *, relative: Fraction, absolute:
     return abs(answer - expected) <= max(absolute, relative * abs(expected))
 
 
-_CURRENCY_NAMES = frozenset({*CURRENCIES, "¢"})
-
-
 def _meanings(of: Quantity) -> tuple[Fraction, ...]:
     return (of.value, of.value / 100) if of.unit == PERCENT else (of.value,)
-
-
-def _quantity(text: str, *, may_have_name: bool) -> Quantity | None:
-    if len(text) > MAX_CHARS:
-        return None
-    plain = _unwrapped(_normalised(text))
-    if may_have_name:  # it is one answer, so these are no two numbers
-        plain = DECIMAL_COMMA.sub(".", SPACED.sub(lambda of: of[0].replace(" ", ""), plain))
-    while may_have_name and (name := NAME.match(plain)) is not None:
-        plain = _unwrapped(plain[name.end() :])
-    sign = plain[:1] if plain[:1] in ("+", "-") else ""
-    money = plain[len(sign) :].lstrip()
-    currency = CURRENCY.match(money)
-    if currency is None:
-        return _with_unit(plain, NONE)
-    money = CURRENCY.sub("", money, count=1)
-    if sign and money[:1] in ("+", "-"):
-        return None
-    unit = parse_unit(currency[1])
-    return _with_unit(sign + money, unit) if unit is not None else None
 
 
 def _with_unit(plain: str, unit: Unit) -> Quantity | None:

@@ -53,7 +53,7 @@ GONE_S = 30.0
 RECEIVED = re.compile(r'"POST /update_weights_from_(distributed|tensor) HTTP/1.1" 200')
 PAUSED, RESUMED = '"POST /pause_generation HTTP/1.1" 200', '"POST /continue_generation HTTP/1.1" 200'
 NAMING = ("engine-fenced", "engine-left", "engine-gone")
-STAND_IN = HERE.parents[1] / "tests" / "engines" / "stand_in"
+STAND_IN = HERE.parents[1] / "tests" / "harness" / "stand_in"
 REAL_STAND_INS = HERE.parents[1] / "tests" / "engines" / "sglang_cpu" / "standins"
 ON_ONE_GPU = (
     'weights.channel="cuda_ipc"', "sglang.mem_fraction_static=0.2", 'roles.rollout.env={CUDA_VISIBLE_DEVICES="0"}',

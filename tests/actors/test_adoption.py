@@ -3,53 +3,49 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
+from tests.harness.manifests import manifest_of
 
 from myxa.actors.weights.rollout_update import Adoption
 from myxa.core.messages import WeightManifest
 
 
 def manifest(version: int) -> WeightManifest:
-    return WeightManifest(
-        version=version,
-        channel="shm",
-        location="",
-        generation=2 * version,
-        num_bytes=0,
-        tensors=(),
-        digest="",
-        host="",
-    )
+    return manifest_of(version, channel="shm", generation=2 * version)
 
 
-def test_engines_adopt_one_by_one_the_one_furthest_behind_first() -> None:
-    adoption = Adoption()
-    adoption.joined("rollout/0", 1)
+def with_engines(*names: str, **options: Any) -> Adoption:
+    adoption = Adoption(**options)
+    for name in names:
+        adoption.joined(name, 1)
+    return adoption
+
+
+def adopt_one(adoption: Adoption) -> tuple[str, int]:
+    instruction = adoption.next()
+    assert instruction is not None
+    adoption.adopted(instruction.engine, instruction.epoch, instruction.manifest.version)
+    return instruction.engine, instruction.manifest.version
+
+
+def test_the_engine_furthest_behind_is_first_and_versions_in_between_are_skipped_and_released() -> None:
+    adoption = with_engines("rollout/0")
     adoption.published(manifest(0))
-    first = adoption.next()
-    assert first is not None and first.engine == "rollout/0"
-    adoption.adopted("rollout/0", 1, 0)
+    assert adopt_one(adoption) == ("rollout/0", 0)
     adoption.joined("rollout/1", 2)
-    adoption.published(manifest(1))
-    second = adoption.next()
-    assert second is not None and (second.engine, second.manifest.version) == ("rollout/1", 1)
-
-
-def test_versions_in_between_are_skipped_and_released() -> None:
-    adoption = Adoption()
-    adoption.joined("rollout/0", 1)
-    for version in range(4):
+    for version in (1, 2, 3):
         adoption.published(manifest(version))
     assert adoption.releasable() == (0, 1, 2)
-    instruction = adoption.next()
-    assert instruction is not None and instruction.manifest.version == 3
+    assert [adopt_one(adoption), adopt_one(adoption)] == [("rollout/1", 3), ("rollout/0", 3)]
 
 
-def test_bytes_being_adopted_are_not_released() -> None:
-    adoption = Adoption()
-    adoption.joined("rollout/0", 1)
+def test_bytes_being_adopted_are_not_released_and_only_what_was_ordered_can_be_served() -> None:
+    adoption = with_engines("rollout/0")
     adoption.published(manifest(0))
+    with pytest.raises(ValueError, match="cannot go from joined to serving"):
+        adoption.adopted("rollout/0", 1, 0)
     assert adoption.next() is not None
     adoption.published(manifest(1))
     assert adoption.releasable() == ()
@@ -57,9 +53,8 @@ def test_bytes_being_adopted_are_not_released() -> None:
     assert adoption.releasable() == (0,)
 
 
-def test_a_dead_incarnation_has_no_say() -> None:
-    adoption = Adoption()
-    adoption.joined("rollout/0", 1)
+def test_a_dead_incarnation_has_no_say_and_a_fenced_one_gets_nothing_until_it_is_born_again() -> None:
+    adoption = with_engines("rollout/0")
     adoption.published(manifest(0))
     assert adoption.next() is not None
     adoption.joined("rollout/0", 2)
@@ -67,31 +62,14 @@ def test_a_dead_incarnation_has_no_say() -> None:
     assert adoption.serving == {}
     instruction = adoption.next()
     assert instruction is not None and instruction.epoch == 2
-
-
-def test_a_fenced_engine_gets_nothing_until_it_is_born_again() -> None:
-    adoption = Adoption()
-    adoption.joined("rollout/0", 1)
-    adoption.published(manifest(0))
-    assert adoption.next() is not None
-    adoption.fenced("rollout/0", 1)
+    adoption.fenced("rollout/0", 2)
     assert adoption.next() is None and adoption.serving == {}
-    adoption.joined("rollout/0", 2)
+    adoption.joined("rollout/0", 3)
     assert adoption.next() is not None
-
-
-def test_an_engine_cannot_serve_what_it_was_not_told_to_adopt() -> None:
-    adoption = Adoption()
-    adoption.joined("rollout/0", 1)
-    adoption.published(manifest(0))
-    with pytest.raises(ValueError, match="cannot go from joined to serving"):
-        adoption.adopted("rollout/0", 1, 0)
 
 
 def test_after_a_rewind_every_engine_is_behind_whatever_number_it_serves() -> None:
-    adoption = Adoption()
-    for name in ("rollout/0", "rollout/1"):
-        adoption.joined(name, 1)
+    adoption = with_engines("rollout/0", "rollout/1")
     adoption.published(manifest(5))
     while (instruction := adoption.next()) is not None:
         adoption.adopted(instruction.engine, 1, 5)
@@ -105,32 +83,6 @@ def test_after_a_rewind_every_engine_is_behind_whatever_number_it_serves() -> No
     assert seen == [("rollout/0", 3), ("rollout/1", 3)]
     assert adoption.next() is None and adoption.serving == {"rollout/0": 3, "rollout/1": 3}
     assert adoption.engines_at(3) == ["rollout/0", "rollout/1"]
-
-
-def test_the_same_number_published_after_a_rewind_is_adopted_again() -> None:
-    adoption = Adoption()
-    adoption.joined("rollout/0", 1)
-    adoption.published(manifest(5))
-    adopt_one(adoption)
-    adoption.rewound()
-    adoption.published(manifest(4))
-    adoption.published(manifest(5))
-    assert adoption.engines_at(5) == [], "its version 5 was undone"
-    assert adopt_one(adoption) == ("rollout/0", 5)
-    assert adoption.engines_at(5) == ["rollout/0"]
-
-
-def test_an_adoption_that_a_rewind_overtook_leaves_the_engine_behind() -> None:
-    adoption = Adoption()
-    adoption.joined("rollout/0", 1)
-    adoption.published(manifest(5))
-    assert adoption.next() is not None
-    adoption.rewound()
-    adoption.published(manifest(5))
-    adoption.published(manifest(6))
-    assert adoption.releasable() == (5,), "what it reads is the undone version 5, not this one"
-    adoption.adopted("rollout/0", 1, 5)
-    assert adopt_one(adoption) == ("rollout/0", 6)
 
 
 def test_an_engine_that_was_told_by_an_earlier_coordinator_is_taken_as_serving() -> None:
@@ -158,9 +110,7 @@ def test_an_engine_that_says_it_serves_what_was_undone_adopts_again() -> None:
 
 
 def test_no_more_engines_adopt_at_once_than_may() -> None:
-    adoption = Adoption(at_once=2)
-    for index in range(4):
-        adoption.joined(f"rollout/{index}", 1)
+    adoption = with_engines(*(f"rollout/{index}" for index in range(4)), at_once=2)
     adoption.published(manifest(0))
     first, second = adoption.next(), adoption.next()
     assert first is not None and second is not None and adoption.next() is None
@@ -175,15 +125,8 @@ def test_no_more_engines_adopt_at_once_than_may() -> None:
     assert adoption.next() is not None
 
 
-def adopt_one(adoption: Adoption) -> tuple[str, int]:
-    instruction = adoption.next()
-    assert instruction is not None
-    adoption.adopted(instruction.engine, instruction.epoch, instruction.manifest.version)
-    return instruction.engine, instruction.manifest.version
-
-
 @pytest.mark.parametrize("at_once", [1, 2, 3])
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_random_walk_never_frees_what_is_read_and_always_catches_up(seed: int, at_once: int) -> None:
     """Weights are named by lineage and version: what an engine serves is what the trainer published under that name."""
     print(f"seed {seed}, {at_once} at once")
@@ -237,3 +180,22 @@ def test_random_walk_never_frees_what_is_read_and_always_catches_up(seed: int, a
         adoption.adopted(instruction.engine, instruction.epoch, instruction.manifest.version)
     assert adoption.serving == dict.fromkeys(epochs, published)
     assert sorted(adoption.engines_at(published)) == sorted(epochs)
+
+
+def test_a_version_is_let_go_once_all_have_it_and_given_anew_to_who_lost_it() -> None:
+    adoption = with_engines("a", "b", keeps_newest=False)
+    adoption.published(manifest(3))
+    for name in ("a", "b"):
+        instruction = adoption.next()
+        assert instruction is not None
+        assert adoption.releasable() == (), f"{name} is about to read it"
+        adoption.adopted(instruction.engine, 1, 3)
+    assert adoption.releasable() == (3,)
+    adoption.lost("a", 1)
+    adoption.lost("b", 0)  # a word of another incarnation
+    assert adoption.serving == {"b": 3}
+    assert adoption.next() is None, "there is nothing to be had"
+    adoption.published(manifest(3))
+    assert adopt_one(adoption) == ("a", 3)
+    assert adoption.next() is None
+    assert adoption.releasable() == (3,)

@@ -11,11 +11,12 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from tests.actors.test_step_plan import group
 
 from myxa.actors.trainer.step_plan import BatchFunctions, ClaimedBatch, StepPlanOptions, plan_step, planned_step
 from myxa.core.config import AlgoConfig
 from myxa.core.errors import ConfigError, UserCodeError
-from myxa.core.samples import Group, Message, Prompt, Sample, TrainSample
+from myxa.core.samples import Group, TrainSample
 
 EXAMPLE = (Path(__file__).parents[2] / "examples" / "own_algorithm.py").read_text()
 OPTIONS = StepPlanOptions(kind="grpo", normalise_std=True, num_ranks=2, max_tokens=40, minibatches=1)
@@ -67,25 +68,10 @@ def sleeps(groups):
 
 def groups_of(*rewards: Sequence[float]) -> list[Group]:
     """Groups of as many samples as rewards; sample i of group g has g + i + 2 tokens, the first of which is masked."""
-    found: list[Group] = []
-    for group_id, mine in enumerate(rewards):
-        prompt = Prompt(group_id=group_id, row=group_id, pass_index=0, messages=(Message(role="user", content="q"),))
-        lengths = [group_id + i + 2 for i in range(len(mine))]
-        samples = tuple(
-            Sample(
-                group_id=group_id,
-                index=i,
-                prompt_ids=np.arange(4, dtype=np.int32),
-                response_ids=np.arange(length, dtype=np.int32),
-                logprobs=np.full(length, -1.0, np.float32),
-                loss_mask=np.array([0] + [1] * (length - 1), np.uint8),
-                versions=np.full(length, 3, np.int32),
-                finish="stop",
-            )
-            for i, length in enumerate(lengths)
-        )
-        found.append(Group(prompt=prompt, samples=samples, rewards=np.asarray(mine, np.float32)))
-    return found
+    made = [group(number, list(mine), length=number + 2) for number, mine in enumerate(rewards)]
+    for sample in (sample for one in made for sample in one.samples):
+        sample.loss_mask[0] = 0
+    return made
 
 
 GROUPS = groups_of([0.0, 1.0, 0.3], [0.1, 0.7, 0.7])
@@ -129,7 +115,6 @@ def test_a_number_per_token_is_the_tokens_own(mine: Path) -> None:
     assert second.advantage == -1.5, "the mean of those in the loss"
 
 
-@pytest.mark.asyncio
 async def test_rewards_are_what_the_function_makes_of_them(mine: Path) -> None:
     plan = await planned_step(3, ClaimedBatch(GROUPS), options_of(mine, reward_post_process="process"), 10.0)
     samples = sorted((s for shard in plan.shards for s in shard.samples), key=lambda s: (s.group_id, s.index))
@@ -158,7 +143,6 @@ REFUSED = [
 
 @pytest.mark.parametrize(("name", "said"), REFUSED, ids=[name for name, _ in REFUSED])
 @pytest.mark.parametrize("key", ["reward_post_process", "advantage_fn"])
-@pytest.mark.asyncio
 async def test_what_cannot_be_trained_on_is_refused(mine: Path, key: str, name: str, said: str) -> None:
     mine.write_text(WRONG)
     with pytest.raises(UserCodeError) as caught:
@@ -177,7 +161,6 @@ def test_rows_have_the_length_of_the_response(mine: Path) -> None:
         options.functions.rewarded(3, GROUPS)
 
 
-@pytest.mark.asyncio
 async def test_one_that_hangs_is_named_and_not_waited_for(mine: Path) -> None:
     mine.write_text(WRONG)
     with pytest.raises(UserCodeError, match=r'sleeps" did not return within 0\.05 s \(step 3\)'):

@@ -82,15 +82,11 @@ def test_no_number_is_above_every_bound_and_no_token_is_no_verdict():
     assert broken.complaint
     empty = judge(5, "r", [sample([-1.0], [4])], np.asarray([-9.0], np.float32), bound=0.0)
     assert (empty.num_tokens, empty.complaint) == (0, "")
+    assert judge(4, "r", [], np.zeros(0, np.float32), bound=0.1).num_tokens == 0
     with pytest.raises(ValueError, match="2 scores for 1 tokens"):
         judge(4, "r", [sample([-1.0], [4])], np.zeros(2, np.float32), bound=0.1)
 
 
-def test_no_answers_are_no_verdict():
-    assert judge(4, "r", [], np.zeros(0, np.float32), bound=0.1).num_tokens == 0
-
-
-@pytest.mark.asyncio
 async def test_an_engine_that_answers_with_nothing_is_told_and_fails_nobody():
     async def canary(version: int) -> CanaryAnswers:
         return CanaryAnswers(rollout="rollout/0", samples=())

@@ -1,22 +1,22 @@
-"""Canaries and evaluations that are asked again: the second try meets nothing of the first, and what fails leaves nothing
+"""Canaries, evaluations and rewards in a rollout actor: a second try meets nothing of the first, failures leave nothing
 behind."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.actors.data_floor import GateEngine, data_floor
+from tests.harness.waiting import until
 
-from myxa.actors.rewards.rewarder import FixedReward
+from myxa.actors.rewards.rewarder import FixedReward, Rewarder
 from myxa.actors.rollout.evaluation import Evaluation
+from myxa.core.config import RewardSettings
 from myxa.core.errors import CallError, EngineError
 from myxa.core.messages import EvalRequest, SamplingParams
 from myxa.core.samples import Message, Prompt
-
-Maker = Callable[..., Any]
 
 
 def question(num_prompts: int = 2, **wishes: Any) -> EvalRequest:
@@ -27,11 +27,8 @@ def question(num_prompts: int = 2, **wishes: Any) -> EvalRequest:
     return EvalRequest(prompts=prompts, **({"num_samples": 1, "sampling": SamplingParams(max_new_tokens=4)} | wishes))
 
 
-@pytest.mark.asyncio
-async def test_a_canary_that_fails_leaves_no_request_and_the_next_has_ids_of_its_own(
-    tmp_path: Path, data_floor: Maker, gate_engine: Maker
-) -> None:
-    engine = gate_engine()
+async def test_a_canary_that_fails_leaves_no_request_and_the_next_has_ids_of_its_own(tmp_path: Path) -> None:
+    engine: Any = GateEngine()
     whole, is_broken = engine.generate, True
 
     async def generate(request: Any) -> Any:
@@ -55,8 +52,7 @@ async def test_a_canary_that_fails_leaves_no_request_and_the_next_has_ids_of_its
         assert len(set(ids)) == len(ids)
 
 
-@pytest.mark.asyncio
-async def test_a_canary_in_an_actor_that_drains_says_so(tmp_path: Path, data_floor: Maker, until: Maker) -> None:
+async def test_a_canary_in_an_actor_that_drains_says_so(tmp_path: Path) -> None:
     async with data_floor(tmp_path) as floor:
         await floor.buffer.set_paused(True)
         engine = await floor.add("rollout/0")
@@ -68,10 +64,7 @@ async def test_a_canary_in_an_actor_that_drains_says_so(tmp_path: Path, data_flo
             await asking
 
 
-@pytest.mark.asyncio
-async def test_an_evaluation_that_is_asked_for_again_while_it_runs_is_another(
-    tmp_path: Path, data_floor: Maker, until: Maker
-) -> None:
+async def test_an_evaluation_that_is_asked_for_again_while_it_runs_is_another(tmp_path: Path) -> None:
     async with data_floor(tmp_path) as floor:
         await floor.buffer.set_paused(True)
         engine = await floor.add("rollout/0")
@@ -82,10 +75,7 @@ async def test_an_evaluation_that_is_asked_for_again_while_it_runs_is_another(
         assert [result.num_errors for result in await asyncio.gather(*both)] == [0, 0]
 
 
-@pytest.mark.asyncio
-async def test_a_set_with_a_reward_of_its_own_is_judged_by_that_and_training_is_not(
-    tmp_path: Path, data_floor: Maker
-) -> None:
+async def test_a_set_with_a_reward_of_its_own_is_judged_by_that_and_training_is_not(tmp_path: Path) -> None:
     async with data_floor(tmp_path) as floor:
         await floor.buffer.set_paused(True)
         own = Evaluation({"own": FixedReward(0.25)})
@@ -101,3 +91,16 @@ async def test_a_set_with_a_reward_of_its_own_is_judged_by_that_and_training_is_
         assert {name: plain.metrics[f"pass_at_{name}"] for name in (1, 2, 4)} == {1: 1.0, 2: 1.0, 4: 1.0}
         runner = floor.rollouts["rollout/0"]._runner
         assert runner.judged_by(FixedReward()).stats is runner.stats, "its samples count as work of the actor"
+
+
+async def test_a4_a_reward_that_fails_is_an_event_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def score(completion):\n    return completion.metadata['nothing']\n")
+    scorer = Rewarder(
+        RewardSettings(fn=f"{tmp_path}/mine.py:score", isolate=False, on_error="zero", max_error_rate=1.0)
+    )
+    async with data_floor(tmp_path) as floor:
+        engine = await floor.add("rollout/0", scorer=scorer)
+        engine.gate.set()
+        events = tmp_path / "events.jsonl"
+        await until(lambda: events.exists() and '"reward-failed"' in events.read_text())
+        assert "raised KeyError: 'nothing' at" in events.read_text()

@@ -7,14 +7,14 @@ import asyncio
 from typing import Any
 
 import pytest
+from tests.harness.manifests import manifest_of
 
 from myxa.actors.coordinator.engine_fleet import EngineFleet
 from myxa.actors.coordinator.run_state import RunState
 from myxa.actors.weights.rollout_update import Adoption
 from myxa.core.actor import PeerEvent
-from myxa.core.messages import EngineStatus, WeightManifest
+from myxa.core.messages import EngineStatus
 
-pytestmark = pytest.mark.asyncio
 NAME = "rollout/0"
 
 
@@ -59,30 +59,25 @@ class Place:
         await self.fleet.ready(EngineStatus(rollout=NAME, version=version, running=0, waiting=0), epoch)
 
 
-def manifest(version: int) -> WeightManifest:
-    return WeightManifest(
-        version=version, channel="shm", location="", generation=0, num_bytes=0, tensors=(), digest="", host=""
-    )
-
-
-@pytest.mark.parametrize(
-    "late", [PeerEvent("restarted", NAME, 8, "it died"), PeerEvent("down", NAME, 7, "it died")], ids=lambda e: e.kind
+each_news = pytest.mark.parametrize(
+    "news", [PeerEvent("restarted", NAME, 8, "it died"), PeerEvent("down", NAME, 7, "it died")], ids=lambda e: e.kind
 )
-async def test_news_of_the_old_one_do_not_make_the_new_one_forgotten(late: PeerEvent) -> None:
+
+
+@each_news
+async def test_news_of_the_old_one_do_not_make_the_new_one_forgotten(news: PeerEvent) -> None:
     place = Place()
     await place.ready(7)
     await place.ready(8)  # it was faster than the registry's news
-    place.fleet.gone(late)
+    place.fleet.gone(news)
     assert list(place.fleet.present) == [NAME]
-    place.fleet.offered(manifest(3))
+    place.fleet.offered(manifest_of(3))
     instruction = place.adoption.next()
     assert instruction is not None and instruction.epoch == 8, "it is given weights"
     assert "engine-gone" not in place.told
 
 
-@pytest.mark.parametrize(
-    "news", [PeerEvent("restarted", NAME, 8, "it died"), PeerEvent("down", NAME, 7, "it died")], ids=lambda e: e.kind
-)
+@each_news
 async def test_one_that_ended_is_forgotten_until_the_next_one_reports_in(news: PeerEvent) -> None:
     place = Place()
     await place.ready(7, version=2)
@@ -103,29 +98,18 @@ async def test_what_an_old_one_brought_in_is_not_the_new_one_s() -> None:
     assert place.fleet.present[NAME].version == 5
 
 
-async def test_one_that_ends_while_it_is_told_the_knobs_is_not_there_afterwards() -> None:
-    place = Place()
-    place.conductor.gate.clear()
-    joining = asyncio.create_task(place.ready(7))
-    await asyncio.sleep(0)
-    place.fleet.gone(PeerEvent("down", NAME, 7, "it died"))
-    place.conductor.gate.set()
-    await joining
-    assert not place.fleet.present and place.adoption.epoch_of(NAME) == -1
-
-
-@pytest.mark.parametrize(
-    "news", [PeerEvent("restarted", NAME, 8, "it died"), PeerEvent("down", NAME, 7, "it died")], ids=lambda e: e.kind
-)
+@each_news
 async def test_one_that_ends_before_its_report_is_heard_is_not_there_and_the_next_one_is(news: PeerEvent) -> None:
+    """Neither while it waits for an open decision, nor while it is given the knobs."""
     place = Place()
-    place.conductor.decided.clear()
-    joining = asyncio.create_task(place.ready(7))
-    await asyncio.sleep(0)
-    place.fleet.gone(news)
-    place.conductor.decided.set()
-    await joining
-    assert not place.fleet.present and place.adoption.epoch_of(NAME) == -1
+    for held in (place.conductor.decided, place.conductor.gate):
+        held.clear()
+        joining = asyncio.create_task(place.ready(7))
+        await asyncio.sleep(0)
+        place.fleet.gone(news)
+        held.set()
+        await joining
+        assert not place.fleet.present and place.adoption.epoch_of(NAME) == -1
     await place.ready(8)
     assert list(place.fleet.present) == [NAME] and place.adoption.epoch_of(NAME) == 8
 

@@ -75,7 +75,6 @@ class World:
         self.events.append((kind, text))
 
 
-@pytest.mark.asyncio
 async def test_each_set_is_asked_in_its_own_way_and_the_rest_is_as_for_all() -> None:
     world = World(EvalSet(name="easy"), EvalSet(name="hard", num_prompts=2, num_samples=9, temperature=0.0, top_p=0.8))
     result = await world.evaluator.evaluate()
@@ -90,7 +89,6 @@ async def test_each_set_is_asked_in_its_own_way_and_the_rest_is_as_for_all() -> 
     assert (result.mean_reward, world.state.eval_reward, world.state.evaluating) == (0.5, 0.5, -1)
 
 
-@pytest.mark.asyncio
 async def test_the_only_set_has_no_name() -> None:
     world = World(EvalSet())
     await world.evaluator.evaluate()
@@ -99,7 +97,6 @@ async def test_the_only_set_has_no_name() -> None:
         await world.evaluator.evaluate("hard")
 
 
-@pytest.mark.asyncio
 async def test_one_set_alone_does_not_speak_for_the_run() -> None:
     world = World(EvalSet(name="easy"), EvalSet(name="hard"))
     assert (await world.evaluator.evaluate("easy")).mean_reward == 0.9
@@ -109,7 +106,6 @@ async def test_one_set_alone_does_not_speak_for_the_run() -> None:
         await world.evaluator.evaluate("hart")
 
 
-@pytest.mark.asyncio
 async def test_a_set_that_fails_is_named_and_the_others_are_told() -> None:
     world = World(EvalSet(name="easy"), EvalSet(name="hard"), broken="easy")
     with pytest.raises(EngineError, match="it broke"):
@@ -119,7 +115,6 @@ async def test_a_set_that_fails_is_named_and_the_others_are_told() -> None:
     assert [text for kind, text in world.events if kind == "eval-failed"] == ["set easy: it broke -- none"]
 
 
-@pytest.mark.asyncio
 async def test_a5_rows_that_are_not_asked_are_told_with_the_result() -> None:
     world = World(EvalSet(num_prompts=64))
     result = await world.evaluator.evaluate()

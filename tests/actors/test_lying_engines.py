@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.actors.data_floor import GateEngine, data_floor
+from tests.harness.waiting import until
 
 from myxa.actors.stream_checks import StreamChecks
 from myxa.core.errors import EngineLied
@@ -16,7 +18,6 @@ from myxa.core.messages import SamplingParams
 from myxa.core.protocols import Delta, GenerateRequest
 
 VOCAB = 100
-Maker = Callable[..., Any]
 
 
 def delta(
@@ -76,7 +77,6 @@ LIES: dict[str, tuple[Delta, str]] = {
 }
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("name", LIES)
 async def test_each_lie_ends_the_stream_and_what_came_before_is_handed_on(name: str) -> None:
     lie, words = LIES[name]
@@ -96,14 +96,12 @@ async def test_each_lie_ends_the_stream_and_what_came_before_is_handed_on(name: 
     assert "rollout/0: request 'r1', after 2 tokens" in caught.value.message
 
 
-@pytest.mark.asyncio
 async def test_nothing_may_come_after_the_end() -> None:
     lies: list[EngineLied] = []
     with pytest.raises(EngineLied, match="after its end"):
         await told_by(checks_of(lies), delta(finish="length"), delta())
 
 
-@pytest.mark.asyncio
 async def test_a_truthful_stream_passes_through_commits_and_a_trainer_that_went_back() -> None:
     """Order of commits counts, not the size of their numbers."""
     lies: list[EngineLied] = []
@@ -122,7 +120,6 @@ async def test_a_truthful_stream_passes_through_commits_and_a_trainer_that_went_
     assert len(lies) == 2
 
 
-@pytest.mark.asyncio
 async def test_a_version_that_it_refused_must_not_be_stamped() -> None:
     checks = checks_of([], told=(3,))
     checks.loading(4)
@@ -131,7 +128,6 @@ async def test_a_version_that_it_refused_must_not_be_stamped() -> None:
         await told_by(checks, delta(versions=(3, 4)))
 
 
-@pytest.mark.asyncio
 async def test_behind_a_router_an_older_server_may_answer() -> None:
     checks = checks_of([], told=(2, 3), may_be_older=True)
     assert len(await told_by(checks, delta(versions=(2, 2)), delta(versions=(2, 3)))) == 2
@@ -146,14 +142,11 @@ TWISTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("twist", TWISTS)
-async def test_the_groups_of_a_liar_go_on_elsewhere_with_their_sound_tokens(
-    tmp_path: Path, data_floor: Maker, gate_engine: Maker, until: Maker, twist: str
-) -> None:
+async def test_the_groups_of_a_liar_go_on_elsewhere_with_their_sound_tokens(tmp_path: Path, twist: str) -> None:
     """Every answer has one sound token; the liar's second piece is wrong. Nobody trains on that, nothing is lost."""
-    honest = gate_engine()
-    liar = gate_engine()
+    honest = GateEngine()
+    liar = GateEngine()
     truth = liar._delta
 
     def lies(count: int, finish: Any) -> Delta:

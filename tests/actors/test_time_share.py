@@ -13,13 +13,11 @@ from myxa.actors.contracts import MemoryContract, RolloutContract
 from myxa.actors.tenancy import time_share
 from myxa.actors.tenancy.tenant import WorkspaceRoom
 from myxa.actors.tenancy.time_share import ROLLOUT_TAGS, TRAINER_TAGS, TimeShare, TimeShareOptions
-from myxa.actors.weights.rollout_update import Adoption
 from myxa.core.activity import ActivityMeter, TelemetryBuffer
 from myxa.core.actor import Actor, PeerEvent
 from myxa.core.clock import SystemClock
 from myxa.core.device_memory import Holder, LeaseReply, LeaseRequest, TenantReport, TenantState
 from myxa.core.errors import LeaseRefused
-from myxa.core.messages import WeightManifest
 from myxa.transport.node import Node
 
 ROLLOUTS = ("rollout/0", "rollout/1")
@@ -80,10 +78,9 @@ async def stage(folder: Path) -> AsyncGenerator[tuple[TimeShare, ToyManager, lis
         await node.start(leads, name="trainer/0")
         yield leads.share, manager, rollouts
     finally:
-        await node.close(grace_s=1)
+        await node.close(grace_s=0.1)
 
 
-@pytest.mark.asyncio
 async def test_a_step_in_turns(tmp_path: Path) -> None:
     async with stage(tmp_path) as (share, manager, rollouts):
         await share.offer()
@@ -109,7 +106,6 @@ async def test_a_step_in_turns(tmp_path: Path) -> None:
         assert share.metrics()["memory/switch_s"] == 0.0
 
 
-@pytest.mark.asyncio
 async def test_an_engine_that_died_is_asked_for_again_and_loaded(tmp_path: Path) -> None:
     """It may stand with room and without an engine: the state of a tenant does not say that it has loaded."""
     async with stage(tmp_path) as (share, manager, rollouts):
@@ -127,7 +123,6 @@ async def test_an_engine_that_died_is_asked_for_again_and_loaded(tmp_path: Path)
         assert [rollout.num_loads for rollout in rollouts] == [1, 2], "it has loaded now"
 
 
-@pytest.mark.asyncio
 async def test_an_engine_that_is_slow_to_stand_still_costs_a_refused_lease_and_no_gang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,7 +141,6 @@ async def test_an_engine_that_is_slow_to_stand_still_costs_a_refused_lease_and_n
             await share.take()
 
 
-@pytest.mark.asyncio
 async def test_the_trainer_takes_its_turn_while_an_engine_is_away(tmp_path: Path) -> None:
     async with stage(tmp_path) as (share, manager, rollouts):
         await share.offer()
@@ -159,7 +153,6 @@ async def test_the_trainer_takes_its_turn_while_an_engine_is_away(tmp_path: Path
         assert manager.asked[-1].gang == "trainer"
 
 
-@pytest.mark.asyncio
 async def test_a_refusal_names_who_holds_what(tmp_path: Path) -> None:
     async with stage(tmp_path) as (share, manager, _):
         holders = (Holder("host:0", "rollout/0", "kv_cache", 7_000_000, "active"), Holder("host:0", "", "", 5, ""))
@@ -168,7 +161,6 @@ async def test_a_refusal_names_who_holds_what(tmp_path: Path) -> None:
             await share.take()
 
 
-@pytest.mark.asyncio
 async def test_engines_that_come_anew_are_noticed_until_they_are_loaded(tmp_path: Path) -> None:
     async with stage(tmp_path) as (share, _, _):
         share.on_peer(PeerEvent("up", "rollout/7", 1))
@@ -192,31 +184,3 @@ def test_room_is_counted_and_moves_nothing() -> None:
     assert room.report()[0].backing == "discarded"
     room.restore(("workspace",))
     assert room.report()[0].backing == "mapped_dirty"
-
-
-def manifest(version: int) -> WeightManifest:
-    return WeightManifest(version, "shm", "here", 0, 1, (), "", "")
-
-
-def test_a_version_is_let_go_once_all_have_it_and_given_anew_to_who_lost_it() -> None:
-    adoption = Adoption(keeps_newest=False)
-    for name in ("a", "b"):
-        adoption.joined(name, 1)
-    adoption.published(manifest(3))
-    for name in ("a", "b"):
-        instruction = adoption.next()
-        assert instruction is not None
-        assert adoption.releasable() == (), f"{name} is about to read it"
-        adoption.adopted(instruction.engine, 1, 3)
-    assert adoption.releasable() == (3,)
-    adoption.lost("a", 1)
-    adoption.lost("b", 0)  # a word of another incarnation
-    assert adoption.serving == {"b": 3}
-    assert adoption.next() is None, "there is nothing to be had"
-    adoption.published(manifest(3))
-    again = adoption.next()
-    assert again is not None
-    assert (again.engine, again.manifest.version) == ("a", 3)
-    adoption.adopted("a", 1, 3)
-    assert adoption.next() is None
-    assert adoption.releasable() == (3,)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.actors.data_floor import GateEngine, data_floor
+from tests.harness.waiting import until
 
 from myxa.actors.buffer.quarantine import POISON
 from myxa.actors.ledger.states import decode_partial
 from myxa.core.errors import EngineError
 from myxa.core.protocols import Delta, GenerateRequest
-
-Maker = Callable[..., Any]
 
 
 def breaking(engine: Any, *, times: int) -> Any:
@@ -39,13 +39,10 @@ def saved(floor: Any, group_id: int) -> list[int]:
     return [] if data is None else [int(s.response_ids.size) for s in decode_partial(group_id, data)]
 
 
-@pytest.mark.asyncio
-async def test_a_group_whose_stream_broke_goes_on_with_all_its_members_tokens(
-    tmp_path: Path, data_floor: Maker, gate_engine: Maker, until: Maker
-) -> None:
+async def test_a_group_whose_stream_broke_goes_on_with_all_its_members_tokens(tmp_path: Path) -> None:
     """One stream of two breaks: the group is handed back whole, drawn again and finished; the engine is kept."""
     async with data_floor(tmp_path) as floor:
-        engine = await floor.add(engine=breaking(gate_engine(), times=1), max_groups=1)
+        engine = await floor.add(engine=breaking(GateEngine(), times=1), max_groups=1)
         await until(lambda: engine.open == 2, "the first group")
         engine.gate.set()
         await floor.until_states(lambda states: states.get("READY", 0) >= 1, "it is ready")
@@ -87,14 +84,13 @@ def mute(engine: Any, *, for_group: str) -> Any:
     return engine
 
 
-@pytest.mark.asyncio
 async def test_a_group_that_breaks_every_stream_is_given_up_by_name(
-    tmp_path: Path, data_floor: Maker, gate_engine: Maker, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the engine goes on, and finishes others in between."""
     monkeypatch.setattr("myxa.actors.rollout.group_pull.LOSS_S", 0.05)
     async with data_floor(tmp_path) as floor:
-        await floor.add(engine=sick(gate_engine(), for_group="0"), max_groups=2)
+        await floor.add(engine=sick(GateEngine(), for_group="0"), max_groups=2)
         async with asyncio.timeout(30):
             while (await floor.buffer.stats()).dropped.get(POISON, 0) < 1:
                 await asyncio.sleep(0.01)
@@ -102,23 +98,19 @@ async def test_a_group_that_breaks_every_stream_is_given_up_by_name(
         assert row is not None and row.reason == POISON and (await floor.buffer.stats()).dropped == {POISON: 1}
 
 
-@pytest.mark.asyncio
 async def test_an_engine_that_breaks_every_stream_ends_its_actor_and_no_group(
-    tmp_path: Path, data_floor: Maker, gate_engine: Maker, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("myxa.actors.rollout.group_pull.LOSS_S", 0.02)
     async with data_floor(tmp_path) as floor:
-        await floor.add(engine=sick(gate_engine(), for_group=r"\d+"), max_groups=2)
+        await floor.add(engine=sick(GateEngine(), for_group=r"\d+"), max_groups=2)
         async with asyncio.timeout(30):
             error = await floor.node.failed
         assert "20 of the last 20 groups were lost" in str(error)
         assert not (await floor.buffer.stats()).dropped
 
 
-@pytest.mark.asyncio
-async def test_tokens_so_far_are_in_the_ledger_for_whoever_goes_on_after_a_kill(
-    tmp_path: Path, data_floor: Maker, gate_engine: Maker, until: Maker
-) -> None:
+async def test_tokens_so_far_are_in_the_ledger_for_whoever_goes_on_after_a_kill(tmp_path: Path) -> None:
     """What a SIGKILL leaves: the buffer hears that the actor is gone, and nothing from itself."""
     async with data_floor(tmp_path) as floor:
         doomed = await floor.add("rollout/0", max_groups=2, save_partials_s=0.05)
@@ -138,26 +130,7 @@ async def test_tokens_so_far_are_in_the_ledger_for_whoever_goes_on_after_a_kill(
         assert [recent.rollout for recent in theirs] == ["rollout/1", "rollout/1"]
 
 
-@pytest.mark.asyncio
-async def test_nothing_is_told_when_nothing_came(
-    tmp_path: Path, data_floor: Maker, until: Maker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with data_floor(tmp_path) as floor:
-        engine = await floor.add("rollout/0", max_groups=1, save_partials_s=0.02)
-        told: list[Any] = []
-        whole = floor.buffer_actor._store.payloads.save_partial
-        monkeypatch.setattr(
-            floor.buffer_actor._store.payloads, "save_partial", lambda *args: told.append(args) or whole(*args)
-        )
-        await until(lambda: engine.open == 2, "the first group")
-        await asyncio.sleep(0.5)
-        assert 1 <= len(told) <= 2, "once or twice, though it looked dozens of times"
-
-
-@pytest.mark.asyncio
-async def test_a_draw_says_whose_weights_the_engine_serves(
-    tmp_path: Path, data_floor: Maker, until: Maker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_draw_says_whose_weights_the_engine_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when nobody heard that it adopted them: the number alone is not enough after the trainer went back."""
     async with data_floor(tmp_path) as floor:
         asked: list[Any] = []
@@ -168,8 +141,7 @@ async def test_a_draw_says_whose_weights_the_engine_serves(
         assert {(request.version, request.lineage) for request in asked} == {(0, 4)}
 
 
-@pytest.mark.asyncio
-async def test_a_fence_for_another_incarnation_is_refused(tmp_path: Path, data_floor: Maker, until: Maker) -> None:
+async def test_a_fence_for_another_incarnation_is_refused(tmp_path: Path) -> None:
     async with data_floor(tmp_path) as floor:
         engine = await floor.add("rollout/0", max_groups=1)
         await until(lambda: engine.open == 2, "a group")
@@ -178,10 +150,7 @@ async def test_a_fence_for_another_incarnation_is_refused(tmp_path: Path, data_f
         await floor.until_states(lambda states: states.get("READY", 0) >= 1, "it goes on")
 
 
-@pytest.mark.asyncio
-async def test_a_fenced_actor_hands_its_groups_back_before_it_fails(
-    tmp_path: Path, data_floor: Maker, until: Maker
-) -> None:
+async def test_a_fenced_actor_hands_its_groups_back_before_it_fails(tmp_path: Path) -> None:
     async with data_floor(tmp_path) as floor:
         engine = await floor.add("rollout/0", max_groups=2, save_partials_s=0.0)
         await until(lambda: engine.open == 4, "two groups")
@@ -192,12 +161,10 @@ async def test_a_fenced_actor_hands_its_groups_back_before_it_fails(
         assert 0 not in poison and 1 not in poison, "that was no doing of theirs"
 
 
-@pytest.mark.asyncio
-async def test_groups_in_hand_when_an_engine_is_lost_are_counted(
-    tmp_path: Path, data_floor: Maker, gate_engine: Maker, until: Maker
-) -> None:
+async def test_groups_in_hand_when_an_engine_is_lost_are_counted(tmp_path: Path) -> None:
     async with data_floor(tmp_path) as floor:
-        engine, is_lost = gate_engine(), asyncio.Event()
+        engine: Any = GateEngine()
+        is_lost = asyncio.Event()
 
         async def until_lost() -> None:
             await is_lost.wait()
@@ -212,31 +179,10 @@ async def test_groups_in_hand_when_an_engine_is_lost_are_counted(
         assert 0 not in poison and 1 in poison, "unless they brought tokens"
 
 
-@pytest.mark.asyncio
-async def test_an_engine_that_failed_too_many_groups_hands_the_others_back_with_their_tokens(
-    tmp_path: Path, data_floor: Maker, gate_engine: Maker, until: Maker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with data_floor(tmp_path) as floor:
-        engine = await floor.add("rollout/0", engine=gate_engine(), max_groups=2, save_partials_s=0.0)
-        await until(lambda: engine.open == 4, "two groups")
-        rollout = floor.rollouts["rollout/0"]
-
-        def judge() -> None:
-            raise EngineError("20 of the last 20 groups were lost")
-
-        monkeypatch.setattr(rollout._handover, "judge_breaks", judge)
-        rollout._pull.resize(3)  # it looks again
-        await floor.until_states(lambda states: states.get("REQUEUED") == 2, "handed back")
-        assert saved(floor, 0) == saved(floor, 1) == [1, 1]
-
-
-@pytest.mark.asyncio
 @pytest.mark.parametrize("how", ["raises", "hangs"])
-async def test_the_engine_is_closed_whatever_becomes_of_the_rewards_workers(
-    tmp_path: Path, data_floor: Maker, gate_engine: Maker, until: Maker, how: str
-) -> None:
+async def test_the_engine_is_closed_whatever_becomes_of_the_rewards_workers(tmp_path: Path, how: str) -> None:
     async with data_floor(tmp_path) as floor:
-        engine, closed = gate_engine(), asyncio.Event()
+        engine, closed = GateEngine(), asyncio.Event()
 
         async def close_engine() -> None:
             closed.set()

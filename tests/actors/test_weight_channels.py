@@ -41,7 +41,7 @@ def read(reader: ChannelReader, manifest: WeightManifest) -> dict[str, bytes]:
 
 def test_what_is_published_is_what_is_read(writer: WeightWriter) -> None:
     reader = ChannelReader()
-    for version in range(5):
+    for version in range(3):
         manifest = writer.publish(version, tensors(version))
         assert read(reader, manifest) == {t.spec.name: bytes(t.data) for t in tensors(version)}
         writer.release(version - 1)
@@ -69,20 +69,14 @@ def test_a_digest_that_does_not_fit_is_refused(writer: WeightWriter) -> None:
         read(ChannelReader(), manifest)
 
 
-def test_overwriting_during_the_read_is_noticed(tmp_path: Path) -> None:
+def test_overwriting_during_the_read_and_shared_memory_of_another_host_are_noticed(tmp_path: Path) -> None:
     writer = make_writer("shm", tmp_path, tmp_path)
     manifest = writer.publish(0, tensors(0))
+    with pytest.raises(EngineError, match=r"another host \(elsewhere\)"):
+        read(ChannelReader(), msgspec.structs.replace(manifest, host="elsewhere"))
     with pytest.raises(EngineError, match="was overwritten while it was read"), ChannelReader().open(manifest):
         writer.release(0)
         writer.publish(1, tensors(1))
-    writer.close()
-
-
-def test_shared_memory_of_another_host_is_refused_by_name(tmp_path: Path) -> None:
-    writer = make_writer("shm", tmp_path, tmp_path)
-    manifest = msgspec.structs.replace(writer.publish(0, tensors(0)), host="elsewhere")
-    with pytest.raises(EngineError, match=r"another host \(elsewhere\)"):
-        read(ChannelReader(), manifest)
     writer.close()
 
 
@@ -97,7 +91,6 @@ async def at_once(work: Callable[[], Any]) -> Any:
     return work()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("channel", ["disk", "shm"])
 async def test_what_a_killed_trainer_left_in_folders_goes_with_the_first_version_of_the_next(
     tmp_path: Path, channel: WeightChannel
@@ -148,7 +141,7 @@ def mapped_slabs() -> int:
 def test_slabs_are_reused_and_freed(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     writer = make_writer("shm", tmp_path, tmp_path)
-    for version in range(50):
+    for version in range(12):
         writer.publish(version, tensors(version))
         writer.release(version - 1)
     assert len(os.listdir("/proc/self/fd")) <= before + 4, "two slabs, two descriptors each"

@@ -26,10 +26,6 @@ from myxa.core.protocols import Delta, Engine, GenerateRequest
 VOCAB = 320
 CONTEXT = 512
 MAX_RUNNING = 16
-RUNS_S = 0.15
-"""How long a long request is left alone so that some of its tokens exist."""
-
-
 Penalties = Literal["exact", "any order", "late"]
 
 
@@ -65,6 +61,8 @@ class Subject:
     without its overlap schedule (each process has an order of its own), "late" with it (the last token of the prompt
     counts, the newest of the answer not yet; where another request joins, one token more is missed and one counts
     twice)."""
+    runs_s: float = 0.15
+    """How long a long request is left alone so that some of its tokens exist."""
 
 
 Scenario = Callable[[Subject], Awaitable[None]]
@@ -98,6 +96,10 @@ def ask(name: str, prompt: Any = 8, **sampling: Any) -> GenerateRequest:
     )
 
 
+def later(engine: Engine, request: GenerateRequest) -> asyncio.Task[Result]:
+    return asyncio.get_running_loop().create_task(collect(engine, request))
+
+
 def endless(name: str, prompt: Any = 10, **sampling: Any) -> GenerateRequest:
     """A request that only a pause, an abort or a long time can end; greedy."""
     return ask(name, prompt, **({"max_new_tokens": 480, "ignore_eos": True, "temperature": 0.0} | sampling))
@@ -114,22 +116,23 @@ class Result:
         self.finish = deltas[-1].finish
         self.matched = deltas[-1].matched
         self.matched_text = deltas[-1].matched_text
-        assert self.finish is not None
         assert [d.finish for d in deltas[:-1]] == [None] * (len(deltas) - 1)
         assert self.ids.dtype == self.versions.dtype == np.int32
         assert self.logprobs.dtype == np.float32
         assert len(self.ids) == len(self.logprobs) == len(self.versions)
-        assert np.array_equal(self.versions, np.sort(self.versions)), "versions never go back inside a generation"
 
 
 async def collect(engine: Engine, request: GenerateRequest) -> Result:
-    return Result([delta async for delta in engine.generate(request)])
+    got = Result([delta async for delta in engine.generate(request)])
+    assert got.finish is not None
+    assert np.array_equal(got.versions, np.sort(got.versions)), "versions never go back inside a generation"
+    return got
 
 
 @asynccontextmanager
 async def started(engine: Engine, *requests: GenerateRequest) -> AsyncIterator[list[asyncio.Task[Result]]]:
     """Streams that are read in the background, once the engine has them all; nothing of them is left behind."""
-    tasks = [asyncio.get_running_loop().create_task(collect(engine, request)) for request in requests]
+    tasks = [later(engine, request) for request in requests]
     try:
         num_there = 0
         while num_there < len(tasks):
@@ -144,8 +147,8 @@ async def started(engine: Engine, *requests: GenerateRequest) -> AsyncIterator[l
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def stays_unfinished(tasks: Sequence[asyncio.Task[Any]], for_s: float = 0.3) -> None:
-    done, _ = await asyncio.wait(tasks, timeout=for_s)
+async def stays_unfinished(subject: Subject, *tasks: asyncio.Task[Any]) -> None:
+    done, _ = await asyncio.wait(tasks, timeout=2 * subject.runs_s)
     assert not done, f"{len(done)} of {len(tasks)} ended during a pause"
 
 

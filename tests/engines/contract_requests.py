@@ -9,7 +9,6 @@ import numpy as np
 from tests.engines.contract import (
     CONTEXT,
     MAX_RUNNING,
-    RUNS_S,
     VOCAB,
     Subject,
     ask,
@@ -17,9 +16,10 @@ from tests.engines.contract import (
     collect,
     endless,
     fails,
-)
-
-from tests.engines.contract import scenario, started  # isort: skip
+    later,
+    scenario,
+    started,
+)  # fmt: skip
 
 from myxa.core.errors import EngineError, RequestRefused
 
@@ -118,7 +118,7 @@ async def an_abort_ends_one_stream_whose_tokens_can_be_continued(subject: Subjec
     other = endless("r10", max_new_tokens=50)
     request = endless("r1")
     async with started(subject.engine, request, other) as (stream, untouched):
-        await asyncio.sleep(RUNS_S)
+        await asyncio.sleep(subject.runs_s)
         await subject.engine.abort("r1")
         part = await stream
         assert part.finish == "abort"
@@ -140,7 +140,7 @@ async def an_abort_before_the_first_token_ends_the_stream(subject: Subject) -> N
     async with started(subject.engine, endless("early")) as (stream,):
         await subject.engine.abort("early")
         assert (await stream).finish == "abort"
-    task = asyncio.get_running_loop().create_task(collect(subject.engine, endless("earlier")))
+    task = later(subject.engine, endless("earlier"))
     await asyncio.sleep(0)
     await subject.engine.abort()
     assert (await task).finish == "abort"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from tests.engines.contract import RUNS_S, Result, Subject, ask, collect, endless, scenario, scenario_with, started
+from tests.engines.contract import Result, Subject, ask, collect, endless, scenario, scenario_with, started
 
 from myxa.actors.engines.sglang.server_args import SglangNeeds
 from myxa.actors.models.tokenizer import load_tokenizer
@@ -116,7 +116,7 @@ async def a_retraction_does_not_change_what_logprobs_are_of(subject: Subject) ->
     """Of the penalised distribution: penalties go on, or, as in SGLang, begin anew with the first token after it."""
     request = endless("r", max_new_tokens=200, temperature=1.0, repetition_penalty=1.8)
     async with started(subject.engine, request) as (stream,):
-        await asyncio.sleep(RUNS_S)
+        await asyncio.sleep(subject.runs_s)
         await subject.engine.pause("retract")
         await subject.engine.resume()
         got = await stream

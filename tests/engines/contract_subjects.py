@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.engines.contract import CONTEXT, MAX_RUNNING, SCENARIOS, VOCAB, Scoring, Subject
+from tests.engines.contract import CONTEXT, MAX_RUNNING, SCENARIOS, VOCAB, Scenario, Scoring, Subject
 from tests.engines.recording import Places, read_recording
 from tests.engines.replay import replaying
 
@@ -31,6 +31,7 @@ CLIENT = SglangOptions(vocab_size=VOCAB, start_s=20, call_s=30, stall_s=100, end
 """`stall_s`: the first repetition penalty of a server's life has it compile something, and everybody waits."""
 EXACT = 1e-5
 """Tolerance of the embedded engine."""
+RUNS_S = 0.03
 
 
 def make_versions(root: Path) -> list[Path]:
@@ -66,13 +67,14 @@ class Score:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     @torch.no_grad()
-    def logits(self, prompt: np.ndarray, output: np.ndarray) -> np.ndarray:
+    def logits(self, prompt: Any, output: Any) -> np.ndarray:
         ids = torch.tensor(np.concatenate([prompt, output]).astype(np.int64))[None]
         return self._model(ids).logits[0, len(prompt) - 1 : -1].numpy()
 
-    def logprobs(self, prompt: np.ndarray, output: np.ndarray, temperature: float) -> np.ndarray:
+    def logprobs(self, prompt: Any, output: Any, temperature: float) -> np.ndarray:
         logits = torch.tensor(self.logits(prompt, output)) / (temperature or 1.0)
-        return logits.log_softmax(-1).gather(1, torch.tensor(output.astype(np.int64))[:, None])[:, 0].numpy()
+        chosen = torch.tensor(np.asarray(output).astype(np.int64))
+        return logits.log_softmax(-1).gather(1, chosen[:, None])[:, 0].numpy()
 
 
 class Scores:
@@ -82,7 +84,9 @@ class Scores:
         self._made: dict[Path, Score] = {}
 
     def __call__(self, folder: Path) -> Scoring:
-        return self._made.setdefault(folder, Score(folder)) if folder not in self._made else self._made[folder]
+        if folder not in self._made:
+            self._made[folder] = Score(folder)
+        return self._made[folder]
 
 
 def publisher(root: Path, versions: Sequence[Path]) -> Callable[[int, Path], WeightManifest]:
@@ -98,12 +102,7 @@ def publisher(root: Path, versions: Sequence[Path]) -> Callable[[int, Path], Wei
 
 def kinds() -> list[str]:
     """Every engine that can be asked on any machine."""
-    return [
-        "embedded",
-        "http",
-        "http-incremental",
-        *sorted(path.parent.name for path in RECORDINGS.glob("*/about.json")),
-    ]
+    return ["embedded", "http", *sorted(path.parent.name for path in RECORDINGS.glob("*/about.json"))]
 
 
 def about_of(kind: str) -> Mapping[str, Any]:
@@ -122,16 +121,12 @@ async def running(
         engine = EmbeddedEngine(versions[0], OPTIONS, reader=ChannelReader())
         await engine.start()
         try:
-            yield Subject(engine, versions, publish, scores, EXACT, tells_spans=True)
+            yield Subject(engine, versions, publish, scores, EXACT, tells_spans=True, runs_s=RUNS_S)
         finally:
             await engine.close()
-    elif kind.startswith("http"):
-        is_incremental = kind == "http-incremental"
-        async with (
-            serve(versions[0], options=OPTIONS, is_incremental=is_incremental) as served,
-            client_of(served.url) as engine,
-        ):
-            yield Subject(engine, versions, publish, scores, EXACT, tells_spans=True)
+    elif kind == "http":
+        async with serve(versions[0], options=OPTIONS, is_incremental=True) as served, client_of(served.url) as engine:
+            yield Subject(engine, versions, publish, scores, EXACT, tells_spans=True, runs_s=RUNS_S)
     else:
         about = about_of(kind)
         assert about["models"] == digest_of(versions), f"{kind} was recorded with other models: record it again"
@@ -139,7 +134,7 @@ async def running(
         places = Places({"models": versions[0].parent, "weights": weights})
         async with replaying(recording, places) as url, client_of(url) as engine:
             tolerance, tells_spans, penalties = about["tolerance"], about["tells_spans"], about["penalties"]
-            yield Subject(engine, versions, publish, scores, tolerance, tells_spans, penalties)
+            yield Subject(engine, versions, publish, scores, tolerance, tells_spans, penalties, RUNS_S)
 
 
 @asynccontextmanager
@@ -152,7 +147,7 @@ async def client_of(url: str) -> AsyncIterator[SglangEngine]:
         await engine.close()
 
 
-def all_scenarios() -> dict[str, object]:
+def all_scenarios() -> dict[str, Scenario]:
     """Name -> scenario, in the order in which they are written."""
     from tests.engines import contract_requests, contract_sampling, contract_weights
 

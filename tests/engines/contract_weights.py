@@ -8,7 +8,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 from tests.engines.contract import (
-    RUNS_S,
     Result,
     Subject,
     ask,
@@ -16,10 +15,11 @@ from tests.engines.contract import (
     collect,
     endless,
     fails,
+    later,
     scenario,
     started,
     stays_unfinished,
-)
+)  # fmt: skip
 
 from myxa.core.errors import EngineError
 from myxa.core.protocols import PauseMode
@@ -29,13 +29,13 @@ async def holds_and_goes_on(subject: Subject, mode: PauseMode) -> None:
     request = endless("r", max_new_tokens=60)
     whole = await collect(subject.engine, endless("whole", request.input_ids, max_new_tokens=60))
     async with started(subject.engine, request) as (stream,):
-        await asyncio.sleep(RUNS_S / 3)
+        await asyncio.sleep(subject.runs_s / 3)
         await subject.engine.pause(mode)
         if stream.done():  # a fast engine was through; its pause is asked of the next scenario
             await subject.engine.resume()
             return
-        late = asyncio.get_running_loop().create_task(collect(subject.engine, ask("late", [3], max_new_tokens=2, ignore_eos=True)))  # fmt: skip
-        await stays_unfinished([stream, late])
+        late = later(subject.engine, ask("late", [3], max_new_tokens=2, ignore_eos=True))
+        await stays_unfinished(subject, stream, late)
         assert (await subject.engine.info()).version == 0, "questions are answered during a pause"
         await subject.engine.resume()
         got = await stream
@@ -57,11 +57,11 @@ async def a_pause_by_retraction_holds_tokens_back(subject: Subject) -> None:
 @scenario
 async def a_pause_by_abort_ends_streams(subject: Subject) -> None:
     async with started(subject.engine, endless("r"), endless("s", 4)) as streams:
-        await asyncio.sleep(RUNS_S)
+        await asyncio.sleep(subject.runs_s)
         await subject.engine.pause("abort")
         assert [result.finish for result in await asyncio.gather(*streams)] == ["abort", "abort"]
-    late = asyncio.get_running_loop().create_task(collect(subject.engine, ask("late", [3], max_new_tokens=3, ignore_eos=True)))  # fmt: skip
-    await stays_unfinished([late], 0.1)
+    late = later(subject.engine, ask("late", [3], max_new_tokens=3, ignore_eos=True))
+    await stays_unfinished(subject, late)
     await subject.engine.resume()
     assert (await late).finish == "length"
 
@@ -72,7 +72,7 @@ async def an_abort_during_a_pause_holds_at_the_latest_when_it_ends(subject: Subj
     for mode in ("in_place", "retract"):
         request = endless("r")
         async with started(subject.engine, request) as (stream,):
-            await asyncio.sleep(RUNS_S)
+            await asyncio.sleep(subject.runs_s)
             await subject.engine.pause(mode)
             async with started(subject.engine, ask("late", [3], max_new_tokens=4, ignore_eos=True)) as (late,):
                 await subject.engine.abort("late")
@@ -87,7 +87,7 @@ async def an_abort_during_a_pause_holds_at_the_latest_when_it_ends(subject: Subj
 async def tokens_around_a_commit_carry_their_version(subject: Subject) -> None:
     requests = [ask(f"r{i}", 8, max_new_tokens=60, ignore_eos=True) for i in range(3)]
     async with started(subject.engine, *requests) as streams:
-        await asyncio.sleep(RUNS_S / 3)
+        await asyncio.sleep(subject.runs_s / 3)
         await subject.engine.prepare_weights(subject.publish(3, subject.versions[1]))
         assert (await subject.engine.info()).version == 0
         await subject.engine.commit_weights(3)
@@ -112,8 +112,7 @@ async def requests_that_come_during_a_commit_are_answered(subject: Subject) -> N
         commit = asyncio.get_running_loop().create_task(subject.engine.commit_weights(3))
         late: list[asyncio.Task[Result]] = []
         for i in range(8):
-            request = ask(f"late{i}", 3, max_new_tokens=2, ignore_eos=True)
-            late.append(asyncio.get_running_loop().create_task(collect(subject.engine, request)))
+            late.append(later(subject.engine, ask(f"late{i}", 3, max_new_tokens=2, ignore_eos=True)))
             await asyncio.sleep(0.002)
         await commit
         assert {result.finish for result in await asyncio.gather(*old, *late)} == {"length"}
@@ -140,8 +139,8 @@ async def a_commit_during_a_pause_leaves_the_engine_paused(subject: Subject) -> 
     await subject.engine.prepare_weights(subject.publish(1, subject.versions[1]))
     await subject.engine.commit_weights(1)
     request = ask("r", [3], max_new_tokens=2, ignore_eos=True)
-    stream = asyncio.get_running_loop().create_task(collect(subject.engine, request))
-    await stays_unfinished([stream], 0.1)
+    stream = later(subject.engine, request)
+    await stays_unfinished(subject, stream)
     await subject.engine.resume()
     got = await stream
     assert got.versions.tolist() == [1, 1]

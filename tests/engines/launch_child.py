@@ -1,4 +1,4 @@
-"""An actor in small, to be killed: launches a server, tells who is who, and waits. See test_launched.py."""
+"""An actor in small, to be killed: launches a server, says which, and waits. See test_launched.py."""
 
 from __future__ import annotations
 

@@ -158,8 +158,6 @@ def key_of(request: str, body: Any) -> str:
         body = {name: body.get(name) for name in MEANING}
     if request.endswith("/continue_generation"):  # its only field is about a cache of GPUs
         body = {}
-    if request.endswith("/continue_generation"):
-        body = {}
     if isinstance(body.get("rid"), str):  # what our client adds to make it unique is new every time
         body = body | {"rid": body["rid"].partition("~")[0]}
     return f"{request} {json.dumps(body, sort_keys=True)}"

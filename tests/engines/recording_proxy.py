@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import aiohttp
 from aiohttp import web
 from tests.engines.recording import Writer
+from tests.harness.fake_sglang import serving
 
 EVENT_END = b"\n\n"
 
@@ -87,13 +88,6 @@ async def proxy(upstream: str) -> AsyncIterator[tuple[str, Proxy]]:
         connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
     ) as session:
         made = Proxy(upstream, session)
-        app = web.Application(client_max_size=64 << 20)
-        app.router.add_route("*", "/{anything:.*}", made.handle)
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            yield f"http://127.0.0.1:{runner.addresses[0][1]}", made
-        finally:
-            await runner.cleanup()
-            await asyncio.sleep(0)
+        async with serving(made.handle) as url:
+            yield url, made
+        await asyncio.sleep(0)

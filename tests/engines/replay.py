@@ -14,6 +14,7 @@ from typing import Any
 
 from aiohttp import web
 from tests.engines.recording import Exchange, Places, Recording, key_of
+from tests.harness.fake_sglang import serving
 
 PATIENCE_S = 20.0
 ABORT = "POST /abort_request"
@@ -126,15 +127,10 @@ class Replay:
 async def replaying(recording: Recording, places: Places) -> AsyncIterator[str]:
     """Its address. At the end nothing may be left to complain of."""
     replay = Replay(recording, places)
-    app = web.Application(client_max_size=64 << 20)
-    app.router.add_route("*", "/{anything:.*}", replay.handle)
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
-    await runner.setup()
     try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with serving(replay.handle) as url:
+            yield url
     finally:
-        await runner.cleanup()
         if replay.complaints:
             print(*replay.complaints, sep="\n")  # pytest shows it beside whatever failed
     assert not replay.complaints, f"{recording.path.name}: {replay.complaints}; record again with run_sglang.py"

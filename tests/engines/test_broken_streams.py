@@ -1,7 +1,8 @@
 """Recorded streams of a real SGLang, broken in every way a network or a dying server breaks them.
 
 Whatever is done to the bytes, the client gives the recorded tokens in order, or fails naming server and request. It
-never hangs, and never gives a token that was not sent.
+never hangs, and never gives a token that was not sent. Beside it: a deadline and a cancellation that meet in one turn of
+the loop.
 """
 
 from __future__ import annotations
@@ -9,23 +10,24 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from pathlib import Path
+import re
+import time
+from collections.abc import Awaitable, Callable
 
 import pytest
-from aiohttp import web
-from tests.engines.contract import ask, collect, endless, fails, started
-from tests.engines.contract_subjects import CLIENT, RECORDINGS, client_of, make_versions
+from tests.engines.contract import ask
+from tests.engines.contract_subjects import RECORDINGS, client_of
 from tests.engines.recording import Exchange, read_recording
+from tests.harness.fake_sglang import fake_sglang
 
-from myxa.actors.engines.sglang.engine import SglangEngine
+from myxa.actors.engines.sglang.http_client import SglangHttp
+from myxa.actors.rewards.remote import RemoteReward, remote_options
+from myxa.core.completions import Completion
 from myxa.core.errors import EngineError
 
 LABELS = sorted(path.parent.name for path in RECORDINGS.glob("*/about.json"))
-DEADLINE_S = 30.0
-NUM_BREAKS = 60
+DEADLINE_S = 60.0
+NUM_BREAKS = 40
 Breaker = Callable[[random.Random, list[bytes]], list[bytes]]
 
 
@@ -34,38 +36,6 @@ def recorded_stream(label: str) -> Exchange:
     recording = read_recording(RECORDINGS / label / "an_abort_ends_one_stream_whose_tokens_can_be_continued.jsonl")
     (found,) = [e for e in recording.exchanges.values() if e.request == "POST /generate" and e.body["rid"].startswith("r10~")]  # fmt: skip
     return found
-
-
-@asynccontextmanager
-async def saying(pieces: list[bytes], *, is_cut: bool) -> AsyncIterator[tuple[SglangEngine, list[bytes]]]:
-    """A client of a server that answers every request with these pieces, then ends the answer or the connection."""
-
-    async def handle(request: web.Request) -> web.StreamResponse:
-        if request.path != "/generate":
-            return web.json_response({"context_length": 512, "max_running_requests": 16, "weight_version": "0"})
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        for piece in pieces:
-            await response.write(piece)
-        if is_cut:
-            assert request.transport is not None
-            request.transport.abort()
-        return response
-
-    app = web.Application()
-    app.router.add_route("*", "/{anything:.*}", handle)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        engine = SglangEngine(f"http://127.0.0.1:{runner.addresses[0][1]}", CLIENT)
-        await engine.start()
-        try:
-            yield engine, pieces
-        finally:
-            await engine.close()
-    finally:
-        await runner.cleanup()
 
 
 def cut_anywhere(rng: random.Random, events: list[bytes]) -> list[bytes]:
@@ -105,13 +75,11 @@ def tear_an_event(rng: random.Random, events: list[bytes]) -> list[bytes]:
     return [*events[:at], event[:a] + event[b:], *events[at + 1 :]]
 
 
-@pytest.mark.asyncio
+BREAKERS = (cut_anywhere, cut_into_crumbs, lose_events, mix_events, add_garbage, tear_an_event)
+
+
 @pytest.mark.parametrize("label", LABELS)
-@pytest.mark.parametrize(
-    "breaker", [cut_anywhere, cut_into_crumbs, lose_events, mix_events, add_garbage, tear_an_event]
-)
-async def test_a_broken_stream_gives_true_tokens_or_an_error(label: str, breaker: Breaker):
-    rng = random.Random(f"{label} {breaker.__name__}")
+async def test_a_broken_stream_gives_true_tokens_or_an_error(label: str):
     exchange = recorded_stream(label)
     events = [text.encode() for text in exchange.outs]
     is_incremental = "--incremental-streaming-output" in (RECORDINGS / label / "about.json").read_text()
@@ -121,50 +89,79 @@ async def test_a_broken_stream_gives_true_tokens_or_an_error(label: str, breaker
         true_ids = true_ids + ids if is_incremental else ids
     assert len(true_ids) == 50
     request = ask("r10", exchange.body["input_ids"], max_new_tokens=50, ignore_eos=True)
-    num_whole = 0
-    said: list[str] = []
-    for _ in range(NUM_BREAKS):
-        pieces = breaker(rng, events)
-        async with asyncio.timeout(DEADLINE_S), saying(pieces, is_cut=rng.random() < 0.3) as (engine, _):
-            got: list[int] = []
-            try:
-                async for delta in engine.generate(request):
-                    got += delta.output_ids.tolist()
-                    if delta.finish is not None:
-                        num_whole += 1
-                        assert got == true_ids
-            except EngineError as err:
-                said.append(str(err))
-            assert got == true_ids[: len(got)]
-    assert all("'r10'" in text and "http://127.0.0.1" in text for text in said)
-    if breaker is cut_into_crumbs:
-        assert num_whole > NUM_BREAKS / 3
+    facts = {"context_length": 512, "max_running_requests": 16}
+    num_whole, said = 0, list[str]()
+    async with (
+        asyncio.timeout(DEADLINE_S),
+        fake_sglang(chunks=[], facts=facts, version="0") as server,
+        client_of(server.url) as engine,
+    ):
+        for breaker in BREAKERS:
+            rng = random.Random(f"{label} {breaker.__name__}")
+            for _ in range(NUM_BREAKS):
+                server.chunks, server.is_cut = breaker(rng, events), rng.random() < 0.3
+                got: list[int] = []
+                try:
+                    async for delta in engine.generate(request):
+                        got += delta.output_ids.tolist()
+                        if delta.finish is not None:
+                            num_whole += breaker is cut_into_crumbs
+                            assert got == true_ids
+                except EngineError as err:
+                    said.append(str(err))
+                assert got == true_ids[: len(got)], breaker.__name__
+    assert num_whole > NUM_BREAKS / 3
+    assert all("'r10'" in text and server.url in text for text in said)
 
 
-SERVER = """
-import asyncio, sys
-from myxa.actors.engines.http_server import serve_engine
-asyncio.run(serve_engine(sys.argv[1], on_ready=lambda served: print(served.url, flush=True)))
-"""
+# -- deadlines -----------------------------------------------------------------------------------------------------
+
+WITHIN_S = 0.2
+ANSWERS = (Completion(group_id=3, index=0, messages=(), prompt="2+2?", text="4", turns=("4",), label="4"),)
+Call = Callable[[str], Awaitable[object]]
 
 
-@pytest.mark.asyncio
-async def test_a_server_that_is_killed_under_a_stream_is_named_at_once(tmp_path: Path):
-    versions = make_versions(tmp_path)
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", SERVER, str(versions[0]), stdout=asyncio.subprocess.PIPE
-    )
+async def of_a_client(url: str, doing: Callable[[SglangHttp], Awaitable[object]]) -> object:
+    http = SglangHttp(url, name="rollout/0", call_s=10)
+    http.open()
     try:
-        assert process.stdout is not None
-        url = (await asyncio.wait_for(process.stdout.readline(), DEADLINE_S)).decode().strip()
-        async with client_of(url) as engine, started(engine, endless("r"), endless("s", 4)) as streams:
-            process.kill()
-            async with asyncio.timeout(DEADLINE_S):
-                for name, stream in zip("rs", streams, strict=True):
-                    await fails(stream, EngineError, url, f"'{name}'")
-                await fails(collect(engine, endless("t")), EngineError, url)
-                await fails(engine.info(), EngineError, url)
+        return await doing(http)
     finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
+        await http.close()
+
+
+async def look(url: str) -> object:
+    return await of_a_client(url, lambda http: http.look(within_s=WITHIN_S))
+
+
+async def post(url: str) -> object:
+    return await of_a_client(url, lambda http: http.post("/pause", {}, within_s=WITHIN_S))
+
+
+async def remote_reward(url: str) -> object:
+    options = remote_options({"url": url, "tries": 1}, "reward.args")
+    reward = RemoteReward(options, timeout_s=WITHIN_S, takes_group=False)
+    try:
+        return await reward.ask(ANSWERS)
+    finally:
+        await reward.close()
+
+
+async def ends_as(call: Call, url: str, offset_s: float) -> str:
+    """How a call ends that is cancelled `offset_s` after its deadline, both while the loop stands still."""
+    loop = asyncio.get_running_loop()
+    asked = asyncio.ensure_future(call(url))
+    loop.call_later(WITHIN_S + offset_s, asked.cancel)
+    loop.call_later(WITHIN_S / 2, time.sleep, WITHIN_S)
+    done, _ = await asyncio.wait({asked}, timeout=10)
+    assert done, "it goes on for ever"
+    return "cancelled" if asked.cancelled() else f"{asked.exception() or asked.result()!r}"
+
+
+@pytest.mark.parametrize("call", [look, post, remote_reward])
+async def test_a_cancellation_at_the_deadline_is_heard_and_a_deadline_alone_is_an_error(call: Call):
+    async with fake_sglang(is_deaf=True) as server:
+        for offset_s in (-0.03, 0.0, 0.03):
+            assert await ends_as(call, server.url, offset_s) == "cancelled"
+        alone = await ends_as(call, server.url, 5.0)
+        assert re.search("SILENT|failed within 0.2 s|did not answer within 0.2 s", alone)

@@ -8,15 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.engines import contract_requests, contract_sampling, contract_weights
-from tests.engines.contract import SCENARIOS
-from tests.engines.contract_subjects import OPTIONS, Scores, about_of, kinds, make_versions, running
+from tests.engines.contract_subjects import OPTIONS, Scores, about_of, all_scenarios, kinds, make_versions, running
 
-assert contract_requests and contract_sampling and contract_weights
 DEADLINE_S = 60.0
-LIVE = ("embedded", "http", "http-incremental")
+LIVE = ("embedded", "http")
 RACES = {"requests_that_come_during_a_commit_are_answered"}
 """Scenarios whose requests cross a control call as chance will have it: they have no recording that would always fit."""
+SCENARIOS = all_scenarios()
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +34,6 @@ def cases() -> Iterator[tuple[str, str]]:
         yield from ((kind, name) for name in SCENARIOS if name not in left_out)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("kind", "name"), list(cases()))
 async def test_contract(kind: str, name: str, versions: list[Path], scores: Scores, tmp_path: Path):
     async with asyncio.timeout(DEADLINE_S), running(kind, name, versions, tmp_path, scores) as subject:

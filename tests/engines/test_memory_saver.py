@@ -11,9 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from tests.engines.saver_server import SaverServer, saver_server, token
+from tests.engines.contract import ask
+from tests.harness.fake_sglang import USAGE, FakeSglang, fake_sglang, token
+from tests.harness.waiting import until
 
 from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
 from myxa.actors.engines.embedded.tensors import LentMemory
@@ -28,7 +29,7 @@ from myxa.core.clock import SystemClock
 from myxa.core.device_memory import TagReport
 from myxa.core.errors import ConfigError, EngineError, MemoryFault
 from myxa.core.messages import SamplingParams
-from myxa.core.protocols import GenerateRequest, ReleasesMemory
+from myxa.core.protocols import ReleasesMemory
 from myxa.core.samples import Message, Prompt
 from myxa.memory.arenas.arena import Arena
 from myxa.memory.arenas.host_pool import HostPool
@@ -45,10 +46,13 @@ DEADLINE_S = 30
 OPTIONS = SglangOptions(vocab_size=320, start_s=5, call_s=5, health_every_s=0.05, name="rollout/0")
 
 
+FACTS = {"context_length": 512, "enable_memory_saver": True, "internal_states": [{"memory_usage": USAGE}]}
+
+
 @asynccontextmanager
-async def client(**habits: Any) -> AsyncGenerator[tuple[SaverServer, SglangEngine]]:
-    async with asyncio.timeout(DEADLINE_S), saver_server(**habits) as (stub, url):
-        engine = SglangEngine(url, OPTIONS, saves_memory=True)
+async def client(**habits: Any) -> AsyncGenerator[tuple[FakeSglang, SglangEngine]]:
+    async with asyncio.timeout(DEADLINE_S), fake_sglang(**({"facts": FACTS, "version": "3"} | habits)) as stub:
+        engine = SglangEngine(stub.url, OPTIONS, saves_memory=True)
         try:
             await engine.start()
             yield stub, engine
@@ -56,27 +60,21 @@ async def client(**habits: Any) -> AsyncGenerator[tuple[SaverServer, SglangEngin
             await engine.close()
 
 
-@pytest.mark.asyncio
 async def test_what_it_holds_is_what_the_server_says():
     async with client() as (_, engine):
         assert isinstance(engine, ReleasesMemory)
         held = {report.tag: report for report in engine.memory_tags()}
-        assert held["weights"].num_bytes == int(1.5 * GIB)
-        assert held["kv_cache"].num_bytes == 4 * GIB
-        assert held["cuda_graph"].num_bytes == int(0.75 * GIB)
+        gib = {tag: report.num_bytes / GIB for tag, report in held.items()}
+        assert gib == {"weights": 1.5, "kv_cache": 4.0, "cuda_graph": 0.75}
         assert {report.policy for report in held.values()} == {"discard"}
 
 
-@pytest.mark.asyncio
 async def test_a_server_without_memory_saver_is_refused():
-    async with saver_server(saves=False) as (_, url):
-        engine = SglangEngine(url, OPTIONS, saves_memory=True)
-        with pytest.raises(ConfigError, match=r"without --enable-memory-saver.*memory\.share"):
-            await engine.start()
-        await engine.close()
+    with pytest.raises(ConfigError, match=r"without --enable-memory-saver.*memory\.share"):
+        async with client(facts=FACTS | {"enable_memory_saver": False}):
+            pass
 
 
-@pytest.mark.asyncio
 async def test_order_and_idempotence():
     async with client() as (stub, engine):
         await engine.park(5)
@@ -97,7 +95,6 @@ async def test_order_and_idempotence():
         assert {report.backing for report in engine.memory_tags()} == {"mapped_dirty"}
 
 
-@pytest.mark.asyncio
 async def test_an_answer_that_leaves_open_what_was_done_is_not_repeated():
     async with client() as (stub, engine):
         await engine.park(5)
@@ -111,7 +108,6 @@ async def test_an_answer_that_leaves_open_what_was_done_is_not_repeated():
         assert len(stub.asked(*MEMORY_ROUTES)) == 1
 
 
-@pytest.mark.asyncio
 async def test_nothing_is_released_before_the_server_is_idle():
     async with client(lingers_s=0.3) as (stub, engine):
         running = asyncio.create_task(read(engine, tokens=400))
@@ -124,7 +120,6 @@ async def test_nothing_is_released_before_the_server_is_idle():
         assert len(stub.asked("/flush_cache")) > 1, "it was asked until its last batch was gone"
 
 
-@pytest.mark.asyncio
 async def test_a_server_that_does_not_become_idle_is_left_alone():
     async with client() as (stub, engine):
         running = asyncio.create_task(read(engine, tokens=300))
@@ -135,31 +130,26 @@ async def test_a_server_that_does_not_become_idle_is_left_alone():
         await running
 
 
-@pytest.mark.asyncio
 async def test_health_is_not_asked_for_by_generating_while_memory_is_away():
     async with client() as (stub, engine):
         watch = asyncio.create_task(engine.until_lost())
-        await asyncio.sleep(0.15)
+        await until(lambda: "/health" in stub.paths())
         await engine.park(5)
-        before = stub.num_health
+        before = stub.paths().count("/health")
         assert before > 0
         await engine.release_memory(ALL)
         await asyncio.sleep(0.2)
-        assert stub.num_health == before
+        assert stub.paths().count("/health") == before
         await engine.restore_memory(ALL)
         await engine.unpark()
-        await asyncio.sleep(0.15)
-        assert stub.num_health > before
+        await until(lambda: stub.paths().count("/health") > before)
         assert not stub.died
         watch.cancel()
 
 
 async def read(engine: Any, tokens: int) -> Any:
-    request = GenerateRequest(
-        request_id="r", input_ids=np.arange(5, dtype=np.int32), sampling=SamplingParams(max_new_tokens=tokens)
-    )
     last = None
-    async for delta in engine.generate(request):
+    async for delta in engine.generate(ask("r", 5, max_new_tokens=tokens)):
         last = delta
     return last
 
@@ -236,7 +226,6 @@ def episode(turn: EngineTurn, folder: Path, index: int, tokens: int, seed: int |
     return Episode(prompt=PROMPT, index=index, tokenizer=load_tokenizer(folder), model=access)
 
 
-@pytest.mark.asyncio
 async def test_parked_requests_keep_their_tokens_and_go_on(folders):
     async with client() as (stub, engine):
         losses = Losses()
@@ -268,7 +257,6 @@ async def test_parked_requests_keep_their_tokens_and_go_on(folders):
         assert not stub.died
 
 
-@pytest.mark.asyncio
 async def test_who_waits_for_a_turn_is_told_when_the_actor_leaves(folders):
     async with client() as (stub, engine):
         turn = EngineTurn(engine, engine, on_weights_lost=Losses())
@@ -280,7 +268,6 @@ async def test_who_waits_for_a_turn_is_told_when_the_actor_leaves(folders):
         assert not stub.running
 
 
-@pytest.mark.asyncio
 async def test_a_loss_of_weights_that_could_not_be_told_is_told_again(folders):
     losses = Losses()
 
@@ -305,13 +292,11 @@ async def test_a_loss_of_weights_that_could_not_be_told_is_told_again(folders):
         assert turn.has_turn
 
 
-@pytest.mark.asyncio
-async def test_an_engine_that_fails_to_leave_says_so_in_the_words_of_memory():
-    async with client() as (stub, engine):
+async def test_a_release_that_fails_is_a_fault_of_memory():
+    async with client(fails_next="/release_memory_occupation") as (_, engine):
         turn = EngineTurn(engine, engine, on_weights_lost=Losses())
         turn.started()
         await turn.quiesce()
-        stub.fails_next = "/release_memory_occupation"
         with pytest.raises(MemoryFault, match="answered 500"):
             await asyncio.to_thread(turn.release, ALL)
 
@@ -331,7 +316,6 @@ async def embedded(folder: Path, capacity: int = 64 << 20) -> AsyncGenerator[Emb
         await engine.close()
 
 
-@pytest.mark.asyncio
 async def test_the_embedded_engine_leaves_and_comes_back_with_the_same_tokens(folders):
     own = EmbeddedEngine(folders[1], EmbeddedOptions(max_running=4, context_length=128, stream_interval=4))
     async with embedded(folders[1]) as engine:

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.engines.contract import ask
 
 from myxa.actors.engines.embedded.model import Decoder
 
 TOLERANCE = 1e-5
 
 
-def ragged(ask, count: int, seed: int, **sampling):
+def ragged(count: int, seed: int):
     rng = np.random.default_rng(seed)
-    temperatures = (1.0, 0.7, 0.0, 1.6)
     return [
         ask(
             f"r{i}",
             rng.integers(0, 256, rng.integers(1, 60)),
             max_new_tokens=int(rng.integers(1, 60)),
-            temperature=temperatures[i % 4],
+            temperature=(1.0, 0.7, 0.0, 1.6)[i % 4],
             ignore_eos=i % 3 == 0,
-            **sampling,
         )
         for i in range(count)
     ]
@@ -35,33 +34,31 @@ def worst_gap(judge, requests, results) -> float:
         worst = max(worst, float(np.abs(wanted - got.logprobs).max()))
         if request.sampling.temperature == 0:
             logits = judge.logits(request.input_ids, got.ids)
-            chosen = logits.gather(1, logits.new_tensor(got.ids, dtype=int)[:, None])[:, 0]
-            assert float((logits.amax(-1) - chosen).max()) < TOLERANCE
+            assert float((logits.max(-1) - logits[np.arange(len(got.ids)), got.ids]).max()) < TOLERANCE
     return worst
 
 
-@pytest.mark.parametrize("num_slots", [1, 5, 64])
-def test_ragged_requests_on_few_or_many_slots(num_slots, folders, make_core, run_core, ask, judge):
-    requests = ragged(ask, 40, seed=num_slots)
+@pytest.mark.parametrize("num_slots", [1, 64])
+def test_ragged_requests_on_few_or_many_slots(num_slots, folders, make_core, run_core, judge):
+    requests = ragged(16, seed=1)
     results = run_core(make_core(folders[0], num_slots=num_slots), requests)
     assert worst_gap(judge(folders[0]), requests, results) <= TOLERANCE
-    assert {r.finish for r in results.values()} == {"stop", "length"}
     for request in requests:
         got = results[request.request_id]
         assert (got.finish == "length") == (len(got.ids) == request.sampling.max_new_tokens) or got.finish == "stop"
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama", "llama+llama3", "qwen2+yarn", "qwen3+linear"])
-def test_the_three_families(kind, family, make_core, run_core, ask, judge):
+@pytest.mark.parametrize("kind", ["qwen3+linear", "qwen2+yarn", "llama+llama3"])
+def test_the_three_families(kind, family, make_core, run_core, judge):
     folder = family(kind)
-    requests = ragged(ask, 24, seed=3)
+    requests = ragged(12, seed=3)
     results = run_core(make_core(folder, num_slots=7), requests)
     assert worst_gap(judge(folder), requests, results) <= TOLERANCE
 
 
-def test_members_of_a_group_share_one_prefill(folders, make_core, run_core, ask, judge, monkeypatch):
+def test_members_of_a_group_share_one_prefill(folders, make_core, run_core, judge, monkeypatch):
     prompts = [np.arange(5, 25), np.arange(30, 37)]
-    requests = [ask(f"g{i}", prompts[i % 2], max_new_tokens=20, ignore_eos=True) for i in range(16)]
+    requests = [ask(f"g{i}", prompts[i % 2], max_new_tokens=8, ignore_eos=True) for i in range(16)]
     forwarded = []
     inner = Decoder.forward
 
@@ -71,13 +68,13 @@ def test_members_of_a_group_share_one_prefill(folders, make_core, run_core, ask,
 
     monkeypatch.setattr(Decoder, "forward", forward)
     results = run_core(make_core(folders[0]), requests)
-    assert forwarded == [20 + 7] + [16] * 19, "tokens per forward pass: both prompts once, then a token for each member"
+    assert forwarded == [20 + 7] + [16] * 7, "tokens per forward pass: both prompts once, then a token for each member"
     assert worst_gap(judge(folders[0]), requests, results) <= TOLERANCE
     assert len({tuple(r.ids) for r in results.values()}) == 16, "members draw on their own"
 
 
 def test_prompts_beyond_a_steps_share_are_prefilled_over_several_steps(
-    folders, make_core, run_core, ask, judge, monkeypatch
+    folders, make_core, run_core, judge, monkeypatch
 ):
     monkeypatch.setattr("myxa.actors.engines.embedded.core.PREFILL_TOKENS", 100)
     requests = [ask(f"p{i}", np.arange(i, i + 40), max_new_tokens=9, ignore_eos=True) for i in range(12)]
@@ -88,10 +85,10 @@ def test_prompts_beyond_a_steps_share_are_prefilled_over_several_steps(
     assert worst_gap(judge(folders[0]), requests, results) <= TOLERANCE
 
 
-def test_retract_matches_a_full_forward_of_each_tokens_own_version(folders, make_core, run_core, ask, judge, load):
+def test_retract_matches_a_full_forward_of_each_tokens_own_version(folders, make_core, run_core, judge, load):
     """Weights change every 7 steps and the cache is rebuilt: each token belongs to exactly one version's forward."""
-    core = make_core(folders[0], num_slots=6)
-    requests = [ask(f"r{i}", 5 + i, max_new_tokens=40, ignore_eos=True, temperature=0.9) for i in range(9)]
+    core = make_core(folders[0], num_slots=4)
+    requests = [ask(f"r{i}", 5 + i, max_new_tokens=30, ignore_eos=True, temperature=0.9) for i in range(5)]
 
     def swap(number: int) -> None:
         if number and number % 7 == 0:
@@ -101,15 +98,14 @@ def test_retract_matches_a_full_forward_of_each_tokens_own_version(folders, make
     results = run_core(core, requests, swap)
     for request in requests:
         got = results[request.request_id]
-        assert len(got.ids) == 40
+        assert len(got.ids) == 30
         assert set(got.versions) == {0, 1, 2}
         for version, folder in enumerate(folders):
-            mine = got.versions == version
             wanted = judge(folder).logprobs(request.input_ids, got.ids, 0.9)
-            assert np.abs(wanted - got.logprobs)[mine].max() <= TOLERANCE
+            assert np.abs(wanted - got.logprobs)[got.versions == version].max() <= TOLERANCE
 
 
-def test_in_place_keeps_the_old_cache(folders, make_core, run_core, ask, judge, load):
+def test_in_place_keeps_the_old_cache(folders, make_core, run_core, judge, load):
     """Tokens before the swap match version 0; the ones after match no single version, but the mixture the engine has:
     keys and values of the old weights under queries of the new ones."""
     core = make_core(folders[0])
@@ -117,34 +113,15 @@ def test_in_place_keeps_the_old_cache(folders, make_core, run_core, ask, judge, 
     results = run_core(core, requests, lambda n: core.swap(load(folders[1]), 1, "in_place") if n == 12 else None)
     for request in requests:
         got = results[request.request_id]
-        old = got.versions == 0
-        assert old.sum() == 12, "one token for each of twelve steps"
-        assert np.array_equal(got.versions, np.sort(got.versions))
-        before = judge(folders[0]).logprobs(request.input_ids, got.ids, 1.0)
-        after = judge(folders[1]).logprobs(request.input_ids, got.ids, 1.0)
-        assert np.abs(before - got.logprobs)[old].max() <= TOLERANCE
-        assert np.abs(before - got.logprobs)[~old].max() > 0.01
-        assert np.abs(after - got.logprobs)[~old].max() > 0.01
+        assert got.versions.tolist() == [0] * 12 + [1] * 18, "one token for each of twelve steps"
+        before, after = (judge(folders[k]).logprobs(request.input_ids, got.ids, 1.0) - got.logprobs for k in (0, 1))
+        assert np.abs(before)[:12].max() <= TOLERANCE
+        assert np.abs(before)[12:].max() > 0.01
+        assert np.abs(after)[12:].max() > 0.01
 
 
-@pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_swapping_in_equal_weights_changes_nothing(mode, folders, make_core, run_core, ask, load):
-    requests = [ask(f"r{i}", 10, max_new_tokens=30, ignore_eos=True, seed=i) for i in range(6)]
-    plain = run_core(make_core(folders[0]), requests)
-    core = make_core(folders[0])
-    got = run_core(core, requests, lambda n: core.swap(load(folders[0]), n, mode) if n % 5 == 2 else None)
-    for name, result in got.items():
-        assert np.array_equal(result.ids, plain[name].ids)
-        assert np.abs(result.logprobs - plain[name].logprobs).max() <= TOLERANCE
-        assert len(set(result.versions)) == 7
-
-
-def test_bfloat16_is_close_but_not_equal(folders, make_core, run_core, ask, judge):
-    requests = ragged(ask, 10, seed=8)
+def test_bfloat16_is_close_but_not_equal(folders, make_core, run_core, judge):
+    requests = ragged(10, seed=8)
     results = run_core(make_core(folders[0], dtype="bfloat16"), requests)
-    gaps = [
-        np.abs(judge(folders[0]).logprobs(r.input_ids, results[r.request_id].ids, r.sampling.temperature)
-               - results[r.request_id].logprobs).max()
-        for r in requests
-    ]  # fmt: skip
-    assert TOLERANCE < max(gaps) < 0.3
+    requests = [r for r in requests if r.sampling.temperature]
+    assert TOLERANCE < worst_gap(judge(folders[0]), requests, results) < 0.3

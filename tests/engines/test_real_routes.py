@@ -51,7 +51,6 @@ def test_there_are_recordings():
     assert LABELS, "record with run_sglang.py --record"
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("label", LABELS)
 async def test_our_routes_answer_as_the_real_ones(label: str, tmp_path: Path):
     versions = make_versions(tmp_path / "models")

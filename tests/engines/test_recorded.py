@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from tests.harness.manifests import manifest_of
 
 from myxa.actors.buffer.dumps import FORMAT, DumpedGroup, DumpHeader, DumpWriter
 from myxa.actors.data import PromptDataset, open_prompts
@@ -28,7 +29,7 @@ from myxa.actors.workflows.episode import ModelAccess, Workflow, WorkflowContext
 from myxa.core.clock import SystemClock
 from myxa.core.config import RunConfig
 from myxa.core.errors import DataError, EngineError, ReferenceFailed, RequestRefused
-from myxa.core.messages import Assignment, SamplingParams, WeightManifest
+from myxa.core.messages import Assignment, SamplingParams
 from myxa.core.protocols import Engine, GenerateRequest
 from myxa.core.samples import Group, Prompt, Sample
 from myxa.launch.composition.rollout_parts import recorded_engine
@@ -120,25 +121,29 @@ class Recording:
 
 
 async def serve(engine: Engine, version: int) -> None:
-    manifest = WeightManifest(
-        version=version, channel="shm", location="", generation=0, num_bytes=0, tensors=(), digest="", host=""
-    )
-    await engine.prepare_weights(manifest)
+    await engine.prepare_weights(manifest_of(version, channel="shm"))
     await engine.commit_weights(version)
 
 
-@pytest.fixture(scope="module", params=WORKFLOWS)
-def recording(request: pytest.FixtureRequest, folders: list[Path], tmp_path_factory: pytest.TempPathFactory):
-    return asyncio.run(record(folders[0], tmp_path_factory.mktemp("recorded"), request.param))
-
-
 @pytest.fixture(scope="module")
-def simple(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Recording:
-    return asyncio.run(record(folders[0], tmp_path_factory.mktemp("simple"), "two turns"))
+def recordings(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recording]:
+    place = tmp_path_factory.mktemp("recorded")
+    return {workflow: asyncio.run(record(folders[0], place / workflow, workflow)) for workflow in WORKFLOWS}
+
+
+@pytest.fixture(params=WORKFLOWS)
+def recording(request: pytest.FixtureRequest, recordings: dict[str, Recording]) -> Recording:
+    return recordings[request.param]
+
+
+@pytest.fixture
+def simple(recordings: dict[str, Recording]) -> Recording:
+    return recordings["two turns"]
 
 
 async def record(folder: Path, place: Path, workflow: str) -> Recording:
     """Four groups, of which two are of the same prompt, and other answers."""
+    place.mkdir()
     rows = place / "rows.jsonl"
     rows.write_text("".join(f'{{"prompt": "{text}", "label": "2"}}\n' for text in ("1+1?", "hi", "1+1?", "end")))
     sections: dict[str, Any] = {
@@ -184,7 +189,6 @@ def same(found: Sample, recorded: Sample) -> None:
     assert found.versions.tolist() == np.where(recorded.loss_mask == 1, 5, -1).tolist()
 
 
-@pytest.mark.asyncio
 async def test_a_run_from_a_dump_has_its_very_samples_and_rewards(recording: Recording) -> None:
     prompts = every(open_prompts(recording.config))
     scorer = make_rewarder(recording.config)
@@ -203,7 +207,6 @@ async def test_a_run_from_a_dump_has_its_very_samples_and_rewards(recording: Rec
     assert answers[0] != answers[2], "the same prompt was recorded twice, with other answers"
 
 
-@pytest.mark.asyncio
 async def test_a_group_that_was_begun_elsewhere_goes_on_with_its_tokens(recording: Recording) -> None:
     """After the death of another actor, in the middle of any turn."""
     prompts = every(open_prompts(recording.config))
@@ -223,7 +226,6 @@ async def test_a_group_that_was_begun_elsewhere_goes_on_with_its_tokens(recordin
                 same(sample, was)
 
 
-@pytest.mark.asyncio
 async def test_a_pause_holds_answers_and_they_are_stamped_with_what_is_served_when_they_come(simple: Recording) -> None:
     async with simple.engine() as engine:
         await engine.pause("in_place")
@@ -242,82 +244,63 @@ async def test_a_pause_holds_answers_and_they_are_stamped_with_what_is_served_wh
         )  # fmt: skip
 
 
-@pytest.mark.asyncio
-@pytest.mark.parametrize("end", ["one", "all", "pause", "close"])
-async def test_what_waits_in_a_pause_can_be_ended(simple: Recording, end: str) -> None:
-    async with simple.engine() as engine:
-        await engine.pause("retract")
-        task = asyncio.ensure_future(collect(engine, simple.asks()))
-        while not (await engine.info()).running:
-            await asyncio.sleep(0)
-        await engine.abort("another")
-        assert (await engine.info()).running == 1
-        if end == "close":
-            await engine.close()
-            with pytest.raises(EngineError, match="rollout/0 is closed"):
-                await task
-            return
-        await {"one": lambda: engine.abort("r"), "all": engine.abort, "pause": lambda: engine.pause("abort")}[end]()
-        (delta,) = await task
-        assert (delta.finish, delta.output_ids.size, delta.logprobs.size, delta.versions.size) == ("abort", 0, 0, 0)
+async def test_what_waits_in_a_pause_can_be_ended(simple: Recording) -> None:
+    for end in ("one", "all", "pause", "close"):
+        async with simple.engine() as engine:
+            await engine.pause("retract")
+            task = asyncio.ensure_future(collect(engine, simple.asks()))
+            while not (await engine.info()).running:
+                await asyncio.sleep(0)
+            await engine.abort("another")
+            assert (await engine.info()).running == 1
+            if end == "close":
+                await engine.close()
+                await fails(task, "rollout/0 is closed")
+                break
+            await {"one": lambda: engine.abort("r"), "all": engine.abort, "pause": lambda: engine.pause("abort")}[end]()
+            (delta,) = await task
+            assert (delta.finish, delta.output_ids.size, delta.logprobs.size, delta.versions.size) == ("abort", 0, 0, 0)
 
 
 async def collect(engine: Engine, request: GenerateRequest) -> list[Any]:
     return [delta async for delta in engine.generate(request)]
 
 
-WRONG: dict[str, tuple[Callable[[Recording], GenerateRequest], str]] = {
-    "held-out prompt": (lambda made: made.asks(source="held.jsonl"), "no answer to row 1 of held.jsonl is recorded"),
-    "no row": (lambda made: made.asks(row=1, source=""), "no answer to row 1 of no data is recorded"),
-    "row beyond": (lambda made: replace_row(made.asks(), 4), "no answer to row 4 of"),
-    "sample beyond": (
-        lambda made: msgspec.structs.replace(made.asks(), index=3),
-        "dump.jsonl:3: 3 samples are recorded, number 3 is asked for (from 0) -- set rollout.num_samples",
-    ),
-    "other temperature": (
-        lambda made: made.asks(sampling=SamplingParams(max_new_tokens=7, temperature=0.5)),
-        "dump.jsonl:3: sample 0 was drawn at temperature 1, of which its log-probs are; it is asked for at 0.5 -- set",
-    ),
-    "fewer tokens": (
-        lambda made: made.asks(sampling=SamplingParams(max_new_tokens=2)),
-        "more tokens, 2 are asked for -- raise rollout.max_new_tokens",
-    ),
-    "another prompt": (
-        lambda made: made.asks(input_ids=made.groups[0].samples[0].prompt_ids),
-        "dump.jsonl:3: what is asked differs from sample 0 from token",
-    ),
-    "another answer": (
-        lambda made: made.asks(input_ids=np.append(made.asks().input_ids, np.int32(319))),
-        "dump.jsonl:3: what is asked differs from sample 0 from token",
-    ),
-    "beyond the end": (
-        lambda made: made.asks(num_done=len(made.groups[1].samples[0].response_ids)),
-        "dump.jsonl:3: sample 0 has no turn of the model that continues at token",
-    ),
-    "half a prompt": (
-        lambda made: made.asks(input_ids=made.asks().input_ids[:2]),
-        "dump.jsonl:3: sample 0 has no turn of the model that continues at token 2",
-    ),
-}
+def wrong_asks(made: Recording) -> list[tuple[GenerateRequest, str]]:
+    """What is asked, and the place or the key that the refusal names."""
+    return [
+        (made.asks(source="held.jsonl"), "no answer to row 1 of held.jsonl is recorded"),
+        (made.asks(row=1, source=""), "no answer to row 1 of no data is recorded"),
+        (msgspec.structs.replace(made.asks(), row=4), "no answer to row 4 of"),
+        (msgspec.structs.replace(made.asks(), index=3), "dump.jsonl:3: 3 samples are recorded, number 3 is asked for"),
+        (
+            made.asks(sampling=SamplingParams(max_new_tokens=7, temperature=0.5)),
+            "dump.jsonl:3: sample 0 was drawn at temp",
+        ),
+        (made.asks(sampling=SamplingParams(max_new_tokens=2)), "rollout.max_new_tokens"),
+        (
+            made.asks(input_ids=made.groups[0].samples[0].prompt_ids),
+            "dump.jsonl:3: what is asked differs from sample 0",
+        ),
+        (made.asks(input_ids=np.append(made.asks().input_ids, np.int32(319))), "dump.jsonl:3: what is asked differs"),
+        (made.asks(num_done=len(made.groups[1].samples[0].response_ids)), "dump.jsonl:3: sample 0 has no turn"),
+        (
+            made.asks(input_ids=made.asks().input_ids[:2]),
+            "dump.jsonl:3: sample 0 has no turn of the model that continues",
+        ),
+    ]
 
 
-def replace_row(request: GenerateRequest, row: int) -> GenerateRequest:
-    return msgspec.structs.replace(request, row=row)
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("wrong", WRONG)
-async def test_what_is_not_recorded_is_refused_by_place_and_remedy(simple: Recording, wrong: str) -> None:
-    make, expected = WRONG[wrong]
+async def test_what_is_not_recorded_is_refused_by_place_and_remedy(simple: Recording) -> None:
     async with simple.engine() as engine:
-        with pytest.raises(RequestRefused) as caught:
-            await collect(engine, make(simple))
-        assert expected in str(caught.value) and caught.value.remedy
-        assert (await engine.info()).running == 0
+        for request, expected in wrong_asks(simple):
+            with pytest.raises(RequestRefused) as caught:
+                await collect(engine, request)
+            assert expected in str(caught.value) and caught.value.remedy
+            assert (await engine.info()).running == 0
         assert await collect(engine, simple.asks()), "and the others are served"
 
 
-@pytest.mark.asyncio
 async def test_a_file_that_changes_under_the_run_is_told(simple: Recording, tmp_path: Path) -> None:
     text = Path(simple.path).read_bytes()
     copy = tmp_path / "dump.jsonl"
@@ -332,7 +315,6 @@ async def test_a_file_that_changes_under_the_run_is_told(simple: Recording, tmp_
             await collect(engine, made.asks())
 
 
-@pytest.mark.asyncio
 async def test_versions_are_committed_as_they_were_prepared_and_nothing_after_the_end(simple: Recording) -> None:
     async with simple.engine() as engine:
         await fails(engine.start(), "rollout/0 was started before")
@@ -365,7 +347,6 @@ def test_prompts_that_this_run_would_write_otherwise_are_refused_before_it_start
 # -- reference log-probs
 
 
-@pytest.mark.asyncio
 async def test_recorded_reference_log_probs_go_with_their_tokens_or_it_is_said_that_there_are_none(
     simple: Recording, tmp_path: Path
 ) -> None:

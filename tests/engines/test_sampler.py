@@ -50,7 +50,7 @@ def expected(temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1, min_
     ],
 )  # fmt: skip
 def test_draws_follow_the_distribution(temperature, top_p, top_k, min_p):
-    count = 40_000
+    count = 20_000
     wishes = rows(count, seed=SEED, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     drawn = draw(LOGITS.expand(count, VOCAB).clone(), wishes)
     wanted = expected(temperature, top_p, top_k, min_p)

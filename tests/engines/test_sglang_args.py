@@ -1,4 +1,5 @@
-"""The [sglang] table against a schema, the command line made of it, sizes and environment: all pure."""
+"""The [sglang] table against a schema, the command line made of it, sizes and environment, and what a server must be
+told so that sampling means there what it means here: all pure."""
 
 from __future__ import annotations
 
@@ -10,15 +11,20 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.engines.contract import ask
+from tests.harness.fake_sglang import STAND_IN
 
 from myxa.actors.engines.sglang import server_probe
+from myxa.actors.engines.sglang.engine import ServerSampling
 from myxa.actors.engines.sglang.launch import DEFAULTS, SglangLaunch, server_env, server_values
 from myxa.actors.engines.sglang.server_args import ServerSchema, SglangNeeds, check_sizes, check_table, command_line
 from myxa.actors.trainer.canary import BOUNDS
 from myxa.core.config.rollout import OWNED
-from myxa.core.errors import ConfigError
+from myxa.core.errors import ConfigError, RequestRefused
 
-SERVER_ARGS = Path(__file__).parent / "stand_in" / "sglang" / "srt" / "server_args.py"
+SERVER_ARGS = STAND_IN / "sglang" / "srt" / "server_args.py"
+SEEDED = {"enable_deterministic_inference": True}
+OURS = SEEDED | {"min_p_with_seeds": True}
 
 
 @pytest.fixture(scope="module")
@@ -153,3 +159,45 @@ def test_the_page_names_everything_that_is_owned_or_set():
         assert f"`{name}`" in page, f"docs/engines.md does not name {name}"
     for bound in BOUNDS.values():
         assert f"| {bound:g} |" in page
+
+
+# -- sampling
+
+
+def test_end_tokens_of_the_models_configs_are_kept_away_too():
+    server = ServerSampling.of({}, (257, 319, 320), 320)
+    long_enough = ask("r", min_new_tokens=3, stop_token_ids=(5, 257))
+    assert server.meant(long_enough, "here").sampling.stop_token_ids == (5, 257, 319)
+    free = ask("r", stop_token_ids=(5,))
+    assert server.meant(free, "here") is free
+
+
+def test_requests_without_a_seed_have_each_their_own_where_seeds_count():
+    server = ServerSampling.of(SEEDED, (), 320)
+    seeds = [server.meant(ask("r"), "here").sampling.seed for _ in range(20)]
+    assert len(set(seeds)) == 20
+    assert all(seed is not None and 0 <= seed < 2**63 for seed in seeds)
+    assert server.meant(ask("r", seed=0), "here").sampling.seed == 0
+    assert (
+        ServerSampling.of({"enable_deterministic_inference": False}, (), 320).meant(ask("r"), "here").sampling.seed
+        is None
+    )
+
+
+def test_min_p_never_reaches_a_server_that_it_would_end():
+    with pytest.raises(RequestRefused, match=r"here: min_p is 0\.1, which ends a server that was started with"):
+        ServerSampling.of(SEEDED, (), 320).meant(ask("r", min_p=0.1), "here")
+    with pytest.raises(ConfigError, match="http://h:1: was started with --enable-deterministic-inference, and min_p"):
+        SglangNeeds(min_p=True).check(SEEDED, "http://h:1")
+    for facts in (OURS, {}, {"enable_deterministic_inference": False}):
+        SglangNeeds(min_p=True).check(facts, "http://h:1")
+        assert ServerSampling.of(facts, (), 320).meant(ask("r", min_p=0.1), "here").sampling.min_p == 0.1
+
+
+def test_who_shares_the_batch_of_a_seeded_server_changes_no_draw():
+    """SGLang sorts a batch before it draws if any of its requests has a top_k, its own health check too."""
+    server = ServerSampling.of(SEEDED, (), 320)
+    assert server.meant(ask("r", seed=1), "here").sampling.top_k == 320
+    assert server.meant(ask("r", seed=1, top_k=5), "here").sampling.top_k == 5
+    for other in ({}, OURS):
+        assert ServerSampling.of(other, (), 320).meant(ask("r"), "here").sampling.top_k == -1

@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 
+from myxa.actors.engines.sglang.weight_route import announces
 from myxa.actors.engines.sglang.wire import (
     HeldTokens,
     Lines,
@@ -15,10 +16,12 @@ from myxa.actors.engines.sglang.wire import (
     finish_reason,
     parse_chunk,
     spans_of,
+    version_number,
     versions_of,
 )
 from myxa.core.errors import EngineError
 from myxa.core.messages import EngineUsage
+from myxa.core.samples import NO_VERSION
 
 
 def chunk(ids, total=None, *, finish=None, version="4", spans=None, logprobs=None, matched=None, **meta):
@@ -198,3 +201,23 @@ def test_what_a_server_says_of_its_cache_and_drafts_is_summed_over_ended_request
     assert EngineUsage().rates_since(tally.total) == {}, "a server left with its sums"
     plain = parse_chunk(json.dumps({"output_ids": [], "meta_info": {"completion_tokens": 0}}).encode(), "here")
     assert plain.usage == EngineUsage()
+
+
+@pytest.mark.parametrize(
+    ("answer", "names_it"),
+    [
+        ({"success": True, "message": "Success Weight version updated to 12."}, True),
+        ({"success": True, "message": "Weight version updated to 12", "new_version": "12"}, True),
+        ({"success": True, "message": "Success Weight version updated to 120."}, False),
+        ({"success": True, "message": "Success Weight version updated to 1."}, False),
+        ({"success": True, "message": "Succeeded to update parameter online."}, False),
+        ({"success": True, "message": None}, False),
+        ({}, False),
+    ],
+)
+def test_only_an_answer_that_names_the_version_saves_the_question(answer: dict[str, object], names_it: bool):
+    assert announces(answer, 12) is names_it
+
+
+def test_unknown_versions_are_not_numbers():
+    assert [version_number(v) for v in ("7", 7, "default", None, "")] == [7, 7, NO_VERSION, NO_VERSION, NO_VERSION]

@@ -1,15 +1,13 @@
-"""SGLang servers that a run does not launch, for tests that attach to them: tests/engines/stand_in."""
+"""SGLang servers that a run does not launch, for tests that attach to them: tests/harness/stand_in."""
 
 from __future__ import annotations
 
 import os
 import socket
-from pathlib import Path
 
 from tests.harness.commands import Command
+from tests.harness.fake_sglang import STAND_IN
 from tests.harness.run_job import Job
-
-STAND_IN = Path(__file__).parents[1] / "engines" / "stand_in"
 
 
 def start_server(job: Job, *more: str) -> tuple[str, Command]:

@@ -1,6 +1,6 @@
 """Whole runs through SGLang servers in processes of their own: launched and attached, and what a lost one does.
 
-The servers are tests/engines/stand_in: SGLang's name, flags and routes with the embedded engine inside.
+The servers are tests/harness/stand_in: SGLang's name, flags and routes with the embedded engine inside.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from aiohttp import web
+from tests.harness.fake_sglang import serving
 
 from myxa.core.samples import Message, Prompt, Sample
 
@@ -80,17 +81,8 @@ class Teacher:
 @asynccontextmanager
 async def teacher(fault: Fault | None = None, **more: Any) -> AsyncIterator[Teacher]:
     here = Teacher(fault=fault, **more)
-    app = web.Application()
-    app.router.add_post("/generate", here.answer)
-    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    here.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    try:
+    async with serving(here.answer) as here.url:
         yield here
-    finally:
-        await runner.cleanup()
 
 
 def only_once_known(fault: Fault) -> Fault:
@@ -111,3 +103,13 @@ def made(mask: str = "111", *, index: int = 0, temperature: float = 1.0) -> Samp
         response_ids=np.arange(20, 20 + size, dtype=np.int32), logprobs=np.zeros(size, np.float32), loss_mask=loss_mask,
         versions=np.where(loss_mask == 1, 0, -1).astype(np.int32), finish="stop", temperature=temperature,
     )  # fmt: skip
+
+
+def expected(sample: Sample) -> list[float]:
+    """What the teacher says of it, where the policy drew it."""
+    values = [right(i) if m else 0.0 for i, m in zip(sample.response_ids.tolist(), sample.loss_mask, strict=True)]
+    return np.asarray(values, np.float32).tolist()
+
+
+async def out_of_order(request: web.Request, body: dict[str, Any], answer: dict[str, Any]) -> Any:
+    return web.Response(status=500, text="out of order")

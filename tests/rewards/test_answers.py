@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 import time
+from fractions import Fraction
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from myxa.algos.rewards.builtin import bind_builtin
 from myxa.algos.rewards.extraction import accepted_labels, after_thought, read_answer
@@ -61,13 +64,34 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize(("boxed", "label", "is_right"), NUMBERS)
-def test_b_f6_numeric_judges_the_whole_of_a_box(boxed: str, label: str, is_right: bool) -> None:
-    assert score("numeric", rf"It is 17, so \boxed{{{boxed}}} follows.", label) == is_right
+def test_b_f6_numeric_and_math_judge_the_whole_of_a_box(boxed: str, label: str, is_right: bool) -> None:
+    text = rf"It is 17, so \boxed{{{boxed}}} follows."
+    assert (score("numeric", text, label), score("math", text, label)) == (is_right, is_right)
 
 
-@pytest.mark.parametrize(("boxed", "label", "is_right"), NUMBERS)
-def test_b_f6_math_agrees_about_numbers(boxed: str, label: str, is_right: bool) -> None:
-    assert score("math", rf"It is 17, so \boxed{{{boxed}}} follows.", label) == is_right
+def in_a_box(text: str, number: int | Fraction) -> object:
+    return score("numeric", rf"\boxed{{{text}}}", str(number), tolerance=0)
+
+
+@settings(max_examples=50)
+@given(st.integers(-(10**30), 10**30), st.fractions(max_denominator=10**6))
+def test_numbers_are_read_exactly_in_every_spelling(number: int, fraction: Fraction) -> None:
+    for text in (str(number), f"{number:,}", f"{number}.0", f"${number}$", f" {number} %", f"{number}e0"):
+        assert in_a_box(text, number) == 1.0
+    assert score("numeric", f"we find that it is {number:,}.", str(number), tolerance=0) == 1.0
+    over = f"{fraction.numerator}/{fraction.denominator}"
+    assert (
+        in_a_box(over, fraction)
+        == in_a_box(rf"\frac{{{fraction.numerator}}}{{{fraction.denominator}}}", fraction)
+        == 1.0
+    )
+
+
+@settings(max_examples=50)
+@given(st.text(st.sampled_from("0123456789.,-+eE/$%(){}\\frac \u2212x"), max_size=60))
+def test_any_text_is_read_or_not_and_never_fails(text: str) -> None:
+    for asked in (text, rf"\boxed{{{text}}}"):
+        assert score("numeric", asked, "4") in (0.0, 1.0)
 
 
 ALGEBRA = [
@@ -122,22 +146,15 @@ def test_b_f5_whole_texts(text: str, label: str, is_right: bool) -> None:
     assert (score("numeric", text, label), score("math", text, label)) == (is_right, is_right)
 
 
-@pytest.mark.parametrize(
-    ("label", "text", "is_right"),
-    [
-        ("1234567", r"\boxed{1234567.0}", True), ("1234567", r"\boxed{1234568}", False), ("0.1", r"\boxed{0.10000001}", True), ("0.1", r"\boxed{0.101}", False),
-    ],
-)  # fmt: skip
-def test_b_f7_whole_numbers_are_met_exactly_and_others_within_a_millionth(
-    label: str, text: str, is_right: bool
-) -> None:
-    assert score("numeric", text, label) == is_right
-
-
-def test_b_f7_a_tolerance_that_is_given_is_for_whole_numbers_too() -> None:
-    assert score("numeric", r"\boxed{1234568}", "1234567", tolerance=1e-6) == 1.0
-    assert score("numeric", r"\boxed{1234568}", "1234567", absolute=1.0) == 1.0
-    assert score("numeric", r"\boxed{1234568}", "1234567", tolerance=0.0) == 0.0
+def test_b_f7_whole_numbers_are_met_exactly_and_others_within_a_millionth() -> None:
+    for label, text, is_right in (
+        ("1234567", "1234567.0", True), ("1234567", "1234568", False), ("0.1", "0.10000001", True), ("0.1", "0.101", False),
+    ):  # fmt: skip
+        assert score("numeric", rf"\boxed{{{text}}}", label) == is_right
+    for tolerance, value in (({"tolerance": 1e-6}, 1.0), ({"absolute": 1.0}, 1.0), ({"tolerance": 0.0}, 0.0)):
+        assert score("numeric", r"\boxed{1234568}", "1234567", **tolerance) == value, (
+            "given, it is for whole numbers too"
+        )
 
 
 CHOICES = [
@@ -168,14 +185,7 @@ def test_b_f8_no_choice_was_made(text: str) -> None:
 
 
 def test_words_are_read_by_the_same_rule() -> None:
-    for text in (
-        r"so \boxed{Paris}",
-        "The answer is Paris.",
-        "<answer>Paris</answer>",
-        "<think>Rome?</think>Paris",
-        "#### Paris",
-        "Paris",
-    ):
+    for text in (r"so \boxed{Paris}", "The answer is Paris.", "<answer>Paris</answer>", "<think>Rome?</think>Paris", "#### Paris", "Paris"):  # fmt: skip
         assert (score("exact", text, "Paris"), score("f1", text, "Paris")) == (1.0, 1.0), text
     assert score("exact", r"Paris or \boxed{Rome}", "Paris") == score("f1", r"Paris or \boxed{Rome}", "Paris") == 0.0
     assert score("exact", "so: Paris", "Paris") == 0.0
@@ -238,41 +248,27 @@ HOSTILE = [
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("boxed", HOSTILE, ids=range(len(HOSTILE)))
 def test_b_f8_nothing_takes_longer_than_its_seconds(boxed: str) -> None:
-    score("math", r"\boxed{x}", "x+1")  # imports
-    begun = time.monotonic()
-    assert score("math", rf"\boxed{{{boxed}}}", "x+42", seconds=1) == 0.0
-    assert time.monotonic() - begun < 2.0
-    begun = time.monotonic()
+    begun = time.process_time()
     assert score("numeric", rf"\boxed{{{boxed}}}", "43") == 0.0
-    assert time.monotonic() - begun < 1.0
+    assert time.process_time() - begun < 1.0
+    if boxed in HOSTILE[::2]:
+        score("math", r"\boxed{x}", "x+1")  # imports
+        begun = time.process_time()
+        assert score("math", rf"\boxed{{{boxed}}}", "x+42", seconds=1) == 0.0
+        assert time.process_time() - begun < 2.0
+
+
+PIECES = (r"\boxed{", r"\boxed{1} ", "answer is ", "answer to ", "####", "<answer>", "</think>", "<think>", "$", "答案", "1 ", "it is ", "Answer: A or ", "(", "answer is((((((((", "\n", "B.")  # fmt: skip
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    "piece",
-    [
-        r"\boxed{",
-        r"\boxed{1} ",
-        "answer is ",
-        "answer to ",
-        "####",
-        "<answer>",
-        "</think>",
-        "<think>",
-        "$",
-        "答案",
-        "1 ",
-        "it is ",
-        "Answer: A or ",
-    ],
-)
-def test_a_megabyte_of_text_is_read_in_no_time(piece: str) -> None:
-    text = piece * (1_000_000 // len(piece))
+@pytest.mark.parametrize("piece", PIECES)
+def test_long_texts_are_read_in_linear_time(piece: str) -> None:
+    text = piece * (200_000 // len(piece)) + "x"
     begun = time.process_time()
     read_answer(text)
     for name in ("numeric", "choice", "exact", "f1"):
         assert score(name, text, "9" if name == "numeric" else "Q") == 0.0
-    assert time.process_time() - begun < 6.0
-    begun = time.monotonic()
-    assert score("math", text, "99", seconds=1) == 0.0
-    assert time.monotonic() - begun < 4.0
+    assert time.process_time() - begun < 1.5
+    if piece in PIECES[:3]:
+        assert score("math", text, "99", seconds=1) == 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from myxa.algos.rewards.extraction import EXTRACTS, Extract, boxed, extract
@@ -12,20 +12,11 @@ from myxa.algos.rewards.extraction import EXTRACTS, Extract, boxed, extract
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        (r"\boxed{1}", "1"),
-        (r"\fbox{ 9 }", "9"),
-        (r"\boxed {a{b}c}", "a{b}c"),
-        (r"\boxed{\frac{1}{2}} and \boxed{3", r"\frac{1}{2}"),
-        (r"\boxed{1} then \boxed{2}", "2"),
-        (r"\boxed{\{1,2\}}", r"\{1,2\}"),
-        (r"f{ \boxed{x}", "x"),
-        (r"} } \boxed{x} }", "x"),
-        (r"\boxed{", None),
-        (r"\boxed{\}", None),
-        ("boxed{1}", None),
-        ("", None),
+        (r"\boxed{1}", "1"), (r"\fbox{ 9 }", "9"), (r"\boxed {a{b}c}", "a{b}c"), (r"\boxed{1} then \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{2}} and \boxed{3", r"\frac{1}{2}"), (r"\boxed{\{1,2\}}", r"\{1,2\}"), (r"f{ \boxed{x}", "x"),
+        (r"} } \boxed{x} }", "x"), (r"\boxed{", None), (r"\boxed{\}", None), ("boxed{1}", None), ("", None),
     ],
-)
+)  # fmt: skip
 def test_boxed(text: str, answer: str | None) -> None:
     assert boxed(text) == answer
 
@@ -33,21 +24,13 @@ def test_boxed(text: str, answer: str | None) -> None:
 @pytest.mark.parametrize(
     ("how", "text", "answer"),
     [
-        ("marker", "7 + 3 = 10\n#### 10\nbye", "10"),
-        ("marker", "no marker", None),
-        ("tag", "<answer>a</answer><answer> b </answer> c", "b"),
-        ("tag", "<answer>a", None),
-        ("tag", "a</answer>", None),
-        ("last_line", "a\n b \n\n", "b"),
-        ("last_line", " \n", None),
-        ("all", " a b ", "a b"),
-        ("boxed", "x", None),
-        ("auto", r"\boxed{1} #### 2", "1"),
-        ("auto", "#### 2 <answer>3</answer>", "2 <answer>3</answer>"),
-        ("auto", "<answer>3</answer>", "3"),
-        ("auto", " plain ", "plain"),
+        ("marker", "7 + 3 = 10\n#### 10\nbye", "10"), ("marker", "no marker", None), ("tag", "<answer>a", None),
+        ("tag", "<answer>a</answer><answer> b </answer> c", "b"), ("tag", "a</answer>", None), ("boxed", "x", None),
+        ("last_line", "a\n b \n\n", "b"), ("last_line", " \n", None), ("all", " a b ", "a b"),
+        ("auto", r"\boxed{1} #### 2", "1"), ("auto", "#### 2 <answer>3</answer>", "2 <answer>3</answer>"),
+        ("auto", "<answer>3</answer>", "3"), ("auto", " plain ", "plain"),
     ],
-)
+)  # fmt: skip
 def test_extract(how: Extract, text: str, answer: str | None) -> None:
     assert extract(text, how) == answer
 
@@ -59,6 +42,7 @@ balanced = st.recursive(
 )
 
 
+@settings(max_examples=40)
 @given(st.text(st.characters(exclude_characters="{}\\", codec="utf-8"), max_size=10), balanced, balanced)
 def test_whatever_is_balanced_comes_back(before: str, inside: str, after: str) -> None:
     assert boxed(f"{before}\\boxed{{{inside}}}{after}") == inside.strip()
@@ -74,4 +58,4 @@ def test_any_text(text: str, how: Extract) -> None:
 @pytest.mark.parametrize("piece", ["\\boxed{", "{", "}", "\\", "<answer>", "####", "\n"])
 def test_long_hostile_texts_take_linear_time(piece: str) -> None:
     for how in EXTRACTS:
-        extract(piece * (400_000 // len(piece)), how)
+        extract(piece * (200_000 // len(piece)), how)

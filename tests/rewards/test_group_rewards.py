@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from tests.rewards.world import answers, failure, rewarder
 
 from myxa.actors.rewards.rewarder import Rewarder
 from myxa.actors.rollout.group_runner import GroupRunner, Partial
@@ -52,36 +52,17 @@ async def rank_later(completions):
     return rank(completions)
 '''
 
-WAYS: list[tuple[str, dict[str, Any]]] = [
-    ("rank_later", {}), ("rank_later", {"isolate": False}), ("rank", {"isolate": False}), ("rank", {"workers": 1}), ("rank_later", {"workers": 1}),
-]  # fmt: skip
+WAYS: list[tuple[str, dict[str, Any]]] = [("rank_later", {}), ("rank", {"isolate": False}), ("rank", {"workers": 1})]
 
 
 @pytest.fixture
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    file = tmp_path / "mine.py"
-    file.write_text(CODE)
-    return file
+def file(write_code: Callable[[str], Path]) -> Path:
+    return write_code(CODE)
 
 
-def answers(*texts: str, **more: Any) -> list[Completion]:
-    return [Completion(group_id=3, index=i, messages=(), prompt="?", text=text, **more) for i, text in enumerate(texts)]
-
-
-@asynccontextmanager
-async def rewarder(fn: str, **settings: Any) -> AsyncIterator[Rewarder]:
-    made = Rewarder(RewardSettings(fn=fn, scope="group", **settings))
-    try:
-        yield made
-    finally:
-        await made.close()
-
-
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("fn", "way"), WAYS)
 async def test_one_call_judges_the_group_wherever_it_runs(file: Path, fn: str, way: dict[str, Any]) -> None:
-    async with rewarder(f"{file}:{fn}", **way) as made:
+    async with rewarder(f"{file}:{fn}", scope="group", **way) as made:
         assert made.judges_groups
         assert await made.score_group(answers("a", "abcd")) == (
             RewardOutcome(0.25, {"longest": 4.0}),
@@ -97,24 +78,21 @@ async def test_one_call_judges_the_group_wherever_it_runs(file: Path, fn: str, w
             ],
             start=1,
         ):
-            with pytest.raises(UserCodeError) as caught:
-                await made.score_group(answers("x", text))
-            assert caught.value.message == f'reward function "{file}:{fn}" {cause.format(file=file)} (group 3)'
+            told = await failure(made, *answers("x", text))
+            assert told.startswith(f'reward function "{file}:{fn}" {cause.format(file=file)} (group 3) -- ')
             assert made.num_errors == number, "one call, one error"
 
 
-@pytest.mark.asyncio
 async def test_a_group_that_ends_its_worker_twice_is_blamed(file: Path) -> None:
-    async with rewarder(f"{file}:rank", workers=1) as made:
+    async with rewarder(f"{file}:rank", scope="group", workers=1) as made:
         with pytest.raises(DeadlyReward, match=r"ended its worker process \(exit code 7\) \(group 3\)"):
             await made.score_group(answers("x", "leave"))
         assert (await made.score_group(answers("x")))[0].value == 1.0
 
 
-@pytest.mark.asyncio
 async def test_errors_and_truncated_answers_may_count_zero(file: Path) -> None:
     async with rewarder(
-        f"{file}:rank_later", isolate=False, on_error="zero", truncated="zero", max_error_rate=1.0
+        f"{file}:rank_later", scope="group", isolate=False, on_error="zero", truncated="zero", max_error_rate=1.0
     ) as made:
         assert await made.score_group(answers("x", "raise")) == (RewardOutcome(0.0), RewardOutcome(0.0))
         cut = msgspec.structs.replace(answers("x", "abcd")[1], finish="length")
@@ -206,7 +184,6 @@ def assignment(**more: Any) -> Assignment:
     return Assignment(prompt=PROMPT, attempt=1, num_samples=3, sampling=SamplingParams(), **more)
 
 
-@pytest.mark.asyncio
 async def test_a_group_is_judged_once_when_its_last_member_is_there() -> None:
     loads.clear()
     scorer = Together()
@@ -219,7 +196,6 @@ async def test_a_group_is_judged_once_when_its_last_member_is_there() -> None:
     assert not made.has(5)
 
 
-@pytest.mark.asyncio
 async def test_an_interrupted_group_is_judged_by_whoever_finishes_it() -> None:
     scorer = Together()
 
@@ -238,7 +214,6 @@ async def test_an_interrupted_group_is_judged_by_whoever_finishes_it() -> None:
     assert group.rewards.tolist() == [0.0, 1.0, 2.0]
 
 
-@pytest.mark.asyncio
 async def test_a_failure_costs_the_group_as_a_reward_error() -> None:
     made = runner(Together(UserCodeError("no judge", remedy="x")), lambda ctx, prompt: sample(prompt, ctx.index))
     with pytest.raises(RewardError, match="no judge"):
@@ -246,7 +221,6 @@ async def test_a_failure_costs_the_group_as_a_reward_error() -> None:
     assert not made.has(5)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("prompt", "text", "value"),
     [

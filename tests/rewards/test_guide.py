@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import re
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.rewards.world import answer, rewarder
 
 from myxa.actors.buffer.filters import load_sample_filter
 from myxa.actors.data import open_prompts
-from myxa.actors.rewards.rewarder import Rewarder
 from myxa.actors.user_code.functions import GROUP_FILTER, WORKFLOW, load_function
 from myxa.algos.rewards.builtin import BUILTINS
 from myxa.algos.rewards.outcome import RewardOutcome
-from myxa.core.completions import Completion
-from myxa.core.config import RewardSettings, RunConfig
+from myxa.core.config import RunConfig
 from myxa.core.samples import Group, Prompt, Sample
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rewards-and-data.md").read_text()
@@ -26,9 +25,8 @@ JSON_LINES = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)[0].splitlines()
 
 
 @pytest.fixture
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    return tmp_path / "mine.py"
+def file(write_code: Callable[[str], Path]) -> Path:
+    return write_code(EXAMPLES)
 
 
 @pytest.mark.parametrize(
@@ -49,29 +47,15 @@ def test_rows(tmp_path: Path, line: str, preset: str, label: str, metadata: dict
     assert (prompt.label, prompt.metadata) == (label, metadata)
 
 
-@pytest.mark.asyncio
-async def test_reward(file: Path) -> None:
-    file.write_text(EXAMPLES)
-    rewarder = Rewarder(RewardSettings(fn=f"{file}:score", args={"weight": 0.5}))
-    right = Completion(group_id=0, index=0, messages=(), prompt="", text=" 5 ", label="5", num_tokens=10)
-    assert await rewarder.score(right) == RewardOutcome(1.5, {"is_right": 1.0})
-    await rewarder.close()
-
-
-@pytest.mark.asyncio
-async def test_group_reward(file: Path) -> None:
-    file.write_text(EXAMPLES)
-    rewarder = Rewarder(RewardSettings(fn=f"{file}:rank", scope="group"))
-    answers = [
-        Completion(group_id=0, index=i, messages=(), prompt="", text=text, label="5", num_tokens=7 + i)
-        for i, text in enumerate(("5", "6"))
-    ]
-    assert await rewarder.score_group(answers) == (RewardOutcome(1.0, {"over": 0.0}), RewardOutcome(0.0, {"over": 1.0}))
-    await rewarder.close()
+async def test_rewards(file: Path) -> None:
+    async with rewarder(f"{file}:score", args={"weight": 0.5}) as made:
+        assert await made.score(answer(" 5 ", "5", num_tokens=10)) == RewardOutcome(1.5, {"is_right": 1.0})
+    async with rewarder(f"{file}:rank", scope="group") as made:
+        both = [answer(text, "5", index=i, num_tokens=7 + i) for i, text in enumerate(("5", "6"))]
+        assert await made.score_group(both) == (RewardOutcome(1.0, {"over": 0.0}), RewardOutcome(0.0, {"over": 1.0}))
 
 
 def test_workflow_and_filter(file: Path) -> None:
-    file.write_text(EXAMPLES)
     assert load_function(f"{file}:generate", WORKFLOW).is_async
     keep = load_function(f"{file}:keep", GROUP_FILTER).fn
     prompt = Prompt(group_id=0, row=0, pass_index=0, messages=())
@@ -80,7 +64,6 @@ def test_workflow_and_filter(file: Path) -> None:
 
 
 def test_sample_filter(file: Path) -> None:
-    file.write_text(EXAMPLES)
     prompt = Prompt(group_id=0, row=0, pass_index=0, messages=())
     samples = tuple(
         Sample(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
 from aiohttp import web
+from tests.harness.fake_sglang import serving
+from tests.rewards.world import rewarder
 
 from myxa.actors.rewards.remote import MAX_ANSWER_BYTES, remote_options
 from myxa.actors.rewards.rewarder import Rewarder
@@ -48,27 +50,13 @@ async def judge(*replies: Any) -> AsyncIterator[Judge]:
         finally:
             here.at_once -= 1
 
-    app = web.Application()
-    app.router.add_post("/score", score)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    port = runner.addresses[0][1]
-    here.url = f"http://127.0.0.1:{port}/score"
-    try:
+    async with serving(score) as url:
+        here.url = f"{url}/score"
         yield here
-    finally:
-        await runner.cleanup()
 
 
-@asynccontextmanager
-async def rewarder(url: str, args: dict[str, Any] | None = None, **settings: Any) -> AsyncIterator[Rewarder]:
-    made = Rewarder(RewardSettings(fn="remote", args={"url": url, "backoff_s": 0.0, **(args or {})}, **settings))
-    try:
-        yield made
-    finally:
-        await made.close()
+def remote(url: str, args: dict[str, Any] | None = None, **settings: Any) -> AbstractAsyncContextManager[Rewarder]:
+    return rewarder("remote", args={"url": url, "backoff_s": 0.0} | (args or {}), **settings)
 
 
 def answer(text: str = "four", index: int = 0) -> Completion:
@@ -85,9 +73,8 @@ def broken(status: int) -> Reply:
     return reply
 
 
-@pytest.mark.asyncio
 async def test_an_answer_is_posted_and_its_judgement_checked() -> None:
-    async with judge(0.5, {"reward": 1, "style": 0.25}) as there, rewarder(there.url) as made:
+    async with judge(0.5, {"reward": 1, "style": 0.25}) as there, remote(there.url) as made:
         assert await made.score(answer()) == RewardOutcome(0.5)
         assert await made.score(answer()) == RewardOutcome(1.0, {"style": 0.25})
         assert there.asked[0] == {
@@ -97,9 +84,8 @@ async def test_an_answer_is_posted_and_its_judgement_checked() -> None:
         }  # fmt: skip
 
 
-@pytest.mark.asyncio
 async def test_a_group_is_posted_as_a_whole() -> None:
-    async with judge([0.5, {"reward": 1}], [1.0]) as there, rewarder(there.url, scope="group") as made:
+    async with judge([0.5, {"reward": 1}], [1.0]) as there, remote(there.url, scope="group") as made:
         group = [answer("a", 0), answer("b", 1)]
         assert await made.score_group(group) == (RewardOutcome(0.5), RewardOutcome(1.0))
         assert [one["response"] for one in there.asked[0]["answers"]] == ["a", "b"]
@@ -107,10 +93,9 @@ async def test_a_group_is_posted_as_a_whole() -> None:
             await made.score_group(group)
 
 
-@pytest.mark.asyncio
 async def test_what_may_be_over_soon_is_tried_again() -> None:
     async def late(request: web.Request) -> web.Response:
-        await asyncio.sleep(5)
+        await asyncio.sleep(2)
         return web.json_response(0.0)
 
     async def lost(request: web.Request) -> web.Response:
@@ -119,12 +104,11 @@ async def test_what_may_be_over_soon_is_tried_again() -> None:
         return web.json_response(0.0)
 
     replies = (broken(503), broken(429), late, lost, 1.0)
-    async with judge(*replies) as there, rewarder(there.url, {"tries": 5}, timeout_s=0.3) as made:
+    async with judge(*replies) as there, remote(there.url, {"tries": 5}, timeout_s=0.3) as made:
         assert (await made.score(answer())).value == 1.0
         assert (len(there.asked), made.num_errors) == (5, 0)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("reply", "num_asked", "said"),
     [
@@ -141,7 +125,7 @@ async def test_what_may_be_over_soon_is_tried_again() -> None:
     ],
 )
 async def test_what_is_wrong_is_told_with_the_address(reply: Any, num_asked: int, said: str) -> None:
-    async with judge(reply) as there, rewarder(there.url) as made:
+    async with judge(reply) as there, remote(there.url) as made:
         with pytest.raises(UserCodeError) as caught:
             await made.score(answer())
         assert said in caught.value.message
@@ -149,9 +133,8 @@ async def test_what_is_wrong_is_told_with_the_address(reply: Any, num_asked: int
         assert (len(there.asked), made.num_errors) == (num_asked, 1)
 
 
-@pytest.mark.asyncio
 async def test_nobody_there_is_an_error_and_then_an_outage() -> None:
-    async with judge(1.0) as there, rewarder(there.url, {"tries": 2}, pause_after=2, cool_down_s=0.05) as made:
+    async with judge(1.0) as there, remote(there.url, {"tries": 2}, pause_after=2, cool_down_s=0.05) as made:
         await made.score(answer())
         there.replies = [broken(503)]
         with pytest.raises(UserCodeError, match="the last of 2 tries"):
@@ -162,12 +145,11 @@ async def test_nobody_there_is_an_error_and_then_an_outage() -> None:
                 await asyncio.sleep(0.01)
         there.replies = [1.0]
         assert (await waiting).value == 1.0, "it waits for the service, and is not dropped"
-    async with rewarder("http://127.0.0.1:1/none", {"tries": 1}) as made:
+    async with remote("http://127.0.0.1:1/none", {"tries": 1}) as made:
         with pytest.raises(UserCodeError, match="http://127.0.0.1:1/none cannot be asked: ClientConnectorError"):
             await made.score(answer())
 
 
-@pytest.mark.asyncio
 async def test_no_more_calls_at_a_time_than_allowed() -> None:
     may_go, entered = asyncio.Event(), asyncio.Semaphore(0)
 
@@ -176,7 +158,7 @@ async def test_no_more_calls_at_a_time_than_allowed() -> None:
         await may_go.wait()
         return web.json_response(1.0)
 
-    async with judge(waits) as there, rewarder(there.url, {"max_calls": 2}) as made:
+    async with judge(waits) as there, remote(there.url, {"max_calls": 2}) as made:
         scores = [asyncio.ensure_future(made.score(answer(index=i))) for i in range(6)]
         for _ in range(2):
             await asyncio.wait_for(entered.acquire(), 10)
@@ -185,10 +167,9 @@ async def test_no_more_calls_at_a_time_than_allowed() -> None:
         assert there.most_at_once == 2
 
 
-@pytest.mark.asyncio
 async def test_a_closed_rewarder_asks_nobody() -> None:
     async with judge(1.0) as there:
-        async with rewarder(there.url) as made:
+        async with remote(there.url) as made:
             pass
         with pytest.raises(UserCodeError, match="after the rewarder was closed"):
             await made.score(answer())

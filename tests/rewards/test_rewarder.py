@@ -9,21 +9,19 @@ import subprocess
 import sys
 import threading
 import time
-from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from tests.rewards.world import answer, failure, rewarder
 
 from myxa.actors.rewards import rewarder as rewarder_module
 from myxa.actors.rewards.guard import ErrorBudget
 from myxa.actors.rewards.pool import RewardWorker
 from myxa.actors.rewards.rewarder import FixedReward, Rewarder, make_rewarder
 from myxa.algos.rewards.outcome import RewardOutcome
-from myxa.core.completions import Completion
 from myxa.core.config import RewardSettings, RunConfig
 from myxa.core.errors import ConfigError, UserCodeError
 
@@ -93,25 +91,8 @@ def nothing_survives() -> Any:
 
 
 @pytest.fixture
-def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    file = tmp_path / "mine.py"
-    file.write_text(CODE)
-    return str(file)
-
-
-def answer(text: str, label: str = "", **more: Any) -> Completion:
-    return Completion(group_id=3, index=1, messages=(), prompt="?", text=text, label=label, **more)
-
-
-@asynccontextmanager
-async def rewarder(fn: str, **settings: Any) -> AsyncIterator[Rewarder]:
-    made = Rewarder(RewardSettings(fn=fn, **settings))
-    try:
-        yield made
-    finally:
-        await made.close()
-        assert made.worker_pids == ()
+def code(write_code: Callable[[str], Path]) -> str:
+    return str(write_code(CODE))
 
 
 async def kill_the_worker(of: Rewarder) -> None:
@@ -123,30 +104,17 @@ async def kill_the_worker(of: Rewarder) -> None:
             await asyncio.sleep(0.02)
 
 
-async def failure(of: Rewarder, completion: Completion) -> str:
-    with pytest.raises(UserCodeError) as caught:
-        await of.score(completion)
-    return str(caught.value)
-
-
-@pytest.mark.asyncio
-async def test_builtins_run_in_the_loop() -> None:
+async def test_builtins_run_in_the_loop_and_length_costs_a_part_of_any_reward() -> None:
+    cut = answer("4", "4", num_tokens=100, finish="length")
     async with rewarder("exact") as made:
-        assert await made.score(answer("4", "4")) == RewardOutcome(1.0)
-        assert await made.score(answer("5", "4")) == RewardOutcome(0.0)
+        assert [(await made.score(answer(text, "4"))).value for text in "45"] == [1.0, 0.0]
+        assert (await made.score(cut)).value == 1.0
         assert made.worker_pids == ()
-
-
-@pytest.mark.asyncio
-async def test_length_costs_a_part_of_any_reward() -> None:
-    async with rewarder(
-        "exact", overlong_tokens=100, overlong_buffer=20, overlong_penalty=0.5, truncated="zero"
-    ) as made:
+    costs = {"overlong_tokens": 100, "overlong_buffer": 20, "overlong_penalty": 0.5}
+    async with rewarder("exact", **costs, truncated="zero") as made:
         assert await made.score(answer("4", "4", num_tokens=80)) == RewardOutcome(1.0, {"overlong": 0.0})
         assert await made.score(answer("4", "4", num_tokens=90)) == RewardOutcome(0.75, {"overlong": -0.25})
-        assert await made.score(answer("4", "4", num_tokens=100, finish="length")) == RewardOutcome(
-            -0.5, {"overlong": -0.5}
-        )
+        assert await made.score(cut) == RewardOutcome(-0.5, {"overlong": -0.5})
 
 
 def test_an_overlong_buffer_fits_into_the_length() -> None:
@@ -155,12 +123,16 @@ def test_an_overlong_buffer_fits_into_the_length() -> None:
             RewardSettings(overlong_tokens=tokens, overlong_buffer=buffer)
 
 
-@pytest.mark.asyncio
-async def test_math_gets_a_process_even_if_none_was_asked_for() -> None:
-    async with rewarder("math") as made:
+async def test_math_gets_a_process_even_if_none_was_asked_for_and_ends_by_its_seconds_there() -> None:
+    async with rewarder("math", args={"seconds": 1}) as made:
         done = await asyncio.gather(*(made.score(answer(rf"\boxed{{{i}+x}}", "x+3")) for i in range(5)))
         assert [outcome.value for outcome in done] == [0.0, 0.0, 0.0, 1.0, 0.0]
-        assert len(made.worker_pids) == 1
+        pids = made.worker_pids
+        assert len(pids) == 1
+        for hostile in ("9^{9^{9^{9}}}", r"\sum_{n=1}^{1000000000} n^{n}"):
+            assert (await made.score(answer(rf"\boxed{{{hostile}}}", "x+1"))).value == 0.0
+        assert (await made.score(answer(r"\boxed{1+y}", '["x","y+1"]'))).value == 1.0
+        assert made.worker_pids == pids and made.num_errors == 0
 
 
 def test_math_is_imported_in_its_own_process_only() -> None:
@@ -172,37 +144,29 @@ def test_math_is_imported_in_its_own_process_only() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.asyncio
 async def test_own_functions_run_in_threads_the_loop_or_processes(code: str) -> None:
-    async with rewarder(f"{code}:act", isolate=False) as made:
-        outcome = await made.score(answer("pid"))
-        assert outcome == RewardOutcome(0.5, {"pid": float(os.getpid()), "main": 0.0})
-    async with rewarder(f"{code}:act") as made:
-        outcome = await made.score(answer("pid"))
-        assert outcome == RewardOutcome(0.5, {"pid": float(*made.worker_pids), "main": 1.0})
-    async with rewarder(f"{code}:act_later", isolate=False) as made:
-        outcome = await made.score(answer("pid"))
-        assert outcome.parts == {"pid": float(os.getpid()), "main": 1.0}
-    async with rewarder(f"{code}:act_later") as made:
-        outcome = await made.score(answer("pid"))
-        assert outcome.parts == {"pid": float(*made.worker_pids), "main": 1.0}
-    for fn in ("act", "act_later"):
-        async with rewarder(f"{code}:{fn}", workers=2) as made:
-            outcomes = await asyncio.gather(*(made.score(answer("pid")) for _ in range(8)))
-            pids = {int(outcome.parts["pid"]) for outcome in outcomes}
-            assert pids == set(made.worker_pids)
-            assert 1 <= len(pids) <= 2
-            assert os.getpid() not in pids
-            assert {outcome.parts["main"] for outcome in outcomes} == {1.0}
+    """A plain function that is not isolated runs in a thread; an async one in the loop."""
+    for fn, isolate, is_main in (("act", False, 0.0), ("act", True, 1.0), ("act_later", False, 1.0), ("act_later", True, 1.0)):  # fmt: skip
+        async with rewarder(f"{code}:{fn}", isolate=isolate) as made:
+            outcome = await made.score(answer("pid"))
+            (pid,) = made.worker_pids if isolate else (os.getpid(),)
+            assert outcome == RewardOutcome(0.5, {"pid": float(pid), "main": is_main})
+    async with rewarder(f"{code}:act", workers=2) as made:
+        outcomes = await asyncio.gather(*(made.score(answer("pid")) for _ in range(8)))
+        pids = {int(outcome.parts["pid"]) for outcome in outcomes}
+        assert pids == set(made.worker_pids) and 1 <= len(pids) <= 2 and os.getpid() not in pids
 
 
-@pytest.mark.asyncio
 async def test_named_arguments_and_pattern_reach_an_own_function(code: str) -> None:
-    for workers in (0, 1):
-        async with rewarder(f"{code}:scaled", args={"factor": 2.5}, pattern="abc", workers=workers) as made:
-            assert await made.score(answer("x")) == RewardOutcome(2.5, {"pattern": 3.0})
-    with pytest.raises(ConfigError, match="missing a required argument: 'factor'"):
-        Rewarder(RewardSettings(fn=f"{code}:scaled"))
+    async with rewarder(f"{code}:scaled", args={"factor": 2.5}, pattern="abc", workers=1) as made:
+        assert await made.score(answer("x")) == RewardOutcome(2.5, {"pattern": 3.0})
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"fn": f"{code}:scaled"}, "missing a required argument: 'factor'"), ({"fn": f"{code}:nope", "workers": 1}, "nope"),
+        ({"fn": "numeric", "args": {"tol": 1}}, "tol"),
+    ]  # fmt: skip
+    for settings, says in wrong:
+        with pytest.raises(ConfigError, match=says):
+            Rewarder(RewardSettings(**settings))
 
 
 CAUSES = [
@@ -214,11 +178,7 @@ CAUSES = [
 ]
 
 
-@pytest.mark.asyncio
-@pytest.mark.parametrize(
-    ("fn", "workers", "isolate"),
-    [("act", 0, False), ("act_later", 0, False), ("act_later", 0, True), ("act", 1, True), ("act_later", 1, False)],
-)
+@pytest.mark.parametrize(("fn", "workers", "isolate"), [("act", 0, False), ("act_later", 0, True), ("act", 1, True)])
 async def test_what_a_function_may_do_wrong_anywhere(code: str, fn: str, workers: int, isolate: bool) -> None:
     async with rewarder(f"{code}:{fn}", workers=workers, isolate=isolate) as made:
         for number, (text, cause) in enumerate(CAUSES, start=1):
@@ -229,20 +189,18 @@ async def test_what_a_function_may_do_wrong_anywhere(code: str, fn: str, workers
         assert (await made.score(answer("fine"))).value == 1.0
 
 
-@pytest.mark.asyncio
 async def test_a_function_that_forgot_to_be_async(code: str) -> None:
-    async with rewarder(f"{code}:forgot") as made:
+    async with rewarder(f"{code}:forgot", isolate=False) as made:
         assert "returned a coroutine; declare it with `async def`" in await failure(made, answer("x"))
 
 
-@pytest.mark.asyncio
 async def test_a_hung_worker_is_killed_with_what_it_started_and_replaced(code: str, tmp_path: Path) -> None:
-    async with rewarder(f"{code}:act", workers=1, timeout_s=4.0) as made:
+    async with rewarder(f"{code}:act", workers=1, timeout_s=2.0) as made:
         assert (await made.score(answer("warm"))).value == 1.0
         (first,) = made.worker_pids
         note = tmp_path / "grandchild"
         assert await failure(made, answer(f"spawn {note}")) == (
-            f'reward function "{code}:act" took longer than 4 s; its worker process was killed (group 3, sample 1) -- {OWN}'
+            f'reward function "{code}:act" took longer than 2 s; its worker process was killed (group 3, sample 1) -- {OWN}'
         )
         (second,) = (int((await made.score(answer("pid"))).parts["pid"]),)
         assert second != first
@@ -257,85 +215,41 @@ async def gone(pid: int) -> None:
                 await asyncio.sleep(0.05)
 
 
-@pytest.mark.asyncio
-@pytest.mark.parametrize(("text", "end"), [("segfault", "signal SIGSEGV"), ("leave", "exit code 7")])
-async def test_a_crashed_worker_is_named_and_replaced(code: str, text: str, end: str) -> None:
-    async with rewarder(f"{code}:act", workers=1) as made:
-        assert await failure(made, answer(text)) == (
-            f'reward function "{code}:act" ended its worker process ({end}) (group 3, sample 1) -- {OWN}'
-        )
-        assert (await made.score(answer("fine"))).value == 1.0
-
-
-@pytest.mark.asyncio
-async def test_a_worker_killed_while_idle_costs_no_completion(code: str) -> None:
-    async with rewarder(f"{code}:act", workers=1) as made:
-        await made.score(answer("warm"))
-        await kill_the_worker(made)
-        assert (await made.score(answer("fine"))).value == 1.0
-        assert made.num_errors == 0
-
-
-@pytest.mark.asyncio
 @pytest.mark.usefixtures("null_device")
-async def test_what_a_worker_prints_or_reads_does_not_touch_the_protocol(
+async def test_a_worker_outlives_what_a_function_prints_reads_forks_or_leaves_and_is_replaced_when_it_dies(
     code: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async with rewarder(f"{code}:act", workers=1) as made:
-        assert (await made.score(answer("print"))).value == 1.0
-        assert (await made.score(answer("input"))).value == 1.0
-    captured = capfd.readouterr()
-    assert "noise on standard output" in captured.err
-    assert captured.out == ""
-
-
-@pytest.mark.asyncio
-async def test_a_copy_that_a_function_forks_and_lets_return_says_nothing(code: str) -> None:
-    async with rewarder(f"{code}:act", workers=1) as made:
-        assert [(await made.score(answer("fork"))).value for _ in range(3)] == [1.0] * 3
-        assert (await made.score(answer("pid"))).value == 0.5
-        assert made.num_errors == 0
-
-
-@pytest.mark.asyncio
-async def test_math_ends_by_its_seconds_in_its_process_too() -> None:
-    async with rewarder("math", args={"seconds": 1}) as made:
-        assert (await made.score(answer(r"\boxed{1+x}", "x+1"))).value == 1.0
-        pids, begun = made.worker_pids, time.monotonic()
-        for hostile in ("9^{9^{9^{9}}}", "(10^9)!", r"\sum_{n=1}^{1000000000} n^{n}"):
-            assert (await made.score(answer(rf"\boxed{{{hostile}}}", "x+1"))).value == 0.0
-        assert time.monotonic() - begun < 6.0
-        assert (await made.score(answer(r"\boxed{1+y}", '["x","y+1"]'))).value == 1.0
-        assert made.worker_pids == pids and made.num_errors == 0
-    async with rewarder("math", strip_thinking=False) as made:
-        assert (await made.score(answer(r"<think>\boxed{1+x}</think>none", "x+1"))).value == 1.0
-
-
-@pytest.mark.asyncio
-async def test_a_cancelled_call_does_not_leave_its_answer_for_the_next(code: str) -> None:
-    async with rewarder(f"{code}:act", workers=1) as made:
-        await made.score(answer("warm"))
+        for text in ("print", "input", "fork", "fork"):
+            assert (await made.score(answer(text))).value == 1.0
         task = asyncio.ensure_future(made.score(answer("hang")))
         await asyncio.sleep(0.1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert (await made.score(answer("pid"))).value == 0.5
+        assert (await made.score(answer("pid"))).value == 0.5, "not the answer of the cancelled call"
+        await kill_the_worker(made)
+        assert (await made.score(answer("fine"))).value == 1.0, "an idle worker's death costs no call"
         assert made.num_errors == 0
+        for text, end in (("segfault", "signal SIGSEGV"), ("leave", "exit code 7")):
+            assert await failure(made, answer(text)) == (
+                f'reward function "{code}:act" ended its worker process ({end}) (group 3, sample 1) -- {OWN}'
+            )
+        assert (await made.score(answer("fine"))).value == 1.0
+    captured = capfd.readouterr()
+    assert "noise on standard output" in captured.err and captured.out == ""
 
 
-@pytest.mark.asyncio
 async def test_closing_ends_a_call_that_runs(code: str) -> None:
     async with rewarder(f"{code}:act", workers=2) as made:
         task = asyncio.ensure_future(made.score(answer("hang")))
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.1)
         await made.close()
         with pytest.raises(UserCodeError):
             await task
         assert "was called after the rewarder was closed" in await failure(made, answer("x"))
 
 
-@pytest.mark.asyncio
 async def test_a_worker_whose_start_is_overtaken_by_the_end_is_waited_for(
     code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,36 +278,6 @@ async def test_a_worker_whose_start_is_overtaken_by_the_end_is_waited_for(
         assert ended == started and not made.worker_pids
 
 
-@pytest.mark.asyncio
-async def test_a_dead_worker_whose_waiter_was_cancelled_is_waited_for_at_the_end(
-    code: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    may_end, asked, real = asyncio.Event(), [], Process.wait
-
-    async def late(self: Process) -> int:
-        asked.append(self)
-        await may_end.wait()
-        return await real(self)
-
-    async with rewarder(f"{code}:act", workers=2) as made:
-        await made.score(answer("warm"))
-        await kill_the_worker(made)
-        monkeypatch.setattr(Process, "wait", late)
-        task = asyncio.ensure_future(made.score(answer("x")))
-        async with asyncio.timeout(10):
-            while not asked:
-                await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        closing = asyncio.ensure_future(made.close())
-        await asyncio.sleep(0.05)
-        assert not closing.done()
-        may_end.set()
-        await closing
-
-
-@pytest.mark.asyncio
 async def test_of_two_who_wait_for_a_workers_end_one_may_be_cancelled() -> None:
     """asyncio would cancel the other with it: a group of a run was never finished, and nobody knew why."""
     problems: list[dict[str, Any]] = []
@@ -406,41 +290,6 @@ async def test_of_two_who_wait_for_a_workers_end_one_may_be_cancelled() -> None:
     async with asyncio.timeout(30):
         await other
     assert one.cancelled() and not problems and not worker.is_alive
-
-
-@pytest.mark.asyncio
-async def test_workers_that_are_slow_to_end_end_side_by_side(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    gone, ending, all_at_it = RewardWorker.gone, [], asyncio.Event()
-
-    async def slow(self: RewardWorker) -> None:
-        ending.append(self)
-        if len(ending) == 2:
-            all_at_it.set()
-        await all_at_it.wait()
-        await gone(self)
-
-    async with rewarder(f"{code}:act", workers=2) as made:
-        await asyncio.gather(made.score(answer("pid")), made.score(answer("pid")))
-        monkeypatch.setattr(RewardWorker, "gone", slow)
-        async with asyncio.timeout(30):
-            await made.close()
-
-
-@pytest.mark.asyncio
-async def test_a_thread_that_cannot_be_started_fails_its_call_and_keeps_no_place(
-    code: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rewarder_module, "MAX_THREADS", 1)
-
-    def refuse(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    async with rewarder(f"{code}:act", isolate=False) as made:
-        with monkeypatch.context() as full:
-            full.setattr(threading.Thread, "start", refuse)
-            for _ in range(3):
-                assert "could not be called: can't start new thread" in await failure(made, answer("x"))
-        assert (await made.score(answer("x"))).value >= 0
 
 
 PARENT = """
@@ -463,7 +312,6 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
-@pytest.mark.asyncio
 async def test_a_worker_that_hangs_ends_when_its_parent_is_killed(code: str, tmp_path: Path) -> None:
     args = (sys.executable, "-c", PARENT, f"{code}:act", str(tmp_path / "note"))
     parent = await asyncio.create_subprocess_exec(*args, stdout=asyncio.subprocess.PIPE)
@@ -473,17 +321,22 @@ async def test_a_worker_that_hangs_ends_when_its_parent_is_killed(code: str, tmp
     await gone(int(out))
 
 
-@pytest.mark.asyncio
-@pytest.mark.parametrize("isolate", [True, False])
-async def test_an_async_function_that_takes_too_long_is_cancelled(code: str, isolate: bool) -> None:
-    async with rewarder(f"{code}:act_later", timeout_s=0.2, isolate=isolate) as made:
+async def test_an_async_function_that_takes_too_long_is_cancelled(code: str) -> None:
+    async with rewarder(f"{code}:act_later", timeout_s=0.2, isolate=False) as made:
         assert "took longer than 0.2 s (group 3, sample 1)" in await failure(made, answer("hang"))
 
 
-@pytest.mark.asyncio
 async def test_threads_that_hang_are_told_and_keep_nothing_alive(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rewarder_module, "MAX_THREADS", 2)
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
     async with rewarder(f"{code}:wait_for_gate", timeout_s=0.2, isolate=False) as made:
+        with monkeypatch.context() as full:
+            full.setattr(threading.Thread, "start", refuse)
+            for _ in range(3):  # and keeps no place
+                assert "could not be called: can't start new thread" in await failure(made, answer("x"))
         for _ in range(2):
             assert "took longer than 0.2 s in a thread, which cannot be stopped; with reward.workers" in await failure(
                 made, answer("x")
@@ -507,19 +360,8 @@ async def test_threads_that_hang_are_told_and_keep_nothing_alive(code: str, monk
         assert (await made.score(answer("x"))).value == 1.0
 
 
-@pytest.mark.asyncio
-async def test_truncated_answers(code: str) -> None:
-    cut = answer("4", "4", finish="length")
-    async with rewarder("exact") as made:
-        assert (await made.score(cut)).value == 1.0
-    async with rewarder("exact", truncated="zero") as made:
-        assert (await made.score(cut)).value == 0.0
-        assert (await made.score(answer("4", "4"))).value == 1.0
-
-
-@pytest.mark.asyncio
 async def test_too_many_errors_end_the_run(code: str) -> None:
-    async with rewarder(f"{code}:act_later", max_error_rate=0.2) as made:
+    async with rewarder(f"{code}:act_later", max_error_rate=0.2, isolate=False) as made:
         for number in range(20):
             assert made.too_many_errors == ""
             if number % 4:
@@ -553,7 +395,6 @@ def test_the_error_budget_looks_at_the_last_calls_only() -> None:
     assert never.is_spent
 
 
-@pytest.mark.asyncio
 async def test_a_function_that_loads_here_but_not_in_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     file = tmp_path / "here_only.py"
@@ -565,17 +406,6 @@ async def test_a_function_that_loads_here_but_not_in_a_worker(tmp_path: Path, mo
         assert made.num_errors == 1
 
 
-def test_a_wrong_name_is_told_before_anything_runs(code: str) -> None:
-    makes: list[Callable[[], Rewarder]] = [
-        lambda: Rewarder(RewardSettings(fn=f"{code}:nope", workers=1)),
-        lambda: Rewarder(RewardSettings(fn="numeric", args={"tol": 1})),
-    ]
-    for make in makes:
-        with pytest.raises(ConfigError):
-            make()
-
-
-@pytest.mark.asyncio
 async def test_demonstrations_get_a_fixed_reward() -> None:
     raw: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "t", "preset": "chat"}}
     made = make_rewarder(RunConfig.model_validate({**raw, "algo": {"kind": "sft"}}))

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from tests.rewards.world import answer
 
 from myxa.actors.data import open_prompts
 from myxa.actors.data.prompts import open_data
@@ -41,78 +43,69 @@ def huge(completion):
 
 
 @pytest.fixture
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    file = tmp_path / "mine.py"
-    file.write_text(CODE)
-    return file
+def file(write_code: Callable[[str], Path]) -> Path:
+    return write_code(CODE)
 
 
-def answer(text: str, label: str = "", index: int = 0, **metadata: Any) -> Completion:
-    return Completion(
-        group_id=3, index=index, messages=(), prompt="?", text=text, label=label, metadata=metadata, num_tokens=10
-    )
+def judged(text: str, label: str = "", index: int = 0, **metadata: Any) -> Completion:
+    return answer(text, label, index, metadata=metadata, num_tokens=10)
 
 
 def several(functions: dict[str, Any], **more: Any) -> SeveralRewards:
     return SeveralRewards(RewardSettings.model_validate({"functions": functions, "isolate": False, **more}))
 
 
-@pytest.mark.asyncio
 async def test_the_sum_by_weights_and_each_as_a_part(file: Path) -> None:
     made = several({"exact": {}, "style": {"fn": f"{file}:shape", "weight": 0.5}, "format": {"weight": 0.0}})
-    assert await made.score(answer("four", "four")) == RewardOutcome(
+    assert await made.score(judged("four", "four")) == RewardOutcome(
         1.5, {"exact": 1.0, "style": 1.0, "style/length": 4.0, "format": 0.0}
     )
     with pytest.raises(UserCodeError, match=r'mine.py:shape" raised KeyError: .* \(group 3, sample 0\)'):
-        await made.score(answer("raise"))
+        await made.score(judged("raise"))
     assert made.num_errors == 1
     assert made.gauges()["reward/num_errors"] == 1.0
     await made.close()
 
 
-@pytest.mark.asyncio
 async def test_length_costs_once_whatever_the_number_of_functions() -> None:
     made = several({"exact": {}, "format": {}}, overlong_tokens=10, overlong_buffer=5)
-    assert await made.score(answer("a", "a")) == RewardOutcome(0.0, {"exact": 1.0, "format": 0.0, "overlong": -1.0})
+    assert await made.score(judged("a", "a")) == RewardOutcome(0.0, {"exact": 1.0, "format": 0.0, "overlong": -1.0})
 
 
-@pytest.mark.asyncio
 async def test_functions_of_groups_and_of_answers_go_together(file: Path) -> None:
     made = several({"exact": {"weight": 10}, "rank": {"fn": f"{file}:rank", "scope": "group"}})
     assert made.judges_groups
-    outcomes = await made.score_group([answer("a", "a", 0), answer("b", "a", 1)])
+    outcomes = await made.score_group([judged("a", "a", 0), judged("b", "a", 1)])
     assert [one.value for one in outcomes] == [10.0, 1.0]
     assert outcomes[1].parts == {"exact": 0.0, "rank": 1.0}
 
 
-@pytest.mark.asyncio
 async def test_a_sum_that_no_float_holds_is_an_error(file: Path) -> None:
     made = several({"a": {"fn": f"{file}:huge"}, "b": {"fn": f"{file}:huge"}}, isolate=False)
     with pytest.raises(UserCodeError, match=r"the sum of reward.functions returned 6e\+38 .* too large .*\(group 3\)"):
-        await made.score(answer("x"))
+        await made.score(judged("x"))
 
 
-@pytest.mark.asyncio
 async def test_the_row_chooses(file: Path) -> None:
-    functions = {"numeric": {"args": {"tolerance": 0.5}}, "style": {"fn": f"{file}:shape"}}
-    made = several(functions, choose_by="rm_type", choose_else="style")
-    assert await made.score(answer("5", "4", rm_type="numeric")) == RewardOutcome(1.0, {"numeric": 1.0})
-    assert await made.score(answer("xx")) == RewardOutcome(0.5, {"style": 0.5, "style/length": 2.0})
+    numeric = {"fn": "numeric", "args": {"tolerance": 0.5}}  # named as data names its sources
+    made = several(
+        {"openai/gsm8k": numeric, "style": {"fn": f"{file}:shape"}}, choose_by="rm_type", choose_else="style"
+    )
+    assert await made.score(judged("5", "4", rm_type="openai/gsm8k")) == RewardOutcome(1.0, {"openai/gsm8k": 1.0})
+    assert await made.score(judged("xx")) == RewardOutcome(0.5, {"style": 0.5, "style/length": 2.0})
     (module,) = [m for m in sys.modules.values() if getattr(m, "__file__", "") == str(file)]
     assert module.calls == [0], "the others are not called"
     for name in ("exact", 7):
         with pytest.raises(UserCodeError, match=f"says rm_type = {name!r}, which is none of reward.functions"):
-            await made.score(answer("5", rm_type=name))
+            await made.score(judged("5", rm_type=name))
 
 
-@pytest.mark.asyncio
 async def test_one_function_out_of_order_ends_the_run_by_its_name(file: Path) -> None:
     made = several({"exact": {}, "style": {"fn": f"{file}:shape"}}, pause_after=0)
     assert isinstance(made, SeveralRewards)
     for _ in range(20):
         with pytest.raises(UserCodeError):
-            await made.score(answer("raise"))
+            await made.score(judged("raise"))
     assert "mine.py:shape" in made.too_many_errors and "failed in 20 of the last 20 calls" in made.too_many_errors
     made.allow(1.0)
     assert made.too_many_errors == ""
@@ -164,10 +157,7 @@ def row(label: str | None, **metadata: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("bad", "said"),
     [
-        (
-            row("5", rm_type="exakt"),
-            "says rm_type = 'exakt', which is to name one of reward.functions -- did you mean \"exact\"",
-        ),
+        (row("5", rm_type="exakt"), "says rm_type = 'exakt', which is to name one of reward.functions -- did you mean"),
         (row("5", rm_type=3), "says rm_type = 3"),
         (row("5"), "has no rm_type, which is to name one of reward.functions -- name one"),
         (row(None, rm_type="exact"), "the row has no label, with which reward.functions.exact compares"),
@@ -188,7 +178,6 @@ def test_a_sum_needs_a_label_if_one_of_them_does(tmp_path: Path) -> None:
         open_prompts(run(tmp_path, [row(None)], functions={"exact": {}, "format": {}}))
 
 
-@pytest.mark.asyncio
 async def test_each_source_of_prompts_may_have_its_function(tmp_path: Path) -> None:
     config = run(tmp_path, [row("5")])
     raw = config.model_dump()
@@ -203,47 +192,34 @@ async def test_each_source_of_prompts_may_have_its_function(tmp_path: Path) -> N
     for name in ("sums", "prose"):
         prompt = data.by_name[name].prompt(0)  # pyright: ignore[reportAttributeAccessIssue]
         assert prompt is not None
-        outcome = await made.score(answer("5.0", prompt.label, **prompt.metadata))
+        outcome = await made.score(judged("5.0", prompt.label, **prompt.metadata))
         assert outcome.parts.keys() == {name}
     functions.pop("prose")
     with pytest.raises(DataError, match="has no data_source"):
         open_data(RunConfig.model_validate(raw))
 
 
-@pytest.mark.asyncio
-@pytest.mark.parametrize("workers", [0, 1])
-async def test_what_the_workflow_says_counts_beside_what_others_judge(workers: int) -> None:
-    made = several({"workflow": {}, "numeric": {"weight": 2.0}}, workers=workers)
-    said = msgspec.structs.replace(answer("5.0", "5"), reward=0.25)
+async def test_what_the_workflow_says_counts_beside_what_others_judge() -> None:
+    made = several({"workflow": {}, "numeric": {"weight": 2.0}}, workers=1)
+    said = msgspec.structs.replace(judged("5.0", "5"), reward=0.25)
     assert await made.score(said) == RewardOutcome(2.25, {"workflow": 0.25, "numeric": 1.0})
     await made.close()
 
 
-@pytest.mark.asyncio
-@pytest.mark.parametrize("workers", [0, 1])
-async def test_an_evaluation_set_may_judge_otherwise_than_the_workflow(workers: int) -> None:
-    made = Rewarder(RewardSettings(fn="workflow", workers=workers).alone("numeric"), RewardKeys.of_eval_set("sums"))
-    assert (await made.score(msgspec.structs.replace(answer("4", "5"), reward=1.0))).value == 0.0
+async def test_an_evaluation_set_may_judge_otherwise_than_the_workflow() -> None:
+    made = Rewarder(RewardSettings(fn="workflow").alone("numeric"), RewardKeys.of_eval_set("sums"))
+    assert (await made.score(msgspec.structs.replace(judged("4", "5"), reward=1.0))).value == 0.0
     await made.close()
 
 
-@pytest.mark.asyncio
-async def test_functions_are_named_as_data_names_its_sources() -> None:
-    made = several({"openai/gsm8k": {"fn": "numeric"}, "prose": {"fn": "f1"}}, choose_by="data_source")
-    outcome = await made.score(answer("5.0", "5", data_source="openai/gsm8k"))
-    assert outcome == RewardOutcome(1.0, {"openai/gsm8k": 1.0})
-    await made.close()
-
-
-@pytest.mark.asyncio
 async def test_that_an_evaluation_waits_for_the_function_of_a_set_is_told(file: Path) -> None:
-    settings = RewardSettings(pause_after=1, max_outage_s=0.2, cool_down_s=0.1).alone(f"{file}:shape")
+    settings = RewardSettings(pause_after=1, max_outage_s=0.05, cool_down_s=0.02).alone(f"{file}:shape")
     made = Rewarder(settings, RewardKeys.of_eval_set("sums"))
     events: list[tuple[str, str]] = []
     Evaluation({"sums": made}).listen(lambda kind, text: events.append((kind, text)))
-    await made.score(answer("four"))
+    await made.score(judged("four"))
     with pytest.raises(UserCodeError):
-        await made.score(answer("raise"))
+        await made.score(judged("raise"))
     kind, text = events[0]
     assert kind == "reward-paused"
     assert text.startswith(f'evaluation set sums: reward function "{file}:shape" failed')

@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.rewards.world import answer, rewarder
 
 from myxa.actors.rewards import pool
 from myxa.actors.rewards.rewarder import Rewarder
 from myxa.algos.rewards.outcome import RewardOutcome
-from myxa.core.completions import Completion
-from myxa.core.config import RewardSettings
 from myxa.core.errors import DeadlyReward, UserCodeError
-
-pytestmark = pytest.mark.asyncio
 
 CODE = """
 import asyncio, os, re, signal, time
@@ -49,21 +46,13 @@ async def act(completion):
 """
 
 
-def answer(text: str, index: int = 0) -> Completion:
-    return Completion(group_id=3, index=index, messages=(), prompt="?", text=text, label="")
-
-
 @asynccontextmanager
 async def judge(tmp_path: Path, **settings: Any) -> AsyncIterator[Rewarder]:
     file = tmp_path / "mine.py"
     file.write_text(CODE)
-    made = Rewarder(RewardSettings(fn=f"{file}:act", pause_after=0, **{"max_block_s": 0.3, **settings}))
-    try:
+    async with rewarder(f"{file}:act", pause_after=0, **({"max_block_s": 0.3} | settings)) as made:
         await made.score(answer("good"))  # its process is there
         yield made
-    finally:
-        await made.close()
-        assert made.worker_pids == ()
 
 
 async def with_others(made: Rewarder, *texts: str) -> list[RewardOutcome | BaseException]:
@@ -78,7 +67,7 @@ async def with_others(made: Rewarder, *texts: str) -> list[RewardOutcome | BaseE
             last_s = time.monotonic()
 
     watching = asyncio.create_task(watch())
-    good = [answer("good", index) for index in range(8)]
+    good = [answer("good", index=index) for index in range(8)]
     calls = [*(made.score(one) for one in good[:4]), *(made.score(answer(text)) for text in texts)]
     calls += [made.score(one) for one in good[4:]]
     done = await asyncio.gather(*calls, return_exceptions=True)
@@ -97,36 +86,28 @@ async def test_d01_a_reward_that_blocks_is_named_with_its_line_and_the_others_ar
         assert isinstance(told, UserCodeError)
         assert "blocked its process for 0.3 s at act (mine.py:7); a plain def may" in told.message
         assert made.worker_pids == before
-
-
-async def test_d01_code_that_cannot_be_interrupted_loses_its_process_and_nobody_else_is_blamed(tmp_path: Path) -> None:
-    async with judge(tmp_path) as made:
         (told,) = await with_others(made, "cannot be interrupted")
         assert isinstance(told, UserCodeError)
         assert "blocked its process at act (mine.py:10), which was killed" in told.message
+        (told,) = await with_others(made, "leaves")
+        assert isinstance(told, DeadlyReward), "of all that were under way only this one"
+        assert "ended its worker process (exit code 7)" in told.message
 
 
 async def test_d01_code_that_holds_the_interpreter_is_found_by_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool, "SLACK_S", 0.2)
-    async with judge(tmp_path, timeout_s=1.0) as made:
+    async with judge(tmp_path, timeout_s=0.8) as made:
         (told,) = await with_others(made, "holds the interpreter")
         assert isinstance(told, UserCodeError)
-        assert "took longer than 1 s" in told.message
-
-
-async def test_d01_of_all_that_were_under_way_only_the_one_that_ends_its_process_is_deadly(tmp_path: Path) -> None:
-    async with judge(tmp_path) as made:
-        (told,) = await with_others(made, "leaves")
-        assert isinstance(told, DeadlyReward)
-        assert "ended its worker process (exit code 7)" in told.message
+        assert "took longer than 0.8 s" in told.message
 
 
 async def test_d01_calls_that_hang_in_threads_or_for_ever_starve_nobody(tmp_path: Path) -> None:
-    async with judge(tmp_path, timeout_s=3.0) as made:
+    async with judge(tmp_path, timeout_s=1.5) as made:
         told = await with_others(made, *["waits in a thread"] * 40, "will not be cancelled")
-        assert all(isinstance(one, UserCodeError) and "took longer than 3 s" in one.message for one in told)
+        assert all(isinstance(one, UserCodeError) and "took longer than 1.5 s" in one.message for one in told)
         assert isinstance(await made.score(answer("good")), RewardOutcome)
         async with asyncio.timeout(10):  # the process that has them is given up
             while len(made.worker_pids) > 1:
@@ -136,12 +117,8 @@ async def test_d01_calls_that_hang_in_threads_or_for_ever_starve_nobody(tmp_path
 async def test_as_many_calls_as_there_are_run_side_by_side_in_one_process(tmp_path: Path) -> None:
     async with judge(tmp_path) as made:
         begun_s = time.monotonic()
-        done = await asyncio.gather(*(made.score(answer("good", index)) for index in range(100)))
+        done = await asyncio.gather(*(made.score(answer("good", index=index)) for index in range(100)))
         assert time.monotonic() - begun_s < 10  # 30 one after another
         assert {one.parts["pid"] for one in done} == {float(made.worker_pids[0])}
-
-
-async def test_a_copy_that_a_reward_forks_says_nothing(tmp_path: Path) -> None:
-    async with judge(tmp_path) as made:
-        assert (await made.score(answer("forks"))).value == 1.0
+        assert (await made.score(answer("forks"))).value == 1.0, "and its copy says nothing"
         assert (await made.score(answer("good"))).value == 1.0

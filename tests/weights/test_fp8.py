@@ -9,10 +9,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from myxa.actors.weights.channels.fp8 import Fp8Rule, dequantise_blocks, quantise_blocks
+from myxa.actors.weights.channels.fp8 import Fp8Rule, quantise_blocks
 from myxa.actors.weights.channels.sender import DeviceWeightSender
 from myxa.core.errors import ConfigError, ModelError
 from myxa.core.weight_channel import PlanRequest, SampleRequest
+
+
+def dequantise_blocks(quantised: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] = (128, 128)) -> torch.Tensor:
+    """float32 [m, n]: Q * S."""
+    rows, columns = quantised.shape
+    spread = scale.repeat_interleave(block[0], dim=0)[:rows].repeat_interleave(block[1], dim=1)[:, :columns]
+    return quantised.float() * spread
 
 
 def test_values_worked_out_by_hand():

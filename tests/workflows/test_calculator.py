@@ -61,7 +61,6 @@ def loaded(folder: Path, name: str) -> tuple[RunConfig, list[Prompt]]:
     return config, [prompt for draw in range(len(data)) if (prompt := data.prompt(draw)) is not None]
 
 
-@pytest.mark.asyncio
 async def test_demonstrations_are_the_model_s_turns_and_the_tool_s_replies(
     folder: Path, tokenizer: FolderTokenizer
 ) -> None:
@@ -104,7 +103,6 @@ class Solver:
         )
 
 
-@pytest.mark.asyncio
 async def test_the_tool_is_asked_and_its_reply_answers(
     folder: Path, tokenizer: FolderTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

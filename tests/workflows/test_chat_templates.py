@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.workflows.chat_models import (
     CHAT_MODELS,
@@ -18,10 +18,9 @@ from tests.workflows.chat_models import (
     QWEN2_5,
     QWEN3,
     ChatModel,
-    Talk,
     talk,
     tokenizer_of,
-)
+)  # fmt: skip
 
 from myxa.actors.models.chat_template import ChatTemplate, PlainText
 from myxa.actors.models.tokenizer import FolderTokenizer
@@ -52,10 +51,6 @@ def learnt(sample: Sample, tokenizer: FolderTokenizer) -> list[str]:
     return [tokenizer.decode(sample.response_ids[a:b].tolist(), skip_special=False) for a, b in runs]
 
 
-def said(one: Talk) -> Sample:
-    return one.episode.sample()
-
-
 @st.composite
 def conversations(draw: st.DrawFn) -> tuple[ChatModel, list[Message], list[tuple[str, Message]], str]:
     """A model, a prompt, turns with what is replied to each, and the last turn."""
@@ -68,6 +63,7 @@ def conversations(draw: st.DrawFn) -> tuple[ChatModel, list[Message], list[tuple
     return model, prompt, turns, draw(WORDS)
 
 
+@settings(max_examples=40)
 @given(conversations())
 def test_the_stream_is_what_the_template_writes_of_the_whole_conversation(
     case: tuple[ChatModel, list[Message], list[tuple[str, Message]], str],
@@ -81,16 +77,17 @@ def test_the_stream_is_what_the_template_writes_of_the_whole_conversation(
             await one.says(f"{model.lead}{words}{model.end_before(reply.role)}")
             assert one.episode.reply_with(reply)
             talked += [message("assistant", words), reply]
-            assert whole(said(one), tokenizer) == tokenizer.render_text(talked, add_generation_prompt=True)
-            assert said(one).response_ids[-1] == tokenizer.render(talked, add_generation_prompt=True)[-1]
+            assert whole(one.episode.sample(), tokenizer) == tokenizer.render_text(talked, add_generation_prompt=True)
+            assert one.episode.sample().response_ids[-1] == tokenizer.render(talked, add_generation_prompt=True)[-1]
         await one.says(f"{model.lead}{last}{model.ends[0]}")
         drawn = [f"{model.lead}{words}{model.end_before(reply.role)}" for words, reply in turns]
-        assert learnt(said(one), tokenizer) == [*drawn, f"{model.lead}{last}{model.ends[0]}"]
-        assert not any(probe in whole(said(one), tokenizer) for probe in (ANSWER, REPLY, QUESTION.content))
+        assert learnt(one.episode.sample(), tokenizer) == [*drawn, f"{model.lead}{last}{model.ends[0]}"]
+        assert not any(probe in whole(one.episode.sample(), tokenizer) for probe in (ANSWER, REPLY, QUESTION.content))
 
     asyncio.run(play())
 
 
+@settings(max_examples=40)
 @given(conversations())
 def test_a_demonstration_is_what_the_template_writes(
     case: tuple[ChatModel, list[Message], list[tuple[str, Message]], str],
@@ -121,8 +118,8 @@ def test_a_turn_that_a_stop_string_ended_is_closed_before_the_reply(model: ChatM
         assert (turn.text, turn.finish) == (f"{model.lead}a</call>", "stop")
         assert one.episode.reply_with(message(role, "b"))
         talked = [question, message("assistant", "a</call>"), message(role, "b")]
-        assert whole(said(one), tokenizer) == tokenizer.render_text(talked, add_generation_prompt=True)
-        assert learnt(said(one), tokenizer) == [f"{model.lead}a</call>"]
+        assert whole(one.episode.sample(), tokenizer) == tokenizer.render_text(talked, add_generation_prompt=True)
+        assert learnt(one.episode.sample(), tokenizer) == [f"{model.lead}a</call>"]
 
     for role in model.replies:
         asyncio.run(play(role))
@@ -141,7 +138,7 @@ def test_thinking_that_the_template_leaves_out_later_stays_as_it_was_drawn(role:
             await one.says(f"{THOUGHT}<|im_end|>")
             assert one.episode.reply(role, "a")
         await one.says(f"{THOUGHT}<|im_end|>")
-        return said(one)
+        return one.episode.sample()
 
     sample = asyncio.run(play())
     assert learnt(sample, tokenizer) == [f"{THOUGHT}<|im_end|>"] * 3
@@ -159,9 +156,9 @@ def replied(model: ChatModel, words: str, finish: str, *replies: Message) -> str
     async def play() -> str:
         one = talk(tokenizer, [message("user", "a")])
         await one.says(words, finish)  # pyright: ignore[reportArgumentType]
-        start = len(said(one).response_ids)
+        start = len(one.episode.sample().response_ids)
         assert one.episode.reply_with(*replies)
-        return tokenizer.decode(said(one).response_ids[start:].tolist(), skip_special=False)
+        return tokenizer.decode(one.episode.sample().response_ids[start:].tolist(), skip_special=False)
 
     return asyncio.run(play())
 

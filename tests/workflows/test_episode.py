@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from myxa.actors.workflows.episode import Episode, Interrupted, ModelAccess, WorkflowContext
-from myxa.actors.workflows.named import replay_demonstration as demonstrate
+from myxa.actors.workflows.episode import Episode, Interrupted, ModelAccess
 from myxa.core.errors import EngineError, PromptTooLong, UserCodeError
 from myxa.core.messages import SamplingParams
 from myxa.core.protocols import Delta, GenerateRequest
@@ -27,26 +26,12 @@ class Letters:
 
     template_place = "letters"
 
-    def render_text(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool,
-        tools: Sequence[dict[str, Any]] = (),
-        goes_on: bool = False,
-    ) -> str:
+    def render_text(self, messages: Sequence[Message], *, add_generation_prompt: bool, **more: Any) -> str:
         text = "".join(f"{mark(self.roles[m.role])}{m.content}{mark(END)}" for m in messages)
         return text + mark(self.roles["assistant"]) if add_generation_prompt else text
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool,
-        tools: Sequence[dict[str, Any]] = (),
-        goes_on: bool = False,
-    ) -> list[int]:
-        return self.encode(self.render_text(messages, add_generation_prompt=add_generation_prompt, tools=tools))
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool, **more: Any) -> list[int]:
+        return self.encode(self.render_text(messages, add_generation_prompt=add_generation_prompt))
 
     def encode(self, text: str) -> list[int]:
         return [ord(c) - 32 for c in text]
@@ -111,6 +96,13 @@ def episode(
     )
 
 
+async def interrupted(doing: Awaitable[object]) -> Sample:
+    """What is left of an episode that is interrupted."""
+    with pytest.raises(Interrupted) as caught:
+        await doing
+    return caught.value.partial
+
+
 async def calculator(ep: Episode) -> Sample:
     turn = await ep.generate()
     if turn.text.startswith("@") and turn.finish == "stop" and ep.reply("tool", "4"):
@@ -118,7 +110,6 @@ async def calculator(ep: Episode) -> Sample:
     return ep.sample()
 
 
-@pytest.mark.asyncio
 async def test_two_turns_with_a_tool_reply_masked_out() -> None:
     script = Script(("@2+2", 3, "stop"), ("four", 4, "stop"))
     sample = await calculator(episode(script))
@@ -134,11 +125,8 @@ async def test_two_turns_with_a_tool_reply_masked_out() -> None:
     assert script.asked[1].input_ids.tolist() == [*sample.prompt_ids.tolist(), *sample.response_ids[:9].tolist()]
 
 
-@pytest.mark.asyncio
 async def test_interrupted_turn_continues_with_its_tokens_and_their_stamps() -> None:
-    with pytest.raises(Interrupted) as caught:
-        await calculator(episode(Script(("@2+2", 3, "stop"), ("fo", 4, "abort"))))
-    partial = caught.value.partial
+    partial = await interrupted(calculator(episode(Script(("@2+2", 3, "stop"), ("fo", 4, "abort")))))
     assert partial.finish == "abort"
     again = Script(("ur", 6, "stop"))
     sample = await calculator(episode(again, recorded=partial))
@@ -148,10 +136,8 @@ async def test_interrupted_turn_continues_with_its_tokens_and_their_stamps() -> 
     assert again.asked[0].sampling.max_new_tokens == 14
 
 
-@pytest.mark.asyncio
 async def test_a_different_tool_reply_ends_the_replay() -> None:
-    with pytest.raises(Interrupted) as caught:
-        await calculator(episode(Script(("@2+2", 3, "stop"), ("fo", 4, "abort"))))
+    partial = await interrupted(calculator(episode(Script(("@2+2", 3, "stop"), ("fo", 4, "abort")))))
 
     async def other(ep: Episode) -> Sample:
         await ep.generate()
@@ -160,11 +146,10 @@ async def test_a_different_tool_reply_ends_the_replay() -> None:
         return ep.sample()
 
     again = Script(("five", 6, "stop"))
-    sample = await other(episode(again, recorded=caught.value.partial))
+    sample = await other(episode(again, recorded=partial))
     assert sample.turns == ("@2+2", "five")
 
 
-@pytest.mark.asyncio
 async def test_abort_during_a_weight_swap_goes_on_at_once() -> None:
     script = Script(("fo", 1, "abort"), ("ur", 2, "stop"))
     ep = episode(script, goes_on=lambda: True)
@@ -173,21 +158,15 @@ async def test_abort_during_a_weight_swap_goes_on_at_once() -> None:
     assert ep.sample().versions.tolist() == [1, 1, 2, 2, 2]
 
 
-@pytest.mark.asyncio
-async def test_context_full_ends_as_length() -> None:
-    script = Script(("@2+2", 1, "stop"))
-    ep = episode(script, context_length=14)
+async def test_a_full_context_ends_as_length_and_a_prompt_beyond_it_is_a_data_error() -> None:
+    ep = episode(Script(("@2+2", 1, "stop")), context_length=14)
     await ep.generate()
     assert not ep.reply("tool", "4444444")
     assert ep.sample().finish == "length"
-
-
-def test_prompt_longer_than_the_context_is_a_data_error() -> None:
     with pytest.raises(PromptTooLong, match=r"prompt of row 3 in d\.jsonl has 6 tokens, the engine's context is 6"):
         episode(Script(), context_length=6)
 
 
-@pytest.mark.asyncio
 async def test_stream_without_an_end_is_an_engine_error() -> None:
     class Silent(Script):
         async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
@@ -198,7 +177,6 @@ async def test_stream_without_an_end_is_an_engine_error() -> None:
 
 
 @pytest.mark.parametrize("values", [{"top_k": 2**63}, {"temperature": "hot"}, {"top_p": float("nan")}, {"stop": "x"}])
-@pytest.mark.asyncio
 async def test_e03_a_workflow_that_passes_values_out_of_range_is_wrong(values: dict[str, Any]) -> None:
     with pytest.raises(UserCodeError, match=rf"row {PROMPT.row} is asked for, {next(iter(values))} is"):
         await episode(Script()).generate(SamplingParams(**values))
@@ -209,36 +187,9 @@ def test_reply_before_a_turn_is_a_workflow_mistake() -> None:
         episode(Script()).reply("tool", "4")
 
 
-@pytest.mark.asyncio
-async def test_demonstration_turns_become_masked_tokens() -> None:
-    turns = [
-        {"role": "assistant", "content": "@1"},
-        {"role": "tool", "content": "1"},
-        {"role": "assistant", "content": "1"},
-    ]
-    prompt = Prompt(
-        group_id=1,
-        row=0,
-        pass_index=0,
-        messages=(Message(role="user", content="1"),),
-        metadata={"demonstration_turns": turns},
-    )
-    ep = Episode(
-        prompt=prompt,
-        index=0,
-        tokenizer=Letters(),
-        model=ModelAccess(generate=Script().generate, sampling=SamplingParams(), context_length=32),
-    )
-    sample = await demonstrate(WorkflowContext(episode=ep, tokenizer=Letters(), max_turns=2, index=0), prompt)
-    assert sample.loss_mask.tolist() == [1, 1, 1, 0, 0, 0, 0, 1, 1]
-    assert sample.oldest_version() == NO_VERSION
-    assert sample.finish == "stop"
-
-
 ENDS = SamplingParams(max_new_tokens=16, stop=("###", "now"))
 
 
-@pytest.mark.asyncio
 async def test_a_stop_string_that_the_engine_runs_past_ends_the_turn_where_it_ends() -> None:
     script = Script(("it is now or", 3, "length"))
     ep = episode(script, sampling=ENDS)
@@ -250,7 +201,6 @@ async def test_a_stop_string_that_the_engine_runs_past_ends_the_turn_where_it_en
     assert script.asked[0].sampling.stop == ENDS.stop
 
 
-@pytest.mark.asyncio
 async def test_an_end_as_the_last_token_allowed_is_an_end() -> None:
     """SGLang calls it "length", and the turn is whole."""
     text = "a" * 15
@@ -266,55 +216,42 @@ async def test_an_end_as_the_last_token_allowed_is_an_end() -> None:
     assert (await ep.generate()).finish == "length"
 
 
-@pytest.mark.asyncio
 async def test_a_stop_string_may_begin_in_the_tokens_of_an_earlier_attempt() -> None:
-    first = episode(Script(("a##", 3, "abort")), sampling=ENDS)
-    with pytest.raises(Interrupted) as caught:
-        await first.generate()
-    again = Script(("#b", 4, "stop"))
-    ep = episode(again, recorded=caught.value.partial, sampling=ENDS)
+    partial = await interrupted(episode(Script(("a##", 3, "abort")), sampling=ENDS).generate())
+    ep = episode(Script(("#b", 4, "stop")), recorded=partial, sampling=ENDS)
     turn = await ep.generate()
     assert (turn.text, turn.finish) == ("a###", "stop")
     assert ep.sample().versions.tolist() == [3, 3, 3, 4]
 
 
-@pytest.mark.asyncio
 async def test_a_recorded_turn_that_a_stop_string_ended_is_not_asked_for_again() -> None:
-    first = episode(Script(("a###", 3, "abort")), sampling=SamplingParams(max_new_tokens=16))
-    with pytest.raises(Interrupted) as caught:
-        await first.generate()
+    partial = await interrupted(episode(Script(("a###", 3, "abort"))).generate())
     nobody = Script()
-    turn = await episode(nobody, recorded=caught.value.partial, sampling=ENDS).generate()
+    turn = await episode(nobody, recorded=partial, sampling=ENDS).generate()
     assert (turn.text, turn.finish, nobody.asked) == ("a###", "stop", [])
 
 
-@pytest.mark.asyncio
 async def test_a_turn_that_goes_on_needs_fewer_tokens_to_be_long_enough() -> None:
     least = SamplingParams(max_new_tokens=16, min_new_tokens=6)
-    first = Script(("four", 3, "abort"))
-    with pytest.raises(Interrupted) as caught:
-        await episode(first, sampling=least).generate()
-    again = Script(("teen", 4, "stop"))
-    await episode(again, recorded=caught.value.partial, sampling=least).generate()
+    first, again = Script(("four", 3, "abort")), Script(("teen", 4, "stop"))
+    partial = await interrupted(episode(first, sampling=least).generate())
+    await episode(again, recorded=partial, sampling=least).generate()
     asked = [one.sampling for one in (*first.asked, *again.asked)]
     assert [(one.min_new_tokens, one.max_new_tokens) for one in asked] == [(6, 16), (2, 12)]
 
 
-@pytest.mark.asyncio
 async def test_c_a_seeded_turn_that_was_interrupted_is_made_again_from_its_beginning() -> None:
     by_seed = SamplingParams(max_new_tokens=16, min_new_tokens=6, seed=7)
     first = Script(("@2+2", 3, "stop"), ("four", 3, "abort"))
-    with pytest.raises(Interrupted) as caught:
-        await calculator(episode(first, sampling=by_seed))
+    partial = await interrupted(calculator(episode(first, sampling=by_seed)))
     again = Script(("fo", 4, "abort"), ("four", 4, "stop"))
-    await calculator(episode(again, recorded=caught.value.partial, sampling=by_seed, goes_on=lambda: True))
+    await calculator(episode(again, recorded=partial, sampling=by_seed, goes_on=lambda: True))
     fresh = first.asked[1]
     for one in again.asked:
         assert one.input_ids.tolist() == fresh.input_ids.tolist(), "the finished turn is kept, the other begins anew"
         assert one.sampling == fresh.sampling
 
 
-@pytest.mark.asyncio
 async def test_each_turn_has_a_seed_of_its_own_that_every_attempt_has_again() -> None:
     by_seed = SamplingParams(max_new_tokens=16, seed=7)
 

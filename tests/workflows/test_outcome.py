@@ -88,7 +88,6 @@ async def run(
         await rewarder.close()
 
 
-@pytest.mark.asyncio
 async def test_what_the_workflow_says_is_the_reward_and_is_kept() -> None:
     group = await run(door, RewardSettings(fn="workflow"))
     assert group.rewards.tolist() == [0.5]
@@ -97,7 +96,6 @@ async def test_what_the_workflow_says_is_the_reward_and_is_kept() -> None:
     assert kept.replies == ((Message(role="tool", content="stuck"),),)
 
 
-@pytest.mark.asyncio
 async def test_a_function_sees_all_turns_and_what_the_workflow_says(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     group = await run(door, RewardSettings(fn=f"{tmp_path}/mine.py:judge", args={"weight": 4.0}))
@@ -105,7 +103,6 @@ async def test_a_function_sees_all_turns_and_what_the_workflow_says(tmp_path: Pa
     assert group.reward_parts == ({"opened": 1.0},)
 
 
-@pytest.mark.asyncio
 async def test_it_is_said_again_when_the_sample_goes_on_elsewhere() -> None:
     engine = Door(num_breaks=1)
     with pytest.raises(Partial) as caught:
@@ -124,7 +121,6 @@ async def walk(ctx, prompt, *, steps, far=1):
 """
 
 
-@pytest.mark.asyncio
 async def test_arguments_of_the_run_file_arrive_by_name_and_as_they_are_in_it(tmp_path: Path) -> None:
     (tmp_path / "walk.py").write_text(WALK)
     name = f"{tmp_path}/walk.py:walk"
@@ -144,7 +140,6 @@ def says(**outcome: Any) -> Flow:
     return flow
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("flow", "fn", "words"),
     [
@@ -166,7 +161,6 @@ async def test_nonsense_costs_the_group_and_says_what_to_do(flow: Flow, fn: str,
     assert drop_reason(caught.value) == "workflow-error"
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("flow", "fn", "words"),
     [

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from tests.harness.waiting import until, wait_until
 
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.models.tokenizer import load_tokenizer
@@ -34,11 +35,9 @@ from myxa.core.samples import Group, Message, Prompt
 
 pytestmark = pytest.mark.timeout(120)
 
-PROMPT = Prompt(
-    group_id=5, row=7, pass_index=0, messages=(Message(role="user", content="3 1 2"),), label="1 2 3", source="d.jsonl"
-)
+LIMIT_S: dict[str, Any] = {"run_s": 1.5, "block_s": 0.3}
 FLOWS = """
-import asyncio, copy, os, signal, threading, time
+import asyncio, copy, msgspec, os, signal, threading, time
 from pathlib import Path
 from myxa.actors.workflows.failures import EnvironmentFailure, NetworkFailure, PolicyFailure, SandboxFailure
 
@@ -79,27 +78,21 @@ class Env:
         if mode == "bug": raise KeyError("level")
         if mode == "die": os.kill(os.getpid(), signal.SIGKILL)
         if mode == "copy": copy.copy(self.episode)
-        if mode == "nothing": return None
 
-async def play(ctx, prompt, *, mode, who=(0,), times=99):
+async def play(ctx, prompt):
+    # What `modes` of the row says of this sample, in its first `times` attempts.
     note("begin", ctx.session_id, ctx.attempt, ctx.is_replay)
     await ctx.episode.generate()
-    env = Env()
+    env, modes = Env(), prompt.metadata["modes"]
     env.episode = ctx.episode
+    mode = modes[ctx.index] if ctx.index < len(modes) and ctx.attempt < prompt.metadata["times"] else ""
     try:
-        if ctx.index in who and ctx.attempt < times:
-            await env.step(mode)
+        await env.step(mode)
     finally:
         note("close", ctx.session_id, ctx.attempt)
-    return ctx.episode.sample(reward=1.0)
-
-async def forgets(ctx, prompt): return None
-
-async def odd(ctx, prompt):
-    import msgspec, numpy as np
-    await ctx.episode.generate()
+    if mode == "forget": return None
     sample = ctx.episode.sample(reward=1.0)
-    return msgspec.structs.replace(sample, loss_mask=sample.loss_mask[:-1])
+    return msgspec.structs.replace(sample, loss_mask=sample.loss_mask[:-1]) if mode == "odd" else sample
 
 async def gives_up(ctx, prompt):
     for number in range(20):
@@ -183,6 +176,7 @@ class Bench:
     """A group runner with a pool."""
 
     def __init__(self, flows: Path, model: Path, name: str, args: dict[str, Any], limits: dict[str, float]) -> None:
+        self.flows = flows
         tokenizer = load_tokenizer(model)
         spec = WorkflowSpec(
             workflow=f"{flows}:{name}",
@@ -220,9 +214,16 @@ class Bench:
     def _load(self, load: GroupLoad) -> None:
         self.loads.append((load.generating, load.waiting, load.place))
 
-    async def run(self, num: int = 3, **more: Any) -> Group:
-        assignment = Assignment(prompt=PROMPT, attempt=1, num_samples=num, sampling=SamplingParams(), **more)
+    async def run(self, num: int = 3, modes: Sequence[str] = (), times: int = 99, **more: Any) -> Group:
+        prompt = Prompt(
+            group_id=5, row=7, pass_index=0, messages=(Message(role="user", content="3 1 2"),), label="1 2 3",
+            source="d.jsonl", metadata={"modes": list(modes), "times": times},
+        )  # fmt: skip
+        assignment = Assignment(prompt=prompt, attempt=1, num_samples=num, sampling=SamplingParams(), **more)
         return await self.runner.run(assignment)
+
+    def log(self) -> list[str]:
+        return (self.flows.parent / "log").read_text().splitlines()
 
 
 @asynccontextmanager
@@ -255,21 +256,35 @@ async def never_held() -> AsyncIterator[list[float]]:
         task.cancel()
 
 
-@pytest.mark.asyncio
 async def test_d01_an_async_workflow_runs_in_a_worker_and_gives_what_the_engine_drew(flows: Path, model: Path) -> None:
-    async with bench(flows, model, "plain", {"turns": 3}) as made:
+    """An interrupted episode is handed back with its tokens and is continued from them."""
+    async with bench(flows, model, "plain") as made:
         group = await made.run()
-    one = group.samples[0]
-    assert [s.index for s in group.samples] == [0, 1, 2] and group.rewards.tolist() == [1, 1, 1]
-    assert one.num_turns == 3 and one.metadata["pid"] != os.getpid()
-    assert one.versions[one.loss_mask == 1].tolist() == [3] * int(one.loss_mask.sum())
-    # The third request holds, verbatim, all that was drawn and said before.
-    last = max((r for r in made.engine.requests if r.index == 0), key=lambda r: len(r.input_ids))
-    whole = np.concatenate([one.prompt_ids, one.response_ids])
-    assert np.array_equal(last.input_ids, whole[: len(last.input_ids)])
+        one = group.samples[0]
+        assert [s.index for s in group.samples] == [0, 1, 2] and group.rewards.tolist() == [1, 1, 1]
+        assert one.num_turns == 2 and one.metadata["pid"] != os.getpid()
+        assert one.versions[one.loss_mask == 1].tolist() == [3] * int(one.loss_mask.sum())
+        # The second request holds, verbatim, all that was drawn and said before.
+        last = max((r for r in made.engine.requests if r.index == 0), key=lambda r: len(r.input_ids))
+        drawn = np.concatenate([one.prompt_ids, one.response_ids])
+        assert np.array_equal(last.input_ids, drawn[: len(last.input_ids)])
+        made.engine.aborts = 1  # after its first token; the engine then says its words anew
+        longer = [int(one.response_ids[0]), *one.response_ids.tolist()]
+        assert (await made.run(1)).samples[0].response_ids.tolist() == longer
+        made.goes_on, made.engine.aborts = False, 1
+        with pytest.raises(Partial) as caught:
+            await made.run(1)
+        (partial,) = caught.value.samples
+        assert partial.finish == "abort" and partial.response_ids.tolist() == one.response_ids[:1].tolist()
+        made.engine.requests.clear()
+        again = (await made.run(1, partial=(partial,))).samples[0]
+        assert again.response_ids.tolist() == longer
+        assert len(made.engine.requests[0].input_ids) == len(one.prompt_ids) + 1
+        made.runner._model = ModelAccess(generate=made.engine.generate, sampling=SamplingParams(), context_length=4)
+        with pytest.raises(PromptTooLong):
+            await made.run(1)
 
 
-@pytest.mark.asyncio
 async def test_d01_a_plain_def_is_a_workflow(flows: Path, model: Path) -> None:
     async with bench(flows, model, "sync") as made, never_held() as late:
         group = await made.run(8)
@@ -277,160 +292,109 @@ async def test_d01_a_plain_def_is_a_workflow(flows: Path, model: Path) -> None:
     assert late[0] < 1.0
 
 
-@pytest.mark.asyncio
-@pytest.mark.parametrize("mode", ["block", "hang", "thread", "stubborn"])
-async def test_d01_an_environment_that_blocks_or_hangs_ends_its_episode_only(
-    flows: Path, model: Path, mode: str
-) -> None:
-    began = time.monotonic()
-    async with bench(flows, model, "play", {"mode": mode}, run_s=3.0, block_s=0.5) as made, never_held() as late:
+async def test_d01_an_environment_that_blocks_or_hangs_ends_its_episode_only(flows: Path, model: Path) -> None:
+    async with bench(flows, model, "play", **LIMIT_S) as made, never_held() as late:
         made.runner.max_retries = 1
-        group = await made.run(4)
-        assert [s.index for s in group.samples] == [1, 2, 3] and group.num_masked == 1
-        assert made.runner.failures.by_kind["environment"] >= 2
-        assert (await made.run(2)).num_masked == 1  # the pool goes on
+        group = await made.run(4, ["block", "", "hang", "thread"])
+        assert [s.index for s in group.samples] == [1] and group.num_masked == 3
+        assert made.runner.failures.by_kind["environment"] >= 6
+        assert (await made.run(2, ["block"])).num_masked == 1, "the pool works on"
+        lines = made.log()
+        assert [lines.count(f"close r1.5.{who}") for who in ("0 0", "0 1", "2 0", "2 1", "3 0", "3 1")] == [
+            2,
+            2,
+            1,
+            1,
+            1,
+            1,
+        ]
     assert late[0] < 1.0
-    assert time.monotonic() - began < 60
-    if mode in ("block", "hang"):
-        assert "Env.step (flows.py:" in made.told[0][1], made.told
-    if mode != "stubborn":
-        lines = (flows.parent / "log").read_text().splitlines()
-        assert lines.count("close r1.5.0 0") == 2 and lines.count("close r1.5.0 1") == 2
+    assert any("Env.step (flows.py:" in words for _, words in made.told), made.told
 
 
-@pytest.mark.asyncio
-@pytest.mark.parametrize(
-    ("mode", "kind"),
-    [
-        ("raise", "network"),
-        ("environment", "environment"),
-        ("sandbox", "sandbox"),
-        ("network", "network"),
-        ("die", "environment"),
-    ],
-)
-async def test_d03_a_member_whose_environment_fails_is_retried_then_masked(
-    flows: Path, model: Path, mode: str, kind: FailureKind
-) -> None:
-    async with bench(flows, model, "play", {"mode": mode, "times": 1}) as made:
-        group = await made.run()
-        assert len(group.samples) == 3 and group.num_masked == 0 and made.told[0][0] == kind
-        assert made.runner.failures.num_retried >= 1
-        lines = (flows.parent / "log").read_text().splitlines()
-        assert "begin r1.5.0 0 False" in lines and "begin r1.5.0 1 True" in lines
-    async with bench(flows, model, "play", {"mode": mode}) as made:
-        made.runner.max_retries = 0 if mode != "die" else 3
-        if mode == "die":
-            return  # its neighbours die with it: which are left is a matter of time
-        group = await made.run()
-        assert [s.index for s in group.samples] == [1, 2] and group.num_masked == 1
-        assert made.runner.failures.by_kind[kind] == 1
+async def test_d01_an_environment_that_swallows_every_exception_loses_its_worker(flows: Path, model: Path) -> None:
+    async with bench(flows, model, "play", **LIMIT_S) as made, never_held() as late:
+        made.runner.max_retries = 1
+        group = await made.run(4, ["stubborn"])
+        assert [s.index for s in group.samples] == [1, 2, 3] and group.num_masked == 1
+        assert (await made.run(2)).num_masked == 0, "the pool works on"
+    assert late[0] < 1.0
 
 
-@pytest.mark.asyncio
-async def test_d03_a_group_without_members_is_dropped_as_the_environments_fault(flows: Path, model: Path) -> None:
-    async with bench(flows, model, "play", {"mode": "raise", "who": [0, 1]}) as made:
+async def test_d03_failures_have_a_kind_that_says_what_becomes_of_the_member(flows: Path, model: Path) -> None:
+    modes = ["raise", "environment", "sandbox", "network"]
+    kinds: dict[FailureKind, int] = {"network": 2, "environment": 1, "sandbox": 1}
+    async with bench(flows, model, "play") as made:
+        failures = made.runner.failures
+
+        async def costs(mode: str, error: type[Exception], says: str) -> pytest.ExceptionInfo[Exception]:
+            with pytest.raises(error, match=says) as caught:
+                await made.run(3, [mode])
+            return caught
+
+        group = await made.run(5, modes, times=1)
+        assert len(group.samples) == 5 and group.num_masked == 0, "each was retried"
+        assert {kind: failures.by_kind[kind] for kind in kinds} == kinds and failures.num_retried == 4
+        assert {"begin r1.5.0 0 False", "begin r1.5.0 1 True"} <= set(made.log())
         made.runner.max_retries = 0
+        group = await made.run(5, modes)
+        assert [s.index for s in group.samples] == [4] and group.num_masked == 4
         with pytest.raises(MemberFailed, match=r"raised ConnectionError: sandbox gone at .*flows.py:\d+ .group 5, s"):
-            await made.run(2)
-
-
-@pytest.mark.asyncio
-async def test_d03_policy_and_user_code_cost_the_group_or_reward_0(flows: Path, model: Path) -> None:
-    async with bench(flows, model, "play", {"mode": "policy"}) as made:
-        with pytest.raises(MemberFailed, match="illegal move") as caught:
-            await made.run()
-        assert caught.value.kind == "policy" and made.runner.failures.num_retried == 0
+            await made.run(2, ["raise"] * 2)
+        caught = await costs("policy", MemberFailed, "illegal move")
+        assert getattr(caught.value, "kind", "") == "policy" and failures.num_retried == 4
+        for mode, says in (
+            ("bug", r"workflow raised KeyError: 'level' at .*flows.py:\d+ \(group 5, sam"), ("copy", "was copied"),
+            ("forget", "returned a value of type NoneType, not a Sample"), ("odd", "loss_mask has shape"),
+        ):  # fmt: skip
+            await costs(mode, Exception, says)
+        assert "user-code" in {kind for kind, _ in made.told}
         made.runner.zero_on_error = True
-        group = await made.run()
+        group = await made.run(3, ["policy"])
         assert group.rewards.tolist() == [0, 1, 1] and int(group.samples[0].loss_mask.sum()) > 0
-    async with bench(flows, model, "play", {"mode": "bug"}) as made:
-        with pytest.raises(UserCodeError, match=r"workflow raised KeyError: 'level' at .*flows.py:\d+ \(group 5, sam"):
-            await made.run()
-        assert made.told[0][0] == "user-code"
+        made.runner.max_retries = 3
+        group = await made.run(3, ["die"], times=1)
+        assert len(group.samples) == 3 and made.told[-1][0] == "environment"
 
 
-@pytest.mark.asyncio
-async def test_d04_a_copied_episode_is_refused(flows: Path, model: Path) -> None:
-    async with bench(flows, model, "play", {"mode": "copy"}) as made:
-        with pytest.raises(UserCodeError, match="was copied"):
-            await made.run()
-
-
-@pytest.mark.asyncio
 async def test_d04_phases_have_limits_and_teardown_always_runs(flows: Path, model: Path) -> None:
-    async with bench(flows, model, "Shop", {"price": 2}, run_s=2.0, block_s=0.5) as made:
+    async with bench(flows, model, "Shop", {"price": 2}, **LIMIT_S) as made:
         made.runner.max_retries = 0
         group = await made.run()
         assert [s.index for s in group.samples] == [0] and group.num_masked == 2
         assert group.rewards.tolist() == [2.0]
-    lines = (flows.parent / "log").read_text().splitlines()
+    lines = made.log()
     assert lines.count("teardown 2") == 3 and lines.count("finalize 0") == 1
     assert sorted(line for line in lines if line.startswith("setup")) == [f"setup r1.5.{i}" for i in range(3)]
-    async with bench(flows, model, "HangingSetup", {}, setup_s=0.5) as made:
+    async with bench(flows, model, "HangingSetup", {}, setup_s=0.3) as made:
         made.runner.max_retries = 0
-        with pytest.raises(MemberFailed, match="did not finish setup within 0.5 s"):
+        with pytest.raises(MemberFailed, match="did not finish setup within 0.3 s"):
             await made.run(1)
-        while made.pool.pids:  # the hung call ends with its worker
-            await asyncio.sleep(0.05)
+        await until(lambda: not made.pool.pids, "the hung call ends with its worker")
 
 
-@pytest.mark.asyncio
 async def test_d04_teardown_runs_when_the_actor_ends_and_when_a_group_is_given_up(flows: Path, model: Path) -> None:
-    async with bench(flows, model, "play", {"mode": "hang"}) as made:
-        task = asyncio.ensure_future(made.run(1))
-        while not made.engine.requests:
-            await asyncio.sleep(0.05)
-        task.cancel()
+    """While it waits for the environment, the load says where."""
+    async with bench(flows, model, "play") as made:
+        first = asyncio.ensure_future(made.run(2, ["hang"] * 2))
+        await until(lambda: (0, 2, "Env.step (flows.py)") in made.loads)
+        first.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await task
-        second = asyncio.ensure_future(made.run(1))
-        while len(made.engine.requests) < 2:
-            await asyncio.sleep(0.05)
+            await first
+        second = asyncio.ensure_future(made.run(1, ["hang"]))
+        await until(lambda: len(made.engine.requests) == 3)
         await made.pool.close()
         with pytest.raises((MemberFailed, UserCodeError)):
             await second
-    assert (flows.parent / "log").read_text().splitlines().count("close r1.5.0 0") == 2
+    assert made.log().count("close r1.5.0 0") == 2
 
 
-@pytest.mark.asyncio
-async def test_an_interrupted_episode_is_handed_back_with_its_tokens_and_goes_on_from_them(
-    flows: Path, model: Path
-) -> None:
-    async with bench(flows, model, "plain") as made:
-        whole = (await made.run(1)).samples[0]
-        made.engine.aborts = 1  # after its first token; the engine then says its words anew
-        longer = [int(whole.response_ids[0]), *whole.response_ids.tolist()]
-        assert (await made.run(1)).samples[0].response_ids.tolist() == longer
-        made.goes_on, made.engine.aborts = False, 1
-        with pytest.raises(Partial) as caught:
-            await made.run(1)
-        (partial,) = caught.value.samples
-        assert partial.finish == "abort" and partial.response_ids.tolist() == whole.response_ids[:1].tolist()
-        made.engine.requests.clear()
-        again = (await made.run(1, partial=(partial,))).samples[0]
-        assert again.response_ids.tolist() == longer
-        assert len(made.engine.requests[0].input_ids) == len(whole.prompt_ids) + 1
-
-
-@pytest.mark.asyncio
-async def test_what_a_workflow_must_not_return_is_named(flows: Path, model: Path) -> None:
-    async with bench(flows, model, "forgets") as made:
-        with pytest.raises(UserCodeError, match="returned a value of type NoneType, not a Sample"):
-            await made.run(1)
-    async with bench(flows, model, "odd") as made:
-        with pytest.raises(Exception, match="loss_mask has shape"):
-            await made.run(1)
-    async with bench(flows, model, "plain") as made:
-        made.runner._model = ModelAccess(generate=made.engine.generate, sampling=SamplingParams(), context_length=4)
-        with pytest.raises(PromptTooLong):
-            await made.run(1)
+async def test_arguments_that_a_workflow_does_not_take_are_named(flows: Path, model: Path) -> None:
     async with bench(flows, model, "plain", {"tunrs": 2}) as made:
         with pytest.raises(Exception, match="tunrs"):
             await made.run(1)
 
 
-@pytest.mark.asyncio
 async def test_a_turn_that_was_given_up_is_not_taken_for_the_next(flows: Path, model: Path) -> None:
     async with bench(flows, model, "gives_up") as made:
         group = await made.run(4)
@@ -439,7 +403,6 @@ async def test_a_turn_that_was_given_up_is_not_taken_for_the_next(flows: Path, m
         assert words == ["12"] * len(words) and len(words) == one.metadata["turns"]
 
 
-@pytest.mark.asyncio
 async def test_d01_a_workflow_that_exits_costs_its_group_only(flows: Path, model: Path) -> None:
     async with bench(flows, model, "leaves") as made:
         for _ in range(2):
@@ -449,59 +412,45 @@ async def test_d01_a_workflow_that_exits_costs_its_group_only(flows: Path, model
         assert psutil.pid_exists(pid)
 
 
-@pytest.mark.asyncio
-async def test_d02_waiting_for_the_environment_is_told_with_function_and_file(flows: Path, model: Path) -> None:
-    async with bench(flows, model, "play", {"mode": "hang", "who": [0, 1]}) as made:
-        task = asyncio.ensure_future(made.run(2))
-        while (0, 2, "Env.step (flows.py)") not in made.loads:
-            await asyncio.sleep(0.05)
-        task.cancel()
-        await asyncio.wait({task})
-
-
 ACTOR = """
 import asyncio, sys
-sys.path[:0] = [{here!r}]
+sys.path[:0] = [{root!r}]
 from pathlib import Path
-from test_workflow_workers import bench
+from tests.workflows.test_workflow_workers import bench
 
 async def main():
-    async with bench(Path({flows!r}), Path({model!r}), "play", {{"mode": "hang"}}) as made:
-        await made.run(2)
+    async with bench(Path({flows!r}), Path({model!r}), "play") as made:
+        await made.run(2, ["hang"])
 
 asyncio.run(main())
 """
 
 
 def test_d04_teardown_runs_when_the_actor_is_killed(flows: Path, model: Path) -> None:
-    text = ACTOR.format(here=str(Path(__file__).parent), flows=str(flows), model=str(model))
     log = flows.parent / "log"
+    text = ACTOR.format(root=str(Path(__file__).parents[2]), flows=str(flows), model=str(model))
     actor = subprocess.Popen([sys.executable, "-c", text])
+
+    def is_hanging() -> bool:
+        assert actor.poll() is None
+        return log.exists() and log.read_text().count("begin") >= 2 and log.read_text().count("close") >= 1
+
     try:
-        while not log.exists() or log.read_text().count("begin") < 2 or log.read_text().count("close") < 1:
-            assert actor.poll() is None
-            time.sleep(0.05)
+        wait_until(is_hanging)
     finally:
         actor.kill()
         actor.wait()
-    while "close r1.5.0 0" not in log.read_text():
-        time.sleep(0.05)
-    while _workers_of(flows):
-        time.sleep(0.05)
+    wait_until(lambda: "close r1.5.0 0" in log.read_text())
+    wait_until(lambda: not _orphaned_workers())
 
 
-def _workers_of(flows: Path) -> list[int]:
-    """Worker processes that were started below this test's folder are named by their keeper's command only; those of
-    other tests end with their pools."""
-    return [
-        one.pid
-        for one in psutil.process_iter()
-        if one.ppid() in (1, os.getpid()) and "myxa.actors.user_code.subreaper" in " ".join(_words(one))
-    ]
-
-
-def _words(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
+def _orphaned_workers() -> list[int]:
+    """Worker processes are named by their subreaper's command only; those of other tests end with their pools."""
+    found: list[int] = []
+    for one in psutil.process_iter():
+        try:
+            if one.ppid() in (1, os.getpid()) and "myxa.actors.user_code.subreaper" in " ".join(one.cmdline()):
+                found.append(one.pid)
+        except psutil.Error:
+            continue
+    return found

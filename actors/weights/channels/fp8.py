@@ -56,13 +56,6 @@ def quantise_blocks(weight: Tensor, block: tuple[int, int] = (128, 128)) -> tupl
     return quantised.contiguous(), scale
 
 
-def dequantise_blocks(quantised: Tensor, scale: Tensor, block: tuple[int, int] = (128, 128)) -> Tensor:
-    """float32 [m, n]: Q * S."""
-    rows, columns = quantised.shape
-    spread = scale.repeat_interleave(block[0], dim=0)[:rows].repeat_interleave(block[1], dim=1)[:, :columns]
-    return quantised.float() * spread
-
-
 @dataclass(frozen=True, slots=True)
 class Fp8Rule:
     """Which weights become FP8, and in which blocks. Use `of_folder`."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
+from tests.harness.manifests import manifest_of
 from tests.harness.waiting import WAIT_S, until
 
 from myxa.actors.buffer.buffer import Buffer
@@ -155,7 +155,7 @@ class Floor:
     coordinator: ToyCoordinator
     tokenizer: Any
     engines: dict[str, GateEngine] = field(default_factory=dict)
-    rollouts: dict[str, Rollout] = field(default_factory=dict)
+    rollouts: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def buffer(self) -> BufferContract:
@@ -172,7 +172,7 @@ class Floor:
         rollout = self.rollouts[name] = Rollout(
             engine=engine,
             workflow=options.pop("workflow", named.answer_once),
-            scorer=FixedReward(),
+            scorer=options.pop("scorer", None) or FixedReward(),
             evaluation=options.pop("evaluation", None),
             tokenizer=self.tokenizer,
             options=RolloutOptions(max_groups=max_groups, max_turns=1, context_length=0, report_s=0.05, **options),
@@ -185,10 +185,7 @@ class Floor:
 
     async def serve(self, name: str, version: int, lineage: int = 0) -> None:
         await until(lambda: name in self.coordinator.ready, f"{name} ready")
-        manifest = WeightManifest(
-            version=version, channel="shm", location="", generation=0, num_bytes=0, tensors=(), digest="", host="",
-            lineage=lineage,
-        )  # fmt: skip
+        manifest = manifest_of(version, channel="shm", lineage=lineage)
         assert (await self.ref(name).prepare_weights(manifest)).accepted
         assert (await self.ref(name).commit_weights(version)).accepted
 
@@ -234,18 +231,3 @@ async def data_floor(
         yield Floor(node, buffer, coordinator, load_tokenizer(folder / "model"))
     finally:
         await node.close(grace_s=2.0)
-
-
-@pytest.fixture(name="data_floor")
-def floor_maker() -> Callable[..., Any]:
-    return data_floor
-
-
-@pytest.fixture(name="gate_engine")
-def engine_maker() -> Callable[[], GateEngine]:
-    return GateEngine
-
-
-@pytest.fixture(name="until")
-def condition_waiter() -> Callable[..., Any]:
-    return until

@@ -1,0 +1,257 @@
+"""The fakes of an SGLang server.
+
+`FakeSglang` speaks SGLang's routes in this process, or alone in a process of its own, and does what a test says. It
+computes nothing: token i after a context of n tokens is a function of n + i, so a continuation that lost or doubled a
+token shows. Its memory routes end the server where SGLang 0.5.17 ends: released while anything runs, a tag released
+twice, a tag resumed that was not released, generation without weights or cache.
+
+`STAND_IN` is a folder for PYTHONPATH: it makes `python -m sglang.launch_server` a server with SGLang's name, flags and
+routes. It has the embedded engine inside, for runs whose tokens count, or a `FakeSglang` (`light=True`), which starts
+in a fraction of the time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+STAND_IN = Path(__file__).parent / "stand_in"
+FOREVER_S = 600.0
+USAGE = {"weight": 1.5, "kvcache": 4.0, "graph": {"decode": 0.5, "prefill": 0.25}}
+"""What its memory holds, in GiB."""
+
+
+def stand_in_environment(fault: str = "", *, light: bool = False, **more: str) -> dict[str, str]:
+    """For a process that starts `python -m sglang.launch_server`; faults are described there."""
+    path = os.pathsep.join(filter(None, (str(STAND_IN), os.environ.get("PYTHONPATH", ""))))
+    is_light = {"STAND_IN_LIGHT": "1"} if light else {}
+    return os.environ | {"PYTHONPATH": path, "STAND_IN_FAULT": fault} | is_light | more
+
+
+@asynccontextmanager
+async def serving(handle: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[str]:
+    """The address of a server on this loop whose every request goes to `handle`."""
+    app = web.Application(client_max_size=64 << 20)
+    app.router.add_route("*", "/{anything:.*}", handle)
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def token(position: int) -> int:
+    return 3 + position * 7 % 200
+
+
+def chunk(ids: list[int], total: int, finish: Any = None, **meta: Any) -> bytes:
+    """One event of a stream; `total`: tokens of the answer so far."""
+    told = {"id": "r", "completion_tokens": total, "finish_reason": finish, "weight_version": "default"}
+    told["output_token_logprobs"] = [[-1.0, i, None] for i in ids]
+    return b"data: " + json.dumps({"output_ids": ids, "meta_info": told | meta}).encode() + b"\n\n"
+
+
+class FakeSglang:
+    """A server whose every answer the test decides."""
+
+    def __init__(self, **habits: Any) -> None:
+        """`habits`: attributes that begin otherwise."""
+        self.url = ""
+        self.key = ""
+        self.version = "default"
+        self.facts: dict[str, Any] = {"context_length": None, "max_running_requests": None}
+        self.calls: list[tuple[str, Any]] = []
+        """Paths and bodies, in order."""
+        self.running: dict[str, asyncio.Event] = {}
+        """Requests that generate, and what stops each."""
+        self.chunks: list[bytes] | None = None
+        """What is answered to every request; None: tokens by their position."""
+        self.late: list[bytes] = []
+        """What comes after the hold."""
+        self.hold = asyncio.Event()
+        self.hold.set()
+        self.is_cut = False
+        """Break the connection after the chunks instead of ending the stream."""
+        self.every_s = 0.005
+        self.lingers_s = 0.0
+        """How long the batch of an ended request is still there."""
+        self.num_lingering = 0
+        self.loading = asyncio.Event()
+        self.loading.set()
+        """A weight update waits for it."""
+        self.update_answer: tuple[int, dict[str, Any]] | None = None
+        self.is_stubborn = False
+        """Say yes to an update and go on with the old version."""
+        self.is_paused = False
+        self.is_deaf = False
+        """Hear requests and answer none."""
+        self.fails_next = ""
+        """Path that answers 500 once."""
+        self.off: set[str] = set()
+        """Tags of memory that are released."""
+        self.profile_dir = Path()
+        """Where it writes a trace when it is not told where."""
+        self.profiles: Path | None = None
+        """The trace that it is writing."""
+        self.absent: tuple[str, ...] = ()
+        """Paths that it does not know."""
+        self.died = ""
+        for name, value in habits.items():
+            assert hasattr(self, name), name
+            setattr(self, name, value)
+
+    def asked(self, *paths: str) -> list[tuple[str, Any]]:
+        """The calls to these routes; of the memory routes only the tags."""
+        return [(path, body.get("tags", body)) for path, body in self.calls if path in paths]
+
+    def paths(self, since: int = 0) -> list[str]:
+        return [path for path, _ in self.calls[since:]]
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        body = json.loads(await request.read() or b"{}")
+        self.calls.append((request.path, body))
+        if self.is_deaf:
+            await asyncio.sleep(FOREVER_S)
+        if self.died:
+            return web.Response(status=503, text=self.died)
+        if self.key and request.path != "/health" and request.headers.get("Authorization") != f"Bearer {self.key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        if request.path in self.absent:
+            return web.Response(status=404, text="Not Found")
+        if self.fails_next == request.path:
+            self.fails_next = ""
+            return web.Response(status=500, text="Internal Server Error")
+        if request.path == "/generate":
+            return await self._generate(request, body)
+        answer: Callable[[Any], Any] = getattr(self, f"_{request.path[1:]}", self._facts)
+        found = answer(body)
+        found = await found if asyncio.iscoroutine(found) else found
+        return found if isinstance(found, web.Response) else web.json_response(found)
+
+    def _facts(self, body: Any) -> Any:
+        return self.facts | {"weight_version": self.version}
+
+    async def _health(self, body: Any) -> Any:
+        if self.is_paused:  # as SGLang: it is answered by generating a token
+            await asyncio.sleep(FOREVER_S)
+        self._need_everything("a health check generates")
+        return web.Response()
+
+    def _pause_generation(self, body: Any) -> Any:
+        self.is_paused = True
+
+    def _continue_generation(self, body: Any) -> Any:
+        self.is_paused = False
+
+    def _abort_request(self, body: Any) -> Any:
+        for stop in self.running.values():
+            stop.set()
+
+    async def _update_weights_from_disk(self, body: Any) -> Any:
+        await self.loading.wait()
+        status, answer = self.update_answer or (200, {"success": True})
+        if answer.get("success") and not self.is_stubborn:
+            self.version = body["weight_version"]
+        return web.json_response(answer, status=status)
+
+    def _flush_cache(self, body: Any) -> Any:
+        is_idle = not self.running and not self.num_lingering
+        return web.Response(status=200 if is_idle else 400, text="flushed" if is_idle else "pending requests")
+
+    def _release_memory_occupation(self, body: Any) -> Any:
+        tags = set(body["tags"])
+        if self.running or self.num_lingering:
+            return self._die("release_memory_occupation should be called only when server is idle")
+        if self.off & tags:
+            return self._die(f"torch_memory_saver: pause of {tags}, paused are {self.off}")
+        self.off |= tags
+        return None
+
+    def _resume_memory_occupation(self, body: Any) -> Any:
+        tags = set(body["tags"])
+        if not tags <= self.off:
+            return self._die(f"KeyError: {tags - self.off}")
+        self.off -= tags
+        return None
+
+    def _start_profile(self, body: Any) -> Any:
+        """A second start is answered with yes, and changes nothing."""
+        folder = Path(body.get("output_dir") or self.profile_dir)
+        self.profiles = self.profiles or folder / f"{body['profile_id']}-TP-0.trace.json.gz"
+        return web.Response(text="Start profiling.\n")
+
+    def _stop_profile(self, body: Any) -> Any:
+        if self.profiles is None:
+            return web.Response(status=500, text="Internal Server Error")
+        self.profiles.parent.mkdir(parents=True, exist_ok=True)
+        self.profiles.touch()
+        self.profiles = None
+        return web.Response(text="Stop profiling. This will take some time.\n")
+
+    def _die(self, why: str) -> web.Response:
+        self.died = why
+        return web.Response(status=500, text=why)
+
+    def _need_everything(self, what: str) -> None:
+        if self.off:
+            self._die(f"{what} with {self.off} released: illegal memory access")
+
+    async def _generate(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        if self.chunks is None:
+            await self._count_up(response, body)
+            return response
+        for part in self.chunks:
+            await response.write(part)
+        await self.hold.wait()
+        for part in self.late:
+            await response.write(part)
+        if self.is_cut:
+            assert request.transport is not None
+            request.transport.abort()
+        return response
+
+    async def _count_up(self, response: web.StreamResponse, body: dict[str, Any]) -> None:
+        self._need_everything("a request")
+        stop = self.running[body["rid"]] = asyncio.Event()
+        first, limit = len(body["input_ids"]), body["sampling_params"]["max_new_tokens"]
+        try:
+            for number in range(1, limit + 1):
+                await asyncio.sleep(self.every_s)
+                self._need_everything("a token")
+                kind = {"type": "abort", "message": "Aborted"} if stop.is_set() else {"type": "length"}
+                is_last = number == limit or stop.is_set()
+                new = [token(first + number - 1)]
+                finish = kind if is_last else None
+                await response.write(chunk(new, number, finish, weight_version=self.version))
+                if is_last:
+                    break
+            await response.write(b"data: [DONE]\n\n")
+        finally:
+            self.num_lingering += 1
+            del self.running[body["rid"]]
+            asyncio.get_running_loop().call_later(self.lingers_s, self._gone)
+
+    def _gone(self) -> None:
+        self.num_lingering -= 1
+
+
+@asynccontextmanager
+async def fake_sglang(**habits: Any) -> AsyncIterator[FakeSglang]:
+    """One that runs on this loop."""
+    fake = FakeSglang(**habits)
+    async with serving(fake.handle) as fake.url:
+        try:
+            yield fake
+        finally:
+            fake.hold.set()

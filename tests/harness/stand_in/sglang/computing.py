@@ -1,0 +1,59 @@
+"""The embedded engine behind SGLang's routes; only weights and kernels are ours."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+
+from aiohttp import web
+from sglang.srt.profiler import ServerProfiler
+
+from myxa.actors.engines import http_server
+from myxa.actors.engines.embedded.engine import EmbeddedOptions
+from myxa.actors.engines.http_server import EngineServer, serve
+
+
+class SilentWhilePaused(EngineServer):
+    """The real one answers `/health` by generating a token, so it does not while it is paused. It profiles itself."""
+
+    def app(self) -> web.Application:
+        app = super().app()
+        profiler = ServerProfiler()
+        app.router.add_post("/start_profile", profiler.start)
+        app.router.add_post("/stop_profile", profiler.stop)
+        return app
+
+    async def _health(self, request: web.Request) -> web.Response:
+        while self._is_paused:
+            await asyncio.sleep(0.05)
+        return await super()._health(request)
+
+
+http_server.EngineServer = SilentWhilePaused
+
+
+async def run_computing(args: argparse.Namespace, stopped: asyncio.Event) -> None:
+    options = EmbeddedOptions(
+        max_running=args.max_running_requests,
+        context_length=args.context_length or 0,
+        dtype=args.dtype,
+        seed=args.random_seed,
+        stream_interval=args.stream_interval,
+    )
+    log: logging.Logger | None = None
+    if os.environ.get("STAND_IN_ACCESS_LOG"):
+        logging.basicConfig(level=logging.INFO)
+        log = logging.getLogger("access")
+    async with serve(
+        args.model_path,
+        args.host,
+        args.port,
+        options=options,
+        is_incremental=True,
+        key=args.admin_api_key,
+        access_log=log,
+    ) as served:
+        print(f"the server is fired up on {served.url}", flush=True)
+        await stopped.wait()

@@ -1,0 +1,72 @@
+"""`python -m sglang.launch_server` for tests that launch servers: SGLang's name, flags, config file and routes.
+
+STAND_IN_FAULT, words between spaces: "crash" (while loading), "child" (leaves a process of its own behind that knows
+nothing of its parent's end), "port:FILE" (the port is taken, as long as FILE exists; FILE is removed).
+STAND_IN_LIGHT=1: no engine inside, see tests/harness/fake_sglang.py.
+STAND_IN_ACCESS_LOG=1: every answered request is noted, as by the real one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from sglang.srt.server_args import prepare_server_args
+
+ROOT = Path(__file__).parents[4]
+
+
+def misbehave(faults: str, port: int) -> None:
+    for fault in faults.split():
+        kind, _, detail = fault.partition(":")
+        if kind == "crash":
+            print("loading the model")
+            sys.exit("RuntimeError: CUDA out of memory (stand-in)")
+        if kind == "port" and Path(detail).exists():
+            Path(detail).unlink()
+            sys.exit(
+                f"[Errno 98] error while attempting to bind on address ('127.0.0.1', {port}): address already in use"
+            )
+        if kind == "child":
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            print(f"helper {child.pid}", flush=True)
+
+
+async def run_light(args: argparse.Namespace, stopped: asyncio.Event) -> None:
+    sys.path.append(str(ROOT))
+    from aiohttp import web
+    from tests.harness.fake_sglang import FakeSglang
+
+    facts = {"context_length": args.context_length or 128, "max_running_requests": args.max_running_requests}
+    app = web.Application()
+    app.router.add_route("*", "/{anything:.*}", FakeSglang(key=args.admin_api_key or "", facts=facts).handle)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, args.host, args.port).start()
+    print("the server is fired up", flush=True)
+    await stopped.wait()
+    await runner.cleanup()
+
+
+async def run(argv: list[str]) -> None:
+    args = prepare_server_args(argv)
+    if not (args.skip_tokenizer_init and args.incremental_streaming_output and args.api_key == args.admin_api_key):
+        sys.exit("the stand-in wants what myxa always says")
+    misbehave(os.environ.get("STAND_IN_FAULT", ""), args.port)
+    stopped = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
+    if os.environ.get("STAND_IN_LIGHT"):
+        await run_light(args, stopped)
+    else:
+        from sglang.computing import run_computing
+
+        await run_computing(args, stopped)
+
+
+if __name__ == "__main__":
+    asyncio.run(run(sys.argv[1:]))

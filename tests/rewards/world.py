@@ -1,0 +1,40 @@
+"""What the tests of rewards share: answers to be judged, a file of the user's own functions, rewarders that are closed."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from myxa.actors.rewards.rewarder import Rewarder
+from myxa.core.completions import Completion
+from myxa.core.config import RewardSettings
+from myxa.core.errors import UserCodeError
+
+
+def answer(text: str, label: str = "", index: int = 1, group_id: int = 3, **more: Any) -> Completion:
+    facts = {"messages": (), "prompt": "?"} | more
+    return Completion(group_id=group_id, index=index, text=text, label=label, **facts)
+
+
+def answers(*texts: str, **more: Any) -> list[Completion]:
+    return [answer(text, index=i, **more) for i, text in enumerate(texts)]
+
+
+@asynccontextmanager
+async def rewarder(fn: str, **settings: Any) -> AsyncIterator[Rewarder]:
+    made = Rewarder(RewardSettings(fn=fn, **settings))
+    try:
+        yield made
+    finally:
+        await made.close()
+        assert made.worker_pids == ()
+
+
+async def failure(of: Rewarder, *completions: Completion) -> str:
+    """The error that these answers must end in."""
+    with pytest.raises(UserCodeError) as caught:
+        await (of.score_group(completions) if of.judges_groups else of.score(completions[0]))
+    return str(caught.value)
