@@ -183,7 +183,7 @@ class Run:
 
     def _is_asked(self, name: str) -> bool:
         only = set(self._options.only)
-        return not only or bool({name, SCENARIOS[name].__module__} & only)
+        return not only or bool({name, SCENARIOS[name].__module__.rpartition(".")[2]} & only)
 
     async def _why_not(self, name: str) -> str:
         """Why our client refuses this server where a scenario is needed; empty when it does not."""
