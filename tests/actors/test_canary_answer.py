@@ -93,14 +93,13 @@ async def test_a_set_with_a_reward_of_its_own_is_judged_by_that_and_training_is_
         assert runner.judged_by(FixedReward()).stats is runner.stats, "its samples count as work of the actor"
 
 
-async def test_a4_a_reward_that_fails_is_an_event_of_the_run(tmp_path: Path) -> None:
+async def test_a4_a_reward_that_fails_is_reported_by_the_actor(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "mine.py").write_text("def score(completion):\n    return completion.metadata['nothing']\n")
-    scorer = Rewarder(
-        RewardSettings(fn=f"{tmp_path}/mine.py:score", isolate=False, on_error="zero", max_error_rate=1.0)
-    )
+    settings = RewardSettings(fn=f"{tmp_path}/mine.py:score", isolate=False, on_error="zero", max_error_rate=1.0)
     async with data_floor(tmp_path) as floor:
-        engine = await floor.add("rollout/0", scorer=scorer)
+        engine = await floor.add("rollout/0", scorer=Rewarder(settings), max_error_rate=1.0)
         engine.gate.set()
-        events = tmp_path / "events.jsonl"
-        await until(lambda: events.exists() and '"reward-failed"' in events.read_text())
-        assert "raised KeyError: 'nothing' at" in events.read_text()
+        await until(lambda: "reward-failed" in caplog.text)
+        assert "raised KeyError: 'nothing' at" in caplog.text
