@@ -15,7 +15,9 @@ from myxa.core.errors import ConfigError, ModelError
 from myxa.core.weight_channel import PlanRequest, SampleRequest
 
 
-def dequantise_blocks(quantised: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] = (128, 128)) -> torch.Tensor:
+def dequantise_blocks(
+    quantised: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] = (128, 128)
+) -> torch.Tensor:
     """float32 [m, n]: Q * S."""
     rows, columns = quantised.shape
     spread = scale.repeat_interleave(block[0], dim=0)[:rows].repeat_interleave(block[1], dim=1)[:, :columns]
