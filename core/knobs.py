@@ -159,7 +159,7 @@ class Operator(Record, frozen=True):
     pid: int = 0
     host: str = ""
     via: str = ""
-    """"socket", "http", "tcp", "auto" (an expiry, a resumed run, an approved suggestion)."""
+    """"socket", "http", "auto" (an expiry, a resumed run)."""
 
 
 class ChangeRequest(Record, frozen=True):

@@ -25,9 +25,9 @@ from .commands.parser import Parser, mistaken_command, mistaken_flag
 COMMANDS = (
     run_life.add_up, run_life.add_launch, run_life.add_demo,
     offline.add_plan, offline.add_doctor, offline.add_convert, offline.add_engine,
-    views.add_ps, views.add_top, views.add_dashboard, views.add_why, knobs.add_suggest, views.add_watch,
-    knobs.add_get, knobs.add_set, knobs.add_explain, knobs.add_apply, knobs.add_undo,
-    history.add_history, knobs.add_config,
+    views.add_ps, views.add_top, views.add_dashboard, views.add_why,
+    knobs.add_get, knobs.add_set, knobs.add_explain, knobs.add_undo,
+    history.add_history,
     run_life.add_pause, run_life.add_resume, run_life.add_fork, run_life.add_ckpt,
     processes.add_scale, processes.add_drain, processes.add_restart, processes.add_kill,
     processes.add_logs, processes.add_stack, processes.add_profile, views.add_trace, views.add_grafana,
@@ -105,6 +105,6 @@ def _of_a_file(error: OSError) -> ConfigError:
 
 
 def _end_quietly() -> NoReturn:
-    """The reader of the output has closed it (`myxa watch | head`); Python would report it again at exit."""
+    """The reader of the output has closed it (`myxa logs -f | head`); Python would report it again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(0)

@@ -31,11 +31,9 @@ from ..core.errors import CallError, ConfigError, LaunchError
 from ..core.process import adopting_orphans
 from ..transport.descriptors import raise_limit
 from .contracts import SUPERVISOR, AgentContract, RunDescription, agent_name
-from .control.autopilot import autopilot
 from .control.client import NOTE, ControlNote
 from .control.dispatcher import Dispatcher, all_verbs
 from .control.server import ControlServer
-from .control.tcp import TcpServer
 from .control.verb import VerbContext
 from .frozen_code import freeze
 from .nodes.agent import Agent
@@ -78,22 +76,14 @@ async def open_control(context: VerbContext, runtime: Path) -> AsyncGenerator[Co
             pid=os.getpid(),
         )
         server = ControlServer(dispatcher, Path(note.control), Path(note.view), view_gid=gid)
-        remote = TcpServer(dispatcher, context.config) if context.config.control.tcp else None
         try:
             await server.open()
-            if remote is not None:
-                note = msgspec.structs.replace(note, tcp=remote.open(), tcp_key=remote.public)
             for folder in (runtime, context.run_dir.path):
                 note.save(folder)
-            async with (
-                autopilot(context),
-                _dashboard(note, context.config.control.dashboard_port) as url,
-            ):
+            async with _dashboard(note, context.config.control.dashboard_port) as url:
                 yield msgspec.structs.replace(note, dashboard=url)  # not in the file: the URL holds a secret
         finally:
             (context.run_dir.path / NOTE).unlink(missing_ok=True)
-            if remote is not None:
-                await remote.close()
             await server.close()
 
 

@@ -115,7 +115,8 @@ class DecisionLog:
     def _enter(self, order: KnobOrder, plan: ChangePlan, epoch: int, at: int, version: int) -> None:
         is_restored = order.verb == "resume"
         decided = self.decisions.decide(epoch, at, version, plan, undoes=order.undoes, is_restored=is_restored)
-        self.expiries.overtaken_by(decided)
+        for ended in self.expiries.ended_by(plan):
+            self.decisions.lapse(ended.epoch, ended.names)
         now_s = self._clock.monotonic()
         self.expiries.add(decided, for_steps=order.for_steps, for_s=order.for_s, version=version, now_s=now_s)
 
@@ -244,7 +245,9 @@ class KnobConductor:
         order = KnobOrder.of(request)
 
         async def plan() -> tuple[KnobOrder, ChangePlan]:
-            return order, plan_change(request, await self.roster(request.target))
+            planned = plan_change(request, await self.roster(request.target))
+            self._book.expiries.check(planned, self._clock.monotonic())
+            return order, planned
 
         return await self.make(order, plan)
 
@@ -323,7 +326,7 @@ class KnobConductor:
         self._is_decided.clear()
         try:
             order, planned = await plan()
-            if planned.moves or order.verb == "resume" or (planned.common and not planned.values):
+            if planned.moves or order.verb == "resume":
                 reply = await self._carry_out(order, planned)
             else:
                 reply = ChangeReply(epoch=0, at=0, moves=(), warnings=self._nothing_to_change(order))
@@ -431,12 +434,11 @@ class KnobConductor:
         order: KnobOrder,
         epoch: int,
         names: Iterable[str] | None = None,
-        spared: Collection[str] = (),
         *,
         is_recorded: bool = True,
     ) -> ChangeReply:
         async def plan() -> tuple[KnobOrder, ChangePlan]:
-            undone, planned = self._book.decisions.plan_undo(epoch, await self.roster(), names, spared)
+            undone, planned = self._book.decisions.plan_undo(epoch, await self.roster(), names)
             return replace(order, undoes=undone), planned
 
         return await self.make(order, plan, is_recorded=is_recorded)
@@ -466,16 +468,12 @@ class KnobConductor:
 
     async def _expire(self, expiry: Expiry, num_retries: int) -> bool:
         """Whether there is nothing more to do for it."""
-        if expiry.is_overtaken:
-            self._book.decisions.lapse(expiry.epoch, expiry.names)
-            return True
         with suppress(LedgerError):  # the order's own refusal is reported
             await self._book.until_disk()
         order = KnobOrder("expire", AUTO, f"change {expiry.epoch} was made for a time", {"epoch": expiry.epoch})
         order = replace(order, options=replace(order.options, force=True, not_before=expiry.not_before))
-        reply = await self._undo(order, expiry.epoch, expiry.names, expiry.spared, is_recorded=not num_retries)
+        reply = await self._undo(order, expiry.epoch, expiry.names, is_recorded=not num_retries)
         if not reply.refused:
-            self._book.decisions.lapse(expiry.epoch, expiry.names)
             return True
         if num_retries >= MAX_RETRIES:
             text = f"change {expiry.epoch} does not go back: {reply.refused}"

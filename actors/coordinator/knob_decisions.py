@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from ...core.errors import ConfigError
 from ...core.knobs import KnobCommit, KnobState, KnobValue, LiveKnob, LiveKnobs
-from .knob_plan import MANY, ChangePlan, OwnerStates, breadth, fits, make_plan, overlap
+from .knob_plan import ChangePlan, OwnerStates, fits, make_plan, overlap
 
 KEPT = 1000
 """Changes that can be taken back."""
@@ -143,15 +143,12 @@ class Decisions:
     # -- taking back
 
     def lapse(self, epoch: int, names: Iterable[str]) -> None:
-        """The time of a change is over and no owner uses it any more: an undo never returns to it."""
+        """The time of a change is over: an undo never returns to it."""
         if (decided := self._find(epoch)) is not None:
             decided.undone.update(names)
 
-    def plan_undo(
-        self, epoch: int, roster: OwnerStates, names: Iterable[str] | None = None, spared: Collection[str] = ()
-    ) -> tuple[int, ChangePlan]:
+    def plan_undo(self, epoch: int, roster: OwnerStates, names: Iterable[str] | None = None) -> tuple[int, ChangePlan]:
         """Epoch and plan that take a change back: the newest (0), or that of `epoch`; with `names` only these knobs.
-        `spared`: targets, narrower than the change's, that were set again since and stay as they are.
 
         Raises ConfigError naming the obstacle.
         """
@@ -163,53 +160,37 @@ class Decisions:
             )
         for later in self._past:
             touched = later.standing & wanted
-            if any(fits(later.plan.target, target) for target in spared):
-                continue
             if later.epoch > decided.epoch and touched and overlap(later.plan.target, decided.plan.target):
                 raise ConfigError(
                     f"{', '.join(sorted(touched))} was changed again by change {later.epoch}",
                     remedy=f"undo change {later.epoch} first, or set the values",
                 )
-        return decided.epoch, self._plan_before(decided, sorted(wanted), roster, spared)
+        return decided.epoch, self._plan_before(decided, sorted(wanted), roster)
 
-    def _plan_before(
-        self, decided: Decided, names: list[str], roster: OwnerStates, spared: Collection[str]
-    ) -> ChangePlan:
-        target = decided.plan.target
+    def _plan_before(self, decided: Decided, names: list[str], roster: OwnerStates) -> ChangePlan:
+        target, first = decided.plan.target, decided.plan.first
         states: dict[str, Mapping[str, KnobState]] = {name: roster.states(name, target) for name in names}
         missing = [name for name in names if not states[name]]
         if missing:
             raise ConfigError(
                 f"no owner of {', '.join(missing)} answers", remedy=f"silent are: {', '.join(roster.silent) or 'none'}"
             )
-        states = {name: found for name, found in states.items() if _has_room(found, spared)}
-        names = list(states)
-        first = decided.plan.first
         common = {name: self._before(decided.epoch, target, name, first[name]) for name in names}
         wanted: dict[str, dict[str, KnobValue]] = {}
         own: dict[str, dict[str, KnobValue]] = {}
         for name in names:
             for owner, state in states[name].items():
-                if any(fits(owner, each) for each in spared):
-                    continue
                 value = self._before(decided.epoch, owner, name, state.first)
                 wanted.setdefault(owner, {})[name] = value
                 if value != common[name]:
                     own.setdefault(owner, {})[name] = value
-            for each in spared:
-                own.setdefault(each, {})[name] = self._latest_for(each, name, common[name])
-        return make_plan(target, common, wanted, states, own, spared)
+        return make_plan(target, common, wanted, states, own)
 
     def _before(self, epoch: int, target: str, name: str, first: KnobValue) -> KnobValue:
         for decided in reversed(self._past):
             if decided.epoch < epoch and (value := decided.value_for(target, name)) is not None:
                 return value
         return first
-
-    def _latest_for(self, target: str, name: str, otherwise: KnobValue) -> KnobValue:
-        """What was decided last for a target, so that it outlives a newer value of a wider one."""
-        found = [k for k in self.live().knobs if k.name == name and fits(target, k.target)]
-        return found[-1].value if found else otherwise
 
     def _newest(self) -> Decided:
         for decided in reversed(self._past):
@@ -229,13 +210,6 @@ class Decisions:
                 f"change {epoch} took change {decided.undoes} back", remedy="set the values again instead"
             )
         return decided
-
-
-def _has_room(states: Mapping[str, KnobState], spared: Collection[str]) -> bool:
-    """Whether beside the spared there is an owner of a knob, or may come one."""
-    return any(
-        state.tunable.owner in MANY or not any(fits(owner, each) for each in spared) for owner, state in states.items()
-    )
 
 
 AHEAD = 3
@@ -260,18 +234,6 @@ class Expiry:
     """Monotonic; 0: by version."""
     not_before: int = 0
     """Number at which the old values are to be in force; 0: at once."""
-    overtakers: frozenset[tuple[str, int]] = frozenset()
-    """(target, epoch) of changes that set the knobs again since: these actors do not go back."""
-
-    @property
-    def spared(self) -> tuple[str, ...]:
-        """Targets that stay as they are, the wider before the narrower."""
-        return tuple(sorted({target for target, _ in self.overtakers}, key=breadth))
-
-    @property
-    def is_overtaken(self) -> bool:
-        """No actor is left to revert."""
-        return any(fits(self.target, target) for target in self.spared)
 
 
 class Expiries:
@@ -296,10 +258,33 @@ class Expiries:
         if names - numbered:
             self._open.append(Expiry(decided.epoch, names - numbered, target, due_version=version + for_steps))
 
-    def overtaken_by(self, decided: Decided) -> None:
-        """Knobs that were set again, or taken back by hand, stay as they are, at those actors; the others go back. What
-        set them again may be taken back itself: then the time of the older change counts for them once more."""
-        self._open = [part for expiry in self._open for part in _parts(expiry, decided)]
+    def ended_by(self, plan: ChangePlan) -> list[Expiry]:
+        """A change sets knobs again, or takes them back: the time of what they had before is over. Returns what ended.
+
+        `check` has refused changes for some of the actors only.
+        """
+        ended: list[Expiry] = []
+        for expiry in list(self._open):
+            names = expiry.names.intersection(plan.common)
+            if not names or not overlap(expiry.target, plan.target):
+                continue
+            ended.append(replace(expiry, names=names))
+            self._open.remove(expiry)
+            if left := expiry.names - names:
+                self._open.append(replace(expiry, names=left))
+        return ended
+
+    def check(self, plan: ChangePlan, now_s: float) -> None:
+        """Raises ConfigError for a change of some of the actors that are to go back together."""
+        for expiry in self._open:
+            names = expiry.names & plan.shared
+            if names and overlap(expiry.target, plan.target) and not fits(expiry.target, plan.target):
+                when = self.words(now_s)
+                back = ", ".join(f"{name} goes back {when[name]}" for name in sorted(names))
+                raise ConfigError(
+                    f"{back} at {expiry.target or 'all its owners'} by change {expiry.epoch}",
+                    remedy=f"undo change {expiry.epoch} first, or set the value for all of them",
+                )
 
     def due(self, version: int, now_s: float) -> tuple[Expiry, ...]:
         """What is to go back now; it stays listed until `done`. To be asked at every version."""
@@ -341,26 +326,9 @@ class Expiries:
         return {
             name: f"in {max(e.due_s - now_s, 0):.0f} s" if e.due_s else f"at version {e.not_before or e.due_version}"
             for e in self._open
-            if not e.is_overtaken
             for name in e.names
         }
 
 
 def _shifted(expiry: Expiry, by_s: float) -> Expiry:
     return replace(expiry, due_s=max(expiry.due_s + by_s, _AT_ONCE_S)) if expiry.due_s else expiry
-
-
-def _parts(expiry: Expiry, decided: Decided) -> list[Expiry]:
-    """What is left of an expiry after a change: knobs that it did not touch, and those that it did."""
-    plan = decided.plan
-    touched = expiry.names.intersection(plan.common)
-    is_meant = overlap(expiry.target, plan.target) and not any(fits(expiry.target, each) for each in plan.spared)
-    if not touched or expiry.epoch == decided.epoch or not is_meant:
-        return [expiry]
-    parts = [replace(expiry, names=left)] if (left := expiry.names - touched) else []
-    if decided.undoes == expiry.epoch:
-        return parts
-    overtakers = {(target, epoch) for target, epoch in expiry.overtakers if epoch != decided.undoes}
-    if len(overtakers) == len(expiry.overtakers):
-        overtakers.add((plan.target, decided.epoch))
-    return [*parts, replace(expiry, names=touched, overtakers=frozenset(overtakers))]

@@ -7,7 +7,7 @@ An actor that joins later and fits the target gets the same values.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...core.errors import ConfigError
@@ -35,11 +35,10 @@ class ChangePlan:
     """Knob -> the run file's value."""
     numbered: frozenset[str]
     """Knobs whose boundary has numbers."""
+    shared: frozenset[str] = frozenset()
+    """Knobs that several actors may have."""
     own: Mapping[str, Mapping[str, KnobValue]] = field(default_factory=dict[str, Mapping[str, KnobValue]])
-    """Owner, or narrower target -> values of its own, where they are not the common ones (an undo goes back to what
-    each had, and leaves alone what was set since)."""
-    spared: tuple[str, ...] = ()
-    """Narrower targets that it leaves alone."""
+    """Owner -> values of its own, where they are not the common ones: an undo goes back to what each had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +145,6 @@ def make_plan(
     wanted: Mapping[str, Mapping[str, KnobValue]],
     states: Mapping[str, Mapping[str, KnobState]],
     own: Mapping[str, Mapping[str, KnobValue]] | None = None,
-    spared: Collection[str] = (),
 ) -> ChangePlan:
     """`wanted`: owner -> its new values; `states`: knob -> owner -> its state there."""
     tunables = {name: next(iter(owners.values())).tunable for name, owners in states.items()}
@@ -169,8 +167,8 @@ def make_plan(
         moves=moves,
         first={name: next(iter(owners.values())).first for name, owners in states.items()},
         numbered=frozenset(name for name, tunable in tunables.items() if tunable.boundary in NUMBERED),
+        shared=frozenset(name for name, tunable in tunables.items() if tunable.owner in MANY),
         own=own or {},
-        spared=tuple(spared),
     )
 
 

@@ -16,6 +16,15 @@ from .section import CONFLICTS, Conflict, KeyPath, OrElse, Table, find, keys_of,
 
 SHOWN_CHARS = 60
 
+_TUNNEL = "is no key any more: reach the control socket from another host by `ssh -L` (docs/control.md)"
+FORMER_KEYS: Mapping[KeyPath, str] = {
+    ("control", "tcp"): _TUNNEL,
+    ("control", "key_file"): _TUNNEL,
+    ("control", "allow_file"): _TUNNEL,
+    ("control", "autopilot"): "is no key any more: `myxa why` names the knob to turn, `myxa set` turns it",
+}
+"""Keys of earlier run files -> what to do instead."""
+
 
 @dataclass(frozen=True, slots=True)
 class KeyOrigin:
@@ -162,6 +171,8 @@ def _conflict(prefix: KeyPath, conflict: Conflict) -> Problem:
 
 
 def _unknown(path: KeyPath) -> Problem:
+    if path in FORMER_KEYS:
+        return Problem(path, FORMER_KEYS[path], None)
     section, _, _ = find(RunConfig, path)
     what = "section" if len(path) == 1 else "role" if path[0] == "roles" and len(path) == 2 else "key"
     return Problem(path, f"is not a known {what}; {suggest(path[-1], keys_of(section))}", None)

@@ -1,23 +1,19 @@
-"""Knobs of a live run: `get`, `set`, `explain`, `apply`, `undo`, `config`, `suggest`; how knobs are written
-and shown.
-"""
+"""Knobs of a live run: `get`, `set`, `explain`, `undo`; how knobs are written and shown."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
-import os
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from datetime import datetime
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from ...core.errors import ConfigError
-from ..control.client import ControlClient
 from .output import Verbs, add_run_flags, client_of, show, table
-from .parser import Parser, at_least, stretch_s
+from .parser import at_least
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -32,14 +28,40 @@ def add_get(verbs: Verbs) -> None:
     parser = verbs.add_parser("get", help="knobs with their values, limits and owners")
     parser.add_argument("names", nargs="*", metavar="NAME", help="knobs; none: all but those of every process")
     parser.add_argument("--all", action="store_true", help="every knob of every actor")
+    parser.add_argument("--toml", action="store_true",
+                        help="what differs from the run file, as a second run file for `myxa up`")  # fmt: skip
     add_run_flags(parser)
     parser.set_defaults(run=_get)
 
 
 def _get(options: argparse.Namespace) -> int:
     found = client_of(options).ask("get", names=options.names)
-    show(options, found, lambda facts: _get_page(facts, every=options.all or bool(options.names)))
+    every = options.all or bool(options.names)
+    show(options, found, toml_text if options.toml else lambda facts: _get_page(facts, every=every))
     return 0
+
+
+def toml_text(found: dict[str, Any]) -> str:
+    """The knobs that are not as the run file says, by their keys there; comments for those that it cannot say."""
+    live: dict[tuple[str, str], list[Any]] = {}
+    is_changed: set[tuple[str, str]] = set()
+    for sheet in found["sheets"]:
+        for state in sheet["knobs"]:
+            place = state["tunable"]["key"], state["tunable"]["name"]
+            value = state["value"] if state["pending"] is None else state["pending"]
+            live.setdefault(place, []).append(value)
+            if value != state["first"]:
+                is_changed.add(place)
+    return "\n".join(_toml_line(*place, live[place]) for place in sorted(is_changed))
+
+
+def _toml_line(key: str, name: str, values: list[Any]) -> str:
+    words = list(dict.fromkeys(repr(v) if isinstance(v, float) else json.dumps(v, ensure_ascii=False) for v in values))
+    if not key:
+        return f"# {name} = {', '.join(words)}: has no key in the run file"
+    if len(words) > 1:
+        return f"# {key} = {', '.join(words)}: its owners have different values"
+    return f"{key} = {words[0]}"
 
 
 def _get_page(found: dict[str, Any], *, every: bool) -> RenderableType:
@@ -175,56 +197,6 @@ def _asked(record: dict[str, Any]) -> str:
     return ", ".join(f"{name}={found}" for name, found in asked.items())
 
 
-def add_apply(verbs: Verbs) -> None:
-    """The command and its flags."""
-    parser = verbs.add_parser(
-        "apply",
-        help="change knobs as a piece of a run file says, all or none",
-        description="Change every knob whose key the file names, all or none. Keys that are no knobs, and differ from "
-        "the run's, are refused together: they need a restart.",
-    )
-    parser.add_argument("file", type=Path, metavar="PATCH.TOML", help="sections and keys as in the run file")
-    add_change_flags(parser)
-    add_run_flags(parser)
-    parser.set_defaults(run=_apply)
-
-
-def _apply(options: argparse.Namespace) -> int:
-    patch = _read(options.file)
-    client = client_of(options, changes=True)
-    values = knob_values(client, patch, str(options.file))
-    reply = client.ask("set", CHANGE_S, **change_arguments(options, values))
-    check_reply(reply)
-    show(options, reply, change_text)
-    return 0
-
-
-def knob_values(client: ControlClient, patch: dict[str, Any], where: str) -> dict[str, Any]:
-    """Knob -> value. Raises ConfigError naming every key that needs a restart or does not exist."""
-    plan = client.ask("config", patch=patch)
-    wrong = [f"{key} is no key of the run file" for key in plan["unknown"]]
-    wrong += [f"{key} is no knob and needs a restart" for key in plan["needs_restart"]]
-    if wrong:
-        raise ConfigError(
-            f"{where}: {'; '.join(wrong)}",
-            remedy="take these out, or start the run again with this file; nothing was changed",
-        )
-    if not plan["values"]:
-        raise ConfigError(
-            f"{where}: names no knob", remedy="`myxa get --all` lists the knobs, `myxa explain` their keys"
-        )
-    return plan["values"]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}", remedy="name a TOML file") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: is not TOML: {error}", remedy="mend the file; nothing was changed") from error
-
-
 def add_undo(verbs: Verbs) -> None:
     """The command and its flags."""
     parser = verbs.add_parser("undo", help="take the newest change of knobs back, or that of an epoch")
@@ -239,155 +211,6 @@ def _undo(options: argparse.Namespace) -> int:
     check_reply(reply)
     show(options, reply, change_text)
     return 0
-
-
-def add_config(verbs: Verbs) -> None:
-    """The command, its sub-commands and flags."""
-    config = cast(Parser, verbs.add_parser("config", help="live knobs against the run file")).add_commands()
-    diff = config.add_parser("diff", help="knobs that are not as the run file says")
-    diff.set_defaults(run=_diff)
-    save = config.add_parser(
-        "save",
-        help="write the live values into a TOML file",
-        description="Write the knobs that were changed into a TOML file: a new one, which `myxa up run.toml FILE` "
-        "takes as a second run file, or an old one, whose comments and other keys stay as they are.",
-    )
-    save.add_argument("file", type=Path, metavar="FILE", help="run file, or patch, that may exist")
-    save.set_defaults(run=_save)
-    for parser in (diff, save):
-        add_run_flags(parser)
-
-
-def _diff(options: argparse.Namespace) -> int:
-    found = client_of(options).ask("config")["differences"]
-    show(options, found, _config_page)
-    return 0
-
-
-def _config_page(found: list[dict[str, Any]]) -> RenderableType | str:
-    if not found:
-        return "every knob is as the run file says"
-    rows = [(d["knob"], d["key"], shown(d["file"]), shown(d["live"]), d["owner"]) for d in found]
-    return table(("knob", "key", "file", "live", "owner"), rows, right=("file", "live"))
-
-
-def _save(options: argparse.Namespace) -> int:
-    found = client_of(options).ask("config")["differences"]
-    values, left_out = chosen(found)
-    if not values:
-        raise ConfigError("no knob with a key in the run file differs from it", remedy="`myxa config diff` lists all")
-    _write(options.file, values)
-    facts = {"file": str(options.file), "saved": values, "left_out": left_out}
-    show(options, facts, lambda facts: "\n".join(_saved_lines(facts)))
-    return 0
-
-
-def _saved_lines(facts: dict[str, Any]) -> list[str]:
-    lines = [f"{key} = {shown(found)}" for key, found in facts["saved"].items()]
-    lines += [f"not saved: {name}: {why}" for name, why in facts["left_out"].items()]
-    return [*lines, f"written to {facts['file']}"]
-
-
-def chosen(differences: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Key -> value, and knob -> why it cannot be said in a run file."""
-    values: dict[str, Any] = {}
-    left_out: dict[str, str] = {}
-    for difference in differences:
-        knob, key, live = difference["knob"], difference["key"], difference["live"]
-        if not key:
-            left_out[knob] = "it has no key in the run file"
-        elif values.get(key, live) != live:
-            left_out[knob] = "its owners have different values"
-        else:
-            values[key] = live
-    return {key: value for key, value in values.items() if not _is_left_out(key, differences, left_out)}, left_out
-
-
-def _is_left_out(key: str, differences: list[dict[str, Any]], left_out: dict[str, str]) -> bool:
-    return any(d["key"] == key and d["knob"] in left_out for d in differences)
-
-
-def _write(path: Path, values: dict[str, Any]) -> None:
-    """Into the file in one step; comments and order of an old one are kept (tomlkit)."""
-    import tomlkit  # only here, and slow to import
-    from tomlkit.exceptions import TOMLKitError
-
-    try:
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        document: Any = tomlkit.parse(text)
-        for key, found in values.items():
-            *sections, name = key.split(".")
-            place = document
-            for section in sections:
-                if section not in place:
-                    place[section] = tomlkit.table()
-                place = place[section]
-            place[name] = found
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
-        draft.write_text(tomlkit.dumps(document), encoding="utf-8")
-        draft.replace(path)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}", remedy="name another file") from error
-    except (TOMLKitError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: is not TOML: {error}", remedy="name another file; this one is as it was") from error
-
-
-ACTIONS = ("approve", "forbid", "allow", "pin", "unpin")
-DECIDE_S = 60.0
-PROPOSAL_COLUMNS = ("id", "change", "now", "proposed", "why")
-
-
-def add_suggest(verbs: Verbs) -> None:
-    """The command and its flags."""
-    parser = verbs.add_parser("suggest", help="what could be turned now; approve, forbid, pin")
-    parser.add_argument("action", nargs="?", choices=ACTIONS, help="what to do with it; without: list what there is")
-    parser.add_argument("what", nargs="?", default="", metavar="ID|KNOB",
-                        help="name of a suggestion (approve, forbid), or a knob (pin, unpin, allow)")  # fmt: skip
-    parser.add_argument("--window", type=stretch_s, default=60.0, metavar="T", dest="window_s",
-                        help="judge by the last so many seconds (60s)")  # fmt: skip
-    parser.add_argument("-m", dest="reason", default="", metavar="REASON", help="why, for the audit log")
-    add_run_flags(parser)
-    parser.set_defaults(run=_suggest)
-
-
-def _suggest(options: argparse.Namespace) -> int:
-    client = client_of(options, changes=options.action is not None)
-    if options.action is None:
-        show(options, client.ask("suggest", window_s=options.window_s), _suggest_page)
-        return 0
-    if not options.what:
-        from ...core.errors import ConfigError
-
-        raise ConfigError(f"suggest {options.action}: of what?", remedy="name one that `myxa suggest` lists, or a knob")
-    done = client.ask("suggest-decide", DECIDE_S, action=options.action, what=options.what, reason=options.reason)
-    show(options, done, _suggest_done)
-    return 1 if done.get("refused") else 0
-
-
-def _suggest_page(facts: dict[str, Any]) -> RenderableType:
-    from rich.console import Group
-    from rich.text import Text
-
-    parts: list[RenderableType] = [Text(facts["sentence"]), Text("")]
-    rows = [(s["id"], change_words(s) or s["knob"], s["old"], s["new"], s["why"]) for s in facts["open"]]
-    parts.append(table(PROPOSAL_COLUMNS, rows) if rows else Text("nothing to propose"))
-    if facts["pins"]:
-        parts.append(Text(f"pinned: {', '.join(facts['pins'])}"))
-    if facts["forbidden"]:
-        rules = ", ".join(f"{rule['knob'] or rule['key']} = {rule['new']}" for rule in facts["forbidden"])
-        parts.append(Text(f"forbidden: {rules}"))
-    if facts["autopilot"]:
-        parts.append(Text("the autopilot approves what lasts"))
-    return Group(*parts)
-
-
-def _suggest_done(done: dict[str, Any]) -> str:
-    if done.get("refused"):
-        return f"refused: {done['refused']}"
-    if "moves" in done:
-        moves = sorted({f"{move['name']} {move['old']} -> {move['new']}" for move in done["moves"]})
-        return f"{', '.join(moves)} (epoch {done['epoch']})"
-    return ", ".join(f"{word} {value['id'] if isinstance(value, dict) else value}" for word, value in done.items())
 
 
 _BARE = re.compile(r"[A-Za-z_][A-Za-z0-9_.:/*,-]*|\d+,(\d+,)*\d*")

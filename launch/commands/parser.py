@@ -14,11 +14,18 @@ from ...core.errors import ConfigError
 from ...core.suggestion import nearest
 
 OTHER_WORDS: Mapping[str, str] = {
-    "status": "ps", "info": "ps", "list": "ps", "stats": "top", "metrics": "watch", "events": "watch", "tail": "logs",
+    "status": "ps", "info": "ps", "list": "ps", "stats": "top", "metrics": "top", "events": "top", "tail": "logs",
     "show": "get", "checkpoint": "ckpt", "run": "up", "start": "up", "train": "up", "stop": "down", "end": "down",
     "quit": "down", "exit": "down", "shutdown": "down",
 }  # fmt: skip
 """Names in other programs -> our command. The nearest name by letters would be wrong: top for stop."""
+FORMER: Mapping[str, str] = {
+    "apply": "`myxa set NAME=VALUE NAME=VALUE` changes several knobs, all or none",
+    "config": "`myxa get --toml` prints what differs from the run file",
+    "suggest": "`myxa why` names the knob to turn",
+    "watch": "`myxa top` shows the run; `tail -F RUN/metrics.jsonl`, events.jsonl or audit.jsonl follows its files",
+}
+"""Commands that are gone -> what to do instead."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -66,6 +73,8 @@ def mistaken_command(parser: Parser, words: Sequence[str]) -> str:
     above: list[str] = []
     for place, word in path_of(parser, words):
         if word not in place.commands:
+            if not above and word in FORMER:
+                return f"{word!r} is no command any more -- {FORMER[word]}"
             other = OTHER_WORDS.get(word.lower())
             near = other if other in place.commands else nearest(word, place.commands)
             hint = f"did you mean {near!r}?" if near else f"there are: {', '.join(place.commands)}"

@@ -1,7 +1,7 @@
 """The command line's side of the control socket: finds the run, asks a verb, follows a stream. Synchronous.
 
 A run is found by the note `control.json` that each launcher leaves. Knows the protocol (newline JSON), not
-what verbs mean. Imports neither zmq nor asyncio, except for a run on another host: commands start fast.
+what verbs mean. Imports neither zmq nor asyncio: commands start fast.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -23,9 +23,6 @@ from ...core import errors
 from ...core.errors import DeadlineExceeded, LaunchError, MyxaError, PeerDied
 from ..run_dir import is_run_folder
 from ..runtime_dir import PREFIX, short_base
-
-if TYPE_CHECKING:
-    from ...transport.control_endpoint import ControlCaller
 
 RUNS = Path("runs")
 """Where run directories are looked for first when none is named."""
@@ -53,19 +50,8 @@ class ControlNote(msgspec.Struct, frozen=True, kw_only=True):
     """Unix socket that only shows."""
     pid: int
     """Of the launcher."""
-    tcp: str = ""
-    """"host:port" for other hosts (CURVE); empty: none."""
-    tcp_key: str = ""
-    """Public key of that endpoint."""
     dashboard: str = ""
     """URL; empty: none."""
-    key_file: str = ""
-    """On another host: our own key pair, which the run admits."""
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether it is reached over the network."""
-        return self.key_file != ""
 
     def save(self, folder: Path) -> None:
         """Write it in one step: a reader sees all of it or no file."""
@@ -122,8 +108,6 @@ def find_run(named: Path | None, *, command: str = "") -> ControlNote:
 
 
 def _named(named: Path) -> ControlNote:
-    if named.is_file():
-        return _remote(named)
     note = ControlNote.load(named)
     if note is not None and note.is_live:
         return note
@@ -136,19 +120,6 @@ def _named(named: Path) -> ControlNote:
         )
     why = "its launcher is gone" if note is not None else "it is over, or has control.socket = false, or is elsewhere"
     raise LaunchError(f"the run in {named} cannot be spoken to: {why}", remedy="do this on the host of `myxa up`")
-
-
-def _remote(file: Path) -> ControlNote:
-    """What `myxa control remote` wrote."""
-    try:
-        note = msgspec.json.decode(file.read_bytes(), type=ControlNote)
-    except (OSError, msgspec.DecodeError) as error:
-        raise LaunchError(
-            f"{file} says not where a run is: {error}", remedy="`myxa control remote` writes one"
-        ) from None
-    if not (note.tcp and note.tcp_key and note.key_file):
-        raise LaunchError(f"{file} names no endpoint with keys", remedy="`myxa control remote` writes such a file")
-    return note
 
 
 def _live(notes: Iterator[Path]) -> list[ControlNote]:
@@ -218,20 +189,14 @@ class ControlClient:
                 answer = _opened(line)
                 if answer.get("end"):
                     return
-                if "beat" in answer:
-                    continue
                 yield answer["item"] if "item" in answer else answer["result"]
 
     @contextmanager
     def _answers(self, verb: str, arguments: dict[str, Any], deadline: float | None) -> Generator[Iterator[bytes]]:
         """The lines that come back, until the other side closes."""
         request = json.dumps({"id": 1, "verb": verb, "args": arguments}).encode()
-        if self.note.is_remote:
-            with answers_of(self.note, verb, request, deadline) as lines:
-                yield lines
-        else:
-            with self._connected(verb, request + b"\n") as link:
-                yield _lines(link, deadline, verb)
+        with self._connected(verb, request + b"\n") as link:
+            yield _lines(link, deadline, verb)
 
     @contextmanager
     def _connected(self, verb: str, request: bytes) -> Generator[socket.socket]:
@@ -289,41 +254,3 @@ def error_of(facts: dict[str, Any]) -> MyxaError:
     error = kind(str(facts.get("message", "?")), remedy=str(facts.get("remedy", "")))
     error.exit_code = int(facts.get("exit_code", 1))
     return error
-
-
-FIRST_S = 15.0
-"""For the first answer of a stream; a beat comes every few seconds from then on."""
-BEATS_S = 30.0
-
-
-@contextmanager
-def answers_of(note: ControlNote, verb: str, request: bytes, deadline: float | None) -> Generator[Iterator[bytes]]:
-    """The answers to a request as they come; `deadline` by time.monotonic, None for a stream.
-
-    Raises LaunchError for keys that cannot be used; the iterator DeadlineExceeded when no answer comes, which is also
-    what a key that is not admitted gets: the endpoint does not answer unknown keys.
-    """
-    from ...transport.control_endpoint import ControlCaller
-    from ...transport.security import JobKey  # zmq is needed here only
-
-    try:
-        key = JobKey.load(Path(note.key_file).expanduser())
-    except LaunchError as error:
-        raise LaunchError(f"our own key: {error.message}", remedy="`myxa control keygen FILE`") from error
-    with ControlCaller(note.tcp, note.tcp_key, key) as caller:
-        caller.send(request)
-        yield _remote_answers(caller, note, verb, deadline)
-
-
-def _remote_answers(caller: ControlCaller, note: ControlNote, verb: str, deadline: float | None) -> Iterator[bytes]:
-    patience_s = FIRST_S
-    while True:
-        left_s = patience_s if deadline is None else max(0.0, deadline - time.monotonic())
-        answer = caller.receive(left_s)
-        if answer is None:
-            raise DeadlineExceeded(
-                f"tcp://{note.tcp} did not answer {verb} in time",
-                remedy="is the run live, does it have our public key, and does it have the key that we expect?",
-            )
-        yield answer
-        patience_s = BEATS_S

@@ -1,6 +1,6 @@
 """Finds the verb of a request, decodes its arguments, runs it, writes it into the audit log, counts. Knows no sockets.
 
-`all_verbs` is the table of every verb. Lines, HTTP and TCP all call the dispatcher.
+`all_verbs` is the table of every verb. Lines and HTTP both call the dispatcher.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import msgspec
 from ...core.errors import CallError, MyxaError, Overloaded
 from ...core.knobs import AuditRecord, Operator
 from .data_verbs import DATA_VERBS
-from .knob_verbs import CONFIG_VERBS, KNOB_VERBS
-from .look_verbs import LOOK_VERBS, PS_VERBS, STATUS_VERBS, TRACE_VERBS, WATCH_VERBS
+from .knob_verbs import KNOB_VERBS
+from .look_verbs import LOOK_VERBS, PS_VERBS, STATUS_VERBS, TRACE_VERBS
 from .process_verbs import PROCESS_VERBS
 from .run_verbs import RUN_VERBS
 from .verb import Arguments, Verb, VerbContext, VerbTable
@@ -39,7 +39,7 @@ _log = logging.getLogger("myxa.control")
 
 @dataclass(frozen=True, slots=True)
 class VerbCaller:
-    """What a caller came in by: a socket, or a key. Each has its own share of the running requests, so that
+    """The socket that a caller came in by. Each has its own share of the running requests, so that
     readers never keep an operator from steering."""
 
     name: str
@@ -216,8 +216,8 @@ def all_verbs() -> VerbTable:
     """The table that the server serves."""
     return VerbTable((
         Verb("verbs", "view", Arguments, "every verb with its arguments", run=_verbs),
-        *RUN_VERBS, *PS_VERBS, *STATUS_VERBS, *WATCH_VERBS, *KNOB_VERBS, *CONFIG_VERBS, *PROCESS_VERBS, *LOOK_VERBS,
-        *DATA_VERBS, *WHY_VERBS, *TRACE_VERBS,
+        *RUN_VERBS, *PS_VERBS, *STATUS_VERBS, *KNOB_VERBS, *PROCESS_VERBS, *LOOK_VERBS, *DATA_VERBS, *WHY_VERBS,
+        *TRACE_VERBS,
     ))  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import msgspec
@@ -26,7 +26,6 @@ from ...core.suggestion import nearest
 from ...transport.node import Node
 from ..run_dir import RunDir
 from ..supervisor.run_actors import ActorStatus
-from .suggestions import Proposals
 
 if TYPE_CHECKING:
     from ..supervisor.run_supervisor import RunSupervisor
@@ -54,8 +53,6 @@ class VerbContext:
     """As the run was started."""
     supervisor: RunSupervisor
     started_wall_s: float
-    proposals: Proposals = field(default_factory=Proposals)
-    """Suggestions that were shown."""
 
 
 @dataclass(frozen=True, slots=True)

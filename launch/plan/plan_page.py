@@ -121,8 +121,6 @@ def _web_ports(config: RunConfig) -> Iterator[str]:
     if config.control.dashboard_port >= 0:
         shown = f"port {config.control.dashboard_port}" if config.control.dashboard_port else "a free port"
         yield f"launcher: {shown} of 127.0.0.1 for the dashboard"
-    if config.control.tcp:
-        yield f"launcher: {config.control.tcp} for commands from other hosts (encrypted)"
 
 
 def written_files(config: RunConfig) -> Iterator[str]:

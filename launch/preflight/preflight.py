@@ -432,19 +432,6 @@ def _check_ports(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[Con
             yield from looked(key, check_port, f"{key} = {port}", LOOPBACK, port, remedy)
 
 
-def _check_control(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[ConfigFinding]:
-    if not config.control.tcp or not actors:
-        return
-    for name, how in (
-        ("key_file", "make one with `myxa control keygen FILE`"),
-        ("allow_file", 'write one: a line like "operate KEY NAME" for each key that may come in'),
-    ):
-        path = str(getattr(config.control, name))
-        if path and not Path(path).is_file():
-            error = ConfigError(f"control.{name}: there is no file {path}", remedy=how)
-            yield ConfigFinding(f"control.{name}", error)
-
-
 def _check_run_dir(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[ConfigFinding]:
     """Node 0 makes the run directory there, and the folders above it that are not there yet."""
     if not any(actor.role == "coordinator" for actor in actors):
@@ -477,11 +464,10 @@ CHECKS: tuple[Check, ...] = (
     _check_key,
     _check_attached,
     _check_ports,
-    _check_control,
     _check_run_dir,
     _check_disk,
 )
-NAMED_CHECKS: tuple[Check, ...] = (_check_model, _check_resume, _check_functions, _check_data, _check_control)
+NAMED_CHECKS: tuple[Check, ...] = (_check_model, _check_resume, _check_functions, _check_data)
 """Of the files that a run file names, each by itself."""
 RESUME_CHECKS: tuple[Check, ...] = (_check_resume,)
 """Of what a run resumes from, on any machine."""

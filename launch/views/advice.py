@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -65,15 +65,10 @@ class Advice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What to type; empty: change the run file."""
 
 
-def advise(verdict: Bottleneck, facts: Facts, *, but_for: Container[str] = frozenset()) -> Advice | None:
-    """The first of `all_advice`, or None."""
-    return next(iter(all_advice(verdict, facts, but_for=but_for)), None)
-
-
-def all_advice(verdict: Bottleneck, facts: Facts, *, but_for: Container[str] = frozenset()) -> list[Advice]:
-    """What every rule for this verdict has to say, best first. `but_for`: knobs that are not to be touched."""
+def advise(verdict: Bottleneck, facts: Facts) -> Advice | None:
+    """The best move of the rules for this verdict."""
     found = (rule(verdict, facts) for rule in _RULES.get(verdict.bound, ()))
-    return [advice for advice in found if advice is not None and (not advice.knob or advice.knob not in but_for)]
+    return next((advice for advice in found if advice is not None), None)
 
 
 def what_to_try(verdict: Bottleneck, facts: Facts) -> str:

@@ -51,7 +51,7 @@ NEARLY_ALL = 0.8
 _LEAST_GROUPS = 16
 
 REMEDIES: Mapping[Bound, str] = {
-    "disk": "make that file system writable again (`myxa watch events` names file, cause and remedy): the run then "
+    "disk": "make that file system writable again (`RUN/events.jsonl` names file, cause and remedy): the run then "
     "continues by itself",
     "paused": "`myxa resume`",
     "filter": "`myxa samples` shows answers with their rewards: mend the reward if right answers are worth nothing, "

@@ -9,7 +9,7 @@ from myxa.core.config import RunConfig
 from myxa.core.knobs import KnobState, KnobValue, Tunable
 from myxa.launch.control.why_verbs import room_for_rollouts
 from myxa.launch.supervisor.placement import Present, place
-from myxa.launch.views.advice import Facts, advise, all_advice, facts_of_file, what_to_try
+from myxa.launch.views.advice import Facts, advise, facts_of_file, what_to_try
 from myxa.launch.views.bottleneck import Bottleneck, Bound, judge
 from myxa.launch.views.run_view import VerbAnswer, run_view_of
 from myxa.launch.views.why import change_text, explain, explain_actors, idleness, unattributed
@@ -82,11 +82,8 @@ def test_a_knob_at_its_end_or_not_there_is_not_proposed() -> None:
     assert advise(verdict("capacity"), Facts(knobs={"max_staleness": knob("max_staleness", 5, high=5)})) is None
     assert advise(verdict("capacity"), Facts()) is None
     assert advise(verdict("none"), facts(concurrency=4)) is None
-    assert advise(verdict("capacity"), facts(max_staleness=1), but_for={"max_staleness"}) is None
     pending = Facts(knobs={"max_staleness": knob("max_staleness", 1, pending=2)})
     assert advise(verdict("capacity"), pending).new == 3  # type: ignore[union-attr]
-    several = all_advice(verdict("concurrency"), facts(concurrency=4, max_staleness=1))
-    assert [advice.knob for advice in several] == ["concurrency", "max_staleness"]
 
 
 STARVED: Shares = {
