@@ -1,4 +1,4 @@
-"""Event loops of the protocol's tests: Python's own, and uvloop, which launchers use."""
+"""The loop that launchers use: uvloop."""
 
 from __future__ import annotations
 
@@ -10,6 +10,5 @@ import uvloop
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    if item.path.name == "test_protocol.py":
-        return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
-    return {"asyncio": asyncio.new_event_loop}
+    del item
+    return {"uvloop": uvloop.new_event_loop}

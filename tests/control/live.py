@@ -29,7 +29,8 @@ class Live:
 
     @property
     def run_dir(self) -> Path:
-        return self.job.run_dir()
+        live = list((self.job.folder / "runs").glob("*/control.json"))
+        return live[0].parent if live else self.job.run_dir()
 
     def myxa(
         self, *arguments: str, timeout_s: float = 100, folder: Path | None = None

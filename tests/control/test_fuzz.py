@@ -26,7 +26,7 @@ from myxa.launch.control.verb import VerbContext
 
 SEED = 20_240_611
 NUM_REQUESTS = 10_000
-"""By `make soak`, in each framing; otherwise a quarter."""
+"""By `make soak`, in each framing; otherwise a tenth."""
 BATCH = 50
 """Requests a connection; each connection may be closed by its first nonsense."""
 
@@ -141,7 +141,7 @@ async def send(path: Path, data: bytes) -> bytes:
 @pytest.mark.timeout(900)
 @pytest.mark.asyncio
 @pytest.mark.parametrize("framing", ["lines", "http"])
-@pytest.mark.parametrize("number", [NUM_REQUESTS // 4, pytest.param(NUM_REQUESTS, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("number", [NUM_REQUESTS // 10, pytest.param(NUM_REQUESTS, marks=pytest.mark.soak)])
 async def test_nonsense_neither_crashes_nor_changes_anything(tmp_path: Path, framing: str, number: int):
     print(f"seed {SEED}")
     drawn = random.Random(SEED)
@@ -173,7 +173,7 @@ async def test_nonsense_neither_crashes_nor_changes_anything(tmp_path: Path, fra
         assert touched, "no request was good enough to reach a verb"
         assert after[0] <= before[0] + 8, "file descriptors grew"
         assert after[1] <= before[1] + (64 << 20), "memory grew"
-        assert server.counters["malformed"] > 100
+        assert server.counters["malformed"] > number // 25
         assert {record.result for record in audit} <= {"refused", "failed"}, "something was changed"
     finally:
         await server.close()

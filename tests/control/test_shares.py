@@ -9,26 +9,15 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from tests.control.control_room import Bench, ask, control_bench, http
 from tests.harness.waiting import until
 
-from myxa.core.errors import ConfigError
-from myxa.core.knobs import AuditRecord, KnobState, Operator, Tunable
-from myxa.launch.contracts import LogRequest
-from myxa.launch.control import why_verbs
+from myxa.core.knobs import AuditRecord
 from myxa.launch.control.connection import ConnectionLimits
 from myxa.launch.control.dispatcher import MAX_AT_ONCE
-from myxa.launch.control.verb import VerbContext
-from myxa.launch.control.why_verbs import Evidence
-from myxa.launch.nodes import agent as agent_module
-from myxa.launch.nodes.agent import Agent, AgentOptions
-from myxa.launch.run_dir import RunDir
-from myxa.launch.views.advice import Facts
-from myxa.launch.views.bottleneck import Filtered
 
 pytestmark = pytest.mark.asyncio
 MANY = ConnectionLimits(num_connections=2 * MAX_AT_ONCE)
@@ -132,66 +121,3 @@ async def test_refusals_of_those_who_only_look_cost_no_line_of_the_audit_log(tmp
         writer.close()
         assert bench.audit == []
         assert bench.dispatcher.counters["refused"] == 100
-
-
-# -- what looks in the launcher ------------------------------------------------------------------------------------
-
-
-def evidence(**shares: float) -> Evidence:
-    """Of a run whose trainer spends its time so."""
-    tunable = Tunable(name="concurrency", kind="int", boundary="now", owner="rollout", help="", low=1, high=1000)
-    knobs = {"concurrency": KnobState(tunable=tunable, value=4, first=4)}
-    facts = Facts(knobs=knobs, num_samples=4, max_running=1000)
-    told = {"trainer/0": shares, "rollout/0": {"compute": 0.2, "wait-work": 0.8}}
-    return Evidence(told, facts, engines_are_full=False, filtered=Filtered(), version=3, is_running=True)
-
-
-async def test_who_asks_for_suggestions_writes_nothing_and_takes_none_from_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    config = SimpleNamespace(control=SimpleNamespace(autopilot=False))
-    context = VerbContext(
-        cast(Any, None), cast(Any, SimpleNamespace(path=tmp_path)), cast(Any, config), cast(Any, None), 0.0
-    )
-    who = Operator(user="ada")
-    found = evidence(**{"wait-data": 0.7, "compute": 0.3})
-
-    async def gathered(context: VerbContext, window_s: float) -> Evidence:
-        return found
-
-    monkeypatch.setattr(why_verbs, "gather_evidence", gathered)
-    verbs: dict[str, Any] = {verb.name: verb for verb in why_verbs.WHY_VERBS}
-    first = await verbs["suggest"].run(context, why_verbs.SuggestArguments(), who)
-    assert first.open, first.sentence
-    found = evidence(compute=0.9)
-    assert not (await verbs["suggest"].run(context, why_verbs.SuggestArguments(window_s=5), who)).open
-    assert list(tmp_path.iterdir()) == []
-    forbid = why_verbs.DecideArguments(action="forbid", what=first.open[0].id)
-    assert (await verbs["suggest-decide"].run(context, forbid, who))["forbidden"]["id"] == first.open[0].id
-    assert [path.name for path in tmp_path.iterdir()] == ["suggestions.json"]
-    found = evidence(**{"wait-data": 0.7, "compute": 0.3})
-    again = await verbs["suggest"].run(context, why_verbs.SuggestArguments(), who)
-    assert first.open[0] not in again.open
-    with pytest.raises(ConfigError, match="no open suggestion"):
-        await verbs["suggest-decide"].run(context, forbid, who)
-
-
-async def test_a_log_is_read_beside_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    run_dir = RunDir(tmp_path)
-    run_dir.logs.mkdir(parents=True)
-    (run_dir.logs / "launcher.0.log").write_text("one\ntwo\n")
-    threads: list[int] = []
-    read = agent_module.read_log
-
-    def noted(*arguments: Any) -> Any:
-        threads.append(threading.get_ident())
-        return read(*arguments)
-
-    monkeypatch.setattr(agent_module, "read_log", noted)
-    options = AgentOptions(node=0, address="", runtime_dir=tmp_path, rdzv_path="")
-    agent = Agent(options, cast(Any, None))
-    cast(Any, agent)._run_dir = run_dir
-    chunk = await agent.read_log(LogRequest(name="launcher", num_lines=5))
-    assert chunk.lines == ("one", "two")
-    assert threads
-    assert threads[0] != threading.get_ident()

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import grp
-import json
 import os
 import pwd
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
-from tests.control.control_room import ask, control_bench
-from tests.control.live import live_run
-from tests.harness.run_job import make_job
+from tests.control.control_room import Place, ask, control_bench
 
+from myxa.core.config.run import ControlSettings
+from myxa.core.errors import ConfigError
 from myxa.launch.control.connection import Peer
+from myxa.launch.control.verb import VerbContext
+from myxa.launch.launcher import open_control
+from myxa.launch.run_dir import RunDir
 from myxa.launch.runtime_dir import RuntimeDir
 
 pytestmark = pytest.mark.asyncio
@@ -55,24 +59,19 @@ async def as_nobody(*paths: Path) -> list[str]:
 
 
 @needs_root
-async def test_the_kernel_keeps_another_user_out_of_the_runtime_folder():
+@pytest.mark.parametrize("is_open", [False, True], ids=["runtime folder", "open folder"])
+async def test_the_kernel_keeps_another_user_out(is_open: bool):
     with RuntimeDir() as runtime:
+        assert runtime.path.stat().st_mode & 0o777 == 0o700
+        if is_open:
+            reachable(runtime.path)
         async with control_bench(runtime.path) as bench:
-            assert runtime.path.stat().st_mode & 0o777 == 0o700
             assert await as_nobody(bench.control, bench.view) == ["kept out", "kept out"]
             assert bench.value == 0
 
 
 @needs_root
-async def test_the_kernel_keeps_another_user_out_even_of_an_open_folder():
-    with tempfile.TemporaryDirectory() as name:
-        reachable(Path(name))
-        async with control_bench(Path(name)) as bench:
-            assert await as_nobody(bench.control, bench.view) == ["kept out", "kept out"]
-
-
-@needs_root
-async def test_whoever_comes_in_all_the_same_is_not_served():
+async def test_another_user_that_could_connect_is_not_served():
     with tempfile.TemporaryDirectory() as name:
         reachable(Path(name))
         async with control_bench(Path(name)) as bench:
@@ -116,26 +115,36 @@ def reachable(folder: Path) -> None:
             parent.chmod(parent.stat().st_mode | 0o011)
 
 
+def context_of(folder: Path, **settings: Any) -> VerbContext:
+    """Of a run with these settings of [control], of which nothing is there but its directory."""
+    config = SimpleNamespace(control=ControlSettings(**settings))
+    return cast(Any, VerbContext)(Place(), RunDir(folder), config, None, 0.0)
+
+
 @needs_root
-@pytest.mark.timeout(300)
-async def test_a_group_may_look_at_a_real_run(tmp_path: Path):
-    """The view socket lies in a folder of its own that the group may enter; the other socket's folder stays closed."""
+async def test_the_socket_for_a_group_lies_in_a_folder_of_its_own(tmp_path: Path):
     nobody = pwd.getpwnam("nobody")
-    group = grp.getgrgid(nobody.pw_gid).gr_name
-    with live_run(tmp_path, f'control.view_group="{group}"', steps=-1) as live:
-        note = json.loads((live.run_dir / "control.json").read_text())
-        control, view = Path(note["control"]), Path(note["view"])
-        assert control.parent.stat().st_mode & 0o777 == 0o700
-        assert (view.parent.stat().st_mode & 0o777, view.parent.stat().st_gid) == (0o750, nobody.pw_gid)
-        reachable(view.parent / "x")
-        told = await as_nobody(control, view)
-        assert told[0] == "kept out"
-        assert "is no verb" in told[1], "it is served, and `put` is not among the product's verbs"
-        assert json.loads(live.myxa("ps", "--json").stdout)
+    context = context_of(tmp_path, view_group=grp.getgrgid(nobody.pw_gid).gr_name)
+    with RuntimeDir() as runtime:
+        async with open_control(context, runtime.path) as note:
+            assert note is not None
+            control, view = Path(note.control), Path(note.view)
+            assert control.parent.stat().st_mode & 0o777 == 0o700
+            assert (view.parent.stat().st_mode & 0o777, view.parent.stat().st_gid) == (0o750, nobody.pw_gid)
+            reachable(view.parent / "x")
+            told = await as_nobody(control, view)
+            assert told[0] == "kept out"
+            assert "is no verb" in told[1], "it is served, and `put` is not among the product's verbs"
     assert not view.parent.exists()
 
 
-async def test_a_group_that_is_not_there_is_said_before_anything_starts(tmp_path: Path):
-    code, said, _ = make_job(tmp_path).run('control.view_group="no such group"')
-    assert code == 2
-    assert "there is no group 'no such group' here" in said
+async def test_a_group_that_is_not_there_is_an_error(tmp_path: Path):
+    with pytest.raises(ConfigError, match="there is no group 'no such group' here"):
+        async with open_control(context_of(tmp_path, view_group="no such group"), tmp_path):
+            pass
+
+
+async def test_without_sockets_a_run_cannot_be_spoken_to(tmp_path: Path):
+    async with open_control(context_of(tmp_path, socket=False), tmp_path) as note:
+        assert note is None
+        assert list(tmp_path.iterdir()) == []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,7 +42,6 @@ def test_f5_only_a_run_of_this_folder_is_changed_without_a_name(
     for words in (
         ["set", "lr=1e-4"], ["down"], ["kill", "rollout/0"], ["scale", "rollout=2"], ["pause"], ["step"], ["resume"],
         ["undo"], ["ckpt"], ["eval"], ["drain", "rollout/1"], ["restart", "rollout/0"], ["dump"],
-        ["suggest", "pin", "lr"],
     ):  # fmt: skip
         assert main(words) == 3, words
         said = capsys.readouterr().err
@@ -57,7 +58,31 @@ def test_f5_two_runs_below_are_listed(live_note: Path, tmp_path: Path, monkeypat
     note = json.loads((Path(short_base()) / f"{PREFIX}test" / "control.json").read_text())
     (place / "control.json").write_text(json.dumps({**note, "run_dir": str(tmp_path / "b")}))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SeveralLiveRuns):
+    with pytest.raises(SeveralLiveRuns, match=f"2 runs are live:\n  {tmp_path / 'b'}"):
         find_run(None)
     monkeypatch.chdir(live_note)
     assert find_run(None).run_dir == str(live_note), "the one of this folder"
+
+
+@pytest.mark.parametrize("name", ["nowhere", "over", "gone"])
+def test_a_run_that_cannot_be_reached_is_told_with_status_3(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in ("over", "gone"):
+        (tmp_path / folder).mkdir()
+    with socket.socket(socket.AF_UNIX) as link:
+        link.bind(str(tmp_path / "gone" / "s"))  # and nobody listens
+    note = dict.fromkeys(("run_dir", "control", "view"), str(tmp_path / "gone" / "s"))
+    (tmp_path / "gone" / "control.json").write_text(json.dumps({**note, "pid": 1}))
+    assert main(["get", "--run", str(tmp_path / name), "--json"]) == 3
+    assert json.loads(capsys.readouterr().out)["error"]["type"] == "LaunchError"
+
+
+def test_a_command_starts_fast_and_light() -> None:
+    heavy = ("zmq", "asyncio", "torch", "numpy", "pydantic", "rich", "aiohttp", "textual")
+    code = (
+        "import sys; from myxa.launch.cli import make_parser; make_parser(); import myxa.launch.control.client; "
+        f"print([m for m in {heavy!r} if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (out.stdout.strip(), out.stderr) == ("[]", "")

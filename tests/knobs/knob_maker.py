@@ -11,23 +11,17 @@ from myxa.core.clock import Clock, ManualClock
 from myxa.core.knobs import KnobValue, Tunable
 
 TUNABLES: dict[str, Tunable] = {
-    "lr": Tunable(
-        name="lr",
-        kind="float",
-        boundary="step",
-        owner="trainer",
-        help="Learning rate.",
-        low=0,
-        is_low_open=True,
-        guard_factor=10.0,
-        key="optimizer.lr",
-    ),
-    "clip": Tunable(name="clip", kind="float", boundary="step", owner="trainer", help="Clip range.", low=0, high=1),
-    "filter": Tunable(name="filter", kind="choice", boundary="batch", owner="buffer", help="", choices=("a", "b")),
-    "eta": Tunable(name="eta", kind="int", boundary="request", owner="buffer", help="Staleness.", low=0, high=64),
-    "room": Tunable(name="room", kind="int", boundary="now", owner="rollout", help="Groups at once.", low=1),
-    "level": Tunable(name="level", kind="text", boundary="now", owner="process", help="Log level."),
-}
+    tunable.name: tunable
+    for tunable in (
+        Tunable(name="lr", kind="float", boundary="step", owner="trainer", help="", low=0, is_low_open=True,
+                guard_factor=10.0, key="optimizer.lr"),
+        Tunable(name="clip", kind="float", boundary="step", owner="trainer", help="", low=0, high=1),
+        Tunable(name="filter", kind="choice", boundary="batch", owner="buffer", help="", choices=("a", "b")),
+        Tunable(name="eta", kind="int", boundary="request", owner="buffer", help="", low=0, high=64),
+        Tunable(name="room", kind="int", boundary="now", owner="rollout", help="", low=1),
+        Tunable(name="level", kind="text", boundary="now", owner="process", help=""),
+    )
+}  # fmt: skip
 FIRST: dict[str, KnobValue] = {"lr": 1e-3, "clip": 0.2, "filter": "a", "eta": 1, "room": 8, "level": "INFO"}
 
 

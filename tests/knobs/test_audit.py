@@ -63,26 +63,16 @@ def test_any_flipped_bit_shows_in_its_line(tmp_path: Path) -> None:
         assert verdict.num_records <= len(lines)
 
 
-@pytest.mark.parametrize("gone", range(5))
-def test_a_removed_line_shows(tmp_path: Path, gone: int) -> None:
+def test_removed_exchanged_and_foreign_lines_show(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     lines = filled(path)
-    path.write_bytes(b"\n".join(lines[:gone] + lines[gone + 1 :]) + b"\n")
-    verdict = verify_audit(path)
-    assert verdict.bad_line == gone + 1
-    assert "missing" in verdict.complaint
-
-
-def test_exchanged_lines_and_a_foreign_record_show(tmp_path: Path) -> None:
-    path = tmp_path / "audit.jsonl"
-    lines = filled(path)
-    path.write_bytes(b"\n".join([lines[0], lines[2], lines[1], *lines[3:]]) + b"\n")
-    assert verify_audit(path).bad_line == 2
     forged, _ = audit.seal(audit.msgspec.structs.replace(record("forged"), number=3, previous="0" * 64))
-    path.write_bytes(b"\n".join([*lines[:2], forged, *lines[3:]]) + b"\n")
-    verdict = verify_audit(path)
-    assert verdict.bad_line == 3
-    assert "does not follow" in verdict.complaint
+    cases = [([*lines[:gone], *lines[gone + 1 :]], gone + 1, "missing") for gone in range(5)]
+    cases += [([lines[0], lines[2], lines[1], *lines[3:]], 2, ""), ([*lines[:2], forged, *lines[3:]], 3, "follow")]
+    for kept, bad_line, word in cases:
+        path.write_bytes(b"\n".join(kept) + b"\n")
+        verdict = verify_audit(path)
+        assert (verdict.bad_line, word in verdict.complaint) == (bad_line, True), verdict
 
 
 def test_a_tail_cut_off_cleanly_shows_only_against_a_head_that_was_noted(tmp_path: Path) -> None:
@@ -108,21 +98,17 @@ def test_a_line_without_its_end_is_told_and_the_next_append_removes_it(tmp_path:
     assert not verify_audit(path).is_torn
 
 
-def test_what_is_no_audit_log_is_not_appended_to(tmp_path: Path) -> None:
+def test_what_is_no_audit_log_and_what_is_too_long_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
+    with pytest.raises(ConfigError):
+        AuditLog(path).append(record("x" * audit.MAX_LINE_BYTES))
     path.write_text("hello\n")
-    with pytest.raises(LedgerError, match="no audit record"):
-        AuditLog(path).append(record())
-    with pytest.raises(LedgerError, match="line 1"):
-        read_audit(path)
+    for attempt in (lambda: AuditLog(path).append(record()), lambda: read_audit(path)):
+        with pytest.raises(LedgerError):
+            attempt()
     assert path.read_text() == "hello\n"
-    with pytest.raises(LedgerError, match="directory"):
+    with pytest.raises(LedgerError):
         AuditLog(tmp_path / "nowhere" / "audit.jsonl").append(record())
-
-
-def test_a_record_that_is_too_long_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="too long"):
-        AuditLog(tmp_path / "audit.jsonl").append(record("x" * audit.MAX_LINE_BYTES))
 
 
 def test_a_writer_that_never_lets_go_is_an_error_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

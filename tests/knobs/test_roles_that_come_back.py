@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,44 +20,26 @@ from myxa.algos.staleness import Admission
 from myxa.core.clock import SystemClock
 from myxa.core.knobs import KnobCommit
 from myxa.core.messages import RunStatus, SamplingParams
-from myxa.core.samples import Message, Prompt
 from myxa.transport.node import Node
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
 
 
-@dataclass
 class Rows:
-    """Prompts without end."""
+    """Prompts that no test here draws."""
 
-    fingerprint: str = "rows"
+    fingerprint = "rows"
 
     def __len__(self) -> int:
         return 1000
 
-    def prompt(self, draw: int) -> Prompt | None:
-        return Prompt(group_id=draw, row=draw, pass_index=0, messages=(Message(role="user", content="q"),))
-
-    def row_of(self, draw: int) -> int | None:
-        return draw
-
-    def num_held_out(self, name: str = "") -> int:
-        return 0
-
-    def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
-        return ()
-
 
 def options(folder: Path) -> dict[str, Any]:
     return {
-        "source": Rows(),
-        "ledger_path": folder / "ledger.sqlite",
-        "run": "room",
-        "admission": Admission("pace", max_staleness=1, batch_size=2),
-        "num_samples": 2,
-        "sampling": SamplingParams(max_new_tokens=4),
+        "source": Rows(), "ledger_path": folder / "ledger.sqlite", "run": "room", "num_samples": 2,
+        "admission": Admission("pace", max_staleness=1, batch_size=2), "sampling": SamplingParams(max_new_tokens=4),
         "group_filter": GroupFilters("none", GROUP_FILTERS),
-    }
+    }  # fmt: skip
 
 
 class BufferThatDies(Buffer):

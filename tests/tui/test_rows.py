@@ -99,12 +99,9 @@ def test_a_reply_says_where_it_is_in_force() -> None:
     )
 
 
-def test_lags_of_an_older_step_are_not_shown(view: RunView) -> None:
+def test_lags_are_those_of_the_newest_step_and_one_above_the_bound_is_marked(view: RunView) -> None:
     view.live.snapshot["metrics"]["lag_hist/7"] = 3.0  # type: ignore[index]  # of an older step: lag/max is 3
     assert rows.lag_rows(view.live) == [(0, 14, True), (1, 11, True), (2, 5, True), (3, 2, True), (4, 0, True)]
-
-
-def test_a_lag_above_the_bound_is_marked(view: RunView) -> None:
     view.live.snapshot["metrics"] |= {"lag_hist/5": 1.0, "lag/max": 5.0}  # type: ignore[operator]
     assert rows.lag_rows(view.live)[-1] == (5, 1, False)
 

@@ -78,7 +78,7 @@ async def served(
 
 
 @pytest.mark.asyncio
-async def test_the_page_and_its_files_are_served_with_the_strict_headers(planting, seat) -> None:
+async def test_the_page_and_its_files_are_served_with_the_strict_headers_on_loopback(planting, seat) -> None:
     async with served(planting, seat) as (visit, _):
         for path in ("/", *(f"/assets/{name}" for name in ASSETS), "/api/state", "/nothing", "/assets/../guard.py"):
             async with visit.session.get(visit.base + path, params=visit.query) as answer:
@@ -86,10 +86,13 @@ async def test_the_page_and_its_files_are_served_with_the_strict_headers(plantin
                 for name, value in SECURITY_HEADERS.items():
                     assert answer.headers[name] == value, path
                 assert not any(name.lower().startswith("access-control") for name in answer.headers)
+        port = f"{urlsplit(visit.base).port:04X}"
+        lines = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
+        assert re.findall(rf"\d+: ([0-9A-F]+):{port} [0-9A-F]+:0000 0A", lines) == ["0100007F"]
 
 
 @pytest.mark.asyncio
-async def test_the_secret_in_the_url_becomes_a_cookie_that_is_not_the_secret(planting, seat) -> None:
+async def test_the_secret_in_the_url_becomes_a_cookie_and_other_sites_are_refused(planting, seat) -> None:
     async with served(planting, seat) as (visit, _):
         assert (await visit.get("/", token=False))[0] == 401
         assert (await visit.get("/api/state", token=False))[0] == 401
@@ -100,26 +103,11 @@ async def test_the_secret_in_the_url_becomes_a_cookie_that_is_not_the_secret(pla
             assert TOKEN not in cookie.value
             assert str(urlsplit(visit.base).port) in cookie.key, "cookies are shared by ports: each has its own name"
         assert (await visit.get("/api/state", token=False))[0] == 200
-
-
-@pytest.mark.asyncio
-async def test_foreign_hosts_and_sites_are_refused(planting, seat) -> None:
-    async with served(planting, seat) as (visit, _):
-        assert (await visit.get("/api/state", headers={"Host": "rebound.example"}))[0] == 421
-        assert (await visit.get("/api/state", headers={"Origin": "http://evil.example"}))[0] == 403
-        assert (await visit.get("/api/state", headers={"Sec-Fetch-Site": "cross-site"}))[0] == 403
-        port = urlsplit(visit.base).port
-        assert (await visit.get("/api/state", headers={"Host": f"localhost:{port}"}))[0] == 200
-
-
-@pytest.mark.asyncio
-async def test_it_listens_on_the_loopback_address_only(planting, seat) -> None:
-    async with served(planting, seat) as (visit, _):
-        assert urlsplit(visit.base).hostname == "127.0.0.1"
-        port = f"{urlsplit(visit.base).port:04X}"
-        lines = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
-        listening = re.findall(rf"\d+: ([0-9A-F]+):{port} [0-9A-F]+:0000 0A", lines)
-        assert listening == ["0100007F"]
+        for header, value, status in (
+            ("Host", "rebound.example", 421), ("Origin", "http://evil.example", 403),
+            ("Sec-Fetch-Site", "cross-site", 403), ("Host", f"localhost:{urlsplit(visit.base).port}", 200),
+        ):  # fmt: skip
+            assert (await visit.get("/api/state", headers={header: value}))[0] == status, value
 
 
 @pytest.mark.asyncio
@@ -137,27 +125,29 @@ async def test_what_it_shows_is_what_the_run_says(planting, seat) -> None:
         }  # fmt: skip
         assert [change["number"] for change in history["changes"]] == [1, 2, 3, 4, 5]
         assert {"Reward", "Tokens per second"} <= {chart["title"] for chart in history["charts"]}
+        status, text = await visit.get("/api/view/samples?num_groups=99")
+        groups = json.loads(text)["result"]["groups"]
+        assert (status, len(groups)) == (200, 6)
+        assert planting.HOSTILE in groups[0]["prompt"], "as data: the page shows it as text"
+        seat.silent = {"samples"}
+        status, text = await visit.get("/api/view/samples")
+        assert (status, json.loads(text)["error"]["remedy"]) == (409, "ask again")
 
 
 @pytest.mark.asyncio
-async def test_without_operate_nothing_that_changes_the_run_is_reachable(planting, seat) -> None:
+async def test_without_operate_or_by_the_read_only_socket_nothing_changes(planting, seat) -> None:
     async with served(planting, seat) as (visit, _):
         for verb in OPERATE_VERBS:
             assert (await visit.post(f"/api/operate/{verb}", {"values": {"lr": 1e-5}}))[0] == 403
             assert (await visit.get(f"/api/view/{verb}"))[0] == 404
             assert (await visit.get(f"/api/operate/{verb}"))[0] == 405
-        assert seat.values == planting.FIRST
-        assert len(seat.records) == 5
-
-
-@pytest.mark.asyncio
-async def test_even_with_operate_the_read_only_socket_changes_nothing(planting, seat) -> None:
     async with served(planting, seat, operate=True, only_view=True) as (visit, _):
         status, told = await visit.post("/api/operate/set", {"values": {"lr": 1e-5}})
         assert (status, told["error"]["type"]) == (409, "ConfigError")
         assert "this socket only shows" in told["error"]["message"]
         assert not (await visit.state())["state"]["mayOperate"]
         assert seat.values == planting.FIRST
+        assert len(seat.records) == 5
 
 
 @pytest.mark.asyncio
@@ -170,11 +160,6 @@ async def test_with_operate_and_the_secret_a_knob_is_turned(planting, seat) -> N
         status, told = await visit.post("/api/operate/set", {"values": {"lr": 5e-5}, "reason": "noisy"})
         assert (status, told["result"]["moves"][0]["new"], seat.values["lr"]) == (200, 5e-5, 5e-5)
         assert seat.records[-1].reason == "noisy"
-
-
-@pytest.mark.asyncio
-async def test_what_the_run_refuses_comes_back_with_its_remedy(planting, seat) -> None:
-    async with served(planting, seat, operate=True) as (visit, _):
         status, told = await visit.post("/api/operate/set", {"values": {"lr": -1}})
         assert (status, told["error"]["remedy"]) == (409, "lr takes above 0")
         for odd in (b"", b"[", b"[]", b"3", b'{"verb": "down", "values": {}}', b'{"timeout_s": 1e9}', b'{"x": 1}'):
@@ -182,7 +167,7 @@ async def test_what_the_run_refuses_comes_back_with_its_remedy(planting, seat) -
             assert status in (400, 409), odd
         assert (await visit.post("/api/operate/down", {}))[0] == 404
         assert (await visit.post("/api/operate/set", b"{" + b" " * 100_000 + b"}"))[0] == 413
-        assert seat.values == planting.FIRST
+        assert seat.values == {**planting.FIRST, "lr": 5e-5}
 
 
 @pytest.mark.asyncio
@@ -292,18 +277,6 @@ async def test_questions_to_a_run_that_does_not_answer_are_limited(seat) -> None
         assert sorted(status for status, _ in await asyncio.gather(*asking)) == [200] * MAX_ASKS + [503]
 
 
-@pytest.mark.asyncio
-async def test_samples_come_as_the_run_gives_them_and_their_number_is_limited(planting, seat) -> None:
-    async with served(planting, seat) as (visit, _):
-        status, text = await visit.get("/api/view/samples?num_groups=99")
-        groups = json.loads(text)["result"]["groups"]
-        assert (status, len(groups)) == (200, 6)
-        assert planting.HOSTILE in groups[0]["prompt"], "as data: the page shows it as text"
-        seat.silent = {"samples"}
-        status, text = await visit.get("/api/view/samples")
-        assert (status, json.loads(text)["error"]["remedy"]) == (409, "ask again")
-
-
 def test_scripts_make_no_markup_out_of_text() -> None:
     folder = Path(__file__).parents[2] / "launch" / "web"
     for path in folder.glob("*.js"):
@@ -317,7 +290,7 @@ def test_scripts_make_no_markup_out_of_text() -> None:
     )
 
 
-def test_a_port_that_is_taken_is_said(seat, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_that_is_taken_and_a_folder_that_is_no_run_are_refused(seat) -> None:
     async def twice() -> None:
         async with Dashboard(Feed.of_files(seat.run_dir), DashboardGuard()).serving(0) as url:
             port = urlsplit(url).port or 0
@@ -327,8 +300,4 @@ def test_a_port_that_is_taken_is_said(seat, capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(ConfigError, match="cannot listen on 127.0.0.1") as caught:
         asyncio.run(twice())
     assert "another port" in caught.value.remedy
-
-
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["dashboard", "--run", str(tmp_path)]) == 3
-    assert "is no run directory" in capsys.readouterr().err
+    assert main(["dashboard", "--run", str(seat.run_dir.parent)]) == 3, "that is no run"

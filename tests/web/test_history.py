@@ -11,17 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from myxa.launch.views.report import speed_charts
+from myxa.launch.views.run_files import RunFiles
 from myxa.launch.web.history import History, JsonTail, Series, ShareBins, TimeBins
 from myxa.launch.web.state import all_charts, marks, staleness_bound, time_charts
 
 
 def point(source: str, step: int, wall_s: float, **values: float) -> dict[str, Any]:
-    return {
-        "source": source,
-        "step": step,
-        "wall_s": wall_s,
-        "values": {k.replace("__", "/"): v for k, v in values.items()},
-    }
+    named = {k.replace("__", "/"): v for k, v in values.items()}
+    return {"source": source, "step": step, "wall_s": wall_s, "values": named}
 
 
 @given(st.integers(1, 3000))
@@ -100,13 +98,8 @@ def test_a_planted_run_becomes_charts(seat) -> None:
     assert history.read()
     assert not history.read()
     charts = {chart["title"]: chart for chart in all_charts(history)}
-    assert {
-        "Reward",
-        "Loss",
-        "Tokens per second",
-        "Groups in the buffer",
-        "Lag of the trained groups (versions)",
-    } <= charts.keys()
+    lags = "Lag of the trained groups (versions)"
+    assert {"Reward", "Loss", "Tokens per second", "Groups in the buffer", lags} <= charts.keys()
     wanted = {
         p["step"]: p["values"]["reward/raw_mean"]
         for p in map(json.loads, (seat.run_dir / "metrics.jsonl").read_text().splitlines())
@@ -159,6 +152,24 @@ def test_routine_does_not_bury_the_event_that_counts(tmp_path: Path) -> None:
     assert history.events[0].kind == "engine-gone"
     assert history.events[-1].text == "serves 4999"
     assert history.event_counts["weights-adopted"] == 5000
+
+
+GAUGES = {"ready": 3.0, "under_way": 8.0, "slots_used": 11.0, "slots_total": 64.0, "draw_wait_s": 900.0, "drawn": 5e4}
+
+
+def test_groups_slots_and_seconds_are_not_on_one_axis(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    for second in range(3):
+        history.take_metric(point("buffer", -1, float(second), **{f"buffer/{name}": v for name, v in GAUGES.items()}))
+    charts = {chart["title"]: {line["name"] for line in chart["lines"]} for chart in all_charts(history)}
+    assert charts == {
+        "Groups in the buffer": {"ready", "under way"}, "Slots of admission": {"slots used", "slots total"},
+    }  # fmt: skip
+    run = RunFiles(tmp_path)
+    for name, value in GAUGES.items():
+        run.by_time[f"buffer/{name}"] = {"buffer": [(float(second), value) for second in range(3)]}
+    text = "".join(speed_charts(run))
+    assert ("Slots of admission" in text, "draw wait" in text, "drawn" in text) == (True, False, False)
 
 
 ODD = st.recursive(

@@ -1,0 +1,274 @@
+"""Commands on one live run: docs/control.md's examples in their order, then what the page does not show."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import socket
+import stat
+import tomllib
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.control.live import Live, live_run
+from tests.harness.waiting import wait_until
+
+from myxa.launch.cli import main
+from myxa.launch.control.client import ControlClient
+from myxa.launch.control.dispatcher import all_verbs
+from myxa.launch.tui.feed import Feed
+
+pytestmark = pytest.mark.timeout(600)
+
+PAGE = Path(__file__).parents[2] / "docs" / "control.md"
+BLOCK = re.compile(r"^```console(?: exit=(?P<exit>\d+))?\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
+NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![\w])")
+SHELL = set("$|;<>")
+"""What a shell has a part in; all other examples are commands alone."""
+WITHOUT_COMMAND = {"status", "verbs", "logs-follow", "facts", "dumps"}
+"""Verbs for programs."""
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    flags = ("roles.rollout.count=2", "control.dashboard_port=0")
+    with live_run(tmp_path_factory.mktemp("seat"), *flags) as run:
+        run_dir = run.run_dir
+        yield run
+    assert not (run_dir / "control.json").exists()
+    assert not (run_dir / "dashboard.url").exists(), "the secret goes with the run"
+
+
+# -- the page ------------------------------------------------------------------------------------------------------
+
+
+def examples() -> list[tuple[str, int, list[str]]]:
+    """(command, exit status, lines of its output) of the whole page."""
+    found: list[tuple[str, int, list[str]]] = []
+    for block in BLOCK.finditer(PAGE.read_text()):
+        for line in block["body"].splitlines():
+            if line.startswith("$ "):
+                found.append((line[2:], int(block["exit"] or 0), []))
+            else:
+                found[-1][2].append(line)
+    return found
+
+
+def pattern(line: str) -> re.Pattern[str]:
+    """What a line of the page stands for: any numbers, any blanks, "..." for anything."""
+    parts: list[str] = []
+    for word in re.split(r"(\.\.\.|\s+)", line.strip()):
+        if word == "...":
+            parts.append(".*")
+        elif word.isspace():
+            parts.append(r"\s+")
+        else:
+            at = 0
+            for number in NUMBER.finditer(word):
+                parts += [re.escape(word[at : number.start()]), r"-?[\d.]+(?:e[+-]?\d+)?"]
+                at = number.end()
+            parts.append(re.escape(word[at:]))
+    return re.compile(r"\s*" + "".join(parts).replace(r".*\s+", r".*").replace(r"\s+.*", r".*") + r"\s*")
+
+
+def missing_lines(shown: list[str], printed: str) -> list[str]:
+    """Lines of the page that the output does not have, in order; a line that is only "..." may stand for none."""
+    lines = iter(printed.splitlines())
+    return [
+        line for line in shown if line.strip() not in ("...", "") and not any(pattern(line).fullmatch(p) for p in lines)
+    ]
+
+
+def check_example(live: Live, command: str, status: int, shown: list[str]) -> str:
+    """What is wrong with it, or nothing."""
+    done = live.shell(command) if SHELL & set(command) else live.myxa(*shlex.split(command)[1:])
+    printed = done.stdout + done.stderr
+    if done.returncode == status and not missing_lines(shown, printed):
+        return ""
+    return f"$ {command}\n{printed}-> {done.returncode}; not there: {missing_lines(shown, printed)}"
+
+
+def test_lines_are_compared_as_the_page_says():
+    assert missing_lines(["lr  0.1 -> 0.2  trainer/0, at step 12"], "lr  0.001 -> 1e-05  trainer/0, at step 7") == []
+    assert missing_lines(["a ... b 1", "...", "c"], "x\na y z b 22\nmore\nc") == []
+    assert missing_lines(["a", "b"], "b\na") == ["b"]
+
+
+def test_every_verb_has_an_example():
+    commands = " ".join(command for command, _, _ in examples())
+    for verb in all_verbs():
+        name = verb.name.partition("-")[0]
+        assert f"myxa {name}" in commands or verb.name in WITHOUT_COMMAND, f"{verb.name}: no example in docs/control.md"
+        assert f"`{verb.name}`" in PAGE.read_text() or f"myxa {name}" in commands
+
+
+def test_every_example_does_what_the_page_shows(live: Live):
+    *before_the_end, (last, _, _) = examples()
+    assert last.startswith("myxa down"), "the last test has that one"
+    wrong = [told for example in before_the_end if (told := check_example(live, *example))]
+    assert not wrong, "\n\n".join(wrong)
+    client = ControlClient.of(live.run_dir)
+    wait_until(lambda: ("rollout/1", "concurrency") in values_of(client), "the actor that was killed is back")
+
+
+# -- looking -------------------------------------------------------------------------------------------------------
+
+
+def test_the_only_run_needs_no_name_and_is_found_from_elsewhere(live: Live, tmp_path: Path):
+    assert json.loads((live.run_dir / "control.json").read_text())["pid"] == live.launcher.pid
+    here = live.ask("control", "where")
+    assert here["run_dir"] == str(live.run_dir.resolve())
+    assert json.loads(live.myxa("control", "where", "--json", folder=tmp_path).stdout) == here
+    by_name = live.myxa("ps", "--json", "--run", str(live.run_dir), folder=tmp_path)
+    rows = {row["name"]: row for row in json.loads(by_name.stdout)}
+    assert {"monitor", "buffer", "coordinator", "trainer/0", "rollout/0"} <= set(rows)
+    row = rows["trainer/0"]
+    assert (row["state"], row["host"], row["node"], row["attempt"]) == ("up", socket.gethostname(), 0, 0)
+    assert Path(f"/proc/{row['pid']}").exists() and row["memory_bytes"] > 10 << 20 and row["doing"]
+
+
+@pytest.mark.parametrize("words", ["ps", "get --all", "explain lr", "history", "why"])
+def test_every_json_is_one_line_of_json(
+    live: Live, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(live.job.folder)
+    assert main([*words.split(), "--json"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    json.loads(line)
+
+
+def test_the_launcher_serves_the_dashboard_which_only_shows(live: Live):
+    path = live.run_dir / "dashboard.url"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert "token" not in (live.run_dir / "control.json").read_text(), "the secret is in one file only"
+    base, _, query = path.read_text().strip().partition("/?")
+
+    def read(place: str, **changes: Any) -> Any:
+        request = urllib.request.Request(f"{base}{place}?{query}", **changes)
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.loads(answer.read())
+
+    state = read("/api/state")["state"]
+    assert {"trainer/0", "rollout/0", "buffer", "coordinator"} <= {actor["name"] for actor in state["actors"]}
+    assert all(actor["pid"] for actor in state["actors"])
+    assert "lr" in {knob["name"] for knob in state["knobs"]}
+    titles = {chart["title"] for chart in read("/api/state")["history"]["charts"]}
+    assert "Reward" in titles
+    sample = read("/api/view/samples")["result"]["groups"][0]["samples"][0]
+    assert len(sample["tokens"]) == len(sample["logprobs"]) == len(sample["versions"])
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        read("/api/operate/set", method="POST", data=b"{}", headers={"Content-Type": "application/json"})
+    assert refused.value.code == 403
+    refused.value.close()
+
+
+def test_top_reads_what_the_run_answers(live: Live):
+    view = Feed.of(live.run_dir).look()
+    assert view.troubles == ()
+    assert {"trainer/0", "rollout/0", "buffer"} <= {actor.name for actor in view.actors}
+    assert view.live.version >= 3 and view.why and view.history and view.knobs
+
+
+# -- changing ------------------------------------------------------------------------------------------------------
+
+WRONG = [
+    ("lr=-1", "must be above 0"),
+    ("lr=1.0", "say --force"),
+    ("lr=true", "must be a number"),
+    ("lr=inf", "must be finite"),
+    ("lr=[1]", "knobs are numbers"),
+    ("'lr = 1 2'", "is no TOML value"),
+    ("lr", "must look like NAME=VALUE"),
+    ("lr=1e-4 lr=2e-4", "given twice"),
+    ("lr=1" + "0" * 400, ""),
+    ("lrr=1", "is no knob"),
+    ("learning_rate=1", 'did you mean "lr"'),
+    ("optimizer.lr=1", "the knob is 'lr'"),
+    ("lr=1e-4 --for soon", "is no time"),
+    ("lr=1e-4 --for 0steps", "is no time"),
+    ("lr=1e-4 --if lr=0.5", "not 0.5 as expected"),
+    ("lr=1e-4 --target rolout", "rolout"),
+    ("lr=1e-4 --target node:7", "node:7"),
+    ("max_staleness=1.5", "whole number"),
+    ("on_stale=fast", "pace"),
+    ("temperature=0.9 lr=-1", "must be above 0"),
+]
+
+
+def test_what_is_wrong_is_refused_and_changes_nothing(
+    live: Live, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    client = ControlClient.of(live.run_dir)
+    before = values_of(client)
+    monkeypatch.chdir(live.job.folder)
+    for words, said in WRONG:
+        assert main(["set", *shlex.split(words)]) == 2, words
+        out, err = capsys.readouterr()
+        assert (out, said in err, len(err.strip().splitlines())) == ("", True, 1), err
+    assert values_of(client) == before
+
+
+def values_of(client: ControlClient) -> dict[tuple[str, str], Any]:
+    """What holds once all that is decided is in force: a change made before may reach its boundary meanwhile."""
+    return {
+        (sheet["owner"], state["tunable"]["name"]): state["value"] if state["pending"] is None else state["pending"]
+        for sheet in client.ask("get")["sheets"]
+        for state in sheet["knobs"]
+    }
+
+
+def test_compare_and_set_dry_run_and_time(live: Live):
+    client, lr = ControlClient.of(live.run_dir), ("trainer/0", "lr")
+    first = values_of(client)[lr]
+    dry = live.ask("set", f"lr={first * 2}", "--dry-run")
+    assert (dry["epoch"], [m["new"] for m in dry["moves"]]) == (0, [first * 2])
+    assert values_of(client)[lr] == first
+    live.ask("set", f"lr={first / 2}", "--if", f"lr={first}", "--for", "2steps")
+    live.ask("set", "concurrency=5", "--for", "0.5s", "--target", "node:0")
+    wait_until(lambda: values_of(client)[lr] == first, "it goes back by itself")
+    wait_until(lambda: values_of(client)["rollout/0", "concurrency"] == 16, "so does a change for a time")
+
+
+def test_what_was_changed_comes_back_as_a_run_file(live: Live):
+    live.ask("set", "lr=7e-4", "eval_every=7", "report_s=0.7")
+    try:
+        text = live.myxa("get", "--toml").stdout
+        assert "\n# report_s = 0.7" in f"\n{text}", "it has no key there"
+        assert (tomllib.loads(text)["optimizer"]["lr"], tomllib.loads(text)["eval"]["every"]) == (7e-4, 7)
+        (live.job.folder / "new.toml").write_text(text)
+        planned = live.myxa("plan", "run.toml", "new.toml", '--set=eval.data="data/heldout.jsonl"')
+        assert planned.returncode == 0, planned.stdout + planned.stderr
+    finally:
+        live.ask("set", "lr=1e-3", "eval_every=0", "report_s=1.0")
+    assert "lr" not in tomllib.loads(live.myxa("get", "--toml").stdout).get("optimizer", {})
+
+
+# -- trouble, and the end ------------------------------------------------------------------------------------------
+
+
+def test_the_launcher_answers_while_the_coordinator_does_not(live: Live):
+    live.ask("kill", "coordinator", "--signal", "STOP", "-m", "drill")
+    client = ControlClient.of(live.run_dir, view=True)
+    try:
+        assert {row["name"]: row for row in client.ask("ps")}["coordinator"]["pid"]
+        assert client.ask("history", limit=1)[0]["reason"] == "drill"
+        assert client.ask("logs", target="coordinator")
+        told = client.ask("status")
+        assert told["status"] is None, "the coordinator's part is missing, the others' are there"
+        assert told["buffer"]["states"]
+    finally:
+        live.myxa("kill", "coordinator", "--signal", "CONT")
+    wait_until(lambda: client.ask("status")["status"] is not None, "the coordinator answers again")
+
+
+def test_down_is_the_end(live: Live):
+    run_dir = str(live.run_dir)
+    assert not check_example(live, *examples()[-1])
+    assert live.launcher.wait(90) == 0
+    assert live.myxa("get", "--run", run_dir).returncode == 3, "it is over"
+    assert live.ask("history", "--run", run_dir)[-1]["verb"] == "down"

@@ -1,3 +1,0 @@
-"""Tests of live knobs share their modules by name."""
-
-from __future__ import annotations
