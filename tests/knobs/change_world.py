@@ -13,6 +13,7 @@ from myxa.actors.coordinator.knob_change import (
     Abort,
     ChangeEvent,
     ChangeMachine,
+    ChangeOptions,
     Commit,
     Delivered,
     Gone,
@@ -23,7 +24,7 @@ from myxa.actors.coordinator.knob_change import (
     Recorded,
     Unanswered,
     Voted,
-)
+)  # fmt: skip
 from myxa.actors.coordinator.knob_decisions import Decisions
 from myxa.actors.coordinator.knob_plan import OwnerStates, plan_change
 from myxa.actors.knobs.owner import Knob, KnobOwner
@@ -170,8 +171,6 @@ class World:
         if not plan.moves:
             return "nothing"
         self.epoch += 1
-        from myxa.actors.coordinator.knob_change import ChangeOptions
-
         options = ChangeOptions(not_before=not_before if plan.numbered else 0)
         self.machine, self.plan = ChangeMachine(self.epoch, plan.values, options), plan
         self._send(self.machine, self.machine.begin())

@@ -132,27 +132,18 @@ class Room:
 
 @asynccontextmanager
 async def open_room(
-    folder: Path,
-    live: LiveKnobs | None = None,
-    version: int = 0,
-    *,
-    beside: Mapping[str, Any] | None = None,
+    folder: Path, live: LiveKnobs | None = None, version: int = 0, *, beside: Mapping[str, Any] | None = None,
     manifest: WeightManifest | None = None,
-) -> AsyncIterator[Room]:
+) -> AsyncIterator[Room]:  # fmt: skip
     """A coordinator that has let its trainer go. `beside`: actors of this process that are there before the trainer;
     with `manifest` engines are among them."""
     sockets = tempfile.mkdtemp(prefix="k-")
     node = await Node.attach(name="launcher/0")
     node.rendezvous.save(folder / "rdzv.json")
     options = CoordinatorOptions(
-        name="room",
-        num_steps=0,
-        has_engines=manifest is not None,
-        audit_path=folder / "audit.jsonl",
-        journal_path=folder / "coordinator.journal",
-        launch="room",
-        eval_at_start=False,
-    )
+        name="room", launch="room", num_steps=0, has_engines=manifest is not None, eval_at_start=False,
+        audit_path=folder / "audit.jsonl", journal_path=folder / "coordinator.journal",
+    )  # fmt: skip
     coordinator, trainer = Coordinator(options=options, clock=SystemClock()), Trainer(live, version, manifest)
     room = Room(folder, sockets, node, coordinator, trainer)
     try:

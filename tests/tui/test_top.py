@@ -94,13 +94,6 @@ async def test_any_size_will_do(planting, seat, size: tuple[int, int]) -> None:
         await sees(pilot, "85 of 96")
 
 
-@pytest.mark.asyncio
-async def test_a_wide_terminal_shows_lags_and_engines_too(planting, seat) -> None:
-    async with driven(planting, seat, size=(130, 50)) as (pilot, _, _):
-        text = await sees(pilot, "<- bound", "v120", "v119", "compute 9", "drains")
-        assert re.search(r"lag 0 +█+ +14", text)
-
-
 class Leaving(Static):
     """Has the application look once more while its widgets are being taken away."""
 
@@ -137,10 +130,16 @@ async def test_a_knob_is_turned_with_a_reason(planting, seat) -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_the_run_refuses_is_shown_with_its_remedy_and_can_be_mended(planting, seat) -> None:
+async def test_escape_changes_nothing_and_a_refusal_is_shown_with_its_remedy(planting, seat) -> None:
     async with driven(planting, seat) as (pilot, _, _):
         await pilot.press("3")
         await sees(pilot, "max_staleness")
+        await pilot.press("enter")
+        await sees(pilot, "new value")
+        await replace_text(pilot, "#value", "9")
+        await pilot.press("escape")
+        await until(pilot, lambda text: "new value" not in text, "the end of the window")
+        assert (seat.values, len(seat.records)) == (planting.FIRST, 5)
         await pilot.press("down", "enter")
         await sees(pilot, "new value")
         await replace_text(pilot, "#value", "abc")
@@ -157,20 +156,6 @@ async def test_what_the_run_refuses_is_shown_with_its_remedy_and_can_be_mended(p
         await pilot.press("ctrl+f")
         await told(pilot, "lr 0.0001 -> 1 (trainer/0)")
         assert seat.values["lr"] == 1.0
-
-
-@pytest.mark.asyncio
-async def test_escape_changes_nothing(planting, seat) -> None:
-    async with driven(planting, seat) as (pilot, _, _):
-        await pilot.press("3")
-        await sees(pilot, "max_staleness")
-        await pilot.press("enter")
-        await sees(pilot, "new value")
-        await replace_text(pilot, "#value", "9")
-        await pilot.press("escape")
-        await until(pilot, lambda text: "new value" not in text, "the end of the window")
-        assert seat.values == planting.FIRST
-        assert len(seat.records) == len(planting.CHANGES if hasattr(planting, "CHANGES") else range(5))
 
 
 @pytest.mark.asyncio
@@ -200,15 +185,7 @@ async def test_a_run_that_ends_says_so_and_stays_on_the_screen(planting, seat) -
 
 
 @pytest.mark.asyncio
-async def test_a_run_that_finishes_tells_why(planting, seat) -> None:
-    async with driven(planting, seat, size=(130, 40)) as (pilot, _, _):
-        await sees(pilot, "running")
-        seat.phase = "finished"
-        await sees(pilot, "finished", "the run has ended")
-
-
-@pytest.mark.asyncio
-async def test_a_run_that_falls_silent_keeps_its_last_picture_and_comes_back(planting, seat) -> None:
+async def test_a_run_that_falls_silent_keeps_its_last_picture_comes_back_and_finishes(planting, seat) -> None:
     async with driven(planting, seat, size=(130, 40)) as (pilot, _, _):
         await sees(pilot, "running step 120")
         seat.silent = {"status", "ps", "get", "why", "history"}
@@ -216,6 +193,8 @@ async def test_a_run_that_falls_silent_keeps_its_last_picture_and_comes_back(pla
         seat.silent, seat.version = set(), 121
         await sees(pilot, "step 121")
         await until(pilot, lambda text: "no answer" not in text, "the end of the silence")
+        seat.phase = "finished"
+        await sees(pilot, "finished", "the run has ended")
 
 
 @pytest.mark.asyncio
@@ -232,9 +211,10 @@ async def test_verbs_that_do_not_answer_are_named_and_the_rest_is_shown(planting
 
 
 @pytest.mark.asyncio
-async def test_the_log_and_the_stack_are_those_of_the_chosen_actor(planting, seat) -> None:
-    async with driven(planting, seat, size=(100, 30)) as (pilot, _, _):
-        await sees(pilot, "node 0 worker-a")
+async def test_a_wide_terminal_shows_lags_and_engines_and_the_log_and_stack_of_an_actor(planting, seat) -> None:
+    async with driven(planting, seat, size=(130, 50)) as (pilot, _, _):
+        text = await sees(pilot, "node 0 worker-a", "<- bound", "v120", "v119", "compute 9", "drains")
+        assert re.search(r"lag 0 +█+ +14", text)
         await pilot.press("5")
         await sees(pilot, "trainer/0: line 299")
         await pilot.press("down", "down")

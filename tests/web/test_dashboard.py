@@ -30,7 +30,7 @@ from myxa.launch.web.dashboard import (
     TOKEN_HEADER,
     Dashboard,
     DashboardGuard,
-)
+)  # fmt: skip
 
 PATIENCE_S = 20.0
 TOKEN = "the-secret-of-this-test"

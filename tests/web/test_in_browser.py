@@ -39,23 +39,16 @@ async def opened(
         dashboard = Dashboard(Feed.of(Path(note.run_dir), only_view=not operate), DashboardGuard(may_operate=operate))
         async with dashboard.serving(0) as url, async_playwright() as driver:
             context = await driver.chromium.launch_persistent_context(
-                str(profile),
-                executable_path=path,
-                args=list(browser.QUIET),
-                headless=True,
+                str(profile), executable_path=path, args=list(browser.QUIET), headless=True,
                 viewport={"width": 1300, "height": 900},
-            )
+            )  # fmt: skip
             try:
                 page = context.pages[0]
                 page.set_default_timeout(PATIENCE_MS)
                 page.on("pageerror", lambda error: wrong.append(f"error: {error}"))
                 page.on("console", lambda line: wrong.append(line.text) if line.type == "error" else None)
-                page.on(
-                    "request",
-                    lambda request: (
-                        wrong.append(request.url) if not request.url.startswith(url.partition("?")[0]) else None
-                    ),
-                )
+                ours = url.partition("?")[0]
+                page.on("request", lambda asked: None if asked.url.startswith(ours) else wrong.append(asked.url))
                 await page.goto(url)
                 await page.wait_for_selector("#link.on")
                 yield page, url, wrong
