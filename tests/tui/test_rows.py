@@ -70,24 +70,24 @@ def test_owners_that_differ_are_told_apart() -> None:
     assert row.cells()[:2] == ("*n", "1 (rollout/0), 2 (rollout/1) groups -> 5")
 
 
-@pytest.mark.parametrize(
-    ("kind", "text", "value"),
-    [
-        ("float", " 1e-4 ", 1e-4),
-        ("int", "7", 7),
-        ("bool", "on", True),
-        ("bool", "False", False),
-        ("choice", "pace", "pace"),
-    ],
-)
-def test_what_is_typed_becomes_the_knobs_own_type(kind: Any, text: str, value: object) -> None:
-    assert knob_table.parsed_value(Tunable(name="k", kind=kind, boundary="now", owner="buffer", help=""), text) == value
+TYPED = [
+    ("float", " 1e-4 ", 1e-4),
+    ("int", "7", 7),
+    ("bool", "on", True),
+    ("bool", "False", False),
+    ("choice", "a", "a"),
+]
+MISTYPED = [("float", "fast"), ("int", "1.5"), ("int", ""), ("bool", "maybe")]
 
 
-@pytest.mark.parametrize(("kind", "text"), [("float", "fast"), ("int", "1.5"), ("int", ""), ("bool", "maybe")])
-def test_what_cannot_be_meant_is_refused_with_the_reason(kind: Any, text: str) -> None:
-    with pytest.raises(ConfigError, match=r"k = .*: must be"):
-        knob_table.parsed_value(Tunable(name="k", kind=kind, boundary="now", owner="buffer", help=""), text)
+def test_what_is_typed_becomes_the_knobs_own_type_or_is_refused() -> None:
+    def parsed(kind: Any, text: str) -> object:
+        return knob_table.parsed_value(Tunable(name="k", kind=kind, boundary="now", owner="buffer", help=""), text)
+
+    assert [parsed(kind, text) for kind, text, _ in TYPED] == [value for _, _, value in TYPED]
+    for kind, text in MISTYPED:
+        with pytest.raises(ConfigError, match=r"k = .*: must be"):
+            parsed(kind, text)
 
 
 def test_a_reply_says_where_it_is_in_force() -> None:
@@ -136,19 +136,16 @@ def test_terminal_orders_in_names_and_logs_are_not_obeyed(view: RunView) -> None
     assert log_text({"lines": ["a\x1b[31mb"]}) == "a [31mb"
 
 
-@pytest.mark.parametrize(
-    ("answer", "text"),
-    [
+def test_logs_of_any_shape_are_shown() -> None:
+    for answer, text in (
         ("one\ntwo", "one\ntwo"),
         ({"lines": ["one", "two"]}, "one\ntwo"),
         ([{"actor": "a", "lines": ["x"]}, {"actor": "b", "text": "y"}], "-- a\nx\n-- b\ny"),
         ({"stacks": [{"name": "a", "stack": "x"}]}, "-- a\nx"),
         (None, "the log is empty"),
         (7, "the log is empty"),
-    ],
-)
-def test_logs_of_any_shape_are_shown(answer: object, text: str) -> None:
-    assert log_text(answer) == text
+    ):
+        assert log_text(answer) == text
     assert stack_text({}) == "the stack is empty"
 
 
