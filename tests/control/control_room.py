@@ -69,8 +69,7 @@ async def control_bench(folder: Path, limits: ConnectionLimits | None = None, gi
     bench = cast(Bench, None)
 
     async def echo(context: VerbContext, arguments: Echo, who: Operator) -> Any:
-        return {"text": arguments.text, "number": arguments.number, "ratio": arguments.ratio,
-                "flag": arguments.flag, "names": arguments.names, "who": who}  # fmt: skip
+        return {**msgspec.to_builtins(arguments), "who": who}
 
     async def put(context: VerbContext, arguments: Put, who: Operator) -> int:
         bench.value = arguments.value
