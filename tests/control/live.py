@@ -26,11 +26,12 @@ class Live:
 
     job: Job
     launcher: subprocess.Popen[str]
+    fixed: Path | None = None
+    """Its directory, where others are made beside it; else the newest."""
 
     @property
     def run_dir(self) -> Path:
-        live = list((self.job.folder / "runs").glob("*/control.json"))
-        return live[0].parent if live else self.job.run_dir()
+        return self.fixed or self.job.run_dir()
 
     def myxa(
         self, *arguments: str, timeout_s: float = 100, folder: Path | None = None

@@ -11,6 +11,7 @@ import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     flags = ("roles.rollout.count=2", "control.dashboard_port=0")
     with live_run(tmp_path_factory.mktemp("seat"), *flags) as run:
         run_dir = run.run_dir
-        yield run
+        yield replace(run, fixed=run_dir)
     assert not (run_dir / "control.json").exists()
     assert not (run_dir / "dashboard.url").exists(), "the secret goes with the run"
 

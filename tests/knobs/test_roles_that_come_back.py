@@ -20,18 +20,28 @@ from myxa.algos.staleness import Admission
 from myxa.core.clock import SystemClock
 from myxa.core.knobs import KnobCommit
 from myxa.core.messages import RunStatus, SamplingParams
+from myxa.core.samples import Message, Prompt
 from myxa.transport.node import Node
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
 
 
 class Rows:
-    """Prompts that no test here draws."""
+    """Prompts without end."""
 
     fingerprint = "rows"
 
     def __len__(self) -> int:
         return 1000
+
+    def prompt(self, draw: int) -> Prompt:
+        return Prompt(group_id=draw, row=draw, pass_index=0, messages=(Message(role="user", content="q"),))
+
+    def row_of(self, draw: int) -> int:
+        return draw
+
+    def num_held_out(self, name: str = "") -> int:
+        return 0
 
 
 def options(folder: Path) -> dict[str, Any]:
