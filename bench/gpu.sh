@@ -126,7 +126,7 @@ declare -A arguments=(
   [memory_selfcheck]="" [memory_rates]="" [memory_switch]="" [memory_colocated]="$turns"
   [memory_colocated_one]="$turns --servers one --part memory_colocated_one"
   [memory_colocated_tp]="$turns --set megatron.tp=2 --part memory_colocated_tp"
-  [memory_residue]="" [memory_communicators]="--ranks $ranks --stages kill,reload,suspend,sizes --seconds 60"
+  [memory_residue]="" [memory_communicators]="--ranks $ranks --stages kill,reload,sizes --seconds 60"
   [memory_gang]="--num-devices $ranks" [memory_gang_training]="--ranks $ranks"
 )
 declare -A dry_arguments=(

@@ -407,7 +407,7 @@ class TenantAssets:
         self._comms_tag = TagReport(
             COMMS,
             known if self._are_comms_away else stats.device_bytes,
-            "keep" if stats.kind == "keep" else "rematerialise",
+            "rematerialise",
             "discarded" if self._are_comms_away else "mapped_dirty",
         )
 
@@ -444,7 +444,7 @@ class TenantAssets:
         return [tag for tag in tags if tag in have]
 
     def _release_comms(self, command: MemoryCommand) -> None:
-        if self.comms is None or self._are_comms_away or self.comms.kind == "keep":
+        if self.comms is None or self._are_comms_away:
             return
         self.survey_comms()  # the manager gets their size while they are away
         try:

@@ -23,16 +23,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from myxa.core.errors import MemoryFault
-from myxa.memory.communicators.membership import GangMembers
-from myxa.memory.communicators.probe import probe
 from myxa.memory.communicators.reload import ReloadComms
-from myxa.memory.communicators.suspend import NcclLibrary, ctypes_comms, native_comms
 
 torch_dist: Any = dist
 TIMEOUT_S = 60.0
 CHANGE_S = 30.0
 """For a release or a restore: less than what ends a rank that stands still, for it says which group it is."""
-REPLAY_S = 20.0
 MIB = 1 << 20
 
 
@@ -237,83 +233,6 @@ def reload(me: Rank) -> None:
     faulthandler.cancel_dump_traceback_later()
 
 
-def suspend(me: Rank) -> None:
-    """The library's own release in place, where it has one."""
-    rungs = [rung for rung in probe(dict(os.environ)) if rung.kind == "suspend"]
-    rung = next((rung for rung in rungs if rung.is_available), None)
-    if rung is None:
-        me.keep(missing="; ".join(f"{each.way}: {each.reason}" for each in rungs))
-        return
-    me.step("join")
-    peers = GangMembers.over(PrefixStore("peers", me.store), me.rank, range(me.num_ranks))
-    comms = native_comms(peers) if rung.way == "native" else ctypes_comms(peers, NcclLibrary())
-    me.join(me.native)
-    groups = [None, *make_groups(me, group_set(me.num_ranks))]
-    for group in groups:
-        use(me, group, 1.0)
-    stats = comms.stats()
-    me.keep(way=rung.way, num_groups=len(groups), told=stats.device_bytes, bus_before=bus_gb_s(me))
-    me.step("capture")
-    graph, value = captured(me)
-    cycles: dict[str, list[float]] = {"release": [], "restore": [], "first": []}
-    freed: list[int] = []
-    seen: list[tuple[int, int, int]] = []
-    until = time.monotonic() + me.number("seconds", 60.0)
-    for cycle in range(int(me.number("cycles", 50))):
-        me.step(f"cycle {cycle}: the others")
-        if not me.goes_on(cycle, until):
-            break
-        me.step(f"cycle {cycle}: release")
-        before, started = me.free(), time.perf_counter()
-        told = comms.release(2 * cycle + 1, CHANGE_S).device_bytes
-        released = time.perf_counter()
-        freed.append(me.free() - before)
-        me.step(f"cycle {cycle}: restore")
-        resumed = time.perf_counter()
-        comms.restore(2 * cycle + 2, CHANGE_S)
-        restored = time.perf_counter()
-        for number, group in enumerate(groups):
-            me.step(f"cycle {cycle}: use of group {number}")
-            use(me, group, float(cycle))
-        torch.cuda.synchronize()
-        cycles["first"].append(time.perf_counter() - restored)
-        cycles["release"].append(released - started)
-        cycles["restore"].append(restored - resumed)
-        seen.append((*counts(), me.free()))
-        me.keep(cycles=cycles, counts=seen, freed=freed, told_away=told)
-    me.step("the rate after it all")
-    me.keep(bus_after=bus_gb_s(me))
-    me.step("replay")
-    me.keep(graph=replayed(me, graph, value))
-    me.reach("ended")
-    faulthandler.cancel_dump_traceback_later()
-
-
-def replayed(me: Rank, graph: torch.cuda.CUDAGraph, value: torch.Tensor) -> str:
-    """Whether the graph still does what it did. It may wait on the device for ever: that ends with this process."""
-    value.fill_(float(me.rank))
-    graph.replay()
-    done = torch.cuda.Event()
-    done.record()
-    until = time.monotonic() + REPLAY_S
-    while not done.query():
-        if time.monotonic() > until:
-            return f"did not end within {REPLAY_S:g} s"
-        time.sleep(0.01)
-    is_right = float(value[0]) == me.num_ranks * (me.num_ranks - 1) / 2
-    return "right" if is_right else f"WRONG: {float(value[0])}"
-
-
-def captured(me: Rank) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """An all-reduce in a graph."""
-    value = torch.full((MIB,), float(me.rank), device=me.device)
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        dist.all_reduce(value)
-    return graph, value
-
-
 def kill(me: Rank) -> None:
     """The last rank dies; the others have an all-reduce on the device that waits for it, and are told to release."""
     comms = ReloadComms(free_bytes=me.free, first_op_timeout_s=TIMEOUT_S)
@@ -347,7 +266,7 @@ def kill(me: Rank) -> None:
     faulthandler.cancel_dump_traceback_later()
 
 
-STAGES = {"sizes": sizes, "reload": reload, "suspend": suspend, "kill": kill}
+STAGES = {"sizes": sizes, "reload": reload, "kill": kill}
 
 
 def main() -> None:

@@ -1,11 +1,9 @@
 """Communicators of a gang: what they hold, how fast they leave and come back, what happens when a member dies.
 
-    python memory_communicators.py [--ranks 2|4] [--nccl LIBNCCL] [--stages reload,kill,suspend,sizes] [--device cpu]
+    python memory_communicators.py [--ranks 2|4] [--stages reload,kill,sizes] [--device cpu]
 
 reload    eleven groups and WORLD behind proxies: release, restore (rebuilt at once), first use of all; up to 50 times
 kill      the last rank dies, the others have an all-reduce in flight that waits for it, and are told to release
-suspend   release and restore by NCCL's own suspend, where the NCCL at hand has it; also a graph with an all-reduce,
-          replayed after it. --nccl: a newer libnccl.so.2 to load under the ranks
 sizes     bytes and first-use time of 1 .. 12 communicators, of a lonely one, with fewer channels and smaller buffers
 
 Every stage is a gang of its own, one process a GPU. What a gang that failed had found is told; the other stages go on,
@@ -33,17 +31,16 @@ from memory_figures import GIB, MIB, quantile, tell_when_ended
 from train_speed import how_it_ended, wait_for
 
 from myxa.core.errors import MemoryFault
-from myxa.memory.communicators.probe import probe
 from myxa.memory.communicators.proxy_build import load
 
 RANK = Path(__file__).with_name("memory_comm_rank.py")
-STAGES = ("reload", "kill", "suspend", "sizes")
+STAGES = ("reload", "kill", "sizes")
 VARIANTS = {
     "as it comes": {},
     "NCCL_MAX_CTAS=8": {"NCCL_MAX_CTAS": "8"},
     "NCCL_BUFFSIZE=1MiB": {"NCCL_BUFFSIZE": str(MIB)},
 }
-RELOAD_S, SUSPEND_S = 4.0, 1.0
+RELOAD_S = 4.0
 RESIDUE_GIB = 1.5
 FREED_SHARE = 0.95
 LEAVES_S = 2.0
@@ -232,34 +229,6 @@ def tell_reload(report: Report, gang: GangOf) -> None:
     report.goal("residue of a released rank with its context, GiB (NVML)", max(residue) / GIB, at_most=RESIDUE_GIB)
 
 
-def tell_suspend(report: Report, gang: GangOf) -> None:
-    environment = {"NCCL_CUMEM_ENABLE": "1"}
-    if gang.options.nccl:
-        library = Path(gang.options.nccl).absolute()
-        if not library.is_file():
-            raise GangFailedError(f"suspend: there is no {library} (the script works in a folder of its own)")
-        environment["LD_PRELOAD"] = str(library)
-    else:
-        rungs = [rung for rung in probe(environment) if rung.kind == "suspend"]
-        if not any(rung.is_available for rung in rungs):
-            report.keep("suspend", "; ".join(f"{rung.way}: {rung.reason}" for rung in rungs))
-            report.say("- suspend NOT RUN: " + "; ".join(f"{rung.way}: {rung.reason}" for rung in rungs))
-            return
-    words = (f"cycles={gang.options.cycles}", f"seconds={gang.options.seconds}")
-    found = gang.run("suspend", *words, environment=environment, limit_s=gang.options.seconds + 100)
-    report.keep("suspend", found)
-    if "missing" in found[0]:
-        report.say(f"- suspend NOT RUN: {found[0]['missing']}")
-        return
-    tell_cycles(report, found, f"suspend ({found[0]['way']})", SUSPEND_S)
-    rows = [
-        (str(index), mib(rank["told"]), mib(rank["told_away"]), mib(median(rank["freed"][1:])), rank["graph"])
-        for index, rank in enumerate(found)
-    ]
-    head = ("rank", "NCCL tells, MiB", "while suspended, MiB", "freed, MiB", "graph with an all-reduce, replayed after")
-    report.table("What a suspend gives back", head, rows)
-
-
 def tell_unfinished(report: Report, name: str, found: list[dict[str, Any]]) -> None:
     """Of a gang that did not come to its end: what its ranks found, and the cycles that they did."""
     report.keep(f"{name}, unfinished", found)
@@ -307,7 +276,7 @@ def mib(num_bytes: float | None) -> str:
 
 
 TELL: dict[str, Callable[[Report, GangOf], None]] = {
-    "sizes": tell_sizes, "reload": tell_reload, "suspend": tell_suspend, "kill": tell_kill,
+    "sizes": tell_sizes, "reload": tell_reload, "kill": tell_kill,
 }  # fmt: skip
 
 
@@ -364,8 +333,7 @@ def main() -> None:
     args.add_argument("--ranks", type=int, choices=(2, 4), default=2)
     args.add_argument("--stages", type=some_of(STAGES), default=",".join(STAGES))
     args.add_argument("--cycles", type=int, default=50)
-    args.add_argument("--seconds", type=float, default=45.0, help="for the cycles of reload, and of suspend")
-    args.add_argument("--nccl", default="", help="a libnccl.so.2 of 2.29.7 or newer, for suspend")
+    args.add_argument("--seconds", type=float, default=45.0, help="for the cycles of reload")
     options = args.parse_args()
     options.ends_at = time.monotonic() + part_seconds(3600.0)
     if options.device == "cpu":

@@ -27,8 +27,8 @@ LIMITS = {"raw": 110.0, "scrub": 60.0, "arena": 150.0, "saver": 90.0}
 DRY = ("--plain-bytes", str(4 * MIB))
 DRY_SCRUB = ("--held-bytes", str(64 * MIB), "--num-bytes", str(16 * MIB), "--chunk-bytes", str(2 * MIB))
 DRY_ARENA = (
-    *DRY, "--num-bytes", str(48 * MIB), "--discard-bytes", str(16 * MIB), "--chunk-bytes", str(8 * MIB), "--cycles",
-    "4", "--exact-bytes", str(6 * MIB), "--exact-cycles", "6", "--matrix", "128", "--graph-cycles", "2",
+    *DRY, "--num-bytes", str(24 * MIB), "--discard-bytes", str(8 * MIB), "--chunk-bytes", str(4 * MIB), "--cycles",
+    "3", "--exact-bytes", str(6 * MIB), "--exact-cycles", "6", "--matrix", "128", "--graph-cycles", "2",
 )  # fmt: skip
 
 

@@ -230,7 +230,7 @@ class RolesSettings(Section, frozen=True):
 
 ShareMode = Literal["none", "switch"]
 ArenaBackend = Literal["auto", "cuda_vmm", "torch_memory_saver", "host_vmm"]
-CommunicatorWay = Literal["auto", "keep", "suspend", "reload", "rebuild"]
+CommunicatorWay = Literal["auto", "keep", "reload"]
 ParamsPolicy = Literal["auto", "rematerialise", "backup"]
 
 
@@ -245,9 +245,9 @@ class MemorySettings(Section, frozen=True):
     library of that name; Megatron only), host_vmm (memory of the host in place of a device, so that a machine
     without a GPU runs the same protocol). "auto": cuda_vmm where the trainer has GPUs, else host_vmm."""
     communicators: CommunicatorWay = "auto"
-    """What becomes of the trainer's communicators while it is off the device: keep (they stay), suspend (NCCL's own,
-    2.29.7 or later), reload (a proxy backend drops and rebuilds them), rebuild (for other programs; runs
-    refuse it). "auto": the best that works here. A trainer of one rank has none to give back."""
+    """What becomes of the trainer's communicators while it is off the device: keep (they stay) or reload (a proxy
+    backend, which a C++ compiler builds once, drops and rebuilds them). "auto": reload on GPUs where there is a
+    compiler, else keep. A trainer of one rank has none to give back."""
     host_pool_gb: NonNegativeFloat = 0.0
     """GiB of host memory per trainer rank for what leaves its device, taken once at start and pinned on GPUs; what does
     not fit is refused. 0 = what leaves by being copied (parameters, optimizer, reference model) and 5 % more: with one
@@ -268,3 +268,10 @@ class MemorySettings(Section, frozen=True):
     params: ParamsPolicy = "auto"
     """How parameters leave the device: rematerialise (dropped, and rebuilt from float32 masters) or backup (copied to
     the host). "auto": rematerialise where there are masters, else backup."""
+
+    @field_validator("communicators", mode="before")
+    @classmethod
+    def _ways_that_went(cls, value: object) -> object:
+        if value in ("suspend", "rebuild"):
+            raise ValueError(f'is "{value}", which is gone: use "reload", or "keep"')
+        return value

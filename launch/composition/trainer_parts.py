@@ -12,9 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import torch.distributed as dist
-from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]  # documented, not in __all__
-
 from ...actors.backends.torch_backend.world import Gang
 from ...actors.checkpoints.folder import CheckpointInfo, list_checkpoints, take_away
 from ...actors.trainer.checkpoints import CheckpointOptions
@@ -27,7 +24,7 @@ from ...core.messages import WeightChannel
 from ...core.process import boot_id
 from ...core.protocols import TrainBackend, WeightSender, WeightWriter
 from ...core.weight_channel import SHARED_CHANNELS
-from ...memory.communicators.probe import choose
+from ...memory.communicators.proxy_build import missing_for_build
 from ...memory.communicators.residency import CommResidency
 from ..actor_spec import ActorSpec
 from ..run_lineage.origin import CHECKPOINTS, UNDONE, RunOrigin, origin_events, past_of, put_away, start_keeper
@@ -45,7 +42,6 @@ REPEATABLE_ENVIRONMENT = {
 FEW_CHANNELS = ("NCCL_MAX_NCHANNELS", "1")
 """A gang of one rank sends nothing: 10 MiB of the GPU per group instead of 512. It does not apply where weights go to
 engines by NCCL: both ends of a group need the same number, or messages are truncated."""
-STORE_PREFIX = "myxa-comms"
 
 # -- the backend
 
@@ -142,28 +138,19 @@ def gang_comms(config: RunConfig, gang: Gang, *, on_gpus: bool) -> tuple[Gang, M
         os.environ.setdefault(*FEW_CHANNELS)
     if config.memory.share == "none" or gang.world_size == 1:
         return gang, stay
-    rung = choose(config.memory.communicators, environment=os.environ)
-    if rung.kind == "rebuild":
+    setting = config.memory.communicators
+    lacking = missing_for_build()
+    if setting == "reload" and lacking:
         raise ConfigError(
-            'memory.communicators = "rebuild": trainers keep their groups for a whole run',
-            remedy='use "reload", which rebuilds them internally, or "auto"',
+            f'memory.communicators = "reload": {lacking}', remedy='install it, or set "auto" or "keep": they stay'
         )
-    if rung.kind == "reload":
-        from ...memory.communicators.reload import ReloadComms, proxied_name
+    if setting == "keep" or lacking or (setting == "auto" and not on_gpus):  # gloo holds no device memory
+        return gang, stay
+    from ...memory.communicators.reload import ReloadComms, proxied_name
 
-        comms = ReloadComms()
-        comms.register()
-        return replace(gang, backend=proxied_name("nccl" if on_gpus else "gloo")), lambda: comms
-    return gang, (lambda: _suspending(gang, rung.way)) if rung.kind == "suspend" else stay
-
-
-def _suspending(gang: Gang, way: str) -> CommResidency:
-    from ...memory.communicators.membership import GangMembers
-    from ...memory.communicators.suspend import NcclLibrary, ctypes_comms, native_comms
-
-    store = PrefixStore(STORE_PREFIX, dist.distributed_c10d._get_default_store())  # pyright: ignore[reportPrivateUsage]
-    peers = GangMembers.over(store, gang.rank, range(gang.world_size))
-    return native_comms(peers) if way == "native" else ctypes_comms(peers, NcclLibrary())
+    comms = ReloadComms()
+    comms.register()
+    return replace(gang, backend=proxied_name("nccl" if on_gpus else "gloo")), lambda: comms
 
 
 # -- the start of the gang, its checkpoints

@@ -213,7 +213,6 @@ OLDEST_SGLANG = (0, 5, 17)
 OLDEST_MEGATRON = (0, 16)
 MEGATRON_PYTHON = ((0, 17), (3, 12))
 """From that megatron-core on, this Python."""
-NCCL_SUSPEND = (2, 29, 7)
 DRIVER_OF_CUDA: Mapping[int, int] = MappingProxyType({13: 580, 12: 525})
 """CUDA's major version -> oldest driver."""
 NEEDED = ("pyzmq", "pydantic", "numpy")
@@ -340,15 +339,12 @@ def communicators(facts: MachineFacts) -> Iterator[MachineCheck]:
     """Whether a gang's communicators can leave a device."""
     if len(facts.gpus.found) < 2 or "torch" not in facts.packages.versions:
         return
-    nccl = next((value for name, value in facts.packages.versions.items() if name.startswith("nvidia-nccl-")), "")
-    if nccl and parts(nccl) >= NCCL_SUSPEND:
-        yield ok("communicators", f"NCCL {nccl} can suspend them")
-    elif facts.packages.compiler:
+    if facts.packages.compiler:
         yield ok("communicators", f"reloaded by a proxy that {facts.packages.compiler} compiles once")
     else:
         yield warning(
             "communicators",
-            f"NCCL {nccl or 'of an unknown version'} cannot suspend them and there is no C++ compiler",
+            "there is no C++ compiler to build the proxy that reloads them",
             'install g++: with memory.share = "switch" they would stay on the device (0.65 GiB each)',
         )
 

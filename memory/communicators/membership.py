@@ -3,7 +3,7 @@
 It uses keys in the store of the process group: short requests and no wait in the store, because a wait would block
 every other thread's request. So each member can give up at its own deadline without disturbing the others. A barrier
 on a gloo group was considered: it is broken for good after one time-out, it names absent ranks to rank 0 only, and a
-member that died would break the control group of the survivors. A gang of one (`GangMembers.alone`) checks nothing.
+member that died would break the control group of the survivors.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from ...core.clock import Clock, SystemClock
+from ...core.clock import Clock
 from ...core.errors import MemoryFault
 
 _T = TypeVar("_T")
@@ -125,31 +124,3 @@ class MembershipCheck:
 
 def _first_line(error: BaseException) -> str:
     return str(error).split("\n", 1)[0][:200]
-
-
-@dataclass(frozen=True, slots=True)
-class GangMembers:
-    """Whom to agree with, and over what. Use `GangMembers.over` or `GangMembers.alone`."""
-
-    ranks: tuple[int, ...]
-    membership: MembershipCheck | None
-    clock: Clock
-
-    @staticmethod
-    def over(store: Store, rank: int, ranks: Collection[int], clock: Clock | None = None) -> GangMembers:
-        """`store`: one that all members share, best with its own prefix."""
-        chosen = clock or SystemClock()
-        return GangMembers(tuple(sorted(ranks)), MembershipCheck(store, rank, chosen), chosen)
-
-    @staticmethod
-    def alone(clock: Clock | None = None) -> GangMembers:
-        return GangMembers((0,), None, clock or SystemClock())
-
-    def meet(self, point: str, deadline: float, word: str = "") -> dict[int, str]:
-        """See `MembershipCheck.meet`."""
-        return {0: word} if self.membership is None else self.membership.meet(point, self.ranks, deadline, word)
-
-    def tell(self, where: str) -> None:
-        """See `MembershipCheck.tell`."""
-        if self.membership is not None:
-            self.membership.tell(where)

@@ -67,7 +67,7 @@ def load(cache: Path | None = None, *, compiler: str = "", timeout_s: float = 60
         return sys.modules[MODULE]
     path = built_path(cache or default_cache(), compiler)
     if not path.exists():
-        _build(path, compiler, timeout_s)
+        build(path, compiler, timeout_s)
     loader = importlib.machinery.ExtensionFileLoader(MODULE, str(path))
     spec = importlib.util.spec_from_file_location(MODULE, path, loader=loader)
     assert spec is not None
@@ -88,7 +88,7 @@ def find_compiler(name: str = "") -> str:
     return next((path for path in found if path), "")
 
 
-def _build(path: Path, compiler: str, timeout_s: float) -> None:
+def build(path: Path, compiler: str, timeout_s: float) -> None:
     lacking = missing_for_build(compiler)
     if lacking:
         raise MemoryFault(f"the proxy backend of communicators cannot be built: {lacking}", remedy=REMEDY)

@@ -36,11 +36,18 @@ from ...core.clock import Clock, SystemClock
 from ...core.errors import MemoryFault
 from .membership import Absent, MembershipCheck
 from .proxy_build import load
-from .residency import CommStats, EpochGate, Overrun, ResidencyKind, all_at_once, within
-from .suspend import device_of_caller
+from .residency import CommStats, EpochGate, Overrun, all_at_once, within
 
 Native = Literal["gloo", "nccl"]
 KEYS = "myxa"
+
+
+def device_of_caller() -> Callable[[], None] | None:
+    """What makes another thread use the caller's device; None where CUDA is not used."""
+    if not torch.cuda.is_initialized():
+        return None
+    device = torch.cuda.current_device()
+    return lambda: torch.cuda.set_device(device)
 
 
 class Proxy(Protocol):
@@ -110,7 +117,7 @@ class ProxiedGroup:
             self.failed_epoch = epoch
             raise MemoryFault(
                 f"rank {self._rank}: {self._words} could not be built under epoch {epoch}: {_first_line(error)}",
-                remedy="a member ended meanwhile, or the network is broken; restore under a newer epoch without it",
+                remedy="a member ended meanwhile, or the network is broken; restore under a newer epoch",
             ) from error
 
     def closed(self) -> None:
@@ -225,7 +232,6 @@ class ReloadComms:
         self._groups: dict[str, ProxiedGroup] = {}
         self._membership: MembershipCheck | None = None
         self._world: tuple[int, ...] = ()
-        self._members: tuple[int, ...] = ()
         self._was_live: tuple[str, ...] = ()
         self._freed_bytes = 0
         self._epoch = 0
@@ -233,10 +239,6 @@ class ReloadComms:
         self._num_drops = num_drops
         self._busy: set[str] = set()
         self._stuck: set[str] = set()
-
-    @property
-    def kind(self) -> ResidencyKind:
-        return "reload"
 
     # -- torch's side --------------------------------------------------------------------------------------------------
 
@@ -279,7 +281,7 @@ class ReloadComms:
         """WORLD is made: whom to agree with, and over what."""
         self._membership = MembershipCheck(PrefixStore(f"{KEYS}-control", store), rank, self._clock)
         self._membership.tell("at epoch 0")
-        self._world = self._members = ranks
+        self._world = ranks
 
     def _forget(self, name: str) -> None:
         self._groups.pop(name, None)
@@ -301,7 +303,6 @@ class ReloadComms:
         """`device_bytes`: what left with the last drop, if measured, while it is back."""
         is_live = self._gate.state == "live"
         return CommStats(
-            kind="reload",
             epoch=self._gate.newest,
             num_groups=len(self._groups),
             num_live=sum(group.is_live for group in self._groups.values()),
@@ -330,13 +331,12 @@ class ReloadComms:
             self._freed_bytes = max(self._free_bytes() - before, 0)
         return self.stats()
 
-    def restore(self, epoch: int, timeout_s: float, members: Collection[int] | None = None) -> CommStats:
-        """Groups may be used again. `members`: the ranks of WORLD that are left; groups with others stay unusable."""
+    def restore(self, epoch: int, timeout_s: float) -> CommStats:
+        """Groups may be used again, once all members have come."""
         if self._gate.asked("restore", epoch) == "done" or self._gate.state == "live":
             self._gate.became("live", epoch)
             return self.stats()
         deadline = self._clock.monotonic() + timeout_s
-        self._choose_members(members)
         words = self._meet(f"restore under epoch {epoch}", deadline, json.dumps(self._was_live))
         self._epoch = epoch
         wanted = {name for word in words.values() for name in cast(list[str], json.loads(word))}
@@ -375,13 +375,13 @@ class ReloadComms:
         if self._membership is None:
             return {0: word}
         try:
-            return self._membership.meet(point, self._members, deadline, word)
+            return self._membership.meet(point, self._world, deadline, word)
         except Absent as error:
             lost = sorted(name for name, group in self._groups.items() if set(group.facts.ranks) & set(error.ranks))
             raise Absent(
                 f"rank {self._membership.rank}: {error.message}, of groups {', '.join(lost)}",
                 error.ranks,
-                remedy="they ended or did not get the order; abort, and restore under a newer epoch with who is left",
+                remedy="they ended or did not get the order; abort, and restore under a newer epoch",
             ) from None
 
     def _tell(self, where: str) -> None:
@@ -395,8 +395,7 @@ class ReloadComms:
         self._for_each([group for _, group in self._sorted() if group.is_live], drop, self._num_drops)
 
     def _build(self, wanted: Collection[str]) -> None:
-        left = set(self._members)
-        chosen = [g for name, g in self._sorted() if name in wanted and left.issuperset(g.facts.ranks)]
+        chosen = [group for name, group in self._sorted() if name in wanted]
         # One after the other: gloo and NCCL wait inside the store's one connection, on which the others would wait.
         self._for_each(chosen, ProxiedGroup.build, 1)
 
@@ -423,14 +422,6 @@ class ReloadComms:
     def _note_live(self) -> None:
         live = {name for name, group in self._groups.items() if group.is_live}
         self._was_live = tuple(sorted(live.union(self._was_live)))
-
-    def _choose_members(self, members: Collection[int] | None) -> None:
-        if members is None or self._membership is None:
-            return
-        chosen = tuple(sorted(set(members)))
-        if self._membership.rank not in chosen or not set(chosen) <= set(self._world):
-            raise MemoryFault(f"members {list(chosen)} are not some of WORLD {list(self._world)} with this rank")
-        self._members = chosen
 
     def _sorted(self) -> Iterator[tuple[str, ProxiedGroup]]:
         """The one order that all members share."""

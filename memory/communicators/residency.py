@@ -1,11 +1,6 @@
-"""How the communicators of a process leave its devices and come back: one interface, several ways.
+"""How the communicators of a process leave its devices and come back: what is asked of it, and its parts.
 
-    keep      they stay, and their bytes are reported
-    suspend   the library releases their memory in place (NCCL >= 2.29.7 by torch >= 2.12, or through its own C calls)
-    reload    a proxy backend drops what is inside a process group and builds it again lazily; the group object stays
-    rebuild   the owner destroys its groups and makes new ones; the last resort, identities change
-
-All of them are collective in effect: every member of every group does the same under the same epoch, in one order. The
+A release is collective in effect: every member of every group does the same under the same epoch, in one order. The
 control group (gloo) of a gang is never among them. `EpochGate` decides what an order means for one process:
 
     live --release(e)--> released --restore(e' > e)--> live
@@ -20,36 +15,26 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 
 from ...core.errors import MemoryFault
-from .membership import GangMembers
-
-ResidencyKind = Literal["keep", "suspend", "reload", "rebuild"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommStats:
     """Communicators of this process, as far as they report."""
 
-    kind: ResidencyKind
     epoch: int
     num_groups: int
     num_live: int
     """Of them built and not released now."""
     device_bytes: int = 0
     """0 where the library does not report it."""
-    by_group: dict[str, int] = field(default_factory=dict[str, int])
 
 
 class CommResidency(Protocol):
-    """One way to release communicators. Methods block: call them in the backend thread, never on the event loop."""
-
-    @property
-    def kind(self) -> ResidencyKind:
-        """The way taken."""
-        ...
+    """Releases communicators. Methods block: call them in the backend thread, never on the event loop."""
 
     def stats(self) -> CommStats:
         """Groups and bytes at present."""
@@ -167,110 +152,3 @@ def all_at_once(items: Iterable[K], work: Callable[[K], None], num_at_once: int)
         thread.join()
     if errors:
         raise errors[0]
-
-
-class KeepComms:
-    """CommResidency that releases nothing."""
-
-    def __init__(self, bytes_by_group: Callable[[], dict[str, int]] = dict) -> None:
-        """`bytes_by_group`: of every live group, as far as the library reports them."""
-        self._bytes_by_group = bytes_by_group
-        self._gate = EpochGate()
-
-    @property
-    def kind(self) -> ResidencyKind:
-        return "keep"
-
-    def stats(self) -> CommStats:
-        """All groups are live, whatever was ordered."""
-        by_group = self._bytes_by_group()
-        return CommStats(
-            kind="keep",
-            epoch=self._gate.newest,
-            num_groups=len(by_group),
-            num_live=len(by_group),
-            device_bytes=sum(by_group.values()),
-            by_group=by_group,
-        )
-
-    def release(self, epoch: int, timeout_s: float) -> CommStats:
-        """Only the epoch is noted; a late order is refused as everywhere."""
-        del timeout_s
-        self._gate.asked("release", epoch)
-        self._gate.became("released", epoch)
-        return self.stats()
-
-    def restore(self, epoch: int, timeout_s: float) -> CommStats:
-        """Only the epoch is noted."""
-        del timeout_s
-        self._gate.asked("restore", epoch)
-        self._gate.became("live", epoch)
-        return self.stats()
-
-    def abort(self) -> None:
-        self._gate.became("broken", self._gate.newest)
-
-
-ABORT_S = 10.0
-
-
-class RebuildComms:
-    """CommResidency by two callbacks. Methods block."""
-
-    def __init__(
-        self, destroy: Callable[[int], None], make: Callable[[int], int], peers: GangMembers, *, num_groups: int = 0
-    ) -> None:
-        """`destroy(epoch)` ends all groups; `make(epoch)` makes them (under a prefix of the epoch in the store: old
-        keys must not be met) and returns how many. `num_groups`: how many there are now."""
-        self._destroy = destroy
-        self._make = make
-        self._peers = peers
-        self._gate = EpochGate()
-        self._num_groups = num_groups
-
-    @property
-    def kind(self) -> ResidencyKind:
-        return "rebuild"
-
-    def stats(self) -> CommStats:
-        num_live = self._num_groups if self._gate.state == "live" else 0
-        return CommStats(kind="rebuild", epoch=self._gate.newest, num_groups=self._num_groups, num_live=num_live)
-
-    def release(self, epoch: int, timeout_s: float) -> CommStats:
-        """Destroy, once all members have come."""
-        if self._gate.asked("release", epoch) == "done":
-            self._gate.became("released", epoch)
-            return self.stats()
-        self._step("destroy", "released", epoch, timeout_s, lambda: self._destroy(epoch))
-        return self.stats()
-
-    def restore(self, epoch: int, timeout_s: float) -> CommStats:
-        """Make, once all members have come."""
-        if self._gate.asked("restore", epoch) == "done" or self._gate.state == "live":
-            self._gate.became("live", epoch)
-            return self.stats()
-
-        def make() -> None:
-            self._num_groups = self._make(epoch)
-
-        self._step("make", "live", epoch, timeout_s, make)
-        return self.stats()
-
-    def abort(self) -> None:
-        """Destroy without asking anybody."""
-        newest = self._gate.newest
-        self._gate.became("broken", newest)
-        within(ABORT_S, lambda: "destroying all groups", lambda: self._destroy(newest))
-
-    def _step(self, word: str, state: GateState, epoch: int, timeout_s: float, work: Callable[[], None]) -> None:
-        deadline = self._peers.clock.monotonic() + timeout_s
-        self._peers.meet(f"{word} under epoch {epoch}", deadline)
-        try:
-            left_s = deadline - self._peers.clock.monotonic()
-            within(left_s, lambda: f"the owner's callback to {word} all groups under epoch {epoch}", work)
-        except BaseException:
-            self._gate.became("broken", epoch)
-            self._peers.tell(f"broken under epoch {epoch}")
-            raise
-        self._gate.became(state, epoch)
-        self._peers.tell(f"{state} under epoch {epoch}")

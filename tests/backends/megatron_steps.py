@@ -24,6 +24,8 @@ from typing import Any, NoReturn
 import msgspec
 import numpy as np
 
+RELOAD_S = 30.0
+
 
 def sibling(name: str) -> ModuleType:
     if name in sys.modules:
@@ -53,7 +55,15 @@ def make_backend(spec: dict[str, Any], case: dict[str, Any], rank: int) -> Any:
             megatron=MegatronSettings.model_validate(case.get("megatron", {})),
             num_steps=9,
             device=spec.get("device", "cpu"),
-            gang=Gang(rank, spec["num_ranks"], "127.0.0.1", case["port"], local_rank=rank, timeout_s=60),
+            gang=Gang(
+                rank,
+                spec["num_ranks"],
+                "127.0.0.1",
+                case["port"],
+                local_rank=rank,
+                timeout_s=60,
+                backend="myxa_gloo" if case.get("reloads") else "",
+            ),
         )
     )
 
@@ -63,6 +73,7 @@ def run_case(spec: dict[str, Any], case: dict[str, Any], rank: int) -> dict[str,
     out = Path(spec["out"]) / case["name"]
     out.mkdir(parents=True, exist_ok=True)
     backend = make_backend(spec, case, rank)
+    reload = reloading() if case.get("reloads") else lambda: None
     result: dict[str, Any] = {"facts": backend.setup()}
     try:
         place = backend._parts.world.place
@@ -90,7 +101,9 @@ def run_case(spec: dict[str, Any], case: dict[str, Any], rank: int) -> dict[str,
         result["metrics"] = [backend.train(shards[0], {}).metrics]
         if case.get("load"):
             gang_rank.keep(out / "weights_first.npz", weights_of(backend))
-        result["metrics"] += [backend.train(shards[1], gang_rank.LIVE).metrics, backend.train(shards[2], {}).metrics]
+        for shard, knobs in ((shards[1], gang_rank.LIVE), (shards[2], {})):
+            reload()
+            result["metrics"].append(backend.train(shard, knobs).metrics)
         gang_rank.keep(out / "weights.npz", weights_of(backend))
         result["on_device"] = {name: float(t.double().sum()) for name, t in backend.export_device()}
         result["on_all"] = {name: float(t.double().sum()) for name, t in backend.export_device(to_all=True)}
@@ -129,6 +142,23 @@ def run_case(spec: dict[str, Any], case: dict[str, Any], rank: int) -> dict[str,
     finally:
         backend.close()
     return result
+
+
+def reloading() -> Callable[[], None]:
+    """What drops all communicators and builds them again; to be called once a process, before the group is made."""
+    from myxa.memory.communicators.reload import ReloadComms
+
+    comms = ReloadComms()
+    comms.register()
+
+    def reload() -> None:
+        before = comms.stats()
+        assert before.num_groups > 10, "Megatron makes many groups"
+        assert before.num_live > 2, "they are behind proxies"
+        assert comms.release(before.epoch + 1, RELOAD_S).num_live == 0
+        assert comms.restore(before.epoch + 2, RELOAD_S).num_live >= before.num_live
+
+    return reload
 
 
 def without_its_folder(backend: Any, folder: Path) -> str:
@@ -195,7 +225,9 @@ def preload() -> None:
     sibling("megatron_on_cpu").install()
     sibling("gang_rank")
     import myxa.actors.backends.megatron.backend
+    from myxa.memory.communicators.proxy_build import load
 
+    load()  # built once, not by ranks against their deadlines
     del myxa
 
 

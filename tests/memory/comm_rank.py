@@ -223,11 +223,11 @@ def topology(me: Rank, specs: list[list[int]], num_epochs: int) -> None:
 
 
 def megatron_order(me: Rank) -> None:
-    topology(me, MEGATRON_LIKE, 20)
+    topology(me, MEGATRON_LIKE, 10)
 
 
 def slime_nine(me: Rank) -> None:
-    topology(me, SLIME_NINE, 20)
+    topology(me, SLIME_NINE, 10)
 
 
 # -- C2 ------------------------------------------------------------------------------------------------------------
@@ -305,7 +305,6 @@ def borders(me: Rank) -> None:
     assert me.comms.release(1, TIMEOUT_S).num_live == 0, "the same order again is no new one"
     me.facts["used while released"] = said(lambda: use(None, 1.0))
     me.facts["same epoch"] = said(lambda: me.comms.restore(1, TIMEOUT_S))
-    me.facts["strangers"] = said(lambda: me.comms.restore(2, TIMEOUT_S, members=[7]))
     me.comms.restore(3, TIMEOUT_S)
     me.comms.restore(3, TIMEOUT_S)
     me.facts["late release"] = said(lambda: me.comms.release(2, TIMEOUT_S))
@@ -429,12 +428,12 @@ def fault(work: Callable[[], object]) -> tuple[str, float]:
 
 
 def keeps_old_epoch(me: Rank) -> None:
-    """Rank 3 never hears of the release; the others go on without it, then all meet again."""
+    """Rank 3 never hears of the release; the others cannot go on without it, until all meet again."""
     me.join()
     trio = dist.new_group([0, 1, 2])
     use(None, 1.0)
     if me.rank == 3:
-        me.reach("recovered", [0, 1, 2])
+        me.reach("given up", [0, 1, 2])
         me.facts["old"], _ = fault(lambda: use(None, 1.0))
         me.comms.abort()
     else:
@@ -443,14 +442,9 @@ def keeps_old_epoch(me: Rank) -> None:
         assert me.comms.stats().num_live == 2, "a release that failed took something away"
         me.comms.abort()
         me.facts["gate"], _ = fault(lambda: use(trio, 1.0))
-        me.comms.restore(2, TIMEOUT_S, members=[0, 1, 2])
-        assert use(trio, 7.0) == expected(3, 7.0)
-        me.comms._first_op_timeout_s = PATIENCE_S
-        me.facts["world"], me.facts["world_s"] = fault(lambda: use(None, 1.0))
-        me.facts["again"], _ = fault(lambda: use(None, 1.0))
-        me.reach("recovered", [0, 1, 2])
-        me.comms.release(3, TIMEOUT_S)
-    me.comms.restore(4, TIMEOUT_S, members=range(4))
+        me.facts["restore"], me.facts["restore_s"] = fault(lambda: me.comms.restore(2, PATIENCE_S))
+        me.reach("given up", [0, 1, 2])
+    me.comms.restore(4, TIMEOUT_S)
     assert use(None, 9.0) == expected(4, 9.0)
     if me.rank < 3:
         assert use(trio, 9.0) == expected(3, 9.0)
@@ -461,7 +455,6 @@ def keeps_old_epoch(me: Rank) -> None:
 def dies_before_first_op(me: Rank) -> None:
     """Rank 3 is killed between the drop and the first operation of the new epoch."""
     me.join()
-    trio = dist.new_group([0, 1, 2])
     use(None, 1.0)
     me.comms.release(1, TIMEOUT_S)
     me.reach("dropped")
@@ -469,12 +462,7 @@ def dies_before_first_op(me: Rank) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     me.facts["restore"], me.facts["restore_s"] = fault(lambda: me.comms.restore(2, PATIENCE_S))
     me.comms.abort()
-    me.comms.restore(3, TIMEOUT_S, members=[0, 1, 2])
-    assert use(trio, 4.0) == expected(3, 4.0)
-    me.comms._first_op_timeout_s = PATIENCE_S
-    me.facts["world"], me.facts["world_s"] = fault(lambda: use(None, 1.0))
     me.reach("ended", [0, 1, 2])
-    dist.destroy_process_group()
 
 
 def dies_within_first_op(me: Rank) -> None:
@@ -486,22 +474,18 @@ def dies_within_first_op(me: Rank) -> None:
     me.reach("restored")
     if me.rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
+    assert use(trio, 4.0) == expected(3, 4.0)
     me.comms._first_op_timeout_s = PATIENCE_S
     me.facts["world"], me.facts["world_s"] = fault(lambda: use(None, 1.0))
+    me.facts["again"], _ = fault(lambda: use(None, 1.0))
     me.comms.abort()
-    me.comms.restore(5, TIMEOUT_S, members=[0, 1, 2])
-    assert use(trio, 4.0) == expected(3, 4.0)
     me.reach("ended", [0, 1, 2])
-    dist.destroy_process_group()
 
 
 def dies_in_an_operation(me: Rank) -> None:
     """Rank 3 is killed while the others wait for it in an all-reduce; abort gives everything up."""
     me.join()
-    trio = dist.new_group([0, 1, 2])
     use(None, 1.0)
-    if me.rank < 3:
-        use(trio, 1.0)
     me.reach("used")
     if me.rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -510,10 +494,7 @@ def dies_in_an_operation(me: Rank) -> None:
     started = time.monotonic()
     me.comms.abort()
     me.facts["abort_s"] = time.monotonic() - started
-    me.comms.restore(2, TIMEOUT_S, members=[0, 1, 2])
-    assert use(trio, 4.0) == expected(3, 4.0)
     me.reach("ended", [0, 1, 2])
-    dist.destroy_process_group()
 
 
 SCENARIOS: dict[str, tuple[Callable[[Rank], None], dict[str, Any]]] = {

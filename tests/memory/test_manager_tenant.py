@@ -16,7 +16,7 @@ from myxa.core.device_memory import CommandKind, MemoryCommand, MemoryReply, Mov
 from myxa.core.errors import MemoryFault
 from myxa.core.process import start_time
 from myxa.memory.communicators.membership import Absent
-from myxa.memory.communicators.residency import CommStats, ResidencyKind
+from myxa.memory.communicators.residency import CommStats
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
 
@@ -66,14 +66,12 @@ class Store:
 class Comms:
     """Communicators with NCCL's manners: releasing fails when somebody does not come."""
 
-    kind: ResidencyKind = "suspend"
-
     def __init__(self, log: list[str]) -> None:
         self.log = log
         self.error: MemoryFault | None = None
 
     def stats(self) -> CommStats:
-        return CommStats(kind=self.kind, epoch=0, num_groups=1, num_live=1, device_bytes=30)
+        return CommStats(epoch=0, num_groups=1, num_live=1, device_bytes=30)
 
     def release(self, epoch: int, timeout_s: float) -> CommStats:
         self.log.append("comms release")
@@ -185,7 +183,7 @@ async def test_communicators_that_were_not_let_go_stay_and_others_are_aborted() 
     bench.comms.error = Absent("rank 1 did not come", (1,))
     assert not (await bench.tell("release")).accepted
     assert bench.store.log == ["comms release"]
-    bench.comms.error = MemoryFault("suspend hangs")
+    bench.comms.error = MemoryFault("the drop hangs")
     assert not (await bench.tell("release", epoch=2)).accepted
     assert bench.store.log[-1] == "comms abort"
     bench.comms.error = None
