@@ -32,9 +32,9 @@ MARK = "MYXA_TEST_SESSION"
 PATIENCE_S = 10.0
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 GPU = BENCH / "gpu"
-KEPT = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "command_server.py")
-"""Helpers of Python's, and the one that commands are forked from: one of each per process, they end with it. A command that
-was forked looks like itself."""
+KEPT = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "command_server.py", "forked_ranks.py")
+"""Helpers of Python's, and those that commands and ranks are forked from: one of each per process, they end with it. A
+command that was forked looks like itself."""
 
 
 def pytest_configure(config: pytest.Config) -> None:

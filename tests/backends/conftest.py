@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import select
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.harness.commands import Command
 
 from myxa.actors.backends.torch_backend.backend import TorchBackend
 from myxa.actors.models.tiny import make_tiny_model
@@ -98,33 +99,40 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[tup
 
 
 @pytest.fixture(scope="session")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[tuple[int, str]]]:
-    """Runs that many ranks of a program to their end: [(exit status, output)]. They are forked from one process that
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[tuple[int, str]]]]:
+    """Runs that many ranks of a program to their end: [(exit status, output)]. All are forked from one process, which
     has imported what they need: importing Megatron takes longer than most gangs run."""
+    scratch = tmp_path_factory.mktemp("ranks")
+    # Megatron imports wandb where it is installed, which leaves folders
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(scratch)}
+    server = subprocess.Popen(
+        [sys.executable, str(FORKED)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+    )
+    assert server.stdin is not None
+    assert server.stdout is not None
+    requests, answers = server.stdin, server.stdout
 
     def run_all(
         num_ranks: int, program: Path, *arguments: str, timeout_s: float = RANK_TIMEOUT_S
     ) -> list[tuple[int, str]]:
-        folder = tmp_path_factory.mktemp("ranks")
-        words = [str(num_ranks), str(timeout_s), str(folder), str(program), *arguments]
-        env = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "TMPDIR": str(folder),
-        }  # Megatron imports wandb, which leaves folders
-        first = Command(words, folder, program=FORKED, env=env)
-        try:
-            output, _ = first.communicate(timeout=timeout_s + LOAD_S)
-        finally:
-            if first.poll() is None:
-                first.kill()
-        assert first.returncode == 0, f"{program.name} cannot be loaded:\n{output}"
-        return [
-            (int((folder / f"rank{r}.status").read_text()), (folder / f"rank{r}.log").read_text(errors="replace"))
-            for r in range(num_ranks)
-        ]
+        folder = tmp_path_factory.mktemp("gang")
+        request = {
+            "program": str(program), "arguments": arguments, "num_ranks": num_ranks, "limit_s": timeout_s,
+            "folder": str(folder),
+        }  # fmt: skip
+        requests.write(json.dumps(request) + "\n")
+        requests.flush()
+        assert select.select([answers], [], [], timeout_s + LOAD_S)[0], f"{program.name} and its server do not end"
+        statuses = json.loads(answers.readline())
+        assert isinstance(statuses, list), f"{program.name} cannot be loaded:\n{statuses}"
+        said = [(folder / f"rank{rank}.log").read_text(errors="replace") for rank in range(num_ranks)]
+        return list(zip(statuses, said, strict=True))
 
-    return run_all
+    yield run_all
+    requests.close()
+    answers.close()
+    server.kill()
+    server.wait()
 
 
 @pytest.fixture(scope="session")

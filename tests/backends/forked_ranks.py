@@ -1,41 +1,43 @@
-"""Several ranks of one program that share the time of its imports; a program for the tests.
+"""A server that forks the ranks of programs, so that all gangs of a session share the time of their imports.
 
-    python forked_ranks.py NUM_RANKS LIMIT_S FOLDER PROGRAM [ARGUMENT ...]
-
-Loads PROGRAM as a module, calls its `preload()` (imports only: torch's threads and process groups do not survive a fork),
-forks, and runs it as `__main__` in each child with the rank as last argument. What rank r says goes to FOLDER/rank<r>.log,
-its exit status to FOLDER/rank<r>.status. A rank that is not done within LIMIT_S says where it is and ends; when one
-fails, the others are given GRACE_S, for they may wait for it for ever. The ranks end with this process.
+A request is a line of JSON on stdin: {"program", "arguments", "num_ranks", "limit_s", "folder"}. The program's module is
+loaded once, and its `preload()` called (imports only: torch's threads and process groups do not survive a fork). Then it
+runs as `__main__` in a child per rank, with the rank as last argument. What rank r says goes to FOLDER/rank<r>.log. A rank
+that is not done within `limit_s` says where it is and ends; when one fails, the others are given GRACE_S, for they may
+wait for it for ever. The answer is a line with all exit statuses, or with what went wrong as text.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import importlib.util
+import json
 import os
 import runpy
 import signal
 import sys
+import traceback
 import warnings
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from myxa.core.process import die_with_parent
 
 GRACE_S = 10
 
 
-def rank_of(program: Path, arguments: list[str], rank: int, log: Path, parent: int, limit_s: float) -> NoReturn:
+def be_rank(program: Path, arguments: list[str], log: Path, parent: int, limit_s: float) -> NoReturn:
     """The child."""
     status = 1
     try:
         die_with_parent(parent)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(out, 1)
         os.dup2(out, 2)
         faulthandler.enable()
         faulthandler.dump_traceback_later(limit_s, exit=True)
-        sys.argv = [str(program), *arguments, str(rank)]
+        sys.argv = [str(program), *arguments]
         runpy.run_path(str(program), run_name="__main__")
         status = 0
     except SystemExit as told:
@@ -48,9 +50,9 @@ def rank_of(program: Path, arguments: list[str], rank: int, log: Path, parent: i
         os._exit(status)
 
 
-def main() -> None:
-    num_ranks, limit_s, folder, program = int(sys.argv[1]), float(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
-    warnings.filterwarnings("ignore")
+def load(program: Path) -> None:
+    if program.stem in sys.modules:
+        return
     sys.path.insert(0, str(program.parent))
     spec = importlib.util.spec_from_file_location(program.stem, program)
     assert spec is not None
@@ -60,11 +62,17 @@ def main() -> None:
     spec.loader.exec_module(module)
     if hasattr(module, "preload"):
         module.preload()
-    parent, ranks = os.getpid(), dict[int, int]()
-    for rank in range(num_ranks):
+
+
+def run_gang(request: dict[str, Any]) -> list[int]:
+    program, folder = Path(request["program"]), Path(request["folder"])
+    load(program)
+    parent, ranks, statuses = os.getpid(), dict[int, int](), [0] * request["num_ranks"]
+    for rank in range(request["num_ranks"]):
         child = os.fork()
         if child == 0:
-            rank_of(program, sys.argv[5:], rank, folder / f"rank{rank}.log", parent, limit_s)
+            words = [*request["arguments"], str(rank)]
+            be_rank(program, words, folder / f"rank{rank}.log", parent, request["limit_s"])
         ranks[child] = rank
 
     def end_all(signum: int, frame: object) -> None:
@@ -74,11 +82,23 @@ def main() -> None:
     signal.signal(signal.SIGALRM, end_all)
     while ranks:
         child, status = os.wait()
-        rank = ranks.pop(child)
-        code = os.waitstatus_to_exitcode(status)
-        (folder / f"rank{rank}.status").write_text(str(code))
+        code = statuses[ranks.pop(child)] = os.waitstatus_to_exitcode(status)
         if code != 0:
             signal.alarm(GRACE_S)
+    signal.alarm(0)
+    return statuses
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what imports say is no answer
+    for line in sys.stdin:
+        try:
+            answer: object = run_gang(json.loads(line))
+        except Exception:
+            answer = traceback.format_exc()
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -167,8 +167,8 @@ def test_cutting_a_batch_changes_nothing_and_mini_batches_share_the_values_of_th
 
 def test_a_critic_learns_what_a_batch_returns(backends: Backends, make_shards: Shards) -> None:
     """From a head at zero, which explains nothing, alone until it does; the policy stays to the bit, versions count."""
-    steps = 30
-    backend = backends(algo={**PPO, "gamma": 1.0, "lam": 1.0}, critic=critic(lr=3e-3, value_clip=0, warmup_steps=steps))
+    steps = 20
+    backend = backends(algo={**PPO, "gamma": 1.0, "lam": 1.0}, critic=critic(lr=5e-3, value_clip=0, warmup_steps=steps))
     (shard,) = make_shards(73, kind="ppo", with_tools=False)
     before = {array.spec.name: bytes(array.data) for array in backend.export_weights()}
     told = [backend.train(msgspec.structs.replace(shard, step=step), {}).metrics for step in range(steps)]
@@ -183,29 +183,6 @@ def test_a_critic_learns_what_a_batch_returns(backends: Backends, make_shards: S
     assert after["train/num_updates"] == 1.0
     assert after["train/lr"] > 0
     assert {array.spec.name: bytes(array.data) for array in backend.export_weights()} != before
-
-
-def test_a_checkpoint_holds_the_critic_to_the_bit(
-    backends: Backends, make_shards: Shards, weights_of: Weights, tmp_path: Path
-) -> None:
-    options: dict[str, Any] = {"algo": PPO, "optimizer": PLAIN, "critic": critic()}
-    first, second, third = (make_shards(seed, kind="ppo")[0] for seed in (74, 75, 76))
-    backend = backends(**options)
-    backend.train(first, {})
-    backend.train(second, {})
-    saved, policy = critic_weights(backend), weights_of(backend)
-    backend.save(str(tmp_path / "two"), {"version": 2})
-    on = backend.train(third, {}).metrics
-    again = backends(**options)
-    assert again.load(str(tmp_path / "two")) == {"version": 2}
-    assert same(critic_weights(again), saved)
-    assert same(weights_of(again), policy)
-    told = again.train(third, {}).metrics
-    assert same(critic_weights(again), critic_weights(backend))
-    assert same(weights_of(again), weights_of(backend))
-    for name in ("value_loss", "explained_variance", "critic_grad_norm", "critic_lr", "loss"):
-        assert told[f"train/{name}"] == on[f"train/{name}"], name
-    assert not any("value_head" in name for name in weights_of(backend)), "exports hold the policy alone"
 
 
 def test_a_checkpoint_of_another_critic_or_of_none_is_refused_and_changes_nothing(

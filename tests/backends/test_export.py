@@ -127,15 +127,6 @@ def test_g_weights_that_float16_has_not_are_written_in_float32(
     assert (says in caplog.text) == (written == "float32")
 
 
-def test_the_exported_folder_trains_on(tmp_path: Path, backends: Backends, make_shards: Shards) -> None:
-    first = backends()
-    first.train(make_shards(64)[0], {})
-    first.export_hf(str(tmp_path / "hf"))
-    (shard,) = make_shards(65)
-    for one, two in zip(first.score_shard(shard), backends(folder=tmp_path / "hf").score_shard(shard), strict=True):
-        assert np.array_equal(one, two)
-
-
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, backends: Backends) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ModelError, match="file"):

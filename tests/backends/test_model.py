@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 import torch
 import transformers
 
-from myxa.actors.backends import vocab_scores
 from myxa.actors.backends.torch_backend.layout import plan_layout
 from myxa.actors.backends.torch_backend.model import CausalLM, load_weights
 from myxa.actors.models.hf_folder import read_config
@@ -131,34 +129,6 @@ def test_logprobs_entropies_and_gradients_equal_those_of_transformers(
         assert (parameter.grad - theirs[name].grad).abs().max() <= 1e-5 * scale + 1e-6, name
 
 
-def test_names_and_shapes_are_those_of_the_folder(folder: Path) -> None:
-    module = load(folder)
-    shapes = {name: tuple(value.shape) for name, value in module.state_dict().items()}
-    assert shapes == read_config(folder).tensor_shapes()
-
-
-def test_packed_equals_one_by_one(model: Path, make_shards: Callable[..., tuple[TrainShard, ...]]) -> None:
-    samples = make_shards(22)[0].samples
-    module = load(model)
-    together = module(plan_layout(samples, range(len(samples)), linear_cost=SHARING)).logprobs_M
-    layout = plan_layout(samples, range(len(samples)), linear_cost=SHARING)
-    for k, i in enumerate(layout.members):
-        alone = module(plan_layout(samples, [i], linear_cost=SHARING)).logprobs_M
-        part = together[int(layout.offsets[k]) : int(layout.offsets[k + 1])]
-        assert (part - alone).abs().max() < 1e-5
-
-
-def test_another_sequence_in_the_pack_changes_nothing(
-    model: Path, make_shards: Callable[..., tuple[TrainShard, ...]]
-) -> None:
-    samples = list(make_shards(23)[0].samples)
-    module = load(model)
-    before = module(plan_layout(samples, [0, 1], linear_cost=SHARING)).logprobs_M
-    first = int(plan_layout(samples, [0, 1], linear_cost=SHARING).offsets[1])
-    after = module(plan_layout(samples, [0, 5], linear_cost=SHARING)).logprobs_M
-    assert (before[:first] - after[:first]).abs().max() < 1e-5
-
-
 @pytest.mark.parametrize("linear_cost", [SHARING, ALONE])
 def test_activations_made_again_give_the_same_gradient(
     model: Path, make_shards: Callable[..., tuple[TrainShard, ...]], linear_cost: float
@@ -172,29 +142,6 @@ def test_activations_made_again_give_the_same_gradient(
         gradients.append({n: p.grad for n, p in module.named_parameters()})
     for name, gradient in gradients[0].items():
         assert torch.equal(gradient, gradients[1][name]), name
-
-
-def test_scoring_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    sys.stdout.write("seed 7\n")
-    torch.manual_seed(7)
-    hidden, head, targets = torch.randn(50, 8), torch.randn(30, 8), torch.randint(0, 30, (50,))
-    results = []
-    for limit in (1 << 26, 30 * 16):
-        monkeypatch.setitem(vocab_scores.CHUNK_LOGITS, "cpu", limit)
-        h, w = hidden.clone().requires_grad_(), head.clone().requires_grad_()
-        scores = vocab_scores.score_tokens(h, w, targets, 0.8, needs_entropy_grad=True)
-        (scores.logprobs_M.sum() + scores.entropy_M.square().sum()).backward()
-        results.append((scores.logprobs_M.detach(), scores.entropy_M.detach(), h.grad, w.grad))
-    for whole, chunked in zip(*results, strict=True):
-        torch.testing.assert_close(chunked, whole, rtol=1e-5, atol=1e-5)
-
-
-def test_entropy_has_no_gradient_unless_asked(model: Path, make_shards: Callable[..., tuple[TrainShard, ...]]) -> None:
-    samples = make_shards(25)[0].samples
-    layout = plan_layout(samples, [0, 1, 2], linear_cost=SHARING)
-    module = load(model)
-    assert not module(layout).entropy_M.requires_grad
-    assert module(layout, True).entropy_M.requires_grad
 
 
 def test_bfloat16_stays_near_float32_and_keeps_float32_masters(

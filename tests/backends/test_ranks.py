@@ -30,8 +30,6 @@ Gang = tuple[Path, list[dict[str, Any]]]
 
 RUNS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any] | None]] = {
     "ddp-2": ("ddp", 2, WHITENED, None),
-    "fsdp-3": ("fsdp", 3, ALGO, None),
-    "ddp-2-critic": ("ddp", 2, {**WHITENED, "kind": "ppo", "lam": 0.95}, CRITIC),
     "fsdp-3-critic": ("fsdp", 3, {**ALGO, "kind": "ppo", "gamma": 0.95, "lam": 0.9}, CRITIC),
 }
 

@@ -248,16 +248,6 @@ def test_a_step_without_any_advantage_is_a_step(backends: Backends, make_shards:
     assert any(not np.array_equal(before[n], after[n]) for n in before), "AdamW's momentum goes on"
 
 
-def test_the_advantage_pushes_its_own_tokens(backends: Backends, make_shards: Shards) -> None:
-    backend = backends(optimizer={"lr": 3e-4})
-    (shard,) = make_shards(37)
-    before = backend.score_shard(shard)
-    backend.train(with_behaviour(shard, before), {})
-    after = backend.score_shard(shard)
-    gain = sum(s.advantage * float((b - a).sum()) for s, a, b in zip(shard.samples, before, after, strict=True))
-    assert gain > 0
-
-
 def test_supervised_training_lowers_the_loss(backends: Backends, make_shards: Shards) -> None:
     backend = backends(algo={"kind": "sft"}, optimizer={"lr": 3e-3, "warmup_steps": 3})
     (shard,) = make_shards(38, kind="sft")
@@ -308,16 +298,6 @@ def test_a_gradient_that_is_not_finite_is_traced_to_its_micro_batch(
     assert all(np.array_equal(before[n], after[n]) for n in before)
 
 
-def test_knobs_replace_values_for_one_step(backends: Backends, make_shards: Shards) -> None:
-    backend = backends(optimizer={"lr": 1e-3, "warmup_steps": 2})
-    (shard,) = make_shards(41)
-    assert backend.train(shard, {"lr": 0.5e-3}).metrics["train/lr"] == pytest.approx(0.25e-3)
-    assert backend.train(shard, {}).metrics["train/lr"] == pytest.approx(1e-3)
-    loose = backend.train(shard, {"clip_low": 0.99, "clip_high": 1e6}).metrics["train/clip_fraction"]
-    tight = backend.train(shard, {"clip_low": 1e-6, "clip_high": 1e-6}).metrics["train/clip_fraction"]
-    assert loose < tight
-
-
 @pytest.mark.parametrize(
     ("knobs", "cause"),
     [({"learning_rate": 1.0}, "no such knob"), ({"lr": -1.0}, "knob lr"), ({"kl_coef": 0.1}, "reference model"),
@@ -365,29 +345,11 @@ def test_a_shard_that_contradicts_itself_is_refused(backends: Backends, make_sha
         backends().train(bad_shards(make_shards(44)[0])[cause], {})
 
 
-def test_several_mini_batches_keep_the_proximal_policy_of_the_start(backends: Backends, make_shards: Shards) -> None:
-    """With exact behaviour log-probs all weights are 1, whatever the earlier mini-batches did to the live policy."""
-    backend = backends(algo={"minibatches": 3, "batch_size": 6, "correction": "decoupled"}, optimizer={"lr": 3e-3})
-    (shard,) = make_shards(45, minibatches=3)
-    metrics = backend.train(with_behaviour(shard, backend.score_shard(shard)), {}).metrics
-    assert metrics["train/weight"] == 1.0
-    assert metrics["train/ratio_max"] > 1.0
-    assert metrics["train/num_updates"] == 3.0
-
-
 def test_empty_mini_batches_make_no_update(backends: Backends, make_shards: Shards) -> None:
     backend = backends(algo={"minibatches": 3, "batch_size": 3})
     (shard,) = make_shards(46, minibatches=3, num_groups=2)
     assert () in shard.minibatches
     assert backend.train(shard, {}).metrics["train/num_updates"] == 2.0
-
-
-def test_a_backend_that_is_not_set_up_says_so(model: Any, make_shards: Shards, backends: Backends) -> None:
-    backend = backends()
-    backend.close()
-    with pytest.raises(TrainError, match="not set up"):
-        backend.train(make_shards(47)[0], {})
-    backend.close()
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), float("inf")])
@@ -429,8 +391,11 @@ def test_groups_of_many_temperatures_train_as_each_would_alone(
         np.testing.assert_allclose(cut_weights[name], weights[name], rtol=0, atol=1e-5, err_msg=name)
 
 
-def test_the_first_ratio_is_one_at_any_mixture_of_temperatures(backends: Backends, make_shards: Shards) -> None:
-    backend = backends(algo={"minibatches": 3, "batch_size": 6})
-    (shard,) = make_shards(50, minibatches=3, temperatures=(0.7, 1.2))
+def test_several_mini_batches_keep_the_proximal_policy_of_the_start(backends: Backends, make_shards: Shards) -> None:
+    """With exact behaviour log-probs all weights are 1, whatever the earlier mini-batches did to the live policy."""
+    backend = backends(algo={"minibatches": 3, "batch_size": 6, "correction": "decoupled"}, optimizer={"lr": 3e-3})
+    (shard,) = make_shards(45, minibatches=3)
     metrics = backend.train(with_behaviour(shard, backend.score_shard(shard)), {}).metrics
-    assert metrics["train/logprob_diff_abs_max"] == 0.0
+    assert metrics["train/weight"] == 1.0
+    assert metrics["train/ratio_max"] > 1.0
+    assert metrics["train/num_updates"] == 3.0

@@ -162,11 +162,6 @@ def test_a_run_that_goes_on_is_no_leftover() -> None:
     assert "runs/a" in found.found
 
 
-def test_ipv6_that_is_missing_hurts_nobody() -> None:
-    (found,) = [check for check in judge(but(network={"ipv6": "not supported"})) if check.name == "ipv6"]
-    assert found.status == "ok"
-
-
 @pytest.mark.parametrize(
     ("text", "numbers"), [("2.11.0+cu130", (2, 11, 0)), ("0.5.17.post1", (0, 5, 17)), ("13", (13,)), ("", ())]
 )
@@ -235,32 +230,6 @@ def test_a_library_in_front_of_a_process(tmp_path: Path) -> None:
     assert found.status == 0
     assert "cannot be preloaded" in found.said
     assert [check.status for check in bad(but(preload=found))] == ["error"], "it would be ignored, and nothing paused"
-
-
-def test_which_cuda_torch_was_built_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "torch").mkdir()
-    for text, cuda in (
-        ("cuda: Optional[str] = '13.0'\ngit_version = 'x'\n", "13.0"),
-        ("cuda = None\n", ""),
-        ('cuda = "12.8"\n', "12.8"),
-        ("nothing\n", None),
-    ):
-        (tmp_path / "torch/version.py").write_text(text)
-        monkeypatch.setattr(gather, "module_folder", lambda name: str(tmp_path / name))
-        monkeypatch.setattr(gather, "has_module", lambda name: True)
-        assert gather._torch_cuda() == cuda
-
-
-def test_the_limit_of_a_control_group(tmp_path: Path) -> None:
-    assert gather._cgroup_limit(tmp_path) is None
-    (tmp_path / "memory.max").write_text("max\n")
-    assert gather._cgroup_limit(tmp_path) is None
-    (tmp_path / "memory.max").write_text("8589934592\n")
-    assert gather._cgroup_limit(tmp_path) == 8 * GIB
-
-
-def test_the_file_system_of_a_path() -> None:
-    assert gather._file_system(Path("/proc/self")) == "proc"
 
 
 @pytest.mark.parametrize(

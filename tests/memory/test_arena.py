@@ -12,19 +12,17 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import cast
 
 import pytest
 import torch
 
 from myxa.core.clock import SystemClock
-from myxa.core.device_memory import Tag, TagPolicy, TagReport
+from myxa.core.device_memory import TagReport
 from myxa.core.errors import MemoryFault, OutOfDeviceMemory
 from myxa.memory.arenas import libc
 from myxa.memory.arenas.arena import Arena
 from myxa.memory.arenas.host_pool import HostPool
 from myxa.memory.arenas.host_vmm import HostDevice, HostVmmDriver, device_bytes, rss_anon, rss_shmem
-from myxa.memory.arenas.tagged_memory import bytes_to_copy
 from myxa.memory.arenas.tensors import empty_tensor, empty_tensors
 
 MIB = 1 << 20
@@ -139,8 +137,9 @@ arena.close()
 """
 
 
-@pytest.mark.parametrize("how", ["read", "write"])
-@pytest.mark.parametrize(("when", "dies"), [("released", True), ("freed", True), ("restored", False)])
+@pytest.mark.parametrize(
+    ("when", "how", "dies"), [("released", "read", True), ("freed", "write", True), ("restored", "write", False)]
+)
 def test_touching_what_is_away_is_a_segmentation_fault(when: str, dies: bool, how: str):
     child = subprocess.run([sys.executable, "-c", TOUCH, when, how], capture_output=True, timeout=30, check=False)
     assert child.returncode == (-11 if dies else 0), child.stderr.decode()
@@ -155,7 +154,7 @@ def test_nothing_piles_up_over_many_cycles(arena: Arena):
     arena.restore(["optimizer", "grads", "params"])
     arena.mark_dirty("params")
     start = (num_fds(), threading.active_count(), len(Path("/proc/self/maps").read_text().splitlines()))
-    for cycle in range(100):
+    for cycle in range(30):
         arena.mark_dirty("optimizer")
         arena.release(["optimizer", "grads", "params"])
         arena.restore(["optimizer", "grads", "params"])
@@ -201,14 +200,6 @@ def test_a_backup_moves_pages_from_shared_to_private(arena: Arena):
     assert abs(rss_anon(PID) - anon) < 8 * MIB, "the host copy went too"
 
 
-def test_discarded_bytes_cost_no_host_memory(arena: Arena):
-    empty_tensor(arena, "grads", (64 * MIB,), torch.uint8).fill_(7)
-    anon = rss_anon(PID)
-    moved = arena.release(["grads"])
-    assert (moved.copied_bytes, moved.dropped_bytes) == (0, 64 * MIB)
-    assert rss_anon(PID) - anon < 8 * MIB
-
-
 # -- policies --------------------------------------------------------------------------------------------------------
 
 
@@ -231,113 +222,7 @@ def test_each_policy_keeps_what_it_promises(arena: Arena):
     assert backing(arena)["params"] == "mapped_dirty", "rematerialised: its owner says when"
 
 
-def test_what_is_kept_never_leaves(arena: Arena):
-    context = empty_tensor(arena, "context", (100,), torch.int64)
-    empty_tensor(arena, "grads", (100,), torch.int64)
-    context.fill_(5)
-    with pytest.raises(MemoryFault, match="'context' is kept: it never leaves the device -- release other tags"):
-        arena.release(["grads", "context"])
-    assert backing(arena) == {"grads": "mapped_dirty", "context": "mapped_dirty"}, "nothing moved"
-    assert context.sum() == 500
-
-
-def test_a_dropped_tag_that_nobody_filled_can_be_dropped_again(arena: Arena):
-    empty_tensor(arena, "params", (100,), torch.int64)
-    for _ in range(2):
-        assert arena.release(["params"]).dropped_bytes == 4096
-        arena.restore(["params"])
-    with pytest.raises(MemoryFault, match="'params'.*is copy_in and cannot be read"):
-        arena.digest("params")
-
-
 # -- C11: only what changed is copied, and it is told exactly ---------------------------------------------------------
-
-
-def test_bytes_copied_are_those_that_the_report_predicts(arena: Arena):
-    print("seed", SEED)
-    dice = random.Random(SEED)
-    for tag in ("frozen", "weights", "kv_cache"):
-        arena.tag(tag, "discard" if tag == "kv_cache" else "backup")
-    tags = ("optimizer", "grads", "params", "frozen", "weights", "kv_cache")
-    for tag in tags:
-        for _ in range(dice.randrange(1, 4)):
-            empty_tensor(arena, tag, (dice.randrange(1, 3 * MIB),), torch.uint8).fill_(dice.randrange(256))
-    for _ in range(30):
-        chosen = dice.sample(tags, dice.randrange(1, len(tags) + 1))
-        asked = [reports(arena)[tag] for tag in chosen]
-        moved = arena.release(chosen)
-        copied = sum(bytes_to_copy(r.policy, r.backing, r.num_bytes) for r in asked)
-        gone = sum(r.num_bytes for r in asked if r.backing not in ("host", "discarded"))
-        assert (moved.copied_bytes, moved.dropped_bytes) == (copied, gone - copied)
-        back = dice.sample(chosen, dice.randrange(len(chosen) + 1))
-        from_host = sum(r.num_bytes for r in arena.report() if r.tag in back and r.backing == "host")
-        assert arena.restore(back).copied_bytes == from_host
-        for tag in back:
-            if tag == "params" or dice.random() < 0.5:
-                arena.mark_dirty(tag)
-        mapped = sum(r.num_bytes for r in arena.report() if r.backing not in ("host", "discarded"))
-        assert held() == mapped
-
-
-def test_a_clean_tag_is_not_copied_until_it_is_written_to(arena: Arena):
-    tensor = empty_tensor(arena, "optimizer", (MIB,), torch.uint8)
-    tensor.fill_(1)
-    assert arena.release(["optimizer"]).copied_bytes == MIB
-    arena.restore(["optimizer"])
-    assert arena.release(["optimizer"]).copied_bytes == 0, "clean"
-    arena.restore(["optimizer"])
-    tensor.fill_(2)
-    arena.mark_dirty("optimizer")
-    assert arena.release(["optimizer"]).copied_bytes == MIB
-    arena.restore(["optimizer"])
-    assert tensor[0] == 2
-    arena.mark_dirty("optimizer")
-    arena.mark_clean("optimizer")  # its owner knows: nothing changed after all
-    assert arena.release(["optimizer"]).copied_bytes == 0
-    arena.restore(["optimizer"])
-    assert tensor[0] == 2
-    empty_tensor(arena, "optimizer", (MIB,), torch.uint8)
-    assert backing(arena)["optimizer"] == "mapped_dirty", "new memory has no copy"
-    with pytest.raises(MemoryFault, match="no whole copy on the host"):
-        arena.mark_clean("optimizer")
-
-
-def test_a_backup_beside_the_work_leaves_nothing_to_copy(arena: Arena):
-    tensor = empty_tensor(arena, "optimizer", (32 * MIB,), torch.uint8)
-    tensor.fill_(9)
-    saving = arena.begin_backup(["optimizer"])
-    saving.wait("optimizer")
-    assert saving.wait_all().copied_bytes == 32 * MIB
-    assert backing(arena)["optimizer"] == "mapped_clean"
-    assert arena.begin_backup(["optimizer"]).wait_all().copied_bytes == 0
-    assert (arena.release(["optimizer"]).copied_bytes, held()) == (0, 0)
-    arena.restore(["optimizer"])
-    assert int(tensor.sum(dtype=torch.int64)) == 9 * 32 * MIB
-
-
-def test_a_backup_under_way_is_used_by_the_release_that_follows(arena: Arena):
-    tensor = empty_tensor(arena, "optimizer", (32 * MIB,), torch.uint8)
-    tensor.fill_(9)
-    arena.begin_backup(["optimizer"])
-    moved = arena.release(["optimizer"])
-    assert (moved.copied_bytes, backing(arena)["optimizer"], held()) == (0, "host", 0)
-    arena.restore(["optimizer"])
-    assert int(tensor.sum(dtype=torch.int64)) == 9 * 32 * MIB
-
-
-def test_a_backup_that_was_written_over_is_not_used(arena: Arena):
-    tensor = empty_tensor(arena, "optimizer", (8 * MIB,), torch.uint8)
-    tensor.fill_(1)
-    saving = arena.begin_backup(["optimizer"])
-    tensor.fill_(2)
-    arena.mark_dirty("optimizer")
-    saving.wait_all()
-    assert backing(arena)["optimizer"] == "mapped_dirty"
-    with pytest.raises(MemoryFault, match="no whole copy"):
-        arena.mark_clean("optimizer")
-    assert arena.release(["optimizer"]).copied_bytes == 8 * MIB
-    arena.restore(["optimizer"])
-    assert int(tensor.sum(dtype=torch.int64)) == 2 * 8 * MIB
 
 
 # -- order, and copies under way ----------------------------------------------------------------------------------------
@@ -512,75 +397,6 @@ def test_a_release_waits_for_what_still_comes_in(arena: Arena):
 # -- too little memory ---------------------------------------------------------------------------------------------------
 
 
-def test_a_full_device_refuses_before_anything_moved(making: Callable[..., Arena]):
-    arena = making(capacity=10 * MIB, chunk=MIB)
-    first = empty_tensor(arena, "optimizer", (6 * MIB,), torch.uint8)
-    first.fill_(1)
-    with pytest.raises(OutOfDeviceMemory, match=r"arena on host:7: 5,242,880 bytes for tag 'grads'.*1,048,576 bytes were "
-                       r"asked for, 0 of 10,485,760 are free -- release tags first"):  # fmt: skip
-        arena.empty("grads", 5 * MIB)
-    assert held() == 6 * MIB, "what had been made for it is gone again"
-    arena.release(["optimizer"])
-    arena.tag("frozen", "backup")
-    arena.empty("grads", 5 * MIB)
-    arena.release(["grads"])
-    arena.empty("frozen", 7 * MIB)
-    with pytest.raises(
-        OutOfDeviceMemory, match=r"optimizer, grads cannot come back \(11,534,336 bytes in all\), all is as"
-    ):
-        arena.restore(["optimizer", "grads"])
-    assert backing(arena) == {"optimizer": "host", "grads": "discarded", "frozen": "mapped_dirty"}
-    assert held() == 7 * MIB
-    arena.release(["frozen"])
-    arena.restore(["optimizer"])
-    assert int(first.sum(dtype=torch.int64)) == 6 * MIB
-
-
-def test_a_full_pool_refuses_before_anything_moved(making: Callable[..., Arena]):
-    arena = making(pool=4 * MIB, chunk=MIB)
-    kept = empty_tensor(arena, "optimizer", (5 * MIB,), torch.uint8)
-    arena.empty("grads", MIB)
-    kept.fill_(4)
-    with pytest.raises(MemoryFault, match=r"no room on the host for the contents of optimizer; nothing was moved: "
-                       r"5,242,880 bytes are wanted, 4,194,304 of 4,194,304 are free -- raise the limit"):  # fmt: skip
-        arena.release(["optimizer", "grads"])
-    assert backing(arena) == {"optimizer": "mapped_dirty", "grads": "mapped_dirty"}
-    assert (held(), int(kept.sum(dtype=torch.int64)), reports(arena)["optimizer"].host_bytes) == (6 * MIB, 20 * MIB, 0)
-
-
-def test_copies_that_are_not_needed_make_room_in_the_pool(making: Callable[..., Arena]):
-    arena = making(pool=4 * MIB, chunk=MIB)
-    arena.tag("frozen", "backup")
-    one = empty_tensor(arena, "optimizer", (3 * MIB,), torch.uint8)
-    two = empty_tensor(arena, "frozen", (3 * MIB,), torch.uint8)
-    one.fill_(1)
-    two.fill_(2)
-    arena.release(["optimizer"])
-    with pytest.raises(MemoryFault, match="contents of frozen; nothing was moved"):
-        arena.release(["frozen"])  # the only copy of what is away is never given up
-    arena.restore(["optimizer"])
-    assert arena.release(["frozen"]).copied_bytes == 3 * MIB
-    assert reports(arena)["optimizer"] == TagReport("optimizer", 3 * MIB, "backup", "mapped_dirty", 0)
-    arena.restore(["frozen"])
-    assert (int(one[-1]), int(two[-1])) == (1, 2)
-
-
-def test_a_copy_that_is_needed_in_this_very_release_is_not_given_up(making: Callable[..., Arena]):
-    arena = making(pool=4 * MIB, chunk=MIB)
-    arena.tag("frozen", "backup")
-    clean = empty_tensor(arena, "frozen", (2 * MIB,), torch.uint8)
-    clean.fill_(2)
-    arena.begin_backup(["frozen"]).wait_all()
-    dirty = empty_tensor(arena, "optimizer", (3 * MIB,), torch.uint8)
-    dirty.fill_(1)
-    with pytest.raises(MemoryFault, match="no room on the host for the contents of optimizer; nothing was moved"):
-        arena.release(["optimizer", "frozen"])
-    assert backing(arena) == {"optimizer": "mapped_dirty", "frozen": "mapped_clean"}
-    arena.release(["frozen"])
-    arena.restore(["frozen"])
-    assert int(clean.sum(dtype=torch.int64)) == 4 * MIB
-
-
 # -- allocations made by others -----------------------------------------------------------------------------------------
 
 
@@ -634,18 +450,6 @@ def test_adopted_memory_leaves_and_returns_like_its_own(making: Callable[..., Ar
 # -- hostile and mistaken calls -----------------------------------------------------------------------------------------
 
 
-def test_repeating_a_command_does_nothing(arena: Arena):
-    empty_tensor(arena, "optimizer", (MIB,), torch.uint8)
-    arena.release(["optimizer", "grads", "optimizer"])
-    for _ in range(3):
-        moved = arena.release(["optimizer"])
-        assert (moved.copied_bytes, moved.dropped_bytes) == (0, 0)
-    arena.restore(["optimizer"])
-    for _ in range(3):
-        assert arena.restore(["optimizer"]).copied_bytes == 0
-    assert arena.release([]).copied_bytes == 0
-
-
 @pytest.mark.parametrize("call", ["release", "restore", "begin_restore", "begin_backup"])
 def test_an_unknown_tag_stops_a_command_before_it_begins(arena: Arena, call: str):
     empty_tensor(arena, "optimizer", (100,), torch.uint8)
@@ -656,38 +460,6 @@ def test_an_unknown_tag_stops_a_command_before_it_begins(arena: Arena, call: str
     assert backing(arena) == {"optimizer": "mapped_dirty"}
     with pytest.raises(MemoryFault, match="pass a collection of tags"):
         getattr(arena, call)("optimizer")
-
-
-def test_mistakes_are_told_with_what_to_do(arena: Arena):
-    tensor = empty_tensor(arena, "optimizer", (100,), torch.uint8)
-    with pytest.raises(MemoryFault, match="0 bytes for tag 'grads' -- ask for at least one"):
-        arena.empty("grads", 0)
-    with pytest.raises(MemoryFault, match="-1 bytes"):
-        arena.empty("grads", -1)
-    with pytest.raises(MemoryFault, match="holds 4,096 bytes under policy backup -- free them before"):
-        arena.tag("optimizer", "discard")
-    arena.tag("optimizer", "backup", priority=3)  # the same again: fine
-    for tag, policy in (("moments", "backup"), ("optimizer", "mirror")):
-        with pytest.raises(
-            MemoryFault, match=f"tag '{tag}' with policy '{policy}' -- tags are params, .*; policies are"
-        ):
-            arena.tag(cast(Tag, tag), cast(TagPolicy, policy))
-    with pytest.raises(MemoryFault, match="no region begins at 0x7 -- free each region once"):
-        arena.free(7)
-    with pytest.raises(MemoryFault, match="'grads'.*is mapped_dirty and cannot be copied to the host"):
-        arena.begin_backup(["grads"])
-    arena.release(["optimizer"])
-    for call in (arena.mark_dirty, arena.mark_clean):
-        with pytest.raises(MemoryFault, match="tag 'optimizer' is host and cannot be .* -- restore the tag first"):
-            call("optimizer")
-    with pytest.raises(MemoryFault, match="is host and cannot be given more memory"):
-        arena.empty("optimizer", 1)
-    with pytest.raises(MemoryFault, match="is host and cannot be copied to the host"):
-        arena.begin_backup(["optimizer"])
-    arena.free(tensor.data_ptr())  # memory that is away may end
-    assert reports(arena)["optimizer"].num_bytes == reports(arena)["optimizer"].host_bytes == 0
-    with pytest.raises(MemoryFault, match="free each region once"):
-        arena.free(tensor.data_ptr())
 
 
 def test_a_listener_that_fails_does_not_tear_a_tag_in_two(making: Callable[..., Arena]):

@@ -18,7 +18,6 @@ from myxa.memory.arenas import libc
 from myxa.memory.arenas.arena import Arena
 from myxa.memory.arenas.host_pool import HostPool
 from myxa.memory.arenas.host_vmm import HostVmmDriver, device_bytes
-from myxa.memory.arenas.tagged_memory import AWAY, LEAVES_BY, TRANSITIONS, TagEvent, after
 
 PAGE = libc.PAGE_BYTES
 CHUNKS = 4
@@ -177,18 +176,6 @@ def test_what_was_not_copied_is_not_given_back(cases: Callable[..., Case], nth: 
         assert bytes(libc.view(where, PAGE)) == bytes([1]) * PAGE, "in one place at least"
 
 
-def test_a_drop_that_fails_poisons_its_tag_and_leaves_the_copies_whole(cases: Callable[..., Case]):
-    case = cases()
-    case.driver.fail("unmap", 1)
-    with pytest.raises(MemoryFault, match="tag 'grads': host:5: unmap broke"):
-        case.arena.release(["grads", "frozen"])
-    assert case.backing() == {"optimizer": "mapped_dirty", "frozen": "mapped_dirty", "grads": "poisoned"}
-    assert case.first_byte("frozen") == 2
-    case.driver.plan = {}
-    assert case.arena.release(["frozen"]).copied_bytes == CHUNKS * PAGE
-    case.check_it_can_end()
-
-
 @pytest.mark.parametrize("call", ["copy_in", "wait"])
 @pytest.mark.parametrize("nth", range(CHUNKS))
 def test_a_restore_that_fails_keeps_the_host_copy(cases: Callable[..., Case], call: str, nth: int):
@@ -220,18 +207,6 @@ def test_a_restore_that_fails_leaves_those_behind_it_away(cases: Callable[..., C
     assert case.first_byte("optimizer") == 1
     case.arena.mark_dirty("optimizer")
     case.check_it_can_end()
-
-
-def test_streams_that_fail_leave_those_behind_them_away_and_what_is_awaited_there(cases: Callable[..., Case]):
-    case = cases()
-    case.arena.release(["optimizer", "frozen", "grads"])
-    case.driver.fail("copy_in", 1)
-    with pytest.raises(MemoryFault, match="tag 'frozen': .*copy_in broke"):
-        case.arena.begin_restore(["optimizer", "frozen", "grads"], awaited=["grads"])
-    assert case.backing() == {"optimizer": "host", "frozen": "poisoned", "grads": "copy_in"}
-    case.driver.plan = {}
-    case.arena.restore(["optimizer", "grads"])
-    assert (case.first_byte("optimizer"), case.first_byte("grads")) == (1, 0)
 
 
 @pytest.mark.parametrize("nth", range(2 * CHUNKS))
@@ -284,15 +259,6 @@ def test_a_copy_out_that_differs_is_found_before_its_original_is_given_up(cases:
     )
 
 
-def test_host_memory_that_changed_is_found_before_it_is_copied_in(cases: Callable[..., Case]):
-    case = cases(is_verifying=True)
-    case.arena.release(["optimizer"])
-    flip(case.driver.slabs[case.addresses["optimizer"]])
-    with pytest.raises(MemoryFault, match=r"'optimizer': the host copy of 4,096 bytes .* changed while it was away"):
-        case.arena.restore(["optimizer"])
-    assert case.backing()["optimizer"] == "poisoned"
-
-
 def test_a_copy_in_that_differs_is_found(cases: Callable[..., Case]):
     case = cases(is_verifying=True)
     case.arena.release(["optimizer"])
@@ -301,34 +267,4 @@ def test_a_copy_in_that_differs_is_found(cases: Callable[..., Case]):
         case.arena.restore(["optimizer"])
 
 
-@pytest.mark.parametrize("is_verifying", [False, True])
-def test_verified_copies_are_copies_all_the_same(cases: Callable[..., Case], is_verifying: bool):
-    case = cases(is_verifying=is_verifying)
-    tags: tuple[Tag, ...] = ("optimizer", "frozen")
-    digests = {tag: case.arena.digest(tag) for tag in tags}
-    for _ in range(3):
-        case.arena.begin_backup(["frozen"])
-        case.arena.release(["optimizer", "frozen", "grads"])
-        assert {tag: case.arena.digest(tag) for tag in tags} == digests
-        case.arena.restore(["optimizer", "frozen", "grads"])
-        assert {tag: case.arena.digest(tag) for tag in tags} == digests
-        case.arena.mark_dirty("optimizer")
-
-
 # -- the table ---------------------------------------------------------------------------------------------------------
-
-
-def test_every_state_can_be_reached_and_only_poison_is_for_ever():
-    reached, front = {"mapped_dirty"}, ["mapped_dirty"]
-    while front:
-        here = front.pop()
-        for (source, _), target in TRANSITIONS.items():
-            if source == here and target not in reached:
-                reached.add(target)
-                front.append(target)
-    assert reached == {"mapped_dirty", "mapped_clean", "copy_out", "host", "discarded", "copy_in", "poisoned"}
-    assert {source for source, _ in TRANSITIONS} == reached - {"poisoned"}
-    assert all(TRANSITIONS[backing, event] for (_, backing), event in LEAVES_BY.items())
-    assert all(event is TagEvent.MAPPED for (source, event) in TRANSITIONS if source in AWAY)
-    with pytest.raises(MemoryFault, match="here: tag 'grads' is discarded and cannot be copied out -- restore the tag"):
-        after("here", "grads", "discarded", TagEvent.COPY_BEGUN)

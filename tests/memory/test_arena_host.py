@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import os
 import random
 import threading
@@ -18,7 +16,7 @@ from myxa.core.errors import MemoryFault, OutOfDeviceMemory
 from myxa.memory.arenas import libc
 from myxa.memory.arenas.arena import Arena
 from myxa.memory.arenas.host_pool import HostPool
-from myxa.memory.arenas.host_vmm import PROC, HostVmmDriver, device_bytes, rss_anon, rss_shmem
+from myxa.memory.arenas.host_vmm import HostVmmDriver, device_bytes, rss_anon
 from myxa.memory.arenas.tensors import empty_tensor, empty_tensors, tensor_at
 
 PAGE = libc.PAGE_BYTES
@@ -39,19 +37,6 @@ def arena() -> Iterator[Arena]:
     made.tag("params", "backup")
     yield made
     made.close()
-
-
-class Mallinfo(ctypes.Structure):
-    """What glibc's mallinfo2 returns."""
-
-    _fields_ = tuple((f"field_{index}", ctypes.c_size_t) for index in range(10))
-
-
-def malloced() -> int:
-    """Bytes of the C library's heap that are in use."""
-    mallinfo = ctypes.CDLL(None).mallinfo2
-    mallinfo.restype = Mallinfo
-    return mallinfo().field_7
 
 
 # -- driver ------------------------------------------------------------------------------------------------------------
@@ -190,11 +175,6 @@ def test_sizes_are_rounded_up_to_what_the_device_hands_out():
     coarse.close()
 
 
-def test_chunks_have_a_size(driver: HostVmmDriver):
-    with pytest.raises(MemoryFault, match="arena on host:2: chunks of 0 bytes"):
-        Arena(driver, HostPool(0), SystemClock(), chunk_bytes=0)
-
-
 # -- pool --------------------------------------------------------------------------------------------------------------
 
 
@@ -302,25 +282,8 @@ def test_a_tensor_is_the_memory_itself(arena: Arena, dtype: torch.dtype):
     assert not same.view(torch.uint8).any()
 
 
-def test_a_tensor_owns_nothing_and_needs_no_owner(arena: Arena):
-    address = arena.empty("params", MIB)
-    tensor_at(address, (MIB,), torch.uint8)
-    before = malloced()
-    for _ in range(10_000):
-        tensor_at(address, (MIB,), torch.uint8)
-    gc.collect()
-    assert malloced() - before < 10_000 * 20, "its record is freed with it"
-    libc.zero(address, MIB)  # and the memory is not
-    kept = [tensor_at(address, (MIB,), torch.uint8) for _ in range(3)]
-    arena.free(address)
-    del kept  # touches nothing
-
-
-def test_training_on_an_arena_is_bit_equal_to_training_elsewhere(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_training_on_an_arena_is_bit_equal_to_training_elsewhere(arena: Arena):
     """Parameters, gradients and moments in the arena leave after every step; the losses never know."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))  # torch.optim imports torch's compiler
     arena.tag("grads", "discard")
     arena.tag("optimizer", "backup")
 
@@ -329,32 +292,32 @@ def test_training_on_an_arena_is_bit_equal_to_training_elsewhere(
         torch.manual_seed(11)
         model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Tanh(), torch.nn.Linear(128, 8))
         params = list(model.parameters())
+        moments = [torch.zeros_like(param) for param in params]
+        for param in params:
+            param.grad = torch.zeros_like(param)
         if is_in_arena:
             specs = [(tuple(p.shape), p.dtype) for p in params]
+            moments = [moment.zero_() for moment in empty_tensors(arena, "optimizer", specs)]
             places = empty_tensors(arena, "params", specs), empty_tensors(arena, "grads", specs)
             for param, place, grad in zip(params, *places, strict=True):
                 place.copy_(param.data)
                 param.data, param.grad = place, grad.zero_()
-        optimizer = torch.optim.AdamW(params, lr=1e-2, foreach=False)
-        if is_in_arena:
-            for param in params:
-                moments = empty_tensors(arena, "optimizer", [(tuple(param.shape), param.dtype)] * 2)
-                step = torch.tensor(0.0)
-                optimizer.state[param] = {"step": step, "exp_avg": moments[0].zero_(), "exp_avg_sq": moments[1].zero_()}
         losses = []
         for _ in range(12):
             loss = model(torch.randn(16, 64)).square().mean()
             loss.backward()
-            optimizer.step()
             losses.append(loss.item())
+            with torch.no_grad():
+                for param, moment in zip(params, moments, strict=True):
+                    assert param.grad is not None
+                    param.sub_(moment.mul_(0.9).add_(param.grad), alpha=0.1)
+                    param.grad.zero_()
             if is_in_arena:
                 for tag in ("params", "optimizer"):
                     arena.mark_dirty(tag)
                 arena.release(["params", "grads", "optimizer"])
                 assert device_bytes([PID], "host:2") == 0
                 arena.restore(["optimizer", "params", "grads"])
-            else:
-                optimizer.zero_grad(set_to_none=False)
         return losses
 
     assert train(is_in_arena=True) == train(is_in_arena=False)
@@ -377,20 +340,4 @@ def test_tensors_side_by_side_share_a_region(arena: Arena):
     assert empty_tensor(arena, "params", (0,), torch.int64).shape == (0,)
 
 
-@pytest.mark.parametrize(
-    ("address", "shape", "device"),
-    [(0, (1,), "cpu"), (PAGE + 1, (1,), "cpu"), (PAGE, (-1,), "cpu"), (PAGE, (-1, -1), "cpu"), (PAGE, (1,), "meta")],
-)
-def test_nonsense_makes_no_tensor(address: int, shape: tuple[int, ...], device: str):
-    with pytest.raises(MemoryFault, match="use sizes of at least 0, an aligned address, and a cpu or cuda device"):
-        tensor_at(address, shape, torch.float32, device)
-
-
 # -- measuring -----------------------------------------------------------------------------------------------------------
-
-
-def test_what_nobody_holds_is_zero():
-    gone = max(int(path.name) for path in PROC.iterdir() if path.name.isdigit()) + 100_000
-    assert (rss_shmem(gone), rss_anon(gone), device_bytes([gone], "host:2")) == (0, 0, 0)
-    assert device_bytes([PID], "host:no such") == 0
-    assert rss_anon(PID) > MIB

@@ -340,7 +340,7 @@ class ArenaAgainstModel(RuleBasedStateMachine):
 
 TestArenaAgainstModel = ArenaAgainstModel.TestCase
 TestArenaAgainstModel.settings = settings(
-    max_examples=120,
+    max_examples=60,
     stateful_step_count=50,
     deadline=None,
     print_blob=True,

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-import re
 import threading
 
 import pytest
 from tests.memory.standin_gpu import GRANULE, MIB, StandinGpu
 
 from myxa.core.clock import SystemClock
-from myxa.core.device_memory import Tag, TagPolicy
+from myxa.core.device_memory import Tag
 from myxa.core.errors import MemoryFault, OutOfDeviceMemory
-from myxa.memory.arenas import pinned
 from myxa.memory.arenas.arena import Arena
 from myxa.memory.arenas.cuda_driver import IN, OUT, CudaDriver, CudaLibrary, PrimaryContext
 from myxa.memory.arenas.host_pool import HostPool
-from myxa.memory.arenas.pinned import Pinning, near, pin_for
+from myxa.memory.arenas.pinned import Pinning, pin_for
 
 OUT_OF_MEMORY, INVALID_VALUE, INVALID_DEVICE, LAUNCH_FAILED = 2, 1, 101, 719
 
@@ -151,41 +149,6 @@ def test_a_gpu_that_cannot_have_the_kernel_copies_by_its_engines(gpu: StandinGpu
     driver.close()
 
 
-def test_filling_waits_for_no_copy(driver: CudaDriver):
-    host = ctypes.create_string_buffer(b"\x05" * GRANULE)
-    address, handle = mapped(driver, 2 * GRANULE)
-    ctypes.memset(address, 7, 2 * GRANULE)
-    into = driver.copy_in(address, ctypes.addressof(host), GRANULE)
-    driver.wait(driver.zero(address + GRANULE, GRANULE))
-    assert (ctypes.string_at(address, 1), ctypes.string_at(address + GRANULE, 1)) == (b"\x07", b"\x00")
-    driver.wait(into)
-    assert ctypes.string_at(address, 1) == b"\x05"
-    give_back(driver, address, 2 * GRANULE, handle)
-
-
-def test_memory_under_a_copy_is_not_unmapped(driver: CudaDriver):
-    host = ctypes.create_string_buffer(GRANULE)
-    address, handle = mapped(driver, 2 * GRANULE)
-    ticket = driver.copy_out(ctypes.addressof(host), address + GRANULE, GRANULE)
-    with pytest.raises(MemoryFault, match="are being copied.*wait for the copy"):
-        driver.unmap(address, 2 * GRANULE)
-    driver.wait(ticket)
-    give_back(driver, address, 2 * GRANULE, handle)
-
-
-def test_a_synchronised_device_has_no_copies_under_way(driver: CudaDriver):
-    host = ctypes.create_string_buffer(GRANULE)
-    address, handle = mapped(driver, GRANULE)
-    driver.copy_out(ctypes.addressof(host), address, GRANULE)
-    driver.synchronise()
-    give_back(driver, address, GRANULE, handle)
-
-
-def test_a_full_device_says_so(driver: CudaDriver):
-    with pytest.raises(OutOfDeviceMemory, match=r"cuMemCreate \(536,870,912 bytes\): CUDA_ERROR_OUT_OF_MEMORY \(2\)"):
-        driver.create(512 * MIB)
-
-
 @pytest.mark.parametrize(
     ("name", "act"),
     [
@@ -282,13 +245,6 @@ def test_a_copy_that_failed_is_told_to_whoever_waits_for_it_not_only_to_the_firs
     give_back(driver, address, 4 * GRANULE, handle)
 
 
-def test_thousands_of_copies_may_be_under_way(driver: CudaDriver):
-    address, handle = mapped(driver, GRANULE)
-    tickets = [driver.copy_in(address + 64 * i, HOST_AT, 64) for i in range(5000)]
-    driver.wait(tickets[-1])
-    give_back(driver, address, GRANULE, handle)
-
-
 @pytest.mark.parametrize("ticket", [0, -1, 1, 99])
 def test_tickets_of_nobody_are_refused(driver: CudaDriver, ticket: int):
     with pytest.raises(MemoryFault, match=f"no copy has the ticket {ticket}"):
@@ -357,31 +313,6 @@ def test_a_pool_that_cannot_be_pinned_is_not_there(gpu: StandinGpu):
         Pinning(0, library=gpu.path, num_threads=0)
 
 
-def test_the_nearest_node_is_the_devices_own_word_or_that_of_its_bus(gpu: StandinGpu, tmp_path):
-    context = PrimaryContext(CudaLibrary(gpu.path), 0)
-    assert near(context, tmp_path) is None
-    (tmp_path / "0000:00:00.0").mkdir()
-    (tmp_path / "0000:00:00.0/numa_node").write_text("1\n")
-    assert near(context, tmp_path) == 1
-    (tmp_path / "0000:00:00.0/numa_node").write_text("-1\n")
-    assert near(context, tmp_path) is None
-    context.close()
-
-
-def test_a_node_is_preferred_only_where_there_are_several(tmp_path):
-    pool = HostPool(MIB, None)
-    address = pool.take(MIB)
-    assert pinned._prefer_node(address, MIB, 0, tmp_path) == "one node"
-    for name in ("node0", "node1", "power"):
-        (tmp_path / name).mkdir()
-    assert pinned._prefer_node(address, MIB, None, tmp_path) == "the GPU's node is unknown"
-    assert re.fullmatch(r"node 0|refused: .+", pinned._prefer_node(address, MIB, 0, tmp_path))
-    assert pinned._prefer_node(address, MIB, 900, tmp_path).startswith("refused: ")  # no machine has that node
-    assert pinned._prefer_node(address, MIB, 5000, tmp_path) == "node 5000 is out of range"
-    ctypes.memset(address, 1, MIB)
-    pool.close()
-
-
 # -- an arena on it ------------------------------------------------------------------------------------------------
 
 
@@ -396,26 +327,6 @@ def arena(gpu: StandinGpu, host_pool: HostPool):
     yield arena
     gpu.fail_nothing()
     arena.close()
-
-
-def test_tags_leave_the_device_and_come_back_to_the_bit(arena: Arena, host_pool: HostPool, gpu: StandinGpu):
-    tags: list[tuple[Tag, TagPolicy]] = [("optimizer", "backup"), ("grads", "discard"), ("params", "rematerialise")]
-    for tag, policy in tags:
-        arena.tag(tag, policy)
-        address = arena.empty(tag, 15 * MIB)
-        ctypes.memset(address, 0x5A, 15 * MIB)
-        ctypes.memset(address + 5 * MIB, 0xA5, 3)
-    before = arena.digest("optimizer")
-    held = gpu.held()
-    for _ in range(3):
-        moved = arena.release(("optimizer", "grads", "params"))
-        assert (moved.copied_bytes, moved.dropped_bytes) == (16 * MIB, 32 * MIB)
-        assert gpu.held() == held - 48 * MIB == 0
-        arena.restore(("optimizer", "grads", "params"))
-        assert arena.digest("optimizer") == before
-        arena.mark_dirty("optimizer")
-        arena.mark_dirty("params")
-    assert gpu.is_pinned(host_pool.take(MIB), MIB)
 
 
 def test_a_restore_that_is_waited_for_takes_the_kernel_and_one_that_streams_does_not(arena: Arena, gpu: StandinGpu):
@@ -446,33 +357,6 @@ def test_what_streams_in_is_begun_when_everything_is_mapped(arena: Arena, gpu: S
     arena.begin_restore(tags, awaited=("params", "grads")).wait_all()
     steps = [name for name, _, _ in gpu.calls() if name in ("cuMemMap", "cuLaunchKernel", "cuMemcpyHtoDAsync_v2")]
     assert steps == ["cuMemMap", "cuLaunchKernel"] * 3 + ["cuMemMap"] * 6 + ["cuMemcpyHtoDAsync_v2"] * 3
-
-
-def test_each_chunk_is_unmapped_after_its_own_copy_while_the_next_is_under_way(arena: Arena, gpu: StandinGpu):
-    arena.tag("optimizer", "backup")
-    address = arena.empty("optimizer", 16 * MIB)
-    gpu.calls()
-    arena.release(("optimizer",))
-    steps = [(name, at) for name, at, _ in gpu.calls() if name in ("cuMemcpyDtoHAsync_v2", "cuMemUnmap")]
-    chunks = [address + i * 4 * MIB for i in range(4)]
-    assert [at for name, at in steps if name == "cuMemUnmap"] == chunks
-    for index, chunk in enumerate(chunks[:-1]):
-        assert steps.index(("cuMemcpyDtoHAsync_v2", chunks[index + 1])) < steps.index(("cuMemUnmap", chunk))
-
-
-def test_a_device_that_others_filled_refuses_a_restore_and_nothing_is_lost(arena: Arena, gpu: StandinGpu):
-    arena.tag("optimizer", "backup")
-    address = arena.empty("optimizer", 12 * MIB)
-    ctypes.memset(address, 3, 12 * MIB)
-    before = arena.digest("optimizer")
-    arena.release(("optimizer",))
-    gpu.set_capacity(0, 8 * MIB)
-    with pytest.raises(OutOfDeviceMemory, match="optimizer cannot come back.*CUDA_ERROR_OUT_OF_MEMORY"):
-        arena.restore(("optimizer",))
-    assert gpu.held() == 0
-    gpu.set_capacity(0, 64 * MIB)
-    arena.restore(("optimizer",))
-    assert arena.digest("optimizer") == before
 
 
 def test_waiting_for_one_tag_does_not_hide_that_another_did_not_arrive(arena: Arena, gpu: StandinGpu):

@@ -18,7 +18,7 @@ from tests.memory.standin_gpu import MIB, StandinGpu
 
 from myxa.core.clock import SystemClock
 from myxa.core.errors import MemoryFault, OutOfDeviceMemory
-from myxa.memory.arenas.cuda_memory import CudaMemory, open_cuda
+from myxa.memory.arenas.cuda_memory import open_cuda
 
 
 class Bench:
@@ -156,20 +156,6 @@ def test_what_a_graph_captured_in_a_tags_pool_is_adopted_on_demand(bench: Bench)
     assert ctypes.string_at(address, 3 * MIB) == b"\x09" * (3 * MIB)
 
 
-def test_an_arena_that_refuses_a_segment_leaves_it_to_torch(bench: Bench):
-    bench.memory.arena.tag("cuda_graph", "backup")
-    bench.memory.pools.pool_id("cuda_graph", "backup")
-    bench.tensor("cuda_graph", "backup", MIB, 1)
-    pool = bench.memory.pools._pools["cuda_graph"]
-    bench.memory.release(("cuda_graph",))
-    address = bench.caching.empty(8 * MIB, pool)  # a graph is captured in the pool of a tag that is away
-    with pytest.raises(MemoryFault, match="cannot be given more memory"):
-        bench.memory.adopt_new()
-    pool.pool.free(address, pool.pool.segments.pop(address)[0], 0, None)  # type: ignore[attr-defined]
-    assert bench.gpu.held() == 0
-    bench.memory.adopt_new()
-
-
 def test_residue_is_what_the_tags_do_not_explain(bench: Bench):
     bench.tensor("params", "backup", 6 * MIB, 1)
     told = bench.memory.residue(lambda: (26 * MIB, 12 * MIB))
@@ -221,7 +207,3 @@ def test_torch_without_a_gpu_is_refused_before_anything_is_pinned(gpu: StandinGp
         open_cuda(0, MIB, SystemClock(), library=gpu.path, cache_dir=cache_dir)
     assert gpu.live() == {}
     assert "cuMemHostRegister_v2" not in [name for name, _, _ in gpu.calls()]
-
-
-def test_the_public_class_is_what_it_says():
-    assert {"region", "release", "restore", "report", "residue", "trim", "adopt_new", "close"} <= set(dir(CudaMemory))

@@ -5,9 +5,7 @@ The library itself needs a GPU's runtime to be loaded; the GPU benchmark runs th
 
 from __future__ import annotations
 
-import gc
 import sys
-import weakref
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -164,26 +162,6 @@ def test_what_is_kept_never_goes_through_the_library(saver: TorchSaver, strict: 
         saver.tag("params", "discard")
 
 
-def test_marks_are_taken_and_change_nothing(saver: TorchSaver):
-    saver.mark_clean("params")
-    saver.mark_dirty("params")
-    assert saver.release(("params",)).copied_bytes == 30 * MIB
-    with pytest.raises(MemoryFault, match="was not declared"):
-        saver.mark_dirty("weights")
-
-
-@pytest.mark.parametrize(
-    ("mode", "error", "said"),
-    [
-        ("torch", AssertionError("Cannot configure after initialization"), "set the mode before its first use"),
-        ("torch", AttributeError("_impl_ctor_kwargs"), "set the mode before its first use"),
-    ],
-)
-def test_a_library_that_is_in_use_otherwise_is_told(device: FakeDevice, mode: Any, error: Exception, said: str):
-    with pytest.raises(MemoryFault, match=f"cannot be used in mode '{mode}'.*{said}"):
-        TorchSaver(ManualClock(), hook_mode=mode, saver=StrictSaver(device, error), device=device)  # type: ignore[arg-type]
-
-
 def test_a_process_without_the_preload_is_told_how_to_begin(device: FakeDevice):
     class NotPreloaded(StrictSaver):
         def __setattr__(self, name: str, value: Any) -> None:
@@ -193,17 +171,6 @@ def test_a_process_without_the_preload_is_told_how_to_begin(device: FakeDevice):
 
     with pytest.raises(MemoryFault, match=r"mode 'preload': .*invalid LD_PRELOAD.*start the process with LD_PRELOAD"):
         TorchSaver(ManualClock(), hook_mode="preload", saver=NotPreloaded(device), device=device)  # type: ignore[arg-type]
-
-
-def test_the_librarys_pools_outlive_their_user(device: FakeDevice):
-    """It would end the process when they free their memory."""
-    strict = StrictSaver(device)
-    ends: list[str] = []
-    weakref.finalize(strict, ends.append, "destructed")
-    TorchSaver(ManualClock(), saver=strict, device=device).close()  # type: ignore[arg-type]
-    del strict
-    gc.collect()
-    assert ends == []
 
 
 def test_a_library_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch, device: FakeDevice):

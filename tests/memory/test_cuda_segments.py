@@ -14,7 +14,6 @@ import pytest
 from tests.memory.standin_gpu import GRANULE, MIB, StandinGpu
 
 from myxa.core.errors import MemoryFault
-from myxa.core.files import take_lock
 from myxa.memory.arenas import segment_table
 from myxa.memory.arenas.segment_table import SLOTS, SOURCE, SegmentTable, SlotRegister, built
 
@@ -70,11 +69,6 @@ def test_each_device_has_its_own_memory(table: SegmentTable, gpu: StandinGpu):
     assert (gpu.held(0), gpu.held(1)) == (0, GRANULE)
     assert table.segments()[0].device == 1
     torch.free(address)
-
-
-@pytest.mark.parametrize("num_bytes", [0, -5])
-def test_no_memory_of_no_size(table: SegmentTable, num_bytes: int):
-    assert Functions(table).allocate(num_bytes) is None
 
 
 def test_a_device_that_is_not_there_gives_nothing_and_says_why(table: SegmentTable):
@@ -264,38 +258,9 @@ def test_a_source_is_compiled_once_whoever_asks(tmp_path: Path, monkeypatch: pyt
     assert not list((tmp_path / "c").glob(".building-*"))
 
 
-def test_whoever_waits_for_another_that_compiles_waits_no_longer_than_that_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(segment_table, "LOCK_S", 0.2)
-    source = tmp_path / "seven.c"
-    source.write_text("int seven(void) { return 7; }\n")
-    done = built(source, tmp_path / "c")
-    done.unlink()
-    held = take_lock(done.with_suffix(".lock"))
-    assert held is not None
-    with held, pytest.raises(MemoryFault, match=r"another process has held its lock for 0\.2 s.*\.lock open"):
-        built(source, tmp_path / "c")
-    assert built(source, tmp_path / "c") == done
-
-
 def test_a_machine_without_a_compiler_is_told_what_it_lacks(tmp_path: Path):
     with pytest.raises(MemoryFault, match=r"none of no-such-cc, nor-this is on the PATH.*apt-get install gcc"):
         built(SOURCE, tmp_path / "c", compilers=("no-such-cc", "nor-this"))
-
-
-def test_a_source_that_does_not_compile_says_what_the_compiler_says(tmp_path: Path):
-    source = tmp_path / "wrong.c"
-    source.write_text("int seven(void) { return nonsense; }\n")
-    with pytest.raises(MemoryFault, match="nonsense"):
-        built(source, tmp_path / "c")
-    assert not list((tmp_path / "c").glob("*.so"))
-
-
-def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(MemoryFault, match=r"no folder can hold what is compiled.*Not a directory"):
-        built(SOURCE, tmp_path / "file" / "c")
 
 
 def test_a_home_that_cannot_be_written_is_replaced_by_a_folder_of_ones_own(tmp_path: Path, monkeypatch):

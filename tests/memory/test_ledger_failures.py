@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from msgspec.structs import replace
-from tests.memory.ledger_world import ALL, CAPACITY, MIB, RESIDUE, SPANNING, Asset, Process, World
+from tests.memory.ledger_world import ALL, MIB, RESIDUE, SPANNING, Asset, Process, World
 
-from myxa.core.device_memory import LeaseReply, MemoryCommand, TagReport
+from myxa.core.device_memory import LeaseReply, MemoryCommand
 
 
 @pytest.fixture
@@ -65,17 +64,6 @@ def test_who_never_answers_is_fenced_and_taken_back(world: World) -> None:
     assert fenced.is_usable
     assert granted(world, "rollout", "trainer")
     assert granted(world, "trainer", "rollout")
-
-
-def test_a_stranger_that_is_there_is_met_by_letting_more_go(world: World) -> None:
-    """Memory that the books do not know of is made up for by what leaves."""
-    granted(world, "rollout", "trainer")
-    before = {tag for tag, asset in world.live["rollout/0"].assets.items() if not asset.on_device}
-    assert before == set()
-    world.has_cheated = True
-    world.strangers["gpu-a"] = 100 * MIB
-    assert granted(world, "trainer", "rollout")
-    assert world.used("gpu-a") <= CAPACITY
 
 
 def test_a_stranger_that_takes_what_was_freed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,23 +180,6 @@ def test_an_engine_that_dies_while_it_restores_gives_the_device_back(world: Worl
     assert granted(world, "rollout", "trainer")
 
 
-def test_the_dead_count_until_their_memory_is_seen_to_be_free(world: World) -> None:
-    granted(world, "rollout", "trainer")
-    held = world.arbiter.ledger.held("gpu-a")
-    process = world.live.pop("rollout/0")
-    process.is_alive = False  # its memory stays for a while
-    world.do(world.arbiter.died("rollout/0", process.epoch, "killed", world.now))
-    world.advance(2.0)
-    assert world.arbiter.ledger.held("gpu-a") == held
-    assert {h.state for h in world.arbiter.ledger.holders("gpu-a") if h.tenant == "rollout/0"} == {
-        "dead, not proven free"
-    }
-    process.freed.add("gpu-a")
-    world.advance(0.5)
-    assert world.arbiter.ledger.held("gpu-a") == held - process.report().residue_bytes - 580 * MIB
-    assert world.arbiter.ledger.unproven == []
-
-
 def test_the_dead_of_several_devices_count_on_each_until_it_is_seen_to_be_free_there() -> None:
     world = World(2, SPANNING)
     world.advance(0.5)
@@ -276,37 +247,6 @@ def test_what_is_measured_after_a_tenant_lost_a_process_is_no_baseline() -> None
     assert world.arbiter.ledger.unproven == []
 
 
-def test_what_a_tenant_loads_is_not_taken_for_a_strangers() -> None:
-    world = World(10)
-    world.advance(0.5)
-    process, account = world.live["rollout/1"], world.arbiter.ledger.devices["gpu-b"]
-    world.strangers["gpu-b"] = 30 * MIB
-    world.advance(5.5)
-    told = world.arbiter.ledger.tenants["rollout/1"].report
-    loads = TagReport("kv_cache", 420 * MIB, "discard", "mapped_dirty")
-    world.do(world.arbiter.reported(replace(told, tags=(loads,), reserved_bytes=420 * MIB, sequence=100), world.now))
-    process.assets["kv_cache"].on_device = True
-    world.advance(5.5)
-    assert world.arbiter.ledger.unattributed("gpu-b") == 450 * MIB
-    assert account.baseline_bytes == 30 * MIB
-
-
-def test_room_that_nobody_took_limits_the_baseline() -> None:
-    """Less is used than its owner may take: a stranger cannot have more than what is not surely the owner's."""
-    world = World(9)
-    world.advance(0.5)
-    process, account = world.live["other/0"], world.arbiter.ledger.devices["gpu-b"]
-    world.strangers["gpu-b"] = 300 * MIB
-    world.advance(5.5)
-    assert account.baseline_bytes == 300 * MIB
-    world.strangers["gpu-b"] = 30 * MIB
-    process.assets["workspace"].on_device = True  # room of 100 MiB
-    world.strangers["gpu-b"] -= 100 * MIB  # of which nothing is taken
-    world.hear(process.report(), world.arbiter.reported)
-    world.advance(5.5)
-    assert account.baseline_bytes == 30 * MIB
-
-
 def test_of_the_dead_no_more_counts_than_the_measurement_leaves() -> None:
     """Somebody who lives has taken more since they were well: that is no proof, but most of their memory is free."""
     world = World(6)
@@ -327,23 +267,6 @@ def test_of_the_dead_no_more_counts_than_the_measurement_leaves() -> None:
     assert granted(world, "rollout", "trainer")
 
 
-def test_a_refusal_for_the_dead_says_what_is_measured() -> None:
-    world = World(7)
-    world.advance(0.5)
-    granted(world, "trainer")
-    granted(world, "rollout", "trainer")
-    world.advance(5.5)
-    process = world.live.pop("rollout/1")
-    process.is_alive = False  # its memory stays
-    world.do(world.arbiter.died("rollout/1", process.epoch, "killed", world.now))
-    world.spawn("rollout/1")
-    world.advance(0.2)
-    reason = answer(world, "rollout", "trainer").reason
-    assert "rollout/1 kv_cache 420 MiB (dead, not proven free)" in reason
-    assert "MiB used by no living tenant, before the deaths 0 bytes" in reason
-    assert "measured: " in reason
-
-
 def test_an_engine_over_several_devices_leaves_and_returns_by_one_command_each() -> None:
     world = World(3, SPANNING)
     world.advance(0.5)
@@ -355,19 +278,6 @@ def test_an_engine_over_several_devices_leaves_and_returns_by_one_command_each()
     kinds = [name.split(".")[2] for name, _ in world.live["rollout/0"].executed]
     assert kinds.count("drain") == kinds.count("release") == 2
     assert kinds.count("restore") == kinds.count("commit") == 3
-
-
-def test_a_stranger_on_one_of_an_engines_devices_keeps_it_off_all_of_them() -> None:
-    world = World(4, SPANNING)
-    world.advance(0.5)
-    granted(world, "trainer", "rollout")
-    world.strangers["gpu-b"] = 450 * MIB
-    world.has_cheated = True
-    asked = world.lease("rollout", ALL["rollout"], ("trainer",), True, 20.0)
-    world.advance(21.0)
-    assert "short on gpu-b" in world.answers[asked].reason
-    assert not world.live["rollout/0"].assets["kv_cache"].on_device
-    assert states(world, "trainer") == {"active"}
 
 
 def test_leases_of_one_device_are_served_in_order(world: World) -> None:

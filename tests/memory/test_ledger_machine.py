@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(110)
 
 NAMES = st.sampled_from(sorted(MEMBERS | SPANNING))
 COUNTS = {"steps": 0, "granted": 0, "refused": 0}
-NUM_EXAMPLES = int(os.environ.get("MYXA_LEDGER_EXAMPLES", "80"))
+NUM_EXAMPLES = int(os.environ.get("MYXA_LEDGER_EXAMPLES", "40"))
 STEPS = 40
 
 
@@ -120,8 +120,7 @@ class LedgerMachine(RuleBasedStateMachine):
         COUNTS["refused"] += world.num_refused
 
 
-@pytest.mark.parametrize("part", [0])
-def test_the_ledger_keeps_its_invariants(part: int) -> None:
+def test_the_ledger_keeps_its_invariants() -> None:
     LedgerMachine.TestCase.settings = settings(
         max_examples=NUM_EXAMPLES,
         stateful_step_count=STEPS,
@@ -130,7 +129,7 @@ def test_the_ledger_keeps_its_invariants(part: int) -> None:
     )
     LedgerMachine.TestCase("runTest").runTest()
     print(COUNTS)
-    if NUM_EXAMPLES >= 60:
-        assert COUNTS["steps"] >= 2000
-        assert COUNTS["granted"] > 100
+    if NUM_EXAMPLES >= 40:
+        assert COUNTS["steps"] >= 1000
+        assert COUNTS["granted"] > 50
         assert COUNTS["refused"] > 5

@@ -69,13 +69,6 @@ def test_an_nvidia_smi_that_does_not_tell(
         meters.measure(GPU, [])
 
 
-def test_neither_is_there(meters: DeviceMeters, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    without_nvml(monkeypatch)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(MemoryFault, match="install nvidia-ml-py, or use a host with a GPU"):
-        meters.measure(GPU, [])
-
-
 @pytest.mark.parametrize("is_old", [False, True])
 def test_nvml_is_opened_once_and_let_go(monkeypatch: pytest.MonkeyPatch, is_old: bool) -> None:
     """A stand-in with NVML's names and manners: handles by UUID, errors of its own kind."""

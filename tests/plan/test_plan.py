@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from tests.plan.planned import RUN, Site, plan
@@ -18,8 +16,6 @@ from myxa.launch.plan.staleness_plan import scaled_scenario, staleness_findings,
 from myxa.launch.preflight.disk import FEW_BYTES, disk_findings, disk_of
 from myxa.launch.supervisor.placement import place
 from myxa.launch.worker_spec import child_env
-
-LINE = {line: number for number, line in enumerate(RUN.splitlines(), 1)}
 
 
 def test_a_good_run(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,26 +84,6 @@ def test_sources_of_prompts(site: Site, capsys: pytest.CaptureFixture[str]) -> N
         assert code
         found = [one for one in answer["problems"] if one["key"] == key and word in one["message"]]
         assert found and found[0]["severity"] == "error", answer["problems"]
-
-
-def test_the_page(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(site.write(RUN))]) == 0
-    page = capsys.readouterr().out
-    headings = [line.removeprefix("== ").split(" of ")[0] for line in page.splitlines() if line.startswith("== ")]
-    assert headings == [
-        "placement",
-        "memory",
-        "what this run optimises",
-        "batch",
-        "staleness",
-        "disk",
-        "what is started",
-    ]
-    assert "node 0  M B C T0 T1 R0 R1" in page
-    assert "8 prompts x 4 samples = 32 samples a step, 2 updates of 16" in page
-    assert page.endswith("no problems\n")
-    assert main(["plan", str(site.write(RUN)), "--brief"]) == 0
-    assert "what is started" not in capsys.readouterr().out
 
 
 def test_neither_torch_nor_a_socket_is_touched(site: Site) -> None:
@@ -221,16 +197,6 @@ def test_what_hardly_anybody_means(
     assert found["line"]
 
 
-def test_c_a_difficulty_window_does_not_go_with_runs_that_repeat(
-    site: Site, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = RUN.replace("[rollout]\n", "[rollout]\ndeterministic = true\n")
-    text = text.replace("[data]\n", "[data]\ndifficulty_high = 0.5\n")
-    code, answer = plan(site.write(text), "--elsewhere", capsys=capsys)
-    assert code == 0, [one["message"] for one in answer["problems"]]
-    assert [one for one in answer["problems"] if "comes twice within a step" in one["message"]]
-
-
 def test_an_open_server_is_told(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     text = RUN.replace("[engine]\n", '[engine]\nattach = ["http://gpu-host.invalid:30000", "http://127.0.0.1:30001"]\n')
     text = text.replace("[roles.rollout]\n", '[roles.rollout]\nkind = "sglang"\n')
@@ -279,30 +245,3 @@ def test_the_simulation_is_of_this_run(site: Site) -> None:
     first, last = ([row.waiting_share for row in plan.waiting[1].steps] for plan in plans)
     assert all(one > other + 0.1 for one, other in zip(first, last, strict=True)), "staleness buys less waiting"
     assert list(staleness_findings(config, staleness_of(config, 0)))
-
-
-def test_a_device_of_several_files_and_flags(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
-    more = site.folder / "more.toml"
-    more.write_text("[algo]\nbatch_size = 5\n")
-    try:
-        code = main(["plan", str(site.write(RUN)), str(more), "--json"])
-        answer = json.loads(capsys.readouterr().out)
-    finally:
-        more.unlink()
-    assert code == 2
-    (error,) = answer["problems"]
-    assert (Path(error["file"]).name, error["line"], error["key"]) == (
-        "run.toml",
-        LINE["minibatches = 2"],
-        "algo.minibatches",
-    )
-
-
-def test_it_ends_at_a_closed_pipe(site: Site) -> None:
-    site.write(RUN)
-    done = subprocess.run(
-        f"{sys.executable} -m myxa.launch plan run.toml | head -n 1", shell=True, capture_output=True, text=True,
-        cwd=site.folder, env={**os.environ, "PYTHONUNBUFFERED": "1"}, timeout=60, check=False,
-    )  # fmt: skip
-    assert done.stdout == "== placement\n"
-    assert "Traceback" not in done.stderr

@@ -18,17 +18,7 @@ from tests.plan.memory_cases import NOT_BY_TORCH, SHAPES, measured, run
 
 from myxa.launch.cli import main
 from myxa.launch.doctor.judge import checks_text, judge
-from myxa.launch.doctor.machine_facts import (
-    Disk,
-    MachineFacts,
-    Network,
-    Packages,
-    Preload,
-    Rights,
-    Room,
-    System,
-    Time,
-)
+from myxa.launch.doctor.machine_facts import Disk, MachineFacts, Network, Packages, Preload, Rights, Room, System, Time
 from myxa.launch.memory_part import GIB, total
 from myxa.launch.plan.memory_estimate import trainer_memory
 from myxa.launch.preflight.machine import Gpu, Gpus

@@ -16,10 +16,10 @@ from myxa.core.errors import ConfigError, ModelError, MyxaError, UserCodeError
 from myxa.launch.actor_spec import ActorSpec
 from myxa.launch.plan.data_glance import glance
 from myxa.launch.preflight.chat_template_checks import template_findings
-from myxa.launch.preflight.finding import ConfigFinding, key_of, looked
+from myxa.launch.preflight.finding import ConfigFinding, key_of
 from myxa.launch.preflight.interpreters import Installed, ask_interpreters, folder_of_sglang
-from myxa.launch.preflight.machine import Gpu, Gpus, look_at_gpus
-from myxa.launch.preflight.preflight import check_node, device_findings, package_findings
+from myxa.launch.preflight.machine import Gpu, Gpus
+from myxa.launch.preflight.preflight import device_findings, package_findings
 from myxa.launch.preflight.server_checks import name_findings, server_arguments, sglang_findings
 from myxa.launch.preflight.user_functions import function_findings
 from myxa.launch.supervisor.placement import place
@@ -54,10 +54,7 @@ def test_who_needs_which_package() -> None:
 
 
 def test_turns_on_gpus_need_nvml_in_every_role_that_leases() -> None:
-    roles = {
-        "trainer": {"kind": "megatron", "devices": "0"},
-        "rollout": {"kind": "sglang", "devices": "0"},
-    }
+    roles = {"trainer": {"kind": "megatron", "devices": "0"}, "rollout": {"kind": "sglang", "devices": "0"}}
     memory = {"share": "switch", "workspace_mb": 1}
     config = run(roles=roles, memory=memory, sglang={"mem_fraction_static": 0.8})
     assert missing(config, "pynvml") == [("memory", "pynvml"), ("trainer", "pynvml"), ("rollout", "pynvml")]
@@ -65,14 +62,6 @@ def test_turns_on_gpus_need_nvml_in_every_role_that_leases() -> None:
     assert missing(saver, "torch_memory_saver") == [("trainer", "torch_memory_saver")]
     on_cpu = run(memory={"share": "switch", "capacity_mb": 64})
     assert missing(on_cpu, "pynvml") == [], "the stand-in device is asked by /proc"
-
-
-def test_an_interpreter_that_cannot_be_used_is_told_once(tmp_path: Path) -> None:
-    config = run(roles={"rollout": {"python": str(tmp_path / "none"), "count": 3}})
-    actors = place(config, 1)
-    found = list(package_findings(config, actors, ask_interpreters(actors)))
-    assert [finding.key for finding in found] == ["roles.rollout.python"]
-    assert "cannot be run" in str(found[0].error)
 
 
 def test_a_path_of_the_role_is_looked_at(tmp_path: Path) -> None:
@@ -194,18 +183,6 @@ def test_devices_that_are_not_there() -> None:
     assert found.is_warning, "where nothing can be seen, nothing is known"
 
 
-def test_gpus_by_the_drivers_own_files(tmp_path: Path) -> None:
-    for name in ("0000:01:00.0", "0000:02:00.0"):
-        (tmp_path / "gpus" / name).mkdir(parents=True)
-        (tmp_path / "gpus" / name / "information").write_text("Model: \t\t NVIDIA H200\nIRQ: 3\n")
-    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Tue\n")
-    found = look_at_gpus(tmp_path)
-    if found.source == "NVML":
-        pytest.skip("this machine has NVML")
-    assert [gpu.name for gpu in found.found] == ["NVIDIA H200"] * 2
-    assert found.driver == "570.86.15"
-
-
 # -- SGLang ------------------------------------------------------------------------------------------------------------
 
 
@@ -257,29 +234,6 @@ def test_the_interpreter_of_servers(tmp_path: Path) -> None:
 )
 def test_which_key_a_message_is_about(message: str, key: str) -> None:
     assert key_of(message) == key
-
-
-def test_what_is_raised_is_a_finding_and_anything_else_is_a_bug() -> None:
-    def fails(error: Exception) -> None:
-        raise error
-
-    assert [found.key for found in looked("run.dir", fails, ConfigError("it is full"))] == ["run.dir"]
-    assert [found.key for found in looked("run.dir", fails, ConfigError("run.name: long"))] == ["run.name"]
-    with pytest.raises(ZeroDivisionError):
-        list(looked("run.dir", fails, ZeroDivisionError()))
-
-
-def test_warnings_do_not_stop_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from myxa.launch.preflight import preflight
-
-    def warns(*_: object) -> list[ConfigFinding]:
-        return [ConfigFinding("run.dir", ConfigError("hm"), is_warning=True)]
-
-    monkeypatch.setattr(preflight, "CHECKS", (warns,))
-    check_node(run(), ())
-    monkeypatch.setattr(preflight, "CHECKS", (warns, lambda *_: [ConfigFinding("run.dir", ConfigError("no"))]))
-    with pytest.raises(ConfigError, match="^no$"):
-        check_node(run(), ())
 
 
 def test_the_first_rows_of_data(tmp_path: Path) -> None:

@@ -293,22 +293,18 @@ def test_what_is_no_run_file(site: Site, capsys: pytest.CaptureFixture[str], tex
     assert any(one["line"] == line and word in one["message"] for one in answer["problems"]), answer
 
 
-@pytest.mark.parametrize("name", ["key misspelt a little", "model folder missing", "reward function missing"])
-def test_by_the_command_itself(site: Site, name: str) -> None:
-    wrong = WRONG[name]
+def test_by_the_command_itself(site: Site) -> None:
+    wrong = WRONG["reward function missing"]
     text = RUN.replace(wrong.old, wrong.new)
     file = site.write(text)
-    started_s = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "myxa.launch", "plan", "run.toml"], capture_output=True, text=True, cwd=site.folder,
         timeout=60, check=False,
     )  # fmt: skip
-    wall_s = time.monotonic() - started_s
     number = text.splitlines().index(wrong.line) + 1
     assert done.returncode == 2, done.stderr
     (told,) = [line for line in done.stdout.splitlines() if f"run.toml:{number}: " in line]
     assert wrong.word in told
     assert "== 1 error" in done.stdout
-    print(f"{name}: {wall_s:.2f} s")
     assert not json.dumps(done.stderr).strip('"'), "nothing but the answer is said"
     assert file.exists()

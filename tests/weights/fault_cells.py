@@ -34,11 +34,7 @@ BY_SIGNAL: dict[tuple[Channel, str], tuple[str, str, str, str]] = {
     ("nccl", "commit"): (F, F, R, F),
     ("nccl", "after commit"): (A, A, R, A),
 }
-BY_BYTES: dict[Channel, tuple[str, str, str]] = {
-    "shm": (Q, Q, A),
-    "disk": (Q, Q, A),
-    "nccl": (F, A, A),
-}
+BY_BYTES: dict[Channel, tuple[str, str, str]] = {"shm": (Q, Q, A), "disk": (Q, Q, A), "nccl": (F, A, A)}
 CHEAP = frozenset(
     {
         ("shm", "transfer", "kill engine"),

@@ -209,23 +209,6 @@ async def test_a_sender_that_dies_in_mid_broadcast_leaves_the_engine_alive(folde
 
 
 @pytest.mark.asyncio
-async def test_a_server_that_was_replaced_behind_our_back_joins_anew(folders: list[Path], shared: Server):
-    """Same address, another incarnation: what it announces is not what we loaded."""
-    sender, publish = sender_of()
-    async with started(engine_of(shared.url, InProcess(sender))) as engine:
-        await engine.prepare_weights(publish(1, folders[1]))
-        await engine.commit_weights(1)
-        (old,) = sender.progress()
-        await engine._http.post("/update_weight_version", {"new_version": "0", "abort_all_requests": False})
-        await engine.prepare_weights(publish(2, folders[2]))
-        (new,) = sender.progress()
-        assert new != old
-        await engine.commit_weights(2)
-        await answers_like(engine, folders[2], 2)
-    sender.close()
-
-
-@pytest.mark.asyncio
 async def test_weights_altered_in_the_server_are_found_by_reading_back(
     folders: list[Path], shared: Server, tmp_path: Path
 ):

@@ -6,15 +6,13 @@ import base64
 import inspect
 import io
 import pickle
-import sys
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.multiprocessing import reductions
 
-import myxa.actors.weights.channels.cuda_ipc as object_stream
 from myxa.actors.weights.channels.cuda_ipc import Made, Name, bucket_metadata, payload_of, shared_tensor, write_object
 from myxa.actors.weights.channels.plan import Shape, make_plan
 from myxa.core.errors import TrainError
@@ -115,12 +113,3 @@ def test_arguments_of_a_shared_tensor_are_torchs_own(monkeypatch: pytest.MonkeyP
 def test_memory_of_the_host_is_not_shared():
     with pytest.raises(TrainError, match='"cuda_ipc" shares GPU memory'):
         shared_tensor(torch.zeros(4, dtype=torch.uint8))
-
-
-def test_the_module_only_writes():
-    assert isinstance(object_stream, ModuleType) and "pickle" not in vars(object_stream)
-    public = [
-        n for n, v in vars(object_stream).items() if inspect.isfunction(v) and v.__module__ == object_stream.__name__
-    ]
-    assert public and not [n for n in public if n.startswith(("read", "load"))]
-    assert METADATA not in sys.modules, "nothing of SGLang is imported for it"
