@@ -9,6 +9,8 @@ from tests.memory.comm_gang import PATIENCE_S, WORLD, run_gangs
 
 from myxa.memory.communicators.proxy_build import load
 
+pytestmark = pytest.mark.timeout(300)  # the first run after a change of the proxy compiles it
+
 HEALTHY = "slime_nine,megatron_order,native_families,families,lazily,with_autograd,borders,alone"
 DYING = ("dies_before_first_op", "dies_within_first_op", "dies_in_an_operation")
 SLACK_S = 10.0
