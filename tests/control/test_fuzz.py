@@ -139,7 +139,6 @@ async def send(path: Path, data: bytes) -> bytes:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.asyncio
 @pytest.mark.parametrize("framing", ["lines", "http"])
 @pytest.mark.parametrize("number", [NUM_REQUESTS // 10, pytest.param(NUM_REQUESTS, marks=pytest.mark.soak)])
 async def test_nonsense_neither_crashes_nor_changes_anything(tmp_path: Path, framing: str, number: int):

@@ -15,7 +15,6 @@ from tests.harness.waiting import until
 
 from myxa.launch.control.connection import ConnectionLimits
 
-pytestmark = pytest.mark.asyncio
 COUNT_LINE = b'{"verb": "count", "args": {"until": %d}}\n'
 COUNT_HTTP = b"GET /v1/count?until=%d HTTP/1.1\r\nHost: x\r\n\r\n"
 

@@ -20,7 +20,6 @@ from myxa.core.errors import CallError, DeadlineExceeded, LedgerError, MyxaError
 from myxa.core.knobs import Operator
 from myxa.core.messages import EvalResult
 
-pytestmark = pytest.mark.asyncio
 WHO = Operator(user="ada", via="test")
 STANDS_AT = 7
 

@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
-import pytest
 from tests.control.control_room import ask, control_bench, http
 from tests.harness.waiting import until
 
@@ -19,7 +18,6 @@ from myxa.core.knobs import AuditRecord
 from myxa.launch.control.connection import ConnectionLimits
 from myxa.launch.control.dispatcher import MAX_AT_ONCE
 
-pytestmark = pytest.mark.asyncio
 MANY = ConnectionLimits(num_connections=2 * MAX_AT_ONCE)
 
 

@@ -24,7 +24,6 @@ from myxa.launch.launcher import open_control
 from myxa.launch.run_dir import RunDir
 from myxa.launch.runtime_dir import RuntimeDir
 
-pytestmark = pytest.mark.asyncio
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 
 STRANGER = """

@@ -118,7 +118,6 @@ RANKS = ("rank/0", "rank/1", "rank/2")
 # -- who
 
 
-@pytest.mark.asyncio
 async def test_members_are_those_under_the_prefix_when_the_call_begins_in_the_order_of_their_numbers(scene: Scene):
     await scene.add("rank/10", "ranking/0", "rank/9")
     assert scene.group.names == ("rank/0", "rank/1", "rank/2", "rank/9", "rank/10")
@@ -130,7 +129,6 @@ async def test_members_are_those_under_the_prefix_when_the_call_begins_in_the_or
     assert await scene.group.all(RankContract.step, 2, factor=3) == dict.fromkeys((*RANKS, "rank/10"), 6)
 
 
-@pytest.mark.asyncio
 async def test_members_by_name_keep_their_order_and_need_not_be_there(scene: Scene):
     group = scene.near.group(RankContract, ["rank/2", "rank/0"])
     assert list(await group.all(RankContract.step, 5)) == ["rank/2", "rank/0"]
@@ -138,7 +136,6 @@ async def test_members_by_name_keep_their_order_and_need_not_be_there(scene: Sce
         await scene.near.group(RankContract, ["rank/0", "rank/77"]).options(deadline_s=0.5).all(RankContract.step, 1)
 
 
-@pytest.mark.asyncio
 async def test_nobody_and_wrong_methods_are_refused_before_anything_is_sent(scene: Scene):
     with pytest.raises(NoSuchActor, match="trainer/"):
         await scene.near.group(RankContract, "trainer").all(RankContract.step, 1)
@@ -156,7 +153,6 @@ async def test_nobody_and_wrong_methods_are_refused_before_anything_is_sent(scen
 # -- all
 
 
-@pytest.mark.asyncio
 async def test_all_waits_for_all_and_names_those_who_failed(scene: Scene):
     with pytest.raises(GatherError) as caught:
         await scene.group.all(RankContract.fail, ("rank/2", "rank/1"), "config")
@@ -168,13 +164,11 @@ async def test_all_waits_for_all_and_names_those_who_failed(scene: Scene):
     assert str(error) == "2 of 3 members failed, all were needed: rank/1: config; rank/2: config"
 
 
-@pytest.mark.asyncio
 async def test_a_cast_to_all(scene: Scene):
     assert await scene.group.all(RankContract.note, "hello") == dict.fromkeys(RANKS)
     await scene.until({name: ["hello"] for name in RANKS})
 
 
-@pytest.mark.asyncio
 async def test_scatter_gives_each_member_its_own(scene: Scene):
     shards = [5, 6, 7]
     assert await scene.group.scatter(lambda rank, i: rank.step(shards[i], 2)) == dict(
@@ -182,7 +176,6 @@ async def test_scatter_gives_each_member_its_own(scene: Scene):
     )
 
 
-@pytest.mark.asyncio
 async def test_failing_fast_cancels_the_others(scene: Scene):
     async def send(rank: RankContract, i: int) -> str:
         return await (rank.fail(RANKS, "x") if i == 1 else rank.after(dict.fromkeys(RANKS, 30.0)))
@@ -193,7 +186,6 @@ async def test_failing_fast_cancels_the_others(scene: Scene):
     await scene.until({"rank/0": ["cancelled"], "rank/1": [], "rank/2": ["cancelled"]})
 
 
-@pytest.mark.asyncio
 async def test_one_deadline_for_all(scene: Scene):
     with pytest.raises(GatherError) as caught:
         await scene.group.options(deadline_s=0.3).all(RankContract.after, {"rank/0": 30.0, "rank/2": 30.0})
@@ -203,7 +195,6 @@ async def test_one_deadline_for_all(scene: Scene):
     }
 
 
-@pytest.mark.asyncio
 async def test_a_member_that_dies_is_named(scene: Scene):
     calls = asyncio.get_running_loop().create_task(scene.group.all(RankContract.after, {"rank/1": 30.0}))
     await scene.until({"rank/0": ["done"], "rank/2": ["done"]})
@@ -216,7 +207,6 @@ async def test_a_member_that_dies_is_named(scene: Scene):
 # -- first, quorum, each
 
 
-@pytest.mark.asyncio
 async def test_first_takes_the_first_good_answer_and_cancels_the_rest(scene: Scene):
     name, answer = await scene.group.first(RankContract.after, {"rank/0": 30.0, "rank/2": 30.0})
     assert (name, answer) == ("rank/1", "rank/1")
@@ -226,14 +216,12 @@ async def test_first_takes_the_first_good_answer_and_cancels_the_rest(scene: Sce
         await scene.group.first(RankContract.fail, RANKS, "x")
 
 
-@pytest.mark.asyncio
 async def test_the_rest_may_be_left_to_finish(scene: Scene):
     group = scene.group.options(cancels_rest=False)
     assert await group.first(RankContract.after, {"rank/0": 0.2, "rank/2": 0.2}) == ("rank/1", "rank/1")
     await scene.until({name: ["done"] for name in RANKS})
 
 
-@pytest.mark.asyncio
 async def test_a_quorum_ends_when_it_is_there_and_fails_when_it_cannot_be(scene: Scene):
     delays = {"rank/0": 0.1, "rank/2": 30.0}
     assert list(await scene.group.quorum(2, RankContract.after, delays)) == ["rank/1", "rank/0"]
@@ -245,7 +233,6 @@ async def test_a_quorum_ends_when_it_is_there_and_fails_when_it_cannot_be(scene:
             await scene.group.quorum(num, RankContract.step, 1)
 
 
-@pytest.mark.asyncio
 async def test_each_gives_answers_and_errors_as_they_come(scene: Scene):
     async def send() -> list[tuple[str, object]]:
         found: list[tuple[str, object]] = []
@@ -258,7 +245,6 @@ async def test_each_gives_answers_and_errors_as_they_come(scene: Scene):
     assert await send() == [("rank/1", "rank/1"), ("rank/0", "rank/0"), ("rank/2", DeadlineExceeded)]
 
 
-@pytest.mark.asyncio
 async def test_leaving_each_early_or_being_cancelled_cancels_the_calls(scene: Scene):
     delays = {"rank/0": 30.0, "rank/2": 30.0}
     async with aclosing(scene.group.each(RankContract.after, delays)) as answers:
@@ -272,7 +258,6 @@ async def test_leaving_each_early_or_being_cancelled_cancels_the_calls(scene: Sc
     await scene.until({"rank/0": ["cancelled"] * 2, "rank/2": ["cancelled"] * 2})
 
 
-@pytest.mark.asyncio
 async def test_inside_a_handler_calls_inherit_its_deadline_and_errors_arrive_as_anothers(scene: Scene):
     class LeaderContract(Actor):
         @call(deadline=0.5)
@@ -305,7 +290,6 @@ async def test_inside_a_handler_calls_inherit_its_deadline_and_errors_arrive_as_
     assert caught.value.remote_type == "GatherError"
 
 
-@pytest.mark.asyncio
 async def test_what_a_type_checker_knows(scene: Scene):
     """Checked by pyright: the answers' types, and by comments that must not be superfluous, that wrong calls are seen."""
     assert_type(await scene.group.all(RankContract.step, 1), dict[str, int])

@@ -174,7 +174,6 @@ def test_recursive_and_nested_types_are_described():
     assert "float32" in text
 
 
-@pytest.mark.asyncio
 async def test_references_bind_arguments_as_the_method_would():
     recorder = Recorder()
     ref = make_ref(recorder, Contract, "role/0")

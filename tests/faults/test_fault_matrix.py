@@ -71,7 +71,6 @@ def test_the_long_ones(table: str) -> None:
     assert report.left == {"pending calls": 1, "parked": 0}
 
 
-@pytest.mark.asyncio
 async def test_calls_work_in_both_directions_after_one_side_gave_the_other_up(tmp_path: Path, caplog: Any) -> None:
     """What broke was one direction, and the other side has noticed nothing."""
     caplog.set_level(logging.CRITICAL, "myxa")

@@ -20,7 +20,7 @@ from myxa.core.refs import with_deadline
 from myxa.transport.node import JobKey, Node
 from myxa.transport.session import serving
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(110)]
+pytestmark = [pytest.mark.timeout(110)]
 
 IN_FLIGHT = 64
 

@@ -175,7 +175,6 @@ def test_a_caller_without_descriptors_keeps_its_friends_and_finds_others_later(t
     assert run(CALLER, str(tmp_path)) == ["NotSent", "found"]
 
 
-@pytest.mark.asyncio
 async def test_a_request_that_there_is_no_memory_for_is_answered(tmp_path, monkeypatch):
     """At once, and not by silence until the deadline."""
 

@@ -92,7 +92,6 @@ def test_every_socket_is_made_with_our_options():
         context.term()
 
 
-@pytest.mark.asyncio
 async def test_nothing_is_sent_on_a_router_that_receives(tmp_path, monkeypatch):
     """A ROUTER drops silently what it cannot route, and sending on a polled socket eats wake-ups."""
     sent: set[tuple[int, bool]] = set()
@@ -126,7 +125,6 @@ def test_wake_ups_are_not_missed_under_bursts_and_pauses(tmp_path, make_loop):
         runner.run(main())
 
 
-@pytest.mark.asyncio
 async def test_cancelling_at_any_moment_costs_nobody_elses_message(tmp_path):
     """`wait_for(socket.recv())` may drop a message when it is cancelled at the wrong moment; here nobody waits there."""
     rng = random.Random(6)
@@ -151,7 +149,6 @@ async def test_cancelling_at_any_moment_costs_nobody_elses_message(tmp_path):
         assert len(near._session.calls) == 1
 
 
-@pytest.mark.asyncio
 async def test_a_burst_of_answers_leaves_room_for_other_tasks(tmp_path):
     """Futures that are done already starve whoever does not wait for them."""
     async with pair(tmp_path) as (near, _):
@@ -172,7 +169,6 @@ async def test_a_burst_of_answers_leaves_room_for_other_tasks(tmp_path):
         assert num_turns > 30
 
 
-@pytest.mark.asyncio
 async def test_large_messages_leave_no_memory_behind(tmp_path):
     """copy=False on both sides makes the resident memory swing with the garbage collector."""
     async with pair(tmp_path, tcp=True) as (near, _):
@@ -187,7 +183,6 @@ async def test_large_messages_leave_no_memory_behind(tmp_path):
 
 
 @ways
-@pytest.mark.asyncio
 async def test_monitors_and_connections_that_break_leave_no_descriptor(tmp_path, tcp, caplog):
     """`get_monitor_socket` without `disable_monitor` leaks a descriptor, or hangs the end."""
     caplog.set_level(logging.CRITICAL, "myxa")
@@ -209,7 +204,6 @@ async def test_monitors_and_connections_that_break_leave_no_descriptor(tmp_path,
         check_flat(before, held())
 
 
-@pytest.mark.asyncio
 async def test_closing_beside_a_dead_peer_does_not_hang(tmp_path):
     """LINGER is -1 by default and `term` then waits for a peer that will never read."""
     host = await Node.attach(name="launcher/0")
@@ -234,7 +228,6 @@ async def test_closing_beside_a_dead_peer_does_not_hang(tmp_path):
     await host.close(grace_s=0.0)
 
 
-@pytest.mark.asyncio
 async def test_what_was_queued_for_a_dead_process_never_reaches_its_next_incarnation(tmp_path, caplog):
     """libzmq's own queues outlive a connection and are delivered to whoever listens there next."""
     caplog.set_level(logging.CRITICAL, "myxa")

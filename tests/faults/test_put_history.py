@@ -173,7 +173,6 @@ async def check_history(seed: int, folder: Path, num_kills: int, limit_s: float)
     return arena
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("num_kills", "limit_s"),
     [

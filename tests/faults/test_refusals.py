@@ -18,7 +18,7 @@ from myxa.transport.session.frames import Envelope, Kind, batch, decode, encode
 from myxa.transport.session.handshake import read_hello, write_hello
 from myxa.transport.wire import Endpoints, Lane
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.timeout(60)]
 
 STRANGER = 4711
 

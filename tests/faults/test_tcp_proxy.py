@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 from tests.faults.tcp_proxy import Proxy, Way
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
+pytestmark = [pytest.mark.timeout(30)]
 
 
 class Both:

@@ -27,11 +27,9 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.asyncio
 async def test_ten_thousand_frames_change_nothing(seed):
     in_process.check(await in_process.fuzz(10_000, seed, corpus_size=800))
 
 
-@pytest.mark.asyncio
 async def test_hostile_peers_over_sockets_do_not_disturb_a_good_one(seed):
     over_socket.check(await over_socket.attack(1_000, 30, seed))

@@ -154,7 +154,6 @@ def open_files() -> dict[str, str]:
     return found
 
 
-@pytest.mark.asyncio
 async def test_a_plain_program_is_as_it_was_after_the_actor_has_left(run: Run) -> None:
     problems = loop_problems()
     before, files_before = traces(), set(open_files().items())
@@ -190,7 +189,6 @@ async def test_a_plain_program_is_as_it_was_after_the_actor_has_left(run: Run) -
     assert problems == []
 
 
-@pytest.mark.asyncio
 async def test_programs_that_join_at_once_get_names_of_their_own_and_a_cancelled_one_leaves(run: Run) -> None:
     problems = loop_problems()
     inside: list[EmbeddedRollout] = []
@@ -213,7 +211,6 @@ async def test_programs_that_join_at_once_get_names_of_their_own_and_a_cancelled
     assert problems == []
 
 
-@pytest.mark.asyncio
 async def test_an_actor_that_fails_leaves_and_its_program_goes_on(run: Run) -> None:
     async with rollout_in(run.folder, name="rollout/7") as rollout:
         assert await rollout.node.ref(RolloutContract, "rollout/7").fence(rollout.node.epoch, "a test wants it")
@@ -252,7 +249,6 @@ async def refusal(folder: Path, **options: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.asyncio
 async def test_names_that_are_not_free_are_refused(run: Run) -> None:
     assert "belongs to the run itself -- use rollout/1 or above" in await refusal(run.folder, name="rollout/0")
     assert "names no rollout actor" in await refusal(run.folder, name="buffer")
@@ -263,7 +259,6 @@ async def test_names_that_are_not_free_are_refused(run: Run) -> None:
         assert re.search(r"the name rollout/9 is taken; there are (rollout/0, )?rollout/9\b", said), said
 
 
-@pytest.mark.asyncio
 async def test_runs_that_are_not_there_are_refused(run: Run, tmp_path: Path) -> None:
     assert f"no live run in {tmp_path}" in await refusal(tmp_path)
     record = json.loads((run.folder / "rdzv.json").read_text())
@@ -274,7 +269,6 @@ async def test_runs_that_are_not_there_are_refused(run: Run, tmp_path: Path) -> 
     assert "no answer from the registry" in await refusal(tmp_path, timeout_s=1)
 
 
-@pytest.mark.asyncio
 async def test_a_run_of_another_version_is_refused(run: Run, tmp_path: Path) -> None:
     shutil.copy(run.folder / "rdzv.json", tmp_path)
     text = (run.folder / "config.toml").read_text()
@@ -373,7 +367,6 @@ def test_the_fastapi_example_serves_both_its_users_and_the_run(run: Run, tmp_pat
     assert any(e["text"].startswith(OWN) and "closed" in e["text"] for e in events(run.folder, "engine-gone"))
 
 
-@pytest.mark.asyncio
 async def test_when_the_run_ends_the_actor_leaves_and_the_books_are_clean(run: Run) -> None:
     async with rollout_in(run.folder) as rollout:
         await until_status(rollout, lambda status: status.running > 0)

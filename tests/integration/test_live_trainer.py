@@ -58,7 +58,6 @@ async def change(coordinator: CoordinatorContract, **values: KnobValue) -> Chang
     return reply
 
 
-@pytest.mark.asyncio
 async def test_two_ranks_use_a_knob_in_the_same_step_and_a_resumed_run_goes_on_with_it(job: Job) -> None:
     process = job.start("run.num_steps=100000", "roles.trainer.count=2", "async.max_staleness=2", *job.paced(8))
     try:
@@ -119,7 +118,6 @@ async def test_two_ranks_use_a_knob_in_the_same_step_and_a_resumed_run_goes_on_w
     assert events(run, "knobs-restored")
 
 
-@pytest.mark.asyncio
 async def test_where_engines_and_trainer_take_turns_a_killed_engine_returns_and_checkpoints_are_written(
     job: Job,
 ) -> None:

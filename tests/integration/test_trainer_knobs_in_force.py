@@ -29,7 +29,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -- values
 
 
-@pytest.mark.asyncio
 async def test_a_learning_rate_is_used_from_its_step_on_and_says_so(model: Path, tmp_path: Path) -> None:
     async with trainer_room(model, tmp_path) as room:
         room.data.allow(2)
@@ -44,7 +43,6 @@ async def test_a_learning_rate_is_used_from_its_step_on_and_says_so(model: Path,
         assert (steps[2]["knob/lr"], steps[2]["knob/weight_decay"]) == (5e-4, 0.1)
 
 
-@pytest.mark.asyncio
 async def test_a_change_that_is_prepared_holds_the_step_until_it_is_decided(model: Path, tmp_path: Path) -> None:
     async with trainer_room(model, tmp_path) as room:
         vote = await room.conductor.trainer.prepare_knobs(KnobChange(epoch=1, values={"lr": 2e-3}))
@@ -72,7 +70,6 @@ REFUSED: list[tuple[dict[str, KnobValue], str]] = [
 ]
 
 
-@pytest.mark.asyncio
 async def test_what_cannot_be_is_refused_with_its_reason_and_fails_no_step(model: Path, tmp_path: Path) -> None:
     async with trainer_room(model, tmp_path, optimizer={"warmup_steps": 5}) as room:
         for epoch, (values, why) in enumerate(REFUSED, 1):
@@ -85,7 +82,6 @@ async def test_what_cannot_be_is_refused_with_its_reason_and_fails_no_step(model
         assert step["knobs/epoch"] == 0
 
 
-@pytest.mark.asyncio
 async def test_values_are_judged_together_with_those_that_wait_for_their_step(model: Path, tmp_path: Path) -> None:
     async with trainer_room(model, tmp_path) as room:
         await room.conductor.change(1, mis_high=5.0)
@@ -100,7 +96,6 @@ async def test_values_are_judged_together_with_those_that_wait_for_their_step(mo
 # -- checkpoints
 
 
-@pytest.mark.asyncio
 async def test_a_checkpoint_on_request_while_the_run_is_paused(model: Path, tmp_path: Path) -> None:
     live = LiveKnobs(epoch=3, knobs=(LiveKnob(name="lr", target="", value=2e-3, first=1e-3, epoch=3, at=1),))
     run = tmp_path / "run"
@@ -126,7 +121,6 @@ async def test_a_checkpoint_on_request_while_the_run_is_paused(model: Path, tmp_
         assert room.conductor.resumed == live
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("asks", "is_async"), [("on request", True), ("at the end", False)])
 async def test_a_checkpoint_with_older_knobs_is_written_again(
     model: Path, tmp_path: Path, asks: str, is_async: bool
@@ -154,7 +148,6 @@ async def test_a_checkpoint_with_older_knobs_is_written_again(
         assert room.conductor.resumed == then
 
 
-@pytest.mark.asyncio
 async def test_a_checkpoint_on_request_that_fails_is_told_and_the_run_goes_on(model: Path, tmp_path: Path) -> None:
     async with trainer_room(model, tmp_path) as room:
         (tmp_path / "checkpoints").write_text("in the way")
@@ -169,7 +162,6 @@ async def test_a_checkpoint_on_request_that_fails_is_told_and_the_run_goes_on(mo
         await room.conductor.steps(2)
 
 
-@pytest.mark.asyncio
 async def test_how_often_checkpoints_are_written_and_how_many_stay(model: Path, tmp_path: Path) -> None:
     async with trainer_room(model, tmp_path, num_steps=7) as room:
         room.data.allow(2)
@@ -184,7 +176,6 @@ async def test_how_often_checkpoints_are_written_and_how_many_stay(model: Path, 
             await room.conductor.trainer.checkpoint_at_boundary(export=False)
 
 
-@pytest.mark.asyncio
 async def test_the_end_of_the_run_can_be_moved_to_a_step_that_is_still_to_come(model: Path, tmp_path: Path) -> None:
     async with trainer_room(model, tmp_path, num_steps=100) as room:
         room.data.allow(3)
@@ -201,7 +192,6 @@ async def test_the_end_of_the_run_can_be_moved_to_a_step_that_is_still_to_come(m
         assert [r.version for r in room.conductor.reports] == [1, 2, 3, 4]
 
 
-@pytest.mark.asyncio
 async def test_the_end_can_be_moved_while_the_last_step_is_made_and_not_later(model: Path, tmp_path: Path) -> None:
     """The change is prepared in the last step and decided only when that is over: the leader waits for it, and takes
     version 2 for no last one. The step that ends the run then is one like any other."""
@@ -231,7 +221,6 @@ async def test_the_end_can_be_moved_while_the_last_step_is_made_and_not_later(mo
         assert "the last step is made" in vote.reason, "never accepted and ignored"
 
 
-@pytest.mark.asyncio
 async def test_a_run_that_had_ended_goes_on_when_its_end_was_moved(model: Path, tmp_path: Path) -> None:
     async with trainer_room(model, tmp_path / "run", num_steps=1, checkpoints={"every": 1}) as room:
         room.data.allow(1)
@@ -249,7 +238,6 @@ async def test_a_run_that_had_ended_goes_on_when_its_end_was_moved(model: Path, 
 # -- weights
 
 
-@pytest.mark.asyncio
 async def test_engines_are_given_every_third_version_the_last_one_and_one_they_cannot_do_without(
     model: Path, tmp_path: Path
 ) -> None:
@@ -271,7 +259,6 @@ async def test_engines_are_given_every_third_version_the_last_one_and_one_they_c
         assert room.conductor.asked_canary == [0, 4, 6, 9], "only of versions that engines were given"
 
 
-@pytest.mark.asyncio
 async def test_a_run_that_is_stopped_ends_with_its_newest_version_in_the_engines(model: Path, tmp_path: Path) -> None:
     async with trainer_room(model, tmp_path) as room:
         await room.conductor.change(1, weights_every=5)
@@ -297,7 +284,6 @@ async def _published_again(room: Room, version: int) -> str:
     return told[-1].channel
 
 
-@pytest.mark.asyncio
 async def test_weights_go_over_to_another_channel_and_nothing_of_the_old_one_is_left(
     model: Path, tmp_path: Path
 ) -> None:
@@ -343,7 +329,6 @@ async def test_weights_go_over_to_another_channel_and_nothing_of_the_old_one_is_
             assert await _published_again(room, 2) == channel, "and what was decided since is newer still"
 
 
-@pytest.mark.asyncio
 async def test_a_fork_does_not_take_up_a_channel_that_its_roles_cannot_use(model: Path, tmp_path: Path) -> None:
     """GPUs where its parent had them are CPUs here."""
     parent = Conductor()
@@ -358,7 +343,6 @@ async def test_a_fork_does_not_take_up_a_channel_that_its_roles_cannot_use(model
         assert events == ["weight_channel = cuda_ipc: there is no GPU; decided by change 4"]
 
 
-@pytest.mark.asyncio
 async def test_folders_of_a_killed_trainer_go_although_the_run_went_over_to_memory(model: Path, tmp_path: Path) -> None:
     left = tmp_path / "weights" / "version_00000004"
     shutil.copytree(model, left)
@@ -370,7 +354,6 @@ async def test_folders_of_a_killed_trainer_go_although_the_run_went_over_to_memo
 # -- time
 
 
-@pytest.mark.asyncio
 async def test_all_time_of_the_leader_has_a_name(model: Path, tmp_path: Path) -> None:
     async with trainer_room(model, tmp_path, checkpoints={"every": 5}) as room:
         room.data.allow(20)

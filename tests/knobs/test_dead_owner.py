@@ -12,7 +12,7 @@ from tests.knobs.coordinator_room import open_room
 from myxa.actors.coordinator.audit import read_audit, verify_audit
 from myxa.core.knobs import KnobValue
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(170)]
+pytestmark = [pytest.mark.timeout(170)]
 
 NEW: dict[str, KnobValue] = {"lr": 2e-3, "eta": 4, "room": 3}
 OLD: dict[str, KnobValue] = {"lr": 1e-3, "eta": 1, "room": 8}

@@ -57,7 +57,6 @@ def test_values_without_numbers_are_used_at_commit_and_not_before() -> None:
     assert desk.owner.epoch == 1
 
 
-@pytest.mark.asyncio
 async def test_a_numbered_value_waits_for_its_number() -> None:
     desk = make_desk("trainer/0", "lr")
     desk.number = 4
@@ -73,7 +72,6 @@ async def test_a_numbered_value_waits_for_its_number() -> None:
     assert desk.owner.sheet().knobs[0].pending is None
 
 
-@pytest.mark.asyncio
 async def test_several_changes_wait_for_different_numbers_and_a_later_decision_wins() -> None:
     desk = make_desk("trainer/0", "lr", "clip")
     for epoch, at, lr in ((1, 5, 1e-4), (2, 9, 2e-4), (3, 7, 3e-4)):
@@ -93,7 +91,6 @@ def test_an_older_commit_never_overwrites_a_newer_one_knob_by_knob() -> None:
     assert desk.values == {"room": 50, "level": "DEBUG"}
 
 
-@pytest.mark.asyncio
 async def test_an_undecided_change_holds_the_owner_before_its_number_only() -> None:
     desk = make_desk("trainer/0", "lr", clock=SystemClock())
     await desk.owner.pass_boundary("step", 3, 1)
@@ -106,7 +103,6 @@ async def test_an_undecided_change_holds_the_owner_before_its_number_only() -> N
     assert await passing == {"lr": 1e-4}
 
 
-@pytest.mark.asyncio
 async def test_an_abort_lets_go_and_a_question_that_comes_after_it_is_too_late() -> None:
     desk = make_desk("trainer/0", "lr")
     desk.owner.prepare(change(1, lr=1e-4))
@@ -120,7 +116,6 @@ async def test_an_abort_lets_go_and_a_question_that_comes_after_it_is_too_late()
     assert desk.owner.holds("step", 1), "an abort of an older change lets go of a newer one"
 
 
-@pytest.mark.asyncio
 async def test_a_coordinator_that_never_decides_is_named_at_the_deadline() -> None:
     desk = make_desk("buffer", "filter", clock=SystemClock())
     desk.owner.prepare(change(1, filter="b"))

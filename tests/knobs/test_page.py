@@ -60,7 +60,6 @@ def test_a_page_without_a_place_is_refused() -> None:
         renewed("# Live knobs\n")
 
 
-@pytest.mark.asyncio
 async def test_the_example_is_an_owner() -> None:
     space = runpy.run_path(str(ROOT / "examples" / "own_knob.py"))
     node = await Node.attach(name="host")

@@ -26,7 +26,7 @@ from myxa.core.knobs import KnobValue, LiveKnob, LiveKnobs
 from myxa.core.messages import EngineStatus, SamplingParams, WeightAck, WeightManifest
 from myxa.core.retry import until_answered
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.timeout(120)]
 
 BUFFER_FIRST = BufferValues(
     max_staleness=1, on_stale="pace", window=0, temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=16, num_samples=2,

@@ -23,7 +23,7 @@ from myxa.core.messages import RunStatus, SamplingParams
 from myxa.core.samples import Message, Prompt
 from myxa.transport.node import Node
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.timeout(120)]
 
 
 class Rows:

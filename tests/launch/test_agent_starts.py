@@ -73,7 +73,6 @@ async def refused(folder: Path, wanted: StartOrder, key_for: KeyFor | None = Non
     return reply
 
 
-@pytest.mark.asyncio
 async def test_a_program_that_cannot_be_started_is_a_mistake_of_the_run_file(tmp_path: Path):
     reply = await refused(tmp_path, order(python="/no/such/python"))
     assert reply.status == ConfigError.exit_code
@@ -82,7 +81,6 @@ async def test_a_program_that_cannot_be_started_is_a_mistake_of_the_run_file(tmp
 
 
 @pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM, errno.EMFILE])
-@pytest.mark.asyncio
 async def test_a_machine_without_room_for_a_process_may_have_it_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ):
@@ -95,7 +93,6 @@ async def test_a_machine_without_room_for_a_process_may_have_it_later(
     assert os.strerror(number) in reply.problem
 
 
-@pytest.mark.asyncio
 async def test_a_process_that_cannot_be_watched_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     made: list[int] = []
 
@@ -111,7 +108,6 @@ async def test_a_process_that_cannot_be_watched_does_not_run(tmp_path: Path, mon
     assert not psutil.pid_exists(made[0])
 
 
-@pytest.mark.asyncio
 async def test_a_loop_that_takes_no_more_descriptors_leaves_no_process_and_no_descriptor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -129,7 +125,6 @@ async def test_a_loop_that_takes_no_more_descriptors_leaves_no_process_and_no_de
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.asyncio
 async def test_a_full_disk_is_in_the_reply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -142,7 +137,6 @@ async def test_a_full_disk_is_in_the_reply(tmp_path: Path, monkeypatch: pytest.M
         assert "rollout/0 was not started: [Errno 28] No space left on device" in reply.problem
 
 
-@pytest.mark.asyncio
 async def test_a_log_that_cannot_be_opened_is_no_program_that_is_missing(tmp_path: Path):
     async with agent_in(tmp_path) as (_, ref):
         log = tmp_path / "run/logs/rollout.0.0.log"
@@ -151,7 +145,6 @@ async def test_a_log_that_cannot_be_opened_is_no_program_that_is_missing(tmp_pat
         assert reply.status == LaunchError.exit_code, "ENOENT of a log, not of the interpreter"
 
 
-@pytest.mark.asyncio
 async def test_no_key_may_be_there_the_next_time(tmp_path: Path):
     async def key_for(name: str) -> str:
         raise NotSent("the registry is away")
@@ -161,7 +154,6 @@ async def test_no_key_may_be_there_the_next_time(tmp_path: Path):
     assert "the registry is away" in reply.problem
 
 
-@pytest.mark.asyncio
 async def test_one_that_is_not_prepared_or_has_that_process_already_says_so(tmp_path: Path):
     node = await Node.attach(name="launcher/0", network=InprocNetwork())
     try:
@@ -181,7 +173,6 @@ async def test_one_that_is_not_prepared_or_has_that_process_already_says_so(tmp_
         assert child.status is None, "and goes on"
 
 
-@pytest.mark.asyncio
 async def test_one_that_leaves_starts_nobody_any_more(tmp_path: Path):
     is_asked, may_go_on = asyncio.Event(), asyncio.Event()
 
@@ -257,7 +248,6 @@ def test_who_has_not_joined_yet_asks_nobody(tmp_path: Path):
     assert minded(tmp_path, None, begins=False) is None, "node 0 may open its desk later than this node"
 
 
-@pytest.mark.asyncio
 async def test_the_second_signal_ends_at_once_though_the_first_ones_question_is_not_answered(tmp_path: Path):
     asked = asyncio.Event()
     has_ended = asyncio.Event()
@@ -286,7 +276,6 @@ async def test_the_second_signal_ends_at_once_though_the_first_ones_question_is_
         await node.close(grace_s=1)
 
 
-@pytest.mark.asyncio
 async def test_a_refusal_to_let_a_node_go_is_told_and_the_node_stays(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -114,7 +114,6 @@ def actor(name: str = "rollout/0", kind: str = "facts", **more: Any) -> ActorSpe
 Enter = Callable[[], Any]
 
 
-@pytest.mark.asyncio
 @pytest.mark.usefixtures("null_device")
 async def test_a_forked_actor_is_as_a_fresh_interpreter(enter: Enter):
     async with enter() as room:
@@ -161,7 +160,6 @@ async def an_exit_is_that_of_an_interpreter(room: Room, said: str, status: int, 
         assert room.log(each).read_text().splitlines()[-1] == last
 
 
-@pytest.mark.asyncio
 async def test_forks_use_the_threads_of_their_role_and_draw_different_numbers(enter: Enter):
     async with enter() as room:
         one, other = await room.forked(actor("rollout/0", threads=2), TORCH), room.fresh(actor("rollout/1", threads=2))
@@ -177,7 +175,6 @@ async def test_forks_use_the_threads_of_their_role_and_draw_different_numbers(en
     assert forked == {"torch": 2, "begun": 1, "elsewhere": 2, "numpy": 2}
 
 
-@pytest.mark.asyncio
 async def test_an_actor_lives_on_without_its_server_and_the_next_one_gets_another(enter: Enter):
     async with enter() as room:
         first = await room.forked(actor("rollout/0", "sleeps"))
@@ -192,7 +189,6 @@ async def test_an_actor_lives_on_without_its_server_and_the_next_one_gets_anothe
             assert await child.wait(WAIT_S)
 
 
-@pytest.mark.asyncio
 async def test_a_server_that_keeps_dying_is_given_up(enter: Enter, caplog: pytest.LogCaptureFixture):
     async with enter() as room:
         for n in range(fork_server_pool.MAX_ENDS):
@@ -206,7 +202,6 @@ async def test_a_server_that_keeps_dying_is_given_up(enter: Enter, caplog: pytes
     assert "actors with preload set light are not forked any more: its fork server ended 3 times" in caplog.text
 
 
-@pytest.mark.asyncio
 async def test_a_server_that_hangs_is_killed_and_bears_nobody(
     enter: Enter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
@@ -226,7 +221,6 @@ async def test_a_server_that_hangs_is_killed_and_bears_nobody(
     assert "the fork server light did not answer within 0.3 s" in caplog.text
 
 
-@pytest.mark.asyncio
 async def test_who_is_not_wanted_any_more_does_not_begin(enter: Enter):
     """As when the launcher has given up while the server was slow: nobody says go."""
     async with enter() as room:
@@ -258,7 +252,6 @@ SPOILT = {
 
 
 @pytest.mark.parametrize("problem", SPOILT)
-@pytest.mark.asyncio
 async def test_what_cannot_be_forked_is_not(enter: Enter, caplog: pytest.LogCaptureFixture, problem: str):
     async with enter() as room:
         name, text = SPOILT[problem]
@@ -273,7 +266,6 @@ async def test_what_cannot_be_forked_is_not(enter: Enter, caplog: pytest.LogCapt
     assert all(problem in text for text in told)
 
 
-@pytest.mark.asyncio
 async def test_a_kit_that_cannot_be_forked_leaves_its_base(enter: Enter, caplog: pytest.LogCaptureFixture):
     async with enter() as room:
         (room.folder / "torch.py").write_text('raise ImportError("none today")')
@@ -292,7 +284,6 @@ if "myxa.launch.nodes.fork_server" in sys.orig_argv:
 """
 
 
-@pytest.mark.asyncio
 async def test_a_kit_whose_base_is_slow_is_not_given_up(
     enter: Enter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
@@ -327,7 +318,6 @@ def test_a_process_with_a_gpu_open_is_unfit(tmp_path: Path, monkeypatch: pytest.
     assert fork_server.GPU_FILES == "/dev/nvidia"
 
 
-@pytest.mark.asyncio
 async def test_the_end_of_the_nursery_is_the_end_of_its_servers_even_while_they_import(enter: Enter):
     async with enter() as room:
         room.nursery.warm([TORCH])

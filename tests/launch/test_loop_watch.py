@@ -10,8 +10,6 @@ import pytest
 from myxa.launch.inspection import process_actor
 from myxa.launch.inspection.process_actor import LoopWatch
 
-pytestmark = pytest.mark.asyncio
-
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:

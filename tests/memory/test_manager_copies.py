@@ -20,7 +20,7 @@ from myxa.memory.leases.switch import SwitchOptions
 from myxa.memory.meters import DeviceMeters
 from myxa.transport.node import Node
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.timeout(60)]
 
 DEVICE = "host:0"
 

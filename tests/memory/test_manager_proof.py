@@ -68,7 +68,6 @@ def told(view: MemoryView) -> str:
     return "\n".join(str(row) for row in view.timeline)
 
 
-@pytest.mark.asyncio
 @pytest.mark.timeout(40)
 async def test_memory_of_a_server_that_ended_before_its_actor_is_proven_free_at_once(
     tmp_path: Path, processes: list[subprocess.Popen[bytes]]

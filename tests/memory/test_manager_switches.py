@@ -36,7 +36,6 @@ def never_switched(num_steps: int) -> list[float]:
     return losses
 
 
-@pytest.mark.asyncio
 async def test_switches_with_real_memory_lose_nothing(tmp_path: Path) -> None:
     async with site_of(tmp_path, MEMBERS) as site:
         site.sample()

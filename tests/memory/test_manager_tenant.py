@@ -18,7 +18,7 @@ from myxa.core.process import start_time
 from myxa.memory.communicators.membership import Absent
 from myxa.memory.communicators.residency import CommStats
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
+pytestmark = [pytest.mark.timeout(30)]
 
 
 class Turn:

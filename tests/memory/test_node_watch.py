@@ -21,7 +21,7 @@ from myxa.core.process import start_time
 from myxa.memory.meters import DeviceMeters
 from myxa.transport.node import Node
 
-pytestmark = [pytest.mark.timeout(30), pytest.mark.asyncio]
+pytestmark = [pytest.mark.timeout(30)]
 
 ONE, OTHER = WatchedProcess(1, 4_000_001, 7), WatchedProcess(1, 4_000_002, 8)
 

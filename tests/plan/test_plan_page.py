@@ -46,7 +46,7 @@ TRAPPED = MachineFacts(
     room=Room(512 * GIB, 60 * GIB, 64 * GIB, 64 << 20, (65536, 1 << 20), 0),
     network=Network("gpu07", ("127.0.1.1",), "", "", "", "", ""),
     disk=Disk("/shared/runs", 900 * GIB, True, "nfs4"),
-    rights=Rights("", 1, "", "", ""),
+    rights=Rights(1, "", "", ""),
     time=Time(1_800_000_000.0, 1_790_000_000.0, "tsc"),
 )  # fmt: skip
 

@@ -139,7 +139,6 @@ def test_the_world_is_refused_by_name() -> None:
     run(reach_out, 1)
 
 
-@pytest.mark.asyncio
 async def test_a_real_loop_is_refused() -> None:
     with pytest.raises(SimulationError, match="real loop"):
         Sim(1)

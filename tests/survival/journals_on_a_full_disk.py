@@ -21,7 +21,7 @@ from myxa.core.files import refusal
 from myxa.core.ids import NodeId
 from myxa.transport.address import Endpoints
 from myxa.transport.registry.directory import NodeRecord
-from myxa.transport.registry.journal import Known, Over, RegistryJournal
+from myxa.transport.registry.journal import NodeEnded, NodeEntry, RegistryJournal
 
 LONG = "x" * 8192
 """More than a full file system takes into the last page of a file."""
@@ -52,8 +52,8 @@ async def of_the_coordinator(folder: Path) -> None:
     assert told[-1][0] == "disk-has-room"
 
 
-def known(epoch: int, name: str) -> Known:
-    return Known(record=NodeRecord(name=name, node_id=NodeId(7), epoch=epoch, endpoints=Endpoints(), pid=1))
+def known(epoch: int, name: str) -> NodeEntry:
+    return NodeEntry(record=NodeRecord(name=name, node_id=NodeId(7), epoch=epoch, endpoints=Endpoints(), pid=1))
 
 
 async def of_the_registry(folder: Path) -> None:
@@ -64,7 +64,7 @@ async def of_the_registry(folder: Path) -> None:
     before = path.read_bytes()
     ballast = Ballast(folder)
     ballast.fill()
-    entries = [known(2, LONG), Over(node="first", epoch=1, reason="gone"), known(3, "third")]
+    entries = [known(2, LONG), NodeEnded(node="first", epoch=1, reason="gone"), known(3, "third")]
     for entry in entries:
         journal.append(entry)
     waiting = [asyncio.create_task(journal.settle()) for _ in range(2)]

@@ -80,7 +80,6 @@ def test_a_draft_is_its_writers_own_and_stays_while_it_is_held(tmp_path: Path):
     assert names(tmp_path) == []
 
 
-@pytest.mark.asyncio
 async def test_what_a_leader_writes_outlives_the_sweep_of_another_life(tmp_path: Path):
     """Its folder, and the copy of the ledger beside it; the other's checkpoints appear meanwhile."""
     zombie = CheckpointRoom(tmp_path, every=1, is_async=True, writer=ZOMBIE)
@@ -130,7 +129,6 @@ def test_who_puts_one_in_its_place_waits_for_others_and_not_for_ever(tmp_path: P
     assert names(place.parent) == [place.name], "the lock left no file"
 
 
-@pytest.mark.asyncio
 async def test_one_that_is_read_is_deleted_once_it_is_not(tmp_path: Path):
     room = CheckpointRoom(tmp_path, every=1, keep_last=1)
     await room.checkpoints.save(1)

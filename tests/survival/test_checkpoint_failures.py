@@ -36,7 +36,6 @@ def failing_once(monkeypatch: pytest.MonkeyPatch, name: str, error: Exception) -
 
 
 @both_ways
-@pytest.mark.asyncio
 async def test_one_without_its_run_part_is_not_reported_as_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_async: bool
 ):
@@ -54,7 +53,6 @@ async def test_one_without_its_run_part_is_not_reported_as_written(
 
 
 @both_ways
-@pytest.mark.asyncio
 async def test_one_that_lost_its_place_to_an_attempt_that_failed_is_written_again(tmp_path: Path, is_async: bool):
     room = CheckpointRoom(tmp_path, is_async=is_async)
     folder = Path(await room.ask(3))
@@ -72,7 +70,6 @@ async def test_one_that_lost_its_place_to_an_attempt_that_failed_is_written_agai
     assert room.buffer.durables == [3, 3]
 
 
-@pytest.mark.asyncio
 async def test_what_failed_by_schedule_is_not_told_to_who_asks_for_another(tmp_path: Path):
     room = CheckpointRoom(tmp_path, is_async=True, every=2)
     room.ranks.failing["checkpoint_written"] = [refused()]
@@ -99,7 +96,6 @@ FAILURES: dict[str, Any] = {
 
 @both_ways
 @pytest.mark.parametrize("failure", FAILURES)
-@pytest.mark.asyncio
 async def test_one_by_schedule_that_fails_is_told_and_tried_again_after_a_while(
     tmp_path: Path, failure: str, is_async: bool
 ):
@@ -125,7 +121,6 @@ async def test_one_by_schedule_that_fails_is_told_and_tried_again_after_a_while(
 
 
 @both_ways
-@pytest.mark.asyncio
 async def test_a_disk_that_stays_full_costs_an_attempt_now_and_then_and_no_step(tmp_path: Path, is_async: bool):
     room = CheckpointRoom(tmp_path, every=1, is_async=is_async)
     room.checkpoints.continue_from(40)
@@ -157,7 +152,6 @@ async def test_a_disk_that_stays_full_costs_an_attempt_now_and_then_and_no_step(
     await room.checkpoints.settle()
 
 
-@pytest.mark.asyncio
 async def test_a_rank_that_does_not_answer_is_not_waited_for_again(tmp_path: Path):
     room = CheckpointRoom(tmp_path, every=1)
     silent = GatherError("silent", errors={"trainer/1": DeadlineExceeded("no answer within 1800 s")})
@@ -166,7 +160,6 @@ async def test_a_rank_that_does_not_answer_is_not_waited_for_again(tmp_path: Pat
         await room.checkpoints.save_by_schedule(1)
 
 
-@pytest.mark.asyncio
 async def test_one_that_is_asked_for_is_refused_where_the_newest_would_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -187,7 +180,6 @@ async def test_one_that_is_asked_for_is_refused_where_the_newest_would_not_fit(
 # -- what is left on the disk
 
 
-@pytest.mark.asyncio
 async def test_what_a_failed_attempt_left_is_gone_at_once(tmp_path: Path):
     """It may have filled the disk, which the ledger needs until the next attempt."""
     room = CheckpointRoom(tmp_path, every=1, keep_last=0)
@@ -201,7 +193,6 @@ async def test_what_a_failed_attempt_left_is_gone_at_once(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["take_away_unread", "sweep"])
-@pytest.mark.asyncio
 async def test_an_old_one_that_cannot_be_deleted_fails_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ):

@@ -82,7 +82,6 @@ class Desk:
         return epoch
 
 
-@pytest.mark.asyncio
 async def test_what_was_kept_comes_back(tmp_path: Path) -> None:
     journal = _journal(tmp_path)
     kept = Kept(
@@ -99,7 +98,6 @@ async def test_what_was_kept_comes_back(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["coordinator.journal"]
 
 
-@pytest.mark.asyncio
 async def test_the_next_book_goes_on_where_the_first_one_ended(tmp_path: Path) -> None:
     first = Desk(tmp_path)
     await first.decide(2e-3)
@@ -118,7 +116,6 @@ async def test_the_next_book_goes_on_where_the_first_one_ended(tmp_path: Path) -
     assert [record.epoch for record in read_audit(second.audit)] == [1, 2, 4]
 
 
-@pytest.mark.asyncio
 async def test_a_decision_that_did_not_come_into_the_audit_log_is_written_once(tmp_path: Path) -> None:
     first = Desk(tmp_path)
     await first.decide(2e-3)
@@ -134,7 +131,6 @@ async def test_a_decision_that_did_not_come_into_the_audit_log_is_written_once(t
     assert first.audit.read_bytes() == whole
 
 
-@pytest.mark.asyncio
 async def test_what_the_audit_log_refuses_is_not_decided_for_the_next_incarnation_either(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
     await desk.decide(2e-3)
@@ -148,7 +144,6 @@ async def test_what_the_audit_log_refuses_is_not_decided_for_the_next_incarnatio
     assert not desk.errors
 
 
-@pytest.mark.asyncio
 async def test_a_journal_that_cannot_take_a_decision_back_ends_its_owner(tmp_path: Path) -> None:
     """Else it would say no, and the next incarnation yes."""
     desk = Desk(tmp_path)
@@ -169,7 +164,6 @@ async def test_a_journal_that_cannot_take_a_decision_back_ends_its_owner(tmp_pat
     assert [str(error) for error in desk.errors] == ["the disk is full"]
 
 
-@pytest.mark.asyncio
 async def test_a_disk_that_refuses_leaves_the_journal_as_it_was(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
     await desk.decide(2e-3)
@@ -181,7 +175,6 @@ async def test_a_disk_that_refuses_leaves_the_journal_as_it_was(tmp_path: Path) 
     assert desk.book.decisions.newest("lr", 0.0) == 2e-3
 
 
-@pytest.mark.asyncio
 async def test_a_journal_of_another_launch_is_named_and_not_used(tmp_path: Path) -> None:
     await _journal(tmp_path).keep()
     kept, why = _journal(tmp_path, "elsewhere").load()
@@ -189,7 +182,6 @@ async def test_a_journal_of_another_launch_is_named_and_not_used(tmp_path: Path)
     assert "another launcher" in why
 
 
-@pytest.mark.asyncio
 async def test_every_byte_counts(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
     await desk.decide(2e-3)
@@ -271,7 +263,6 @@ class SlowDisk:
             await asyncio.sleep(0.001)
 
 
-@pytest.mark.asyncio
 async def test_a_keeper_that_goes_leaves_the_write_to_its_end_and_the_next_one_comes_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

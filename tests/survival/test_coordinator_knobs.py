@@ -16,7 +16,7 @@ from myxa.actors.coordinator.audit import read_audit, verify_audit
 from myxa.core.errors import CallError
 from myxa.core.knobs import ChangeReply, Operator
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(170)]
+pytestmark = [pytest.mark.timeout(170)]
 
 WHO = Operator(user="tester", via="test")
 NEW = {"lr": 2e-3, "eta": 4, "room": 3}

@@ -28,8 +28,6 @@ from myxa.core.errors import LaunchError, LedgerError, NoSuchActor, NotReady, No
 from myxa.core.messages import WeightManifest
 from myxa.transport.node import Node
 
-pytestmark = pytest.mark.asyncio
-
 
 def manifest(version: int, generation: int = 0) -> WeightManifest:
     return WeightManifest(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from tests.survival.checkpoint_room import CheckpointRoom
 
 
@@ -17,7 +16,6 @@ def version_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("version_"))
 
 
-@pytest.mark.asyncio
 async def test_the_buffer_is_told_how_far_back_training_may_fall(tmp_path: Path):
     room = CheckpointRoom(tmp_path, every=1, keep_last=3)
     for version in range(1, 6):
@@ -29,7 +27,6 @@ async def test_the_buffer_is_told_how_far_back_training_may_fall(tmp_path: Path)
     assert room.buffer.oldest[-1] == 6
 
 
-@pytest.mark.asyncio
 async def test_one_that_stays_for_ever_keeps_no_samples(tmp_path: Path):
     """It has a ledger of its own; else the ledger would grow for ever too."""
     room = CheckpointRoom(tmp_path, every=1, keep_last=2, keep_every=3)

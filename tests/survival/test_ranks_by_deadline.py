@@ -70,7 +70,6 @@ SHARDS = tuple(
 )
 
 
-@pytest.mark.asyncio
 async def test_who_has_not_answered_is_named_at_the_deadline():
     async with gang(1.0) as it:
         it.ranks[1].may_answer.set()
@@ -85,7 +84,6 @@ async def test_who_has_not_answered_is_named_at_the_deadline():
         assert (await it.calls.train(SHARDS, {"lr": 2.0})).metrics == {"train/loss": 2.0}
 
 
-@pytest.mark.asyncio
 async def test_a_rank_that_is_gone_ends_the_wait_at_once():
     async with gang(600.0) as it:
         step = asyncio.ensure_future(it.calls.train(SHARDS, {"lr": 1.0}))

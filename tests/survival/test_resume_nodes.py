@@ -96,7 +96,6 @@ def test_node_0_takes_the_runs_own_ledger_while_others_look_at_it(run: RunOnDisk
     assert not (run.path / "lives" / "1" / LEDGER).exists()
 
 
-@pytest.mark.asyncio
 async def test_what_node_0_posts_is_what_every_node_runs(run: RunOnDisk, tmp_path: Path):
     told = load_config(run.path / "config.toml", [f'trainer.resume="{run.path}"'])
     posted = dump_config(with_start(told, LaunchOptions(place=ALONE)))

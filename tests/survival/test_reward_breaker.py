@@ -186,7 +186,6 @@ async def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) ->
         await made.close()
 
 
-@pytest.mark.asyncio
 async def test_answers_wait_while_the_judge_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with judge(tmp_path, monkeypatch) as here:
         await here.score(0)
@@ -207,7 +206,6 @@ async def test_answers_wait_while_the_judge_is_away(tmp_path: Path, monkeypatch:
         assert here.rewarder.gauges()["reward/is_paused"] == here.rewarder.gauges()["reward/waiting"] == 0.0
 
 
-@pytest.mark.asyncio
 async def test_a_judge_that_does_not_come_back_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with judge(tmp_path, monkeypatch, max_outage_s=0.4) as here:
         await here.score(0)
@@ -226,7 +224,6 @@ async def test_a_judge_that_does_not_come_back_ends_the_run(tmp_path: Path, monk
         assert len(here.module.calls) == num_calls, "it is not called any more"
 
 
-@pytest.mark.asyncio
 async def test_one_bad_prompt_that_is_alone_in_line_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,7 +239,6 @@ async def test_one_bad_prompt_that_is_alone_in_line_does_not_end_the_run(
         assert here.rewarder.too_many_errors == ""
 
 
-@pytest.mark.asyncio
 async def test_errors_may_be_zeros_until_there_are_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with judge(tmp_path, monkeypatch, on_error="zero", max_error_rate=0.5) as here:
         assert await here.score(1, "bad") == RewardOutcome(0.0)

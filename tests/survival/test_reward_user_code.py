@@ -93,7 +93,6 @@ WORDS = {
 }
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("fn", "settings"),
     [
@@ -139,7 +138,6 @@ async def _stubborn_for(lasts_s: float) -> None:
     await _stubborn(end)
 
 
-@pytest.mark.asyncio
 async def test_a_coroutine_that_will_not_be_cancelled_does_not_hold_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "GRACE_S", 0.1)
     end = asyncio.Event()
@@ -157,7 +155,6 @@ async def test_a_coroutine_that_will_not_be_cancelled_does_not_hold_the_caller(m
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.asyncio
 async def test_who_cancelled_is_told_apart() -> None:
     async def cancels_itself() -> None:
         raise asyncio.CancelledError
@@ -251,7 +248,6 @@ ASSIGNMENT = Assignment(
 )
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("workflow", "words"), WORKFLOWS, ids=[words[:48] for _, words in WORKFLOWS])
 async def test_whatever_a_workflow_does_costs_its_group_only(
     monkeypatch: pytest.MonkeyPatch, workflow: Callable[[Prompt, int], Any], words: str
@@ -271,7 +267,6 @@ async def test_whatever_a_workflow_does_costs_its_group_only(
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.asyncio
 async def test_an_interruption_passes_through() -> None:
     def interrupted(prompt: Prompt, index: int) -> Any:
         return _raise(Interrupted(msgspec.structs.replace(sample(prompt, index), finish="abort")))

@@ -108,7 +108,6 @@ async def until_gone(pids: list[int]) -> None:
             await asyncio.sleep(0.02)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("verb", "end"), [("exit", "exit code 7"), ("segfault", "signal SIGSEGV")])
 async def test_a_call_that_ends_its_worker_twice_is_deadly(code: str, verb: str, end: str) -> None:
     async with rewarder(code) as made:
@@ -119,7 +118,6 @@ async def test_a_call_that_ends_its_worker_twice_is_deadly(code: str, verb: str,
         assert (await made.score(answer("fine"))).value == 1.0
 
 
-@pytest.mark.asyncio
 async def test_a_worker_that_somebody_kills_costs_nothing(code: str, tmp_path: Path) -> None:
     async with rewarder(code) as made:
         assert (await made.score(answer(f"once {tmp_path / 'killed'}"))).value == 1.0
@@ -127,7 +125,6 @@ async def test_a_worker_that_somebody_kills_costs_nothing(code: str, tmp_path: P
         assert (await made.score(answer("oom"))).value >= 500, "where memory runs out, it goes before the engine"
 
 
-@pytest.mark.asyncio
 async def test_a_call_that_holds_the_interpreter_lock_ends_by_its_deadline(code: str) -> None:
     async with rewarder(code, timeout_s=1.0) as made:
         started_s = time.monotonic()
@@ -138,7 +135,6 @@ async def test_a_call_that_holds_the_interpreter_lock_ends_by_its_deadline(code:
         assert (await made.score(answer("fine"))).value == 1.0
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("verb", ["garbage", "huge"])
 async def test_nonsense_in_the_pipe_costs_one_call(code: str, verb: str) -> None:
     async with rewarder(code) as made:
@@ -146,7 +142,6 @@ async def test_nonsense_in_the_pipe_costs_one_call(code: str, verb: str) -> None
         assert (await made.score(answer("fine"))).value == 1.0
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("then", ["hang", "exit", "segfault"])
 async def test_tools_of_a_call_end_with_its_worker(code: str, tmp_path: Path, then: str) -> None:
     async with rewarder(code, timeout_s=4.0) as made:
@@ -158,7 +153,6 @@ async def test_tools_of_a_call_end_with_its_worker(code: str, tmp_path: Path, th
         assert (await made.score(answer("fine"))).value == 1.0
 
 
-@pytest.mark.asyncio
 async def test_a_keeper_that_was_stopped_does_not_keep_the_actor_from_ending(
     code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,7 +183,6 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
-@pytest.mark.asyncio
 async def test_an_actor_that_is_killed_leaves_neither_worker_nor_tools(code: str, tmp_path: Path) -> None:
     actor = await asyncio.create_subprocess_exec(
         sys.executable, "-c", ACTOR, code, str(tmp_path), stdout=asyncio.subprocess.PIPE
@@ -200,7 +193,6 @@ async def test_an_actor_that_is_killed_leaves_neither_worker_nor_tools(code: str
     await until_gone([int(out), *map(int, (tmp_path / "note").read_text().split())])
 
 
-@pytest.mark.asyncio
 async def test_a_pattern_that_backtracks_for_ever_does_not_block_the_actor() -> None:
     async with rewarder("regex", pattern="(a+)+$", timeout_s=1.0) as made:
         scoring = asyncio.ensure_future(made.score(answer("a" * 64 + "b")))

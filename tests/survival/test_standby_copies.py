@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 from tests.survival.checkpoint_room import Ranks, refused
 
 from myxa.actors.trainer.start_point import Standby, StandbyOptions
@@ -29,7 +28,6 @@ async def no_knobs() -> LiveKnobs:
     return LiveKnobs()
 
 
-@pytest.mark.asyncio
 async def test_a_rank_that_cannot_write_ends_them_and_leaves_nothing_half_made(tmp_path: Path):
     ranks, ram = Ranks(), tmp_path / "ram"
     copies, told = standby(ram, ranks, no_knobs)
@@ -49,7 +47,6 @@ async def test_a_rank_that_cannot_write_ends_them_and_leaves_nothing_half_made(t
     assert list(ram.iterdir()) == []
 
 
-@pytest.mark.asyncio
 async def test_copies_that_are_being_made_stay_beside_checkpoints(tmp_path: Path):
     copies, _ = standby(tmp_path / "ram", Ranks(), no_knobs)
     await copies.copy(1)

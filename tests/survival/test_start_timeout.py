@@ -16,7 +16,6 @@ from myxa.core.clock import SystemClock
 from myxa.transport.node import InprocNetwork, Node
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("has_trainer", "said"),
     [

@@ -32,7 +32,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("blocked_by", ["wait-data", "paused"])
-@pytest.mark.asyncio
 async def test_a_checkpoint_beside_training_is_finished_although_no_step_follows(
     model: Path, tmp_path: Path, blocked_by: str
 ):
@@ -79,7 +78,6 @@ class TakesAtOnce(Conductor):
         self._news.set()
 
 
-@pytest.mark.asyncio
 async def test_where_engines_have_the_device_it_is_finished_once_it_is_overdue(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -129,7 +127,6 @@ class SlowSave:
     def finish(self) -> None: ...
 
 
-@pytest.mark.asyncio
 async def test_a_rank_begins_no_checkpoint_over_one_that_it_is_still_writing(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -154,7 +151,6 @@ async def test_a_rank_begins_no_checkpoint_over_one_that_it_is_still_writing(
         await rank.finish_checkpoint()
 
 
-@pytest.mark.asyncio
 async def test_it_ends_although_a_publication_hangs(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     may_end, hangs = threading.Event(), threading.Event()
 
@@ -175,7 +171,6 @@ async def test_it_ends_although_a_publication_hangs(model: Path, tmp_path: Path,
         may_end.set()
 
 
-@pytest.mark.asyncio
 async def test_a_version_that_no_engine_could_take_is_published_again_while_it_waits_for_data(
     model: Path, tmp_path: Path
 ):
@@ -191,7 +186,6 @@ async def test_a_version_that_no_engine_could_take_is_published_again_while_it_w
         assert room.conductor.given == [0, 1, 1, 2]
 
 
-@pytest.mark.asyncio
 async def test_a8_a_batch_with_a_token_beyond_the_bound_ends_the_run_and_is_not_trained(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

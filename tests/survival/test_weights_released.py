@@ -80,7 +80,6 @@ class Gang:
         await self.publisher.released(version)
 
 
-@pytest.mark.asyncio
 async def test_a_rank_that_did_not_hear_it_is_told_again_with_the_next_one():
     gang = Gang()
     for version in (1, 2, 3):
@@ -93,7 +92,6 @@ async def test_a_rank_that_did_not_hear_it_is_told_again_with_the_next_one():
     assert gang.staged == {"trainer/0": {3}, "trainer/1": {3}}
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("deaf", [0, 1])
 async def test_nobody_is_said_to_have_let_go_before_the_other_ranks_gave_their_memory_back(deaf: int):
     """Where devices are shared in turns engines are given them next. A rank that cannot be told is not waited for."""
@@ -111,7 +109,6 @@ async def test_nobody_is_said_to_have_let_go_before_the_other_ranks_gave_their_m
     assert gang.staged["trainer/1"] == ({1} if deaf else set())
 
 
-@pytest.mark.asyncio
 async def test_a_version_is_told_apart_from_its_earlier_publication_and_waits_for_no_room_of_its_own():
     gang = Gang()
     for version in range(9):

@@ -14,7 +14,6 @@ from myxa.transport.node import Node
 pytestmark = pytest.mark.timeout(60)
 
 
-@pytest.mark.asyncio
 async def test_closing_lets_running_calls_finish_and_refuses_new_ones():
     node = await Node.attach(name="host")
     other = await Node.attach(name="other", rdzv=node.rendezvous)
@@ -29,7 +28,6 @@ async def test_closing_lets_running_calls_finish_and_refuses_new_ones():
     await other.close(grace_s=0)
 
 
-@pytest.mark.asyncio
 async def test_actors_stop_in_reverse_order_and_hear_why():
     order = []
 
@@ -48,7 +46,6 @@ async def test_actors_stop_in_reverse_order_and_hear_why():
     assert order == [("second", "enough"), ("third", "shutdown"), ("first", "shutdown")]
 
 
-@pytest.mark.asyncio
 async def test_names_are_checked_and_unique():
     node = await Node.attach(name="host")
     try:
@@ -64,7 +61,6 @@ async def test_names_are_checked_and_unique():
         await node.close()
 
 
-@pytest.mark.asyncio
 async def test_background_tasks_end_with_their_actor_and_have_no_deadline():
     seen = []
 
@@ -91,7 +87,6 @@ async def test_background_tasks_end_with_their_actor_and_have_no_deadline():
     assert seen == [None, "ended"]
 
 
-@pytest.mark.asyncio
 async def test_an_actor_that_fails_while_it_starts_is_not_there(caplog):
     caplog.set_level("CRITICAL")
 
@@ -111,7 +106,6 @@ async def test_an_actor_that_fails_while_it_starts_is_not_there(caplog):
     await node.close()
 
 
-@pytest.mark.asyncio
 async def test_closing_lets_a_failed_actor_finish_its_end(caplog):
     caplog.set_level("CRITICAL")
     ends = []
@@ -130,7 +124,6 @@ async def test_closing_lets_a_failed_actor_finish_its_end(caplog):
     assert ends == ["it failed: exploded in the background"]
 
 
-@pytest.mark.asyncio
 async def test_an_actor_may_call_itself_back_only_reentrantly():
     class Selfish(Echo):
         async def sleep(self, seconds):

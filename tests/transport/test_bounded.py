@@ -17,7 +17,7 @@ from myxa.core.errors import NotSent
 from myxa.core.refs import with_deadline
 from myxa.transport.session.credit import UNIT_BYTES, WINDOW_UNITS
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.timeout(60)]
 
 SIZE = 200_000
 NUM_BYTES = SIZE * 8

@@ -14,7 +14,7 @@ from myxa.core.refs import with_deadline
 from myxa.transport.session import frames
 from myxa.transport.wire import Lane
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.timeout(60)]
 
 
 @pytest.mark.parametrize("kind", ["inproc", "ipc", "tcp"], indirect=True)

@@ -73,7 +73,6 @@ def priorities() -> dict[str, int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads cannot be seen")
-@pytest.mark.asyncio
 async def test_only_the_thread_of_bulk_gives_way():
     own = os.getpriority(os.PRIO_PROCESS, 0)
     if own + 5 > 19:

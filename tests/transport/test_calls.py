@@ -28,7 +28,7 @@ from myxa.transport.hosting import Delivery
 from myxa.transport.session.links import Arrival
 from myxa.transport.session.pending import PendingCall
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
+pytestmark = [pytest.mark.timeout(30)]
 
 
 def cell_of(actor: Any) -> Any:

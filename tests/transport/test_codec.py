@@ -139,7 +139,6 @@ class Heavy(Actor):
         return len(group.samples)
 
 
-@pytest.mark.asyncio
 async def test_a_group_of_thousands_of_samples_travels_on_the_bulk_lane():
     network = InprocNetwork()
     far = await Node.attach(name="far", network=network)

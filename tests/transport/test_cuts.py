@@ -39,7 +39,6 @@ def test_a_cut_is_of_a_node_whatever_its_incarnation_and_ends_by_itself():
 
 
 @real
-@pytest.mark.asyncio
 async def test_nothing_passes_while_it_lasts_and_all_goes_on_after_it(world):
     near, far = await world.join("near"), await world.join("far")
     await near.start(Echo(), "near-echo")
@@ -63,7 +62,6 @@ async def test_nothing_passes_while_it_lasts_and_all_goes_on_after_it(world):
     await with_deadline(back, 20.0).ping()
 
 
-@pytest.mark.asyncio
 async def test_one_way_it_is_heard_and_not_answered(world):
     near, far = await world.join("near"), await world.join("far")
     await near.start(Echo(), "near-echo")
@@ -81,7 +79,6 @@ async def test_one_way_it_is_heard_and_not_answered(world):
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.asyncio
 async def test_nobody_is_cut_off_who_is_not_there(world):
     near = await world.join("near")
     with pytest.raises(NoSuchActor, match="nobody"):
@@ -89,7 +86,6 @@ async def test_nobody_is_cut_off_who_is_not_there(world):
 
 
 @pytest.mark.parametrize("kind", ["inproc"], indirect=True)
-@pytest.mark.asyncio
 async def test_inside_one_process_the_network_is_to_be_told(world):
     near, far = await world.join("near"), await world.join("far")
     await far.start(Echo(), "far-echo")

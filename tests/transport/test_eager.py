@@ -14,7 +14,7 @@ from myxa.core.handlers import call
 from myxa.transport.actor_runner import Eager
 from myxa.transport.node import InprocNetwork, Node
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
+pytestmark = [pytest.mark.timeout(30)]
 
 mark: contextvars.ContextVar[str] = contextvars.ContextVar("mark", default="outside")
 

@@ -312,14 +312,12 @@ def test_a_thread_cannot_join_the_network_of_another_loop():
         NodeThread(name="host", **options)
 
 
-@pytest.mark.asyncio
 async def test_a_turn_needs_time():
     for nothing in (0.0, -1.0, float("nan")):
         with pytest.raises(ConfigError, match="no message is taken in"):
             await Node.attach(name="host", turn_budget_s=nothing)
 
 
-@pytest.mark.asyncio
 async def test_a_burst_leaves_room_for_the_hosts_own_work():
     """A thousand casts arrive in a few batches; between two turns of a small budget the host's work runs."""
 

@@ -11,7 +11,7 @@ from tests.transport.cast_of_actors import Echo, EchoContract, Item
 from myxa.core.errors import Draining, NoSuchActor, NotSent
 from myxa.core.refs import with_deadline
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.timeout(60)]
 
 
 async def test_a_process_that_closes_finishes_what_it_has_and_says_when_to_come_back(world) -> None:

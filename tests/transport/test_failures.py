@@ -21,7 +21,7 @@ from myxa.transport.address import Rendezvous
 from myxa.transport.node import JobKey, Node
 from myxa.transport.wire import Lane
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.timeout(60)]
 
 
 def cell_of(actor: Any) -> Any:

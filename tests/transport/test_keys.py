@@ -96,7 +96,6 @@ def no_handshakes(node: Node) -> int:
 # -- keys
 
 
-@pytest.mark.asyncio
 async def test_every_process_has_a_key_of_its_own(world):
     near, far = await world.pair(Echo())
     keys = {key_of(node).public for node in (world.host, near, far)}
@@ -105,7 +104,6 @@ async def test_every_process_has_a_key_of_its_own(world):
     assert await near.ref(EchoContract, "callee").ping() > 0
 
 
-@pytest.mark.asyncio
 async def test_a_process_whose_key_was_announced_needs_no_job_key_and_has_one_name(world):
     own = KeyPair.generate()
     await world.host.registry.expect("rollout/0", own.public)
@@ -122,7 +120,6 @@ async def test_a_process_whose_key_was_announced_needs_no_job_key_and_has_one_na
         await Node.attach(name="rollout/0", rdzv=rdzv, key=own, node_rank=6, timeout_s=2)
 
 
-@pytest.mark.asyncio
 async def test_the_job_key_opens_only_the_registry(world):
     """With it one may ask to join, and do nothing else; other nodes do not even let it in to ask."""
     near = await world.join("near")
@@ -146,7 +143,6 @@ async def test_the_job_key_opens_only_the_registry(world):
 # -- names
 
 
-@pytest.mark.asyncio
 async def test_a_node_cannot_speak_in_anothers_name(world):
     near, far = await world.pair(Echo())
     other = await world.join("other")
@@ -168,7 +164,6 @@ async def test_a_node_cannot_speak_in_anothers_name(world):
     assert far.counters()["hello_in_anothers_name"] == 4
 
 
-@pytest.mark.asyncio
 async def test_the_registry_hears_of_a_node_only_from_itself_and_from_launchers(world):
     own = KeyPair.generate()
     await world.host.registry.expect("rollout/0", own.public)
@@ -199,7 +194,6 @@ async def test_the_registry_hears_of_a_node_only_from_itself_and_from_launchers(
 # -- replays, stale epochs, dead incarnations
 
 
-@pytest.mark.asyncio
 async def test_a_hello_that_was_recorded_has_no_effect(world):
     near, far = await world.pair(Echo())
     assert await near.ref(EchoContract, "callee").ping() > 0
@@ -214,7 +208,6 @@ async def test_a_hello_that_was_recorded_has_no_effect(world):
     assert await near.ref(EchoContract, "callee").ping() > 0  # its own connection is still the one that counts
 
 
-@pytest.mark.asyncio
 async def test_the_key_of_a_dead_incarnation_is_dropped(world):
     near, far = await world.pair(Echo())
     gone = await world.join("gone")
@@ -235,7 +228,6 @@ async def test_the_key_of_a_dead_incarnation_is_dropped(world):
     assert await near.ref(EchoContract, "callee").ping() > 0
 
 
-@pytest.mark.asyncio
 async def test_an_incarnation_that_is_over_is_told_so_when_it_connects(world):
     """It was cut off when it was replaced, and connects again: the refusal of its key is how it learns."""
     near = await world.join("near")
@@ -258,7 +250,6 @@ async def test_an_incarnation_that_is_over_is_told_so_when_it_connects(world):
 # -- refusals are told once
 
 
-@pytest.mark.asyncio
 async def test_refusals_are_counted_and_the_first_is_logged_with_a_remedy(world, caplog):
     with caplog.at_level(logging.WARNING, logger="myxa.transport"):
         for number in (1, 2, 3):
@@ -278,7 +269,6 @@ async def test_refusals_are_counted_and_the_first_is_logged_with_a_remedy(world,
     assert any("without a key" in line or "hangs up" in line for line in told)
 
 
-@pytest.mark.asyncio
 async def test_nonsense_bans_the_key_for_a_while(world):
     near, far = await world.pair(Echo())
     rogue = await world.join("rogue")
@@ -301,7 +291,6 @@ async def test_nonsense_bans_the_key_for_a_while(world):
     assert guard.verdict(key_of(rogue).public, later) is KeyVerdict.ADMIT
 
 
-@pytest.mark.asyncio
 async def test_a_hello_with_a_nonsensical_address_or_key_hurts_nobody(world):
     near, far = await world.pair(Echo())
     rogue = await world.join("rogue")
@@ -341,7 +330,6 @@ class Panel(Echo, PanelContract):
         return len(self.log)
 
 
-@pytest.mark.asyncio
 async def test_an_observer_may_only_look(world):
     far = await world.join("far")
     await far.start(Panel(), "panel")

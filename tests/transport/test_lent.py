@@ -90,7 +90,6 @@ async def ipc(tmp_path):
     await no_tasks_left()
 
 
-@pytest.mark.asyncio
 async def test_a_call_that_ends_while_it_is_sent_sends_what_it_began_with(ipc):
     actor = Keeper()
     near, _ = await ipc.pair(actor)

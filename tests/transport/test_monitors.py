@@ -23,7 +23,6 @@ async def following(events: AsyncIterator[PeerEvent]) -> tuple[str, str]:
     return event.kind, event.reason
 
 
-@pytest.mark.asyncio
 async def test_a_monitor_tells_the_state_and_then_every_change(world: Any):
     near, far = await world.pair(Echo())
     async with aclosing(near.monitor("callee")) as events, aclosing(near.monitor("later")) as others:
@@ -47,7 +46,6 @@ async def test_a_monitor_tells_the_state_and_then_every_change(world: Any):
     assert len(near.monitors) == 0
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("kind", ["ipc"])
 async def test_a_monitor_of_a_killed_process(world: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(socket_transport, "UNREACHABLE_S", 0.5)
@@ -65,7 +63,6 @@ async def test_a_monitor_of_a_killed_process(world: Any, monkeypatch: pytest.Mon
         assert event.reason
 
 
-@pytest.mark.asyncio
 async def test_an_actor_fails_with_the_one_it_is_linked_to(world: Any, caplog: pytest.LogCaptureFixture):
     caplog.set_level("CRITICAL")
 
@@ -88,7 +85,6 @@ async def test_an_actor_fails_with_the_one_it_is_linked_to(world: Any, caplog: p
     assert len(near.monitors) == 0
 
 
-@pytest.mark.asyncio
 async def test_a_node_may_be_linked_too_and_waits_for_who_was_never_there(world: Any, caplog: pytest.LogCaptureFixture):
     caplog.set_level("CRITICAL")
     near, far = await world.pair(Echo())
@@ -101,7 +97,6 @@ async def test_a_node_may_be_linked_too_and_waits_for_who_was_never_there(world:
         assert isinstance(await near.failed, PeerDied)
 
 
-@pytest.mark.asyncio
 async def test_actors_monitor_through_their_context(world: Any):
     seen: list[str] = []
 

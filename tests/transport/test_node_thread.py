@@ -202,7 +202,6 @@ def test_a_failed_actor_is_seen_from_outside(host: NodeThread, caplog: pytest.Lo
     assert isinstance(host.failure, EngineError)
 
 
-@pytest.mark.asyncio
 async def test_a_node_closes_where_no_thread_can_be_started_any_more(monkeypatch: pytest.MonkeyPatch):
     """As Python 3.12 behaves while it ends."""
     node = await Node.attach(name="host")

@@ -13,7 +13,7 @@ from tests.transport.cast_of_actors import Echo, EchoContract, Item
 from myxa.core.errors import DeadlineExceeded, EngineError, NotSent
 from myxa.core.refs import with_deadline
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
+pytestmark = [pytest.mark.timeout(30)]
 
 
 def item(name, n=3):

@@ -115,7 +115,6 @@ def test_a_full_disk_stops_grants_and_leaves_a_journal_that_can_be_read(tmp_path
     assert read(path) == ENTRIES
 
 
-@pytest.mark.asyncio
 async def test_those_who_wait_at_the_same_time_share_one_fsync(tmp_path: Path, monkeypatch):
     journal = RegistryJournal.open(tmp_path / "journal")
     synced: list[int] = []

@@ -23,7 +23,7 @@ from myxa.transport.address import Rendezvous
 from myxa.transport.node import JobKey, Node
 from myxa.transport.registry.journal import NodeEntry, RegistryJournal
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.timeout(90)]
 
 HERE = Path(__file__).parent
 

@@ -36,7 +36,6 @@ def test_a_key_is_no_flag_of_a_command_line():
     assert all(JobKey.generate().public[0].isalnum() for _ in range(200))
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("kind", ["tcp"], indirect=True)
 async def test_another_key_is_not_admitted(world):
     with pytest.raises(LaunchError, match=r"no answer from the registry at tcp://127\.0\.0\.1:\d+ .*key"):
@@ -45,7 +44,6 @@ async def test_another_key_is_not_admitted(world):
         )  # fmt: skip
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("kind", ["tcp"], indirect=True)
 async def test_the_right_server_key_alone_does_not_help(world):
     """A client that knows the job's public key but has a pair of its own is turned away by the zap_handler."""
@@ -73,19 +71,16 @@ async def test_the_right_server_key_alone_does_not_help(world):
     context.term()
 
 
-@pytest.mark.asyncio
 async def test_without_a_key_nobody_listens_on_tcp():
     with pytest.raises(LaunchError, match="needs the job's key"):
         await Node.attach(name="host", tcp="127.0.0.1:0")
 
 
-@pytest.mark.asyncio
 async def test_an_address_that_is_not_ours_is_a_clear_error():
     with pytest.raises(LaunchError, match=r"cannot listen at tcp://203\.0\.113\.7"):
         await Node.attach(name="host", tcp="203.0.113.7:0", key=JobKey.generate())
 
 
-@pytest.mark.asyncio
 async def test_sockets_lie_where_only_we_can_go(world):
     folder = Path(world.host.rendezvous.socket_dir)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -116,7 +111,6 @@ def hello(name, node_id, epoch, to, endpoints=None):
     return Envelope(kind=Kind.HELLO, src_node=node_id, src_epoch=epoch, dst_epoch=to.epoch, body=orjson.dumps(body))
 
 
-@pytest.mark.asyncio
 async def test_garbage_from_the_network_changes_nothing(world, seed):
     """Bytes of all kinds at both lanes of a bound node: counted, dropped; calls go on, nothing grows."""
     rng = random.Random(seed)
@@ -156,7 +150,6 @@ async def test_garbage_from_the_network_changes_nothing(world, seed):
     context.term()
 
 
-@pytest.mark.asyncio
 async def test_a_peer_that_talks_nonsense_is_answered_then_ignored(world):
     near, far = await world.pair(Echo())
     context = zmq.Context()
@@ -203,7 +196,6 @@ async def test_a_peer_that_talks_nonsense_is_answered_then_ignored(world):
     context.term()
 
 
-@pytest.mark.asyncio
 async def test_raw_bytes_on_the_tcp_port_do_not_hurt():
     node = await Node.attach(name="host", tcp="127.0.0.1:0", key=JobKey.generate())
     try:

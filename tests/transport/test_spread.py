@@ -17,7 +17,7 @@ from myxa.transport.call_client import CallClient
 from myxa.transport.codec import Codec
 from myxa.transport.node import Node
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.asyncio]
+pytestmark = [pytest.mark.timeout(60)]
 
 
 class Member(Actor):

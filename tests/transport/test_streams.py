@@ -14,7 +14,7 @@ from myxa.core.errors import CallError, EngineError, StreamBroken
 from myxa.core.handlers import stream
 from myxa.core.refs import with_deadline
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
+pytestmark = [pytest.mark.timeout(30)]
 
 
 async def test_items_come_in_order_also_when_they_take_different_lanes(world):

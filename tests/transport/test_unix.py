@@ -44,7 +44,6 @@ pytestmark = [pytest.mark.timeout(60)]
 # -- what comes in
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("largest_piece", [1, 7, 3000, 1 << 20])
 async def test_however_it_is_cut_up_all_arrives_whole_and_in_order(tmp_path, seed, largest_piece):
     rng = random.Random(seed)
@@ -80,7 +79,6 @@ async def test_however_it_is_cut_up_all_arrives_whole_and_in_order(tmp_path, see
     inbox.close()
 
 
-@pytest.mark.asyncio
 async def test_chunks_come_together_and_what_makes_no_sense_inside_a_message_ends_no_connection(tmp_path):
     sink = Sink()
     inbox = inbox_at(tmp_path / "s", sink)
@@ -100,7 +98,6 @@ async def test_chunks_come_together_and_what_makes_no_sense_inside_a_message_end
     client.close()
 
 
-@pytest.mark.asyncio
 async def test_a_length_of_no_sense_ends_the_connection_and_many_of_them_ban_the_process(tmp_path):
     sink, counters = Sink(), Counter[str]()
     inbox = inbox_at(tmp_path / "s", sink, counters)
@@ -123,7 +120,6 @@ async def test_a_length_of_no_sense_ends_the_connection_and_many_of_them_ban_the
     inbox.close()
 
 
-@pytest.mark.asyncio
 async def test_who_says_nothing_is_shown_out(tmp_path, monkeypatch):
     monkeypatch.setattr(unix_inbox, "HELLO_LIMIT_S", 0.2)
     sink, counters = Sink(), Counter[str]()
@@ -142,7 +138,6 @@ async def test_who_says_nothing_is_shown_out(tmp_path, monkeypatch):
         client.close()
 
 
-@pytest.mark.asyncio
 async def test_a_turn_of_the_loop_takes_no_longer_than_it_may_however_many_send(tmp_path):
     sink = Sink()
     turn = TurnBudget(0.002)
@@ -243,7 +238,6 @@ def open_folder():
 
 
 @as_root
-@pytest.mark.asyncio
 async def test_another_user_is_not_let_in(open_folder):
     sink, counters = Sink(), Counter[str]()
     inbox = inbox_at(open_folder / "s", sink, counters)
@@ -257,7 +251,6 @@ async def test_another_user_is_not_let_in(open_folder):
 
 
 @as_root
-@pytest.mark.asyncio
 async def test_nothing_is_said_to_another_user(open_folder):
     with as_another_user(open_folder / "s", "listen") as stranger:
         assert stranger.stdout is not None
@@ -274,7 +267,6 @@ async def test_nothing_is_said_to_another_user(open_folder):
 # -- what goes out
 
 
-@pytest.mark.asyncio
 async def test_what_the_kernel_does_not_take_waits_in_order_and_can_be_withdrawn(tmp_path, seed):
     rng = random.Random(seed)
     listener = Listener(tmp_path / "s")
@@ -305,7 +297,6 @@ async def test_what_the_kernel_does_not_take_waits_in_order_and_can_be_withdrawn
     listener.socket.close()
 
 
-@pytest.mark.asyncio
 async def test_more_than_a_control_message_goes_in_chunks(tmp_path):
     sink = Sink()
     inbox = inbox_at(tmp_path / "s", sink)
@@ -320,7 +311,6 @@ async def test_more_than_a_control_message_goes_in_chunks(tmp_path):
     inbox.close()
 
 
-@pytest.mark.asyncio
 async def test_each_connection_begins_with_a_greeting_that_says_what_was_sent_before(tmp_path):
     listener = Listener(tmp_path / "s")
     events = Events()
@@ -342,7 +332,6 @@ async def test_each_connection_begins_with_a_greeting_that_says_what_was_sent_be
     listener.socket.close()
 
 
-@pytest.mark.asyncio
 async def test_one_that_takes_connections_and_drops_them_is_not_stormed(tmp_path):
     listener = Listener(tmp_path / "s")
     outbox = outbox_to(listener.endpoint, Events())
@@ -361,7 +350,6 @@ async def test_one_that_takes_connections_and_drops_them_is_not_stormed(tmp_path
     listener.socket.close()
 
 
-@pytest.mark.asyncio
 async def test_nobody_there_is_said_and_counted_from_the_beginning_a_full_house_is_not(tmp_path):
     events = Events()
     outbox = outbox_to(f"unix://{tmp_path}/none", events)
@@ -385,7 +373,6 @@ async def test_nobody_there_is_said_and_counted_from_the_beginning_a_full_house_
         one.close()
 
 
-@pytest.mark.asyncio
 async def test_what_was_sent_before_the_end_is_found_by_one_who_looks_later(tmp_path):
     listener = Listener(tmp_path / "s")
     outbox = outbox_to(listener.endpoint, Events())

@@ -34,7 +34,6 @@ def kind():
     return "ipc"
 
 
-@pytest.mark.asyncio
 async def test_small_messages_of_one_host_take_it_and_bulk_does_not(world):
     near, far = await world.pair(Echo())
     for node in (near, far, world.host):
@@ -47,7 +46,6 @@ async def test_small_messages_of_one_host_take_it_and_bulk_does_not(world):
     assert kinds == ["UnixOutbox", "ZmqOutbox"]
 
 
-@pytest.mark.asyncio
 async def test_one_that_cannot_tell_users_apart_is_spoken_to_by_zeromq(world, monkeypatch):
     near = await world.join("near")
     monkeypatch.setattr(socket_transport, "knows_peer_user", lambda: False)
@@ -64,7 +62,6 @@ async def test_one_that_cannot_tell_users_apart_is_spoken_to_by_zeromq(world, mo
     assert type(far._opened.transport._peers[near._key].outboxes[Lane.CONTROL]).__name__ == "UnixOutbox"
 
 
-@pytest.mark.asyncio
 async def test_what_is_said_to_a_stopped_process_is_bounded_and_not_sent_most_of_it(world):
     near = await world.join("near")
     child = await world.child("keeper", "keeper")
@@ -92,7 +89,6 @@ async def test_what_is_said_to_a_stopped_process_is_bounded_and_not_sent_most_of
     assert await ref.runs() < 1 + 40 + 1200
 
 
-@pytest.mark.asyncio
 async def test_a_call_to_a_stopped_process_is_answered_when_it_goes_on(world):
     near = await world.join("near")
     child = await world.child("far")
@@ -112,7 +108,6 @@ async def test_a_call_to_a_stopped_process_is_answered_when_it_goes_on(world):
     assert await asyncio.gather(*calls) == [child.pid] * 2
 
 
-@pytest.mark.asyncio
 async def test_without_its_file_a_socket_keeps_its_friends_and_others_are_told_why(world):
     near, far = await world.pair(Echo())
     ref = near.ref(EchoContract, "callee")
@@ -181,7 +176,6 @@ def test_without_descriptors_newcomers_wait_and_the_loop_does_not_spin(tmp_path)
     assert 2 <= failed <= 6
 
 
-@pytest.mark.asyncio
 async def test_arrays_of_small_messages_are_used_where_they_came(world):
     came: list[bool] = []
 

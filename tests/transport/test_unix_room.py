@@ -39,7 +39,6 @@ pytestmark = [pytest.mark.timeout(60)]
 HERE = Path(__file__).parent
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("how", ["flush", "close", "held back"])
 async def test_a_message_that_is_partly_sent_is_waited_for_and_not_asked_for(tmp_path, how):
     listener = Listener(tmp_path / "s")
@@ -78,7 +77,6 @@ def read_all(made: socket.socket, found: list[int]) -> None:
         found.append(len(data))
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("size", [100_000, 200_000, 3_000_000])
 async def test_a_flush_gets_out_what_the_kernel_does_not_keep_if_the_other_side_reads(tmp_path, size):
     listener = Listener(tmp_path / "s")
@@ -100,7 +98,6 @@ async def test_a_flush_gets_out_what_the_kernel_does_not_keep_if_the_other_side_
     listener.socket.close()
 
 
-@pytest.mark.asyncio
 async def test_a_flush_waits_no_longer_than_it_may_and_loses_nothing(tmp_path):
     listener = Listener(tmp_path / "s")
     outbox = outbox_to(listener.endpoint, Events())
@@ -147,7 +144,6 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("what", ["whole", "rest"])
 async def test_who_sends_to_one_that_is_gone_gets_no_signal(tmp_path, what):
     command = [sys.executable, "-c", SENDS_INTO_THE_VOID, str(HERE), str(tmp_path / "s"), what]
@@ -155,7 +151,6 @@ async def test_who_sends_to_one_that_is_gone_gets_no_signal(tmp_path, what):
     assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
 
 
-@pytest.mark.asyncio
 async def test_a_flush_does_not_go_through_a_cut(tmp_path):
     listener = Listener(tmp_path / "s")
     events, why = Events(), ["cut off on purpose"]
@@ -176,7 +171,6 @@ async def test_a_flush_does_not_go_through_a_cut(tmp_path):
     listener.socket.close()
 
 
-@pytest.mark.asyncio
 async def test_a_connection_ends_though_a_forked_process_holds_a_copy_of_it(tmp_path):
     inbox = inbox_at(tmp_path / "s", sink := Sink())
     outbox = outbox_to(inbox.endpoint, Events())
@@ -228,7 +222,6 @@ def transport_at(folder: Path) -> SocketTransport:
     return made
 
 
-@pytest.mark.asyncio
 async def test_one_that_does_not_read_takes_nothing_from_a_flush_to_the_others(tmp_path):
     transport = transport_at(tmp_path / "t")
     listeners = [Listener(tmp_path / str(number)) for number in range(3)]
@@ -257,7 +250,6 @@ async def test_one_that_does_not_read_takes_nothing_from_a_flush_to_the_others(t
         made.close()
 
 
-@pytest.mark.asyncio
 async def test_who_is_cut_off_may_be_dropped_at_once(tmp_path):
     transport = transport_at(tmp_path / "t")
     listener = Listener(tmp_path / "s")

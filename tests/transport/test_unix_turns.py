@@ -33,7 +33,6 @@ def spend() -> None:
         pass
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("is_batch", [False, True])
 async def test_who_says_little_is_heard_beside_those_who_never_stop(tmp_path, is_batch):
     sink = Sink()
@@ -104,7 +103,6 @@ def test_an_interrupt_at_one_connection_leaves_the_others_heard(tmp_path, make_l
     loop.close()
 
 
-@pytest.mark.asyncio
 async def test_nonsense_in_one_piece_is_taken_in_turn_by_turn(tmp_path):
     sink = Sink()
     note = sink.malformed
@@ -127,7 +125,6 @@ async def test_nonsense_in_one_piece_is_taken_in_turn_by_turn(tmp_path):
     inbox.close()
 
 
-@pytest.mark.asyncio
 async def test_an_error_in_the_session_is_told_and_costs_one_message(tmp_path):
     sink, told = Sink(), list[BaseException]()
 
@@ -147,7 +144,6 @@ async def test_an_error_in_the_session_is_told_and_costs_one_message(tmp_path):
     inbox.close()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("is_batch", [False, True])
 async def test_nothing_is_taken_from_a_connection_that_was_ended_by_what_it_said(tmp_path, is_batch):
     sink = Sink()
@@ -163,7 +159,6 @@ async def test_nothing_is_taken_from_a_connection_that_was_ended_by_what_it_said
     inbox.close()
 
 
-@pytest.mark.asyncio
 async def test_out_of_patience_nobody_is_heard_out_of_turn(tmp_path):
     sink, counters = Sink(), Counter[str]()
     sink.on_received = spend
@@ -186,7 +181,6 @@ async def test_out_of_patience_nobody_is_heard_out_of_turn(tmp_path):
     inbox.close()
 
 
-@pytest.mark.asyncio
 async def test_who_announces_a_large_message_costs_what_it_has_sent(tmp_path):
     sink = Sink()
     inbox = inbox_at(tmp_path / "s", sink)

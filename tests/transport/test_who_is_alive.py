@@ -11,7 +11,7 @@ from tests.transport.cast_of_actors import BlockerContract, EchoContract, Watche
 
 from myxa.core.refs import with_deadline
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.timeout(120)]
 
 BLOCK_S = 14.5
 """Longer than it takes to be called hung."""

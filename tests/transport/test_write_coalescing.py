@@ -48,7 +48,6 @@ class Echo(Actor):
         return number
 
 
-@pytest.mark.asyncio
 async def test_under_load_messages_travel_together_and_alone_they_leave_at_once(monkeypatch):
     sizes: list[int] = []
     write = UnixOutbox._write
@@ -78,7 +77,6 @@ async def test_under_load_messages_travel_together_and_alone_they_leave_at_once(
     await near.close()
 
 
-@pytest.mark.asyncio
 async def test_what_follows_on_something_that_came_in_is_no_burst_however_soon_it_is(tmp_path, monkeypatch):
     monkeypatch.setattr(outbox_module, "BURST_S", 60.0)
     listener, coalescing = Listener(tmp_path / "s"), WriteCoalescing()

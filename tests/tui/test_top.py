@@ -67,7 +67,6 @@ async def replace_text(pilot: Pilot[None], field: str, text: str) -> None:
     await pilot.press(*text)
 
 
-@pytest.mark.asyncio
 async def test_the_run_at_a_glance_in_a_small_terminal(planting, seat) -> None:
     async with driven(planting, seat) as (pilot, _, _):
         text = await sees(
@@ -81,7 +80,6 @@ async def test_the_run_at_a_glance_in_a_small_terminal(planting, seat) -> None:
         assert "q quit" in lines[-1]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("size", [(20, 6), (240, 70)])
 async def test_any_size_will_do(planting, seat, size: tuple[int, int]) -> None:
     async with driven(planting, seat, size=size) as (pilot, _, _):
@@ -104,14 +102,12 @@ class Leaving(Static):
         app.post_message(Read("log", app._actor, "the last line"))
 
 
-@pytest.mark.asyncio
 async def test_what_is_told_while_the_screen_goes_is_left_unsaid(planting, seat) -> None:
     async with driven(planting, seat) as (pilot, _, _):
         await sees(pilot, "85 of 96")
         await pilot.app.mount(Leaving("leaving"))
 
 
-@pytest.mark.asyncio
 async def test_a_knob_is_turned_with_a_reason(planting, seat) -> None:
     async with driven(planting, seat) as (pilot, _, _):
         await pilot.press("3")
@@ -129,7 +125,6 @@ async def test_a_knob_is_turned_with_a_reason(planting, seat) -> None:
         await sees(pilot, "lr 0.0001 -> 5e-05")
 
 
-@pytest.mark.asyncio
 async def test_escape_changes_nothing_and_a_refusal_is_shown_with_its_remedy(planting, seat) -> None:
     async with driven(planting, seat) as (pilot, _, _):
         await pilot.press("3")
@@ -158,7 +153,6 @@ async def test_escape_changes_nothing_and_a_refusal_is_shown_with_its_remedy(pla
         assert seat.values["lr"] == 1.0
 
 
-@pytest.mark.asyncio
 async def test_through_the_read_only_socket_nothing_can_be_turned(planting, seat) -> None:
     async with driven(planting, seat, size=(130, 30), only_view=True) as (pilot, _, _):
         await sees(pilot, "read-only: knobs can be seen, not turned")
@@ -170,7 +164,6 @@ async def test_through_the_read_only_socket_nothing_can_be_turned(planting, seat
         assert len(seat.records) == 5
 
 
-@pytest.mark.asyncio
 async def test_a_run_that_ends_says_so_and_stays_on_the_screen(planting, seat) -> None:
     async with driven(planting, seat, size=(130, 40)) as (pilot, _, stack):
         await sees(pilot, "running step 120", "85 of 96")
@@ -184,7 +177,6 @@ async def test_a_run_that_ends_says_so_and_stays_on_the_screen(planting, seat) -
         await sees(pilot, "the run has ended")
 
 
-@pytest.mark.asyncio
 async def test_a_run_that_falls_silent_keeps_its_last_picture_comes_back_and_finishes(planting, seat) -> None:
     async with driven(planting, seat, size=(130, 40)) as (pilot, _, _):
         await sees(pilot, "running step 120")
@@ -197,7 +189,6 @@ async def test_a_run_that_falls_silent_keeps_its_last_picture_comes_back_and_fin
         await sees(pilot, "finished", "the run has ended")
 
 
-@pytest.mark.asyncio
 async def test_verbs_that_do_not_answer_are_named_and_the_rest_is_shown(planting, seat) -> None:
     seat.silent = {"ps", "get", "why", "history", "logs", "stack"}
     async with driven(planting, seat, size=(130, 40)) as (pilot, _, _):
@@ -210,7 +201,6 @@ async def test_verbs_that_do_not_answer_are_named_and_the_rest_is_shown(planting
         await sees(pilot, "stack was not answered in time")
 
 
-@pytest.mark.asyncio
 async def test_a_wide_terminal_shows_lags_and_engines_and_the_log_and_stack_of_an_actor(planting, seat) -> None:
     async with driven(planting, seat, size=(130, 50)) as (pilot, _, _):
         text = await sees(pilot, "node 0 worker-a", "<- bound", "v120", "v119", "compute 9", "drains")
@@ -226,7 +216,6 @@ async def test_a_wide_terminal_shows_lags_and_engines_and_the_log_and_stack_of_a
         await sees(pilot, "pid 4004", "rollout/tokens_per_s")
 
 
-@pytest.mark.asyncio
 async def test_quitting_does_not_wait_for_a_run_that_hangs(planting, seat) -> None:
     async with driven(planting, seat) as (pilot, _, _):
         await sees(pilot, "running")

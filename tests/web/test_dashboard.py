@@ -77,7 +77,6 @@ async def served(
                 yield Visit(session, url), run
 
 
-@pytest.mark.asyncio
 async def test_the_page_and_its_files_are_served_with_the_strict_headers_on_loopback(planting, seat) -> None:
     async with served(planting, seat) as (visit, _):
         for path in ("/", *(f"/assets/{name}" for name in ASSETS), "/api/state", "/nothing", "/assets/../guard.py"):
@@ -91,7 +90,6 @@ async def test_the_page_and_its_files_are_served_with_the_strict_headers_on_loop
         assert re.findall(rf"\d+: ([0-9A-F]+):{port} [0-9A-F]+:0000 0A", lines) == ["0100007F"]
 
 
-@pytest.mark.asyncio
 async def test_the_secret_in_the_url_becomes_a_cookie_and_other_sites_are_refused(planting, seat) -> None:
     async with served(planting, seat) as (visit, _):
         assert (await visit.get("/", token=False))[0] == 401
@@ -110,7 +108,6 @@ async def test_the_secret_in_the_url_becomes_a_cookie_and_other_sites_are_refuse
             assert (await visit.get("/api/state", headers={header: value}))[0] == status, value
 
 
-@pytest.mark.asyncio
 async def test_what_it_shows_is_what_the_run_says(planting, seat) -> None:
     async with served(planting, seat) as (visit, _):
         told = await visit.state()
@@ -134,7 +131,6 @@ async def test_what_it_shows_is_what_the_run_says(planting, seat) -> None:
         assert (status, json.loads(text)["error"]["remedy"]) == (409, "ask again")
 
 
-@pytest.mark.asyncio
 async def test_without_operate_or_by_the_read_only_socket_nothing_changes(planting, seat) -> None:
     async with served(planting, seat) as (visit, _):
         for verb in OPERATE_VERBS:
@@ -150,7 +146,6 @@ async def test_without_operate_or_by_the_read_only_socket_nothing_changes(planti
         assert len(seat.records) == 5
 
 
-@pytest.mark.asyncio
 async def test_with_operate_and_the_secret_a_knob_is_turned(planting, seat) -> None:
     async with served(planting, seat, operate=True) as (visit, _):
         assert (await visit.post("/api/operate/set", {"values": {"lr": 5e-5}}, X_Myxa_Token="wrong"))[0] == 401
@@ -170,7 +165,6 @@ async def test_with_operate_and_the_secret_a_knob_is_turned(planting, seat) -> N
         assert seat.values == {**planting.FIRST, "lr": 5e-5}
 
 
-@pytest.mark.asyncio
 async def test_the_page_is_told_of_every_change_as_it_happens(planting, seat) -> None:
     async with served(planting, seat, operate=True) as (visit, _), asyncio.timeout(PATIENCE_S):  # noqa: SIM117 - the URL comes first
         async with visit.session.get(visit.base + "/api/live", params=visit.query) as answer:
@@ -199,7 +193,6 @@ async def taken(answer: aiohttp.ClientResponse, num: int) -> AsyncIterator[tuple
         yield name.removeprefix("event: "), data.removeprefix("data: ")
 
 
-@pytest.mark.asyncio
 async def test_watchers_are_limited_and_let_go_at_the_end(planting, seat) -> None:
     async with served(planting, seat) as (visit, _), contextlib.AsyncExitStack() as pages:
         for _ in range(MAX_WATCHERS):
@@ -208,7 +201,6 @@ async def test_watchers_are_limited_and_let_go_at_the_end(planting, seat) -> Non
         assert (await visit.get("/api/live"))[0] == 503
 
 
-@pytest.mark.asyncio
 async def test_a_run_that_ends_stays_on_show(planting, seat) -> None:
     async with served(planting, seat) as (visit, run), asyncio.timeout(PATIENCE_S):
         await visit.state()
@@ -220,7 +212,6 @@ async def test_a_run_that_ends_stays_on_show(planting, seat) -> None:
         assert not state["mayOperate"]
 
 
-@pytest.mark.asyncio
 async def test_a_run_of_yesterday_is_shown_from_its_files(seat) -> None:
     dashboard = Dashboard(Feed.of_files(seat.run_dir), DashboardGuard(TOKEN))
     async with dashboard.serving(0) as url, aiohttp.ClientSession() as session:
@@ -233,7 +224,6 @@ async def test_a_run_of_yesterday_is_shown_from_its_files(seat) -> None:
     assert {tile["label"] for tile in told["state"]["tiles"]} >= {"step", "training reward"}
 
 
-@pytest.mark.asyncio
 async def test_in_the_launcher_it_takes_no_thread_that_the_answers_need(planting, seat) -> None:
     """The verb that is asked for reads in a thread of the same loop, as `samples` does."""
 
@@ -256,7 +246,6 @@ async def test_in_the_launcher_it_takes_no_thread_that_the_answers_need(planting
         assert (await visit.state())["state"]["phase"] == "running"
 
 
-@pytest.mark.asyncio
 async def test_questions_to_a_run_that_does_not_answer_are_limited(seat) -> None:
     is_over = threading.Event()
 

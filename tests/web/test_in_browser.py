@@ -60,7 +60,6 @@ async def says(page: Any, selector: str, words: str) -> None:
     await page.locator(selector).filter(has_text=words).first.wait_for(timeout=PATIENCE_MS)
 
 
-@pytest.mark.asyncio
 @pytest.mark.timeout(240)
 async def test_every_page_is_drawn_and_follows_the_run(planting, seat, tmp_path: Path) -> None:
     async with opened(planting, seat, tmp_path / "profile") as (page, _, wrong):
@@ -92,7 +91,6 @@ async def test_every_page_is_drawn_and_follows_the_run(planting, seat, tmp_path:
         assert wrong == []
 
 
-@pytest.mark.asyncio
 @pytest.mark.timeout(240)
 async def test_what_a_model_wrote_stays_text(planting, seat, tmp_path: Path) -> None:
     with (seat.run_dir / "events.jsonl").open("a") as file:
@@ -124,7 +122,6 @@ async def test_what_a_model_wrote_stays_text(planting, seat, tmp_path: Path) -> 
         assert wrong == [], "and the content policy had nothing to stop"
 
 
-@pytest.mark.asyncio
 @pytest.mark.timeout(240)
 async def test_a_knob_is_turned_and_a_refusal_is_shown(planting, seat, tmp_path: Path) -> None:
     async with opened(planting, seat, tmp_path / "profile", operate=True) as (page, _, wrong):
@@ -143,7 +140,6 @@ async def test_a_knob_is_turned_and_a_refusal_is_shown(planting, seat, tmp_path:
         assert [line for line in wrong if "409" not in line] == []  # the browser notes the refusal's status
 
 
-@pytest.mark.asyncio
 @pytest.mark.timeout(240)
 async def test_without_the_secret_nothing_is_shown(planting, seat, tmp_path: Path) -> None:
     async with opened(planting, seat, tmp_path / "profile") as (page, url, _):

@@ -70,7 +70,6 @@ def sender_of(name: str = "trainer/0", part: Callable[[str], bool] = lambda _: T
     return sender, publish
 
 
-@pytest.mark.asyncio
 async def test_versions_arrive_whole_while_tokens_flow(folders: list[Path], shared: Server):
     sender, publish = sender_of()
     senders = InProcess(sender)
@@ -88,7 +87,6 @@ async def test_versions_arrive_whole_while_tokens_flow(folders: list[Path], shar
     sender.close()
 
 
-@pytest.mark.asyncio
 async def test_several_senders_send_their_parts_side_by_side(folders: list[Path], shared: Server):
     first, publish_first = sender_of("trainer/0", lambda name: ".layers.1." not in name)
     second, publish_second = sender_of("trainer/1", lambda name: ".layers.1." in name)
@@ -104,7 +102,6 @@ async def test_several_senders_send_their_parts_side_by_side(folders: list[Path]
         sender.close()
 
 
-@pytest.mark.asyncio
 async def test_an_engine_killed_in_mid_broadcast_harms_neither_trainer_nor_other_engines(
     folders: list[Path], shared: Server
 ):
@@ -142,7 +139,6 @@ async def test_an_engine_killed_in_mid_broadcast_harms_neither_trainer_nor_other
     sender.close()
 
 
-@pytest.mark.asyncio
 async def test_an_engine_that_stands_still_gets_the_version_later_through_a_new_group(
     folders: list[Path], shared: Server
 ):
@@ -168,7 +164,6 @@ async def test_an_engine_that_stands_still_gets_the_version_later_through_a_new_
     sender.close()
 
 
-@pytest.mark.asyncio
 async def test_a_transfer_that_breaks_once_is_repeated_through_a_new_group(folders: list[Path], shared: Server):
     sender, publish = sender_of()
     senders = InProcess(sender)
@@ -186,7 +181,6 @@ async def test_a_transfer_that_breaks_once_is_repeated_through_a_new_group(folde
     sender.close()
 
 
-@pytest.mark.asyncio
 async def test_a_sender_that_dies_in_mid_broadcast_leaves_the_engine_alive(folders: list[Path], shared: Server):
     async with sending("trainer/0", BUCKET_BYTES) as sender:
 
@@ -208,7 +202,6 @@ async def test_a_sender_that_dies_in_mid_broadcast_leaves_the_engine_alive(folde
         own.close()
 
 
-@pytest.mark.asyncio
 async def test_weights_altered_in_the_server_are_found_by_reading_back(
     folders: list[Path], shared: Server, tmp_path: Path
 ):

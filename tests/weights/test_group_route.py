@@ -81,7 +81,6 @@ def destroyed(server: Server) -> list[str]:
     return sorted(name.rpartition("-")[2] for path, name in server.asked if path == DESTROY)
 
 
-@pytest.mark.asyncio
 async def test_a_join_that_another_ones_failure_ended_is_undone_on_both_sides():
     server, senders = Server(), Senders()
     async with asyncio.timeout(20):
@@ -91,7 +90,6 @@ async def test_a_join_that_another_ones_failure_ended_is_undone_on_both_sides():
     assert sorted(senders.left) == sorted(name for path, name in server.asked if path == INIT)
 
 
-@pytest.mark.asyncio
 async def test_it_is_undone_even_if_whoever_waits_is_cancelled_again_and_again():
     server, senders = Server(), Senders()
     server.leaving_s = 0.3
@@ -147,7 +145,6 @@ def groups() -> WeightGroups:
     return WeightGroups(None)  # pyright: ignore[reportArgumentType] -- nothing is served here
 
 
-@pytest.mark.asyncio
 async def test_a_reception_that_fails_leaves_its_group(meeting):
     joined = groups()
     meeting.may_meet.set()
@@ -160,7 +157,6 @@ async def test_a_reception_that_fails_leaves_its_group(meeting):
         joined.leave("g")
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("how", ["destroyed", "cancelled"])
 async def test_a_group_that_is_left_while_it_meets_is_left(meeting, how: str):
     joined = groups()

@@ -67,7 +67,6 @@ def route(server: Server, senders: Senders, *same_gpu: str) -> HandleRoute:
     return HandleRoute(server, senders, options)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.asyncio
 async def test_all_handles_are_fetched_before_from_the_rank_on_its_gpu_and_the_last_bucket_announces():
     server, senders = Server(), Senders()
     way = route(server, senders, "trainer/1")
@@ -86,7 +85,6 @@ async def test_all_handles_are_fetched_before_from_the_rank_on_its_gpu_and_the_l
         assert [body.get("weight_version") for _, body in server.calls] == [None, str(version)]
 
 
-@pytest.mark.asyncio
 async def test_each_rank_of_a_server_is_handed_memory_of_its_own_gpu():
     server, senders = Server(tp_size=2), Senders()
     way = route(server, senders, "trainer/3", "trainer/2")
@@ -98,7 +96,6 @@ async def test_each_rank_of_a_server_is_handed_memory_of_its_own_gpu():
     assert sent == [["trainer/3 0.0", "trainer/2 0.0"], ["trainer/3 1.0", "trainer/2 1.0"]]
 
 
-@pytest.mark.asyncio
 async def test_without_named_gpus_there_can_be_one_sender_only():
     server, senders = Server(tp_size=2), Senders(num_buckets=1)
     await route(server, senders).prepare(manifest(3, "trainer/0"))
@@ -107,7 +104,6 @@ async def test_without_named_gpus_there_can_be_one_sender_only():
         await route(server, senders).prepare(manifest(3))
 
 
-@pytest.mark.asyncio
 async def test_what_does_not_fit_is_refused_before_the_server_hears_of_it():
     server, senders = Server(), Senders()
     with pytest.raises(EngineError, match="its 1 tensor-parallel ranks .* has 2 GPUs .* one server for each"):
@@ -120,7 +116,6 @@ async def test_what_does_not_fit_is_refused_before_the_server_hears_of_it():
     assert {path for path, _ in server.calls} == {"/server_info"}
 
 
-@pytest.mark.asyncio
 async def test_a_bucket_that_is_refused_is_named_and_the_rest_is_not_sent():
     server = Server(refuses="trainer/0 1.0")
     way = route(server, Senders(num_buckets=3), "trainer/0")

@@ -22,7 +22,6 @@ from myxa.transport.address import Rendezvous
 from myxa.transport.node import Node
 
 
-@pytest.mark.asyncio
 @pytest.mark.timeout(180)
 async def test_a_sharded_trainer_sends_what_the_server_then_computes_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -127,7 +127,6 @@ async def serves(engine: SglangEngine, manifest: WeightManifest) -> tuple[list[i
     return ids, logprobs
 
 
-@pytest.mark.asyncio
 @pytest.mark.timeout(60)
 async def test_over_a_shared_channel_each_rank_beside_an_engine_has_the_whole_model(tmp_path: Path):
     folders = [tmp_path / f"version{n}" for n in range(2)]
@@ -178,7 +177,6 @@ async def own_answer(folder: Path) -> tuple[list[int], list[float]]:
     return ids, logprobs
 
 
-@pytest.mark.asyncio
 @pytest.mark.timeout(90)
 async def test_stages_publish_send_and_release_together_while_they_train_and_go_over_to_folders_and_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
