@@ -18,7 +18,7 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 LOGGER = "myxa"
 """Parent of every logger of the house; other packages' are left alone."""
 MODULES = (
-    "actors", "backends", "control", "embed", "embedded", "launcher", "memory", "pool", "sglang",
+    "actors", "backends", "control", "embed", "embedded", "launcher", "pool", "sglang",
     "transport", "weights", "worker",
 )  # fmt: skip
 """Loggers below it that have a name of their own, whichever of them a process uses. A closed list, so that a mistyped

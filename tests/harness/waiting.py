@@ -6,6 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
+import psutil
+
 WAIT_S = 40.0
 
 
@@ -29,3 +31,11 @@ def _late(condition: Callable[[], object], what: str | Callable[[], str], timeou
     code = getattr(condition, "__code__", None)
     place = f"{code.co_filename}:{code.co_firstlineno}" if code else repr(condition)
     return f"not within {timeout_s:g} s: {(what() if callable(what) else what) or place}"
+
+
+def is_running(pid: int) -> bool:
+    """Whether that process is there and has not ended."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

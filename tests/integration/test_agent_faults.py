@@ -32,7 +32,7 @@ SHOP = """
 import asyncio
 from pathlib import Path
 
-LOG = Path(__file__).with_name("log")
+LOG, OPEN = (Path(__file__).with_name(name) for name in ("log", "open"))
 
 def note(*words):
     with LOG.open("a") as file:
@@ -42,7 +42,8 @@ async def play(ctx, prompt):
     note("order", ctx.session_id, ctx.attempt, ctx.is_replay)
     try:
         await ctx.episode.generate()
-        await asyncio.sleep(0.7)
+        while LOG.read_text().count("close") > 8 and not OPEN.exists():
+            await asyncio.sleep(0.02)
         ctx.episode.reply("user", "placed")
         turn = await ctx.episode.generate()
     finally:
@@ -63,6 +64,7 @@ def test_d04_after_the_death_of_an_actor_a_replay_knows_that_it_is_one_and_the_f
 
     wait_until(lambda: num("close") > 8 and num("order") - num("close") >= 4, "episodes under way")
     os.kill(worker_pids(command.pid, "rollout/0")[0], signal.SIGKILL)
+    (tmp_path / "open").touch()
     command.communicate(timeout=90)
     assert command.poll() == 0
     lines = [line.split() for line in log.read_text().splitlines()]

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.harness.waiting import is_running, until
 
 from myxa.actors.rewards.rewarder import Rewarder
 from myxa.actors.user_code import process
@@ -102,12 +103,6 @@ async def failure(of: Rewarder, text: str) -> UserCodeError:
     return caught.value
 
 
-async def until_gone(pids: list[int]) -> None:
-    async with asyncio.timeout(20):
-        while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
-            await asyncio.sleep(0.02)
-
-
 @pytest.mark.parametrize(("verb", "end"), [("exit", "exit code 7"), ("segfault", "signal SIGSEGV")])
 async def test_a_call_that_ends_its_worker_twice_is_deadly(code: str, verb: str, end: str) -> None:
     async with rewarder(code) as made:
@@ -149,7 +144,7 @@ async def test_tools_of_a_call_end_with_its_worker(code: str, tmp_path: Path, th
         await failure(made, f"tools {tmp_path} {then}")
         tools = [int(word) for word in (tmp_path / "note").read_text().split()]
         assert len(tools) == 3
-        await until_gone(tools)
+        await until(lambda: not any(map(is_running, tools)), "their end", timeout_s=20)
         assert (await made.score(answer("fine"))).value == 1.0
 
 
@@ -190,7 +185,8 @@ async def test_an_actor_that_is_killed_leaves_neither_worker_nor_tools(code: str
     async with asyncio.timeout(60):
         out, _ = await actor.communicate()
     assert actor.returncode == -signal.SIGKILL
-    await until_gone([int(out), *map(int, (tmp_path / "note").read_text().split())])
+    pids = [int(out), *map(int, (tmp_path / "note").read_text().split())]
+    await until(lambda: not any(map(is_running, pids)), "their end", timeout_s=20)
 
 
 async def test_a_pattern_that_backtracks_for_ever_does_not_block_the_actor() -> None:
