@@ -1,6 +1,6 @@
 """docs/plan.md shows what the commands print: its run file is planned, its figures are computed, its machine is judged.
 
-`python tests/plan/test_plan_page.py` writes the samples.
+`python -m tests.plan.test_plan_page` writes the samples.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def renewed(page: str) -> str:
 def test_the_page_shows_what_is_said() -> None:
     page = FILE.read_text()
     now = renewed(page)
-    assert page == now, "update it: python tests/plan/test_plan_page.py"
+    assert page == now, "update it: python -m tests.plan.test_plan_page"
 
 
 def test_the_trapped_machine_has_five_traps() -> None:
