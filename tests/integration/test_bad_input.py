@@ -252,6 +252,9 @@ def test_several_mistakes_are_told_at_once(here: Job, capsys: pytest.CaptureFixt
 
 
 QUICKLY = ("rollout.max_retries=0",)
+IN_THE_ACTOR = ("reward.isolate=false",)
+NEED_NO_PROCESS = [(f"reward.fn=mine.py:{name}",) for name in ("fails", "nan", "text")]
+"""What their calls come to is the same in a worker process: test_reward_user_code.py."""
 
 
 async def inside(flags: tuple[str, ...], until: Callable[[BufferStats], bool] = lambda stats: False) -> object:
@@ -281,7 +284,7 @@ async def inside(flags: tuple[str, ...], until: Callable[[BufferStats], bool] = 
 
 @pytest.mark.parametrize("row", rows(DURING), ids=lambda row: " ".join(row.flags))
 def test_what_shows_while_actors_work(here: Job, row: Row) -> None:
-    error = asyncio.run(inside(row.flags))
+    error = asyncio.run(inside((*row.flags, *IN_THE_ACTOR) if row.flags[1:] in NEED_NO_PROCESS else row.flags))
     assert isinstance(error, MyxaError), error
     message = str(error).replace(f"{here.folder}/", "")
     assert row.fits(message), f"{message!r} is not {row.message!r}"

@@ -74,12 +74,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     answers are long, so that there is always something unfinished."""
     job = make_job(tmp_path_factory.mktemp("embedding"))
     process = job.start(
-        "run.num_steps=100000",
-        "algo.batch_size=8",
-        "rollout.max_groups=4",
-        "rollout.num_samples=2",
+        "run.num_steps=100000", "algo.batch_size=8", "rollout.max_groups=4", "rollout.num_samples=2",
         "rollout.max_new_tokens=128",
-    )
+    )  # fmt: skip
     try:
         wait_until(lambda: process.poll() is not None or _is_there(job), "the run's directory")
         assert process.poll() is None, process.communicate()[0]

@@ -36,6 +36,7 @@ def test_a_reward_that_ends_its_process(job: Job) -> None:
     assert any("rollout/0 serves as attempt 0" in line for line in report), "the end of its log"
 
 
+@pytest.mark.soak
 def test_an_engine_without_memory(job: Job) -> None:
     tight = job.folder / "tight_python"
     tight.write_text(f'#!/bin/sh\nulimit -v {ENOUGH_TO_IMPORT_KB}\nexec {sys.executable} "$@"\n')

@@ -16,14 +16,9 @@ def test_a_pipeline_of_two_ranks_trains_and_publishes(job: Job, monkeypatch: pyt
     """Rank 0 leads and holds the first stage; the loss is made on rank 1; engines get the whole model."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(job.folder))
     code, said, run_dir = job.run(
-        *MEGATRON,
-        "run.num_steps=4",
-        "async.max_staleness=0",
-        "trainer.checkpoint_every=2",
-        "trainer.async_save=true",
-        "algo.entropy_coef=0.01",
-        timeout_s=240,
-    )
+        *MEGATRON, "run.num_steps=4", "async.max_staleness=0", "trainer.checkpoint_every=2",
+        "trainer.async_save=true", "algo.entropy_coef=0.01", timeout_s=240,
+    )  # fmt: skip
     assert code == 0, said
     assert len(set(audit(run_dir).trained)) == 4 * 4
     steps = [p["values"] for p in metrics(run_dir) if "train/loss" in p["values"]]

@@ -17,12 +17,9 @@ from tests.harness.waiting import wait_until
 from tests.integration.attached_server import STAND_IN, listens, start_server
 
 LAUNCHES = (
-    'roles.rollout.kind="sglang"',
-    f'roles.rollout.env={{PYTHONPATH="{STAND_IN}"}}',
-    "sglang.stream_interval=4",
-    "guard.every=1",
-    "guard.prompts=4",
-)
+    'roles.rollout.kind="sglang"', f'roles.rollout.env={{PYTHONPATH="{STAND_IN}"}}', "sglang.stream_interval=4",
+    "guard.every=1", "guard.prompts=4",
+)  # fmt: skip
 
 
 def servers_of(run_dir: Path) -> list[psutil.Process]:
@@ -53,13 +50,9 @@ def steps_done(run_dir: Path) -> int:
 def test_launched_servers_are_profiled_and_replaced_and_never_serve_what_they_do_not_have(job: Job) -> None:
     env = f'{{PYTHONPATH="{STAND_IN}", TORCHINDUCTOR_CACHE_DIR="{job.folder / "cache"}"}}'  # torch's profiler makes one
     run = job.start(
-        *LAUNCHES,
-        f"roles.rollout.env={env}",
-        "run.num_steps=400",
-        "roles.rollout.count=2",
-        "guard.every=1",
+        *LAUNCHES, f"roles.rollout.env={env}", "run.num_steps=400", "roles.rollout.count=2", "guard.every=1",
         *job.paced(),
-    )
+    )  # fmt: skip
     try:
         wait_until(lambda: (job.folder / "runs").exists() and any(job.run_dir().iterdir()), "a run directory")
         run_dir = job.run_dir()

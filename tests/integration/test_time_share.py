@@ -17,12 +17,9 @@ MIB = 1 << 20
 CAPACITY_MIB = 9
 """The trainer's parameters, gradients and moments take 7.2 MiB, an engine's two sets of weights 3.6."""
 TURNS = (
-    'memory.share="switch"',
-    f"memory.capacity_mb={CAPACITY_MIB}",
-    "memory.switch_s=40",
-    "engine.context_length=64",
+    'memory.share="switch"', f"memory.capacity_mb={CAPACITY_MIB}", "memory.switch_s=40", "engine.context_length=64",
     "engine.max_running=4",
-)
+)  # fmt: skip
 USERS_CODE = """
 def score(completion, **_):
     return (sum(map(ord, completion.text)) + completion.num_tokens) % 11 / 10
@@ -60,18 +57,13 @@ def test_a_run_in_turns_trains_what_a_run_trains_that_never_switches(job: Job) -
     """Bit for bit. On-policy, one request at a time in the engine and a seed of its own for each, so that nothing
     depends on what happened to run beside what."""
     plain = (
-        "async.max_staleness=0",
-        "run.num_steps=4",
-        "guard.every=0",
-        'reward.fn="mine.py:score"',
-        'rollout.workflow="mine.py:seeded"',
-        "engine.max_running=1",
-        "rollout.deterministic=true",
-    )
+        "async.max_staleness=0", "run.num_steps=2", "guard.every=0", 'reward.fn="mine.py:score"',
+        'rollout.workflow="mine.py:seeded"', "engine.max_running=1", "rollout.deterministic=true",
+    )  # fmt: skip
     code, said, never = job.run(*plain, "engine.context_length=64")
     assert code == 0, said
     sampler, turns = run_sampled(job, *TURNS, *plain)
-    assert len(losses(never)) == 4
+    assert len(losses(never)) == 2
     assert all(norm > 0 for _, _, norm in losses(never)), "it learns something"
     assert losses(turns) == losses(never)
     one, other = (run / "export" / "model.safetensors" for run in (never, turns))
@@ -89,15 +81,9 @@ def test_ranks_on_two_devices_take_turns_with_an_engine_over_both(job: Job) -> N
     """A gang of two ranks, one a device; an engine that has its memory on both leaves and returns as a whole."""
     counts = ("memory.host_devices=2", "roles.trainer.count=2")
     sampler, run_dir = run_sampled(
-        job,
-        *TURNS,
-        *counts,
-        "run.num_steps=4",
-        'reward.fn="mine.py:score"',
-        trainers=("trainer/0", "trainer/1"),
-        rollouts=("rollout/0",),
-        devices=("host:0", "host:1"),
-    )
+        job, *TURNS, *counts, "run.num_steps=4", 'reward.fn="mine.py:score"', trainers=("trainer/0", "trainer/1"),
+        rollouts=("rollout/0",), devices=("host:0", "host:1"),
+    )  # fmt: skip
     facts = audit(run_dir)
     assert len(facts.trained) == len(set(facts.trained)) == 4 * 4
     assert not events(run_dir, "lease-refused")

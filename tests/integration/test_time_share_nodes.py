@@ -19,16 +19,10 @@ pytestmark = pytest.mark.timeout(180)
 MIB = 1 << 20
 CAPACITY_MIB = 9
 OVERRIDES = (
-    'memory.share="switch"',
-    f"memory.capacity_mb={CAPACITY_MIB}",
-    "memory.switch_s=40",
-    "engine.context_length=64",
-    "engine.max_running=4",
-    "roles.trainer.nodes=[0, 1]",
-    "roles.rollout.nodes=[0, 1]",
-    "roles.memory.nodes=[0, 1]",
+    'memory.share="switch"', f"memory.capacity_mb={CAPACITY_MIB}", "memory.switch_s=40", "engine.context_length=64",
+    "engine.max_running=4", "roles.trainer.nodes=[0, 1]", "roles.rollout.nodes=[0, 1]", "roles.memory.nodes=[0, 1]",
     'weights.channel="disk"',
-)
+)  # fmt: skip
 Launchers = tuple[subprocess.Popen[str], subprocess.Popen[str]]
 
 

@@ -29,6 +29,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -- values
 
 
+async def finished(room: Room) -> None:
+    async with asyncio.timeout(60):
+        await room.conductor.finished.wait()
+
+
 async def test_a_learning_rate_is_used_from_its_step_on_and_says_so(model: Path, tmp_path: Path) -> None:
     async with trainer_room(model, tmp_path) as room:
         room.data.allow(2)
@@ -140,8 +145,7 @@ async def test_a_checkpoint_with_older_knobs_is_written_again(
             assert await room.conductor.trainer.checkpoint_at_boundary(export=False) == folder
         else:
             await room.conductor.trainer.stop_leader("enough")
-            async with asyncio.timeout(60):
-                await room.conductor.finished.wait()
+            await finished(room)
         assert [p.name for p in (run / "checkpoints").iterdir()] == ["version_00000002"], "in its place"
     async with trainer_room(model, tmp_path / "again", resume=folder) as room:
         assert room.conductor.given == [2]
@@ -168,8 +172,7 @@ async def test_how_often_checkpoints_are_written_and_how_many_stay(model: Path, 
         await room.conductor.steps(2)
         assert await room.conductor.change(1, checkpoint_every=2, keep_last=1) == 2
         room.data.allow(7)
-        async with asyncio.timeout(60):
-            await room.conductor.finished.wait()
+        await finished(room)
         assert room.data.durables == [4, 6, 7]
         assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["version_00000007"]
         with pytest.raises(Exception, match="nothing is written on request any more: all 7 steps done"):
@@ -187,8 +190,7 @@ async def test_the_end_of_the_run_can_be_moved_to_a_step_that_is_still_to_come(m
         assert "never end" in vote.reason
         await room.conductor.change(3, num_steps=4)
         room.data.allow(100)
-        async with asyncio.timeout(60):
-            await room.conductor.finished.wait()
+        await finished(room)
         assert [r.version for r in room.conductor.reports] == [1, 2, 3, 4]
 
 
@@ -212,8 +214,7 @@ async def test_the_end_can_be_moved_while_the_last_step_is_made_and_not_later(mo
 
         room.data.when_trained = when_trained
         room.data.allow(9)
-        async with asyncio.timeout(60):
-            await room.conductor.finished.wait()
+        await finished(room)
         assert [r.version for r in room.conductor.reports] == [1, 2, 3, 4]
         assert room.conductor.given == [0, 4], "version 2 was not published as the last one"
         vote = await trainer.prepare_knobs(KnobChange(epoch=3, values={"num_steps": 9}))
@@ -224,14 +225,12 @@ async def test_the_end_can_be_moved_while_the_last_step_is_made_and_not_later(mo
 async def test_a_run_that_had_ended_goes_on_when_its_end_was_moved(model: Path, tmp_path: Path) -> None:
     async with trainer_room(model, tmp_path / "run", num_steps=1, checkpoints={"every": 1}) as room:
         room.data.allow(1)
-        async with asyncio.timeout(60):
-            await room.conductor.finished.wait()
+        await finished(room)
         [folder] = (tmp_path / "run" / "checkpoints").iterdir()
     again = tmp_path / "again"
     async with trainer_room(model, again, num_steps=1, resume=str(folder), restored={"num_steps": 2}) as room:
         room.data.allow(9)
-        async with asyncio.timeout(60):
-            await room.conductor.finished.wait()
+        await finished(room)
         assert [r.version for r in room.conductor.reports] == [2]
 
 
@@ -253,8 +252,7 @@ async def test_engines_are_given_every_third_version_the_last_one_and_one_they_c
         room.data.under_way = 0
         await room.conductor.until(lambda: 6 in room.conductor.given, "version 6, without which no group may start")
         room.data.allow(10)
-        async with asyncio.timeout(60):
-            await room.conductor.finished.wait()
+        await finished(room)
         assert room.conductor.given == [0, 1, 4, 6, 9, 10]
         assert room.conductor.asked_canary == [0, 4, 6, 9], "only of versions that engines were given"
 
@@ -265,8 +263,7 @@ async def test_a_run_that_is_stopped_ends_with_its_newest_version_in_the_engines
         room.data.allow(2)
         await room.conductor.steps(2)
         await room.conductor.trainer.stop_leader("enough")
-        async with asyncio.timeout(60):
-            await room.conductor.finished.wait()
+        await finished(room)
         assert room.conductor.given == [0, 2]
 
 

@@ -71,13 +71,6 @@ def test_on_policy_when_eta_is_zero(job: Job) -> None:
     assert max(s["train/logprob_diff_abs_max"] for s in steps) < 2e-5, "engine and trainer disagree"
 
 
-def test_the_policy_drop_keeps_the_bound(job: Job) -> None:
-    code, said, run_dir = job.run('async.policy="drop"', "async.max_staleness=1")
-    assert code == 0, said
-    assert max(p["values"]["lag/max"] for p in metrics(run_dir) if "lag/max" in p["values"]) <= 1
-    assert len(set(audit(run_dir).trained)) == 20
-
-
 def test_a_closed_terminal_ends_the_run_and_leaves_nothing(job: Job) -> None:
     segments = own_segments()
     process = job.start("run.num_steps=100000")

@@ -42,18 +42,13 @@ def make_group(group_id: int, version: int, temperature: float = 1.0) -> Group:
     rng = np.random.default_rng(group_id)
     samples = tuple(
         Sample(
-            group_id=group_id,
-            index=index,
-            prompt_ids=np.asarray([1, 2, 3], np.int32),
-            response_ids=rng.integers(0, 200, 4).astype(np.int32),
-            logprobs=np.full(4, -5.0, np.float32),
-            loss_mask=np.ones(4, np.uint8),
-            versions=np.full(4, version, np.int32),
-            finish="stop",
+            group_id=group_id, index=index, prompt_ids=np.asarray([1, 2, 3], np.int32),
+            response_ids=rng.integers(0, 200, 4).astype(np.int32), logprobs=np.full(4, -5.0, np.float32),
+            loss_mask=np.ones(4, np.uint8), versions=np.full(4, version, np.int32), finish="stop",
             temperature=temperature,
         )
         for index in range(2)
-    )
+    )  # fmt: skip
     prompt = Prompt(group_id=group_id, row=group_id, pass_index=0, messages=(Message(role="user", content="q"),))
     return Group(prompt=prompt, samples=samples, rewards=np.asarray([0.0, 1.0], np.float32))
 
@@ -114,15 +109,9 @@ class Data(BufferContract):
 
     async def stats(self) -> BufferStats:
         return BufferStats(
-            states={"DISPATCHED": self.under_way},
-            drawn=0,
-            trained=0,
-            dropped={},
-            slots_total=1,
-            slots_used=1,
-            max_staleness=1,
-            policy="pace",
-        )
+            states={"DISPATCHED": self.under_way}, drawn=0, trained=0, dropped={}, slots_total=1, slots_used=1,
+            max_staleness=1, policy="pace",
+        )  # fmt: skip
 
 
 class Conductor(CoordinatorContract):
@@ -252,12 +241,9 @@ async def trainer_room(
         clear=lambda: clear_folders(run_dir / "weights"),
     )
     trainer = Trainer(
-        backend=TorchBackend(settings),
-        ends=ChannelEnds("trainer/0", makers, writes=True),
-        options=TrainerOptions(rank=0, leader=leader),
-        start=FixedStart(resume),
-        clock=SystemClock(),
-    )
+        backend=TorchBackend(settings), ends=ChannelEnds("trainer/0", makers, writes=True),
+        options=TrainerOptions(rank=0, leader=leader), start=FixedStart(resume), clock=SystemClock(),
+    )  # fmt: skip
     node = await Node.attach(name="launcher/0")
     room = Room(trainer, Data(), conductor or Conductor(restored), run_dir, node)
     try:

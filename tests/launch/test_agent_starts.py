@@ -8,7 +8,7 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -248,9 +248,26 @@ def test_who_has_not_joined_yet_asks_nobody(tmp_path: Path):
     assert minded(tmp_path, None, begins=False) is None, "node 0 may open its desk later than this node"
 
 
+@asynccontextmanager
+async def lent(
+    folder: Path, stop: Callable[[str, int], Awaitable[None]]
+) -> AsyncIterator[tuple[Agent, asyncio.Task[Any]]]:
+    """An agent whose process is lent to the run, after its first signal."""
+    node = await Node.attach(name="launcher/0", network=InprocNetwork())
+    try:
+        agent = Agent(options(folder), nothing_seen)
+        await node.start(agent, agent_name(0))
+        lending = asyncio.get_running_loop().create_task(_lend(agent, stop))
+        await asyncio.sleep(0.05)  # its handlers are in place
+        os.kill(os.getpid(), 15)
+        async with asyncio.timeout(20):
+            yield agent, lending
+    finally:
+        await node.close(grace_s=1)
+
+
 async def test_the_second_signal_ends_at_once_though_the_first_ones_question_is_not_answered(tmp_path: Path):
-    asked = asyncio.Event()
-    has_ended = asyncio.Event()
+    asked, has_ended = asyncio.Event(), asyncio.Event()
 
     async def stop(reason: str, number: int) -> None:
         asked.set()
@@ -259,21 +276,12 @@ async def test_the_second_signal_ends_at_once_though_the_first_ones_question_is_
         finally:
             has_ended.set()
 
-    node = await Node.attach(name="launcher/0", network=InprocNetwork())
-    try:
-        agent = Agent(options(tmp_path), nothing_seen)
-        await node.start(agent, agent_name(0))
-        lending = asyncio.get_running_loop().create_task(_lend(agent, stop))
-        await asyncio.sleep(0.05)  # its handlers are in place
+    async with lent(tmp_path, stop) as (_, lending):
+        await asked.wait()
         os.kill(os.getpid(), 15)
-        async with asyncio.timeout(20):
-            await asked.wait()
-            os.kill(os.getpid(), 15)
-            farewell = await lending
+        farewell = await lending
         assert (farewell.exit_code, farewell.reason) == (128 + 15, "ended at once")
         assert has_ended.is_set()
-    finally:
-        await node.close(grace_s=1)
 
 
 async def test_a_refusal_to_let_a_node_go_is_told_and_the_node_stays(
@@ -285,19 +293,10 @@ async def test_a_refusal_to_let_a_node_go_is_told_and_the_node_stays(
         asked.set()
         raise ConfigError("trainer/1 is a rank of gang trainer")
 
-    node = await Node.attach(name="launcher/0", network=InprocNetwork())
-    try:
-        agent = Agent(options(tmp_path), nothing_seen)
-        await node.start(agent, agent_name(0))
-        lending = asyncio.get_running_loop().create_task(_lend(agent, stop))
-        await asyncio.sleep(0.05)  # its handlers are in place
-        os.kill(os.getpid(), 15)
-        async with asyncio.timeout(20):
-            await asked.wait()
+    async with lent(tmp_path, stop) as (agent, lending):
+        await asked.wait()
         await asyncio.sleep(0.05)
         assert not lending.done()
         await agent.leave(0, "over")
         assert (await lending).reason == "over"
         assert "trainer/1 is a rank" in capsys.readouterr().err
-    finally:
-        await node.close(grace_s=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -74,13 +74,13 @@ def test_files_that_cannot_be_are_told_without_a_traceback(capsys, monkeypatch, 
     assert "myxa: the current folder is gone" in capsys.readouterr().err
 
 
-def test_a_letter_that_the_terminal_lacks_is_written_in_others(tmp_path: Path):
+def test_a_letter_that_the_terminal_lacks_is_written_in_others(monkeypatch, tmp_path: Path):
     (tmp_path / "run.toml").write_text('[model]\npath = "ü"\n[data]\ntrain = "d"\n')
-    words = [sys.executable, "-m", "myxa.launch", "plan", "run.toml"]
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2, done.stderr
-    assert "\\xfc does not exist" in done.stdout
+    monkeypatch.chdir(tmp_path)
+    terminal = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(terminal, encoding="ascii", write_through=True))
+    assert main(["plan", "run.toml"]) == 2
+    assert b"\\xfc does not exist" in terminal.getvalue()
 
 
 @pytest.mark.parametrize("flag", ["--start-timeout", "--finish-timeout", "--stop-timeout"])

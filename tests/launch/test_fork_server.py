@@ -175,30 +175,22 @@ async def test_forks_use_the_threads_of_their_role_and_draw_different_numbers(en
     assert forked == {"torch": 2, "begun": 1, "elsewhere": 2, "numpy": 2}
 
 
-async def test_an_actor_lives_on_without_its_server_and_the_next_one_gets_another(enter: Enter):
+async def test_actors_live_on_without_their_server_and_one_that_keeps_dying_is_given_up(
+    enter: Enter, caplog: pytest.LogCaptureFixture
+):
     async with enter() as room:
-        first = await room.forked(actor("rollout/0", "sleeps"))
-        (server,) = room.nursery.pids
-        os.kill(server, signal.SIGKILL)
-        await until(lambda: not room.nursery.pids, "the server's end")
-        second = await room.forked(actor("rollout/1", "sleeps"))
-        assert room.nursery.pids not in ({server}, set())
-        assert (first.status, second.status) == (None, None)
-        for child in (first, second):
-            child.kill()
-            assert await child.wait(WAIT_S)
-
-
-async def test_a_server_that_keeps_dying_is_given_up(enter: Enter, caplog: pytest.LogCaptureFixture):
-    async with enter() as room:
+        children: list[Child] = []
         for n in range(fork_server_pool.MAX_ENDS):
-            child = await room.forked(actor(f"rollout/{n}"))
-            assert await child.wait(WAIT_S)
+            children.append(await room.forked(actor(f"rollout/{n}", "sleeps")))
             (server,) = room.nursery.pids
             os.kill(server, signal.SIGKILL)
             await until(lambda: not room.nursery.pids, "the server's end")
         assert await room.fork(actor()) is None
         assert not room.nursery.pids
+        assert [child.status for child in children] == [None] * len(children)
+        for child in children:
+            child.kill()
+            assert await child.wait(WAIT_S)
     assert "actors with preload set light are not forked any more: its fork server ended 3 times" in caplog.text
 
 
@@ -307,13 +299,9 @@ def test_a_process_with_a_gpu_open_is_unfit(tmp_path: Path, monkeypatch: pytest.
     for keep, expected in ((False, ""), (True, f"an import opened {held}")):
         with held.open() as file:
             done = subprocess.run(
-                [sys.executable, "-c", code, str(held)],
-                pass_fds=(file.fileno(),) if keep else (),
-                capture_output=True,
-                text=True,
-                timeout=WAIT_S,
-                check=True,
-            )
+                [sys.executable, "-c", code, str(held)], pass_fds=(file.fileno(),) if keep else (),
+                capture_output=True, text=True, timeout=WAIT_S, check=True,
+            )  # fmt: skip
         assert done.stdout.strip() == expected
     assert fork_server.GPU_FILES == "/dev/nvidia"
 
@@ -448,11 +436,3 @@ def test_roles_with_variables_of_their_own_get_an_interpreter_and_a_killed_launc
         one.signal(signal.SIGKILL)
         one.process.wait(WAIT_S)
         one.until_gone(children)
-
-
-def test_without_preload_there_is_no_server(tmp_path: Path, run: Any):
-    with run(tmp_path, "up", "--set", "run.preload=false") as one:
-        one.until_serving("monitor", "rollout/0")
-        assert not servers_of(one)
-        assert not is_forked(one.pid_of("monitor"))
-        finish(one)

@@ -26,15 +26,9 @@ def config_of(**algo: str) -> RunConfig:
 def mine(tmp_path: Path) -> Path:
     files = {
         "mine.py": "import json, near\nfrom pack.inner import x\ndef f(): import late\n",
-        "near.py": "import far, mine\n",
-        "far.py": "",
-        "late.py": "",
-        "unused.py": "",
-        "pack/__init__.py": "",
-        "pack/inner.py": "from . import other\n",
-        "pack/other.py": "import outer\n",
-        "outer.py": "",
-    }
+        "near.py": "import far, mine\n", "far.py": "", "late.py": "", "unused.py": "", "pack/__init__.py": "",
+        "pack/inner.py": "from . import other\n", "pack/other.py": "import outer\n", "outer.py": "",
+    }  # fmt: skip
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -47,15 +41,8 @@ def test_a_file_goes_with_all_that_it_needs_from_beside_it(tmp_path: Path, mine:
     (folder,) = {name.split("/")[1] for name in frozen.files}
     names = {name.removeprefix(f"code/{folder}/") for name in frozen.files}
     assert names == {
-        "mine.py",
-        "near.py",
-        "far.py",
-        "late.py",
-        "outer.py",
-        "pack/__init__.py",
-        "pack/inner.py",
-        "pack/other.py",
-    }
+        "mine.py", "near.py", "far.py", "late.py", "outer.py", "pack/__init__.py", "pack/inner.py", "pack/other.py",
+    }  # fmt: skip
     algo = frozen.config.algo
     assert algo.loss_fn == f"{run_dir}/code/{folder}/mine.py:f"
     assert algo.advantage_fn == f"{run_dir}/code/{folder}/mine.py:g"

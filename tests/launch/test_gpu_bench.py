@@ -8,6 +8,7 @@ import argparse
 import importlib
 import json
 import os
+import runpy
 import subprocess
 import sys
 import time
@@ -112,30 +113,16 @@ def test_settings_of_the_speed_runs_load(
         assert config.trainer.dtype == dtype
 
 
-HELP = """
-import contextlib, runpy, sys
-folder, *names = sys.argv[1:]
-sys.path.insert(0, folder)
-for name in names:
-    sys.argv = [f"{name}.py", "--help"]
-    with open(f"{name}.txt", "w") as file, contextlib.redirect_stdout(file):
-        try:
-            runpy.run_path(f"{folder}/{name}.py", run_name="__main__")
-            status = 1
-        except SystemExit as told:
-            status = told.code or 0
-    print(name, status, flush=True)
-"""
-
-
-def test_every_part_of_the_script_is_there_and_knows_its_arguments(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", HELP, str(GPU), *SCRIPTS],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
-    assert done.stdout.splitlines() == [f"{name} 0" for name in SCRIPTS], done.stderr
-    for name in SCRIPTS:
-        assert "--device" in (tmp_path / f"{name}.txt").read_text(), name
+@pytest.mark.usefixtures("bench")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_part_of_the_script_is_there_and_knows_its_arguments(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+    with pytest.raises(SystemExit) as told:
+        runpy.run_path(str(GPU / f"{name}.py"), run_name="__main__")
+    assert not told.value.code
+    assert "--device" in capsys.readouterr().out
 
 
 def test_the_script_says_what_it_lacks_and_counts_it_as_not_passed(tmp_path: Path) -> None:

@@ -76,13 +76,16 @@ def names(client: ControlClient) -> set[str]:
 
 
 def test_late_nodes_get_their_actors_and_leave_at_a_signal_by_sigkill_and_by_drain(stage: Stage):
-    node0 = stage.first()
+    node0 = stage.first(nnodes="1:2")
     client = ControlClient.of(node0.dir)
+    JobKey.generate().save(stage.folder / "other.key")
+    stranger = stage.late("stranger", "--rdzv-timeout", "4", "--job-key", str(stage.folder / "other.key"))
     late = stage.late("late", "--rollouts", "2")
     node0.until_serving("rollout/1", "rollout/2")
     assert "this is node 1 of the run" in late.output
     assert {child.pid for child in late.children()} >= {node0.pid_of("rollout/1"), node0.pid_of("rollout/2")}
     assert [a["node"] for a in client.ask("ps") if a["name"] in ("rollout/1", "rollout/2")] == [1, 1]
+    who_may_not_come_is_told_why(stage, stranger)
     children = late.children()
     late.signal(signal.SIGTERM)
     assert late.ended() == 0, late.output
@@ -106,7 +109,7 @@ def test_late_nodes_get_their_actors_and_leave_at_a_signal_by_sigkill_and_by_dra
     more = client.ask("scale", 120, role="rollout", count=2, wait_s=60)
     assert [(actor["name"], actor["node"]) for actor in more["joining"]] == [("rollout/1", 0)], "nobody is sent there"
     assert more["is_done"], node0.evidence()
-    other = stage.late("other")
+    other = stage.late("drained")
     node0.until_serving("rollout/2", attempt=1)
     children = other.children()
     gone = client.ask("drain", 120, target="node:3", wait_s=60)
@@ -117,21 +120,17 @@ def test_late_nodes_get_their_actors_and_leave_at_a_signal_by_sigkill_and_by_dra
     finish(node0)
 
 
-def test_who_may_not_come_is_told_why(stage: Stage):
-    node0 = stage.first(nnodes="1:2")
-    JobKey.generate().save(stage.folder / "other.key")
-    stranger = stage.late("stranger", "--rdzv-timeout", "4", "--job-key", str(stage.folder / "other.key"))
+def who_may_not_come_is_told_why(stage: Stage, stranger) -> None:
     other = stage.start("other", "--join", str(stage.folder / "rdzv"), text=RUN.replace('path = "/m"', 'path = "/n"'))
-    assert other.ended() == 3, other.output
-    assert 'it has model.path = "/n"; node 0 has model.path = "/m"' in other.output
-    assert stranger.ended() == 3, stranger.output
-    assert "job key" in stranger.output
-    stage.late("late")
-    node0.until_serving("rollout/1")
     third = stage.late("third")
-    assert third.ended() == 3, third.output
-    assert "the run has 2 nodes, as many as it may have (--nnodes)" in third.output
-    assert not [one for one in (stranger, other, third) if "Traceback" in one.output]
+    for one, said in (
+        (stranger, "job key"),
+        (other, 'it has model.path = "/n"; node 0 has model.path = "/m"'),
+        (third, "the run has 2 nodes, as many as it may have (--nnodes)"),
+    ):
+        assert one.ended() == 3, one.output
+        assert said in one.output
+        assert "Traceback" not in one.output
 
 
 @pytest.mark.parametrize(

@@ -91,18 +91,6 @@ def test_a_run_that_the_coordinator_gives_up_names_who_failed(tmp_path: Path, ru
         assert "rollout.0.0.log" in one.output
 
 
-def test_ctrl_c_ends_the_run_in_good_order(tmp_path: Path, run):
-    with run(tmp_path, "up") as one:
-        one.until_serving(*FIRST)
-        children = one.children()
-        one.signal(signal.SIGINT)
-        assert one.ended() == 130, one.evidence()
-        one.until_gone(children)
-        assert (one.dir / "coordinator.asked").read_text() == "Ctrl-C\n"
-        assert (one.dir / "monitor.stopped").exists()
-        assert runtime_folders() == []
-
-
 SLOW_SERVER = """
 import sys, time
 if "myxa.launch.nodes.fork_server" in sys.orig_argv:

@@ -30,13 +30,8 @@ def test_a_star_means_every_node_and_indexes_run_over_nodes(tmp_path: Path):
     actors = place(config(tmp_path, 'roles.rollout.nodes="*"', "roles.rollout.count=2"), 3)
     rollouts = [(a.name, a.node) for a in actors if a.role == "rollout"]
     assert rollouts == [
-        ("rollout/0", 0),
-        ("rollout/1", 0),
-        ("rollout/2", 1),
-        ("rollout/3", 1),
-        ("rollout/4", 2),
-        ("rollout/5", 2),
-    ]
+        ("rollout/0", 0), ("rollout/1", 0), ("rollout/2", 1), ("rollout/3", 1), ("rollout/4", 2), ("rollout/5", 2),
+    ]  # fmt: skip
 
 
 def test_ranks_are_numbered_as_torchrun_does(tmp_path: Path):
@@ -63,12 +58,9 @@ def test_an_engine_that_reads_the_trainers_memory_sees_no_gpu_but_its_own(tmp_pa
 
 def test_all_impossible_places_are_told_at_once(tmp_path: Path):
     wrong = config(
-        tmp_path,
-        "roles.rollout.nodes=[0, 4]",
-        "roles.trainer.nodes=[2]",
-        'roles.trainer.devices="0-2"',
+        tmp_path, "roles.rollout.nodes=[0, 4]", "roles.trainer.nodes=[2]", 'roles.trainer.devices="0-2"',
         "roles.trainer.count=2",
-    )
+    )  # fmt: skip
     with pytest.raises(ConfigError) as caught:
         place(wrong, 2)
     text = str(caught.value)
@@ -87,23 +79,11 @@ def test_a_rank_gets_torchruns_contract(tmp_path: Path):
         base, second, spec_path="/s.json", run_id="run-1", attempt=2, meeting=GangRendezvous(address="h", port=5)
     )
     assert env == {
-        "PATH": "/bin",
-        "OMP_NUM_THREADS": "3",
-        "CUDA_VISIBLE_DEVICES": "0,5",
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONFAULTHANDLER": "1",
-        "RANK": "1",
-        "LOCAL_RANK": "1",
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": "h",
-        "MASTER_PORT": "5",
-        "TORCHELASTIC_RUN_ID": "run-1",
-        "TORCHELASTIC_RESTART_COUNT": "2",
-        "MYXA_WORKER_SPEC": "/s.json",
-    }
+        "PATH": "/bin", "OMP_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": "0,5", "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "MASTER_ADDR": "h", "MASTER_PORT": "5",
+        "TORCHELASTIC_RUN_ID": "run-1", "TORCHELASTIC_RESTART_COUNT": "2", "MYXA_WORKER_SPEC": "/s.json",
+    }  # fmt: skip
 
 
 def test_the_role_overrules_the_environment_but_not_who_the_worker_is(tmp_path: Path):

@@ -17,7 +17,7 @@ import pytest
 import uvloop
 from tests.harness.waiting import wait_until
 
-from myxa.core.errors import ConfigError, LaunchError
+from myxa.core.errors import LaunchError
 from myxa.core.process import die_with_parent
 from myxa.launch.first_failure import FirstFailure, read_end, read_tail
 from myxa.launch.nodes.child import Child, start_child
@@ -104,14 +104,6 @@ def test_it_has_a_session_of_its_own_and_no_input(tmp_path: Path):
     with asyncio.Runner() as runner:
         runner.run(run_child(tmp_path, code))
     assert (tmp_path / "log").read_text() == "True True ''\n"
-
-
-def test_a_program_that_is_not_there_is_an_error_with_a_remedy(tmp_path: Path):
-    async def start() -> None:
-        start_child("rollout/0", 0, ["/no/such/python"], env={}, log_path=tmp_path / "log", on_exit=lambda c, s: None)
-
-    with pytest.raises(ConfigError, match=r"rollout/0 cannot be started: /no/such/python: No such file.*`python`"):
-        asyncio.run(start())
 
 
 PARENT = """

@@ -208,6 +208,18 @@ def staged(
     return run(scenario, 1)
 
 
+def on_stage(*actors: ActorSpec, **options: Any) -> Callable[[Callable[[Stage], Awaitable[Any]]], Callable[[], None]]:
+    """The test of a function of a stage with these actors."""
+
+    def made(body: Callable[[Stage], Awaitable[Any]]) -> Callable[[], None]:
+        def test() -> None:
+            staged(body, *actors, **options)
+
+        return test
+
+    return made
+
+
 # -- starts that fail --------------------------------------------------------------------------------------------------
 
 
@@ -250,157 +262,139 @@ def test_a_program_that_is_not_there_fails_the_run_at_once_and_a_full_machine_on
     staged(full, rollout(0), at_once=False)
 
 
-def test_ranks_without_a_meeting_place_are_started_again_and_a_lost_host_of_it_is_the_node_that_is_lost():
-    async def body(stage: Stage) -> None:
-        host, other = stage.hands[1], stage.hands[2]
-        host.no_meeting = LaunchError("no port is free")
-        await stage.sim.spawn("launcher/2", other.die("trainer/1"))
-        await stage.ping(1, 2, seconds=2)
-        assert stage.supervisor.nodes == (0, 1, 2)
-        host.no_meeting = None
-        await stage.ping(1, 2, seconds=6)
-        assert set(stage.states().values()) == {"up"}
-        host.no_meeting = DeadlineExceeded("it does not answer")
-        await stage.sim.spawn("launcher/2", other.die("trainer/1"))
-        await stage.ping(1, 2, seconds=12)
-        assert stage.supervisor.nodes == (0, 2), "the one that has the other rank is well"
-        assert stage.supervisor.failed.result().culprit == "launcher/1"
-
-    staged(body, rollout(0), *trainers(1, 2, max_restarts=20), num_nodes=3)
+@on_stage(rollout(0), *trainers(1, 2, max_restarts=20), num_nodes=3)
+async def test_ranks_without_a_meeting_place_are_started_again_and_a_lost_host_of_it_is_the_node_that_is_lost(
+    stage: Stage,
+) -> None:
+    host, other = stage.hands[1], stage.hands[2]
+    host.no_meeting = LaunchError("no port is free")
+    await stage.sim.spawn("launcher/2", other.die("trainer/1"))
+    await stage.ping(1, 2, seconds=2)
+    assert stage.supervisor.nodes == (0, 1, 2)
+    host.no_meeting = None
+    await stage.ping(1, 2, seconds=6)
+    assert set(stage.states().values()) == {"up"}
+    host.no_meeting = DeadlineExceeded("it does not answer")
+    await stage.sim.spawn("launcher/2", other.die("trainer/1"))
+    await stage.ping(1, 2, seconds=12)
+    assert stage.supervisor.nodes == (0, 2), "the one that has the other rank is well"
+    assert stage.supervisor.failed.result().culprit == "launcher/1"
 
 
 # -- processes that do not come, or do not go --------------------------------------------------------------------------
 
 
-def test_a_process_that_survives_sigkill_fails_the_run_and_is_named_with_its_node():
-    async def body(stage: Stage) -> None:
-        away = stage.hands[1]
-        away.undead.add("trainer/0")
-        await stage.sim.spawn("launcher/2", stage.hands[2].die("trainer/1"))
-        await stage.ping(1, 2, seconds=30)
-        assert not stage.supervisor.failed.done()
-        assert stage.states()["trainer/0"] == "ending"
-        await stage.ping(1, 2, seconds=10)
-        verdict = stage.supervisor.failed.result()
-        pid = away.pids["trainer/0"]
-        assert verdict.culprit == "trainer/0"
-        assert f"trainer/0 (process {pid} on node 1) is still there 30 s after it had to end" in verdict.reason
-        await stage.on_0(lambda: stage.supervisor.stop_all("it failed"))  # and does not wait for it
-
-    staged(body, rollout(0), *trainers(1, 2), num_nodes=3)
+@on_stage(rollout(0), *trainers(1, 2), num_nodes=3)
+async def test_a_process_that_survives_sigkill_fails_the_run_and_is_named_with_its_node(stage: Stage) -> None:
+    away = stage.hands[1]
+    away.undead.add("trainer/0")
+    await stage.sim.spawn("launcher/2", stage.hands[2].die("trainer/1"))
+    await stage.ping(1, 2, seconds=30)
+    assert not stage.supervisor.failed.done()
+    assert stage.states()["trainer/0"] == "ending"
+    await stage.ping(1, 2, seconds=10)
+    verdict = stage.supervisor.failed.result()
+    pid = away.pids["trainer/0"]
+    assert verdict.culprit == "trainer/0"
+    assert f"trainer/0 (process {pid} on node 1) is still there 30 s after it had to end" in verdict.reason
+    await stage.on_0(lambda: stage.supervisor.stop_all("it failed"))  # and does not wait for it
 
 
-def test_an_end_that_takes_too_long_names_process_and_node():
-    async def body(stage: Stage) -> None:
-        stage.hands[0].undead.add("rollout/0")
-        pid = stage.hands[0].pids["rollout/0"]
-        with pytest.raises(LaunchError, match=rf"these did not end: rollout/0 \(process {pid} on node 0\)"):
-            await stage.on_0(lambda: stage.supervisor.stop_all("over"))
-
-    staged(body, rollout(0))
+@on_stage(rollout(0))
+async def test_an_end_that_takes_too_long_names_process_and_node(stage: Stage) -> None:
+    stage.hands[0].undead.add("rollout/0")
+    pid = stage.hands[0].pids["rollout/0"]
+    with pytest.raises(LaunchError, match=rf"these did not end: rollout/0 \(process {pid} on node 0\)"):
+        await stage.on_0(lambda: stage.supervisor.stop_all("over"))
 
 
-def test_the_run_goes_on_without_an_undead_one_where_others_are_enough():
-    async def body(stage: Stage) -> None:
-        stage.hands[0].undead.add("rollout/1")
-        await stage.on_0(lambda: asyncio.sleep(0, stage.supervisor.renew("rollout/1", "somebody wished it")))
-        await asyncio.sleep(120)
-        assert not stage.supervisor.failed.done()
-        assert stage.states() == {"rollout/0": "up", "rollout/1": "stopped"}
-
-    staged(body, rollout(0, quorum=1), rollout(1, quorum=1))
+@on_stage(rollout(0, quorum=1), rollout(1, quorum=1))
+async def test_the_run_goes_on_without_an_undead_one_where_others_are_enough(stage: Stage) -> None:
+    stage.hands[0].undead.add("rollout/1")
+    await stage.on_0(lambda: asyncio.sleep(0, stage.supervisor.renew("rollout/1", "somebody wished it")))
+    await asyncio.sleep(120)
+    assert not stage.supervisor.failed.done()
+    assert stage.states() == {"rollout/0": "up", "rollout/1": "stopped"}
 
 
-def test_who_does_not_register_is_killed_once_and_one_that_then_does_not_go_is_lost():
-    async def body(stage: Stage) -> None:
-        hands = stage.hands[0]
-        hands.answers = False
-        hands.undead.add("rollout/0")
-        await stage.begin()
-        await asyncio.sleep(TIMEOUTS.start_s + 10)
-        assert hands.ended == ["rollout/0"]
-        assert not stage.supervisor.failed.done()
-        await asyncio.sleep(TIMEOUTS.gone_s)
-        assert stage.supervisor.failed.result().culprit == "rollout/0"
-
-    staged(body, rollout(0), at_once=False)
+@on_stage(rollout(0), at_once=False)
+async def test_who_does_not_register_is_killed_once_and_one_that_then_does_not_go_is_lost(stage: Stage) -> None:
+    hands = stage.hands[0]
+    hands.answers = False
+    hands.undead.add("rollout/0")
+    await stage.begin()
+    await asyncio.sleep(TIMEOUTS.start_s + 10)
+    assert hands.ended == ["rollout/0"]
+    assert not stage.supervisor.failed.done()
+    await asyncio.sleep(TIMEOUTS.gone_s)
+    assert stage.supervisor.failed.result().culprit == "rollout/0"
 
 
-def test_attempts_that_never_register_run_out_however_long_each_takes():
-    async def body(stage: Stage) -> None:
-        stage.hands[0].answers = False
-        await stage.begin()
-        await asyncio.sleep(1000)
-        assert stage.supervisor.failed.done()
-        assert "3 restarts that come to no work" in stage.supervisor.failed.result().reason
-        assert len(stage.hands[0].started) == 4
-
-    staged(body, rollout(0), at_once=False, timeouts=replace(TIMEOUTS, start_s=200.0))
+@on_stage(rollout(0), at_once=False, timeouts=replace(TIMEOUTS, start_s=200.0))
+async def test_attempts_that_never_register_run_out_however_long_each_takes(stage: Stage) -> None:
+    stage.hands[0].answers = False
+    await stage.begin()
+    await asyncio.sleep(1000)
+    assert stage.supervisor.failed.done()
+    assert "3 restarts that come to no work" in stage.supervisor.failed.result().reason
+    assert len(stage.hands[0].started) == 4
 
 
 # -- nodes -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_node_that_was_silent_and_lives_is_told_to_leave_and_its_pings_are_told_that_nobody_counts_on_it():
-    async def body(stage: Stage) -> None:
-        assert await stage.on_0(lambda: stage.supervisor.ping(1)) is True
-        await asyncio.sleep(TIMEOUTS.lost_s + 3)
-        assert stage.supervisor.nodes == (0,)
-        left = stage.hands[1].left
-        assert left is not None
-        assert left[0] == LaunchError.exit_code
-        assert "lost" in left[1]
-        assert await stage.on_0(lambda: stage.supervisor.ping(1)) is False
-        assert stage.states() == {"rollout/0": "up", "rollout/1": "stopped"}
-
-    staged(body, rollout(0, quorum=1), rollout(1, 1, quorum=1), num_nodes=2)
-
-
-def test_a_node_that_joined_and_never_gave_a_sign_of_life_is_lost_too():
-    async def body(stage: Stage) -> None:
-        await stage.ping(1, seconds=TIMEOUTS.lost_s + 3)
-        assert stage.supervisor.nodes == (0, 1)
-
-    staged(body, rollout(0, quorum=1), rollout(1, 1, quorum=1), rollout(2, 2, quorum=1), num_nodes=3)
+@on_stage(rollout(0, quorum=1), rollout(1, 1, quorum=1), num_nodes=2)
+async def test_a_node_that_was_silent_and_lives_is_told_to_leave_and_its_pings_are_told_that_nobody_counts_on_it(
+    stage: Stage,
+) -> None:
+    assert await stage.on_0(lambda: stage.supervisor.ping(1)) is True
+    await asyncio.sleep(TIMEOUTS.lost_s + 3)
+    assert stage.supervisor.nodes == (0,)
+    left = stage.hands[1].left
+    assert left is not None
+    assert left[0] == LaunchError.exit_code
+    assert "lost" in left[1]
+    assert await stage.on_0(lambda: stage.supervisor.ping(1)) is False
+    assert stage.states() == {"rollout/0": "up", "rollout/1": "stopped"}
 
 
-def test_what_is_started_on_a_node_that_has_left_does_not_stay_starting_for_ever():
-    async def body(stage: Stage) -> None:
-        await stage.on_0(lambda: stage.supervisor.release_node(1, 0, "it may go"))
-        assert stage.hands[1].left == (0, "it may go")
-        assert stage.states()["rollout/1"] == "stopped"
-        await stage.sim.crash("launcher/1")
-        await stage.on_0(lambda: asyncio.sleep(0, stage.supervisor.hire(rollout(2, 1))))
-        await asyncio.sleep(40)
-        assert stage.states()["rollout/2"] == "stopped"
-        assert stage.states()["rollout/0"] == "up"
-        assert not stage.supervisor.failed.done()
-
-    staged(body, rollout(0, quorum=1), rollout(1, 1, quorum=1), num_nodes=2)
+@on_stage(rollout(0, quorum=1), rollout(1, 1, quorum=1), rollout(2, 2, quorum=1), num_nodes=3)
+async def test_a_node_that_joined_and_never_gave_a_sign_of_life_is_lost_too(stage: Stage) -> None:
+    await stage.ping(1, seconds=TIMEOUTS.lost_s + 3)
+    assert stage.supervisor.nodes == (0, 1)
 
 
-def test_a_node_goes_as_a_whole_or_not_at_all():
-    async def body(stage: Stage) -> None:
-        with pytest.raises(ConfigError, match="node 1 cannot leave: trainer/1 is a rank of gang trainer"):
-            await stage.on_0(lambda: stage.supervisor.leave_node(1, "a signal"))
-        await stage.ping(1, seconds=3)
-        assert set(stage.states().values()) == {"up"}, "nobody was asked to end"
-        assert not any(record.is_leaving for record in stage.supervisor.statuses())
+@on_stage(rollout(0, quorum=1), rollout(1, 1, quorum=1), num_nodes=2)
+async def test_what_is_started_on_a_node_that_has_left_does_not_stay_starting_for_ever(stage: Stage) -> None:
+    await stage.on_0(lambda: stage.supervisor.release_node(1, 0, "it may go"))
+    assert stage.hands[1].left == (0, "it may go")
+    assert stage.states()["rollout/1"] == "stopped"
+    await stage.sim.crash("launcher/1")
+    await stage.on_0(lambda: asyncio.sleep(0, stage.supervisor.hire(rollout(2, 1))))
+    await asyncio.sleep(40)
+    assert stage.states()["rollout/2"] == "stopped"
+    assert stage.states()["rollout/0"] == "up"
+    assert not stage.supervisor.failed.done()
 
-    staged(body, rollout(0), rollout(1, 1), *trainers(0, 1), num_nodes=2)
+
+@on_stage(rollout(0), rollout(1, 1), *trainers(0, 1), num_nodes=2)
+async def test_a_node_goes_as_a_whole_or_not_at_all(stage: Stage) -> None:
+    with pytest.raises(ConfigError, match="node 1 cannot leave: trainer/1 is a rank of gang trainer"):
+        await stage.on_0(lambda: stage.supervisor.leave_node(1, "a signal"))
+    await stage.ping(1, seconds=3)
+    assert set(stage.states().values()) == {"up"}, "nobody was asked to end"
+    assert not any(record.is_leaving for record in stage.supervisor.statuses())
 
 
-def test_a_launcher_that_asks_again_is_let_in_again_and_another_one_is_not():
-    async def body(stage: Stage) -> None:
-        join = stage.supervisor.join
-        again = await stage.on_0(lambda: join(stage.facts(1, "nonce-1")))
-        other = await stage.on_0(lambda: join(stage.facts(1, "another")))
-        nameless = await stage.on_0(lambda: join(stage.facts(1)))
-        assert (again.accepted, other.accepted, nameless.accepted) == (True, False, False)
-        assert "node 1 joined already, from host-1" in other.reason
-        assert len(stage.hands[1].started) == 1
-
-    staged(body, rollout(0), rollout(1, 1), num_nodes=2)
+@on_stage(rollout(0), rollout(1, 1), num_nodes=2)
+async def test_a_launcher_that_asks_again_is_let_in_again_and_another_one_is_not(stage: Stage) -> None:
+    join = stage.supervisor.join
+    again = await stage.on_0(lambda: join(stage.facts(1, "nonce-1")))
+    other = await stage.on_0(lambda: join(stage.facts(1, "another")))
+    nameless = await stage.on_0(lambda: join(stage.facts(1)))
+    assert (again.accepted, other.accepted, nameless.accepted) == (True, False, False)
+    assert "node 1 joined already, from host-1" in other.reason
+    assert len(stage.hands[1].started) == 1
 
 
 # -- at work -----------------------------------------------------------------------------------------------------------
@@ -452,16 +446,14 @@ def test_a_gang_is_at_work_when_it_makes_a_version_that_was_never_reached():
 # -- who is over for everybody -----------------------------------------------------------------------------------------
 
 
-def test_one_that_says_that_it_ends_has_longer_to_do_so_than_one_that_was_lost():
-    async def body(stage: Stage) -> None:
-        hands, supervisor = stage.hands[0], stage.supervisor
-        for name, reason in (("rollout/0", f"{FAILED}: its data is wrong"), ("rollout/1", "the connection is lost")):
-            event = PeerEvent("down", name, supervisor.actors[name].epoch, reason)
-            await stage.on_0(lambda event=event: supervisor.on_peer(event))
-        await asyncio.sleep(TIMEOUTS.over_s + 2)
-        assert hands.killed == ["rollout/1"]
-        assert stage.states()["rollout/0"] == "up"
-        await asyncio.sleep(TIMEOUTS.leave_s)
-        assert hands.killed == ["rollout/1", "rollout/0"]
-
-    staged(body, rollout(0, quorum=1), rollout(1, quorum=1))
+@on_stage(rollout(0, quorum=1), rollout(1, quorum=1))
+async def test_one_that_says_that_it_ends_has_longer_to_do_so_than_one_that_was_lost(stage: Stage) -> None:
+    hands, supervisor = stage.hands[0], stage.supervisor
+    for name, reason in (("rollout/0", f"{FAILED}: its data is wrong"), ("rollout/1", "the connection is lost")):
+        event = PeerEvent("down", name, supervisor.actors[name].epoch, reason)
+        await stage.on_0(lambda event=event: supervisor.on_peer(event))
+    await asyncio.sleep(TIMEOUTS.over_s + 2)
+    assert hands.killed == ["rollout/1"]
+    assert stage.states()["rollout/0"] == "up"
+    await asyncio.sleep(TIMEOUTS.leave_s)
+    assert hands.killed == ["rollout/1", "rollout/0"]

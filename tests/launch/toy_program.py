@@ -103,13 +103,10 @@ class ToyCoordinator(Toy, CoordinatorContract):
         is_failed = self.switches.global_has("fail")
         is_over = self.switches.global_has("finish") or (bool(self._reason) and not self.switches.has("deaf"))
         return RunStatus(
-            name="toy",
-            phase="failed" if is_failed else "finished" if is_over else "running",
-            version=3,
-            num_steps=self.num_steps,
-            error="rollout/0: it told the coordinator so" if is_failed else "",
+            name="toy", phase="failed" if is_failed else "finished" if is_over else "running", version=3,
+            num_steps=self.num_steps, error="rollout/0: it told the coordinator so" if is_failed else "",
             reason=self._reason or ("all steps done" if is_over else ""),
-        )
+        )  # fmt: skip
 
     async def stop(self, reason: str) -> None:
         self._reason = reason
@@ -122,15 +119,9 @@ class ToyCoordinator(Toy, CoordinatorContract):
 class ToyBuffer(Toy, BufferContract):
     async def stats(self) -> BufferStats:
         return BufferStats(
-            states={"READY": 1},
-            drawn=1,
-            trained=0,
-            dropped={},
-            slots_total=4,
-            slots_used=1,
-            max_staleness=2,
+            states={"READY": 1}, drawn=1, trained=0, dropped={}, slots_total=4, slots_used=1, max_staleness=2,
             policy="pace",
-        )
+        )  # fmt: skip
 
 
 class ToyMonitor(Toy, MonitorContract):

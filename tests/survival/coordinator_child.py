@@ -17,14 +17,9 @@ async def main(rdzv: str, sockets: str, run_dir: str) -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stdout)
     folder = Path(run_dir)
     options = CoordinatorOptions(
-        name="room",
-        num_steps=0,
-        has_engines=False,
-        audit_path=folder / "audit.jsonl",
-        journal_path=folder / "coordinator.journal",
-        launch="room",
-        eval_at_start=False,
-    )
+        name="room", num_steps=0, has_engines=False, audit_path=folder / "audit.jsonl",
+        journal_path=folder / "coordinator.journal", launch="room", eval_at_start=False,
+    )  # fmt: skip
     node = await Node.attach(name="coordinator-node", rdzv=Rendezvous.load(Path(rdzv)), run_dir=sockets)
     await node.start(Coordinator(options=options, clock=SystemClock()), "coordinator")
     raise await node.failed

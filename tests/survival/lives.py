@@ -148,13 +148,9 @@ class Lives:
 
 
 FLAGS = (
-    f'data.train="data/prompts.jsonl@[0:{NUM_PROMPTS}]"',
-    "data.max_passes=1",
-    "run.num_steps=0",
-    "trainer.checkpoint_every=2",
-    "trainer.export_at_end=false",
-    'reward.fn="patient.py:reward"',
-)
+    f'data.train="data/prompts.jsonl@[0:{NUM_PROMPTS}]"', "data.max_passes=1", "run.num_steps=0",
+    "trainer.checkpoint_every=2", "trainer.export_at_end=false", 'reward.fn="patient.py:reward"',
+)  # fmt: skip
 
 
 def make_lives(folder: Path, *overrides: str, patience_s: float = 0.2) -> Lives:

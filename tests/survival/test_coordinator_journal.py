@@ -53,14 +53,9 @@ def _journal(folder: Path, launch: str = "here") -> CoordinatorJournal:
 
 def _plan(value: float) -> ChangePlan:
     return ChangePlan(
-        target="",
-        common={"lr": value},
-        values={"trainer/0": {"lr": value}},
-        moves=(),
-        first={"lr": 1e-3},
-        numbered=frozenset({"lr"}),
-        own={"trainer/0": {"lr": value}},
-    )
+        target="", common={"lr": value}, values={"trainer/0": {"lr": value}}, moves=(), first={"lr": 1e-3},
+        numbered=frozenset({"lr"}), own={"trainer/0": {"lr": value}},
+    )  # fmt: skip
 
 
 class Desk:

@@ -237,44 +237,40 @@ async def test_of_two_moves_at_once_the_one_that_may_follow_wins() -> None:
         moving.propose("running")
 
 
+def moves_of(state: RunState, journal: Any) -> tuple[PhaseMoves, list[str]]:
+    """And the events that they tell."""
+    told: list[str] = []
+    ctx: Any = Surroundings(None)
+    return PhaseMoves(ctx, state, journal, lambda kind, text: told.append(kind), lambda: None), told
+
+
+def hanging(end: asyncio.Event, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A journal whose disk hangs until `end`, for which nobody waits long."""
+    monkeypatch.setattr("myxa.actors.coordinator.coordinator.KEEP_S", 0.01)
+    return SimpleNamespace(keep=end.wait, until_kept=end.wait, path=Path("coordinator.journal"))
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
 @pytest.mark.parametrize("phase", ["draining", "failed"])
-async def test_an_end_that_cannot_be_kept_is_one_all_the_same(phase: Any) -> None:
+async def test_an_end_that_cannot_be_kept_is_one_all_the_same(
+    phase: Any, is_slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody would end the processes of a run that cannot say that it is over."""
 
     async def keep() -> None:
         raise LedgerError("the disk is full")
 
-    told: list[str] = []
-    state, around = RunState(phase="running"), Surroundings(None)
-    ctx: Any = around
-    journal: Any = SimpleNamespace(keep=keep)
-    moves = PhaseMoves(ctx, state, journal, lambda kind, text: told.append(kind), lambda: None)
-    assert await moves.to(phase) and state.phase == phase
-    assert told[:2] == ["journal-not-written", "phase"]
-
-
-@pytest.mark.parametrize("phase", ["draining", "failed"])
-async def test_an_end_does_not_wait_for_a_disk_that_hangs(phase: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("myxa.actors.coordinator.coordinator.KEEP_S", 0.01)
-    hang = asyncio.Event()
-    told: list[str] = []
-    state, around = RunState(phase="running"), Surroundings(None)
-    ctx: Any = around
-    journal: Any = SimpleNamespace(keep=hang.wait, until_kept=hang.wait, path=Path("coordinator.journal"))
-    moves = PhaseMoves(ctx, state, journal, lambda kind, text: told.append(kind), lambda: None)
+    state = RunState(phase="running")
+    journal = hanging(asyncio.Event(), monkeypatch) if is_slow else SimpleNamespace(keep=keep)
+    moves, told = moves_of(state, journal)
     async with asyncio.timeout(20):
         assert await moves.to(phase)
     assert state.phase == phase and told[:2] == ["journal-not-written", "phase"]
 
 
 async def test_a_begin_waits_for_a_disk_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("myxa.actors.coordinator.coordinator.KEEP_S", 0.01)
-    hang = asyncio.Event()
-    state, around = RunState(), Surroundings(None)
-    ctx: Any = around
-    journal: Any = SimpleNamespace(keep=hang.wait, until_kept=hang.wait, path=Path("coordinator.journal"))
-    moves = PhaseMoves(ctx, state, journal, lambda kind, text: None, lambda: None)
-    moving = asyncio.create_task(moves.to("running"))
+    hang, state = asyncio.Event(), RunState()
+    moving = asyncio.create_task(moves_of(state, hanging(hang, monkeypatch))[0].to("running"))
     await asyncio.sleep(0.1)
     assert state.phase == "starting" and not moving.done()
     hang.set()

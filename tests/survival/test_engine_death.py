@@ -24,15 +24,9 @@ from myxa.core.samples import Sample
 
 pytestmark = pytest.mark.timeout(240)
 LONG = (
-    "run.num_steps=1000000",
-    "roles.rollout.count=2",
-    "rollout.max_new_tokens=900",
-    "rollout.num_samples=2",
-    "rollout.max_groups=3",
-    "rollout.save_partials_s=0.5",
-    "algo.batch_size=2",
-    "async.max_staleness=8",
-)
+    "run.num_steps=1000000", "roles.rollout.count=2", "rollout.max_new_tokens=900", "rollout.num_samples=2",
+    "rollout.max_groups=3", "rollout.save_partials_s=0.5", "algo.batch_size=2", "async.max_staleness=8",
+)  # fmt: skip
 ENOUGH = 60
 """Tokens of a group that were saved before its actor is killed."""
 

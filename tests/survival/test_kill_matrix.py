@@ -98,12 +98,9 @@ STOPS = Cells(
 def check(folder: Path, cells: Cells) -> ChaosRun:
     """Make the run; what must be true of it afterwards."""
     run = run_under(
-        chaos_job(folder, reward_s=cells.reward_s),
-        cells.strikes,
-        *cells.overrides,
-        num_steps=cells.num_steps,
+        chaos_job(folder, reward_s=cells.reward_s), cells.strikes, *cells.overrides, num_steps=cells.num_steps,
         beside=cells.beside,
-    )
+    )  # fmt: skip
     check_lossless(run, cells.strikes)
     check_nobody_left(run)
     print(table([run]))

@@ -22,7 +22,6 @@ from myxa.launch.nodes.agent import Agent, AgentOptions
 from myxa.launch.nodes.launch_options import LaunchOptions, LaunchOutcome, with_start
 from myxa.launch.run_dir import RunDir
 from myxa.launch.run_lineage import resume_point
-from myxa.launch.run_lineage.origin import RunOrigin
 from myxa.launch.run_lineage.resume_point import earlier_ledger
 
 ALONE = find_place(1, 0, None, {})
@@ -84,16 +83,6 @@ def test_a_scheduler_says_who_is_who_once_several_are_meant(
     (_, among_two), (_, alone) = launches
     assert (among_two.place.rank, among_two.place.num_nodes) == (1, 2)
     assert alone.place == ALONE, "one machine of an allocation goes on with a run of its own"
-
-
-def test_node_0_takes_the_runs_own_ledger_while_others_look_at_it(run: RunOnDisk, launches: Launches):
-    """A reader's lock says nothing of damage: the good ledger stays."""
-    assert resume(run, 0) == 0
-    ((_, options),) = launches
-    assert options.prepare is not None
-    options.prepare()
-    assert RunOrigin.load(run.path).lives[-1].ledger == "its own ledger"
-    assert not (run.path / "lives" / "1" / LEDGER).exists()
 
 
 async def test_what_node_0_posts_is_what_every_node_runs(run: RunOnDisk, tmp_path: Path):

@@ -143,12 +143,6 @@ def test_a_ledger_whose_end_was_lost_is_behind_the_checkpoint(run: RunOnDisk):
     go_on(run, 4)
 
 
-def test_without_a_copy_older_runs_go_on_as_well(run: RunOnDisk):
-    (run.place(4) / RUN_FILE).unlink()
-    (run.place(4) / LEDGER).unlink()
-    assert choose_point(run.path, None).version == 4
-
-
 @pytest.mark.parametrize(
     ("version", "said"),
     [(9, "has no checkpoint of version 9; there are: 4, 3, 2, 1"), (4, "cannot resume from version 4:\n  version_")],

@@ -68,29 +68,18 @@ async def act_later(completion):
     return act(completion)
 """
 WORDS = {
-    "base": "raised BaseException: base",
-    "exit": "raised SystemExit: 3",
-    "interrupt": "raised KeyboardInterrupt: ",
-    "cancelled": "raised CancelledError: ",
-    "generator": "raised GeneratorExit: ",
-    "stop": "raised",
-    "unspeakable": "raised Unspeakable: (no text: its __str__ raised RuntimeError)",
-    "long": "raised ValueError: xxx",
-    "recursion": "raised RecursionError: ",
-    "none": "returned a value of type NoneType",
-    "text": "returned a value of type str",
-    "nan": "returned nan",
-    "inf": "returned -inf",
-    "huge": "returned a number that is too large",
-    "wide": "returned 1e+39, which is too large for a float32",
-    "complex": "returned a value of type complex",
-    "list": "returned a value of type list",
+    "base": "raised BaseException: base", "exit": "raised SystemExit: 3", "interrupt": "raised KeyboardInterrupt: ",
+    "cancelled": "raised CancelledError: ", "generator": "raised GeneratorExit: ", "stop": "raised",
+    "unspeakable": "raised Unspeakable: (no text: its __str__ raised RuntimeError)", "long": "raised ValueError: xxx",
+    "recursion": "raised RecursionError: ", "none": "returned a value of type NoneType",
+    "text": "returned a value of type str", "nan": "returned nan", "inf": "returned -inf",
+    "huge": "returned a number that is too large", "wide": "returned 1e+39, which is too large for a float32",
+    "complex": "returned a value of type complex", "list": "returned a value of type list",
     "float": "returned a Number that raised KeyboardInterrupt",
-    "key": "returned a dict that raised RuntimeError: no words",
-    "part": 'returned a value of type NoneType as "x"',
+    "key": "returned a dict that raised RuntimeError: no words", "part": 'returned a value of type NoneType as "x"',
     "number": "returned a dict with the key 1, which is not text",
     "empty": 'returned a dict without "reward"; it has nothing',
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -193,16 +182,10 @@ class Ones:
 
 def sample(prompt: Prompt, index: int) -> Sample:
     return Sample(
-        group_id=prompt.group_id,
-        index=index,
-        prompt_ids=np.array([1, 2, 3], np.int32),
-        response_ids=np.array([4], np.int32),
-        logprobs=np.zeros(1, np.float32),
-        loss_mask=np.ones(1, np.uint8),
-        versions=np.zeros(1, np.int32),
-        finish="stop",
-        text="x",
-    )
+        group_id=prompt.group_id, index=index, prompt_ids=np.array([1, 2, 3], np.int32),
+        response_ids=np.array([4], np.int32), logprobs=np.zeros(1, np.float32), loss_mask=np.ones(1, np.uint8),
+        versions=np.zeros(1, np.int32), finish="stop", text="x",
+    )  # fmt: skip
 
 
 async def _raise(error: BaseException) -> Any:

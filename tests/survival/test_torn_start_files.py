@@ -102,14 +102,6 @@ def test_e11_a_torn_origin_is_replaced_by_its_copy_and_kept_aside(run: RunOnDisk
     assert RunOrigin.found(run.path) == (begun, "")
 
 
-def test_e11_both_are_replaced_at_once(run: RunOnDisk):
-    missing(run.path / "config.toml")
-    missing(run.path / "origin.json")
-    text, _ = config_of(run.path)
-    assert len(begin_next_life(RunDir(run.path), choose_point(run.path, None), text).lives) == 3
-    assert (run.path / "config.toml").read_text() == TEXT
-
-
 @pytest.mark.parametrize("hurt", [empty, cut, garbage, missing, folder])
 def test_a_torn_copy_is_passed_over_for_an_older_one(run: RunOnDisk, hurt: Callable[[Path], None]):
     hurt(run.place(3) / START_FILE)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.integration.trainer_room import BATCH, Conductor, make_group, trainer_room
+from tests.harness.waiting import until
+from tests.integration.trainer_room import BATCH, Conductor, Room, make_group, trainer_room
 
 from myxa.actors.checkpoints.run_part import RUN_FILE
 from myxa.actors.contracts import TrainerContract
@@ -38,12 +39,15 @@ async def test_a_checkpoint_beside_training_is_finished_although_no_step_follows
     async with trainer_room(model, tmp_path, checkpoints={"every": 1, "is_async": True}) as room:
         room.data.blocked_by = blocked_by
         room.data.allow(1)
-        async with asyncio.timeout(HANG_S):
-            while not room.data.durables:
-                await asyncio.sleep(0.02)
+        await until(lambda: bool(room.data.durables), "the checkpoint", timeout_s=HANG_S)
         assert room.data.durables == [1]
         assert (tmp_path / "checkpoints" / "version_00000001" / RUN_FILE).exists()
         assert len(room.conductor.reports) == 1
+
+
+async def five_claims(room: Room) -> None:
+    wanted = len(room.data.claims) + 5
+    await until(lambda: len(room.data.claims) >= wanted, "more claims", timeout_s=HANG_S)
 
 
 class Turns:
@@ -90,24 +94,12 @@ async def test_where_engines_have_the_device_it_is_finished_once_it_is_overdue(
         room.data.allow(1)
         await room.conductor.steps(1)
         checkpoints = leader.checkpoints
-        async with asyncio.timeout(HANG_S):
-            while not checkpoints.is_written:
-                await asyncio.sleep(0.02)
-        num_claims = len(room.data.claims)
-        async with asyncio.timeout(HANG_S):
-            while len(room.data.claims) < num_claims + 5:
-                await asyncio.sleep(0.02)
+        await until(lambda: checkpoints.is_written, "the files", timeout_s=HANG_S)
+        await five_claims(room)
         assert (turns.log, room.data.durables) == (["take", "give"], []), "the engines work: no turn for that yet"
         monkeypatch.setattr(checkpoints_module, "OVERDUE_S", 0.0)
-        async with asyncio.timeout(HANG_S):
-            while not room.data.durables:
-                await asyncio.sleep(0.02)
-            while len(turns.log) < 4:
-                await asyncio.sleep(0.02)
-        num_claims = len(room.data.claims)
-        async with asyncio.timeout(HANG_S):
-            while len(room.data.claims) < num_claims + 5:
-                await asyncio.sleep(0.02)
+        await until(lambda: bool(room.data.durables) and len(turns.log) >= 4, "its turn", timeout_s=HANG_S)
+        await five_claims(room)
         assert turns.log == ["take", "give", "take", "give"]
         assert room.data.durables == [1]
         assert (tmp_path / "checkpoints" / "version_00000001" / RUN_FILE).exists()
