@@ -61,18 +61,14 @@ def make_groups(
             logprobs = (-rng.random(length) * 3 - 3.5).astype(np.float32) * mask
             samples.append(
                 Sample(
-                    group_id=group_id,
-                    index=index,
-                    prompt_ids=prompt_ids,
+                    group_id=group_id, index=index, prompt_ids=prompt_ids,
                     response_ids=rng.integers(0, VOCAB, length).astype(np.int32),
-                    logprobs=logprobs.astype(np.float32),
-                    loss_mask=mask,
-                    versions=np.where(mask == 1, 0, -1).astype(np.int32),
-                    finish="stop",
+                    logprobs=logprobs.astype(np.float32), loss_mask=mask,
+                    versions=np.where(mask == 1, 0, -1).astype(np.int32), finish="stop",
                     temperature=temperatures[group_id % len(temperatures)],
                     reference_logprobs=((-judge.random(length) * 3 - 3.5) * mask).astype(np.float32),
                 )
-            )
+            )  # fmt: skip
         rewards = rng.normal(size=num_samples) if group_id != 2 else np.ones(num_samples)
         prompt = Prompt(group_id=group_id, row=group_id, pass_index=0, messages=(Message(role="user", content="q"),))
         groups.append(Group(prompt=prompt, samples=tuple(samples), rewards=rewards.astype(np.float32)))
@@ -91,13 +87,9 @@ def make_shards(
 ) -> tuple[TrainShard, ...]:
     """One shard per rank, planned as the leader does. `is_served`: the reference log-probs come with the samples."""
     options = StepPlanOptions(
-        kind=kind,
-        normalise_std=True,
-        num_ranks=num_ranks,
-        max_tokens=max_tokens,
-        minibatches=minibatches,
+        kind=kind, normalise_std=True, num_ranks=num_ranks, max_tokens=max_tokens, minibatches=minibatches,
         takes_reference=is_served,
-    )
+    )  # fmt: skip
     return plan_step(seed, make_groups(seed, **groups), options)
 
 
@@ -136,15 +128,9 @@ def run(spec: dict[str, Any], rank: int) -> dict[str, Any]:
     out = Path(spec["out"])
     gang = Gang(rank, spec["num_ranks"], "127.0.0.1", spec["port"], local_rank=rank, timeout_s=60)
     backend = make_backend(
-        spec["model"],
-        algo=spec["algo"],
-        optimizer=spec["optimizer"],
-        trainer=spec["trainer"],
-        critic=spec.get("critic"),
-        gang=gang,
-        num_steps=9,
-        device=spec.get("device", "cpu"),
-    )
+        spec["model"], algo=spec["algo"], optimizer=spec["optimizer"], trainer=spec["trainer"],
+        critic=spec.get("critic"), gang=gang, num_steps=9, device=spec.get("device", "cpu"),
+    )  # fmt: skip
     kind, minibatches = spec["algo"]["kind"], spec["algo"]["minibatches"]
     shards = [make_shards(seed, spec["num_ranks"], kind=kind, minibatches=minibatches)[rank] for seed in (11, 12, 13)]
     result: dict[str, Any] = {"facts": backend.setup(), "frozen": spec["trainer"].get("freeze", ())}

@@ -142,13 +142,10 @@ def pack(sequences: list[tuple[torch.Tensor, torch.Tensor]], layout: ParallelLay
         "labels": line([torch.cat([ids[1:], ids[:1]]) for ids, _ in sequences]),
         "weights": line([weights for _, weights in sequences]),
         "packed": PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=bounds,
-            cu_seqlens_kv=bounds,
-            max_seqlen_q=max(lengths),
+            qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=max(lengths),
             max_seqlen_kv=max(lengths),
         ),
-    }
+    }  # fmt: skip
 
 
 def forward_step(vocab_size: int) -> Any:

@@ -15,16 +15,10 @@ from myxa.core.samples import TrainSample
 def sample(prompt: list[int], answer: list[int], mask: list[int] | None = None, index: int = 0) -> TrainSample:
     length = len(answer)
     return TrainSample(
-        group_id=0,
-        index=index,
-        token_ids=np.asarray(prompt + answer, np.int32),
-        prompt_len=len(prompt),
+        group_id=0, index=index, token_ids=np.asarray(prompt + answer, np.int32), prompt_len=len(prompt),
         loss_mask=np.asarray(mask if mask is not None else [1] * length, np.uint8),
-        logprobs=np.zeros(length, np.float32),
-        versions=np.zeros(length, np.int32),
-        reward=0.0,
-        advantage=1.0,
-    )
+        logprobs=np.zeros(length, np.float32), versions=np.zeros(length, np.int32), reward=0.0, advantage=1.0,
+    )  # fmt: skip
 
 
 def draw(seed: int, count: int) -> list[TrainSample]:

@@ -19,7 +19,6 @@ from myxa.actors.backends.megatron.families import (
     gate_and_up,
     heads,
     vocabulary,
-    whole,
 )
 from myxa.actors.backends.megatron.layout import ParallelLayout
 from myxa.actors.backends.megatron.rotary import Rotary
@@ -27,24 +26,15 @@ from myxa.actors.models.model_config import MODEL_TYPES, ModelConfig, parse_mode
 from myxa.core.errors import ConfigError, ModelError
 
 SOURCE: dict[str, Any] = {
-    "vocab_size": 101,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-}
+    "vocab_size": 101, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 6, "num_attention_heads": 12,
+    "num_key_value_heads": 4, "head_dim": 8, "max_position_embeddings": 64,
+}  # fmt: skip
 EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 10}
 
 
 def config_of(model_type: str = "qwen3", **changes: Any) -> ModelConfig:
     extra = EXPERTS if model_type == "qwen3_moe" else {}
     return parse_model_config({"model_type": model_type} | SOURCE | extra | changes, "here")
-
-
-# -- layouts
 
 
 @pytest.mark.parametrize(
@@ -100,9 +90,6 @@ def test_packed_sequences_divide_over_context_and_sequence_parallel_ranks() -> N
     assert ParallelLayout(tp=2, cp=2, sequence_parallel=True).sequence_multiple == 8
 
 
-# -- cuts
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from([1, 2, 4]), st.integers(1, 40))
 def test_the_parts_of_all_ranks_cover_each_tensor_once(size: int, rows: int) -> None:
@@ -133,11 +120,6 @@ def test_the_parts_of_all_ranks_cover_each_tensor_once(size: int, rows: int) -> 
             assert (count[name] == 1).all(), (cut, name)
 
 
-def test_every_rank_has_all_of_what_is_not_cut() -> None:
-    request = CutRequest(("norm",), {"norm": (7,)}, config_of(), 1, 2)
-    assert [piece.rows for piece in whole(request)] == [(0, 7)]
-
-
 def test_every_known_family_has_rules_and_others_are_refused() -> None:
     assert set(FAMILIES) == set(MODEL_TYPES)
     with pytest.raises(ModelError, match="no weight table for models of type gpt2"):
@@ -156,9 +138,6 @@ def test_rules_name_every_weight_of_the_folder(model_type: str) -> None:
             prefix = f"model.layers.{layer}.mlp.experts.{expert}."
             made |= {prefix + name for rule in family.expert for name in rule.names}
     assert set(config.tensor_shapes()) <= made
-
-
-# -- rotary positions
 
 
 @pytest.mark.parametrize("is_interleaved", [False, True])

@@ -40,11 +40,8 @@ SIZES: dict[str, Any] = {
     "eos_token_id": [1],
 }
 EXPERTS: dict[str, Any] = {
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "norm_topk_prob": True,
-}
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True,
+}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {}),
     "qwen3-tied": ("Qwen3", {"tie_word_embeddings": True}),
@@ -54,19 +51,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama",
         {
             "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 10000.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
+                "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
             }
         },
     ),
     "glm4": ("Glm4", {}),
     "moe": ("Qwen3Moe", EXPERTS),
     "moe-mixed": ("Qwen3Moe", EXPERTS | {"mlp_only_layers": [1], "norm_topk_prob": False}),
-}
+}  # fmt: skip
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen2 pp2 vpp2": RECOMPUTE,
@@ -199,14 +192,11 @@ def outcomes(
         done[num_ranks] = {}
         cases: list[dict[str, Any]] = [
             {
-                "name": name_of(model, layout),
-                "folder": str(folders[model]),
-                "layout": layout,
-                "num_sequences": NUM_SEQUENCES,
-                "overrides": OVERRIDES.get(name_of(model, layout), {}),
+                "name": name_of(model, layout), "folder": str(folders[model]), "layout": layout,
+                "num_sequences": NUM_SEQUENCES, "overrides": OVERRIDES.get(name_of(model, layout), {}),
             }
             for model, layout in LAYOUTS[num_ranks]
-        ]
+        ]  # fmt: skip
         if num_ranks == 2:
             half = {"folder": str(folders["glm4-bfloat16"]), "layout": {"tp": 2}, "precision": "bfloat16"}
             cases.append({"name": "bfloat16"} | half)

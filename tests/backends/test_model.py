@@ -20,14 +20,9 @@ SHARING = 1e6
 ALONE = 0.0
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 262,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
+    "vocab_size": 262, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256,
+}  # fmt: skip
 
 
 def save_foreign(kind: str, folder: Path) -> Path:
