@@ -57,15 +57,10 @@ class Draw:
         def pick(values: list) -> list:
             return [values[t] for t in at]
 
+        names = ("live", "behaviour", "proximal", "reference", "entropy", "advantages", "mask")
         return replace(
             self,
-            live=pick(self.live),
-            behaviour=pick(self.behaviour),
-            proximal=pick(self.proximal),
-            reference=pick(self.reference),
-            entropy=pick(self.entropy),
-            advantages=pick(self.advantages),
-            mask=pick(self.mask),
+            **{name: pick(getattr(self, name)) for name in names},
             owner=[new[self.owner[t]] for t in at],
             num_samples=len(samples),
             leaves={},

@@ -14,15 +14,10 @@ from myxa.core.samples import Group, Message, Prompt, Sample
 def group(rewards: list[float]) -> Group:
     prompt = Prompt(group_id=3, row=0, pass_index=0, messages=(Message(role="user", content="x"),))
     sample = Sample(
-        group_id=3,
-        index=0,
-        prompt_ids=np.array([1], np.int32),
-        response_ids=np.array([2], np.int32),
-        logprobs=np.array([-0.5], np.float32),
-        loss_mask=np.array([1], np.uint8),
-        versions=np.array([0], np.int32),
+        group_id=3, index=0, prompt_ids=np.array([1], np.int32), response_ids=np.array([2], np.int32),
+        logprobs=np.array([-0.5], np.float32), loss_mask=np.array([1], np.uint8), versions=np.array([0], np.int32),
         finish="stop",
-    )
+    )  # fmt: skip
     return Group(prompt=prompt, samples=(sample,) * len(rewards), rewards=np.array(rewards, np.float32))
 
 

@@ -134,24 +134,6 @@ def test_on_policy_ratio_and_weight_are_exactly_one_and_kl_exactly_zero(draw, lo
         assert grad.tolist() == pytest.approx(want, rel=1e-5)
 
 
-def test_three_policies_are_not_confused(draw):
-    """Behaviour, proximal and live are all different; each correction must use the right pair, once."""
-    behaviour, proximal, live = math.log(0.2), math.log(0.25), math.log(0.27)
-    one = replace(
-        draw(63, lengths=(1,)), live=[live], behaviour=[behaviour], proximal=[proximal], advantages=[1.0], mask=[1]
-    )
-    got = {}
-    for correction in ("none", "behaviour", "decoupled", "tis", "icepop", "mis"):
-        config = ObjectiveConfig(correction=correction, minibatches=2, clip_high=0.3)
-        got[correction] = -run(one, config)[0].loss.item()
-    assert got["none"] == pytest.approx(1.0)
-    assert got["behaviour"] == pytest.approx(1.3)  # live/behaviour = 1.35, clipped
-    for correction in ("decoupled", "tis", "icepop", "mis"):
-        assert got[correction] == pytest.approx(0.27 / 0.25 * 0.25 / 0.2)
-    capped = ObjectiveConfig(correction="decoupled", minibatches=2, tis_cap=1.1)
-    assert -run(one, capped)[0].loss.item() == pytest.approx(0.27 / 0.25 * 1.1)  # the cap is on proximal/behaviour
-
-
 def test_several_minibatches_without_proximal_would_kill_the_clip_so_they_are_refused(draw):
     some = draw(65)
     for correction in ("decoupled", "tis", "icepop", "mis"):

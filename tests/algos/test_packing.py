@@ -73,28 +73,6 @@ def test_tokens_of_minibatches_are_even():
     assert max(loads) - min(loads) < 0.05 * sum(loads) / 4
 
 
-def test_the_rank_with_least_so_far_gets_the_largest_of_a_round():
-    plan = plan_shards([500, 400, 300, 200], 2, 100, 1, [0, 0, 0, 0])
-    assert plan == [[[[0], [3]]], [[[1], [2]]]]  # 700 tokens each, and rounds of like size
-
-
-def test_an_oversize_sample_sits_alone():
-    plan = plan_shards([500, 10, 10, 10], 2, 100, 1, [0, 0, 0, 0])
-    micros = [micro for rank in plan for micro in rank[0]]
-    assert sorted(micros) == [[0], [1, 2, 3]]
-
-
-def test_fewer_groups_than_minibatches_leave_the_last_ones_empty():
-    plan = plan_shards([10, 10], 2, 100, 3, [5, 6])
-    assert [[len(part) for part in rank] for rank in plan] == [[1, 1, 0], [1, 1, 0]]
-    assert plan_shards([], 2, 100, 1, []) == [[[]], [[]]]
-
-
-def test_fewer_samples_than_ranks_pad_with_empty_microbatches():
-    plan = plan_shards([10], 3, 100, 1, [0])
-    assert sorted(len(micro) for rank in plan for micro in rank[0]) == [0, 0, 1]
-
-
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

@@ -166,25 +166,6 @@ def test_d05_raising_the_bound_helps_at_once() -> None:
     assert _claim(admission, 1) == (3, 4)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_pitfall_08_age_is_that_of_the_oldest_token(policy: str) -> None:
-    """A group handed back with tokens of version 0 stays of version 0, wherever it goes on."""
-    admission = Admission(policy, max_staleness=1, batch_size=1)
-    _dispatch(admission, 2, version=0)
-    admission.ready(0, 0)
-    assert _claim(admission, 0) == (0,)
-    admission.trained(0)
-    admission.requeued(1, 0)
-    assert admission.may_dispatch(1, 1)
-    admission.dispatched(1, 1)
-    admission.ready(1, 0)
-    assert _claim(admission, 1) == (1,)
-    admission.trained(1)
-    admission.dispatched(2, 0)
-    admission.ready(2, 0)
-    assert [item.group_id for item in admission.select(2).overdue] == [2]
-
-
 def test_pitfall_08_an_engine_that_stamps_older_than_announced_is_found_out() -> None:
     """The stamp counts, not the announcement; a group that breaks the bound by it is dropped and named."""
     admission = Admission(max_staleness=1, batch_size=1)
@@ -228,65 +209,6 @@ def test_c_a_prompt_that_starts_again_after_a_restore_counts_the_versions_of_its
     admission.dispatched(0, 4)
     admission.ready(0, 4)
     assert admission.version_of(0) == 4
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_pitfall_16_filtered_groups_release_their_slot(policy: str) -> None:
-    """Nine of ten groups filtered: a producer that kept their slots would stand still after a few steps."""
-    outcome = simulate(
-        Scenario(policy=policy, max_staleness=1, batch_size=4, num_steps=30, filter_rate=0.9, groups_per_engine=16)
-    )
-    assert len(outcome.trained) == 30 * 4
-    assert len(outcome.drawn) > 5 * len(outcome.trained)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_pitfall_17_steps_are_counted_when_trained(policy: str) -> None:
-    """Neither a ready batch nor a claimed one makes a version; capacity comes back with training and adoption."""
-    admission = Admission(policy, max_staleness=0, batch_size=2)
-    _dispatch(admission, 2, version=0)
-    admission.ready(0, 0)
-    admission.ready(1, 0)
-    assert _claim(admission, 0) == (0, 1)
-    assert admission.newest_version == 0
-    assert not admission.may_dispatch(0)
-    assert not admission.may_dispatch(1), "version 1 does not exist before step 0 is trained"
-    with pytest.raises(StalenessError, match="no batch of it"):
-        admission.trained(1)
-    admission.trained(0)
-    admission.trained(0)
-    assert (admission.newest_version, admission.next_step) == (1, 1)
-    with pytest.raises(StalenessError, match="the next step is 1"):
-        admission.select(0)
-
-
-def test_lowering_eta_drops_what_is_too_old_and_raising_acts_at_once() -> None:
-    """Groups of version 0 at step 2 are fine under eta 2, gone under eta 1; slots follow."""
-    admission = Admission(max_staleness=2, batch_size=2)
-    ids = _dispatch(admission, admission.slots_total, version=0)
-    for group_id in ids[:4]:
-        admission.ready(group_id, 0)
-    for step in range(2):
-        assert _claim(admission, step) is not None
-        admission.trained(step)
-    dropped = admission.retune(max_staleness=1)
-    assert dropped == tuple(Overdue(g, STALE_AFTER_RETUNE) for g in ids[4:])
-    assert admission.slots_total == 4
-    assert admission.slots_used == 0
-    _dispatch(admission, 4, version=2, first=10)
-    assert not admission.may_dispatch(2)
-    assert admission.retune(max_staleness=2) == ()
-    assert admission.may_dispatch(2)
-
-
-def test_retune_to_nonsense_changes_nothing() -> None:
-    """A bad value is refused whole; the rules in force stay."""
-    admission = Admission(max_staleness=1, batch_size=2)
-    with pytest.raises(ConfigError, match="max_staleness is -1"):
-        admission.retune(max_staleness=-1)
-    with pytest.raises(ConfigError, match="choose one of"):
-        admission.retune(policy="hope")
-    assert (admission.max_staleness, admission.policy) == (1, "pace")
 
 
 def test_a_window_too_wide_for_eta_is_refused() -> None:
@@ -356,3 +278,7 @@ def test_events_out_of_order_are_refused() -> None:
     admission.ready(3, 0)
     with pytest.raises(StalenessError, match="is ready, expected"):
         admission.requeued(3, 0)
+    with pytest.raises(StalenessError, match="no batch of it"):
+        admission.trained(1)
+    with pytest.raises(StalenessError, match="the next step is 0"):
+        admission.select(5)

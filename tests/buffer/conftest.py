@@ -65,16 +65,11 @@ class NumberedRows:
 def make_sample(group_id: int, index: int, versions: Sequence[int], finish: Any = "stop") -> Sample:
     count = len(versions)
     return Sample(
-        group_id=group_id,
-        index=index,
-        prompt_ids=np.array([1, 2, 3], dtype=np.int32),
-        response_ids=np.arange(count, dtype=np.int32),
-        logprobs=np.full(count, -0.5, dtype=np.float32),
-        loss_mask=np.ones(count, dtype=np.uint8),
-        versions=np.array(versions, dtype=np.int32),
-        finish=finish,
+        group_id=group_id, index=index, prompt_ids=np.array([1, 2, 3], dtype=np.int32),
+        response_ids=np.arange(count, dtype=np.int32), logprobs=np.full(count, -0.5, dtype=np.float32),
+        loss_mask=np.ones(count, dtype=np.uint8), versions=np.array(versions, dtype=np.int32), finish=finish,
         text=f"{group_id}/{index}",
-    )
+    )  # fmt: skip
 
 
 def make_group(
@@ -103,26 +98,13 @@ class Desk:
     """Epoch of the trainer's leader; engines that say nothing else serve what it made."""
 
     async def draw(
-        self,
-        max_groups: int = 100,
-        version: int = 0,
-        rollout: str = "rollout/0",
-        epoch: int = 1,
-        wait_s: float = 0.0,
-        holding: tuple[int, ...] | None = None,
-        blocked_by: DrawBlock | None = None,
-        lineage: int | None = None,
-    ) -> DrawReply:
+        self, max_groups: int = 100, version: int = 0, rollout: str = "rollout/0", epoch: int = 1, wait_s: float = 0.0,
+        holding: tuple[int, ...] | None = None, blocked_by: DrawBlock | None = None, lineage: int | None = None,
+    ) -> DrawReply:  # fmt: skip
         request = DrawRequest(
-            rollout=rollout,
-            epoch=epoch,
-            version=version,
-            max_groups=max_groups,
-            wait_s=wait_s,
-            holding=holding,
-            blocked_by=blocked_by,
-            lineage=self.lineage if lineage is None else lineage,
-        )
+            rollout=rollout, epoch=epoch, version=version, max_groups=max_groups, wait_s=wait_s, holding=holding,
+            blocked_by=blocked_by, lineage=self.lineage if lineage is None else lineage,
+        )  # fmt: skip
         reply = await self.ref.draw(request)
         self.seen += reply.assignments
         return reply

@@ -14,7 +14,7 @@ import pytest
 from tests.buffer.conftest import make_group, make_sample
 from tests.harness.waiting import until
 
-from myxa.actors.contracts import BufferContract, MonitorContract
+from myxa.actors.contracts import BufferContract
 from myxa.actors.ledger.audit import audit_ledger
 from myxa.actors.trainer.train_loop import GroupFetcher
 from myxa.algos.filters import zero_variance
@@ -417,17 +417,3 @@ async def test_e08_a_disk_that_refuses_is_a_pause(shop: Any) -> None:
         assert (await desk.ref.stats()).disk == ""
     audit = audit_ledger(shop.path)
     assert (audit.problems, audit.trained) == ((), {0: 1, 1: 1})
-
-
-async def test_the_monitor_sees_slots_and_reasons(shop: Any) -> None:
-    async with shop.open(group_filter=zero_variance) as desk:
-        (assignment,) = (await desk.draw(max_groups=1)).assignments
-        await desk.ref.put_group(make_group(assignment, rewards=[1.0, 1.0]), 1, "rollout/0")
-        await desk.rewind(0)
-        monitor = desk.node.ref(MonitorContract, "monitor")
-        async with asyncio.timeout(WAIT_S):
-            while "buffer/slots_total" not in (seen := (await monitor.snapshot()).get("buffer", {})):
-                await asyncio.sleep(0.05)
-        assert seen["buffer/slots_total"] == 4
-        assert seen["buffer/dropped/zero_variance"] == 1
-        assert seen["buffer/mean_tokens/zero_variance"] == 4

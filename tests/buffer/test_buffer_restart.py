@@ -49,23 +49,6 @@ async def test_a_claim_outlives_the_buffer(shop: Any) -> None:
         assert (await desk.ref.stats()).trained == 4
 
 
-@pytest.mark.parametrize("policy", ["pace", "wait", "drop"])
-async def test_pitfall_03_no_burst_after_a_restart(shop: Any, policy: str) -> None:
-    async with shop.open(policy=policy) as desk:
-        num_drawn = 0
-        for step in range(5):
-            reply = await desk.draw(version=step)
-            num_drawn += len(reply.assignments)
-            for assignment in reply.assignments:
-                await desk.put(assignment, versions=(step,))
-            await desk.train(step)
-    async with shop.open(policy=policy) as desk:
-        reply = await desk.draw(version=5)
-        stats = await desk.ref.stats()
-        assert len(reply.assignments) == 2
-        assert stats.slots_used == stats.slots_total == 4
-
-
 async def test_a_pause_and_the_end_of_drawing_outlive_the_buffer_and_not_the_run(shop: Any, tmp_path: Path) -> None:
     async with shop.open() as desk:
         await desk.ref.set_paused(True)

@@ -91,19 +91,6 @@ def test_after_so_many_passes_it_is_tried_again(desk: Desk, skips: int) -> None:
     assert [row.draw // 4 for row in drawn if row.draw % 4 == 0] == [skips + 1]
 
 
-def test_a_long_way_to_the_next_prompt_is_gone_in_parts(tmp_path: Path) -> None:
-    desk = Desk(tmp_path / "ledger.sqlite", NumberedRows(1300))
-    first_pass(desk, *[EASY] * 1299, GOOD)
-    desk.cursor.use("", HALF)
-    draft = desk.cursor.draft(2)
-    assert draft.next() is None and desk.cursor.is_searching
-    assert len(draft.rows) == 1000
-    desk.ledger.dispatch(draft.rows)
-    assert rows_of(desk.draw(1), 1300) == [1299]
-    assert not desk.cursor.is_searching
-    desk.ledger.close()
-
-
 def test_a_window_that_leaves_nothing_waits_for_what_is_under_way_and_then_ends_the_run(desk: Desk) -> None:
     first_pass(desk, EASY, EASY, HARD)
     (last,) = desk.draw(1)

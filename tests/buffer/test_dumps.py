@@ -132,17 +132,6 @@ async def test_the_next_groups_are_dumped_as_they_are_claimed(shop: Any) -> None
         await desk.ref.dump_next(5, MIB)  # and the buffer is closed with one that goes on
 
 
-async def test_files_that_are_no_dumps_are_refused_by_name(shop: Any, tmp_path: Path) -> None:
-    async with shop.open() as desk:
-        path = Path((await desk.ref.dump(MIB)).path)
-    with pytest.raises(DataError, match="no dump"):
-        read_header(shop.path)
-    other = tmp_path / "other.jsonl"
-    other.write_text(path.read_text().replace("myxa-groups/1", "myxa-groups/9", 1))
-    with pytest.raises(DataError, match="myxa-groups/9"):
-        read_header(other)
-
-
 async def test_the_newest_groups_are_shown_with_what_became_of_them(shop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async with shop.open(max_staleness=9, batch_size=1, group_filter="zero_variance") as desk:
         drawn = (await desk.draw(max_groups=4)).assignments

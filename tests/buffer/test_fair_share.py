@@ -13,33 +13,6 @@ from myxa.actors.buffer.dispatch_queue import RESERVED_S, FairShare
 FREE = 16
 
 
-def test_one_alone_may_take_all():
-    assert FairShare().limit("rollout/0", 100, FREE, dict, 0.0) == FREE
-
-
-def test_half_stays_for_the_other_who_waits():
-    shares, held = FairShare(), Counter[str]()
-    shares.waits("rollout/1", 100)
-    assert shares.limit("rollout/0", 100, FREE, lambda: held, 0.0) == FREE // 2
-    held["rollout/0"] = FREE // 2
-    assert shares.limit("rollout/0", 100, FREE // 2, lambda: held, 0.0) == 0, "not by several draws either"
-    assert shares.limit("rollout/1", 100, FREE // 2, lambda: held, 0.0) == FREE // 2
-
-
-def test_who_has_more_in_hand_already_gets_less():
-    shares = FairShare()
-    shares.waits("rollout/1", 100)
-    assert shares.limit("rollout/0", 100, FREE, lambda: {"rollout/0": 10}, 0.0) == 3
-    assert shares.limit("rollout/0", 100, FREE, lambda: {"rollout/1": 10}, 0.0) == FREE - 3
-    assert shares.limit("rollout/0", 100, FREE, lambda: {"rollout/1": 100}, 0.0) == FREE
-
-
-def test_no_more_is_kept_than_the_other_has_room_for():
-    shares = FairShare()
-    shares.waits("rollout/1", 2)
-    assert shares.limit("rollout/0", 100, FREE, dict, 0.0) == FREE - 2
-
-
 def test_an_engine_that_does_not_follow_holds_nobody_up_for_long():
     shares = FairShare()
     shares.waits("rollout/1", 100)

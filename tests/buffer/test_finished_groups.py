@@ -38,15 +38,11 @@ async def test_a6_all_finished_groups_count_by_step(shop: Any) -> None:
         steps = told_of_steps(desk)
     assert set(steps) == {1, 2}, "a step is told once"
     assert steps[1] == {
-        "reward/raw_mean": pytest.approx(4 / 12),
-        "reward/raw_std": pytest.approx(np.std([1] * 4 + [0] * 8)),
-        "reward/pass_rate": pytest.approx(4 / 12),
-        "reward/all_right": pytest.approx(1 / 6),
-        "reward/all_wrong": pytest.approx(3 / 6),
-        "reward/finished_groups": 6.0,
-        "reward/left_out_groups": 4.0,
+        "reward/raw_mean": pytest.approx(4 / 12), "reward/raw_std": pytest.approx(np.std([1] * 4 + [0] * 8)),
+        "reward/pass_rate": pytest.approx(4 / 12), "reward/all_right": pytest.approx(1 / 6),
+        "reward/all_wrong": pytest.approx(3 / 6), "reward/finished_groups": 6.0, "reward/left_out_groups": 4.0,
         "reward/zero_std_groups": 4.0,
-    }
+    }  # fmt: skip
     assert steps[2]["reward/raw_mean"] == pytest.approx(4 / 6)
     assert (steps[2]["reward/finished_groups"], steps[2]["reward/all_right"]) == (3.0, pytest.approx(1 / 3))
 

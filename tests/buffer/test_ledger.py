@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from myxa.actors.ledger.audit import audit_ledger
 from myxa.actors.ledger.ledger import Ledger
 from myxa.actors.ledger.resume import read_facts
-from myxa.actors.ledger.states import AT_REST, REWIND, TRANSITIONS, Row, State, check_path
+from myxa.actors.ledger.states import Row
 from myxa.algos.staleness import STALE
 from myxa.core.errors import LedgerError
 
@@ -47,92 +46,6 @@ def train(ledger: Ledger, step: int, ids: list[int]) -> None:
         ledger.finish(group_id, b"payload %d" % group_id, version=step, num_tokens=10)
     ledger.claim(step, ids)
     assert ledger.trained(step)
-
-
-def states(ledger: Ledger) -> dict[int, State]:
-    found = [ledger.find(group_id) for group_id in range(ledger.next_group_id)]
-    return {row.group_id: row.state for row in found if row is not None}
-
-
-def test_a_life_from_draw_to_durable(ledger: Ledger, path: Path) -> None:
-    ids = draw(ledger, 2)
-    train(ledger, 0, ids)
-    assert ledger.durable(1) == 2
-    assert ledger.durable(1) == 0
-    assert states(ledger) == {0: State.DURABLE, 1: State.DURABLE}
-    with sqlite3.connect(path) as db:
-        walked = db.execute("SELECT to_state FROM transitions WHERE group_id = 1 ORDER BY seq").fetchall()
-    db.close()
-    assert [s for (s,) in walked] == ["DISPATCHED", "FINISHED", "REWARDED", "READY", "CLAIMED", "TRAINED", "DURABLE"]
-
-
-def test_every_transition_that_is_not_in_the_table_is_refused() -> None:
-    row = Row(7, 7, -1, 2, attempt=3)
-    for table in (TRANSITIONS, REWIND):
-        for source in State:
-            for target in State:
-                moved = replace(row, state=source)
-                if target in table.get(source, ()):
-                    check_path(moved, (target,), table)
-                else:
-                    text = rf"group 7 \(attempt 3\) cannot go from {source} to {target}"
-                    with pytest.raises(LedgerError, match=text):
-                        check_path(moved, (target,), table)
-    assert set(TRANSITIONS) == set(State)
-    assert {state for state in State if state not in AT_REST} == {State.DRAWN, State.FINISHED, State.REWARDED}
-
-
-def test_a_rewind_makes_later_groups_ready_again(ledger: Ledger, path: Path) -> None:
-    batches = [draw(ledger, 2, version=step) for step in range(4)]
-    for step in range(4):
-        train(ledger, step, batches[step])
-    ledger.durable(1)
-    ledger.durable(2)
-    assert ledger.payload(batches[0][0]) is None, "two checkpoints cover it"
-    assert ledger.payload(batches[1][0]) is not None, "only the newest checkpoint covers it"
-    in_flight = draw(ledger, 1, version=4)
-    assert ledger.rewind(2) == 4
-    assert (ledger.next_step, ledger.newest_version) == (2, 2)
-    assert [row.group_id for row in ledger.rows(State.READY)] == [*batches[2], *batches[3]]
-    assert {row.version for row in ledger.rows(State.READY)} == {2}, "version 3 is undone: its stamp counts as 2"
-    flying = ledger.find(in_flight[0])
-    assert flying is not None
-    assert flying.version == 2
-    assert ledger.rewind(1) == 2, "the checkpoint of version 2 was damaged"
-    ledger.claim(1, batches[1])
-    ledger.trained(1)
-    assert ledger.durable(2) == 2
-    ledger.close()
-    again = open_ledger(path)
-    assert (again.next_step, again.newest_version) == (2, 2)
-    with pytest.raises(LedgerError, match="cannot go back to version 0"):
-        again.rewind(0)
-    again.close()
-
-
-def test_a_rewind_to_a_checkpoint_that_the_ledger_had_not_heard_of(ledger: Ledger) -> None:
-    """Killed between the optimizer step and `trained`: the checkpoint is right, the claim was trained."""
-    ids = draw(ledger, 2)
-    for group_id in ids:
-        ledger.finish(group_id, b"x", version=0, num_tokens=1)
-    ledger.claim(0, ids)
-    assert ledger.rewind(1) == 0
-    assert set(states(ledger).values()) == {State.TRAINED}
-    assert ledger.next_step == 1
-
-
-@pytest.mark.parametrize("back", [0, 1])
-def test_a_checkpoint_of_a_past_that_was_undone_is_not_gone_on_from(ledger: Ledger, back: int) -> None:
-    """The newest one could not be read for a moment, and training went back; now it can be read again. Its weights hold
-    groups that are ready again."""
-    for step in range(3):
-        train(ledger, step, draw(ledger, 2, version=step))
-    assert ledger.rewind(back) == 2 * (3 - back)
-    before = states(ledger)
-    with pytest.raises(LedgerError, match=f"version 3: the steps claimed lead to version {back}"):
-        ledger.rewind(3)
-    assert states(ledger) == before
-    assert (ledger.next_step, ledger.newest_version) == (back, back)
 
 
 def test_lengths_of_groups_are_counted_once_each_and_outlive_the_process(ledger: Ledger, path: Path) -> None:
@@ -219,18 +132,6 @@ def test_damage_is_found_at_load(ledger: Ledger, path: Path, sql: str, text: str
     db.close()
     with pytest.raises(LedgerError, match=text):
         open_ledger(path)
-
-
-def test_a_full_disk_is_an_error_and_leaves_the_ledger_as_it_was(ledger: Ledger) -> None:
-    ids = draw(ledger, 1)
-    pages = ledger._file.query("PRAGMA page_count")[0][0]
-    ledger._file.query(f"PRAGMA max_page_count = {pages}")
-    with pytest.raises(LedgerError, match="cannot be written: database or disk is full"):
-        ledger.finish(ids[0], bytes(1 << 20), version=0, num_tokens=1)
-    assert states(ledger) == {0: State.DISPATCHED}
-    ledger._file.query("PRAGMA max_page_count = 1000000")
-    ledger.finish(ids[0], bytes(1 << 20), version=0, num_tokens=1)
-    assert states(ledger) == {0: State.READY}
 
 
 def test_histories_are_walked_once_and_damage_of_what_is_newer_is_found(ledger: Ledger, path: Path) -> None:

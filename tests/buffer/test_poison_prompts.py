@@ -48,21 +48,6 @@ def test_only_a_death_alone_convicts_and_a_token_clears(tmp_path: Path) -> None:
     ledger.close()
 
 
-def test_an_attempt_that_brought_tokens_counts_for_nothing(tmp_path: Path) -> None:
-    ledger = open_ledger(tmp_path, 1)
-    tracker = PoisonTracker(ledger, MAX_DEATHS)
-    tracker.dispatched(("a", 1), {0: 0}, 0.0)
-    tracker.has_tokens(0, 1000)
-    assert not tracker.died({0: ("a", 1)}) and 0 not in tracker
-    tracker.dispatched(("a", 2), {0: 1000}, 0.0)
-    tracker.has_tokens(0, 1000)
-    tracker.died({0: ("a", 2)})
-    assert 0 in tracker and not tracker.must_be_alone(0), "no more than it began with: the first death"
-    tracker.died({0: ("a", 2)})
-    assert not tracker.must_be_alone(0), "one attempt dies once"
-    ledger.close()
-
-
 def test_one_death_makes_few_suspects_those_in_hand_longest(tmp_path: Path) -> None:
     """And the others are next, whichever way they were lost."""
     num = 3 * MAX_NEW_SUSPECTS

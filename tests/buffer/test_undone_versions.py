@@ -49,26 +49,6 @@ async def test_an_engine_goes_down_with_the_trainer(shop: Any) -> None:
         assert before.prompt.row == fresh[0].prompt.row, "its tokens grew too old in the new lineage: drawn once more"
 
 
-def test_the_same_number_means_what_the_leader_that_made_it_made() -> None:
-    versions = EngineVersions()
-    old, anew = ServedWeights(1, 5), ServedWeights(2, 5)
-    assert versions.reported("e", 1, old)
-    versions.rewound(3, lineage=2)
-
-    def served(told: ServedWeights, newest: int) -> tuple[int, bool]:
-        versions.reported("e", 1, told)
-        found = versions.serving("e", 1, told, newest)
-        return found.version, found.is_undone
-
-    assert served(old, newest=3) == (3, True)
-    assert served(old, newest=5) == (3, True), "the trainer made a 5 again, this engine has the old one"
-    assert not versions.reported("e", 1, old), "an adoption that was under way ends late"
-    assert served(old, newest=6) == (3, True)
-    assert served(anew, newest=6) == (5, False), "nobody heard that it took the new one: its draw says so"
-    assert served(old, newest=6) == (5, False), "a draw that was sent before that"
-    assert served(ServedWeights(1, 3), newest=6) == (5, False)
-
-
 def test_weights_from_before_a_rewind_and_not_above_it_count_as_what_they_are() -> None:
     versions = EngineVersions()
     versions.rewound(4, lineage=2)

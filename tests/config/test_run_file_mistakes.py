@@ -98,6 +98,7 @@ MISTAKES: dict[str, str] = {
     '[algo]\nkl_coef = 0.1\nkl_kind = "k2"\nkl_unbiased = true\n': "7 algo.kl_kind",
     '[algo]\nkl_coef = 0.1\nkl_in = "advantage"\nkl_unbiased = true\n': "8 algo.kl_unbiased",
     '[algo]\nkl_in = "reward"\n': "6 algo.kl_in",
+    'preset = "chat"\n[algo]\nkind = "sft"\nkl_in = "advantage"\n': "8 algo.kl_in",
     "[algo]\nclip_low = 2\n": "6 algo.clip_low",
     '[algo]\nkind = "cispo"\ndual_clip = 3.0\n': "7 algo.dual_clip",
     "[algo]\nmis_low = 3\n": "6 algo.mis_low",

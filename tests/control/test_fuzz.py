@@ -31,20 +31,9 @@ BATCH = 50
 """Requests a connection; each connection may be closed by its first nonsense."""
 
 WORDS = [
-    "",
-    "a",
-    "lr",
-    "../../x",
-    "\x00",
-    "💥",
-    "__class__",
-    "os.system",
-    "a" * 5000,
-    "rollout/*",
-    "node:1",
-    "%s%n",
+    "", "a", "lr", "../../x", "\x00", "💥", "__class__", "os.system", "a" * 5000, "rollout/*", "node:1", "%s%n",
     "' OR 1",
-]
+]  # fmt: skip
 NUMBERS: list[Any] = [0, -1, 1, 2**31, 2**63, -(2**64), 10**400, 0.5, -1e308, 1e-320, True, False, None]
 
 

@@ -123,14 +123,6 @@ async def test_what_is_wrong_is_said_and_the_connection_goes_on(tmp_path: Path):
         assert bench.value == 0
 
 
-async def test_unknown_names_get_a_suggestion(tmp_path: Path):
-    async with control_bench(tmp_path) as bench:
-        assert (await ask(bench.control, "ehco"))["error"]["remedy"] == "did you mean 'echo'?"
-        assert (await ask(bench.control, "echo", txet=1))["error"]["remedy"] == 'did you mean "text"?'
-        status, answer = await http(bench.control, "GET /v1/ehco")
-        assert (status, answer["error"]["remedy"]) == (404, "did you mean 'echo'?")
-
-
 WRONG_HTTP = [
     ("GET /v1/put?value=3", b"", 400),
     ("POST /v1/echo", b"{", 400),

@@ -65,13 +65,10 @@ def test_the_fingerprint_changes_with_anything_that_changes_a_draw(tmp_path: Pat
     assert dataset(tmp_path, 5).fingerprint == same
     assert dataset(tmp_path, 5, max_passes=3).fingerprint == same
     others = [
-        dataset(tmp_path, 6),
-        dataset(tmp_path, 5, seed=2),
-        dataset(tmp_path, 5, text="Q"),
-        dataset(tmp_path, 5, shuffle=False),
-        dataset(tmp_path, 5, system="s"),
+        dataset(tmp_path, 6), dataset(tmp_path, 5, seed=2), dataset(tmp_path, 5, text="Q"),
+        dataset(tmp_path, 5, shuffle=False), dataset(tmp_path, 5, system="s"),
         dataset(tmp_path, 5, label_key="prompt"),
-    ]
+    ]  # fmt: skip
     assert len({same, *(other.fingerprint for other in others)}) == 7
 
 

@@ -46,17 +46,6 @@ def test_a_bad_value_is_refused_with_its_reason_and_changes_nothing() -> None:
     assert "unlucky" in vote.reason and "level = 4: must be text" in vote.reason, "every reason, the owner's own too"
 
 
-def test_values_without_numbers_are_used_at_commit_and_not_before() -> None:
-    desk = make_desk("rollout/0", "room")
-    vote = desk.owner.prepare(change(1, room=16))
-    assert (vote.accepted, vote.earliest) == (True, 0)
-    assert desk.values["room"] == 8
-    desk.owner.commit(commit(1, room=16))
-    desk.owner.commit(commit(1, room=16))
-    assert desk.uses == [("room", 16)]
-    assert desk.owner.epoch == 1
-
-
 async def test_a_numbered_value_waits_for_its_number() -> None:
     desk = make_desk("trainer/0", "lr")
     desk.number = 4
@@ -72,25 +61,6 @@ async def test_a_numbered_value_waits_for_its_number() -> None:
     assert desk.owner.sheet().knobs[0].pending is None
 
 
-async def test_several_changes_wait_for_different_numbers_and_a_later_decision_wins() -> None:
-    desk = make_desk("trainer/0", "lr", "clip")
-    for epoch, at, lr in ((1, 5, 1e-4), (2, 9, 2e-4), (3, 7, 3e-4)):
-        desk.owner.prepare(change(epoch, lr=lr))
-        desk.owner.commit(commit(epoch, at, lr=lr))
-    seen = []
-    for number in range(4, 12):
-        await desk.owner.pass_boundary("step", number, 1)
-        seen.append(desk.values["lr"])
-    assert seen == [1e-3, 1e-4, 1e-4, 3e-4, 3e-4, 3e-4, 3e-4, 3e-4]
-
-
-def test_an_older_commit_never_overwrites_a_newer_one_knob_by_knob() -> None:
-    desk = make_desk("rollout/0", "room", "level")
-    desk.owner.commit(commit(5, room=50))
-    desk.owner.commit(commit(4, room=40, level="DEBUG"))
-    assert desk.values == {"room": 50, "level": "DEBUG"}
-
-
 async def test_an_undecided_change_holds_the_owner_before_its_number_only() -> None:
     desk = make_desk("trainer/0", "lr", clock=SystemClock())
     await desk.owner.pass_boundary("step", 3, 1)
@@ -103,33 +73,11 @@ async def test_an_undecided_change_holds_the_owner_before_its_number_only() -> N
     assert await passing == {"lr": 1e-4}
 
 
-async def test_an_abort_lets_go_and_a_question_that_comes_after_it_is_too_late() -> None:
-    desk = make_desk("trainer/0", "lr")
-    desk.owner.prepare(change(1, lr=1e-4))
-    desk.owner.abort(1)
-    assert await desk.owner.pass_boundary("step", 0, 0.01) == {}
-    vote = desk.owner.prepare(change(1, lr=1e-4))
-    assert not vote.accepted
-    assert "comes late" in vote.reason
-    desk.owner.prepare(change(3, lr=1e-4))
-    desk.owner.abort(2)
-    assert desk.owner.holds("step", 1), "an abort of an older change lets go of a newer one"
-
-
 async def test_a_coordinator_that_never_decides_is_named_at_the_deadline() -> None:
     desk = make_desk("buffer", "filter", clock=SystemClock())
     desk.owner.prepare(change(1, filter="b"))
     with pytest.raises(DeadlineExceeded, match="coordinator did not decide change 1 .* buffer may not pass batch 0"):
         await desk.owner.pass_boundary("batch", 0, 0.05)
-
-
-def test_an_owner_started_anew_takes_a_commit_that_it_never_prepared() -> None:
-    desk = make_desk("buffer", "eta", "filter")
-    desk.number = 8
-    desk.owner.commit(commit(2, eta=4))
-    desk.owner.commit(commit(3, 6, filter="b"))
-    assert desk.values == {"eta": 4, "filter": "b"}, "its number was passed by the incarnation before"
-    assert desk.owner.epoch == 3
 
 
 def test_a_commit_that_no_vote_would_have_accepted_changes_nothing_at_all() -> None:

@@ -135,15 +135,11 @@ async def test_values_of_a_single_actor_wait_for_it(tmp_path: Path) -> None:
 
 async def test_the_newest_value_holds_however_its_target_was_named(tmp_path: Path) -> None:
     live = kept(
-        live_knob("room", 4, 1, target="rollout/0"),
-        live_knob("room", 3, 2, target="rollout/*"),
-        live_knob("level", "DEBUG", 1),
-        live_knob("level", "WARNING", 4, target="rollout/0"),
-        live_knob("lr", 2e-3, 5, at=3),
-        live_knob("lr", 3e-3, 6, target="trainer/0", at=4),
-        live_knob("lr", 4e-3, 7, at=9),
-        live_knob("clip", 0.3, 8, target="trainer/*", at=9),
-    )
+        live_knob("room", 4, 1, target="rollout/0"), live_knob("room", 3, 2, target="rollout/*"),
+        live_knob("level", "DEBUG", 1), live_knob("level", "WARNING", 4, target="rollout/0"),
+        live_knob("lr", 2e-3, 5, at=3), live_knob("lr", 3e-3, 6, target="trainer/0", at=4),
+        live_knob("lr", 4e-3, 7, at=9), live_knob("clip", 0.3, 8, target="trainer/*", at=9),
+    )  # fmt: skip
     engine = Engine()
     beside = {"rollout/0": engine, "buffer": Buffer(tmp_path / "ledger.sqlite")}
     async with open_room(tmp_path, live, 5, beside=beside) as room:
@@ -189,27 +185,6 @@ async def test_no_epoch_is_given_to_two_changes(tmp_path: Path, live: LiveKnobs)
         assert {r.epoch for r in read_audit(room.audit)}.isdisjoint(range(1, 8))
         assert (await room.ref.live_knobs()).epoch == reply.epoch
         assert buffer.settings.terms.knobs == reply.epoch
-
-
-async def test_a_value_for_a_time_goes_back_at_every_actor(tmp_path: Path) -> None:
-    engines = {f"rollout/{i}": Engine() for i in range(3)}
-    late = engines.pop("rollout/2")
-    zero, one = engines.values()
-    async with open_room(tmp_path, beside=engines) as room:
-        await until(lambda: len(room.coordinator.fleet.present) == 2, "two engines")
-        await room.change(room=5, target="rollout/1")
-        await room.change(room=2, level="DEBUG", for_s=1.0)
-        (_, told) = (await room.change(level="DEBUG")).warnings
-        assert told.startswith("level still goes back in"), told
-        assert "room goes back in" in (await room.change(room=6, target="rollout/1")).refused
-        assert (zero.desk.values["room"], one.desk.values["room"]) == (2, 2)
-        assert set((await room.ref.knob_table()).reverts) == {"room", "level"}
-        await until(lambda: zero.desk.values == {"room": 8, "level": "INFO"}, "its time is over")
-        await until(lambda: one.desk.values == {"room": 5, "level": "INFO"}, "its time is over there too")
-        assert not (await room.ref.knob_table()).reverts
-        await room.node.start(late, "rollout/2")
-        await until(lambda: "rollout/2" in room.coordinator.fleet.present, "a third")
-        assert late.desk.values == {"room": 8, "level": "INFO"}
 
 
 async def test_a_value_whose_time_is_over_goes_back_once_that_can_be_recorded(

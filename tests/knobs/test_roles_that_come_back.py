@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.buffer.conftest import NumberedRows
 from tests.harness.waiting import until
 from tests.knobs.coordinator_room import Room, open_room
 from tests.knobs.knob_maker import Desk, make_desk
@@ -20,33 +21,14 @@ from myxa.algos.staleness import Admission
 from myxa.core.clock import SystemClock
 from myxa.core.knobs import KnobCommit
 from myxa.core.messages import RunStatus, SamplingParams
-from myxa.core.samples import Message, Prompt
 from myxa.transport.node import Node
 
 pytestmark = [pytest.mark.timeout(120)]
 
 
-class Rows:
-    """Prompts without end."""
-
-    fingerprint = "rows"
-
-    def __len__(self) -> int:
-        return 1000
-
-    def prompt(self, draw: int) -> Prompt:
-        return Prompt(group_id=draw, row=draw, pass_index=0, messages=(Message(role="user", content="q"),))
-
-    def row_of(self, draw: int) -> int:
-        return draw
-
-    def num_held_out(self, name: str = "") -> int:
-        return 0
-
-
 def options(folder: Path) -> dict[str, Any]:
     return {
-        "source": Rows(), "ledger_path": folder / "ledger.sqlite", "run": "room", "num_samples": 2,
+        "source": NumberedRows(), "ledger_path": folder / "ledger.sqlite", "run": "room", "num_samples": 2,
         "admission": Admission("pace", max_staleness=1, batch_size=2), "sampling": SamplingParams(max_new_tokens=4),
         "group_filter": GroupFilters("none", GROUP_FILTERS),
     }  # fmt: skip

@@ -125,14 +125,12 @@ def test_more_requests_are_no_remedy_for_engines_that_are_full() -> None:
         ({"rollout/0": {"rollout/running": 64, "rollout/waiting": 0, "rollout/max_running": 64}}, True),
         ({"rollout/0": {"rollout/running": 4, "rollout/waiting": 2}}, True),
         ({"rollout/0": {"rollout/running": 4, "rollout/max_running": 0}}, False),
-        (
-            {"rollout/0": {"rollout/running": 8, "rollout/max_running": 8}, "rollout/1": {"rollout/max_running": 8}},
-            False,
-        ),
+        ({"rollout/0": {"rollout/running": 8, "rollout/max_running": 8}, "rollout/1": {"rollout/max_running": 8}},
+         False),
         ({"buffer": {"rollout/waiting": 5}}, False),
         ({}, False),
     ],
-)
+)  # fmt: skip
 def test_engines_are_full_when_requests_wait_or_none_has_a_place_left(gauges: Shares, is_full: bool) -> None:
     assert engines_look_full(gauges) is is_full
 
@@ -150,10 +148,8 @@ def newest(**told: float) -> Shares:
 @pytest.mark.parametrize(
     ("told", "says"),
     [
-        (
-            {"groups": 256, "left_out": 1, "flat": 1, "all_wrong": 1, "reward_min": 0, "reward_max": 0},
-            "the filter leaves out 100 % of the newest 256 groups: the reward is always 0",
-        ),
+        ({"groups": 256, "left_out": 1, "flat": 1, "all_wrong": 1, "reward_min": 0, "reward_max": 0},
+         "the filter leaves out 100 % of the newest 256 groups: the reward is always 0"),
         ({"groups": 64, "left_out": 1, "flat": 1, "all_right": 1, "reward_min": 1, "reward_max": 1}, "always 1"),
         (
             {"groups": 100, "left_out": 0.9, "flat": 0.9, "all_wrong": 0.8, "all_right": 0.1, "reward_max": 1},
@@ -161,7 +157,7 @@ def newest(**told: float) -> Shares:
         ),
         ({"groups": 100, "left_out": 0.9, "flat": 0.1, "reward_max": 1}, "see algo.group_filter"),
     ],
-)
+)  # fmt: skip
 def test_f2_a_filter_that_leaves_nothing_is_named_and_not_generation(told: dict[str, float], says: str) -> None:
     """F2."""
     verdict = judge(THROWN_AWAY, filtered=Filtered.of(newest(**told)))

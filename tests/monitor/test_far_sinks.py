@@ -173,13 +173,10 @@ def test_a_collector_gets_one_trace_for_a_group_and_one_for_a_version(tmp_path: 
         sink.write(Telemetry(spans=(hop("trainer/0", "train", [7, 8], 30.0),)))  # comes before what happened before it
         sink.flush()
         spans = (
-            hop("buffer", "dispatch", [7, 8], 10.0),
-            hop("rollout/0", "generate", [7], 11.0),
-            span("trainer/0", "x", 20.0, makes_version=4),
-            span("rollout/0", "x", 22.0, adopts_version=4),
-            span("rollout/1", "x", 23.0, adopts_version=4),
-            span("buffer", "draw", 1.0),
-        )
+            hop("buffer", "dispatch", [7, 8], 10.0), hop("rollout/0", "generate", [7], 11.0),
+            span("trainer/0", "x", 20.0, makes_version=4), span("rollout/0", "x", 22.0, adopts_version=4),
+            span("rollout/1", "x", 23.0, adopts_version=4), span("buffer", "draw", 1.0),
+        )  # fmt: skip
         metrics = (point(3, train__loss=0.5), point(-1, "rollout/1", rollout__running=4))
         sink.write(Telemetry(spans=spans, metrics=metrics, events=(Event(source="x", wall_s=1, kind="k", text=""),)))
         sink.close()

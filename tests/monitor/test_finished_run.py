@@ -124,22 +124,3 @@ def test_the_environment_alone_sends_a_run_to_a_collector(whole: Finished) -> No
     lives = [names for names in by_trace.values() if names >= {"dispatch", "generate", "reward", "claim", "train"}]
     assert len(lives) > 10
     assert any({name.split(" ")[0] for name in names} == {"publish", "adopt"} for names in by_trace.values())
-
-
-@pytest.mark.timeout(300)
-def test_time_is_accounted_for_where_trainer_and_engine_take_turns(tmp_path: Path) -> None:
-    """The memory manager and the switches are accounted for."""
-    run = finished(
-        tmp_path,
-        "run.num_steps=3",
-        'memory.share="switch"',
-        "memory.capacity_mb=9",
-        "memory.switch_s=40",
-        "engine.context_length=64",
-        "engine.max_running=4",
-    )
-    run.check_times({"coordinator", "buffer", "trainer/0", "rollout/0", "monitor"})
-    found = run.totals()
-    assert any(actor.startswith("memory") for actor in found), found.keys()
-    assert found["trainer/0"]["wait-memory"] > 0
-    assert found["rollout/0"]["wait-memory"] > 0

@@ -75,20 +75,6 @@ async def test_a_bundle_that_nobody_could_ever_take_is_counted_and_does_not_stan
     assert [bundle.dropped for bundle in receiver.bundles] == [2]
 
 
-async def test_the_last_words_reach_a_monitor_that_was_away_until_then() -> None:
-    buffer, receiver = TelemetryBuffer("trainer/0", SystemClock()), Receiver()
-    receiver.mode = "dead"
-    task = asyncio.create_task(report_forever(buffer, receiver, 0.001))
-    buffer.metric(1, {"train/loss": 1.0})
-    while receiver.num_calls < 3:  # it asks again and again
-        await asyncio.sleep(0.001)
-    receiver.mode = "up"
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert [point.step for bundle in receiver.bundles for point in bundle.metrics] == [1]
-
-
 async def test_the_last_words_are_sent_when_the_actor_stops() -> None:
     clock, receiver = SystemClock(), Receiver()
     buffer = TelemetryBuffer("coordinator", clock, meter=ActivityMeter("coordinator", clock))

@@ -28,16 +28,8 @@ def trace(num: int) -> list[Event]:
 
 
 def _slice(pid: int, name: str, start_us: int, duration_us: int) -> Event:
-    return {
-        "ph": "X",
-        "name": name,
-        "cat": "compute",
-        "pid": pid,
-        "tid": 0,
-        "ts": start_us,
-        "dur": duration_us,
-        "args": {},
-    }
+    row = {"pid": pid, "tid": 0, "ts": start_us, "dur": duration_us}
+    return {"ph": "X", "name": name, "cat": "compute", **row, "args": {}}
 
 
 def test_the_last_seconds() -> None:

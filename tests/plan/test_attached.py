@@ -145,7 +145,7 @@ def test_d06_the_page_of_errors_says_what_is_said(name: str) -> None:
     assert text.isprintable()
 
 
-@pytest.mark.parametrize("name", list(SERVERS))
+@pytest.mark.parametrize("name", ["nginx", "another key", "an old one", "another model"])
 async def test_d06_an_engine_refuses_it_too_however_long_it_may_wait_for_a_start(name: str) -> None:
     script, says = SERVERS[name]
     with server(script) as url:

@@ -16,7 +16,7 @@ from myxa.core.errors import ConfigError, ModelError, MyxaError, UserCodeError
 from myxa.launch.actor_spec import ActorSpec
 from myxa.launch.plan.data_glance import glance
 from myxa.launch.preflight.chat_template_checks import template_findings
-from myxa.launch.preflight.finding import ConfigFinding, key_of
+from myxa.launch.preflight.finding import ConfigFinding
 from myxa.launch.preflight.interpreters import Installed, ask_interpreters, folder_of_sglang
 from myxa.launch.preflight.machine import Gpu, Gpus
 from myxa.launch.preflight.preflight import device_findings, package_findings
@@ -220,22 +220,6 @@ def test_the_interpreter_of_servers(tmp_path: Path) -> None:
 # -- findings ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("message", "key"),
-    [
-        ("megatron.tp = 3: does not divide", "megatron.tp"),
-        ("megatron.model.num_layerz: no such field", "megatron.model.num_layerz"),
-        ("roles.rollout.python: /usr/bin/x cannot be run", "roles.rollout.python"),
-        ("data.train: there is no file", "data.train"),
-        ("model folder x does not exist", ""),
-        ("mine.py has no f", ""),
-        ("/a/b.c: missing", ""),
-    ],
-)
-def test_which_key_a_message_is_about(message: str, key: str) -> None:
-    assert key_of(message) == key
-
-
 def test_the_first_rows_of_data(tmp_path: Path) -> None:
     rows = ['{"prompt": "a", "label": "b"}'] * 100
     path = tmp_path / "t.jsonl"
@@ -262,26 +246,18 @@ def test_the_first_rows_of_data(tmp_path: Path) -> None:
     [
         ("{% for message in messages %}{{ message.content }}{% endfor %}", 2, "", ""),
         ("{{ messages[-1].content }}", 1, "", ""),
-        (
-            "{{ messages[-1].content }}",
-            2,
-            "rollout.max_turns",
-            "rollout.max_turns = 2: the chat template of {file} cannot",
-        ),
+        ("{{ messages[-1].content }}", 2, "rollout.max_turns",
+         "rollout.max_turns = 2: the chat template of {file} cannot"),
         ("{{ raise_exception('no') }}", 1, "model.path", "the chat template of {file} refuses a question: "),
         ("{{ strftime_now('%Y') }}", 1, "data.date", "the chat template of {file} writes today's date (strftime_now)"),
         ("{{ 'a' * 10 ** 9 }}", 1, "model.path", "{file} refuses a question: "),
         ("", 1, "model.path", "the chat template of {file} leaves out what the user says: of a question it writes ''"),
-        (
-            "{{ self._x }}Say 2.",
-            1,
-            "model.path",
-            "{file} leaves out what the user says: of a question it writes 'Say 2.'",
-        ),
+        ("{{ self._x }}Say 2.", 1, "model.path",
+         "{file} leaves out what the user says: of a question it writes 'Say 2.'"),
         ("{% for %}", 1, "model.path", "{file}: the chat template does not compile"),
         (None, 1, "model.path", "has no chat template"),
     ],
-)
+)  # fmt: skip
 def test_a_chat_template_that_cannot_do_what_the_run_needs(
     tmp_path: Path, template: str | None, max_turns: int, key: str, words: str
 ) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
 from typing import NamedTuple
 
@@ -15,7 +12,6 @@ pytestmark = pytest.mark.timeout(120)
 
 CPU_S = 2.0
 """Of this process: what other work on the machine takes does not count."""
-spent_s: dict[str, float] = {}
 
 
 class Wrong(NamedTuple):
@@ -219,7 +215,7 @@ def test_each_is_rejected_with_line_and_remedy(site: Site, capsys: pytest.Captur
     file = site.write(text)
     before_s = time.process_time()
     code, answer = plan(file, capsys=capsys)
-    spent_s[name] = time.process_time() - before_s
+    spent_s = time.process_time() - before_s
     assert code == 2
     assert answer["ok"] is False
     errors = [one for one in answer["problems"] if one["severity"] == "error"]
@@ -234,15 +230,11 @@ def test_each_is_rejected_with_line_and_remedy(site: Site, capsys: pytest.Captur
     assert any(wrong.word in f"{one['message']} -- {one['remedy']}" for one in found), found
     assert all(one["file"] == str(file) for one in found)
     assert len(errors) <= 3, f"one mistake is told as {errors}"
-    assert spent_s[name] < CPU_S, f"{spent_s[name]:.2f} s of CPU"
+    assert spent_s < CPU_S, f"{spent_s:.2f} s of CPU"
 
 
-def test_there_are_fifty(capsys: pytest.CaptureFixture[str]) -> None:
+def test_there_are_fifty() -> None:
     assert len(WRONG) >= 50
-    if spent_s:
-        slowest = max(spent_s, key=lambda name: spent_s[name])
-        with capsys.disabled():
-            print(f"\n{len(spent_s)} mistakes; the slowest, {slowest!r}, took {spent_s[slowest]:.2f} s of CPU")
 
 
 def test_all_mistakes_of_a_file_are_told(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
@@ -277,12 +269,6 @@ def test_a_mistake_is_not_judged_by_the_default_in_its_place(site: Site, capsys:
     assert not any("torch trainer" in one["message"] for one in answer["problems"])
 
 
-def test_flags_have_a_place_too(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
-    code, answer = plan(site.write(RUN), "--set", "algo.minibatches=3", "--set", "model.path=nowhere", capsys=capsys)
-    assert code == 2
-    assert {one["file"] for one in answer["problems"]} == {"--set algo.minibatches=3", "--set model.path=nowhere"}
-
-
 @pytest.mark.parametrize(
     ("text", "line", "word"),
     [("[run]\nname = \n", 2, "is not TOML"), ("[run]\n[run]\n", 2, "is not TOML"), ("", 0, "model.path: is missing")],
@@ -291,20 +277,3 @@ def test_what_is_no_run_file(site: Site, capsys: pytest.CaptureFixture[str], tex
     code, answer = plan(site.write(text), capsys=capsys)
     assert code == 2
     assert any(one["line"] == line and word in one["message"] for one in answer["problems"]), answer
-
-
-def test_by_the_command_itself(site: Site) -> None:
-    wrong = WRONG["reward function missing"]
-    text = RUN.replace(wrong.old, wrong.new)
-    file = site.write(text)
-    done = subprocess.run(
-        [sys.executable, "-m", "myxa.launch", "plan", "run.toml"], capture_output=True, text=True, cwd=site.folder,
-        timeout=60, check=False,
-    )  # fmt: skip
-    number = text.splitlines().index(wrong.line) + 1
-    assert done.returncode == 2, done.stderr
-    (told,) = [line for line in done.stdout.splitlines() if f"run.toml:{number}: " in line]
-    assert wrong.word in told
-    assert "== 1 error" in done.stdout
-    assert not json.dumps(done.stderr).strip('"'), "nothing but the answer is said"
-    assert file.exists()

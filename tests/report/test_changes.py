@@ -28,11 +28,8 @@ def changed(planted: Path, planter: ModuleType, tmp_path: Path) -> Path:
 def test_every_change_is_a_line_on_the_plots_and_a_row_of_the_table(changed: Path) -> None:
     run = load_run(changed)
     assert [change.what for change in run.changes if change.is_done] == [
-        "max_staleness 2 -> 4",
-        "temperature 1 -> 0.9",
-        "lr 0.0001 -> 5e-05",
-        "max_staleness 4 -> 2",
-    ]
+        "max_staleness 2 -> 4", "temperature 1 -> 0.9", "lr 0.0001 -> 5e-05", "max_staleness 4 -> 2",
+    ]  # fmt: skip
     assert [mark.x for mark in step_marks(run)] == [10, 10, 20, 32]  # the refused one changed nothing
     text = write_report(changed).read_text()
     assert 'id="changes"' in text

@@ -27,18 +27,13 @@ def group(group_id: int, text: str = "four", version: int = 3) -> Group:
     )
     samples = tuple(
         Sample(
-            group_id=group_id,
-            index=index,
-            prompt_ids=np.array([1], dtype=np.int32),
-            response_ids=np.array([2, 3], dtype=np.int32),
-            logprobs=np.zeros(2, dtype=np.float32),
-            loss_mask=np.ones(2, dtype=np.uint8),
-            versions=np.full(2, version, dtype=np.int32),
-            finish="stop",
+            group_id=group_id, index=index, prompt_ids=np.array([1], dtype=np.int32),
+            response_ids=np.array([2, 3], dtype=np.int32), logprobs=np.zeros(2, dtype=np.float32),
+            loss_mask=np.ones(2, dtype=np.uint8), versions=np.full(2, version, dtype=np.int32), finish="stop",
             text=text,
         )
         for index in range(2)
-    )
+    )  # fmt: skip
     rewards = np.array([0.0, 1.0], dtype=np.float32)
     return Group(prompt=prompt, samples=samples, rewards=rewards, reward_parts=({"exact": 0.0}, {"exact": 1.0}))
 

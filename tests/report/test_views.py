@@ -183,12 +183,8 @@ def test_a_timeline_hides_actors_beyond_its_limit_and_says_so() -> None:
     assert "8 more actors are not shown" in markup
     assert timeline("t", spans, start_s=5.0, end_s=6.0, origin_s=0.0) == ""
     assert sorted(["monitor", "rollout/10", "rollout/2", "trainer/0", "zebra"], key=actor_order) == [
-        "trainer/0",
-        "rollout/2",
-        "rollout/10",
-        "monitor",
-        "zebra",
-    ]
+        "trainer/0", "rollout/2", "rollout/10", "monitor", "zebra",
+    ]  # fmt: skip
 
 
 def run_with(*events: tuple[str, str], **series: list[float]) -> RunFiles:

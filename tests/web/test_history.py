@@ -47,13 +47,6 @@ def test_a_step_that_is_trained_again_replaces_what_came_after_it() -> None:
     ]
 
 
-def test_readings_of_one_step_are_averaged() -> None:
-    series = Series()
-    for value in (1.0, 3.0):
-        series.put(1, value)
-    assert series.points() == [(1, 2.0, 1.0, 3.0)]
-
-
 def test_gauges_of_several_sources_are_summed_however_long_the_run() -> None:
     bins = TimeBins(limit=40)
     for second in range(1000):

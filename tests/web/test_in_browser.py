@@ -138,12 +138,3 @@ async def test_a_knob_is_turned_and_a_refusal_is_shown(planting, seat, tmp_path:
         assert (seat.values["lr"], seat.records[-1].reason) == (5e-5, "noisy")
         assert not await page.locator("#turn").is_visible()
         assert [line for line in wrong if "409" not in line] == []  # the browser notes the refusal's status
-
-
-@pytest.mark.timeout(240)
-async def test_without_the_secret_nothing_is_shown(planting, seat, tmp_path: Path) -> None:
-    async with opened(planting, seat, tmp_path / "profile") as (page, url, _):
-        await page.context.clear_cookies()
-        answer = await page.goto(url.partition("?")[0])
-        assert answer.status == 401
-        assert "open the URL that was printed" in await page.content()
