@@ -49,11 +49,9 @@ class Rows:
 
     def prompt(self, draw: int) -> Prompt | None:
         return Prompt(
-            group_id=draw,
-            row=draw % 1000,
-            pass_index=draw // 1000,
+            group_id=draw, row=draw % 1000, pass_index=draw // 1000,
             messages=(Message(role="user", content=f"row {draw}"),),
-        )
+        )  # fmt: skip
 
     def row_of(self, draw: int) -> int | None:
         return draw % 1000
@@ -103,11 +101,9 @@ class GateEngine:
 
     def _delta(self, count: int, finish: Any) -> Delta:
         return Delta(
-            output_ids=np.full(count, 7, dtype=np.int32),
-            logprobs=np.full(count, -0.5, dtype=np.float32),
-            versions=np.full(count, self.version, dtype=np.int32),
-            finish=finish,
-        )
+            output_ids=np.full(count, 7, dtype=np.int32), logprobs=np.full(count, -0.5, dtype=np.float32),
+            versions=np.full(count, self.version, dtype=np.int32), finish=finish,
+        )  # fmt: skip
 
     async def abort(self, request_id: str | None = None) -> None:
         aborted, self._is_aborted = self._is_aborted, asyncio.Event()
@@ -170,14 +166,12 @@ class Floor:
         """Start a rollout actor; `serves`: bring it to that version, None: leave that to the test."""
         engine = self.engines[name] = options.pop("engine", None) or GateEngine()
         rollout = self.rollouts[name] = Rollout(
-            engine=engine,
-            workflow=options.pop("workflow", named.answer_once),
-            scorer=options.pop("scorer", None) or FixedReward(),
-            evaluation=options.pop("evaluation", None),
+            engine=engine, workflow=options.pop("workflow", named.answer_once),
+            scorer=options.pop("scorer", None) or FixedReward(), evaluation=options.pop("evaluation", None),
             tokenizer=self.tokenizer,
             options=RolloutOptions(max_groups=max_groups, max_turns=1, context_length=0, report_s=0.05, **options),
             clock=SystemClock(),
-        )
+        )  # fmt: skip
         await self.node.start(rollout, name=name)
         if serves is not None:
             await self.serve(name, serves, lineage)
@@ -215,14 +209,10 @@ async def data_floor(
         make_tiny_model(folder / "model", preset="0p5m", seed=0)
     node = await Node.attach(name="floor")
     buffer = Buffer(
-        source=Rows(),
-        ledger_path=folder / "ledger.sqlite",
-        run="run-1",
-        admission=Admission("pace", max_staleness=max_staleness, batch_size=batch_size),
-        num_samples=num_samples,
-        sampling=SamplingParams(max_new_tokens=PER_TURN),
-        group_filter=load_group_filters("none"),
-    )
+        source=Rows(), ledger_path=folder / "ledger.sqlite", run="run-1",
+        admission=Admission("pace", max_staleness=max_staleness, batch_size=batch_size), num_samples=num_samples,
+        sampling=SamplingParams(max_new_tokens=PER_TURN), group_filter=load_group_filters("none"),
+    )  # fmt: skip
     coordinator = ToyCoordinator()
     try:
         await node.start(Monitor(folder, ()), name="monitor")

@@ -155,15 +155,10 @@ async def floor_of(
         adoption, telemetry = Adoption(at_once=at_once), TelemetryBuffer("floor", clock)
         adopted, work = list[str](), asyncio.Event()
         adopter = Adopter(
-            host.ctx,
-            adoption,
-            limits=AdoptionLimits(prepare_s=prepare_s, commit_s=5.0, stall_s=stall_s),
-            on_adopted=lambda name, _, version: adopted.append(f"{name} at {version}"),
-            on_work=work.set,
-            meter=ActivityMeter("floor", clock),
-            telemetry=telemetry,
-            clock=clock,
-        )
+            host.ctx, adoption, limits=AdoptionLimits(prepare_s=prepare_s, commit_s=5.0, stall_s=stall_s),
+            on_adopted=lambda name, _, version: adopted.append(f"{name} at {version}"), on_work=work.set,
+            meter=ActivityMeter("floor", clock), telemetry=telemetry, clock=clock,
+        )  # fmt: skip
         floor = Floor(node, adoption, adopter, telemetry, trainer, adopted=adopted, work=work)
         for _ in range(num_engines):
             await floor.add()

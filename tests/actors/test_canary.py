@@ -20,15 +20,11 @@ from myxa.core.samples import Sample
 def sample(logprobs, versions, mask=None, index=0) -> Sample:
     size = len(logprobs)
     return Sample(
-        group_id=-1_000_000,
-        index=index,
-        prompt_ids=np.asarray([5, 6], np.int32),
-        response_ids=np.arange(size, dtype=np.int32),
-        logprobs=np.asarray(logprobs, np.float32),
+        group_id=-1_000_000, index=index, prompt_ids=np.asarray([5, 6], np.int32),
+        response_ids=np.arange(size, dtype=np.int32), logprobs=np.asarray(logprobs, np.float32),
         loss_mask=np.ones(size, np.uint8) if mask is None else np.asarray(mask, np.uint8),
-        versions=np.asarray(versions, np.int32),
-        finish="stop",
-    )
+        versions=np.asarray(versions, np.int32), finish="stop",
+    )  # fmt: skip
 
 
 def test_it_is_due_at_the_start_and_at_every_multiple():

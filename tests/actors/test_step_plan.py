@@ -26,17 +26,13 @@ def group(group_id: int, rewards: list[float], *, length: int = 5, version: int 
     prompt = Prompt(group_id=group_id, row=group_id, pass_index=0, messages=(Message(role="user", content="q"),))
     samples = tuple(
         Sample(
-            group_id=group_id,
-            index=i,
-            prompt_ids=np.arange(4, dtype=np.int32),
-            response_ids=np.arange(length + i, dtype=np.int32),
-            logprobs=np.full(length + i, -1.0, np.float32),
+            group_id=group_id, index=i, prompt_ids=np.arange(4, dtype=np.int32),
+            response_ids=np.arange(length + i, dtype=np.int32), logprobs=np.full(length + i, -1.0, np.float32),
             loss_mask=np.full(length + i, 0 if masked else 1, np.uint8),
-            versions=np.full(length + i, version, np.int32),
-            finish="stop",
+            versions=np.full(length + i, version, np.int32), finish="stop",
         )
         for i in range(len(rewards))
-    )
+    )  # fmt: skip
     return Group(prompt=prompt, samples=samples, rewards=np.asarray(rewards, np.float32))
 
 

@@ -14,12 +14,9 @@ from myxa.core.config import AlgoConfig, GuardSettings, OptimizerConfig, RunSett
 from myxa.core.errors import ConfigError
 
 SECTIONS: dict[str, Any] = {
-    "algo": AlgoConfig,
-    "optimizer": OptimizerConfig,
-    "trainer": TrainerConfig,
-    "guard": GuardSettings,
+    "algo": AlgoConfig, "optimizer": OptimizerConfig, "trainer": TrainerConfig, "guard": GuardSettings,
     "run": RunSettings,
-}
+}  # fmt: skip
 
 
 def test_a_knob_exists_for_everything_that_ranks_can_change() -> None:

@@ -59,14 +59,10 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         folder = tmp_path_factory.mktemp(name)
         kind, _, rope = name.partition("+")
         source = dict(tiny_config("0p5m", VOCAB, CONTEXT).source) | {
-            "model_type": kind,
-            "architectures": [ARCHITECTURES[kind]],
-            "num_attention_heads": 4,
-            "hidden_size": 256,
-            "tie_word_embeddings": kind != "llama",
-            "rope_theta": 5000.0,
+            "model_type": kind, "architectures": [ARCHITECTURES[kind]], "num_attention_heads": 4, "hidden_size": 256,
+            "tie_word_embeddings": kind != "llama", "rope_theta": 5000.0,
             "rope_parameters": {"rope_theta": 5000.0} | ROPE[rope],
-        }
+        }  # fmt: skip
         config = parse_model_config(source, kind)
         rng = np.random.default_rng(1)
         tensors = [

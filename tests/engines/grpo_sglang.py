@@ -49,12 +49,9 @@ async def learn(options: argparse.Namespace) -> int:
     begun = time.monotonic()
     flags = ("--context-length", str(CONTEXT), "--max-running-requests", str(MAX_RUNNING))
     async with real_server(
-        options.python,
-        (options.folder / "sft/export").absolute(),
-        options.folder / "server.log",
-        device=options.device,
-        extra=flags,
-    ) as server:
+        options.python, (options.folder / "sft/export").absolute(), options.folder / "server.log",
+        device=options.device, extra=flags,
+    ) as server:  # fmt: skip
         print(f"SGLang answers after {time.monotonic() - begun:.0f} s at {server.url}", flush=True)
         command = [
             sys.executable, "-m", "myxa.launch", "up", str(options.folder / "rl.toml"),

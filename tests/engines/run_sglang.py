@@ -112,13 +112,9 @@ async def check(options: argparse.Namespace, folder: Path) -> int:
     versions = make_versions(folder / "models")
     begun = time.monotonic()
     async with real_server(
-        options.python,
-        versions[0],
-        folder / "server.log",
-        device=options.device,
-        dtype=options.dtype,
+        options.python, versions[0], folder / "server.log", device=options.device, dtype=options.dtype,
         extra=options.extra,
-    ) as server:
+    ) as server:  # fmt: skip
         say(f"SGLang answers after {time.monotonic() - begun:.0f} s: {' '.join(server.command)}")
         async with proxy(server.url) as (url, recorder):
             failed = await Run(options, folder, versions, server, url, recorder).everything()
@@ -132,14 +128,9 @@ class Run:
     """All scenarios on one server."""
 
     def __init__(
-        self,
-        options: argparse.Namespace,
-        folder: Path,
-        versions: list[Path],
-        server: RealServer,
-        url: str,
+        self, options: argparse.Namespace, folder: Path, versions: list[Path], server: RealServer, url: str,
         recorder: Proxy,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._options = options
         self._folder = folder
         self._versions = versions
@@ -269,13 +260,9 @@ class Run:
         about = {
             "server": json.loads(versions.stdout.strip().split("\n")[-1]),
             "command": f"python {command}".replace(self._server.url.rsplit(":", 1)[1], "<port>"),
-            "device": self._options.device,
-            "tolerance": self._options.tolerance,
-            "tells_spans": False,
-            "penalties": self._penalties,
-            "left_out": self._left_out,
-            "models": digest_of(self._versions),
-        }
+            "device": self._options.device, "tolerance": self._options.tolerance, "tells_spans": False,
+            "penalties": self._penalties, "left_out": self._left_out, "models": digest_of(self._versions),
+        }  # fmt: skip
         if self._options.only:  # the other recordings stay, so they must be of the same server
             before = json.loads((record / "about.json").read_text(encoding="utf-8"))
             differs = [key for key in set(before) - {"left_out"} if words(before[key]) != words(about[key])]

@@ -248,14 +248,11 @@ def test_an_abandoned_loop_does_not_keep_the_thread(folders):
     assert not own_threads()
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (float("nan"), "weight model.norm.weight holds NaN"),
-        (float("-inf"), "weight model.norm.weight holds NaN or infinity"),
-        (3e38, "logits of the model folder's weights are not finite"),
-    ],
-)
+@pytest.mark.parametrize(("value", "message"), [
+    (float("nan"), "weight model.norm.weight holds NaN"),
+    (float("-inf"), "weight model.norm.weight holds NaN or infinity"),
+    (3e38, "logits of the model folder's weights are not finite"),
+])  # fmt: skip
 async def test_e6_broken_weights_end_the_start_and_blame_no_prompt(tmp_path: Path, value: float, message: str):
     config = make_tiny_model(tmp_path, "0p5m", seed=5)
     with open_weights(tmp_path, config) as tensors:

@@ -27,17 +27,14 @@ STEERING = (
 PAGES = {
     "another name": ({"Host": "evil.example:30000"}, 421),
     "our name as part of another": ({"Host": "127.0.0.1.evil.example"}, 421),
-    "every address": ({"Host": "0.0.0.0:1"}, 421),
-    "another site": ({"Origin": "http://evil.example"}, 403),
-    "another port of ours": ({"Origin": "http://127.0.0.1:1"}, 403),
-    "a sandboxed frame": ({"Origin": "null"}, 403),
+    "every address": ({"Host": "0.0.0.0:1"}, 421), "another site": ({"Origin": "http://evil.example"}, 403),
+    "another port of ours": ({"Origin": "http://127.0.0.1:1"}, 403), "a sandboxed frame": ({"Origin": "null"}, 403),
     "no address at all": ({"Origin": "http://[::1"}, 403),
     "an image": ({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}, 403),
-    "a neighbour": ({"Sec-Fetch-Site": "same-site"}, 403),
-    "text": ({"Content-Type": "text/plain;charset=UTF-8"}, 415),
+    "a neighbour": ({"Sec-Fetch-Site": "same-site"}, 403), "text": ({"Content-Type": "text/plain;charset=UTF-8"}, 415),
     "a form": ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
     "a form with files": ({"Content-Type": "Multipart/Form-Data; boundary=x"}, 415),
-}
+}  # fmt: skip
 
 
 async def answered(port: int, method: str, path: str, headers: dict[str, str], body: bytes = b"") -> tuple[int, dict]:
@@ -71,14 +68,11 @@ async def test_programs_of_this_machine_need_no_settings(folders):
     body = json.dumps({"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}).encode()
     async with serve(folders[0], options=OPTIONS) as served:
         for headers in (
-            JSON,
-            {},
-            JSON | {"Host": "localhost"},
-            JSON | {"Host": "[::1]:9"},
+            JSON, {}, JSON | {"Host": "localhost"}, JSON | {"Host": "[::1]:9"},
             JSON | {"Authorization": "Bearer whatever-an-sdk-sends"},
             {"Content-Type": "application/json; charset=utf-8"},
             JSON | {"Origin": f"http://127.0.0.1:{served.port}", "Sec-Fetch-Site": "same-origin"},
-        ):
+        ):  # fmt: skip
             assert (await answered(served.port, "POST", "/generate", headers, body))[0] == 200, headers
 
 

@@ -148,17 +148,12 @@ async def test_abort_by_name_as_prefix_of_a_call_and_of_all(folders):
 
 
 BAD_BODIES = [
-    (b"", "truncated"),
-    (b"{", "truncated"),
-    (b"[1]", "Expected `object`"),
-    (b"\xff", "malformed"),
-    (b'{"text":"\xff\xfe"}', "utf-8"),
-    (b'{"text":"\\ud800"}', "truncated"),
+    (b"", "truncated"), (b"{", "truncated"), (b"[1]", "Expected `object`"), (b"\xff", "malformed"),
+    (b'{"text":"\xff\xfe"}', "utf-8"), (b'{"text":"\\ud800"}', "truncated"),
     (b'{"sampling_params":' + b'{"custom_params":' + b"[" * 5000 + b"]" * 5000 + b"}}", "recursion"),
     (b'{"text":"a","sampling_params":{"temperature":NaN}}', "malformed"),
     (b'{"text":"a","sampling_params":{"temperature":1e400}}', "out of range"),
-    ({"text": "9" * 2_000}, "a text has 2000 characters"),
-    ({"text": ["9"] * 5_000}, "more than 4096 sequences"),
+    ({"text": "9" * 2_000}, "a text has 2000 characters"), ({"text": ["9"] * 5_000}, "more than 4096 sequences"),
     ({"input_ids": [1], "rid": "x" * 2_000}, "request_id has 2000 characters"),
     ({"input_ids": [1], "sampling_params": {"top_k": 2**63}}, "top_k is 9223372036854775808"),
     ({"input_ids": [1], "sampling_params": {"sampling_seed": 2**80}}, "seed has 81 bits"),
@@ -167,13 +162,9 @@ BAD_BODIES = [
     ({"input_ids": [1], "return_logprob": True, "logprob_start_len": -5}, "logprob_start_len is -5"),
     ({"sampling_params": {}}, "either text or input_ids"),
     ({"text": "a", "input_ids": [1]}, "either text or input_ids"),
-    ({"input_ids": []}, "prompt is empty"),
-    ({"text": []}, "batch is empty"),
-    ({"input_ids": ["a"]}, "input_ids"),
-    ({"input_ids": [1, [2]]}, "mixes ids and lists"),
-    ({"input_ids": [1 << 40]}, "32 bits"),
-    ({"input_ids": [1, 320]}, "token id 320"),
-    ({"input_ids": [0] * 200}, "context is 128"),
+    ({"input_ids": []}, "prompt is empty"), ({"text": []}, "batch is empty"), ({"input_ids": ["a"]}, "input_ids"),
+    ({"input_ids": [1, [2]]}, "mixes ids and lists"), ({"input_ids": [1 << 40]}, "32 bits"),
+    ({"input_ids": [1, 320]}, "token id 320"), ({"input_ids": [0] * 200}, "context is 128"),
     ({"input_ids": [1], "colour": "red"}, "colour"),
     ({"input_ids": [1], "sampling_params": {"tempratur": 1}}, "tempratur"),
     ({"input_ids": [1], "sampling_params": {"temperature": "hot"}}, "temperature"),
@@ -188,7 +179,7 @@ BAD_BODIES = [
     ({"input_ids": [1], "sampling_params": {"stop_regex": "x"}}, "stop_regex is not supported"),
     ({"input_ids": [1], "lora_path": "x"}, "lora_path is not supported"),
     ({"input_ids": [1], "top_logprobs_num": 3}, "top_logprobs_num is not supported"),
-]
+]  # fmt: skip
 
 
 async def test_e03_bad_bodies_are_answered_with_400_and_a_reason(folders):
@@ -207,17 +198,15 @@ async def test_e03_bad_bodies_are_answered_with_400_and_a_reason(folders):
 async def test_e03_bad_control_calls_are_refused(folders, tmp_path):
     calls = [
         ("/pause_generation", {"mode": "sleep"}, "Invalid enum value"),
-        ("/pause_generation", [], "Expected `object`"),
-        ("/abort_request", b"", "truncated"),
-        ("/continue_generation", b"", "truncated"),
-        ("/update_weights_from_disk", {}, "model_path"),
+        ("/pause_generation", [], "Expected `object`"), ("/abort_request", b"", "truncated"),
+        ("/continue_generation", b"", "truncated"), ("/update_weights_from_disk", {}, "model_path"),
         ("/update_weights_from_disk", {"model_path": str(folders[1]), "weight_version": "new"}, "not a whole number"),
         ("/update_weight_version", {"new_version": "x"}, "not a whole number"),
         ("/update_weight_version", {"new_version": "-1"}, "not a whole number"),
         ("/update_weight_version", {"new_version": str(2**40)}, "not a whole number"),
         ("/update_weight_version", {"new_version": "9" * 5000}, "not a whole number"),
         ("/abort_request", b'{"rid":"\xff"}', "utf-8"),
-    ]
+    ]  # fmt: skip
     async with client_of(folders[0]) as client:
         for path, body, says in calls:
             status, answer = await client.post(path, body)

@@ -23,11 +23,8 @@ Bits = tuple[bytes, bytes]
 NUM_NEW = 10
 OPTIONS: dict[str, Any] = {"eos_token_ids": frozenset(), "stream_interval": 3, "is_invariant": True, "num_slots": 32}
 PROMPTS: Mapping[str, list[int]] = {
-    "a": [5, 6, 7],
-    "bb": list(range(40, 75)),
-    "ccc": [9],
-    "dddd": list(range(100, 155)),
-}
+    "a": [5, 6, 7], "bb": list(range(40, 75)), "ccc": [9], "dddd": list(range(100, 155)),
+}  # fmt: skip
 
 
 def request(name: str, prompt: list[int], *, num_new: int = NUM_NEW, top_p: float = 1.0) -> GenerateRequest:
@@ -46,11 +43,9 @@ EVERY = [request(name, prompt) for name, prompt in PROMPTS.items()]
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def make(
-    request: pytest.FixtureRequest,
-    folders: list[Path],
-    family: Callable[[str], Path],
+    request: pytest.FixtureRequest, folders: list[Path], family: Callable[[str], Path],
     make_core: Callable[..., EngineCore],
-) -> Callable[..., EngineCore]:
+) -> Callable[..., EngineCore]:  # fmt: skip
     """In bfloat16 with grouped queries."""
     folder = folders[0] if request.param == "float32" else family("qwen3")
     return lambda **more: make_core(folder, dtype=request.param, **(OPTIONS | more))

@@ -15,14 +15,11 @@ def ragged(count: int, seed: int):
     rng = np.random.default_rng(seed)
     return [
         ask(
-            f"r{i}",
-            rng.integers(0, 256, rng.integers(1, 60)),
-            max_new_tokens=int(rng.integers(1, 60)),
-            temperature=(1.0, 0.7, 0.0, 1.6)[i % 4],
-            ignore_eos=i % 3 == 0,
+            f"r{i}", rng.integers(0, 256, rng.integers(1, 60)), max_new_tokens=int(rng.integers(1, 60)),
+            temperature=(1.0, 0.7, 0.0, 1.6)[i % 4], ignore_eos=i % 3 == 0,
         )
         for i in range(count)
-    ]
+    ]  # fmt: skip
 
 
 def worst_gap(judge, requests, results) -> float:

@@ -17,12 +17,8 @@ from tests.engines.route_probes import aborted_children, answers, calls
 from myxa.actors.engines.http_server import serve
 
 FACTS = {
-    "context_length",
-    "max_running_requests",
-    "max_total_num_tokens",
-    "incremental_streaming_output",
-    "internal_states",
-}
+    "context_length", "max_running_requests", "max_total_num_tokens", "incremental_streaming_output", "internal_states",
+}  # fmt: skip
 """What of a real server's hundreds of facts ours tells; myxa reads no others."""
 DELIBERATE: Mapping[str, tuple[int, str]] = {
     "stop token outside": (400, "an id that no token has is a mistake; SGLang lets it pass"),
@@ -32,12 +28,9 @@ DELIBERATE: Mapping[str, tuple[int, str]] = {
 }
 """Name of the call -> our status, and why it is another one."""
 UNKNOWN_FIELDS = {
-    "response_sent_to_client_ts": "a clock of the server's own host",
-    "embedding": "of other kinds of models",
-    "cache": "there is none",
-    "param": "always null",
-    "object": "errors have one form here",
-}
+    "response_sent_to_client_ts": "a clock of the server's own host", "embedding": "of other kinds of models",
+    "cache": "there is none", "param": "always null", "object": "errors have one form here",
+}  # fmt: skip
 LABELS = sorted(path.parent.name for path in RECORDINGS.glob("*/probes.json"))
 CHANGES = {
     "text", "e2e_latency", "id", "message", "output_token_logprobs", "weight_versions", "model_path", "tokenizer_path",

@@ -56,19 +56,14 @@ def runner_of(engine: Engine, folder: Path, workflow: Workflow, scorer: Any) -> 
     checks.loaded()
     is_live = isinstance(engine, EmbeddedEngine)
     return GroupRunner(
-        workflow=workflow,
-        scorer=scorer,
-        tokenizer=load_tokenizer(folder),
+        workflow=workflow, scorer=scorer, tokenizer=load_tokenizer(folder),
         model=ModelAccess(
-            generate=engine.generate if is_live else checks.watch(engine.generate),
-            sampling=SamplingParams(),
+            generate=engine.generate if is_live else checks.watch(engine.generate), sampling=SamplingParams(),
             context_length=config.context_length,
         ),
-        max_turns=2,
-        clock=SystemClock(),
-        on_load=lambda load: None,
+        max_turns=2, clock=SystemClock(), on_load=lambda load: None,
         on_hop=lambda hop, group_id, began_s, lasted_s: None,
-    )
+    )  # fmt: skip
 
 
 def every(dataset: PromptDataset) -> list[Prompt]:
@@ -110,13 +105,9 @@ class Recording:
         """For the turn that begins there."""
         sample = self.groups[row].samples[index]
         request = GenerateRequest(
-            request_id="r",
-            input_ids=np.concatenate([sample.prompt_ids, sample.response_ids[:num_done]]),
-            sampling=SAMPLING,
-            source=self.path,
-            row=row,
-            index=index,
-        )
+            request_id="r", input_ids=np.concatenate([sample.prompt_ids, sample.response_ids[:num_done]]),
+            sampling=SAMPLING, source=self.path, row=row, index=index,
+        )  # fmt: skip
         return msgspec.structs.replace(request, **changes)
 
 
@@ -356,11 +347,9 @@ async def test_recorded_reference_log_probs_go_with_their_tokens_or_it_is_said_t
     raw = simple.config.model_dump(by_alias=True)
     config = RunConfig.model_validate({**raw, "data": {**raw["data"], "train": path}})
     engine = recorded_engine(
-        "rollout/0",
-        config,
-        read_config(simple.folder),
+        "rollout/0", config, read_config(simple.folder),
         load_tokenizer(simple.folder, template_of(simple.folder, config.data)),
-    )
+    )  # fmt: skip
     await engine.start()
     try:
         asked, prompts = RecordedReference(engine), every(open_prompts(config))

@@ -20,12 +20,10 @@ def rows(
 ) -> SamplingRows:
     states = np.asarray([stream_state(seed * count + i) for i in range(count)], dtype=np.uint64)
     return SamplingRows(
-        temperatures=np.full(count, temperature, dtype=np.float32),
-        top_ps=np.full(count, top_p, dtype=np.float32),
-        top_ks=np.full(count, top_k, dtype=np.int64),
-        min_ps=np.full(count, min_p, dtype=np.float32),
+        temperatures=np.full(count, temperature, dtype=np.float32), top_ps=np.full(count, top_p, dtype=np.float32),
+        top_ks=np.full(count, top_k, dtype=np.int64), min_ps=np.full(count, min_p, dtype=np.float32),
         uniforms=uniforms(states, np.full(count, 7)),
-    )
+    )  # fmt: skip
 
 
 def expected(temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1, min_p: float = 0.0) -> np.ndarray:
@@ -42,13 +40,10 @@ def expected(temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1, min_
     return cut / cut.sum()
 
 
-@pytest.mark.parametrize(
-    ("temperature", "top_p", "top_k", "min_p"),
-    [
-        (1.0, 1.0, -1, 0.0), (0.6, 1.0, -1, 0.0), (2.5, 1.0, -1, 0.0), (1.0, 0.8, -1, 0.0), (1.0, 1.0, 3, 0.0),
-        (1.3, 0.9, 5, 0.0), (1.0, 1e-6, -1, 0.0), (1.0, 1.0, -1, 0.3), (1.3, 0.9, 6, 0.2), (1.0, 1.0, -1, 1.0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("temperature", "top_p", "top_k", "min_p"), [
+    (1.0, 1.0, -1, 0.0), (0.6, 1.0, -1, 0.0), (2.5, 1.0, -1, 0.0), (1.0, 0.8, -1, 0.0), (1.0, 1.0, 3, 0.0),
+    (1.3, 0.9, 5, 0.0), (1.0, 1e-6, -1, 0.0), (1.0, 1.0, -1, 0.3), (1.3, 0.9, 6, 0.2), (1.0, 1.0, -1, 1.0),
+])  # fmt: skip
 def test_draws_follow_the_distribution(temperature, top_p, top_k, min_p):
     count = 20_000
     wishes = rows(count, seed=SEED, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
@@ -69,10 +64,8 @@ def test_rows_of_different_wishes_do_not_disturb_each_other():
     mixed = SamplingRows(
         temperatures=np.tile(np.asarray([1.0, 0.0, 0.5], np.float32), count // 3),
         top_ps=np.tile(np.asarray([1.0, 0.5, 0.7], np.float32), count // 3),
-        top_ks=np.tile(np.asarray([-1, 4, 2]), count // 3),
-        min_ps=np.zeros(count, np.float32),
-        uniforms=plain.uniforms,
-    )
+        top_ks=np.tile(np.asarray([-1, 4, 2]), count // 3), min_ps=np.zeros(count, np.float32), uniforms=plain.uniforms,
+    )  # fmt: skip
     logits = LOGITS.expand(count, VOCAB).clone()
     drawn = draw(logits, mixed)
     assert np.array_equal(drawn.ids[0::3], draw(logits, plain).ids[0::3])

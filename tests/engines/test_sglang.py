@@ -90,9 +90,7 @@ async def test_what_is_sent_is_sglangs_and_every_stream_has_an_id_of_its_own():
                 "ignore_eos": False, "sampling_seed": 9,
             },
         }),
-        ("/abort_request", {}),
-        ("/abort_request", {"abort_all": True}),
-        ("/pause_generation", {"mode": "retract"}),
+        ("/abort_request", {}), ("/abort_request", {"abort_all": True}), ("/pause_generation", {"mode": "retract"}),
         ("/continue_generation", {"torch_empty_cache": False}),
     ]  # fmt: skip
 

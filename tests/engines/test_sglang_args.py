@@ -47,23 +47,17 @@ def launch(**changes) -> SglangLaunch:
     return SglangLaunch(**(plain | changes))
 
 
-@pytest.mark.parametrize(
-    ("table", "says"),
-    [
-        ({"mem_fraction_statik": 0.5}, 'no such argument; did you mean "mem_fraction_static"?'),
-        ({"zzz": 1}, "sglang.zzz = 1: SGLang 0.5.17 has no such argument"),
-        ({"tensor_parallel_size": 2}, 'is another name of "tp_size", use that'),
-        ({"old_name": 1}, "has no such argument"),
-        ({"tp_size": "2"}, 'sglang.tp_size = "2": must be a whole number'),
-        ({"tp_size": 2.0}, "must be a whole number"),
-        ({"tp_size": True}, "must be a whole number"),
-        ({"mem_fraction_static": "half"}, "must be a number"),
-        ({"disable_cuda_graph": 1}, "must be true or false"),
-        ({"cuda_graph_bs": 4}, "must be an array"),
-        ({"cuda_graph_bs": [4, "x"]}, "must be a whole number"),
-        ({"quantization": ["fp8"]}, "must not be an array"),
-    ],
-)
+@pytest.mark.parametrize(("table", "says"), [
+    ({"mem_fraction_statik": 0.5}, 'no such argument; did you mean "mem_fraction_static"?'),
+    ({"zzz": 1}, "sglang.zzz = 1: SGLang 0.5.17 has no such argument"),
+    ({"tensor_parallel_size": 2}, 'is another name of "tp_size", use that'),
+    ({"old_name": 1}, "has no such argument"),
+    ({"tp_size": "2"}, 'sglang.tp_size = "2": must be a whole number'),
+    ({"tp_size": 2.0}, "must be a whole number"), ({"tp_size": True}, "must be a whole number"),
+    ({"mem_fraction_static": "half"}, "must be a number"), ({"disable_cuda_graph": 1}, "must be true or false"),
+    ({"cuda_graph_bs": 4}, "must be an array"), ({"cuda_graph_bs": [4, "x"]}, "must be a whole number"),
+    ({"quantization": ["fp8"]}, "must not be an array"),
+])  # fmt: skip
 def test_what_the_installed_version_does_not_take_is_told(table, says, schema):
     with pytest.raises(ConfigError, match=re.escape(says)) as caught:
         check_table(table, schema)

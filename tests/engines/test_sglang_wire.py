@@ -28,14 +28,10 @@ def chunk(ids, total=None, *, finish=None, version="4", spans=None, logprobs=Non
     logprobs = [[-float(i), i, None] for i in ids] if logprobs is None else logprobs
     reason = None if finish is None else {"type": finish, **({} if matched is None else {"matched": matched})}
     value = {
-        "text": "x",
-        "output_ids": ids,
+        "text": "x", "output_ids": ids,
         "meta_info": {
-            "id": "r",
-            "finish_reason": reason,
-            "prompt_tokens": 3,
-            "completion_tokens": len(ids) if total is None else total,
-            "weight_version": version,
+            "id": "r", "finish_reason": reason, "prompt_tokens": 3,
+            "completion_tokens": len(ids) if total is None else total, "weight_version": version,
             "output_token_logprobs": logprobs,
             **({} if spans is None else {"weight_versions": [dict(zip(("version", "start", "end"), s, strict=True)) for s in spans]}),
             **meta,
@@ -48,11 +44,9 @@ def told(chunks, sent_version=4):
     held = HeldTokens("here", sent_version)
     deltas = [d for d in (held.add(c) for c in chunks) if d is not None]
     return (
-        np.concatenate([d.output_ids for d in deltas]).tolist(),
-        np.concatenate([d.logprobs for d in deltas]).tolist(),
-        np.concatenate([d.versions for d in deltas]).tolist(),
-        deltas,
-    )
+        np.concatenate([d.output_ids for d in deltas]).tolist(), np.concatenate([d.logprobs for d in deltas]).tolist(),
+        np.concatenate([d.versions for d in deltas]).tolist(), deltas,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("is_incremental", [True, False])
@@ -65,13 +59,11 @@ def test_every_way_of_streaming_gives_the_same_tokens(is_incremental, has_spans_
         spans = [["4", 0, min(end, 3)]] + ([["5", 3, end]] if end > 3 else [])
         chunks.append(
             chunk(
-                everything[start:end] if is_incremental else everything[:end],
-                end,
-                finish="length" if is_last else None,
-                version="4" if end <= 3 else "5",
+                everything[start:end] if is_incremental else everything[:end], end,
+                finish="length" if is_last else None, version="4" if end <= 3 else "5",
                 spans=spans if has_spans_everywhere or is_last else None,
             )
-        )
+        )  # fmt: skip
     ids, logprobs, versions, deltas = told(chunks)
     assert ids == everything
     assert logprobs == [-11.0, -12.0, -13.0, -14.0, -15.0]
@@ -203,18 +195,14 @@ def test_what_a_server_says_of_its_cache_and_drafts_is_summed_over_ended_request
     assert plain.usage == EngineUsage()
 
 
-@pytest.mark.parametrize(
-    ("answer", "names_it"),
-    [
-        ({"success": True, "message": "Success Weight version updated to 12."}, True),
-        ({"success": True, "message": "Weight version updated to 12", "new_version": "12"}, True),
-        ({"success": True, "message": "Success Weight version updated to 120."}, False),
-        ({"success": True, "message": "Success Weight version updated to 1."}, False),
-        ({"success": True, "message": "Succeeded to update parameter online."}, False),
-        ({"success": True, "message": None}, False),
-        ({}, False),
-    ],
-)
+@pytest.mark.parametrize(("answer", "names_it"), [
+    ({"success": True, "message": "Success Weight version updated to 12."}, True),
+    ({"success": True, "message": "Weight version updated to 12", "new_version": "12"}, True),
+    ({"success": True, "message": "Success Weight version updated to 120."}, False),
+    ({"success": True, "message": "Success Weight version updated to 1."}, False),
+    ({"success": True, "message": "Succeeded to update parameter online."}, False),
+    ({"success": True, "message": None}, False), ({}, False),
+])  # fmt: skip
 def test_only_an_answer_that_names_the_version_saves_the_question(answer: dict[str, object], names_it: bool):
     assert announces(answer, 12) is names_it
 

@@ -173,13 +173,10 @@ def test_b_f8_choices(text: str, letter: str) -> None:
     assert [one for one in "ABCDE" if score("choice", text, one)] == [letter]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "The answer is a number that I cannot find", "A number of things", "I am not sure", "The answer is A or B.", r"\boxed{A or B}", r"\boxed{A, B}", "Answer: A, B, C",
-        "<answer>A B</answer>", "It is a cat", "A is not correct", "Options B and C are correct.", "either B or C", "The answer is not B", "答案是A或B", "answer: A/B", "Both are Bad", "the answer is a lot", "<think>the answer is A",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("text", [
+    "The answer is a number that I cannot find", "A number of things", "I am not sure", "The answer is A or B.", r"\boxed{A or B}", r"\boxed{A, B}", "Answer: A, B, C",
+    "<answer>A B</answer>", "It is a cat", "A is not correct", "Options B and C are correct.", "either B or C", "The answer is not B", "答案是A或B", "answer: A/B", "Both are Bad", "the answer is a lot", "<think>the answer is A",
+])  # fmt: skip
 def test_b_f8_no_choice_was_made(text: str) -> None:
     assert [one for one in "ABCDEI" if score("choice", text, one)] == []
 
@@ -212,14 +209,11 @@ def test_b_f8_thoughts_may_be_left_in() -> None:
     assert (after_thought("a</think>b"), after_thought("<think>a"), after_thought("a")) == ("b", None, "a")
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "labels", "value"),
-    [
-        ("exact", "Paris city", ["Paris", "Paris city"], 1.0), ("exact", "Rome", ["Paris", "Paris city"], 0.0), ("f1", "Paris city", ["Rome", "paris city"], 1.0),
-        ("math", r"\boxed{x+1}", ["x", "1+x"], 1.0), ("math", r"\boxed{x+2}", ["x", "1+x"], 0.0), ("math", r"\boxed{2}", ["1", "2"], 1.0),
-        ("numeric", r"\boxed{0.5}", ["2", "1/2"], 1.0), ("numeric", r"\boxed{3}", ["2", "1/2"], 0.0), ("choice", "B", ["A", "B"], 1.0), ("choice", "C", ["A", "B"], 0.0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "text", "labels", "value"), [
+    ("exact", "Paris city", ["Paris", "Paris city"], 1.0), ("exact", "Rome", ["Paris", "Paris city"], 0.0), ("f1", "Paris city", ["Rome", "paris city"], 1.0),
+    ("math", r"\boxed{x+1}", ["x", "1+x"], 1.0), ("math", r"\boxed{x+2}", ["x", "1+x"], 0.0), ("math", r"\boxed{2}", ["1", "2"], 1.0),
+    ("numeric", r"\boxed{0.5}", ["2", "1/2"], 1.0), ("numeric", r"\boxed{3}", ["2", "1/2"], 0.0), ("choice", "B", ["A", "B"], 1.0), ("choice", "C", ["A", "B"], 0.0),
+])  # fmt: skip
 def test_any_of_several_accepted_labels_counts(name: str, text: str, labels: list[str], value: float) -> None:
     assert score(name, text, json.dumps(labels)) == value
     assert score(name, text, json.dumps(labels, separators=(",", ":"), ensure_ascii=False)) == value

@@ -27,139 +27,109 @@ def test_the_run_file_knows_the_same_names() -> None:
     assert (*BUILTINS, "remote") == REWARD_BUILTINS
 
 
-@pytest.mark.parametrize(
-    ("text", "label", "args", "value"),
-    [
-        ("1 2 3", "1 2 3", {}, 1.0), (" 1  2\n3 ", "1 2 3", {}, 1.0), ("1 2", "1 2 3", {}, 0.0), ("ABC", "abc", {}, 0.0),
-        ("ABC", "abc", {"ignore_case": True}, 1.0), ("so:\nabc", "abc", {"extract_from": "last_line"}, 1.0),
-        ("abc", "abc", {"extract_from": "boxed"}, 0.0), ("", "", {}, 1.0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "label", "args", "value"), [
+    ("1 2 3", "1 2 3", {}, 1.0), (" 1  2\n3 ", "1 2 3", {}, 1.0), ("1 2", "1 2 3", {}, 0.0), ("ABC", "abc", {}, 0.0),
+    ("ABC", "abc", {"ignore_case": True}, 1.0), ("so:\nabc", "abc", {"extract_from": "last_line"}, 1.0),
+    ("abc", "abc", {"extract_from": "boxed"}, 0.0), ("", "", {}, 1.0),
+])  # fmt: skip
 def test_exact(text: str, label: str, args: dict[str, Any], value: float) -> None:
     assert score("exact", text, label, **args) == value
 
 
-@pytest.mark.parametrize(
-    ("text", "label", "args", "value"),
-    [
-        (r"\boxed{0.333}", "1/3", {}, 0.0), (r"\boxed{0.333}", "1/3", {"tolerance": 0.01}, 1.0),
-        ("1.05", "1", {"absolute": 0.1}, 1.0), ("100.9", "100", {"tolerance": 0.01}, 1.0),
-        ("-100.9", "-100", {"tolerance": 0.01}, 1.0), ("11.5", "10", {"tolerance": 0.1, "absolute": 1.0}, 0.0),
-        ("12", "12", {"extract_from": "tag"}, 0.0), ("9007199254740993", "9007199254740992", {"tolerance": 0}, 0.0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "label", "args", "value"), [
+    (r"\boxed{0.333}", "1/3", {}, 0.0), (r"\boxed{0.333}", "1/3", {"tolerance": 0.01}, 1.0),
+    ("1.05", "1", {"absolute": 0.1}, 1.0), ("100.9", "100", {"tolerance": 0.01}, 1.0),
+    ("-100.9", "-100", {"tolerance": 0.01}, 1.0), ("11.5", "10", {"tolerance": 0.1, "absolute": 1.0}, 0.0),
+    ("12", "12", {"extract_from": "tag"}, 0.0), ("9007199254740993", "9007199254740992", {"tolerance": 0}, 0.0),
+])  # fmt: skip
 def test_numeric(text: str, label: str, args: dict[str, Any], value: float) -> None:
     assert score("numeric", text, label, **args) == value
 
 
-@pytest.mark.parametrize(
-    ("name", "label", "says"),
-    [
-        ("numeric", "many", "the label 'many' is not a number"), ("math", "", "math-verify cannot read the label ''"),
-        ("choice", "Paris", "the label 'Paris' is not the letter of a choice"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "label", "says"), [
+    ("numeric", "many", "the label 'many' is not a number"), ("math", "", "math-verify cannot read the label ''"),
+    ("choice", "Paris", "the label 'Paris' is not the letter of a choice"),
+])  # fmt: skip
 def test_a_label_that_the_reward_cannot_use_is_refused(name: str, label: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         score(name, "3", label)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "text", "label", "value"),
-    [
-        (r"yes", "well, yes!", "", 1.0), (r"yes", "no", "", 0.0), (r"answer: (\d+)", "answer: 1, answer: 2", "2", 1.0),
-        (r"answer: (\d+)", "answer: 1, answer: 2", "1", 0.0), (r"answer: (\d+)?", "answer: ", "", 1.0),
-        (r"answer: (\d+)", "nothing", "", 0.0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("pattern", "text", "label", "value"), [
+    (r"yes", "well, yes!", "", 1.0), (r"yes", "no", "", 0.0), (r"answer: (\d+)", "answer: 1, answer: 2", "2", 1.0),
+    (r"answer: (\d+)", "answer: 1, answer: 2", "1", 0.0), (r"answer: (\d+)?", "answer: ", "", 1.0),
+    (r"answer: (\d+)", "nothing", "", 0.0),
+])  # fmt: skip
 def test_regex(pattern: str, text: str, label: str, value: float) -> None:
     assert score("regex", text, label, pattern=pattern) == value
 
 
-@pytest.mark.parametrize(
-    ("text", "pattern", "value"),
-    [
-        ("<think>a\nb</think>\n<answer>c</answer>", "", 1.0), ("<think>a</think>", "", 0.0),
-        ("x <think>a</think><answer>c</answer>", "", 0.0), ("a\nb", "a.b", 1.0), ("ab", "a", 0.0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "pattern", "value"), [
+    ("<think>a\nb</think>\n<answer>c</answer>", "", 1.0), ("<think>a</think>", "", 0.0),
+    ("x <think>a</think><answer>c</answer>", "", 0.0), ("a\nb", "a.b", 1.0), ("ab", "a", 0.0),
+])  # fmt: skip
 def test_format(text: str, pattern: str, value: float) -> None:
     assert score("format", text, pattern=pattern) == value
 
 
-@pytest.mark.parametrize(
-    ("name", "args", "message"),
-    [
-        ("numeric", {"tolerence": 1}, 'reward.args.tolerence: reward "numeric" takes no such argument -- did you mean "tolerance"?'),
-        ("math", {"x": 1}, 'reward.args.x: reward "math" takes no such argument -- known: seconds'),
-        ("exact", {"ignore_case": 1}, "reward.args.ignore_case = 1: must be of type bool"),
-        ("numeric", {"tolerance": True}, "reward.args.tolerance = True: must be of type float"),
-        ("numeric", {"tolerance": -1}, "reward.args.tolerance = -1: must not be negative"),
-        ("math", {"seconds": 1.5}, "reward.args.seconds = 1.5: must be of type int"),
-        ("exact", {"extract_from": "line"}, "reward.args.extract_from = 'line': must be one of all, last_line, boxed, marker, tag, auto"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "args", "message"), [
+    ("numeric", {"tolerence": 1}, 'reward.args.tolerence: reward "numeric" takes no such argument -- did you mean "tolerance"?'),
+    ("math", {"x": 1}, 'reward.args.x: reward "math" takes no such argument -- known: seconds'),
+    ("exact", {"ignore_case": 1}, "reward.args.ignore_case = 1: must be of type bool"),
+    ("numeric", {"tolerance": True}, "reward.args.tolerance = True: must be of type float"),
+    ("numeric", {"tolerance": -1}, "reward.args.tolerance = -1: must not be negative"),
+    ("math", {"seconds": 1.5}, "reward.args.seconds = 1.5: must be of type int"),
+    ("exact", {"extract_from": "line"}, "reward.args.extract_from = 'line': must be one of all, last_line, boxed, marker, tag, auto"),
+])  # fmt: skip
 def test_wrong_arguments(name: str, args: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         bind_builtin(name, args=args)
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize(
-    ("returned", "value"),
-    [
-        (np.bool_(True), 1.0), (np.bool_(False), 0.0), (True, 1.0), (3, 3.0), (np.float16(0.5), 0.5), (np.float32(0.5), 0.5), (np.float64(0.25), 0.25),
-        (np.longdouble(0.5), 0.5), (np.int64(-2), -2.0), (np.uint8(7), 7.0), (np.array(0.25), 0.25), (np.array(True), 1.0), (Decimal("0.5"), 0.5), (Fraction(1, 4), 0.25),
-        (torch.tensor(0.5), 0.5), (torch.tensor(True), 1.0), (torch.tensor(2), 2.0), (torch.tensor(0.5, dtype=torch.bfloat16), 0.5), (torch.tensor(0.5, requires_grad=True), 0.5), (-0.5, -0.5),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("returned", "value"), [
+    (np.bool_(True), 1.0), (np.bool_(False), 0.0), (True, 1.0), (3, 3.0), (np.float16(0.5), 0.5), (np.float32(0.5), 0.5), (np.float64(0.25), 0.25),
+    (np.longdouble(0.5), 0.5), (np.int64(-2), -2.0), (np.uint8(7), 7.0), (np.array(0.25), 0.25), (np.array(True), 1.0), (Decimal("0.5"), 0.5), (Fraction(1, 4), 0.25),
+    (torch.tensor(0.5), 0.5), (torch.tensor(True), 1.0), (torch.tensor(2), 2.0), (torch.tensor(0.5, dtype=torch.bfloat16), 0.5), (torch.tensor(0.5, requires_grad=True), 0.5), (-0.5, -0.5),
+])  # fmt: skip
 def test_f7_numbers_of_any_library_are_taken_exactly(returned: object, value: float) -> None:
     assert outcome_of(returned) == RewardOutcome(value)
     assert outcome_of({"reward": returned, "part": returned}) == RewardOutcome(value, {"part": value})
 
 
-@pytest.mark.parametrize(
-    ("returned", "words"),
-    [
-        (None, "returned a value of type NoneType, not a number"), ([1.0], "returned a value of type list, not a number"), ({}, 'returned a dict without "reward"; it has nothing'),
-        ({"reward": 1, 2: 3}, "returned a dict with the key 2, which is not text"), ({"reward": None}, 'returned a value of type NoneType as "reward", not a number'), ({"reward": 1, "x": math.inf}, 'returned inf as "x"'),
-        (np.array([0.25]), "returned a value of type ndarray and of shape (1,), not a number"), (torch.tensor([0.5, 1.0]), "returned a value of type Tensor and of shape (2,), not a number"),
-        ((0.5, {"a": 1}), "returned a value of type tuple, not a number"), ({"score": 1.0}, "returned a dict without \"reward\"; it has 'score'"), ("1.0", "returned a value of type str, not a number"),
-        (1 + 0j, "returned a value of type complex, not a number"), (np.complex64(1), "returned a value of type complex64, not a number"), (np.str_("1"), "returned a value of type str_, not a number"),
-        (np.float32("nan"), "returned nan"), (torch.tensor(float("inf")), "returned inf"), (Decimal("NaN"), "returned nan"), (Decimal("Infinity"), "returned inf"), (np.datetime64("2020-01-01"), "returned a value of type datetime64, not a number"),
-        (10**400, "returned a number that is too large"), (1e39, "returned 1e+39, which is too large for a float32"), (b"1", "returned a value of type bytes, not a number"), ({"reward": np.array([1.0])}, 'returned a value of type ndarray and of shape (1,) as "reward", not a number'),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("returned", "words"), [
+    (None, "returned a value of type NoneType, not a number"), ([1.0], "returned a value of type list, not a number"), ({}, 'returned a dict without "reward"; it has nothing'),
+    ({"reward": 1, 2: 3}, "returned a dict with the key 2, which is not text"), ({"reward": None}, 'returned a value of type NoneType as "reward", not a number'), ({"reward": 1, "x": math.inf}, 'returned inf as "x"'),
+    (np.array([0.25]), "returned a value of type ndarray and of shape (1,), not a number"), (torch.tensor([0.5, 1.0]), "returned a value of type Tensor and of shape (2,), not a number"),
+    ((0.5, {"a": 1}), "returned a value of type tuple, not a number"), ({"score": 1.0}, "returned a dict without \"reward\"; it has 'score'"), ("1.0", "returned a value of type str, not a number"),
+    (1 + 0j, "returned a value of type complex, not a number"), (np.complex64(1), "returned a value of type complex64, not a number"), (np.str_("1"), "returned a value of type str_, not a number"),
+    (np.float32("nan"), "returned nan"), (torch.tensor(float("inf")), "returned inf"), (Decimal("NaN"), "returned nan"), (Decimal("Infinity"), "returned inf"), (np.datetime64("2020-01-01"), "returned a value of type datetime64, not a number"),
+    (10**400, "returned a number that is too large"), (1e39, "returned 1e+39, which is too large for a float32"), (b"1", "returned a value of type bytes, not a number"), ({"reward": np.array([1.0])}, 'returned a value of type ndarray and of shape (1,) as "reward", not a number'),
+])  # fmt: skip
 def test_what_is_no_finite_number_is_refused_by_name(returned: object, words: str) -> None:
     with pytest.raises((TypeError, ValueError)) as caught:
         outcome_of(returned)
     assert str(caught.value) == words
 
 
-@pytest.mark.parametrize(
-    ("text", "label", "value"),
-    [
-        ("The Eiffel Tower!", "eiffel tower", 1.0), ("tower eiffel", "eiffel tower", 2 * (1 * 1) / (1 + 1)),
-        ("the tower of london", "eiffel tower", 2 * (1 / 3) * (1 / 2) / (1 / 3 + 1 / 2)), ("tower tower tower", "tower", 0.5),
-        (r"so it is \boxed{eiffel tower}", "eiffel tower", 1.0), ("paris", "eiffel tower", 0.0), ("yes it is", "yes", 0.0),
-        ("Yes.", "yes", 1.0), ("", "eiffel", 0.0), ("the", "", 1.0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "label", "value"), [
+    ("The Eiffel Tower!", "eiffel tower", 1.0), ("tower eiffel", "eiffel tower", 2 * (1 * 1) / (1 + 1)),
+    ("the tower of london", "eiffel tower", 2 * (1 / 3) * (1 / 2) / (1 / 3 + 1 / 2)), ("tower tower tower", "tower", 0.5),
+    (r"so it is \boxed{eiffel tower}", "eiffel tower", 1.0), ("paris", "eiffel tower", 0.0), ("yes it is", "yes", 0.0),
+    ("Yes.", "yes", 1.0), ("", "eiffel", 0.0), ("the", "", 1.0),
+])  # fmt: skip
 def test_f1(text: str, label: str, value: float) -> None:
     assert score("f1", text, label) == pytest.approx(value)
 
 
-@pytest.mark.parametrize(
-    ("text", "letter"),
-    [
-        ("B", "B"), ("b", "B"), ("(B)", "B"), ("**B.**", "B"), ("B) Paris", "B"), (r"\boxed{\text{C}}", "C"),
-        (r"$\mathbf{C}$", "C"), ("<answer>d</answer>", "D"), ("#### D", "D"), ("The answer is (B).", "B"),
-        (r"The answer is \(\text{B}\)", "B"), ("Answer: A\nno, Answer: **C**", "C"), ("Final answer:\n\nB", "B"),
-        ("A) x\nB) y\nThe correct option is B because A is not", "B"), ("A) x\nB) y\n\nB.\n", "B"),
-        ("I think it is (D)", "D"), ("<think>the answer is A</think> the answer is B", "B"),
-        (r"the answer is A, no, \boxed{B}", "B"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "letter"), [
+    ("B", "B"), ("b", "B"), ("(B)", "B"), ("**B.**", "B"), ("B) Paris", "B"), (r"\boxed{\text{C}}", "C"),
+    (r"$\mathbf{C}$", "C"), ("<answer>d</answer>", "D"), ("#### D", "D"), ("The answer is (B).", "B"),
+    (r"The answer is \(\text{B}\)", "B"), ("Answer: A\nno, Answer: **C**", "C"), ("Final answer:\n\nB", "B"),
+    ("A) x\nB) y\nThe correct option is B because A is not", "B"), ("A) x\nB) y\n\nB.\n", "B"),
+    ("I think it is (D)", "D"), ("<think>the answer is A</think> the answer is B", "B"),
+    (r"the answer is A, no, \boxed{B}", "B"),
+])  # fmt: skip
 def test_choice(text: str, letter: str) -> None:
     assert score("choice", text, letter) == 1.0
     assert score("choice", text, f"({letter.lower()})") == 1.0

@@ -9,28 +9,22 @@ from hypothesis import strategies as st
 from myxa.algos.rewards.extraction import EXTRACTS, Extract, boxed, extract
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        (r"\boxed{1}", "1"), (r"\fbox{ 9 }", "9"), (r"\boxed {a{b}c}", "a{b}c"), (r"\boxed{1} then \boxed{2}", "2"),
-        (r"\boxed{\frac{1}{2}} and \boxed{3", r"\frac{1}{2}"), (r"\boxed{\{1,2\}}", r"\{1,2\}"), (r"f{ \boxed{x}", "x"),
-        (r"} } \boxed{x} }", "x"), (r"\boxed{", None), (r"\boxed{\}", None), ("boxed{1}", None), ("", None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "answer"), [
+    (r"\boxed{1}", "1"), (r"\fbox{ 9 }", "9"), (r"\boxed {a{b}c}", "a{b}c"), (r"\boxed{1} then \boxed{2}", "2"),
+    (r"\boxed{\frac{1}{2}} and \boxed{3", r"\frac{1}{2}"), (r"\boxed{\{1,2\}}", r"\{1,2\}"), (r"f{ \boxed{x}", "x"),
+    (r"} } \boxed{x} }", "x"), (r"\boxed{", None), (r"\boxed{\}", None), ("boxed{1}", None), ("", None),
+])  # fmt: skip
 def test_boxed(text: str, answer: str | None) -> None:
     assert boxed(text) == answer
 
 
-@pytest.mark.parametrize(
-    ("how", "text", "answer"),
-    [
-        ("marker", "7 + 3 = 10\n#### 10\nbye", "10"), ("marker", "no marker", None), ("tag", "<answer>a", None),
-        ("tag", "<answer>a</answer><answer> b </answer> c", "b"), ("tag", "a</answer>", None), ("boxed", "x", None),
-        ("last_line", "a\n b \n\n", "b"), ("last_line", " \n", None), ("all", " a b ", "a b"),
-        ("auto", r"\boxed{1} #### 2", "1"), ("auto", "#### 2 <answer>3</answer>", "2 <answer>3</answer>"),
-        ("auto", "<answer>3</answer>", "3"), ("auto", " plain ", "plain"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("how", "text", "answer"), [
+    ("marker", "7 + 3 = 10\n#### 10\nbye", "10"), ("marker", "no marker", None), ("tag", "<answer>a", None),
+    ("tag", "<answer>a</answer><answer> b </answer> c", "b"), ("tag", "a</answer>", None), ("boxed", "x", None),
+    ("last_line", "a\n b \n\n", "b"), ("last_line", " \n", None), ("all", " a b ", "a b"),
+    ("auto", r"\boxed{1} #### 2", "1"), ("auto", "#### 2 <answer>3</answer>", "2 <answer>3</answer>"),
+    ("auto", "<answer>3</answer>", "3"), ("auto", " plain ", "plain"),
+])  # fmt: skip
 def test_extract(how: Extract, text: str, answer: str | None) -> None:
     assert extract(text, how) == answer
 

@@ -221,13 +221,10 @@ async def test_a_failure_costs_the_group_as_a_reward_error() -> None:
     assert not made.has(5)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "text", "value"),
-    [
-        ("user: q\n<think>\n", "it is 7", 0.0), ("user: q\n<think>\n", "maybe 8</think>7", 1.0),
-        ("user: q\n<think>\n\n</think>\n", "it is 7", 1.0), ("what is <think>?", "it is 7", 1.0), ("user: q", "it is 7", 1.0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("prompt", "text", "value"), [
+    ("user: q\n<think>\n", "it is 7", 0.0), ("user: q\n<think>\n", "maybe 8</think>7", 1.0),
+    ("user: q\n<think>\n\n</think>\n", "it is 7", 1.0), ("what is <think>?", "it is 7", 1.0), ("user: q", "it is 7", 1.0),
+])  # fmt: skip
 async def test_a_thought_that_the_template_began_and_nobody_ended_has_no_answer(
     prompt: str, text: str, value: float
 ) -> None:

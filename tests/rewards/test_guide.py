@@ -29,14 +29,10 @@ def file(write_code: Callable[[str], Path]) -> Path:
     return write_code(EXAMPLES)
 
 
-@pytest.mark.parametrize(
-    ("line", "preset", "label", "metadata"),
-    [
-        (JSON_LINES[0], "slime", "5", {"level": 1}),
-        (JSON_LINES[1], "slime", "5", {}),
-        (JSON_LINES[2], "chat", "", {"demonstration": "5"}),
-    ],
-)
+@pytest.mark.parametrize(("line", "preset", "label", "metadata"), [
+    (JSON_LINES[0], "slime", "5", {"level": 1}), (JSON_LINES[1], "slime", "5", {}),
+    (JSON_LINES[2], "chat", "", {"demonstration": "5"}),
+])  # fmt: skip
 def test_rows(tmp_path: Path, line: str, preset: str, label: str, metadata: dict[str, Any]) -> None:
     data = tmp_path / "t.jsonl"
     data.write_text(line)

@@ -109,21 +109,16 @@ async def test_what_may_be_over_soon_is_tried_again() -> None:
         assert (len(there.asked), made.num_errors) == (5, 0)
 
 
-@pytest.mark.parametrize(
-    ("reply", "num_asked", "said"),
-    [
-        (broken(500), 3, "answered 500: out of order, the last of 3 tries (group 3, sample 0)"),
-        (broken(404), 1, "answered 404: out of order (group 3, sample 0)"),
-        (broken(307), 1, "answered 307: out of order"),
-        ("good", 1, "returned a value of type str, not a number"),
-        ({"score": 1}, 1, "returned a dict without \"reward\"; it has 'score'"),
-        (None, 1, "returned a value of type NoneType"),
-        (web.Response(text="{"), 1, "answered with what is no JSON: '{'"),
-        (web.Response(text="NaN"), 1, "no JSON"),
-        (web.Response(body=b"\xff"), 1, "no JSON"),
-        (web.Response(body=b"1" * (MAX_ANSWER_BYTES + 1)), 1, f"answered with more than {MAX_ANSWER_BYTES} bytes"),
-    ],
-)
+@pytest.mark.parametrize(("reply", "num_asked", "said"), [
+    (broken(500), 3, "answered 500: out of order, the last of 3 tries (group 3, sample 0)"),
+    (broken(404), 1, "answered 404: out of order (group 3, sample 0)"),
+    (broken(307), 1, "answered 307: out of order"), ("good", 1, "returned a value of type str, not a number"),
+    ({"score": 1}, 1, "returned a dict without \"reward\"; it has 'score'"),
+    (None, 1, "returned a value of type NoneType"),
+    (web.Response(text="{"), 1, "answered with what is no JSON: '{'"),
+    (web.Response(text="NaN"), 1, "no JSON"), (web.Response(body=b"\xff"), 1, "no JSON"),
+    (web.Response(body=b"1" * (MAX_ANSWER_BYTES + 1)), 1, f"answered with more than {MAX_ANSWER_BYTES} bytes"),
+])  # fmt: skip
 async def test_what_is_wrong_is_told_with_the_address(reply: Any, num_asked: int, said: str) -> None:
     async with judge(reply) as there, remote(there.url) as made:
         with pytest.raises(UserCodeError) as caught:
@@ -176,17 +171,14 @@ async def test_a_closed_rewarder_asks_nobody() -> None:
         assert there.asked == []
 
 
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        ({}, 'reward.args.url = "": reward "remote" asks a service -- http://host:port/path'),
-        ({"url": "file:///x"}, 'reward.args.url = "file:///x"'),
-        ({"url": "http://a/b", "retries": 3}, 'reward.args.retries: reward "remote" takes no such argument'),
-        ({"url": "http://a/b", "tries": "3"}, "Expected `int`, got `str` - at `$.tries`"),
-        ({"url": "http://a/b", "tries": 0}, "tries and max_calls must be at least 1"),
-        ({"url": "http://a/b", "backoff_s": -1.0}, "backoff_s from 0 to 30"),
-    ],
-)
+@pytest.mark.parametrize(("args", "said"), [
+    ({}, 'reward.args.url = "": reward "remote" asks a service -- http://host:port/path'),
+    ({"url": "file:///x"}, 'reward.args.url = "file:///x"'),
+    ({"url": "http://a/b", "retries": 3}, 'reward.args.retries: reward "remote" takes no such argument'),
+    ({"url": "http://a/b", "tries": "3"}, "Expected `int`, got `str` - at `$.tries`"),
+    ({"url": "http://a/b", "tries": 0}, "tries and max_calls must be at least 1"),
+    ({"url": "http://a/b", "backoff_s": -1.0}, "backoff_s from 0 to 30"),
+])  # fmt: skip
 def test_arguments_are_checked(args: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         remote_options(args)

@@ -111,29 +111,26 @@ async def test_one_function_out_of_order_ends_the_run_by_its_name(file: Path) ->
     assert made.too_many_errors == ""
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"functions": {"exact": {}}, "fn": "math"}, "does not go with [reward.functions]"),
-        ({"functions": {"exact": {}}, "args": {"a": 1}}, "does not go with [reward.functions]"),
-        ({"functions": {"mine": {}}}, '"mine" is no built-in reward'),
-        ({"functions": {"no name": {"fn": "exact"}}}, "a function's name is 1 to 32 letters"),
-        ({"functions": {"overlong": {"fn": "exact"}}}, 'and not "overlong"'),
-        ({"functions": {"a/": {"fn": "exact"}}}, "a function's name is 1 to 32 letters"),
-        ({"functions": {"a" * 33: {"fn": "exact"}}}, "a function's name is 1 to 32 letters"),
-        ({"functions": {"a": {"fn": "exact"}, "a/b": {"fn": "exact"}}}, 'is named like a part of "a"'),
-        ({"functions": {"reward": {"fn": "exact"}}}, 'and not "overlong" or "reward"'),
-        ({"functions": {"exact": {"weight": 0.0}}}, "so every reward is 0"),
-        ({"functions": {"regex": {}}}, 'fn = "regex" needs a pattern'),
-        ({"functions": {"regex": {"pattern": "("}}}, "is not a regular expression"),
-        ({"functions": {"exact": {"scope": "group"}}}, "judges one answer by itself"),
-        ({"functions": {"exact": {"fn": "exakt"}}}, 'did you mean "exact"'),
-        ({"choose_by": "rm_type"}, "needs [reward.functions.NAME]"),
-        ({"functions": {"exact": {}}, "choose_else": "exact"}, "needs choose_by"),
-        ({"functions": {"exact": {}}, "choose_by": "t", "choose_else": "exakt"}, 'did you mean "exact"'),
-        ({"functions": {f"f{i}": {"fn": "exact"} for i in range(17)}}, "has 17 functions"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"functions": {"exact": {}}, "fn": "math"}, "does not go with [reward.functions]"),
+    ({"functions": {"exact": {}}, "args": {"a": 1}}, "does not go with [reward.functions]"),
+    ({"functions": {"mine": {}}}, '"mine" is no built-in reward'),
+    ({"functions": {"no name": {"fn": "exact"}}}, "a function's name is 1 to 32 letters"),
+    ({"functions": {"overlong": {"fn": "exact"}}}, 'and not "overlong"'),
+    ({"functions": {"a/": {"fn": "exact"}}}, "a function's name is 1 to 32 letters"),
+    ({"functions": {"a" * 33: {"fn": "exact"}}}, "a function's name is 1 to 32 letters"),
+    ({"functions": {"a": {"fn": "exact"}, "a/b": {"fn": "exact"}}}, 'is named like a part of "a"'),
+    ({"functions": {"reward": {"fn": "exact"}}}, 'and not "overlong" or "reward"'),
+    ({"functions": {"exact": {"weight": 0.0}}}, "so every reward is 0"),
+    ({"functions": {"regex": {}}}, 'fn = "regex" needs a pattern'),
+    ({"functions": {"regex": {"pattern": "("}}}, "is not a regular expression"),
+    ({"functions": {"exact": {"scope": "group"}}}, "judges one answer by itself"),
+    ({"functions": {"exact": {"fn": "exakt"}}}, 'did you mean "exact"'),
+    ({"choose_by": "rm_type"}, "needs [reward.functions.NAME]"),
+    ({"functions": {"exact": {}}, "choose_else": "exact"}, "needs choose_by"),
+    ({"functions": {"exact": {}}, "choose_by": "t", "choose_else": "exakt"}, 'did you mean "exact"'),
+    ({"functions": {f"f{i}": {"fn": "exact"} for i in range(17)}}, "has 17 functions"),
+])  # fmt: skip
 def test_what_does_not_go_together(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError) as caught:
         RewardSettings.model_validate(settings)
@@ -154,15 +151,12 @@ def row(label: str | None, **metadata: Any) -> dict[str, Any]:
     return {"prompt": "q", "metadata": metadata} | ({} if label is None else {"label": label})
 
 
-@pytest.mark.parametrize(
-    ("bad", "said"),
-    [
-        (row("5", rm_type="exakt"), "says rm_type = 'exakt', which is to name one of reward.functions -- did you mean"),
-        (row("5", rm_type=3), "says rm_type = 3"),
-        (row("5"), "has no rm_type, which is to name one of reward.functions -- name one"),
-        (row(None, rm_type="exact"), "the row has no label, with which reward.functions.exact compares"),
-    ],
-)
+@pytest.mark.parametrize(("bad", "said"), [
+    (row("5", rm_type="exakt"), "says rm_type = 'exakt', which is to name one of reward.functions -- did you mean"),
+    (row("5", rm_type=3), "says rm_type = 3"),
+    (row("5"), "has no rm_type, which is to name one of reward.functions -- name one"),
+    (row(None, rm_type="exact"), "the row has no label, with which reward.functions.exact compares"),
+])  # fmt: skip
 def test_a_row_that_nobody_can_judge_is_a_bad_row(tmp_path: Path, bad: dict[str, Any], said: str) -> None:
     good = [row("5", rm_type="exact"), row(None, rm_type="format")]
     assert len(open_prompts(run(tmp_path, good, **CHOICE))) == 2

@@ -63,17 +63,10 @@ def test_a_function_in_a_file_with_a_neighbour(file: Path) -> None:
     assert load_function(f"{file}:score", REWARD).fn is found.fn
 
 
-@pytest.mark.parametrize(
-    ("attr", "expected", "is_async"),
-    [
-        ("judge", REWARD, True),
-        ("judge_object", REWARD, True),
-        ("Judge.score", REWARD, False),
-        ("generate", WORKFLOW, True),
-        ("generate_now", WORKFLOW, False),
-        ("keep", GROUP_FILTER, False),
-    ],
-)
+@pytest.mark.parametrize(("attr", "expected", "is_async"), [
+    ("judge", REWARD, True), ("judge_object", REWARD, True), ("Judge.score", REWARD, False),
+    ("generate", WORKFLOW, True), ("generate_now", WORKFLOW, False), ("keep", GROUP_FILTER, False),
+])  # fmt: skip
 def test_every_kind_of_callable(file: Path, attr: str, expected: Expected, is_async: bool) -> None:
     assert load_function(f"{file}:{attr}", expected).is_async is is_async
 
@@ -122,18 +115,15 @@ def test_a_signature_that_does_not_fit(file: Path) -> None:
     assert "called with 2 values" in str(refused(f"{file}:score", WORKFLOW))
 
 
-@pytest.mark.parametrize(
-    ("code", "cause"),
-    [
-        ("x = 1\nraise ValueError('boom')\n", "ValueError: boom ({file}:2)"),
-        (  # as it may quote an answer of the model: on one line, nothing for a terminal to obey, and the place behind it
-            "raise ValueError('one\\n two \\x1b[31m' + 'x' * 600)\n",
-            f"ValueError: one two [31m{'x' * 488} ... ({{file}}:1)",
-        ),
-        ("import no_such_dependency\n", "ModuleNotFoundError: No module named 'no_such_dependency' ({file}:1)"),
-        ("def f(:\n", "SyntaxError: invalid syntax ({file}:1)"),
-    ],
-)
+@pytest.mark.parametrize(("code", "cause"), [
+    ("x = 1\nraise ValueError('boom')\n", "ValueError: boom ({file}:2)"),
+    (  # as it may quote an answer of the model: on one line, nothing for a terminal to obey, and the place behind it
+        "raise ValueError('one\\n two \\x1b[31m' + 'x' * 600)\n",
+        f"ValueError: one two [31m{'x' * 488} ... ({{file}}:1)",
+    ),
+    ("import no_such_dependency\n", "ModuleNotFoundError: No module named 'no_such_dependency' ({file}:1)"),
+    ("def f(:\n", "SyntaxError: invalid syntax ({file}:1)"),
+])  # fmt: skip
 def test_code_that_raises_when_it_is_imported(tmp_path: Path, code: str, cause: str) -> None:
     file = tmp_path / "broken.py"
     file.write_text(code)

@@ -73,28 +73,20 @@ QWEN3 = ChatModel("qwen3", CHATML, ("<|im_end|>", "<|endoftext|>"), ("user", "to
 GLM4 = ChatModel(
     "glm4",
     ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>"),
-    ("<|endoftext|>", "<|user|>", "<|observation|>"),
-    ("user", "observation"),
-    {"user": "<|user|>", "observation": "<|observation|>"},
-    lead="\n",
-)
+    ("<|endoftext|>", "<|user|>", "<|observation|>"), ("user", "observation"),
+    {"user": "<|user|>", "observation": "<|observation|>"}, lead="\n",
+)  # fmt: skip
 LLAMA3 = ChatModel(
     "llama3",
     ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"),
-    ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"),
-    ("user", "tool", "ipython"),
-    {},
+    ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"), ("user", "tool", "ipython"), {},
     special={"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
-)
+)  # fmt: skip
 MISTRAL = ChatModel(
     "mistral",
     ("<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]",
      "[/TOOL_RESULTS]"),
-    ("</s>",),
-    ("user",),
-    {},
-    lead=" ",
-    special={"bos_token": "<s>", "eos_token": "</s>"},
+    ("</s>",), ("user",), {}, lead=" ", special={"bos_token": "<s>", "eos_token": "</s>"},
 )  # fmt: skip
 CHAT_MODELS = (QWEN2_5, QWEN3, GLM4, LLAMA3, MISTRAL)
 
@@ -110,11 +102,9 @@ class Drawn:
         text, finish = self.next
         ids = self._tokenizer.encode(text)
         yield Delta(
-            output_ids=np.asarray(ids, np.int32),
-            logprobs=np.full(len(ids), -0.5, np.float32),
-            versions=np.full(len(ids), 1, np.int32),
-            finish=finish,
-        )
+            output_ids=np.asarray(ids, np.int32), logprobs=np.full(len(ids), -0.5, np.float32),
+            versions=np.full(len(ids), 1, np.int32), finish=finish,
+        )  # fmt: skip
 
 
 @dataclass

@@ -96,11 +96,9 @@ class Solver:
             text = context.rpartition("<|tool|>")[2].partition("<|end|>")[0]
         ids = self._tokenizer.encode(f"{text}<|end|>")
         yield Delta(
-            output_ids=np.asarray(ids, np.int32),
-            logprobs=np.full(len(ids), -0.5, np.float32),
-            versions=np.full(len(ids), 3, np.int32),
-            finish="stop",
-        )
+            output_ids=np.asarray(ids, np.int32), logprobs=np.full(len(ids), -0.5, np.float32),
+            versions=np.full(len(ids), 3, np.int32), finish="stop",
+        )  # fmt: skip
 
 
 async def test_the_tool_is_asked_and_its_reply_answers(
@@ -110,15 +108,11 @@ async def test_the_tool_is_asked_and_its_reply_answers(
     config, prompts = loaded(folder, "rl.toml")
     rewarder = Rewarder(config.reward)
     runner = GroupRunner(
-        workflow=load_function(config.rollout.workflow, WORKFLOW).fn,
-        scorer=rewarder,
-        tokenizer=tokenizer,
+        workflow=load_function(config.rollout.workflow, WORKFLOW).fn, scorer=rewarder, tokenizer=tokenizer,
         model=ModelAccess(generate=Solver(tokenizer).generate, sampling=SamplingParams(), context_length=128),
-        max_turns=config.rollout.max_turns,
-        clock=SystemClock(),
-        on_load=lambda load: None,
+        max_turns=config.rollout.max_turns, clock=SystemClock(), on_load=lambda load: None,
         on_hop=lambda hop, group_id, began_s, lasted_s: None,
-    )
+    )  # fmt: skip
     prompt = next(one for one in prompts if one.label != "1")
     sampling = SamplingParams(max_new_tokens=config.rollout.max_new_tokens)
     group = await runner.run(Assignment(prompt=prompt, attempt=0, num_samples=4, sampling=sampling))

@@ -166,30 +166,22 @@ def replied(model: ChatModel, words: str, finish: str, *replies: Message) -> str
 HEAD = "<|start_header_id|>user<|end_header_id|>\n\nb<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
 
 
-@pytest.mark.parametrize(
-    ("model", "words", "finish", "role", "tail"),
-    [
-        (QWEN2_5, "a<|im_end|>", "stop", "user", "\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"),
-        (QWEN2_5, "a<|endoftext|>", "stop", "user", "\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"),
-        (QWEN2_5, "a", "length", "user", "<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"),
-        (QWEN2_5, "ab", "stop", "user", "<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"),
-        (GLM4, "\na<|user|>", "stop", "user", "\nb<|assistant|>"),
-        (GLM4, "\na<|observation|>", "stop", "observation", "\nb<|assistant|>"),
-        (GLM4, "\na<|endoftext|>", "stop", "user", "<|user|>\nb<|assistant|>"),
-        (GLM4, "\na<|user|>", "stop", "observation", "<|observation|>\nb<|assistant|>"),
-        (GLM4, "\na", "length", "observation", "<|observation|>\nb<|assistant|>"),
-        (LLAMA3, "a<|eom_id|>", "stop", "user", HEAD),
-        (LLAMA3, "a", "length", "user", f"<|eot_id|>{HEAD}"),
-        (MISTRAL, " a", "length", "user", "</s>[INST] b[/INST]"),
-        (
-            MISTRAL,
-            " a</s>",
-            "stop",
-            "tool",
-            f'[TOOL_RESULTS] {{"content": "b", "call_id": "{CALL_ID}"}}[/TOOL_RESULTS]',
-        ),
-    ],
-)
+@pytest.mark.parametrize(("model", "words", "finish", "role", "tail"), [
+    (QWEN2_5, "a<|im_end|>", "stop", "user", "\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"),
+    (QWEN2_5, "a<|endoftext|>", "stop", "user", "\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"),
+    (QWEN2_5, "a", "length", "user", "<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"),
+    (QWEN2_5, "ab", "stop", "user", "<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"),
+    (GLM4, "\na<|user|>", "stop", "user", "\nb<|assistant|>"),
+    (GLM4, "\na<|observation|>", "stop", "observation", "\nb<|assistant|>"),
+    (GLM4, "\na<|endoftext|>", "stop", "user", "<|user|>\nb<|assistant|>"),
+    (GLM4, "\na<|user|>", "stop", "observation", "<|observation|>\nb<|assistant|>"),
+    (GLM4, "\na", "length", "observation", "<|observation|>\nb<|assistant|>"),
+    (LLAMA3, "a<|eom_id|>", "stop", "user", HEAD), (LLAMA3, "a", "length", "user", f"<|eot_id|>{HEAD}"),
+    (MISTRAL, " a", "length", "user", "</s>[INST] b[/INST]"),
+    (
+        MISTRAL, " a</s>", "stop", "tool", f'[TOOL_RESULTS] {{"content": "b", "call_id": "{CALL_ID}"}}[/TOOL_RESULTS]',
+    ),
+])  # fmt: skip
 def test_what_the_model_drew_of_the_end_is_not_written_again_and_what_it_did_not_draw_is(
     model: ChatModel, words: str, finish: str, role: str, tail: str
 ) -> None:
@@ -215,15 +207,12 @@ TOOLS = ({"type": "function", "function": {"name": "add", "parameters": {"type":
 CALL = {"type": "function", "id": CALL_ID, "function": {"name": "add", "arguments": {"a": 1}}}
 
 
-@pytest.mark.parametrize(
-    ("model", "call"),
-    [
-        (QWEN2_5, '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'),
-        (QWEN3, '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'),
-        (LLAMA3, '{"name": "add", "parameters": {"a": 1}}<|eot_id|>'),
-        (MISTRAL, '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]</s>'),
-    ],
-)
+@pytest.mark.parametrize(("model", "call"), [
+    (QWEN2_5, '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'),
+    (QWEN3, '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'),
+    (LLAMA3, '{"name": "add", "parameters": {"a": 1}}<|eot_id|>'),
+    (MISTRAL, '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]</s>'),
+])  # fmt: skip
 def test_calls_of_tools_are_demonstrated_as_the_template_writes_them(model: ChatModel, call: str) -> None:
     tokenizer = model.tokenizer(enable_thinking=False)
     prompt = [message("user", "a")]
@@ -252,18 +241,13 @@ def test_a_template_without_marks_and_no_template_at_all_append_as_well() -> Non
         assert tokenizer.decode(ids.tolist()) == reply
 
 
-@pytest.mark.parametrize(
-    ("source", "role", "cause"),
-    [
-        (GLM4, "tool", "leaves it out"),
-        (MISTRAL, "observation", "refuses it"),
-        (MISTRAL, "assistant", "refuses it"),
-        (LOOP.replace("%s", "{{ m.content | upper }}"), "user", "changes the model's turn before it"),
-        (LOOP.replace("%s", "{{ m.content }}{{ m.content }}"), "user", "writes the model's turn before it twice"),
-        (LOOP.replace("in messages", "in messages[-1:]").replace("%s", "{{ m.content }}"), "user", "changes the model"),
-        (LOOP.replace("in messages", "in messages[::-1]").replace("%s", "{{ m.content }}"), "user", "in another order"),
-    ],
-)
+@pytest.mark.parametrize(("source", "role", "cause"), [
+    (GLM4, "tool", "leaves it out"), (MISTRAL, "observation", "refuses it"), (MISTRAL, "assistant", "refuses it"),
+    (LOOP.replace("%s", "{{ m.content | upper }}"), "user", "changes the model's turn before it"),
+    (LOOP.replace("%s", "{{ m.content }}{{ m.content }}"), "user", "writes the model's turn before it twice"),
+    (LOOP.replace("in messages", "in messages[-1:]").replace("%s", "{{ m.content }}"), "user", "changes the model"),
+    (LOOP.replace("in messages", "in messages[::-1]").replace("%s", "{{ m.content }}"), "user", "in another order"),
+])  # fmt: skip
 def test_what_cannot_be_appended_is_told_with_place_cause_and_remedy(
     source: ChatModel | str, role: str, cause: str
 ) -> None:

@@ -47,11 +47,9 @@ def mark(token: int) -> str:
 
 def delta(ids: Sequence[int], version: int, finish: FinishReason | None) -> Delta:
     return Delta(
-        output_ids=np.asarray(ids, np.int32),
-        logprobs=np.full(len(ids), -0.5, np.float32),
-        versions=np.full(len(ids), version, np.int32),
-        finish=finish,
-    )
+        output_ids=np.asarray(ids, np.int32), logprobs=np.full(len(ids), -0.5, np.float32),
+        versions=np.full(len(ids), version, np.int32), finish=finish,
+    )  # fmt: skip
 
 
 class Script:
@@ -74,26 +72,17 @@ PROMPT = Prompt(group_id=7, row=3, pass_index=0, messages=(Message(role="user", 
 
 
 def episode(
-    script: Script,
-    *,
-    recorded: Sample | None = None,
-    context_length: int = 64,
-    goes_on: Callable[[], bool] = lambda: False,
-    index: int = 0,
-    sampling: SamplingParams | None = None,
-) -> Episode:
+    script: Script, *, recorded: Sample | None = None, context_length: int = 64,
+    goes_on: Callable[[], bool] = lambda: False, index: int = 0, sampling: SamplingParams | None = None,
+) -> Episode:  # fmt: skip
     return Episode(
-        prompt=PROMPT,
-        index=index,
-        tokenizer=Letters(),
+        prompt=PROMPT, index=index, tokenizer=Letters(),
         model=ModelAccess(
-            generate=script.generate,
-            sampling=sampling or SamplingParams(max_new_tokens=16),
-            context_length=context_length,
-            goes_on=goes_on,
+            generate=script.generate, sampling=sampling or SamplingParams(max_new_tokens=16),
+            context_length=context_length, goes_on=goes_on,
         ),
         recorded=recorded,
-    )
+    )  # fmt: skip
 
 
 async def interrupted(doing: Awaitable[object]) -> Sample:

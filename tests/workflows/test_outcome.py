@@ -71,15 +71,11 @@ async def run(
 ) -> Group:
     rewarder = Rewarder(settings)
     runner = GroupRunner(
-        workflow=flow,
-        scorer=rewarder,
-        tokenizer=QWEN3.tokenizer(),
+        workflow=flow, scorer=rewarder, tokenizer=QWEN3.tokenizer(),
         model=ModelAccess(generate=(engine or Door()).generate, sampling=SamplingParams(), context_length=512),
-        max_turns=2,
-        clock=SystemClock(),
-        on_load=lambda load: None,
+        max_turns=2, clock=SystemClock(), on_load=lambda load: None,
         on_hop=lambda hop, group_id, began_s, lasted_s: None,
-    )
+    )  # fmt: skip
     try:
         return await runner.run(
             Assignment(prompt=PROMPT, attempt=1, num_samples=1, sampling=SamplingParams(), partial=partial)
@@ -140,18 +136,15 @@ def says(**outcome: Any) -> Flow:
     return flow
 
 
-@pytest.mark.parametrize(
-    ("flow", "fn", "words"),
-    [
-        (says(reward="much"), "workflow", "workflow: reward of its sample: returned a value of type str, not a number"),
-        (says(reward={"reward": 1.0}), "workflow", "reward of its sample: returned a value of type dict, not a number"),
-        (says(reward=float("nan")), "workflow", "reward of its sample: returned nan"),
-        (says(reward=1e300), "workflow", "too large for a float32"),
-        (says(metadata={"board": object()}), "format", "its sample cannot be written as JSON: Type is not JSON"),
-        (says(metadata={1: 2}), "format", "its sample cannot be written as JSON: Dict key must be str"),
-        (says(metadata={"log": "x" * 70_000}), "format", "the metadata of its sample has 70,010 bytes as JSON"),
-    ],
-)
+@pytest.mark.parametrize(("flow", "fn", "words"), [
+    (says(reward="much"), "workflow", "workflow: reward of its sample: returned a value of type str, not a number"),
+    (says(reward={"reward": 1.0}), "workflow", "reward of its sample: returned a value of type dict, not a number"),
+    (says(reward=float("nan")), "workflow", "reward of its sample: returned nan"),
+    (says(reward=1e300), "workflow", "too large for a float32"),
+    (says(metadata={"board": object()}), "format", "its sample cannot be written as JSON: Type is not JSON"),
+    (says(metadata={1: 2}), "format", "its sample cannot be written as JSON: Dict key must be str"),
+    (says(metadata={"log": "x" * 70_000}), "format", "the metadata of its sample has 70,010 bytes as JSON"),
+])  # fmt: skip
 async def test_nonsense_costs_the_group_and_says_what_to_do(flow: Flow, fn: str, words: str) -> None:
     with pytest.raises(UserCodeError) as caught:
         await run(flow, RewardSettings(fn=fn))
@@ -161,13 +154,10 @@ async def test_nonsense_costs_the_group_and_says_what_to_do(flow: Flow, fn: str,
     assert drop_reason(caught.value) == "workflow-error"
 
 
-@pytest.mark.parametrize(
-    ("flow", "fn", "words"),
-    [
-        (says(), "workflow", "the workflow said no reward; it does so by `return ctx.episode.sample(reward=...)`"),
-        (says(reward=1), "exact", 'reward.fn = "exact" does not heed it; set reward.fn = "workflow"'),
-    ],
-)
+@pytest.mark.parametrize(("flow", "fn", "words"), [
+    (says(), "workflow", "the workflow said no reward; it does so by `return ctx.episode.sample(reward=...)`"),
+    (says(reward=1), "exact", 'reward.fn = "exact" does not heed it; set reward.fn = "workflow"'),
+])  # fmt: skip
 async def test_a_reward_that_nobody_said_or_nobody_heeds_is_an_error(flow: Flow, fn: str, words: str) -> None:
     with pytest.raises(MyxaError) as caught:
         await run(flow, RewardSettings(fn=fn))

@@ -151,11 +151,9 @@ class Words:
 def delta(ids: list[int], finish: Any) -> Delta:
     size = len(ids)
     return Delta(
-        output_ids=np.asarray(ids, np.int32),
-        logprobs=np.full(size, -0.5, np.float32),
-        versions=np.full(size, 3, np.int32),
-        finish=finish,
-    )
+        output_ids=np.asarray(ids, np.int32), logprobs=np.full(size, -0.5, np.float32),
+        versions=np.full(size, 3, np.int32), finish=finish,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -179,34 +177,22 @@ class Bench:
         self.flows = flows
         tokenizer = load_tokenizer(model)
         spec = WorkflowSpec(
-            workflow=f"{flows}:{name}",
-            args=args,
-            max_turns=4,
-            max_block_s=limits.pop("block_s", 1.0),
-            model_path=str(model),
-            data=DataSettings(train="x.jsonl").model_dump(mode="json"),
-        )
+            workflow=f"{flows}:{name}", args=args, max_turns=4, max_block_s=limits.pop("block_s", 1.0),
+            model_path=str(model), data=DataSettings(train="x.jsonl").model_dump(mode="json"),
+        )  # fmt: skip
         self.engine = Words(tokenizer)
         self.pool = WorkflowPool(spec, PhaseLimits(**{"teardown_s": 3.0, **limits}), tokenizer, max_workers=2)
         self.loads: list[tuple[int, int, str]] = []
         self.told: list[tuple[str, str]] = []
         self.goes_on = True
         self.runner = GroupRunner(
-            workflow=self.pool,
-            scorer=Rewarder(RewardSettings(fn="workflow")),
-            tokenizer=tokenizer,
+            workflow=self.pool, scorer=Rewarder(RewardSettings(fn="workflow")), tokenizer=tokenizer,
             model=ModelAccess(
-                generate=self.engine.generate,
-                sampling=SamplingParams(),
-                context_length=512,
+                generate=self.engine.generate, sampling=SamplingParams(), context_length=512,
                 goes_on=lambda: self.goes_on,
             ),
-            max_turns=4,
-            clock=SystemClock(),
-            on_load=self._load,
-            on_hop=lambda *_: None,
-            vocab_size=None,
-        )
+            max_turns=4, clock=SystemClock(), on_load=self._load, on_hop=lambda *_: None, vocab_size=None,
+        )  # fmt: skip
         self.runner.timeout_s = limits.get("run_s", 60.0)
         self.runner.on_failure = lambda kind, words: self.told.append((kind, words))
         self.runner.run_name = "r1"
@@ -301,13 +287,8 @@ async def test_d01_an_environment_that_blocks_or_hangs_ends_its_episode_only(flo
         assert (await made.run(2, ["block"])).num_masked == 1, "the pool works on"
         lines = made.log()
         assert [lines.count(f"close r1.5.{who}") for who in ("0 0", "0 1", "2 0", "2 1", "3 0", "3 1")] == [
-            2,
-            2,
-            1,
-            1,
-            1,
-            1,
-        ]
+            2, 2, 1, 1, 1, 1,
+        ]  # fmt: skip
     assert late[0] < 1.0
     assert any("Env.step (flows.py:" in words for _, words in made.told), made.told
 
