@@ -41,21 +41,11 @@ def test_the_engine_furthest_behind_is_first_and_versions_in_between_are_skipped
     assert [adopt_one(adoption), adopt_one(adoption)] == [("rollout/1", 3), ("rollout/0", 3)]
 
 
-def test_bytes_being_adopted_are_not_released_and_only_what_was_ordered_can_be_served() -> None:
+def test_a_dead_incarnation_has_no_say_and_a_fenced_one_gets_nothing_until_it_is_born_again() -> None:
     adoption = with_engines("rollout/0")
     adoption.published(manifest(0))
     with pytest.raises(ValueError, match="cannot go from joined to serving"):
         adoption.adopted("rollout/0", 1, 0)
-    assert adoption.next() is not None
-    adoption.published(manifest(1))
-    assert adoption.releasable() == ()
-    adoption.adopted("rollout/0", 1, 0)
-    assert adoption.releasable() == (0,)
-
-
-def test_a_dead_incarnation_has_no_say_and_a_fenced_one_gets_nothing_until_it_is_born_again() -> None:
-    adoption = with_engines("rollout/0")
-    adoption.published(manifest(0))
     assert adoption.next() is not None
     adoption.joined("rollout/0", 2)
     adoption.adopted("rollout/0", 1, 0)
@@ -107,22 +97,6 @@ def test_an_engine_that_says_it_serves_what_was_undone_adopts_again() -> None:
     late.published(manifest(7))
     late.joined("rollout/0", 1, version=7)
     assert adopt_one(late) == ("rollout/0", 7), "nobody knows which version 7 that is"
-
-
-def test_no_more_engines_adopt_at_once_than_may() -> None:
-    adoption = with_engines(*(f"rollout/{index}" for index in range(4)), at_once=2)
-    adoption.published(manifest(0))
-    first, second = adoption.next(), adoption.next()
-    assert first is not None and second is not None and adoption.next() is None
-    assert adoption.adopting == (first.engine, second.engine)
-    adoption.fenced(first.engine, 1)
-    third = adoption.next()
-    assert third is not None, "one that was given up makes room"
-    adoption.gone(third.engine, 1)
-    adoption.at_once = 1
-    assert adoption.next() is None
-    adoption.adopted(second.engine, 1, 0)
-    assert adoption.next() is not None
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 3])

@@ -93,9 +93,7 @@ async def test_a_sample_that_takes_too_long_is_judged_by_the_value_in_force_when
         assert (rollout._handover._budget.max_rate, rollout._runner.timeout_s) == (0.5, 9.0)
 
 
-async def test_samples_carry_the_temperature_they_were_drawn_at_also_when_another_engine_continues_them(
-    tmp_path: Path,
-) -> None:
+async def test_samples_keep_their_temperature_in_another_engine(tmp_path: Path) -> None:
     """Drawn at 1.0 with one token each, drained after the knob moved to 0.25, continued by another actor."""
     async with data_floor(tmp_path, batch_size=2) as floor:
         first = await floor.add("rollout/0", max_groups=1)

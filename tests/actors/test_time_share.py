@@ -123,9 +123,7 @@ async def test_an_engine_that_died_is_asked_for_again_and_loaded(tmp_path: Path)
         assert [rollout.num_loads for rollout in rollouts] == [1, 2], "it has loaded now"
 
 
-async def test_an_engine_that_is_slow_to_stand_still_costs_a_refused_lease_and_no_gang(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_slow_engine_costs_a_refused_lease_and_no_gang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time_share, "AGAIN_S", 0.0)
     slow = LeaseReply(granted=False, epoch=3, reason="rollout/1 did not answer quiesce in time")
     async with stage(tmp_path) as (share, manager, _):

@@ -84,9 +84,7 @@ def mute(engine: Any, *, for_group: str) -> Any:
     return engine
 
 
-async def test_a_group_that_breaks_every_stream_is_given_up_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_group_that_breaks_all_streams_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the engine goes on, and finishes others in between."""
     monkeypatch.setattr("myxa.actors.rollout.group_pull.LOSS_S", 0.05)
     async with data_floor(tmp_path) as floor:
@@ -98,7 +96,7 @@ async def test_a_group_that_breaks_every_stream_is_given_up_by_name(
         assert row is not None and row.reason == POISON and (await floor.buffer.stats()).dropped == {POISON: 1}
 
 
-async def test_an_engine_that_breaks_every_stream_ends_its_actor_and_no_group(
+async def test_an_engine_that_breaks_all_streams_ends_its_actor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("myxa.actors.rollout.group_pull.LOSS_S", 0.02)

@@ -145,36 +145,6 @@ def test_unseeded_requests_depend_on_the_engines_seed_and_seeded_ones_do_not(fol
     assert five[4] == six[4]
 
 
-def test_an_abort_of_one_gives_its_tokens_so_far_and_leaves_the_others_alone(folders, make_core, run_core):
-    requests = [ask(f"r{i}", 6, max_new_tokens=30, ignore_eos=True, seed=i) for i in range(8)]
-    plain = run_core(make_core(folders[0], num_slots=5), requests)
-    core = make_core(folders[0], num_slots=5)
-    for request in requests:
-        core.submit(request, request.request_id)
-    for _ in range(4):
-        core.step()
-    core.abort(lambda running: running.request_id in ("r1", "r6"))
-    found = take(core)
-    aborted = [Result(found[name]) for name in ("r1", "r6")]
-    assert [(one.finish, len(one.ids)) for one in aborted] == [("abort", 4), ("abort", 0)], "r6 was still waiting"
-    for name, news in finish(core).items():
-        assert np.array_equal(Result(found.get(name, []) + news).ids, plain[name].ids)
-
-
-def test_a_swap_gives_all_old_tokens_first_and_stamps_the_next_one(folders, make_core, load):
-    core = make_core(folders[0], stream_interval=0)
-    core.submit(ask("r", max_new_tokens=20, ignore_eos=True), "r")
-    for _ in range(5):
-        core.step()
-    assert take(core) == {}, "with interval 0 tokens come at the end only"
-    core.swap(load(folders[1]), 1, "in_place")
-    (before,) = take(core)["r"]
-    assert before.versions.tolist() == [0] * 5
-    core.swap(load(folders[2]), 7, "in_place")
-    assert take(core) == {}
-    assert Result(finish(core)["r"]).versions.tolist() == [7] * 15
-
-
 @pytest.mark.parametrize(("interval", "sizes"), [(1, [1] * 10), (4, [4, 4, 2]), (0, [10])])
 def test_deltas_come_every_so_many_tokens(interval, sizes, folders, make_core, run_core):
     core = make_core(folders[0], stream_interval=interval)

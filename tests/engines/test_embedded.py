@@ -59,22 +59,6 @@ async def running(
     assert not own_threads()
 
 
-async def test_shared_memory_weights_reach_running_requests_version_after_version(folders, published, judge):
-    async with running(folders[0]) as engine:
-        streams = [later(engine, ask(f"r{i}", 8, max_new_tokens=60, ignore_eos=True)) for i in range(12)]
-        for version in range(1, 4):
-            await engine.prepare_weights(published(version, folders[version % 3]))
-            await engine.commit_weights(version)
-            await asyncio.sleep(0.005)
-        got = await asyncio.gather(*streams)
-        last = await collect(engine, ask("last", 8, max_new_tokens=20, ignore_eos=True))
-    assert len({int(v) for r in got for v in r.versions}) > 1
-    assert all(len(r.ids) == 60 for r in got)
-    assert set(last.versions.tolist()) == {3}
-    exact = judge(folders[0]).logprobs(ask("last", 8).input_ids, last.ids, 1.0)
-    assert np.abs(exact - last.logprobs).max() <= 1e-5
-
-
 async def test_pause_mode_retract_rebuilds_the_cache_at_every_commit(folders, published, judge):
     options = EmbeddedOptions(max_running=8, pause_mode="retract", name=OPTIONS.name)
     async with running(folders[0], options) as engine:

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -215,23 +214,6 @@ async def test_a_guardian_that_does_not_answer_and_a_cancelled_start_leave_nothi
     with pytest.raises(LaunchError, match=r"rollout/3: /opt/python was not started within 0\.3 s"):
         await start_server(command("/opt/python", log=tmp_path / "log"))
     assert children() == before
-
-
-async def test_a_port_held_for_a_server_is_given_to_nobody_else():
-    """What the launch relies on: bound and not listening keeps others away, and lets the server in."""
-    with socket.socket() as reserved:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind(("127.0.0.1", 0))
-        port = reserved.getsockname()[1]
-        others = [socket.socket() for _ in range(200)]
-        for other in others:
-            other.bind(("127.0.0.1", 0))
-        assert port not in [other.getsockname()[1] for other in others]
-        for other in others:
-            other.close()
-        server = await asyncio.get_running_loop().create_server(asyncio.Protocol, "127.0.0.1", port)
-        server.close()
-        await server.wait_closed()
 
 
 async def test_a_stopped_process_that_the_server_has_started_is_found_unless_it_continues_soon(monkeypatch):

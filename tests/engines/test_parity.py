@@ -70,9 +70,7 @@ def test_members_of_a_group_share_one_prefill(folders, make_core, run_core, judg
     assert len({tuple(r.ids) for r in results.values()}) == 16, "members draw on their own"
 
 
-def test_prompts_beyond_a_steps_share_are_prefilled_over_several_steps(
-    folders, make_core, run_core, judge, monkeypatch
-):
+def test_long_prompts_are_prefilled_over_several_steps(folders, make_core, run_core, judge, monkeypatch):
     monkeypatch.setattr("myxa.actors.engines.embedded.core.PREFILL_TOKENS", 100)
     requests = [ask(f"p{i}", np.arange(i, i + 40), max_new_tokens=9, ignore_eos=True) for i in range(12)]
     core = make_core(folders[0])

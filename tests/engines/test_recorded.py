@@ -338,9 +338,7 @@ def test_prompts_that_this_run_would_write_otherwise_are_refused_before_it_start
 # -- reference log-probs
 
 
-async def test_recorded_reference_log_probs_go_with_their_tokens_or_it_is_said_that_there_are_none(
-    simple: Recording, tmp_path: Path
-) -> None:
+async def test_recorded_reference_log_probs_go_with_their_tokens(simple: Recording, tmp_path: Path) -> None:
     told = [msgspec.structs.replace(s, reference_logprobs=s.logprobs - 1) for s in simple.groups[0].samples]
     both = [msgspec.structs.replace(simple.groups[0], samples=tuple(told)), simple.groups[1]]
     path = write_dump(tmp_path / "told.jsonl", both)

@@ -185,13 +185,6 @@ async def watched_without_health(engine: SglangEngine, server: FakeSglang) -> No
     await asyncio.gather(watch, return_exceptions=True)
 
 
-async def test_a_paused_server_is_not_lost_though_its_health_is_silent():
-    async with connected(options(health_every_s=0.02, lost_after_s=0.1)) as (engine, server):
-        await engine.pause("in_place")
-        await watched_without_health(engine, server)
-        await engine.resume()
-
-
 async def test_a_request_that_begins_while_a_version_is_loaded_waits_for_it(folders):
     async with connected(chunks=ended("6")) as (engine, server):
         server.loading.clear()

@@ -13,7 +13,6 @@ from myxa.actors.engines.sglang.wire import (
     Lines,
     TokenSpan,
     UsageTally,
-    finish_reason,
     parse_chunk,
     spans_of,
     version_number,
@@ -143,15 +142,6 @@ def test_spans_and_versions_are_inverse():
         TokenSpan(version="3", start=0, end=2),
         TokenSpan(version="4", start=2, end=3),
     ]
-
-
-def test_finish_reasons_are_sglangs():
-    assert finish_reason(None, matched=None, num_tokens=0) is None
-    assert finish_reason("stop", matched=9, num_tokens=2) == {"type": "stop", "matched": 9}
-    assert finish_reason("length", matched=None, num_tokens=2) == {"type": "length", "length": 2}
-    assert finish_reason("abort", matched=None, num_tokens=0) == {
-        "type": "abort", "message": "Aborted", "status_code": None, "err_type": None,
-    }  # fmt: skip
 
 
 def test_lines_survive_any_cut_of_the_stream():

@@ -122,27 +122,6 @@ def test_f1(text: str, label: str, value: float) -> None:
     assert score("f1", text, label) == pytest.approx(value)
 
 
-@pytest.mark.parametrize(("text", "letter"), [
-    ("B", "B"), ("b", "B"), ("(B)", "B"), ("**B.**", "B"), ("B) Paris", "B"), (r"\boxed{\text{C}}", "C"),
-    (r"$\mathbf{C}$", "C"), ("<answer>d</answer>", "D"), ("#### D", "D"), ("The answer is (B).", "B"),
-    (r"The answer is \(\text{B}\)", "B"), ("Answer: A\nno, Answer: **C**", "C"), ("Final answer:\n\nB", "B"),
-    ("A) x\nB) y\nThe correct option is B because A is not", "B"), ("A) x\nB) y\n\nB.\n", "B"),
-    ("I think it is (D)", "D"), ("<think>the answer is A</think> the answer is B", "B"),
-    (r"the answer is A, no, \boxed{B}", "B"),
-])  # fmt: skip
-def test_choice(text: str, letter: str) -> None:
-    assert score("choice", text, letter) == 1.0
-    assert score("choice", text, f"({letter.lower()})") == 1.0
-    assert score("choice", text, "E") == 0.0
-
-
-@pytest.mark.parametrize(
-    "text", ["A cat sat", "the answer is a lot", "my choice: I go", "AB", "Answer is B's", "", "A) x\nB) y\nhm"]
-)
-def test_no_choice(text: str) -> None:
-    assert all(score("choice", text, letter) == 0.0 for letter in "ABIX")
-
-
 def test_length_costs_what_dapo_says() -> None:
     costs = [overlong_penalty(n, max_tokens=100, buffer=20) for n in (0, 80, 81, 90, 100, 101, 10_000)]
     assert costs == pytest.approx([0, 0, -0.05, -0.5, -1, -1, -1])

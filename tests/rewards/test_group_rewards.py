@@ -225,9 +225,7 @@ async def test_a_failure_costs_the_group_as_a_reward_error() -> None:
     ("user: q\n<think>\n", "it is 7", 0.0), ("user: q\n<think>\n", "maybe 8</think>7", 1.0),
     ("user: q\n<think>\n\n</think>\n", "it is 7", 1.0), ("what is <think>?", "it is 7", 1.0), ("user: q", "it is 7", 1.0),
 ])  # fmt: skip
-async def test_a_thought_that_the_template_began_and_nobody_ended_has_no_answer(
-    prompt: str, text: str, value: float
-) -> None:
+async def test_a_thought_that_never_ended_has_no_answer(prompt: str, text: str, value: float) -> None:
     judge = Rewarder(RewardSettings(fn="numeric"))
     labelled = msgspec.structs.replace(assignment(), prompt=msgspec.structs.replace(PROMPT, label="7"))
     made = runner(judge, lambda ctx, of: msgspec.structs.replace(sample(of, ctx.index), text=text), prompt)

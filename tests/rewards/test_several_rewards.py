@@ -65,11 +65,8 @@ async def test_the_sum_by_weights_and_each_as_a_part(file: Path) -> None:
     assert made.num_errors == 1
     assert made.gauges()["reward/num_errors"] == 1.0
     await made.close()
-
-
-async def test_length_costs_once_whatever_the_number_of_functions() -> None:
-    made = several({"exact": {}, "format": {}}, overlong_tokens=10, overlong_buffer=5)
-    assert await made.score(judged("a", "a")) == RewardOutcome(0.0, {"exact": 1.0, "format": 0.0, "overlong": -1.0})
+    long = several({"exact": {}, "format": {}}, overlong_tokens=10, overlong_buffer=5)  # its length costs once
+    assert await long.score(judged("a", "a")) == RewardOutcome(0.0, {"exact": 1.0, "format": 0.0, "overlong": -1.0})
 
 
 async def test_functions_of_groups_and_of_answers_go_together(file: Path) -> None:

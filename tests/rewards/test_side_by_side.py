@@ -94,9 +94,7 @@ async def test_d01_a_reward_that_blocks_is_named_with_its_line_and_the_others_ar
         assert "ended its worker process (exit code 7)" in told.message
 
 
-async def test_d01_code_that_holds_the_interpreter_is_found_by_its_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_d01_code_that_holds_the_interpreter_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "SLACK_S", 0.2)
     async with judge(tmp_path, timeout_s=0.8) as made:
         (told,) = await with_others(made, "holds the interpreter")

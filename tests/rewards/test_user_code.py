@@ -133,9 +133,7 @@ def test_code_that_raises_when_it_is_imported(tmp_path: Path, code: str, cause: 
         assert str(error).startswith(f"reward.fn: importing {file} raised {cause.format(file=file)} -- mend it")
 
 
-def test_a_dependency_that_a_module_misses_is_not_blamed_on_the_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_dependency_is_not_blamed_on_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "needs_more.py").write_text("import no_such_dependency\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     error = refused("needs_more:f")

@@ -61,9 +61,7 @@ def loaded(folder: Path, name: str) -> tuple[RunConfig, list[Prompt]]:
     return config, [prompt for draw in range(len(data)) if (prompt := data.prompt(draw)) is not None]
 
 
-async def test_demonstrations_are_the_model_s_turns_and_the_tool_s_replies(
-    folder: Path, tokenizer: FolderTokenizer
-) -> None:
+async def test_demonstrations_have_turns_and_the_tool_s_replies(folder: Path, tokenizer: FolderTokenizer) -> None:
     config, prompts = loaded(folder, "sft.toml")
     nobody = ModelAccess(generate=None, sampling=SamplingParams(), context_length=128)  # pyright: ignore[reportArgumentType]
     num_right = 0
@@ -101,7 +99,7 @@ class Solver:
         )  # fmt: skip
 
 
-async def test_the_tool_is_asked_and_its_reply_answers(
+async def test_the_tool_s_reply_answers(
     folder: Path, tokenizer: FolderTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)

@@ -182,9 +182,7 @@ HEAD = "<|start_header_id|>user<|end_header_id|>\n\nb<|eot_id|><|start_header_id
         MISTRAL, " a</s>", "stop", "tool", f'[TOOL_RESULTS] {{"content": "b", "call_id": "{CALL_ID}"}}[/TOOL_RESULTS]',
     ),
 ])  # fmt: skip
-def test_what_the_model_drew_of_the_end_is_not_written_again_and_what_it_did_not_draw_is(
-    model: ChatModel, words: str, finish: str, role: str, tail: str
-) -> None:
+def test_the_end_of_a_turn_is_written_once(model: ChatModel, words: str, finish: str, role: str, tail: str) -> None:
     assert replied(model, words, finish, message(role, "b")) == tail
 
 
@@ -248,9 +246,7 @@ def test_a_template_without_marks_and_no_template_at_all_append_as_well() -> Non
     (LOOP.replace("in messages", "in messages[-1:]").replace("%s", "{{ m.content }}"), "user", "changes the model"),
     (LOOP.replace("in messages", "in messages[::-1]").replace("%s", "{{ m.content }}"), "user", "in another order"),
 ])  # fmt: skip
-def test_what_cannot_be_appended_is_told_with_place_cause_and_remedy(
-    source: ChatModel | str, role: str, cause: str
-) -> None:
+def test_what_cannot_be_appended_is_told(source: ChatModel | str, role: str, cause: str) -> None:
     tokenizer = source.tokenizer() if isinstance(source, ChatModel) else plain(source)
     with pytest.raises(TemplateError) as caught:
         TurnRenderer(tokenizer).reply([Message(role=role, content="b")], ended_by=None)
