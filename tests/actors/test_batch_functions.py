@@ -25,44 +25,19 @@ import math, numpy as np, time
 
 CALM = 3
 
-def raises(groups):
-    return [[1 / (g.group_id - 1)] * 3 for g in groups]
-
-def leaves(groups):
-    raise SystemExit(3)
-
-def few(groups):
-    return [[0.0, 0.0, 0.0]]
-
-def short(groups):
-    return [[0.0, 1.0] for _ in groups]
-
-def nothing(groups):
-    pass
-
-def text(groups):
-    return [["a", "b", "c"] for _ in groups]
-
-def nan(groups):
-    return [[0.0, math.nan, 0.0] for _ in groups]
-
-def large(groups):
-    return [[0.0, 0.0, 1e300] for _ in groups]
-
-def torn(groups):
-    return [[[0.0], 0.0, 0.0] for _ in groups]
-
-def ragged(groups):
-    return [[[[0.0], [0.0, 1.0]], 0.0, 0.0] for _ in groups]
-
-def plenty(groups, other):
-    return []
-
-async def later(groups):
-    return []
-
-def sleeps(groups):
-    time.sleep(60)
+def raises(groups): return [[1 / (g.group_id - 1)] * 3 for g in groups]
+def leaves(groups): raise SystemExit(3)
+def few(groups): return [[0.0, 0.0, 0.0]]
+def short(groups): return [[0.0, 1.0] for _ in groups]
+def nothing(groups): pass
+def text(groups): return [["a", "b", "c"] for _ in groups]
+def nan(groups): return [[0.0, math.nan, 0.0] for _ in groups]
+def large(groups): return [[0.0, 0.0, 1e300] for _ in groups]
+def torn(groups): return [[[0.0], 0.0, 0.0] for _ in groups]
+def ragged(groups): return [[[[0.0], [0.0, 1.0]], 0.0, 0.0] for _ in groups]
+def plenty(groups, other): return []
+async def later(groups): return []
+def sleeps(groups): time.sleep(60)
 """
 
 
@@ -129,8 +104,8 @@ async def test_rewards_are_what_the_function_makes_of_them(mine: Path) -> None:
 
 
 REFUSED = [
-    ("raises", "raised ZeroDivisionError: division by zero at {file}:7 (step 3)"),
-    ("leaves", "raised SystemExit: 3 at {file}:10 (step 3)"),
+    ("raises", "raised ZeroDivisionError: division by zero at {file}:6 (step 3)"),
+    ("leaves", "raised SystemExit: 3 at {file}:7 (step 3)"),
     ("few", "returned 1 entries for 2 groups (step 3)"),
     ("short", "returned 2 values for the 3 samples of group 0 (step 3)"),
     ("nothing", "returned a value of type NoneType, not one entry for each group (step 3)"),

@@ -33,18 +33,12 @@ def rank(completions):
     """The longest answer gets 1, the others their share of its length."""
     calls.append([c.index for c in completions])
     verbs = {c.text for c in completions}
-    if "leave" in verbs:
-        os._exit(7)
-    if "raise" in verbs:
-        raise KeyError("label")
-    if "few" in verbs:
-        return [1.0]
-    if "number" in verbs:
-        return 1.0
-    if "set" in verbs:
-        return {1.0, 2.0}
-    if "none" in verbs:
-        return [1.0] * (len(completions) - 1) + [None]
+    if "leave" in verbs: os._exit(7)
+    if "raise" in verbs: raise KeyError("label")
+    if "few" in verbs: return [1.0]
+    if "number" in verbs: return 1.0
+    if "set" in verbs: return {1.0, 2.0}
+    if "none" in verbs: return [1.0] * (len(completions) - 1) + [None]
     longest = max(len(c.text) for c in completions)
     return tuple({"reward": len(c.text) / longest, "longest": longest} for c in completions)
 
@@ -70,7 +64,7 @@ async def test_one_call_judges_the_group_wherever_it_runs(file: Path, fn: str, w
         )
         for number, (text, cause) in enumerate(
             [
-                ("raise", "raised KeyError: 'label' at {file}:13"),
+                ("raise", "raised KeyError: 'label' at {file}:11"),
                 ("few", "returned 1 rewards for 2 answers"),
                 ("number", "returned a value of type float, not a sequence of 2 rewards"),
                 ("set", "returned a value of type set, not a sequence of 2 rewards"),

@@ -32,8 +32,7 @@ from pathlib import Path
 def act(completion):
     """Does what the text says."""
     verb, _, rest = completion.text.partition(" ")
-    if verb == "hang":
-        time.sleep(600)
+    if verb == "hang": time.sleep(600)
     if verb == "spawn":
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         Path(rest).write_text(str(child.pid))
@@ -41,28 +40,18 @@ def act(completion):
     if verb == "mark":
         Path(rest).touch()
         time.sleep(600)
-    if verb == "segfault":
-        os.kill(os.getpid(), 11)
-    if verb == "leave":
-        os._exit(7)
-    if verb == "exit":
-        raise SystemExit(3)
-    if verb == "raise":
-        raise KeyError("label")
-    if verb == "print":
-        print("noise on standard output", flush=True)
-    if verb == "input":
-        return float(sys.stdin.read() == "")
+    if verb == "segfault": os.kill(os.getpid(), 11)
+    if verb == "leave": os._exit(7)
+    if verb == "print": print("noise on standard output", flush=True)
+    if verb == "input": return float(sys.stdin.read() == "")
     if verb == "pid":
         return {"reward": 0.5, "pid": os.getpid(), "main": threading.current_thread() is threading.main_thread()}
-    if verb == "fork":
-        return float(os.fork() > 0)
-    return {"nan": float("nan"), "none": None, "dict": {"score": 1}}.get(verb, 1.0)
+    if verb == "fork": return float(os.fork() > 0)
+    return None if verb == "none" else 1.0
 
 async def act_later(completion):
     await asyncio.sleep(0.01)
-    if completion.text == "hang":
-        await asyncio.sleep(600)
+    if completion.text == "hang": await asyncio.sleep(600)
     return act(completion)
 
 def forgot(completion):

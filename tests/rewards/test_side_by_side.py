@@ -22,25 +22,20 @@ import asyncio, os, re, signal, time
 
 async def act(completion):
     verb = completion.text
-    if verb == "blocks":
-        time.sleep(60)
+    if verb == "blocks": time.sleep(60)
     if verb == "cannot be interrupted":
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         time.sleep(60)
-    if verb == "holds the interpreter":
-        re.match("(a+)+$", "a" * 60 + "b")
-    if verb == "leaves":
-        os._exit(7)
-    if verb == "forks":
-        return float(os.fork() > 0)
+    if verb == "holds the interpreter": re.match("(a+)+$", "a" * 60 + "b")
+    if verb == "leaves": os._exit(7)
+    if verb == "forks": return float(os.fork() > 0)
     if verb == "will not be cancelled":
         while True:
             try:
                 await asyncio.sleep(60)
             except asyncio.CancelledError:
                 pass
-    if verb == "waits in a thread":
-        await asyncio.to_thread(time.sleep, 60)
+    if verb == "waits in a thread": await asyncio.to_thread(time.sleep, 60)
     await asyncio.sleep(0.3)
     return {"reward": 1.0, "pid": os.getpid()}
 """
@@ -84,11 +79,11 @@ async def test_d01_a_reward_that_blocks_is_named_with_its_line_and_the_others_ar
         before = made.worker_pids
         (told,) = await with_others(made, "blocks")
         assert isinstance(told, UserCodeError)
-        assert "blocked its process for 0.3 s at act (mine.py:7); a plain def may" in told.message
+        assert "blocked its process for 0.3 s at act (mine.py:6); a plain def may" in told.message
         assert made.worker_pids == before
         (told,) = await with_others(made, "cannot be interrupted")
         assert isinstance(told, UserCodeError)
-        assert "blocked its process at act (mine.py:10), which was killed" in told.message
+        assert "blocked its process at act (mine.py:9), which was killed" in told.message
         (told,) = await with_others(made, "leaves")
         assert isinstance(told, DeadlyReward), "of all that were under way only this one"
         assert "ended its worker process (exit code 7)" in told.message
