@@ -78,12 +78,8 @@ def test_a_server_may_be_ahead_of_its_own_count():
 
 
 def test_an_aborted_incremental_stream_repeats_its_last_token():
-    ids, _, _, deltas = told(
-        [
-            chunk([1, 2], 2, spans=[["4", 0, 2]]),
-            chunk([2], 2, finish="abort", spans=[["4", 0, 2]], logprobs=[[-1, 2, None]]),
-        ]
-    )
+    last = chunk([2], 2, finish="abort", spans=[["4", 0, 2]], logprobs=[[-1, 2, None]])
+    ids, _, _, deltas = told([chunk([1, 2], 2, spans=[["4", 0, 2]]), last])
     assert ids == [1, 2]
     assert deltas[-1].finish == "abort"
     assert len(deltas[-1].output_ids) == 0

@@ -17,33 +17,19 @@ import neighbour
 
 LIMIT = 3
 
-def score(completion):
-    return neighbour.value()
-
-async def judge(completion, *, strictness=1.0):
-    return strictness
-
-def two(completion, other):
-    return 0.0
-
+def score(completion): return neighbour.value()
+async def judge(completion, *, strictness=1.0): return strictness
+def two(completion, other): return 0.0
 class Judge:
-    async def __call__(self, completion):
-        return 1.0
-
+    async def __call__(self, completion): return 1.0
     @staticmethod
-    def score(completion):
-        return 2.0
+    def score(completion): return 2.0
 
 judge_object = Judge()
 
-async def generate(ctx, prompt):
-    return None
-
-def generate_now(ctx, prompt):
-    return None
-
-def keep(group):
-    return True
+async def generate(ctx, prompt): return None
+def generate_now(ctx, prompt): return None
+def keep(group): return True
 """
 
 
@@ -84,10 +70,7 @@ def refused(name: str, expected: Expected = REWARD, args: dict[str, Any] | None 
 
 def test_what_is_not_there_or_no_function_is_named(file: Path, tmp_path: Path) -> None:
     for name, says in (
-        (
-            "no_such_module.inner:f",
-            'reward.fn: there is no module "no_such_module" -- install it, or name the file itself: ',
-        ),
+        ("no_such_module.inner:f", 'reward.fn: there is no module "no_such_module" -- install it, or name the file'),
         ("json.nothing:f", 'reward.fn: there is no module "json.nothing"'),
         (f"{tmp_path}/no.py:f", f"reward.fn: there is no file {tmp_path}/no.py -- check the path before the colon"),
         (f"{file}:scroe", f'reward.fn: {file} has no "scroe" -- did you mean "score"?'),
