@@ -9,6 +9,7 @@ from typing import assert_type
 
 import pytest
 import pytest_asyncio
+from tests.harness.waiting import until
 
 from myxa.core.actor import Actor
 from myxa.core.errors import (
@@ -94,9 +95,7 @@ class Scene:
         await self.near.wait_for(*names, timeout_s=5)
 
     async def until(self, log: dict[str, list[str]]) -> None:
-        async with asyncio.timeout(5):
-            while {name: self.ranks[name].log for name in log} != log:
-                await asyncio.sleep(0.01)
+        await until(lambda: {name: self.ranks[name].log for name in log} == log)
 
 
 @pytest_asyncio.fixture
@@ -123,9 +122,7 @@ async def test_members_are_those_under_the_prefix_when_the_call_begins_in_the_or
     assert scene.group.names == ("rank/0", "rank/1", "rank/2", "rank/9", "rank/10")
     assert scene.near.group(RankContract, "rank/").names == scene.group.names
     await scene.far.stop("rank/9")
-    async with asyncio.timeout(5):
-        while "rank/9" in scene.group.names:
-            await asyncio.sleep(0.01)
+    await until(lambda: "rank/9" not in scene.group.names)
     assert await scene.group.all(RankContract.step, 2, factor=3) == dict.fromkeys((*RANKS, "rank/10"), 6)
 
 

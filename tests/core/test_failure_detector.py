@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 
 import pytest
 
-from myxa.core.failure_detector import DEFAULT_POLICY, TRANSITIONS, DetectorPolicy, FailureDetector
+from myxa.core.failure_detector import DEFAULT_POLICY, DetectorPolicy, FailureDetector
 
 LOOK_S = 0.25
 HUNG_GOAL_S = 15.0
@@ -50,10 +49,6 @@ def test_a_peer_that_falls_silent_is_suspect_then_hung_in_bounds(lots: random.Ra
         assert 10.0 < found["hung"] <= HUNG_GOAL_S - LOOK_S
 
 
-def test_one_that_never_spoke_is_found_too() -> None:
-    assert 10.0 < verdicts(FailureDetector(5.0), 5.0, 40)["hung"] <= HUNG_GOAL_S - LOOK_S
-
-
 def test_an_irregular_peer_is_given_more_time_but_never_more_than_the_limit(lots: random.Random) -> None:
     regular, irregular = FailureDetector(0.0), FailureDetector(0.0)
     beat(regular, 0.0, 200)
@@ -81,15 +76,6 @@ def test_what_a_hung_peer_did_not_say_is_not_learned() -> None:
     detector.check(last + 3600)
     detector.heard(last + 3600)
     assert detector.bound_s("hung") == before
-
-
-def test_declared_busy_time_is_no_silence_and_an_overrun_is_found() -> None:
-    detector = FailureDetector(0.0)
-    last = beat(detector, 0.0, 100)
-    detector.heard(last, busy_s=600.0)
-    assert all(detector.check(last + s) == () for s in range(0, 600, 3))
-    found = verdicts(detector, last + 600, 40)
-    assert 10.0 < found["hung"] <= HUNG_GOAL_S - LOOK_S
 
 
 def test_the_end_of_a_busy_time_brings_the_usual_bounds_back() -> None:
@@ -140,12 +126,6 @@ def test_phi_is_the_papers() -> None:
     rising = [detector.phi(last + s / 10) for s in range(300)]
     assert rising == sorted(rising)
     assert math.isfinite(rising[-1])
-
-
-def test_every_lifecycle_keeps_to_the_table() -> None:
-    states = {state for state, _ in TRANSITIONS}
-    assert set(TRANSITIONS.values()) == states
-    assert set(itertools.product(states, ("heard", "quiet", "silent"))) - set(TRANSITIONS) == {("ok", "silent")}
 
 
 def test_no_false_verdict_in_a_day_of_jitter_and_declared_busy_time(lots: random.Random) -> None:

@@ -230,16 +230,6 @@ def test_a_wider_restart_swallows_a_narrower_one_that_is_under_way():
     assert "b ended" in restart.reason
 
 
-def test_a_restart_that_was_overtaken_is_void():
-    supervisor = make(BranchSpec("b", tuple(ChildSpec(n) for n in "ab"), "rest_for_one"))
-    narrow = only(supervisor.on_exit("b", 1, 0.0), Restart)
-    assert supervisor.may_launch("b", 1)
-    wide = only(supervisor.on_exit("a", 1, 0.5), Restart)
-    assert (narrow.attempts, wide.children, wide.attempts) == ((1,), ("a", "b"), (1, 2))
-    assert not supervisor.may_launch("b", 1)
-    launch(supervisor, wide)
-
-
 def test_a_gang_ends_together_and_starts_again_together_at_a_new_meeting_place():
     supervisor = make(run(alone("buffer"), gang("trainer", 3)))
     assert supervisor.round("trainer") == GangRound("trainer", 0, "trainer.0")
@@ -254,36 +244,6 @@ def test_a_gang_ends_together_and_starts_again_together_at_a_new_meeting_place()
     ), "the cause is the first end, not the last"  # fmt: skip
     assert supervisor.state("buffer") == "up"
     assert supervisor.round("trainer").rendezvous == "trainer.1"
-
-
-def test_a_gang_spends_one_budget_per_restart_not_one_per_member():
-    supervisor = make(run(gang("trainer", 2, max_restarts=2)))
-    for n in range(2):
-        supervisor.on_exit("trainer/0", 1, float(n))
-        restart = only(supervisor.on_exit("trainer/1", 1, float(n)), Restart)
-        assert restart.attempts == (n + 1, n + 1)
-        launch(supervisor, restart)
-    assert isinstance(supervisor.on_exit("trainer/0", 1, 3.0)[0], FailRun)
-
-
-def test_a_gang_member_that_ends_before_the_others_are_started_again_delays_them_all():
-    supervisor = make(run(gang("trainer", 2)))
-    supervisor.on_exit("trainer/0", 1, 0.0)
-    supervisor.on_exit("trainer/1", 1, 0.0)
-    supervisor.on_launch("trainer/0")
-    restart = only(supervisor.on_exit("trainer/0", 1, 1.1), Restart)
-    assert (restart.children, restart.attempts) == (("trainer/0", "trainer/1"), (2, 2))
-    assert {supervisor.state(name) for name in restart.children} == {"backing-off"}
-    assert not supervisor.may_launch("trainer/1", 1), "of the attempt before"
-
-
-def test_a_gang_member_that_ends_before_the_others_were_ever_started_takes_them_along():
-    supervisor = make(run(gang("trainer", 2)), is_launched=False)
-    supervisor.on_launch("trainer/0")
-    restart = only(supervisor.on_exit("trainer/0", 1, 0.0), Restart)
-    assert (restart.children, restart.attempts) == (("trainer/0", "trainer/1"), (1, 1))
-    assert not supervisor.may_launch("trainer/1", 0)
-    launch(supervisor, restart)
 
 
 # -- escalation, restart types, quorum ---------------------------------------------------------------------------------
@@ -362,27 +322,6 @@ def test_a_lost_node_fails_the_run_and_names_the_node():
     assert end.children == ("rollout/2",)
     assert first(supervisor.on_exit("rollout/2", 0, 2.0), End).children == ("buffer",)
     assert supervisor.on_exit("buffer", 0, 2.0) == [AllEnded()]
-
-
-def test_a_gang_that_lost_a_member_with_its_node_is_not_started_again():
-    supervisor = make(run(gang("trainer", 2)))
-    supervisor.on_exit("trainer/0", 1, 0.0)
-    _, done = both(supervisor.on_lost("launcher/1", ["trainer/1"], "launcher/1 is gone", 0.1), FailRun, AllEnded)
-    assert done == AllEnded()
-
-
-def test_members_that_were_given_up_stay_out_of_later_restarts():
-    pair = BranchSpec("all", (alone("a", 0), alone("b", 9), alone("c", 0)), "one_for_all", 2, quorum=1)
-    supervisor = make(pair)
-    end = only(supervisor.on_exit("c", 1, 0.0), End)  # the pair's first restart
-    assert end.children == ("b",)
-    assert first(supervisor.on_exit("b", 0, 0.0), End).children == ("a",)
-    launch(supervisor, first(supervisor.on_exit("a", 0, 0.0), Restart))
-    supervisor.on_lost("node", ["c"], "gone", 1.0)
-    end = only(supervisor.on_exit("a", 1, 2.0), End)
-    assert end.children == ("b",)
-    restart = only(supervisor.on_exit("b", 0, 2.0), Restart)
-    assert restart.children == ("a", "b")
 
 
 # -- hung ----------------------------------------------------------------------------------------------------------------
@@ -495,18 +434,6 @@ def test_stop_ends_role_by_role_last_started_first_and_starts_none_again():
     assert first(supervisor.on_exit("trainer/0", 0, 3.0), End).children == ("buffer",)
     assert supervisor.on_exit("buffer", 0, 3.0) == [AllEnded()]
     assert supervisor.stop("once more", 4.0) == [AllEnded()]
-
-
-def test_children_that_were_never_started_are_not_waited_for():
-    supervisor = make(run(ChildSpec("a"), ChildSpec("b")), is_launched=False)
-    assert supervisor.alive == ()
-    supervisor.on_launch("a")
-    assert supervisor.stop("asked to", 1.0) == [End(("a",), (10.0,), "asked to")]
-    assert supervisor.state("b") == "stopped"
-    with pytest.raises(SupervisionError, match="'launch' cannot happen"):
-        supervisor.on_launch("b")
-    assert supervisor.on_exit("a", 0, 2.0) == [AllEnded()]
-    assert make(run(ChildSpec("a")), is_launched=False).stop("asked to", 1.0) == [AllEnded()]
 
 
 def test_only_the_first_failure_is_the_verdict():

@@ -67,14 +67,6 @@ def test_who_retires_hands_back_its_work_then_ends_and_is_no_child_any_more():
     assert supervisor.on_drained("rollout/1", 4.0) == [], "it may be late"
 
 
-@pytest.mark.parametrize("status", [KILLED, 1, 2, 5])
-def test_however_its_end_comes_it_is_no_failure(status: int):
-    supervisor = run()
-    supervisor.retire("rollout/1", WISH, 1.0)
-    assert supervisor.on_exit("rollout/1", status, 1.5) == [Retired(("rollout/1",))]
-    assert supervisor.verdict is None
-
-
 def test_who_hangs_or_has_not_begun_is_told_to_end_at_once():
     supervisor = run()
     supervisor.on_health("rollout/0", "hung", "no beat", 0.0)
@@ -92,21 +84,6 @@ def test_who_hangs_while_it_hands_back_its_work_is_told_to_end():
     assert supervisor.on_health("rollout/0", "suspect", "no beat", 2.0) == []
     assert supervisor.on_health("rollout/0", "hung", "no beat", 12.0) == [End(("rollout/0",), (7.0,), WISH)]
     assert supervisor.on_drained("rollout/0", 13.0) == []
-
-
-def test_a_restart_that_was_under_way_does_not_happen_and_its_place_in_the_budget_is_free_again():
-    supervisor = run()
-    (restart,) = supervisor.on_exit("rollout/1", 1, 1.0)
-    assert isinstance(restart, Restart)
-    assert supervisor.retire("rollout/1", WISH, 1.1) == [Retired(("rollout/1",))]
-    assert not supervisor.may_launch("rollout/1", 1)
-
-
-def test_who_retires_with_its_node_is_no_failure_of_the_run():
-    supervisor = run()
-    supervisor.retire("rollout/1", WISH, 1.0)
-    assert supervisor.on_lost("launcher/1", ["rollout/1"], "gone", 2.0) == [Retired(("rollout/1",))]
-    assert supervisor.verdict is None
 
 
 def test_a_rank_of_a_gang_cannot_go_and_none_can_come():
@@ -184,14 +161,6 @@ def test_extra_ones_may_replace_one_of_the_first_whose_restarts_are_spent():
     assert supervisor.state("rollout/0") == "up", "somebody has it come again"
 
 
-def test_who_is_leaving_is_not_counted_as_left():
-    supervisor = run(num_rollouts=3, quorum=2)
-    supervisor.retire("rollout/2", WISH, 0.0)
-    supervisor.on_exit("rollout/1", 1, 1.0)
-    up(supervisor, "rollout/1")
-    assert isinstance(supervisor.on_exit("rollout/1", 1, 2.0)[0], FailRun)
-
-
 def test_nobody_joins_a_run_that_ends():
     supervisor = run()
     supervisor.stop("over", 1.0)
@@ -232,21 +201,6 @@ def test_a_gang_restarts_as_a_whole():
     assert supervisor.on_exit("trainer/0", 0, 2.0) == [
         Restart(("trainer/0", "trainer/1"), (1, 1), 0.0, WISH, "", rounds)
     ]
-
-
-def test_who_leaves_cannot_be_started_anew():
-    supervisor = run()
-    supervisor.retire("rollout/1", WISH, 1.0)
-    with pytest.raises(SupervisionError, match="rollout/1"):
-        supervisor.renew("rollout/1", WISH, 1.0)
-
-
-def test_retiring_overtakes_a_wished_restart():
-    supervisor = run()
-    supervisor.renew("rollout/1", WISH, 1.0)
-    assert supervisor.retire("rollout/1", WISH, 1.0) == [], "it hands its work back already"
-    supervisor.on_drained("rollout/1", 1.0)
-    assert supervisor.on_exit("rollout/1", 0, 1.0) == [Retired(("rollout/1",))]
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from myxa.core.actor import Actor, MailboxPolicy
 from myxa.core.errors import LedgerError
 from myxa.core.handlers import call, cast, durable_put, stream
+from myxa.transport.node import JobKey, Node
 
 U8 = npt.NDArray[np.uint8]
 
@@ -165,3 +167,19 @@ def read_stock(path: Path) -> list[tuple[str, str]]:
 
 def effects(path: Path) -> Counter[tuple[str, str]]:
     return Counter(read_stock(path))
+
+
+@asynccontextmanager
+async def pair(folder: Path, *, tcp: bool = False) -> AsyncIterator[tuple[Node, Node]]:
+    """Two nodes of this process over real sockets, besides the registry's; the second hosts a depot."""
+    key = JobKey.generate() if tcp else None
+    host = await Node.attach(name="launcher/0", key=key, tcp="127.0.0.1:0" if tcp else "")
+    near = await Node.attach(name="near", rdzv=host.rendezvous, key=key, node_rank=0)
+    far = await Node.attach(name="far", rdzv=host.rendezvous, key=key, node_rank=1 if tcp else 0)
+    try:
+        await far.start(Depot(folder / "stock"), "depot")
+        await near.wait_for("depot", timeout_s=5)
+        yield near, far
+    finally:
+        for node in (far, near, host):
+            await node.close(grace_s=0.3)

@@ -340,11 +340,7 @@ CALL_PAGE = Path(__file__).parents[2] / "docs" / "walk-call.md"
 def blocks() -> dict[Path, dict[str, str]]:
     """Generated parts of each page by the name in their marks."""
     return {
-        PAGE: {
-            "network": matrix_markdown(NETWORK),
-            "rpc": matrix_markdown(RPC),
-            "process": matrix_markdown(PROCESS),
-        },
+        PAGE: {"network": matrix_markdown(NETWORK), "rpc": matrix_markdown(RPC), "process": matrix_markdown(PROCESS)},
         CALL_PAGE: {"advice": advice_markdown()},
     }
 

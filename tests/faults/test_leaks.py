@@ -8,16 +8,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
-from tests.faults.depot import Crate, Depot, DepotContract
+from tests.faults.depot import Crate, DepotContract, pair
 from tests.faults.growth import check_flat, held
 
 from myxa.core.errors import CallError
 from myxa.core.refs import with_deadline
-from myxa.transport.node import JobKey, Node
+from myxa.transport.node import Node
 from myxa.transport.session import serving
 
 pytestmark = [pytest.mark.timeout(110)]
@@ -29,23 +28,6 @@ def scaled(full: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
         "number", [full // 200, pytest.param(full, marks=[pytest.mark.soak, pytest.mark.timeout(1700)])]
     )
-
-
-@asynccontextmanager
-async def pair(tmp_path, **options):
-    """Two nodes of this process over real sockets, besides the registry's; the second hosts a depot."""
-    host = await Node.attach(name="launcher/0", **options)
-    join = {"rdzv": host.rendezvous, "key": options.get("key")}
-    near = await Node.attach(name="near", **join)
-    far = await Node.attach(name="far", node_rank=1 if options else 0, **join)
-    try:
-        await far.start(Depot(tmp_path / "stock"), "depot")
-        await near.wait_for("depot", timeout_s=5)
-        yield near, far
-    finally:
-        await far.close(grace_s=0.5)
-        await near.close(grace_s=0.5)
-        await host.close(grace_s=0.5)
 
 
 async def in_flight(num: int, work) -> None:
@@ -124,7 +106,7 @@ async def test_links_that_open_and_close(tmp_path, number, caplog):
 async def test_strangers_that_connect_and_go(tmp_path, number):
     """Ports are scanned: connections without a word, with half a greeting, with nonsense."""
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL".ljust(54, b"\0")
-    async with pair(tmp_path, key=JobKey.generate(), tcp="127.0.0.1:0") as (near, _):
+    async with pair(tmp_path, tcp=True) as (near, _):
         host, port = near.rendezvous.endpoints.tcp[0].removeprefix("tcp://").split(":")
 
         async def scan(num: int) -> None:

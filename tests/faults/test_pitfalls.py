@@ -9,7 +9,6 @@ import random
 import re
 import struct
 import time
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 import uvloop
 import zmq
-from tests.faults.depot import Depot, DepotContract
+from tests.faults.depot import Depot, DepotContract, pair
 from tests.faults.growth import check_flat, held
 
 from myxa.core.errors import CallError
@@ -30,21 +29,6 @@ ROOT = Path(__file__).parents[2]
 SOURCES = [path for floor in ("core", "transport", "actors", "launch") for path in sorted((ROOT / floor).rglob("*.py"))]
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@asynccontextmanager
-async def pair(tmp_path, *, tcp: bool = False):
-    key = JobKey.generate() if tcp else None
-    host = await Node.attach(name="launcher/0", key=key, tcp="127.0.0.1:0" if tcp else "")
-    near = await Node.attach(name="near", rdzv=host.rendezvous, key=key, node_rank=0)
-    far = await Node.attach(name="far", rdzv=host.rendezvous, key=key, node_rank=1 if tcp else 0)
-    try:
-        await far.start(Depot(tmp_path / "stock"), "depot")
-        await near.wait_for("depot", timeout_s=5)
-        yield near, far
-    finally:
-        for node in (far, near, host):
-            await node.close(grace_s=0.3)
 
 
 ways = pytest.mark.parametrize("tcp", [False, True], ids=["unix", "tcp"])

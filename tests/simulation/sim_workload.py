@@ -20,15 +20,7 @@ from tests.simulation.sim_network import Net
 from tests.simulation.simulator import Nemesis, Sim, carry_out
 
 from myxa.core.actor import Actor
-from myxa.core.errors import (
-    CallError,
-    NotExecuted,
-    NotSent,
-    OutcomeUnknown,
-    RemoteError,
-    StreamBroken,
-    WouldDeadlock,
-)
+from myxa.core.errors import CallError, NotExecuted, NotSent, OutcomeUnknown, RemoteError, StreamBroken, WouldDeadlock
 from myxa.core.handlers import call, cast, durable_put, stream
 from myxa.core.refs import with_deadline
 from myxa.transport.session import credit

@@ -16,9 +16,8 @@ import numpy.typing as npt
 from tests.transport.keepers import Keeper
 
 from myxa.core.actor import Actor, MailboxPolicy, PeerEvent
-from myxa.core.errors import CallError, EngineError, MyxaError
+from myxa.core.errors import EngineError
 from myxa.core.handlers import call, cast, durable_put, stream
-from myxa.core.refs import with_deadline
 
 F32 = npt.NDArray[np.float32]
 
@@ -192,13 +191,7 @@ class Blocker(BlockerContract):
         return os.getpid()
 
 
-class WatcherContract(Actor):
-    @call(deadline=5, reentrant=True)
-    async def events(self) -> list[tuple[str, str, int]]:
-        raise NotImplementedError
-
-
-class Watcher(WatcherContract):
+class Watcher(Actor):
     """Writes down who comes and goes."""
 
     def __init__(self, prefix: str = "") -> None:
@@ -211,10 +204,5 @@ class Watcher(WatcherContract):
     async def on_peer(self, event: PeerEvent) -> None:
         self.told.append(event)
 
-    async def events(self) -> list[tuple[str, str, int]]:
-        return [(e.kind, e.name, e.epoch) for e in self.told]
-
 
 CAST: dict[str, type[Actor]] = {"echo": Echo, "relay": Relay, "blocker": Blocker, "keeper": Keeper}
-
-__all__ = ["CAST", "CallError", "Echo", "EchoContract", "Item", "MyxaError", "Relay", "with_deadline"]

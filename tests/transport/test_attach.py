@@ -4,28 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
-from tests.transport.cast_of_actors import Echo, EchoContract
+from tests.transport.cast_of_actors import Echo, EchoContract, Item
 
 from myxa.core.actor import MailboxPolicy
-from myxa.core.errors import ConfigError, EngineError, NoSuchActor
+from myxa.core.errors import ConfigError, Draining, EngineError, NoSuchActor, NotSent
+from myxa.core.refs import with_deadline
 from myxa.transport.node import Node
 
 pytestmark = pytest.mark.timeout(60)
-
-
-async def test_closing_lets_running_calls_finish_and_refuses_new_ones():
-    node = await Node.attach(name="host")
-    other = await Node.attach(name="other", rdzv=node.rendezvous)
-    echo = Echo()
-    await node.start(echo, "echo")
-    running = asyncio.ensure_future(other.ref(EchoContract, "echo").sleep(0.3))
-    while not echo.log:
-        await asyncio.sleep(0.01)
-    await node.close(grace_s=5)
-    assert await running is not None
-    assert echo.log == ["asleep", "awake"]
-    await other.close(grace_s=0)
 
 
 async def test_actors_stop_in_reverse_order_and_hear_why():
@@ -133,3 +121,29 @@ async def test_an_actor_may_call_itself_back_only_reentrantly():
     ref = await node.start(Selfish(), "self")
     assert await ref.sleep(1) == 1.0
     await node.close()
+
+
+async def test_a_process_that_closes_finishes_what_it_has_and_says_when_to_come_back(world) -> None:
+    near, far = await world.pair(Echo())
+    ref = near.ref(EchoContract, "callee")
+    under_way = asyncio.ensure_future(ref.sleep(1.0))
+    items = ref.count(0, 3)
+    assert (await anext(items)).name == "0"
+    put = Item(name="a", values=np.zeros(3, np.float32))
+    async with asyncio.timeout(10):
+        while "asleep" not in await ref.seen():
+            await asyncio.sleep(0.01)
+        closing = asyncio.ensure_future(far.close(grace_s=4.0))
+        while not near._session.endpoints_of(far._key) or not near._session._links.find(far._key).drains_until:
+            await asyncio.sleep(0.01)
+    with pytest.raises(Draining, match="shutting down") as refused:
+        await ref.ping()
+    assert 0 < refused.value.retry_after_s <= 4.0
+    with pytest.raises(NotSent):  # a put waits for the next incarnation, and there is none
+        await with_deadline(ref, 0.3).put(put, 1)
+    assert await under_way == pytest.approx(10, abs=2), "what was accepted is finished"
+    assert [item.name async for item in items] == ["1", "2"]
+    await closing
+    world.nodes.remove(far)
+    with pytest.raises(NoSuchActor, match="not there any more"):
+        await ref.ping()

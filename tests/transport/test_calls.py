@@ -233,32 +233,6 @@ async def test_an_inherited_deadline_that_is_over_sends_nothing(world):
     assert "no time is left" in str(outcome[0])
 
 
-async def test_credit_makes_a_flood_of_casts_wait_and_loses_none(world):
-    class Sink(Actor):
-        def __init__(self):
-            self.count = 0
-
-        @call(deadline=30)
-        async def total(self) -> int:
-            return self.count
-
-    from myxa.core.actor import MailboxPolicy
-    from myxa.core.handlers import cast
-
-    class Flooded(Sink):
-        mailbox = MailboxPolicy(size=100_000)
-
-        @cast
-        async def drop(self, number: int) -> None:
-            self.count += 1
-
-    near, _ = await world.pair(Flooded())
-    ref = near.ref(Flooded, "callee")
-    for i in range(3000):  # three windows of credit
-        await ref.drop(i)
-    assert await ref.total() == 3000
-
-
 async def test_schema_mismatch_is_refused_before_anything_is_sent(world):
     class EchoContract2(Actor):
         @call(deadline=5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from tests.harness.waiting import until
 from tests.transport.cast_of_actors import Echo, EchoContract
 
 from myxa.core.clock import ManualClock
@@ -74,9 +75,7 @@ async def test_one_way_it_is_heard_and_not_answered(world):
     await there.note("heard")
     with pytest.raises(CallError):
         await with_deadline(there, 0.5).ping()
-    async with asyncio.timeout(10):
-        while "heard" not in echo.log:
-            await asyncio.sleep(0.01)
+    await until(lambda: "heard" in echo.log)
 
 
 async def test_nobody_is_cut_off_who_is_not_there(world):

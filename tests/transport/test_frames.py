@@ -165,19 +165,6 @@ def test_chunks_in_any_order_never_raise(parts):
             assert result is None or isinstance(result, Malformed) or len(result) == total
 
 
-def test_a_missing_chunk_is_noticed():
-    messages = chunks_of(bytes(100), 10)
-    assembly = Assembly()
-    for message in messages[:3]:
-        chunk = split(memoryview(message))
-        assert isinstance(chunk, EnvelopeChunk)
-        assert assembly.add(chunk) is None
-    late = split(memoryview(messages[4]))
-    assert isinstance(late, EnvelopeChunk)
-    assert isinstance(assembly.add(late), Malformed)
-    assert assembly.num_bytes == 0
-
-
 def test_no_time_limit_is_a_value_of_its_own():
     decoded = decode(memoryview(encode(Envelope(kind=Kind.CALL))))
     assert isinstance(decoded, Envelope)

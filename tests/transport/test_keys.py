@@ -76,15 +76,16 @@ class Raw:
             return False
         return True
 
-    def close(self) -> None:
+    def __enter__(self) -> Raw:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self.socket.close()
         self.context.term()
 
 
 async def counted(node: Node, name: str, number: int = 1) -> None:
-    async with asyncio.timeout(10):
-        while node.counters().get(name, 0) < number:
-            await asyncio.sleep(0.01)
+    await until(lambda: node.counters().get(name, 0) >= number)
 
 
 def no_handshakes(node: Node) -> int:
@@ -124,20 +125,14 @@ async def test_the_job_key_opens_only_the_registry(world):
     """With it one may ask to join, and do nothing else; other nodes do not even let it in to ask."""
     near = await world.join("near")
     await near.start(Echo(), "callee")
-    raw = Raw(world.host, world.key)
-    try:
+    with Raw(world.host, world.key) as raw:
         await raw.send(raw.hello("near", near._key), raw.call(near._key, 0))
         await counted(world.host, "hello_in_anothers_name")
-    finally:
-        raw.close()
-    raw = Raw(near, world.key)
-    try:
+    with Raw(near, world.key) as raw:
         me = PeerKey(PROVISIONAL | 5, 0)
         await raw.send(raw.hello("stranger", me), raw.call(me, 0))
         await counted(near, "hello_in_anothers_name")
         await counted(near, "before_hello")
-    finally:
-        raw.close()
 
 
 # -- names
@@ -146,8 +141,7 @@ async def test_the_job_key_opens_only_the_registry(world):
 async def test_a_node_cannot_speak_in_anothers_name(world):
     near, far = await world.pair(Echo())
     other = await world.join("other")
-    raw = Raw(far, key_of(other))
-    try:
+    with Raw(far, key_of(other)) as raw:
         await raw.send(raw.hello("near", near._key), raw.call(near._key, 0))
         await counted(far, "hello_in_anothers_name")
         await raw.send(raw.hello("other", near._key))
@@ -158,8 +152,6 @@ async def test_a_node_cannot_speak_in_anothers_name(world):
         await raw.send(raw.hello("other", other._key, other._opened.transport.endpoints))  # as itself it may
         await raw.send(raw.hello("near", near._key))  # and then not become somebody else
         await counted(far, "malformed", 5)
-    finally:
-        raw.close()
     assert await near.ref(EchoContract, "callee").seen() == []
     assert far.counters()["hello_in_anothers_name"] == 4
 
@@ -199,12 +191,9 @@ async def test_a_hello_that_was_recorded_has_no_effect(world):
     assert await near.ref(EchoContract, "callee").ping() > 0
     pair, me, endpoints = key_of(near), near._key, near._opened.transport.endpoints
     for number in (1, 2):
-        raw = Raw(far, pair)
-        try:
+        with Raw(far, pair) as raw:
             await raw.send(raw.hello("near", me, endpoints, attempt=1))  # an old one
             await counted(far, "hello_replayed", number)
-        finally:
-            raw.close()
     assert await near.ref(EchoContract, "callee").ping() > 0  # its own connection is still the one that counts
 
 
@@ -216,15 +205,10 @@ async def test_the_key_of_a_dead_incarnation_is_dropped(world):
     await world.host.registry.process_exited("gone", me.epoch, -9)
     error = await asyncio.wait_for(gone.failed, 10)
     assert isinstance(error, StaleEpoch)
-    async with asyncio.timeout(10):
-        while far._mirror.directory.node("gone") is not None:
-            await asyncio.sleep(0.01)
-    raw = Raw(far, pair)
-    try:
+    await until(lambda: far._mirror.directory.node("gone") is None)
+    with Raw(far, pair) as raw:
         assert not await raw.send(raw.hello("gone", me))
         await counted(far, "key_over")
-    finally:
-        raw.close()
     assert await near.ref(EchoContract, "callee").ping() > 0
 
 
@@ -236,9 +220,7 @@ async def test_an_incarnation_that_is_over_is_told_so_when_it_connects(world):
     old._mirror._take = lambda update: True  # it hears nothing from the registry
     new = await world.join("twice")
     assert new.epoch == old.epoch + 1
-    async with asyncio.timeout(10):
-        while near._mirror.directory.node("twice").epoch != new.epoch:
-            await asyncio.sleep(0.01)
+    await until(lambda: near._mirror.directory.node("twice").epoch == new.epoch)
     await near.start(Echo(), "callee")
     route = near._mirror.registry  # keeps near's own connections out of it
     assert route is not None
@@ -253,12 +235,10 @@ async def test_an_incarnation_that_is_over_is_told_so_when_it_connects(world):
 async def test_refusals_are_counted_and_the_first_is_logged_with_a_remedy(world, caplog):
     with caplog.at_level(logging.WARNING, logger="myxa.transport"):
         for number in (1, 2, 3):
-            raw = Raw(world.host, KeyPair.generate())
-            assert not await raw.send(raw.hello("x", PeerKey(9, 9)))
-            raw.close()
-            raw = Raw(world.host, None)
-            assert not await raw.send(raw.hello("x", PeerKey(9, 9)))
-            raw.close()
+            with Raw(world.host, KeyPair.generate()) as raw:
+                assert not await raw.send(raw.hello("x", PeerKey(9, 9)))
+            with Raw(world.host, None) as raw:
+                assert not await raw.send(raw.hello("x", PeerKey(9, 9)))
             await counted(world.host, "key_unknown", number)
             await until(lambda n=number: no_handshakes(world.host) >= n)
     told = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
@@ -272,19 +252,13 @@ async def test_refusals_are_counted_and_the_first_is_logged_with_a_remedy(world,
 async def test_nonsense_bans_the_key_for_a_while(world):
     near, far = await world.pair(Echo())
     rogue = await world.join("rogue")
-    raw = Raw(far, key_of(rogue))
-    try:
+    with Raw(far, key_of(rogue)) as raw:
         for _ in range(3):
             await raw.send(*[bytearray(b"myxa") + bytes(60)] * 50)
         await counted(far, "banned")
-    finally:
-        raw.close()
-    raw = Raw(far, key_of(rogue))
-    try:
+    with Raw(far, key_of(rogue)) as raw:
         assert not await raw.send(raw.hello("rogue", rogue._key))
         await counted(far, "key_banned")
-    finally:
-        raw.close()
     assert await near.ref(EchoContract, "callee").ping() > 0
     guard = far._opened.guard
     later = asyncio.get_running_loop().time() + BAN_S
@@ -294,9 +268,8 @@ async def test_nonsense_bans_the_key_for_a_while(world):
 async def test_a_hello_with_a_nonsensical_address_or_key_hurts_nobody(world):
     near, far = await world.pair(Echo())
     rogue = await world.join("rogue")
-    raw = Raw(far, key_of(rogue))
     overflowing = "#" * 40  # of the right alphabet, and more than 32 bytes can say
-    try:
+    with Raw(far, key_of(rogue)) as raw:
         for number, endpoints in enumerate(
             (
                 Endpoints(curve="x", tcp=("tcp://127.0.0.1:1", "")),
@@ -310,8 +283,6 @@ async def test_a_hello_with_a_nonsensical_address_or_key_hurts_nobody(world):
             await counted(far, "malformed", number)
         await raw.send(raw.hello("rogue", rogue._key, Endpoints(curve=overflowing, tcp=("tcp://127.0.0.1:1", ""))))
         await asyncio.sleep(0.3)
-    finally:
-        raw.close()
     assert not far.failed.done()
     assert await near.ref(EchoContract, "callee").ping() > 0
 
@@ -348,9 +319,7 @@ async def test_an_observer_may_only_look(world):
     with pytest.raises(NotPermitted):
         await node.start(Echo(), "mine")
     await panel.note("a cast")
-    async with asyncio.timeout(5):
-        while not node.counters()["casts_refused"]:
-            await asyncio.sleep(0.01)
+    await until(lambda: node.counters()["casts_refused"])
     assert await far.ref(PanelContract, "panel").seen() == []
     await node.registry.leave("observer/0", node.epoch, "done")  # of itself it may speak
 

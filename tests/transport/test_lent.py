@@ -6,10 +6,8 @@ import asyncio
 
 import numpy as np
 import pytest
-import pytest_asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.transport.conftest import World, no_tasks_left
 from tests.transport.keepers import Keeper, KeeperContract
 
 from myxa.transport.session.frames import (
@@ -81,18 +79,10 @@ def test_what_is_kept_does_not_change_with_its_owner():
     lent.keep()
 
 
-@pytest_asyncio.fixture
-async def ipc(tmp_path):
-    made = World("ipc", tmp_path)
-    await made.found()
-    yield made
-    await made.close()
-    await no_tasks_left()
-
-
-async def test_a_call_that_ends_while_it_is_sent_sends_what_it_began_with(ipc):
+@pytest.mark.parametrize("kind", ["ipc"], indirect=True)
+async def test_a_call_that_ends_while_it_is_sent_sends_what_it_began_with(world):
     actor = Keeper()
-    near, _ = await ipc.pair(actor)
+    near, _ = await world.pair(actor)
     ref = near.ref(KeeperContract, "callee")
     assert await ref.keep(np.ones(10)) == 10
     count = 4 << 20

@@ -231,46 +231,6 @@ def test_without_descriptors_there_is_our_error_and_no_abort():
     assert "the limit is 200" in done.stdout
 
 
-def test_peers_beyond_the_descriptors_fail_alone():
-    """A node with many peers runs out; its calls to the last ones fail, the process and the first ones go on."""
-    done = run(
-        """
-        import asyncio, logging
-        from myxa.core.errors import MyxaError
-        from myxa.core.handlers import call
-        from myxa.core.actor import Actor
-        from myxa.core.refs import with_deadline
-        from myxa.transport.node import Node
-
-        logging.disable(logging.CRITICAL)
-
-        class Pong(Actor):
-            @call(deadline=5)
-            async def ping(self) -> int:
-                return 1
-
-        async def main():
-            nodes = [await Node.attach(name="host")]
-            try:
-                while True:
-                    node = await Node.attach(name=f"n/{len(nodes)}", rdzv=nodes[0].rendezvous, timeout_s=3)
-                    nodes.append(node)
-                    await node.start(Pong(), f"pong/{len(nodes) - 1}")
-            except MyxaError as error:
-                print("told:", type(error).__name__, str(error)[:300])
-            print("answers:", await with_deadline(nodes[0].ref(Pong, "pong/1"), 5).ping())
-            for node in reversed(nodes):
-                await node.close(grace_s=0.1)
-
-        asyncio.run(main())
-        """,
-        220,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "told: " in done.stdout
-    assert "answers: 1" in done.stdout
-
-
 def test_our_own_processes_take_all_descriptors_that_the_system_gives():
     code = """
         from myxa.transport.descriptors import raise_limit

@@ -8,11 +8,11 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
+from tests.harness.waiting import until
 from tests.transport.cast_of_actors import Echo, EchoContract
 
 from myxa.core.actor import PeerEvent
 from myxa.core.errors import PeerDied
-from myxa.transport import socket_transport
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -38,29 +38,10 @@ async def test_a_monitor_tells_the_state_and_then_every_change(world: Any):
     async with aclosing(near.monitor("callee")) as events:
         assert await following(events) == ("up", "")
     await far.stop("callee", "again")
-    async with asyncio.timeout(5):
-        while near.peers("callee"):
-            await asyncio.sleep(0.01)
+    await until(lambda: not near.peers("callee"))
     async with aclosing(near.monitor("callee")) as events:
         assert await following(events) == ("down", "again"), "one that is gone is told at once"
     assert len(near.monitors) == 0
-
-
-@pytest.mark.parametrize("kind", ["ipc"])
-async def test_a_monitor_of_a_killed_process(world: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(socket_transport, "UNREACHABLE_S", 0.5)
-    near, _ = await world.pair(Echo())
-    process = await world.child("victim")
-    await near.wait_for("victim", timeout_s=10)
-    async with aclosing(near.monitor("victim")) as events:
-        assert (await following(events))[0] == "up"
-        process.kill()
-        async with asyncio.timeout(20):
-            event = await anext(events)
-            while event.kind in ("suspect", "hung", "recovered"):
-                event = await anext(events)
-        assert event.kind == "down"
-        assert event.reason
 
 
 async def test_an_actor_fails_with_the_one_it_is_linked_to(world: Any, caplog: pytest.LogCaptureFixture):
@@ -79,9 +60,7 @@ async def test_an_actor_fails_with_the_one_it_is_linked_to(world: Any, caplog: p
         error = await near.failed
     assert isinstance(error, PeerDied)
     assert str(error) == "callee, to which dependent is linked, is gone: done with it"
-    async with asyncio.timeout(5):
-        while near.peers("dependent"):
-            await asyncio.sleep(0.01)
+    await until(lambda: not near.peers("dependent"))
     assert len(near.monitors) == 0
 
 

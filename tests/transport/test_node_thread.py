@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from tests.harness.waiting import wait_until
 from tests.transport.cast_of_actors import Echo, EchoContract, Item
 
 from myxa.core.errors import (
@@ -73,10 +74,7 @@ def test_every_kind_of_handler(host: NodeThread, guest: NodeThread):
     stream.close()
     assert guest.run(lambda: guest.group(EchoContract, "echo").all(EchoContract.ping), 5).keys() == {"echo"}
     assert guest.peers("") == ("echo", "registry")
-    deadline = time.monotonic() + 5
-    while "stream over" not in echo.log and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert "stream over" in echo.log, "closing the iterator ends the stream"
+    wait_until(lambda: "stream over" in echo.log, "closing the iterator ends the stream")
     host.stop("echo")
     with pytest.raises(NoSuchActor):
         host.stop("echo")
@@ -144,13 +142,9 @@ def test_cancelling_a_future_cancels_the_handler(host: NodeThread, guest: NodeTh
     echo = Echo()
     host.start(echo, "echo")
     future = guest.submit(guest.ref(EchoContract, "echo").sleep, 30)
-    deadline = time.monotonic() + 10
-    while echo.log != ["asleep"] and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: echo.log == ["asleep"])
     assert future.cancel()
-    while echo.log != ["asleep", "cancelled"] and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert echo.log == ["asleep", "cancelled"]
+    wait_until(lambda: echo.log == ["asleep", "cancelled"])
 
 
 def test_closing_ends_the_calls_of_other_threads(host: NodeThread):
@@ -196,9 +190,7 @@ def test_a_failed_actor_is_seen_from_outside(host: NodeThread, caplog: pytest.Lo
     host.start(Echo(), "echo")
     assert host.failure is None
     host.call(host.ref(EchoContract, "echo").fail, "fatal")
-    deadline = time.monotonic() + 10
-    while host.failure is None and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: host.failure is not None)
     assert isinstance(host.failure, EngineError)
 
 

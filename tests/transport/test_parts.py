@@ -8,21 +8,18 @@ from hypothesis import strategies as st
 
 from myxa.core import errors
 from myxa.core.errors import (
-    BadRequest,
     EngineError,
     MyxaError,
-    NoSuchMethod,
     NotExecuted,
     PeerDied,
     RemoteError,
     StaleEpoch,
 )
-from myxa.transport.registry.directory import Directory, DirectoryUpdate, HostedActor
+from myxa.transport.registry.directory import Directory, HostedActor
 from myxa.transport.registry.registry import KEPT_UPDATES, RegistryState
 from myxa.transport.session.calls import TICK_S, Wheel
 from myxa.transport.session.credit import UNIT_BYTES, WINDOW_UNITS, Grant, SendWindow, cost_of
 from myxa.transport.session.faults import decode_fault, encode_fault, fault_of
-from myxa.transport.session.pending import Route
 from myxa.transport.session.serving import MAX_AGE_S, ReplayCache
 from myxa.transport.wire import Endpoints
 
@@ -119,18 +116,6 @@ def test_a_cleared_number_leaves_nothing():
 
 
 # -- replay
-
-
-def test_replay_joins_running_and_repeats_done():
-    cache: ReplayCache[str] = ReplayCache()
-    assert cache.begin(b"k", "a", 0.0) == (True, None)
-    assert cache.begin(b"k", "b", 1.0) == (False, None)
-    assert cache.answered(b"k", b"yes", (b"x",)) == ["a", "b"]
-    assert cache.begin(b"k", "c", 2.0) == (False, (b"yes", (b"x",)))
-    assert cache.num_replayed == 2
-    assert cache.begin(b"f", "a", 2.0) == (True, None)
-    assert cache.failed(b"f") == ["a"]
-    assert cache.begin(b"f", "a", 2.0) == (True, None)
 
 
 def test_replay_is_bounded(monkeypatch):
@@ -244,18 +229,6 @@ def actor(name: str, index: int = 0, **handlers: str) -> HostedActor:
     return HostedActor(name=name, index=index, handlers=handlers)
 
 
-def test_epochs_count_up_per_name_and_ids_stay():
-    state = RegistryState()
-    first = state.register("launcher/0", HERE)
-    a1, b1, a2 = state.register("a", HERE), state.register("b", HERE), state.register("a", HERE)
-    assert (first.node_id, first.epoch) == (1, 1)
-    assert (a1.epoch, b1.epoch, a2.epoch) == (1, 1, 2)
-    assert a1.node_id == a2.node_id != b1.node_id
-    assert state.depart("a", 2, "gone")
-    assert not state.depart("a", 2, "gone")
-    assert state.register("a", HERE).epoch == 3
-
-
 def test_only_the_current_incarnation_may_announce():
     state = RegistryState()
     state.register("a", HERE)
@@ -275,20 +248,6 @@ def follow(state: RegistryState, mirror: Directory):
         assert changes is not None
         events += [(e.kind, e.name, e.epoch) for e in changes[0]]
     return events
-
-
-def test_a_mirror_follows():
-    state, mirror = RegistryState(), Directory()
-    state.register("a", HERE)
-    state.announce("a", 1, (actor("x"), actor("y", 1)), {})
-    assert follow(state, mirror) == [("up", "x", 1), ("up", "y", 1)]
-    state.announce("a", 1, (actor("x"),), {"y": "it failed: boom"})
-    assert follow(state, mirror) == [("down", "y", 1)]
-    assert "boom" in str(mirror.missing("y"))
-    state.register("a", HERE)
-    state.announce("a", 2, (actor("x"),), {})
-    assert follow(state, mirror) == [("down", "x", 1), ("up", "x", 2)]
-    assert mirror.names("x") == ("x",)
 
 
 def test_a_snapshot_tells_what_changed_meanwhile():
@@ -323,45 +282,3 @@ def test_a_gap_is_noticed_and_old_updates_have_no_effect():
     node = mirror.node("a")
     assert node is not None
     assert node.epoch == 4
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["register", "announce", "depart", "follow"]), st.sampled_from("abc"), st.integers(0, 3)
-        )
-    )
-)
-def test_a_mirror_ends_up_equal_however_often_it_looks(steps):
-    state, often, once = RegistryState(), Directory(), Directory()
-    for what, name, n in steps:
-        node = state.node(name)
-        if what == "register":
-            state.register(name, HERE)
-        elif what == "announce" and node is not None:
-            state.announce(name, node.epoch, tuple(actor(f"{name}/{i}", i) for i in range(n)), {})
-        elif what == "depart":
-            state.depart(name, n, "gone")
-        elif what == "follow":
-            follow(state, often)
-    follow(state, often)
-    follow(state, once)
-    for name in "abc":
-        assert often.node(name) == once.node(name) == state.node(name)
-    assert often.names() == once.names()
-
-
-def test_routes_say_why_not():
-    mirror = Directory()
-    state = RegistryState()
-    state.register("a", HERE)
-    state.announce("a", 1, (actor("x", 4, first="aaaa", second="bbbb"),), {})
-    follow(state, mirror)
-    route = mirror.route("x", "second", "bbbb")
-    assert isinstance(route, Route)
-    assert (route.actor, route.method) == (4, 1)
-    assert isinstance(mirror.route("x", "second", "cccc"), BadRequest)
-    assert isinstance(mirror.route("x", "third", "cccc"), NoSuchMethod)
-    assert mirror.route("y", "second", "bbbb") is None
-    mirror.apply(DirectoryUpdate(version=mirror.version + 1, gone=()))

@@ -10,8 +10,7 @@ import pytest
 from tests.harness.waiting import until
 from tests.transport.cast_of_actors import Echo, EchoContract, Item
 
-from myxa.core.errors import DeadlineExceeded, EngineError, NotSent
-from myxa.core.refs import with_deadline
+from myxa.core.errors import EngineError
 
 pytestmark = [pytest.mark.timeout(30)]
 
@@ -93,18 +92,6 @@ async def test_a_put_waits_for_the_next_incarnation(world):
     await reborn.start(again, "callee")
     assert await asyncio.gather(task, late, epoch) == [1, 1, 2]
     assert again.stock == {"a": 1, "b": 1}
-
-
-async def test_a_put_nobody_comes_back_for_ends_by_its_deadline(world):
-    echo = Echo()
-    echo.gate.clear()
-    near, far = await world.pair(echo)
-    task = asyncio.ensure_future(with_deadline(near.ref(EchoContract, "callee"), 0.5).put(item("a"), 1))
-    await asyncio.sleep(0.1)
-    await far.close(grace_s=0)
-    world.nodes.remove(far)
-    with pytest.raises((DeadlineExceeded, NotSent), match="callee"):
-        await task
 
 
 async def test_a_large_put_is_executed_once(world):

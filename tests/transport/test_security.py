@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import socket
 import stat
 from pathlib import Path
 
-import numpy as np
 import orjson
 import pytest
 import zmq
-from tests.transport.cast_of_actors import Echo, EchoContract, Item
+from tests.harness.waiting import until
+from tests.transport.cast_of_actors import Echo, EchoContract
 from tests.transport.raw_unix import RawUnix
 
 from myxa.core.errors import LaunchError
@@ -139,9 +138,7 @@ async def test_garbage_from_the_network_changes_nothing(world, seed):
         clients[i % 2].send_multipart([data] * rng.choice([1, 1, 1, 2, 5]))
         if i % 100 == 0:
             assert await ref.ping() > 0
-    async with asyncio.timeout(10):
-        while far.counters().get("malformed", 0) < 50 or not far.counters().get("before_hello"):
-            await asyncio.sleep(0.02)
+    await until(lambda: not (far.counters().get("malformed", 0) < 50 or not far.counters().get("before_hello")))
     assert await ref.ping() > 0
     assert not far.failed.done()
     assert len(far._session.peers()) == 2  # the registry's node and near
@@ -187,30 +184,11 @@ async def test_a_peer_that_talks_nonsense_is_answered_then_ignored(world):
     for _ in range(150):
         client.send(batch([bytearray(b"myxa") + bytes(60)]))
     client.send(batch([bad_call]))
-    async with asyncio.timeout(10):
-        while not far.counters().get("banned"):
-            await asyncio.sleep(0.02)
+    await until(lambda: far.counters().get("banned"))
     assert await near.ref(EchoContract, "callee").ping() > 0
     for thing in (client, inbox):
         thing.close(linger=0)
     context.term()
-
-
-async def test_raw_bytes_on_the_tcp_port_do_not_hurt():
-    node = await Node.attach(name="host", tcp="127.0.0.1:0", key=JobKey.generate())
-    try:
-        host, port = node.rendezvous.endpoints.tcp[0].removeprefix("tcp://").split(":")
-        rng = random.Random(3)
-        for i in range(30):
-            with socket.create_connection((host, int(port)), timeout=5) as raw:
-                greeting = (
-                    b"\xff" + bytes(8) + b"\x7f\x03\x00NULL".ljust(54, b"\0") if i % 2 else b"GET / HTTP/1.1\r\n\r\n"
-                )
-                raw.sendall(greeting + rng.randbytes(rng.randrange(300)))
-        ref = await node.start(Echo(), "echo")
-        assert (await ref.echo(Item(name="a", values=np.zeros(1, np.float32))))[0].name == "a"
-    finally:
-        await node.close()
 
 
 def test_the_job_key_is_kept_from_others(tmp_path):

@@ -25,40 +25,12 @@ def pair(clock):
     return net, net.end(2, 1), net.end(3, 1)
 
 
-def test_a_call_and_its_reply(pair):
-    net, one, two = pair
-    sink = Sink()
-    one.call(two, sink)
-    net.run()
-    two.serve()
-    net.run()
-    assert bytes(sink.outcomes[0].body) == b"[1]"
-    assert len(one.session.calls) == 0
-
-
 def test_to_oneself(pair):
     _, one, _ = pair
     sink = Sink()
     one.call(one, sink)
     one.serve()
     assert len(sink.outcomes) == 1
-
-
-def test_deadlines_end_calls_and_late_answers_have_no_effect(pair, clock):
-    net, one, two = pair
-    sink = Sink()
-    one.call(two, sink, deadline_s=5)
-    net.run()
-    clock.advance(4.9)
-    one.session.tick()
-    assert sink.outcomes == []
-    clock.advance(0.2)
-    one.session.tick()
-    assert isinstance(sink.outcomes[0], DeadlineExceeded)
-    two.serve()  # the cancel is still on its way
-    net.run()
-    assert len(sink.outcomes) == 1
-    assert one.session.calls.num_late == 1
 
 
 def test_the_callee_sees_the_time_that_is_left(pair, clock):
@@ -71,18 +43,6 @@ def test_the_callee_sees_the_time_that_is_left(pair, clock):
     clock.advance(6)
     with pytest.raises(DeadlineExceeded, match="not executed"):
         two.session.serving.check_deadline(arrival)
-
-
-def test_cancelling_reaches_the_callee(pair):
-    net, one, two = pair
-    corr = one.call(two, Sink())
-    net.run()
-    one.session.calls.cancel(corr)
-    net.run()
-    assert two.abandoned == [corr]
-    two.serve()
-    net.run()
-    assert len(one.session.calls) == 0
 
 
 def test_a_call_meant_for_another_epoch_is_refused(pair):
@@ -110,22 +70,6 @@ def test_a_sender_that_takes_anothers_name_is_not_believed(pair):
     assert len(two.arrivals) == 1
 
 
-def test_the_end_of_a_peer_ends_its_calls(pair):
-    net, one, two = pair
-    sent, unsent = Sink(), Sink()
-    one.call(two, sent)
-    net.run()
-    link = link_of(one, two)
-    link.windows[Lane.CONTROL].spend(1023)  # no credit is left
-    one.call(two, unsent)
-    one.session.peer_over(two.key, "its process exited with status 1")
-    assert isinstance(sent.outcomes[0], PeerDied)
-    assert isinstance(unsent.outcomes[0], NotSent)
-    with pytest.raises(StaleEpoch, match="has ended"):
-        one.call(two, Sink())
-    del net
-
-
 def test_an_older_incarnation_is_told_that_it_is_over(pair):
     net, one, two = pair
     one.call(two, Sink())
@@ -140,22 +84,6 @@ def test_an_older_incarnation_is_told_that_it_is_over(pair):
     assert len(one.fenced_by) == 1
     two.serve()
     net.run()
-
-
-def test_credit_makes_calls_wait_and_comes_back(pair):
-    net, one, two = pair
-    sinks = [Sink() for _ in range(2500)]
-    for sink in sinks:
-        one.call(two, sink)
-    link = link_of(one, two)
-    assert link.windows[0].outstanding == 1024
-    assert len(link.waiting[0]) == 2500 - 1024
-    for _ in range(10):
-        net.run()
-        two.serve()
-    net.run()
-    assert all(len(s.outcomes) == 1 for s in sinks)
-    assert link.windows[0].outstanding <= 1
 
 
 def test_a_closed_session_hears_nothing_and_opens_nothing(pair):

@@ -7,11 +7,9 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.harness.own_segments import own_segments
 
 from myxa.core.errors import SlabError
 from myxa.core.messages import TensorSpec
@@ -227,19 +225,3 @@ def test_readers_cannot_write_or_reach_outside(slab, weights):
     os.close(descriptor)
     reader.close()
     reader.close()
-
-
-def names(folder):
-    return sorted(path.name for path in Path(folder).iterdir())
-
-
-def test_nothing_is_in_dev_shm_and_no_descriptor_is_left(weights):
-    segments, num_fds = own_segments(), len(names("/proc/self/fd"))
-    for _ in range(5):
-        writer = SlabWriter.create(1 << 16)
-        writer.write(weights)
-        reader = SlabReader.open(writer.path)
-        assert own_segments() <= segments
-        reader.close()
-        writer.close()
-    assert len(names("/proc/self/fd")) == num_fds

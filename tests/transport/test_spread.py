@@ -23,26 +23,9 @@ pytestmark = [pytest.mark.timeout(60)]
 class Member(Actor):
     mailbox = MailboxPolicy(size=1)
 
-    def __init__(self) -> None:
-        self.release = asyncio.Event()
-        self.num_cancelled = 0
-
     @call(deadline=20)
     async def name(self, suffix: str) -> str:
         return self.ctx.name + suffix
-
-    @call(deadline=20)
-    async def wait(self) -> str:
-        try:
-            await self.release.wait()
-        except asyncio.CancelledError:
-            self.num_cancelled += 1
-            raise
-        return self.ctx.name
-
-    @call(deadline=20)
-    async def field(self, size: int) -> npt.NDArray[np.float32]:
-        return np.full(size, int(self.ctx.name[-1]), np.float32)
 
     @call(deadline=20)
     async def total(self, field: npt.NDArray[np.float32]) -> float:

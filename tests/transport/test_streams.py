@@ -10,7 +10,7 @@ from tests.harness.waiting import until
 from tests.transport.cast_of_actors import Echo, EchoContract
 
 from myxa.core.actor import Actor
-from myxa.core.errors import CallError, EngineError, StreamBroken
+from myxa.core.errors import CallError, EngineError
 from myxa.core.handlers import stream
 from myxa.core.refs import with_deadline
 
@@ -68,19 +68,6 @@ async def test_a_deadline_bounds_the_whole_stream(world):
         async for _ in with_deadline(near.ref(EchoContract, "callee"), 0.3).count(0, 1_000_000):
             await asyncio.sleep(0.05)
     await until(lambda: echo.log[-1] == "stream over")
-
-
-async def test_the_end_of_the_producer_breaks_the_stream(world):
-    near, far = await world.pair(Echo())
-    items = near.ref(EchoContract, "callee").count(0, 1000)
-    assert (await anext(items)).name == "0"
-    await far.close(grace_s=0)
-    world.nodes.remove(far)
-    with pytest.raises(CallError) as broken:
-        async for _ in items:
-            pass
-    if isinstance(broken.value, StreamBroken):
-        assert broken.value.last_seq >= 0
 
 
 async def test_the_end_of_the_consumer_ends_the_handler(world):

@@ -15,15 +15,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import uvloop
-
-from myxa.transport import unix as unix_inbox
-from myxa.transport.outbox import TurnBudget
-from myxa.transport.session.frames import LIMITS, Envelope, Kind, batch, chunk_header, encode, sole
-from myxa.transport.session.session import MAX_VIOLATIONS
-from myxa.transport.unix import MAX_MESSAGE, UnixInbox, framed
-
-sys.path.insert(0, str(Path(__file__).parent))
 from tests.harness.waiting import until
 from tests.transport.raw_unix import RawUnix
 from tests.transport.unix_parts import (
@@ -37,6 +28,12 @@ from tests.transport.unix_parts import (
     outbox_to,
     parcel,
 )
+
+from myxa.transport import unix as unix_inbox
+from myxa.transport.outbox import TurnBudget
+from myxa.transport.session.frames import LIMITS, Envelope, Kind, batch, chunk_header, encode, sole
+from myxa.transport.session.session import MAX_VIOLATIONS
+from myxa.transport.unix import MAX_MESSAGE, framed
 
 pytestmark = [pytest.mark.timeout(60)]
 
@@ -164,42 +161,6 @@ def spin(seconds: float) -> None:
     until_s = asyncio.get_running_loop().time() + seconds
     while asyncio.get_running_loop().time() < until_s:
         pass
-
-
-@pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_an_interrupt_in_the_middle_loses_nothing(tmp_path, make_loop):
-    sink = Sink()
-
-    def once() -> None:
-        sink.on_received = lambda: None
-        raise KeyboardInterrupt
-
-    async def begin() -> tuple[UnixInbox, RawUnix]:
-        inbox = inbox_at(tmp_path / "s", sink)
-        return inbox, RawUnix(inbox.endpoint)
-
-    async def send() -> None:
-        sink.on_received = once
-        for number in range(5):
-            client.send(sole(parcel(number).data))
-        client.send(batch([parcel(number).data for number in range(5, 9)]))
-        await asyncio.sleep(5)
-
-    async def go_on() -> None:
-        await until(lambda: len(sink.came) == 9)
-        inbox.close()
-        client.close()
-
-    loop = make_loop()
-    inbox, client = loop.run_until_complete(begin())
-    with pytest.raises(KeyboardInterrupt):
-        loop.run_until_complete(send())
-    loop.run_until_complete(go_on())
-    assert [number_of(data) for data in sink.came] == list(range(9))
-    for task in asyncio.all_tasks(loop):
-        task.cancel()
-    loop.run_until_complete(asyncio.sleep(0))
-    loop.close()
 
 
 # -- who may come in

@@ -12,14 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-
-from myxa.core.ids import PeerKey
-from myxa.transport.session.frames import sole
-from myxa.transport.socket_transport import SocketTransport
-from myxa.transport.unix import UnixOutbox
-from myxa.transport.wire import Endpoints, Lane
-
-sys.path.insert(0, str(Path(__file__).parent))
 from tests.harness.waiting import until
 from tests.transport.raw_unix import RawUnix
 from tests.transport.unix_parts import (
@@ -33,6 +25,12 @@ from tests.transport.unix_parts import (
     outbox_to,
     parcel,
 )
+
+from myxa.core.ids import PeerKey
+from myxa.transport.session.frames import sole
+from myxa.transport.socket_transport import SocketTransport
+from myxa.transport.unix import UnixOutbox
+from myxa.transport.wire import Endpoints, Lane
 
 pytestmark = [pytest.mark.timeout(60)]
 

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import struct
-import sys
 import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import uvloop
+from tests.harness.waiting import until
+from tests.transport.raw_unix import RawUnix
+from tests.transport.unix_parts import GREETING, Sink, inbox_at, number_of, parcel
 
 from myxa.transport.outbox import TurnBudget
 from myxa.transport.session.frames import batch, sole
 from myxa.transport.unix import MAX_MESSAGE, PART_BYTES, UnixInbox, framed
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tests.harness.waiting import until
-from tests.transport.raw_unix import RawUnix
-from tests.transport.unix_parts import GREETING, Sink, inbox_at, number_of, parcel
 
 pytestmark = [pytest.mark.timeout(60)]
 
@@ -95,6 +91,9 @@ def test_an_interrupt_at_one_connection_leaves_the_others_heard(tmp_path, make_l
         loop.run_until_complete(reach_the_interrupt())
     loop.run_until_complete(go_on())
     assert set(Counter(sink.sources).values()) == {51}
+    for source in set(sink.sources):
+        came = [number_of(data) for data, by in zip(sink.came, sink.sources, strict=True) if by == source]
+        assert came == [*range(50), 99]
     for client in clients:
         client.close()
     for task in asyncio.all_tasks(loop):

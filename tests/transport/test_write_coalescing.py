@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from pathlib import Path
 
 import pytest
+from tests.transport.unix_parts import Events, Listener, parcel
 
 from myxa.core.actor import Actor, MailboxPolicy
 from myxa.core.handlers import call
@@ -15,9 +14,6 @@ from myxa.transport.node import Node
 from myxa.transport.outbox import WriteCoalescing
 from myxa.transport.session.frames import split
 from myxa.transport.unix import LENGTH_BYTES, UnixOutbox, length_at
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tests.transport.unix_parts import Events, Listener, parcel
 
 
 def test_all_leave_at_the_release_also_if_one_fails():
