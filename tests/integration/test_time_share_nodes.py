@@ -59,7 +59,7 @@ def ended(job: Job, launchers: Launchers, within_s: float) -> None:
 
 
 def test_a_gang_on_two_nodes_takes_turns_with_an_engine_on_each(job: Job) -> None:
-    flags = ("run.num_steps=5", "guard.every=2")
+    flags = ("run.num_steps=3", "guard.every=2")
     with two_nodes(job, *flags) as launchers:
         watched = [
             Sampler(launcher.pid, (f"trainer/{node}",), (f"rollout/{node}",), (f"host:0@{node}",))
@@ -68,7 +68,7 @@ def test_a_gang_on_two_nodes_takes_turns_with_an_engine_on_each(job: Job) -> Non
         with watched[0], watched[1]:
             ended(job, launchers, 120)
     facts = audit(job.run_dir())
-    assert len(facts.trained) == len(set(facts.trained)) == 5 * 4
+    assert len(facts.trained) == len(set(facts.trained)) == 3 * 4
     assert not events(job.run_dir(), "lease-refused")
     for node, seen in enumerate(watched):
         assert seen.num_looks > 20

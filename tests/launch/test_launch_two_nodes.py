@@ -212,17 +212,3 @@ def test_a_node_that_cannot_take_part_is_not_waited_for(tmp_path: Path, run):
         assert "cannot take part: " in node0.output
         assert "/no/model" in node0.output
         assert "did not join within" not in node0.output
-
-
-def test_a_run_goes_on_without_a_node_while_there_is_a_quorum(tmp_path: Path, run):
-    first, second = two(tmp_path, run, "--set", "roles.trainer.nodes=[0]", "--set", "roles.rollout.quorum=1")
-    with second as node1, first as node0:
-        see(node0, tmp_path)
-        node0.until_serving("coordinator", "trainer/0", "rollout/0", "rollout/1")
-        children = node1.children()
-        node1.signal(signal.SIGKILL)
-        node1.process.wait()
-        node1.until_gone(children)
-        node0.until(lambda: "1 are left, 1 must be" in node0.output, "rollout/1 is given up")
-        node0.switch("finish")
-        assert node0.ended() == 0, node0.evidence()

@@ -68,7 +68,7 @@ def test_no_byte_of_a_checkpoint_is_read_before_the_nodes_meet(run: RunOnDisk, m
     real = folder.describe_file
     monkeypatch.setattr(folder, "describe_file", lambda path: read.append(path) or real(path))
     assert choose_point(run.path, None).version == 4
-    with pytest.raises(LaunchError, match="there are: 4, 3, 2, 1"):
+    with pytest.raises(LaunchError, match="has no checkpoint of version 99; there are: 4, 3, 2, 1"):
         choose_point(run.path, 99)
     assert read == []
     flip(run.place(4) / "rank-00001.safetensors")
@@ -143,15 +143,10 @@ def test_a_ledger_whose_end_was_lost_is_behind_the_checkpoint(run: RunOnDisk):
     go_on(run, 4)
 
 
-@pytest.mark.parametrize(
-    ("version", "said"),
-    [(9, "has no checkpoint of version 9; there are: 4, 3, 2, 1"), (4, "cannot resume from version 4:\n  version_")],
-)
-def test_a_version_that_cannot_be_had_is_told(run: RunOnDisk, version: int, said: str):
+def test_a_version_that_is_torn_is_told(run: RunOnDisk):
     halve(run.place(4) / "rank-00001.safetensors")
-    with pytest.raises(LaunchError) as caught:
-        choose_point(run.path, version)
-    assert said in caught.value.message
+    with pytest.raises(LaunchError, match="cannot resume from version 4:\n  version_"):
+        choose_point(run.path, 4)
 
 
 def test_a_version_that_is_named_is_read_before_anything_is_moved(run: RunOnDisk, capsys: pytest.CaptureFixture[str]):
