@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 import sys
 
 import pytest
@@ -13,43 +13,39 @@ from myxa.actors.backends.torch_backend.settings import check_schedule, learning
 from myxa.core.config import OptimizerConfig
 from myxa.core.errors import ConfigError
 
+RATES: dict[str, tuple[dict[str, object], dict[int, float]]] = {
+    "warm-up rises from above zero": ({"warmup_steps": 4}, dict(enumerate([0.5, 1.0, 1.5, 2.0, 2.0, 2.0]))),
+    "linear stays at its floor": (
+        {"schedule": "linear", "min_lr_ratio": 0.5, "warmup_steps": 2},
+        {0: 1.0, 1: 2.0, 2: 2.0, 6: 1.5, 10: 1.0, 11: 1.0, 12: 1.0},
+    ),
+    "cosine": ({"schedule": "cosine", "decay_steps": 8}, {n: 1 + math.cos(math.pi * n / 8) for n in range(9)}),
+    "wsd stays at the top and goes down at the end": (
+        {"schedule": "wsd", "warmup_steps": 2, "wsd_decay_steps": 4, "min_lr_ratio": 0.5},
+        dict(enumerate([1.0] + [2.0] * 6 + [1.75, 1.5, 1.25] + [1.0] * 3)),
+    ),
+    "wsd by a root": (
+        {"schedule": "wsd", "wsd_decay_steps": 4, "wsd_decay": "minus_sqrt"},
+        {6: 2.0, 7: 1.0, 8: 2 - 2 * 0.5**0.5, 9: 2 - 2 * 0.75**0.5, 10: 0.0},
+    ),
+    "wsd by a cosine": (
+        {"schedule": "wsd", "decay_steps": 8, "wsd_decay_steps": 4, "wsd_decay": "cosine"}, {4: 2.0, 6: 1.0, 8: 0.0}
+    ),
+}  # fmt: skip
 
-def rates(num: int, **options: object) -> list[float]:
+
+@pytest.mark.parametrize("name", RATES)
+def test_the_rate_of_every_update(name: str) -> None:
+    options, wanted = RATES[name]
     config = OptimizerConfig.model_validate({"lr": 2.0, **options})
-    return [learning_rate(config, n, total_updates=10) for n in range(num)]
-
-
-def test_warm_up_rises_from_above_zero_and_reaches_the_peak() -> None:
-    assert rates(6, warmup_steps=4) == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0, 2.0])
-
-
-def test_linear_goes_down_to_its_floor_and_stays_there() -> None:
-    got = rates(13, schedule="linear", min_lr_ratio=0.5, warmup_steps=2)
-    assert got[:3] == pytest.approx([1.0, 2.0, 2.0])
-    assert got[6] == pytest.approx(1.5)
-    assert got[10:] == pytest.approx([1.0] * 3)
-
-
-def test_cosine_passes_the_middle_halfway() -> None:
-    got = rates(9, schedule="cosine", decay_steps=8)
-    assert (got[0], got[4], got[8]) == pytest.approx((2.0, 1.0, 0.0))
-    assert all(a > b for a, b in itertools.pairwise(got))
-
-
-def test_wsd_stays_at_the_top_and_goes_down_at_the_end() -> None:
-    got = rates(13, schedule="wsd", warmup_steps=2, wsd_decay_steps=4, min_lr_ratio=0.5)
-    assert got == pytest.approx([1.0] + [2.0] * 6 + [1.75, 1.5, 1.25] + [1.0] * 3)
-    root = rates(11, schedule="wsd", wsd_decay_steps=4, wsd_decay="minus_sqrt")
-    assert root[6:] == pytest.approx([2.0, 1.0, 2 - 2 * 0.5**0.5, 2 - 2 * 0.75**0.5, 0.0])
-    curve = rates(9, schedule="wsd", decay_steps=8, wsd_decay_steps=4, wsd_decay="cosine")
-    assert (curve[4], curve[6], curve[8]) == pytest.approx((2.0, 1.0, 0.0))
-    with pytest.raises(ConfigError, match="has no end"):
-        check_schedule(OptimizerConfig(schedule="wsd", wsd_decay_steps=4), 0)
+    assert {n: learning_rate(config, n, total_updates=10) for n in wanted} == pytest.approx(wanted)
 
 
 def test_a_decay_without_end_is_refused() -> None:
     with pytest.raises(ConfigError, match="has no end"):
         check_schedule(OptimizerConfig(schedule="cosine"), 0)
+    with pytest.raises(ConfigError, match="has no end"):
+        check_schedule(OptimizerConfig(schedule="wsd", wsd_decay_steps=4), 0)
     check_schedule(OptimizerConfig(schedule="cosine", decay_steps=5), 0)
     check_schedule(OptimizerConfig(), 0)
 
