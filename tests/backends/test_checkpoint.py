@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -71,36 +70,23 @@ def test_lists_are_in_order_of_training_and_hold_what_was_given(saved: Path) -> 
     assert newest_checkpoint(saved / "nothing") == (None, ())
 
 
-def drop_manifest(folder: Path) -> None:
-    (folder / "manifest.json").unlink()
+DAMAGES: dict[str, Callable[[Path, Path], object]] = {
+    "no-manifest": lambda manifest, file: manifest.unlink(),
+    "cut-file": lambda manifest, file: file.write_bytes(file.read_bytes()[:-100]),
+    "no-file": lambda manifest, file: file.unlink(),
+    "scrambled-manifest": lambda manifest, file: manifest.write_bytes(b'{"format": 1, "model"'),
+    "foreign-file": lambda manifest, file: manifest.write_text(
+        manifest.read_text().replace(f'"{file.name}"', '"../../etc/passwd"')
+    ),
+}
 
 
-def cut_file(folder: Path) -> None:
-    path = folder / rank_file(0)
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def drop_file(folder: Path) -> None:
-    (folder / rank_file(0)).unlink()
-
-
-def scramble_manifest(folder: Path) -> None:
-    (folder / "manifest.json").write_bytes(b'{"format": 1, "model"')
-
-
-def name_foreign_file(folder: Path) -> None:
-    path = folder / "manifest.json"
-    manifest = json.loads(path.read_text())
-    manifest["files"][0]["name"] = "../../etc/passwd"
-    path.write_text(json.dumps(manifest))
-
-
-@pytest.mark.parametrize("damage", [drop_manifest, cut_file, drop_file, scramble_manifest, name_foreign_file])
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_torn_checkpoint_is_named_passed_over_and_refused(
-    saved: Path, backends: Backends, weights_of: Weights, damage: Callable[[Path], None]
+    saved: Path, backends: Backends, weights_of: Weights, damage: str
 ) -> None:
     torn = saved / "version_00000002"
-    damage(torn)
+    DAMAGES[damage](torn / "manifest.json", torn / rank_file(0))
     newest, passed_over = newest_checkpoint(saved)
     assert newest is not None
     assert newest.path.name == "version_00000001"

@@ -26,11 +26,9 @@ Shards = Callable[..., tuple[TrainShard, ...]]
 
 def settings(model: Path, *, kl_coef: float = 0.0, has_critic: bool = False) -> RankSettings:
     return RankSettings(
-        model_path=str(model),
-        algo=AlgoConfig(kl_coef=kl_coef, kind="ppo" if has_critic else "grpo"),
-        optimizer=OptimizerConfig(lr=1e-3, eps=1e-4),
-        critic=CriticConfig(enabled=has_critic),
-    )
+        model_path=str(model), algo=AlgoConfig(kl_coef=kl_coef, kind="ppo" if has_critic else "grpo"),
+        optimizer=OptimizerConfig(lr=1e-3, eps=1e-4), critic=CriticConfig(enabled=has_critic),
+    )  # fmt: skip
 
 
 @pytest.fixture

@@ -465,13 +465,9 @@ class World:
 
     def lease(self, gang: str, tags: tuple[Tag, ...], quiet: tuple[str, ...], active: bool, deadline_s: float) -> str:
         request = LeaseRequest(
-            gang=gang,
-            tags=tags,
-            is_active=active,
-            quiet=quiet,
-            deadline_s=deadline_s,
+            gang=gang, tags=tags, is_active=active, quiet=quiet, deadline_s=deadline_s,
             request_id=f"lease{next(self.count)}",
-        )
+        )  # fmt: skip
         self.leases[request.request_id] = (request, self.now + deadline_s)
         self.do(self.arbiter.leased(request, self.now))
         return request.request_id

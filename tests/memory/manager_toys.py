@@ -74,10 +74,6 @@ class ToyContract(TenantContract):
     async def arm(self, label: str) -> int:
         raise NotImplementedError
 
-    @call(deadline=10, reentrant=True)
-    async def digests(self) -> dict[str, str]:
-        raise NotImplementedError
-
 
 class Points:
     """Arenas, one a device and all alike, whose moves can be died in."""
@@ -90,19 +86,16 @@ class Points:
         return self._arenas[0].report()
 
     def release(self, tags: Collection[Tag]) -> Any:
-        point("before_release")
         moved = [arena.release(tags) for arena in self._arenas]
         point("after_release")
         return moved[0]
 
     def restore(self, tags: Collection[Tag]) -> Any:
-        point("before_restore")
         restoring = [arena.begin_restore(tags) for arena in self._arenas]
         point("in_restore")
         moved = [each.wait_all() for each in restoring]
         if "params" in tags:
             self._refill()
-        point("after_restore")
         return moved[0]
 
 
@@ -125,18 +118,14 @@ class Toy(ToyContract):
         planned = TAGS[self._gang]
         self._tenant = Tenant(
             options=TenantOptions(
-                name=self.ctx.name,
-                epoch=self.ctx.epoch,
-                gang=self._gang,
-                devices=tuple(self._devices),
-                node=node_of(self._devices[0]),
-                planned=dict(planned),
+                name=self.ctx.name, epoch=self.ctx.epoch, gang=self._gang, devices=tuple(self._devices),
+                node=node_of(self._devices[0]), planned=dict(planned),
             ),
             stores=(),
             gate=self,
             in_thread=lambda work: in_daemon_thread(work, "memory"),
             clock=SystemClock(),
-        )
+        )  # fmt: skip
         self.ctx.watch(self._manager)
         self.ctx.spawn(self._run(), name="toy")
 
@@ -190,7 +179,6 @@ class Toy(ToyContract):
     async def resume(self) -> None:
         point("before_commit")
         self._turn.set()
-        point("after_commit")
 
     # -- work
 
@@ -227,9 +215,6 @@ class Toy(ToyContract):
     async def arm(self, label: str) -> int:
         die_at.add(label)
         return os.getpid()
-
-    async def digests(self) -> dict[str, str]:
-        return {tag: self.arena.digest(tag) for tag in ("optimizer",) if tag in self._arrays}
 
     # -- a tenant's duties
 

@@ -84,9 +84,6 @@ def seeded(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(SEED))
 
 
-# -- C6: memory leaves, addresses stay, bits come back --------------------------------------------------------------
-
-
 def test_released_memory_is_really_gone_and_comes_back_the_same_at_the_same_place(arena: Arena):
     before = rss_shmem(PID)
     wanted = seeded((16 * MIB,))
@@ -182,9 +179,6 @@ def test_close_leaves_nothing():
         arena.empty("optimizer", 1)
 
 
-# -- C7: what is on the device and what is on the host, apart --------------------------------------------------------
-
-
 def test_a_backup_moves_pages_from_shared_to_private(arena: Arena):
     tensor = empty_tensor(arena, "optimizer", (64 * MIB,), torch.uint8)
     tensor.fill_(7)
@@ -200,32 +194,7 @@ def test_a_backup_moves_pages_from_shared_to_private(arena: Arena):
     assert abs(rss_anon(PID) - anon) < 8 * MIB, "the host copy went too"
 
 
-# -- policies --------------------------------------------------------------------------------------------------------
-
-
-def test_each_policy_keeps_what_it_promises(arena: Arena):
-    (moments,) = empty_tensors(arena, "optimizer", [((1000,), torch.float64)])
-    grads = empty_tensor(arena, "grads", (1000,), torch.bfloat16)
-    params = empty_tensor(arena, "params", (1000,), torch.bfloat16)
-    for tensor in (moments, grads, params):
-        tensor.fill_(3)
-    moved = arena.release(["optimizer", "grads", "params"])
-    assert (moved.copied_bytes, moved.dropped_bytes) == (8192, 8192)
-    assert backing(arena) == {"optimizer": "host", "grads": "discarded", "params": "discarded"}
-    moved = arena.restore(["optimizer", "grads", "params"])
-    assert (moved.copied_bytes, moved.dropped_bytes) == (8192, 0)
-    assert backing(arena) == {"optimizer": "mapped_clean", "grads": "mapped_dirty", "params": "copy_in"}
-    assert torch.equal(moments, torch.full_like(moments, 3))
-    assert torch.equal(grads, torch.zeros_like(grads)), "discarded: zeros"
-    params.copy_(moments)
-    arena.mark_dirty("params")
-    assert backing(arena)["params"] == "mapped_dirty", "rematerialised: its owner says when"
-
-
 # -- C11: only what changed is copied, and it is told exactly ---------------------------------------------------------
-
-
-# -- order, and copies under way ----------------------------------------------------------------------------------------
 
 
 class Watched(HostVmmDriver):
@@ -382,21 +351,6 @@ def test_a_report_does_not_wait_for_a_move(making: Callable[..., Arena]):
     assert reports(arena)["optimizer"].backing == "mapped_clean"
 
 
-def test_a_release_waits_for_what_still_comes_in(arena: Arena):
-    moments = empty_tensor(arena, "optimizer", (16 * MIB,), torch.uint8)
-    moments.fill_(3)
-    arena.release(["optimizer"])
-    arena.begin_restore(["optimizer"])
-    assert arena.release(["optimizer"]).copied_bytes == 0, "it arrived, and was clean"
-    arena.begin_restore(["optimizer"])
-    digest = arena.digest("optimizer")
-    assert int(moments.sum(dtype=torch.int64)) == 3 * 16 * MIB
-    assert digest == arena.digest("optimizer")
-
-
-# -- too little memory ---------------------------------------------------------------------------------------------------
-
-
 # -- allocations made by others -----------------------------------------------------------------------------------------
 
 
@@ -445,9 +399,6 @@ def test_adopted_memory_leaves_and_returns_like_its_own(making: Callable[..., Ar
     arena.adopt("grads", third, MIB, handles)
     arena.free(third)
     assert held() == 0
-
-
-# -- hostile and mistaken calls -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("call", ["release", "restore", "begin_restore", "begin_backup"])
@@ -505,8 +456,6 @@ def test_threads_do_not_meet_in_the_middle(arena: Arena):
     assert held() == 4 * MIB
     assert int(moments.sum(dtype=torch.int64)) == 20 * MIB
 
-
-# -- the measure from outside ----------------------------------------------------------------------------------------------
 
 HOLD = """
 import sys

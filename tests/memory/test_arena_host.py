@@ -39,9 +39,6 @@ def arena() -> Iterator[Arena]:
     made.close()
 
 
-# -- driver ------------------------------------------------------------------------------------------------------------
-
-
 def test_memory_without_an_address_and_addresses_without_memory(driver: HostVmmDriver):
     handle = driver.create(4 * PAGE)
     assert (device_bytes([PID], "host:2"), driver.free_bytes(), driver.capacity_bytes()) == (
@@ -175,9 +172,6 @@ def test_sizes_are_rounded_up_to_what_the_device_hands_out():
     coarse.close()
 
 
-# -- pool --------------------------------------------------------------------------------------------------------------
-
-
 def test_pieces_never_overlap_and_everything_comes_back():
     print("seed 5")
     dice, pool, pieces = random.Random(5), HostPool(64 * PAGE), {}
@@ -264,9 +258,6 @@ def test_a_pin_that_fails_leaves_nothing():
     assert len(Path("/proc/self/maps").read_text().splitlines()) <= num_maps + 2
 
 
-# -- tensors -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool,
                                    torch.float8_e4m3fn, torch.complex64])  # fmt: skip
 def test_a_tensor_is_the_memory_itself(arena: Arena, dtype: torch.dtype):
@@ -280,47 +271,6 @@ def test_a_tensor_is_the_memory_itself(arena: Arena, dtype: torch.dtype):
     same = tensor_at(address, (600,), dtype)
     tensor.zero_()
     assert not same.view(torch.uint8).any()
-
-
-def test_training_on_an_arena_is_bit_equal_to_training_elsewhere(arena: Arena):
-    """Parameters, gradients and moments in the arena leave after every step; the losses never know."""
-    arena.tag("grads", "discard")
-    arena.tag("optimizer", "backup")
-
-    def train(*, is_in_arena: bool) -> list[float]:
-        print("seed 11")
-        torch.manual_seed(11)
-        model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Tanh(), torch.nn.Linear(128, 8))
-        params = list(model.parameters())
-        moments = [torch.zeros_like(param) for param in params]
-        for param in params:
-            param.grad = torch.zeros_like(param)
-        if is_in_arena:
-            specs = [(tuple(p.shape), p.dtype) for p in params]
-            moments = [moment.zero_() for moment in empty_tensors(arena, "optimizer", specs)]
-            places = empty_tensors(arena, "params", specs), empty_tensors(arena, "grads", specs)
-            for param, place, grad in zip(params, *places, strict=True):
-                place.copy_(param.data)
-                param.data, param.grad = place, grad.zero_()
-        losses = []
-        for _ in range(12):
-            loss = model(torch.randn(16, 64)).square().mean()
-            loss.backward()
-            losses.append(loss.item())
-            with torch.no_grad():
-                for param, moment in zip(params, moments, strict=True):
-                    assert param.grad is not None
-                    param.sub_(moment.mul_(0.9).add_(param.grad), alpha=0.1)
-                    param.grad.zero_()
-            if is_in_arena:
-                for tag in ("params", "optimizer"):
-                    arena.mark_dirty(tag)
-                arena.release(["params", "grads", "optimizer"])
-                assert device_bytes([PID], "host:2") == 0
-                arena.restore(["optimizer", "params", "grads"])
-        return losses
-
-    assert train(is_in_arena=True) == train(is_in_arena=False)
 
 
 def test_tensors_side_by_side_share_a_region(arena: Arena):
@@ -338,6 +288,3 @@ def test_tensors_side_by_side_share_a_region(arena: Arena):
     arena.free(base)
     assert empty_tensors(arena, "params", []) == []
     assert empty_tensor(arena, "params", (0,), torch.int64).shape == (0,)
-
-
-# -- measuring -----------------------------------------------------------------------------------------------------------

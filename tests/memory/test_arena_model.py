@@ -31,12 +31,8 @@ CAPACITY_PAGES = 17
 POOL_PAGES = 10
 DEVICE = "host:9"
 TAGS: dict[Tag, TagPolicy] = {
-    "optimizer": "backup",
-    "frozen": "backup",
-    "grads": "discard",
-    "params": "rematerialise",
-    "context": "keep",
-}
+    "optimizer": "backup", "frozen": "backup", "grads": "discard", "params": "rematerialise", "context": "keep",
+}  # fmt: skip
 PRIORITIES: dict[Tag, int] = {"optimizer": 1, "frozen": 0, "grads": 0, "params": 2, "context": 0}
 
 MOSTLY: list[Tag] = ["optimizer", "frozen", "grads", "params"] * 4
@@ -340,9 +336,6 @@ class ArenaAgainstModel(RuleBasedStateMachine):
 
 TestArenaAgainstModel = ArenaAgainstModel.TestCase
 TestArenaAgainstModel.settings = settings(
-    max_examples=60,
-    stateful_step_count=50,
-    deadline=None,
-    print_blob=True,
+    max_examples=60, stateful_step_count=50, deadline=None, print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
-)
+)  # fmt: skip

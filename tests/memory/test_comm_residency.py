@@ -117,9 +117,6 @@ def test_work_that_hangs_is_left_at_its_deadline():
     hangs.set()
 
 
-# -- the choice --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("setting", "on_gpus", "lacking", "backend"),
     [
@@ -151,9 +148,6 @@ def test_communicators_are_reloaded_where_that_can_be_had(
 def test_a_way_that_is_gone_is_refused_with_what_to_use(gone: str):
     with pytest.raises(ValueError, match='use "reload"'):
         MemorySettings.model_validate({"communicators": gone})
-
-
-# -- the build ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

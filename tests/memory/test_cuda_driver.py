@@ -40,9 +40,6 @@ def give_back(driver: CudaDriver, address: int, num_bytes: int, handle: int, *, 
         driver.free_reservation(address, num_bytes)
 
 
-# -- the driver ----------------------------------------------------------------------------------------------------
-
-
 def test_a_device_tells_what_it_is(driver: CudaDriver, gpu: StandinGpu):
     assert driver.device == "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
     assert driver.granularity == GRANULE
@@ -199,16 +196,6 @@ def test_a_copy_whose_event_fails_is_waited_for_before_anyone_may_unmap(driver: 
     give_back(driver, address, GRANULE, handle)  # the stand-in would note an unmap under a copy
 
 
-def test_a_chunk_that_cannot_be_made_accessible_is_not_left_mapped(driver: CudaDriver, gpu: StandinGpu):
-    address, handle = driver.reserve(GRANULE), driver.create(GRANULE)
-    gpu.fail("cuMemSetAccess", INVALID_VALUE)
-    with pytest.raises(MemoryFault, match="cuMemSetAccess"):
-        driver.map(address, GRANULE, handle)
-    assert "mappings" not in gpu.live()
-    driver.release(handle, GRANULE)
-    driver.free_reservation(address, GRANULE)
-
-
 def test_the_thread_keeps_the_context_that_it_had(driver: CudaDriver, gpu: StandinGpu):
     other = PrimaryContext(CudaLibrary(gpu.path), 1)
     seen: list[int] = []
@@ -277,9 +264,6 @@ def test_closing_twice_is_closing_once_and_a_failing_stream_keeps_nothing_back(g
     driver.close()
 
 
-# -- pinning -------------------------------------------------------------------------------------------------------
-
-
 def test_a_pool_is_resident_and_pinned_once_and_unpinned_at_its_end(gpu: StandinGpu):
     pinning = Pinning(0, library=gpu.path, num_threads=3)
     pool = HostPool(5 * MIB, pinning)
@@ -311,9 +295,6 @@ def test_a_pool_that_cannot_be_pinned_is_not_there(gpu: StandinGpu):
     assert not isinstance(told.value, OutOfDeviceMemory)
     with pytest.raises(MemoryFault, match="by 0 threads"):
         Pinning(0, library=gpu.path, num_threads=0)
-
-
-# -- an arena on it ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -371,12 +352,3 @@ def test_waiting_for_one_tag_does_not_hide_that_another_did_not_arrive(arena: Ar
         with pytest.raises(MemoryFault, match="CUDA_ERROR_LAUNCH_FAILED"):
             restoring.wait(tag)
     assert [report.backing for report in arena.report()] == ["poisoned", "poisoned"]
-
-
-def test_a_copy_that_fails_poisons_its_tag_and_closing_still_gives_all_back(arena: Arena, gpu: StandinGpu):
-    arena.tag("optimizer", "backup")
-    arena.empty("optimizer", 12 * MIB)
-    gpu.fail("cuEventSynchronize", LAUNCH_FAILED, after=1)
-    with pytest.raises(MemoryFault, match=r"'optimizer'.*cuEventSynchronize.*CUDA_ERROR_LAUNCH_FAILED"):
-        arena.release(("optimizer",))
-    assert arena.report()[0].backing == "poisoned"

@@ -239,9 +239,6 @@ def test_slots_run_out_and_come_back(table: SegmentTable):
     assert register.take(table) == taken[5]
 
 
-# -- compiling -----------------------------------------------------------------------------------------------------
-
-
 def test_a_source_is_compiled_once_whoever_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     source = tmp_path / "seven.c"
     source.write_text('__attribute__((visibility("default"))) int seven(void) { return 7; }\n')

@@ -164,22 +164,6 @@ def test_a_restore_that_stays_impossible_gives_the_device_back(world: World, mon
     assert all(a.on_device for p in world.live.values() if p.gang == "trainer" for a in p.assets.values())
 
 
-def test_an_engine_that_dies_while_it_restores_gives_the_device_back(world: World) -> None:
-    world.weather.slow_s = 2.0
-    asked = world.lease("rollout", ALL["rollout"], ("trainer",), True, 30.0)
-    while world.live["rollout/0"].machine.state != "restoring":
-        world.advance(0.05)
-    world.kill("rollout/0")
-    world.advance(30.0)
-    assert not world.answers[asked].granted
-    assert "rollout/0 was lost while the switch was in its restore step" in world.answers[asked].reason
-    assert states(world, "trainer") == {"active"}
-    world.spawn("rollout/0")
-    world.weather.slow_s = 0.05
-    world.advance(0.5)
-    assert granted(world, "rollout", "trainer")
-
-
 def test_the_dead_of_several_devices_count_on_each_until_it_is_seen_to_be_free_there() -> None:
     world = World(2, SPANNING)
     world.advance(0.5)

@@ -255,9 +255,6 @@ def test_a_living_tenant_cannot_move() -> None:
     assert ledger.held("gpu0") == ledger.held("gpu1") == 10 * GIB
 
 
-# -- the tenant's side
-
-
 def command(number: int, kind: str, epoch: int) -> MemoryCommand:
     return MemoryCommand(command_id=f"c{number}", epoch=epoch, kind=kind)  # pyright: ignore[reportArgumentType]
 

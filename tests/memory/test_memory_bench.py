@@ -172,9 +172,6 @@ def test_a_lab_of_stand_ins_takes_turns_and_loses_nothing(tmp_path: Path) -> Non
             assert cycle["dropped_out"] > cycle["copied_out"]
 
 
-# -- runs that do not come to their end --------------------------------------------------------------------------------
-
-
 def test_a_part_that_is_ended_from_outside_tells_what_it_has(tmp_path: Path) -> None:
     code = f"""
 import sys; sys.path.insert(0, {str(GPU)!r})
@@ -192,6 +189,3 @@ os.kill(os.getpid(), signal.SIGTERM)
     assert done.returncode == 1
     for said in ("ended by signal 15", "half of it", "cannot be told: KeyError", "| speed | >= 1.00 | 2.00 | met |"):
         assert said in done.stdout
-
-
-# -- gangs that fail ---------------------------------------------------------------------------------------------------

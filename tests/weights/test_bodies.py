@@ -25,13 +25,9 @@ def test_a_bucket_is_named_in_the_order_of_its_bytes():
     assert len(bodies) == len(PLAN.buckets) > 1
     sent = orjson.loads(orjson.dumps(bodies[0].distributed("group", None)))
     assert sent == {
-        "names": ["model.embed_tokens.weight"],
-        "dtypes": ["bfloat16"],
-        "shapes": [[8, 4]],
-        "group_name": "group",
-        "load_format": "flattened_bucket",
-        "flush_cache": False,
-    }
+        "names": ["model.embed_tokens.weight"], "dtypes": ["bfloat16"], "shapes": [[8, 4]], "group_name": "group",
+        "load_format": "flattened_bucket", "flush_cache": False,
+    }  # fmt: skip
     last = orjson.loads(orjson.dumps(bodies[-1].distributed("group", "7")))
     assert last["weight_version"] == "7" and last["names"] == [t.name for t in PLAN.buckets[-1].tensors]
     assert tensor_body(["a", "b"], "7")["serialized_named_tensors"] == ["a", "b"]

@@ -6,15 +6,24 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from tests.weights.model_tensors import tensors_of
-from tests.weights.weight_lab import CONTEXT, VOCAB, InProcess, Server, engine_of, greedy, sending, serving, started
+from tests.weights.weight_lab import (
+    CONTEXT,
+    VOCAB,
+    InProcess,
+    Server,
+    engine_of,
+    greedy,
+    own_answer,
+    sending,
+    serving,
+    started,
+)
 
-from myxa.actors.engines.embedded.engine import EmbeddedEngine
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.weights.channels.sender import DeviceWeightSender
 from myxa.actors.weights.publish import join_parts
@@ -40,21 +49,9 @@ def shared(folders: list[Path]) -> Iterator[Server]:
         yield server
 
 
-@asynccontextmanager
-async def judge(folder: Path) -> AsyncGenerator[EmbeddedEngine, None]:
-    """An engine that has read the folder itself."""
-    engine = EmbeddedEngine(folder)
-    try:
-        await engine.start()
-        yield engine
-    finally:
-        await engine.close()
-
-
 async def answers_like(engine, folder: Path, version: int) -> None:
     ids, logprobs, versions = await greedy(engine, f"v{version}")
-    async with judge(folder) as own:
-        expected_ids, expected_logprobs, _ = await greedy(own, "own")
+    expected_ids, expected_logprobs, _ = await own_answer(folder)
     assert versions == {version}
     assert ids == expected_ids and logprobs == pytest.approx(expected_logprobs, abs=1e-5)
 

@@ -21,10 +21,8 @@ import pytest
 import pytest_asyncio
 from tests.weights.adoption_lab import VICTIM, WITNESS, Answer, FaultLab, LabEngine, PipeEngine, ServerEngine, fault_lab
 from tests.weights.fault_cells import CELLS, Cell, Channel, tables
-from tests.weights.fingerprint import greedy
-from tests.weights.weight_lab import CONTEXT, VOCAB
+from tests.weights.weight_lab import CONTEXT, VOCAB, own_answer
 
-from myxa.actors.engines.embedded.engine import EmbeddedEngine
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.core.errors import MyxaError
 
@@ -45,15 +43,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def fingerprints(folders: list[Path]) -> dict[Path, Answer]:
-    async def ask(folder: Path) -> Answer:
-        engine = EmbeddedEngine(folder)
-        await engine.start()
-        try:
-            return await greedy(engine, "own")
-        finally:
-            await engine.close()
-
-    return {folder: asyncio.run(ask(folder)) for folder in folders}
+    return {folder: asyncio.run(own_answer(folder)) for folder in folders}
 
 
 async def kill_sender(lab: FaultLab, engine: LabEngine) -> None:

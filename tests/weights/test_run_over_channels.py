@@ -31,19 +31,11 @@ async def test_a_sharded_trainer_sends_what_the_server_then_computes_with(
     job = make_job(tmp_path)
     with serving(tmp_path / "model") as server:
         process = job.start(
-            "roles.rollout.kind=sglang",
-            f'engine.attach=["{server.url}"]',
-            "weights.channel=nccl",
-            "weights.bucket_mb=1",
-            "weights.verify_every=1",
-            "roles.trainer.count=2",
-            "trainer.strategy=fsdp",
-            "async.max_staleness=0",
-            "reward.fn=regex",
-            'reward.pattern="[1-4]"',
-            "run.num_steps=100000",
+            "roles.rollout.kind=sglang", f'engine.attach=["{server.url}"]', "weights.channel=nccl",
+            "weights.bucket_mb=1", "weights.verify_every=1", "roles.trainer.count=2", "trainer.strategy=fsdp",
+            "async.max_staleness=0", "reward.fn=regex", 'reward.pattern="[1-4]"', "run.num_steps=100000",
             "guard.every=0",
-        )
+        )  # fmt: skip
         try:
             wait_until(lambda: len(_adopted(job, "rollout/0")) >= 2, "the second version in the server")
             run_dir = job.run_dir()
@@ -94,20 +86,12 @@ def test_a_killed_server_comes_back_and_is_given_the_weights_before_it_works(tmp
         port = int(second.url.rpartition(":")[2])
         process = stack.enter_context(
             job.start(
-                "roles.rollout.kind=sglang",
-                f'engine.attach=["{first.url}", "{second.url}"]',
-                "roles.rollout.count=2",
-                "roles.rollout.max_restarts=10",
-                "weights.channel=nccl",
-                "weights.join_s=10.0",
-                "weights.transfer_s=10.0",
-                "reward.fn=regex",
-                'reward.pattern="[1-4]"',
-                "run.num_steps=100000",
-                "run.max_wall_s=120.0",
-                "guard.every=0",
+                "roles.rollout.kind=sglang", f'engine.attach=["{first.url}", "{second.url}"]',
+                "roles.rollout.count=2", "roles.rollout.max_restarts=10", "weights.channel=nccl",
+                "weights.join_s=10.0", "weights.transfer_s=10.0", "reward.fn=regex", 'reward.pattern="[1-4]"',
+                "run.num_steps=100000", "run.max_wall_s=120.0", "guard.every=0",
             )
-        )
+        )  # fmt: skip
         try:
             wait_until(lambda: len(_adopted(job, "rollout/1")) >= 3, "the third version in the second server")
             for life in range(3):

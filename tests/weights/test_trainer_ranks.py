@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 from tests.weights.model_tensors import arrays_of, tensors_of
-from tests.weights.weight_lab import CONTEXT, VOCAB, engine_of, greedy, serving, started
+from tests.weights.weight_lab import CONTEXT, VOCAB, engine_of, greedy, own_answer, serving, started
 from torch import Tensor
 
 from myxa.actors.contracts import RolloutContract
-from myxa.actors.engines.embedded.engine import EmbeddedEngine
 from myxa.actors.engines.sglang.engine import SglangEngine
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.trainer.checkpoints import CheckpointOptions
@@ -166,15 +165,6 @@ async def test_over_a_shared_channel_each_rank_beside_an_engine_has_the_whole_mo
             assert not any(rank._ends._held for rank in ranks)
         finally:
             await node.close(grace_s=1)
-
-
-async def own_answer(folder: Path) -> tuple[list[int], list[float]]:
-    """Of the folder's weights themselves."""
-    own = EmbeddedEngine(folder)
-    await own.start()
-    ids, logprobs, _ = await greedy(own, "own")
-    await own.close()
-    return ids, logprobs
 
 
 @pytest.mark.timeout(90)

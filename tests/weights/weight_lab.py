@@ -17,6 +17,7 @@ import msgspec
 from tests.harness.commands import Command
 from tests.weights import fingerprint
 
+from myxa.actors.engines.embedded.engine import EmbeddedEngine
 from myxa.actors.engines.sglang.device_weights import DeviceRouteOptions, device_routes
 from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
 from myxa.actors.engines.sglang.weight_route import ServerControl, WeightRoute
@@ -212,6 +213,16 @@ async def started(engine: SglangEngine) -> AsyncGenerator[SglangEngine, None]:
     try:
         await engine.start()
         yield engine
+    finally:
+        await engine.close()
+
+
+async def own_answer(folder: Path) -> tuple[list[int], list[float], list[int]]:
+    """Of an engine that has read the folder itself."""
+    engine = EmbeddedEngine(folder)
+    try:
+        await engine.start()
+        return await fingerprint.greedy(engine, "own")
     finally:
         await engine.close()
 
