@@ -313,17 +313,6 @@ def test_a_quorum_also_covers_children_that_are_never_restarted_and_lost_nodes()
     assert end.children == ("buffer",)
 
 
-def test_a_lost_node_fails_the_run_and_names_the_node():
-    supervisor = make(run(alone("buffer"), rollouts(0)))
-    fail, end = both(
-        supervisor.on_lost("launcher/1", ["rollout/0", "rollout/1"], "launcher/1 is gone", 1.0), FailRun, End
-    )
-    assert fail == FailRun("launcher/1", "launcher/1 is gone", 4)
-    assert end.children == ("rollout/2",)
-    assert first(supervisor.on_exit("rollout/2", 0, 2.0), End).children == ("buffer",)
-    assert supervisor.on_exit("buffer", 0, 2.0) == [AllEnded()]
-
-
 # -- hung ----------------------------------------------------------------------------------------------------------------
 
 

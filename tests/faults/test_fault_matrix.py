@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 from tests.faults import network_lab, process_lab
-from tests.faults.depot import Depot, DepotContract
+from tests.faults.depot import Depot, DepotContract, pair
 from tests.faults.fault_table import NETWORK, PROCESS, RPC, Fault
 from tests.faults.verdict import check, check_all, told
 
 from myxa.core.refs import with_deadline
-from myxa.transport.node import Node
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -74,14 +73,10 @@ def test_the_long_ones(table: str) -> None:
 async def test_calls_work_in_both_directions_after_one_side_gave_the_other_up(tmp_path: Path, caplog: Any) -> None:
     """What broke was one direction, and the other side has noticed nothing."""
     caplog.set_level(logging.CRITICAL, "myxa")
-    host = await Node.attach(name="launcher/0")
-    near = await Node.attach(name="near", rdzv=host.rendezvous)
-    far = await Node.attach(name="far", rdzv=host.rendezvous)
-    try:
+    async with pair(tmp_path) as (near, far):
         await near.start(Depot(tmp_path / "near"), "near-depot")
-        await far.start(Depot(tmp_path / "far"), "far-depot")
-        await asyncio.gather(near.wait_for("far-depot", timeout_s=5), far.wait_for("near-depot", timeout_s=5))
-        there = with_deadline(near.ref(DepotContract, "far-depot"), 3.0)
+        await far.wait_for("near-depot", timeout_s=5)
+        there = with_deadline(near.ref(DepotContract, "depot"), 3.0)
         back = with_deadline(far.ref(DepotContract, "near-depot"), 3.0)
         await there.whoami()
         await back.whoami()
@@ -89,6 +84,3 @@ async def test_calls_work_in_both_directions_after_one_side_gave_the_other_up(tm
             near._session.unreachable(far._key, "the test says so")
             await first.whoami()
             await second.whoami()
-    finally:
-        for node in (far, near, host):
-            await node.close(grace_s=0.2)

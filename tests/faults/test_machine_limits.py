@@ -9,13 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.faults.depot import Depot, DepotContract
+from tests.faults.depot import DepotContract, pair
 
 from myxa.actors.ledger.ledger import Ledger
 from myxa.actors.ledger.states import State
 from myxa.core.errors import RemoteError
 from myxa.transport.hosting import Delivery
-from myxa.transport.node import Node
 
 pytestmark = [pytest.mark.timeout(60)]
 
@@ -181,16 +180,9 @@ async def test_a_request_that_there_is_no_memory_for_is_answered(tmp_path, monke
     def begin(self):
         raise MemoryError
 
-    host = await Node.attach(name="launcher/0")
-    near = await Node.attach(name="near", rdzv=host.rendezvous)
-    try:
-        await host.start(Depot(tmp_path / "stock"), "depot")
-        await near.wait_for("depot", timeout_s=5)
+    async with pair(tmp_path) as (near, _):
         with monkeypatch.context() as patch:
             patch.setattr(Delivery, "begin", begin)
             with pytest.raises(RemoteError, match="MemoryError"):
                 await near.ref(DepotContract, "depot").whoami()
         await near.ref(DepotContract, "depot").whoami()
-    finally:
-        await near.close(grace_s=0.2)
-        await host.close(grace_s=0.2)

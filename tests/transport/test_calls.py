@@ -47,12 +47,6 @@ async def test_values_and_arrays_come_back_as_they_went(world):
     assert again.values[0] == 0
 
 
-async def test_an_actor_may_be_called_from_its_own_process(world):
-    near = await world.join("near")
-    ref = await near.start(Echo(), "own")
-    assert (await ref.echo(Item(name="a", values=np.zeros(1, np.float32))))[0].name == "a"
-
-
 def records() -> list[object]:
     return [x for x in gc.get_objects() if type(x) in (Arrival, Delivery, PendingCall)]
 
@@ -99,16 +93,6 @@ async def test_errors_keep_their_class_if_it_is_in_the_tree(world):
         await ref.fail("by hand")
     assert other.value.remote_type == "ZeroDivisionError"
     assert "cast_of_actors.py" in other.value.remote_traceback
-
-
-async def test_casts_arrive_in_order(world):
-    echo = Echo()
-    near, _ = await world.pair(echo)
-    ref = near.ref(EchoContract, "callee")
-    for i in range(10):
-        await ref.note(str(i))
-    await until(lambda: len(echo.log) == 10)
-    assert echo.log == [str(i) for i in range(10)]
 
 
 async def test_unknown_name_fails_and_says_who_is_known(world):

@@ -12,7 +12,6 @@ import orjson
 import pytest
 
 from myxa.core.errors import BadRequest
-from myxa.core.ids import PeerKey
 from myxa.transport.codec import UndecodableError, decode_value, encode_value
 from myxa.transport.descriptors import SPARE
 from myxa.transport.session.frames import (
@@ -184,7 +183,6 @@ def test_a_hello_that_is_none_is_a_value_error(body):
 
 def test_a_hello_travels():
     assert read_hello(write_hello(hello(attempt=7))) == hello(attempt=7)
-    assert str(PeerKey(1, 2)) == "node 1 epoch 2"
 
 
 def test_every_lane_has_a_largest_message():

@@ -92,13 +92,3 @@ async def test_a_put_waits_for_the_next_incarnation(world):
     await reborn.start(again, "callee")
     assert await asyncio.gather(task, late, epoch) == [1, 1, 2]
     assert again.stock == {"a": 1, "b": 1}
-
-
-async def test_a_large_put_is_executed_once(world):
-    echo = Echo()
-    near, _ = await world.pair(echo)
-    ref = near.ref(EchoContract, "callee")
-    big = item("big", 1_000_000)
-    assert await ref.put(big, 1) == 1
-    assert await ref.put(big, 1) == 1
-    assert echo.stock == {"big": 1}

@@ -25,14 +25,6 @@ def pair(clock):
     return net, net.end(2, 1), net.end(3, 1)
 
 
-def test_to_oneself(pair):
-    _, one, _ = pair
-    sink = Sink()
-    one.call(one, sink)
-    one.serve()
-    assert len(sink.outcomes) == 1
-
-
 def test_the_callee_sees_the_time_that_is_left(pair, clock):
     net, one, two = pair
     one.call(two, Sink(), deadline_s=5)

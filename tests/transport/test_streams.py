@@ -79,14 +79,3 @@ async def test_the_end_of_the_consumer_ends_the_handler(world):
     world.nodes.remove(near)
     await until(lambda: echo.log[-1] == "stream over")
     await items.aclose()
-
-
-async def test_many_streams_at_once(world):
-    near, _ = await world.pair(Echo())
-    ref = near.ref(EchoContract, "callee")
-
-    async def total(n):
-        return [int(item.name) async for item in ref.count(0, n)]
-
-    results = await asyncio.gather(*(total(n) for n in range(1, 9)))
-    assert results == [list(range(n)) for n in range(1, 9)]
