@@ -99,6 +99,18 @@ def test_an_engine_that_says_it_serves_what_was_undone_adopts_again() -> None:
     assert adopt_one(late) == ("rollout/0", 7), "nobody knows which version 7 that is"
 
 
+def test_no_more_engines_adopt_at_once_than_may_also_once_the_number_was_lowered() -> None:
+    adoption = with_engines(*(f"rollout/{index}" for index in range(4)), at_once=2)
+    adoption.published(manifest(0))
+    first, second = adoption.next(), adoption.next()
+    assert first is not None and second is not None and adoption.next() is None
+    adoption.at_once = 1
+    adoption.fenced(first.engine, 1)
+    assert adoption.next() is None
+    adoption.adopted(second.engine, 1, 0)
+    assert adoption.next() is not None
+
+
 @pytest.mark.parametrize("at_once", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(8))
 def test_random_walk_never_frees_what_is_read_and_always_catches_up(seed: int, at_once: int) -> None:

@@ -183,6 +183,7 @@ def test_b_f8_choices() -> None:
 @pytest.mark.parametrize("text", [
     "The answer is a number that I cannot find", "A number of things", "I am not sure", "The answer is A or B.", r"\boxed{A or B}", r"\boxed{A, B}", "Answer: A, B, C",
     "<answer>A B</answer>", "It is a cat", "A is not correct", "Options B and C are correct.", "either B or C", "The answer is not B", "答案是A或B", "answer: A/B", "Both are Bad", "the answer is a lot", "<think>the answer is A",
+    "A cat sat", "my choice: I go", "AB", "Answer is B's", "", "A) x\nB) y\nhm",
 ])  # fmt: skip
 def test_b_f8_no_choice_was_made(text: str) -> None:
     assert [one for one in "ABCDEI" if score("choice", text, one)] == []
