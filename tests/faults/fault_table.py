@@ -181,7 +181,7 @@ NETWORK: dict[str, Fault] = {
     "long hole": Fault("black hole both ways, 25 s", _GIVEN_UP, _PATIENT, lasts_s=25.0, is_soak=True),
 }
 
-_LOST_S = 0.3
+_LOST_S = 0.6
 _LOST = Plan(deadline_s=1.2, bulk_s=1.2, patient_s=8.0)
 _SLOW = Plan(busy_s=1.5, deadline_s=0.6, bulk_s=0.6, patient_s=0.6, num_items=100, pause_s=0.02)
 _SLOW_CELL = once("DeadlineExceeded", within_s=0.8)
