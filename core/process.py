@@ -31,11 +31,6 @@ def boot_id() -> str:
         return socket.gethostname()
 
 
-def parent_of(pid: int) -> int:
-    """Process id of its parent; 0 if it is gone or cannot be seen."""
-    return _field(pid, 1)
-
-
 def parent_mark() -> str:
     """Names the process that started this one, as no other process is or was named: equal for all its children."""
     parent = os.getppid()

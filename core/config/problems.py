@@ -17,11 +17,14 @@ from .section import CONFLICTS, Conflict, KeyPath, OrElse, Table, find, keys_of,
 SHOWN_CHARS = 60
 
 _TUNNEL = "is no key any more: reach the control socket from another host by `ssh -L` (docs/control.md)"
+_BY_HAND = "is no key any more: `myxa kill` makes processes of a run fail"
 FORMER_KEYS: Mapping[KeyPath, str] = {
     ("control", "tcp"): _TUNNEL,
     ("control", "key_file"): _TUNNEL,
     ("control", "allow_file"): _TUNNEL,
     ("control", "autopilot"): "is no key any more: `myxa why` names the knob to turn, `myxa set` turns it",
+    ("chaos",): _BY_HAND,
+    ("run", "chaos"): _BY_HAND,
 }
 """Keys of earlier run files -> what to do instead."""
 

@@ -20,6 +20,7 @@ OTHER_WORDS: Mapping[str, str] = {
 }  # fmt: skip
 """Names in other programs -> our command. The nearest name by letters would be wrong: top for stop."""
 FORMER: Mapping[str, str] = {
+    "chaos": "`myxa kill` makes a process of the run fail",
     "apply": "`myxa set NAME=VALUE NAME=VALUE` changes several knobs, all or none",
     "config": "`myxa get --toml` prints what differs from the run file",
     "suggest": "`myxa why` names the knob to turn",

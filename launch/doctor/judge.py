@@ -215,7 +215,6 @@ MEGATRON_PYTHON = ((0, 17), (3, 12))
 """From that megatron-core on, this Python."""
 DRIVER_OF_CUDA: Mapping[int, int] = MappingProxyType({13: 580, 12: 525})
 """CUDA's major version -> oldest driver."""
-NEEDED = ("pyzmq", "pydantic", "numpy")
 SHOWN = ("torch", "sglang", "megatron-core", "torch-memory-saver", "transformers", "flashinfer-python", "nvidia-ml-py")
 
 

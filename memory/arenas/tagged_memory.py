@@ -92,11 +92,6 @@ def after(place: str, tag: Tag, backing: Backing, event: TagEvent) -> Backing:
     return result
 
 
-def bytes_to_copy(policy: TagPolicy, backing: Backing, num_bytes: int) -> int:
-    """What a release of the tag will move to the host, exactly."""
-    return num_bytes if LEAVES_BY.get((policy, backing)) is TagEvent.COPY_BEGUN else 0
-
-
 REMEDIES: MappingProxyType[Backing, str] = MappingProxyType(
     {
         "host": "restore the tag first",

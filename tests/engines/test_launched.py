@@ -22,7 +22,7 @@ import pytest
 from tests.engines.contract import ask, collect
 from tests.harness.fake_sglang import stand_in_environment
 from tests.harness.manifests import manifest_of
-from tests.harness.waiting import until
+from tests.harness.waiting import is_running, until, until_gone
 
 from myxa.actors.engines.sglang import launch
 from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
@@ -49,17 +49,6 @@ async def launched(
             yield engine
     finally:
         await engine.close()
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-async def until_gone(*pids: int) -> None:
-    await until(lambda: not any(is_running(pid) for pid in pids), f"{pids} gone")
 
 
 def helper_in(log: Path) -> int:

@@ -39,3 +39,8 @@ def is_running(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+async def until_gone(*pids: int) -> None:
+    """Until none of these processes runs."""
+    await until(lambda: not any(map(is_running, pids)), f"the end of {pids}")

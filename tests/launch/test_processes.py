@@ -12,10 +12,9 @@ import tempfile
 from datetime import datetime
 from pathlib import Path
 
-import psutil
 import pytest
 import uvloop
-from tests.harness.waiting import wait_until
+from tests.harness.waiting import is_running, wait_until
 
 from myxa.core.errors import LaunchError
 from myxa.core.process import die_with_parent
@@ -26,13 +25,6 @@ from myxa.launch.runtime_dir import RuntimeDir
 
 WAIT_S = 30.0
 LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 async def run_child(tmp_path: Path, code: str, act=None) -> tuple[Child, list[tuple[str, int]]]:
@@ -95,7 +87,7 @@ def test_what_it_started_ends_with_it(tmp_path: Path):
     with asyncio.Runner() as runner:
         runner.run(run_child(tmp_path, code))
     grandchild = int((tmp_path / "log").read_text())
-    wait_until(lambda: is_gone(grandchild), "the grandchild's end")
+    wait_until(lambda: not is_running(grandchild), "the grandchild's end")
 
 
 @pytest.mark.usefixtures("null_device")
@@ -124,10 +116,10 @@ def test_a_child_ends_when_its_parent_is_killed():
     assert parent.stdout is not None
     with parent.stdout:
         child = int(parent.stdout.readline())
-        assert not is_gone(child)
+        assert is_running(child)
         parent.kill()
         parent.wait(WAIT_S)
-        wait_until(lambda: is_gone(child), "the child's end")
+        wait_until(lambda: not is_running(child), "the child's end")
 
 
 def test_a_child_whose_parent_is_gone_already_ends_at_once():

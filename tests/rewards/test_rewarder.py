@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.harness.waiting import until_gone
 from tests.rewards.world import answer, failure, rewarder
 
 from myxa.actors.rewards import rewarder as rewarder_module
@@ -174,14 +174,7 @@ async def test_a_hung_worker_is_killed_with_what_it_started_and_replaced(code: s
         (second,) = (int((await made.score(answer("pid"))).parts["pid"]),)
         assert second != first
         assert not psutil.pid_exists(first)
-        await gone(int(note.read_text()))
-
-
-async def gone(pid: int) -> None:
-    async with asyncio.timeout(10):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                await asyncio.sleep(0.05)
+        await until_gone(int(note.read_text()))
 
 
 @pytest.mark.usefixtures("null_device")
@@ -285,7 +278,7 @@ async def test_a_worker_that_hangs_ends_when_its_parent_is_killed(code: str, tmp
     async with asyncio.timeout(60):
         out, _ = await parent.communicate()
     assert parent.returncode == -9
-    await gone(int(out))
+    await until_gone(int(out))
 
 
 async def test_an_async_function_that_takes_too_long_is_cancelled(code: str) -> None:

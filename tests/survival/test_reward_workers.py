@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.harness.waiting import is_running, until
+from tests.harness.waiting import until_gone
 
 from myxa.actors.rewards.rewarder import Rewarder
 from myxa.actors.user_code import process
@@ -144,7 +144,7 @@ async def test_tools_of_a_call_end_with_its_worker(code: str, tmp_path: Path, th
         await failure(made, f"tools {tmp_path} {then}")
         tools = [int(word) for word in (tmp_path / "note").read_text().split()]
         assert len(tools) == 3
-        await until(lambda: not any(map(is_running, tools)), "their end", timeout_s=20)
+        await until_gone(*tools)
         assert (await made.score(answer("fine"))).value == 1.0
 
 
@@ -185,8 +185,7 @@ async def test_an_actor_that_is_killed_leaves_neither_worker_nor_tools(code: str
     async with asyncio.timeout(60):
         out, _ = await actor.communicate()
     assert actor.returncode == -signal.SIGKILL
-    pids = [int(out), *map(int, (tmp_path / "note").read_text().split())]
-    await until(lambda: not any(map(is_running, pids)), "their end", timeout_s=20)
+    await until_gone(int(out), *map(int, (tmp_path / "note").read_text().split()))
 
 
 async def test_a_pattern_that_backtracks_for_ever_does_not_block_the_actor() -> None:
