@@ -20,6 +20,7 @@ follows a part of what the others follow. An arrow is drawn only where both of i
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import re
 from collections import deque
@@ -42,6 +43,12 @@ _MAX_TEXT = 4096
 _MAX_SAMPLES = 64
 """Groups with their texts that wait for the monitor: some MiB."""
 _Told = MetricPoint | Event | Span | GroupText
+
+
+@functools.lru_cache(maxsize=256)
+def _family(name: str) -> str:
+    """A state's name without the number at its end."""
+    return _NUMBER.sub("", name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +122,10 @@ class ActivityMeter:
 
     def switch(self, kind: ActivityKind, name: str = "", **args: Any) -> None:
         """Set the state that holds while no block is open. Saying the same again costs nothing."""
-        self._base = _State(kind, name, args)
-        self._update()
+        base = self._base
+        if (base.kind, base.name, base.args) != (kind, name, args):
+            self._base = _State(kind, name, args)
+            self._update()
 
     def totals(self) -> dict[ActivityKind, float]:
         """Seconds per kind since the meter was made; they sum to the elapsed time."""
@@ -180,7 +189,7 @@ class ActivityMeter:
         self._settled_s = now
 
     def _book_name(self, state: _State, elapsed_s: float) -> None:
-        family = _NUMBER.sub("", state.name)
+        family = _family(state.name)
         if not family:
             return
         key = f"{state.kind}/{family}"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import threading
 import typing
 from typing import Any
@@ -40,6 +41,14 @@ _CARRIERS: dict[str, np.dtype[Any]] = {
         *("float16", "float32", "float64", "complex64", "complex128"),
     )
 }
+
+
+_TRAVELS: dict[np.dtype[Any], tuple[str, np.dtype[Any]]] = {
+    np.dtype(name): (name, carrier) for name, carrier in _CARRIERS.items()
+}
+"""dtype -> its name on the wire and what its bytes are there; asking a dtype for its name costs more than the rest."""
+_ODD_FLOAT = re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]")
+"""A 64-bit float of msgpack that is infinite or no number; no text in UTF-8 has these bytes."""
 
 
 class BFloat16Array(np.ndarray[Any, np.dtype[np.uint16]]):
@@ -81,10 +90,10 @@ def lift(item: Any, lifted: list[memoryview]) -> Any:
     """What the body has for `item`, which JSON cannot express; an array's bytes are added to `lifted`."""
     if isinstance(item, np.ndarray):
         array = typing.cast("AnyArray", item)
-        name = "bfloat16" if isinstance(item, BFloat16Array) else array.dtype.name
-        carrier = _CARRIERS.get("uint16" if name == "bfloat16" else name)
-        if carrier is None:
+        known = _TRAVELS.get(array.dtype) or _TRAVELS.get(array.dtype.newbyteorder("="))
+        if known is None:
             raise TypeError(f"an array of dtype {array.dtype} is not on the closed list of dtypes")
+        name, carrier = ("bfloat16", known[1]) if isinstance(item, BFloat16Array) else known
         if len(lifted) >= LIMITS.arrays:
             raise ValueError(f"it holds more than {LIMITS.arrays} arrays")
         raw = np.ascontiguousarray(array, dtype=carrier)
@@ -97,7 +106,16 @@ def lift(item: Any, lifted: list[memoryview]) -> Any:
 
 def nonfinite(value: Any) -> list[tuple[list[str | int], str]]:
     """Path and text of every number in `value` that JSON cannot say."""
-    return _nonfinite(msgspec.to_builtins(value, enc_hook=lambda item: lift(item, []), str_keys=True))
+    try:
+        if not _ODD_FLOAT.search(msgspec.msgpack.encode(value, enc_hook=_without_arrays)):
+            return []
+    except OverflowError:  # a whole number of more than 64 bits, which JSON can say
+        pass
+    return _nonfinite(msgspec.to_builtins(value, enc_hook=_without_arrays, str_keys=True))
+
+
+def _without_arrays(item: Any) -> Any:
+    return None if isinstance(item, np.ndarray) else lift(item, [])
 
 
 def _nonfinite(tree: Any) -> list[tuple[list[str | int], str]]:
