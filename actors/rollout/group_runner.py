@@ -539,9 +539,8 @@ def _completion(prompt: Prompt, sample: Sample, *, begins_in_thought: bool) -> C
 
 def _before_last_turn(sample: Sample) -> list[int]:
     """The last ids that the model was given."""
-    own = np.flatnonzero(sample.loss_mask)
-    breaks = np.flatnonzero(np.diff(own) > 1)
-    start = int(own[breaks[-1] + 1] if len(breaks) else own[0]) if len(own) else 0
+    mask = sample.loss_mask.tobytes()
+    start = mask.rfind(0, 0, mask.rfind(1) + 1) + 1
     given = np.concatenate([sample.prompt_ids[-MARK_IDS:], sample.response_ids[:start]])
     return given[-MARK_IDS:].tolist()
 
