@@ -23,7 +23,7 @@ from torch.nn import functional
 from ....core.errors import TrainError
 from ...models.hf_folder import ModelConfig, open_weights
 from ...models.rotary import rotary_angles, rotary_gain
-from ..vocab_scores import TokenScores, score_tokens
+from ..vocab_scores import TokenScores, fused, score_tokens
 from .layout import Layout
 from .tensors import from_bytes, recomputed
 
@@ -86,6 +86,27 @@ def pad_rows(x: Tensor, layout: Layout) -> Tensor:
     return cast(Tensor, cast(Any, _PadRows).apply(x, layout.index_S, layout.slots_T))
 
 
+class _PickRows(Function):
+    """Some rows, none of them twice: the gradient is a copy and no scatter-add."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.num_rows = x.shape[0]
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        (grad,) = grads
+        return grad.new_zeros(ctx.num_rows, *grad.shape[1:]).index_copy_(0, rows, grad), None
+
+
+def pick_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """`x[rows]`, differentiable; `rows` holds no number twice."""
+    return cast(Tensor, cast(Any, _PickRows).apply(x, rows))
+
+
 class SelfAttention(nn.Module):
     """Grouped-query attention inside the blocks of a layout."""
 
@@ -101,12 +122,15 @@ class SelfAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.has_qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.has_qk_norm else nn.Identity()
 
-    def forward(self, x_Th: Tensor, rope: tuple[Tensor, Tensor], layout: Layout, rows_N: Tensor | None) -> Tensor:
-        """[T, hidden] -> [T, hidden], or [N, hidden] for the rows asked for."""
+    def projected(self, x_Th: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, heads, head_dim], keys and values [T, kv heads, head_dim], rotated."""
         q_THD = self.q_proj(x_Th).unflatten(-1, (-1, self.head_dim))
         k_TKD = self.k_proj(x_Th).unflatten(-1, (-1, self.head_dim))
         v_TKD = self.v_proj(x_Th).unflatten(-1, (-1, self.head_dim))
-        q_THD, k_TKD = rotate(self.q_norm(q_THD), rope), rotate(self.k_norm(k_TKD), rope)
+        return rotate(self.q_norm(q_THD), rope), rotate(self.k_norm(k_TKD), rope), v_TKD
+
+    def attended(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: Layout, rows_N: Tensor | None) -> Tensor:
+        """[T, heads * head_dim], or [N, ...] for the rows asked for."""
         padded = [pad_rows(x, layout) for x in (q_THD, k_TKD, v_TKD)]
         outputs: list[Tensor] = []
         start = 0
@@ -118,7 +142,7 @@ class SelfAttention(nn.Module):
             outputs.append(out_nHLD.transpose(1, 2).flatten(2).flatten(0, 1))
             start = end
         slots = layout.slots_T if rows_N is None else layout.slots_T[rows_N]
-        return self.o_proj(torch.cat(outputs).index_select(0, slots))
+        return pick_rows(torch.cat(outputs), slots)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask_nLL: Tensor | None) -> Tensor:
         """Attention inside one block: [n, heads, L, head_dim] from k and v [n, kv heads, L, head_dim]."""
@@ -172,9 +196,19 @@ class DecoderLayer(nn.Module):
         return self._compute(x_Th, rope, layout, rows_N)
 
     def _compute(self, x: Tensor, rope: tuple[Tensor, Tensor], layout: Layout, rows_N: Tensor | None) -> Tensor:
-        attended = self.self_attn(self.input_layernorm(x), rope, layout, rows_N)
-        x = (x if rows_N is None else x.index_select(0, rows_N)) + attended
-        return x + self.mlp(self.post_attention_layernorm(x))
+        attended = self.self_attn.attended(*_before_attention(x, self, rope), layout, rows_N)
+        return _after_attention(x if rows_N is None else pick_rows(x, rows_N), self, attended)
+
+
+@fused
+def _before_attention(x_Th: Tensor, layer: DecoderLayer, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    return layer.self_attn.projected(layer.input_layernorm(x_Th), rope)
+
+
+@fused
+def _after_attention(x: Tensor, layer: DecoderLayer, attended: Tensor) -> Tensor:
+    x = x + layer.self_attn.o_proj(attended)
+    return x + layer.mlp(layer.post_attention_layernorm(x))
 
 
 class DecoderStack(nn.Module):
