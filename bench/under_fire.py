@@ -23,9 +23,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from tests.harness.ledger_audit import audit_ledger
 from tests.harness.nemesis import RandomKills
 
-from myxa.actors.ledger.audit import audit_ledger
 from myxa.launch.demo.run import DemoOptions, warm_up
 
 REWARD_AT_LEAST = 0.85

@@ -200,11 +200,6 @@ class LiveSettings:
         )
         return Terms(knobs=self.epoch, sampling=sampling)
 
-    @property
-    def first_terms(self) -> Terms:
-        """What groups were dispatched under before ledgers kept terms."""
-        return Terms(knobs=0, sampling=self._sampling)
-
     # ---- pausing and stopping
 
     def pause(self, is_paused: bool, until_step: int | None = None) -> None:

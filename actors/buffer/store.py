@@ -74,7 +74,7 @@ class BufferStore:
         self.ledger = ledger
         self.admission = admission
         self.settings = settings
-        self.payloads = Payloads(ledger, settings)
+        self.payloads = Payloads(ledger)
         self.cursor = PromptCursor(source, ledger, quarantine)
         self.cursor.use(settings.values.mix, settings.values.difficulty)
         self.poison = PoisonTracker(ledger, max_deaths)
@@ -460,9 +460,8 @@ class Payloads:
     """What groups hold, as records, and the short account of each by which the trainer's leader plans. Raises
     LedgerError naming a group whose payload is damaged or missing."""
 
-    def __init__(self, ledger: Ledger, settings: LiveSettings) -> None:
+    def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._settings = settings
         self._metas: dict[int, GroupMeta] = {}
         self._terms: dict[int, Terms] = {}
         self.newest: Group | None = None
@@ -487,8 +486,7 @@ class Payloads:
             raise LedgerError(f"group {group_id} was never drawn")
         if row.state not in (State.READY, State.CLAIMED, State.TRAINED):
             raise LedgerError(f"group {group_id} is {row.state}: it has no payload to fetch")
-        group = decode_group(group_id, self._ledger.payload(group_id) or b"")
-        return group if row.terms else _at(group, self.terms_of(row).sampling.temperature)
+        return decode_group(group_id, self._ledger.payload(group_id) or b"")
 
     def meta_of(self, row: Row) -> GroupMeta:
         """The account of a group that is whole."""
@@ -522,7 +520,7 @@ class Payloads:
         if row.terms not in self._terms:
             text = self._ledger.terms(row.terms)
             try:
-                terms = msgspec.json.decode(text, type=Terms) if row.terms else self._settings.first_terms
+                terms = msgspec.json.decode(text, type=Terms)
             except msgspec.MsgspecError as error:
                 raise LedgerError(f"the terms of group {row.group_id} are damaged: {error}") from error
             self._terms[row.terms] = terms
@@ -533,12 +531,6 @@ def oldest_version(partial: tuple[Sample, ...], version: int) -> int:
     """Oldest stamp of unfinished samples, or of what starts now at `version`."""
     stamps = [stamp for stamp in (sample.oldest_version() for sample in partial) if stamp >= 0]
     return min([*stamps, version]) if version >= 0 else min(stamps, default=NO_VERSION)
-
-
-def _at(group: Group, temperature: float) -> Group:
-    """A group of a version whose samples had no temperature."""
-    samples = tuple(msgspec.structs.replace(sample, temperature=temperature) for sample in group.samples)
-    return msgspec.structs.replace(group, samples=samples)
 
 
 def _meta(group: Group, version: int) -> GroupMeta:

@@ -21,7 +21,7 @@ from ...core.errors import LedgerError
 from ...core.files import is_locked, lock_remedy, refusal, take_lock
 from .states import AT_REST, PASSED_OVER, REWIND, TRANSITIONS, Row, State
 
-FORMAT = "1"
+FORMAT = "2"
 
 UNWRITABLE = "is the disk full or the file system read-only?"
 
@@ -31,8 +31,6 @@ LIVE = "live/"
 _COLUMNS = tuple(f.name for f in fields(Row))
 _VALUES = attrgetter(*_COLUMNS)
 """Of a row; `dataclasses.astuple` would copy each of them, which costs more than to write them."""
-_LATER = {"terms": "0", "source": "''", "source_draw": "-1", "reward": "NULL"}
-"""Columns that ledgers did not have from the beginning, and what is true of a row from before."""
 _KINDS = {"group_id": "INTEGER PRIMARY KEY", "reward": ""}
 _SCHEMA = f"""
 CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -44,9 +42,8 @@ CREATE TABLE transitions(
   seq INTEGER PRIMARY KEY, group_id INTEGER NOT NULL, from_state TEXT NOT NULL, to_state TEXT NOT NULL,
   attempt INTEGER NOT NULL, wall_s REAL NOT NULL, detail TEXT NOT NULL);
 CREATE INDEX transitions_by_group ON transitions(group_id, seq);
+CREATE TABLE terms(id INTEGER PRIMARY KEY, data TEXT NOT NULL UNIQUE);
 """
-_TERMS = "CREATE TABLE IF NOT EXISTS terms(id INTEGER PRIMARY KEY, data TEXT NOT NULL UNIQUE)"
-
 _INVARIANTS: tuple[tuple[str, str], ...] = (
     ("is at rest in a passing state", f"state NOT IN ({', '.join(repr(str(s)) for s in sorted(AT_REST))})"),
     (
@@ -95,12 +92,6 @@ class LedgerReader:
         try:
             self._db = sqlite3.connect(_reading(path, self._traces), uri=True)
             self._db.execute("PRAGMA busy_timeout=10000")
-            lacking = self._lacking()
-            if "terms" in lacking:
-                self._db.execute(_TERMS.replace("TABLE", "TEMP TABLE", 1))
-            if lacking:
-                as_before = ", ".join(f"{value} AS {name}" for name, value in lacking.items())
-                self._db.execute(f"CREATE TEMP VIEW groups AS SELECT *, {as_before} FROM main.groups")
         except (sqlite3.Error, OSError) as error:
             self._traces.close()
             raise LedgerError(f"{path} cannot be used as a ledger: {error}", remedy="is it another file?") from error
@@ -109,11 +100,6 @@ class LedgerReader:
         """Release the file; never raises."""
         self._db.close()
         self._traces.close()
-
-    def _lacking(self) -> dict[str, str]:
-        """Columns that this ledger, from before there were any, does not have, and their value in all its rows."""
-        known = {column[1] for column in self._db.execute("PRAGMA table_info(groups)")}
-        return {name: value for name, value in _LATER.items() if name not in known} if known else {}
 
     def query(self, sql: str, *args: Any) -> list[tuple[Any, ...]]:
         """Rows of a SELECT."""
@@ -231,7 +217,6 @@ class LedgerFile(LedgerReader):
             names = {"format": FORMAT, "base_version": "0", "durable_version": "0", "payload_floor": "0"} | identity
             self._db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA}")
             self._db.executemany("INSERT INTO meta VALUES (?, ?)", names.items())
-            self._db.execute(_TERMS)
             self._db.execute("COMMIT")
             return
         known = self.meta()
@@ -239,12 +224,9 @@ class LedgerFile(LedgerReader):
             if known.get(key) != wanted:
                 raise LedgerError(
                     f"{self.path} belongs to another {key}: {known.get(key)!r}, this run has {wanted!r}",
-                    remedy="resume with the run's own files, or start a run with an empty directory",
+                    remedy="resume with the run's own files and the version of myxa that began it, or start a run with "
+                    "an empty directory",
                 )
-        self._db.execute(_TERMS)  # ledgers from before there were terms
-        for name, value in self._lacking().items():
-            kind = _KINDS.get(name, f"NOT NULL DEFAULT {value}")
-            self._db.execute(f"ALTER TABLE groups ADD COLUMN {name} {kind}")
 
     def add_terms(self, data: str) -> int:
         """The number of these terms, new or known. Raises LedgerError if the file cannot be written."""

@@ -35,7 +35,7 @@ class LedgerEntry:
 
     row: Row
     terms: str
-    """Empty: from before ledgers kept them."""
+    """Empty: it was never dispatched."""
     is_whole: bool
     payload: bytes | None
 

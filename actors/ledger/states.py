@@ -104,7 +104,7 @@ class Row:
     num_tokens: int = -1
     """Response tokens of all members, once known."""
     terms: int = 0
-    """Under which terms it was dispatched first, as the ledger numbers them; 0: before ledgers kept terms."""
+    """Under which terms it was dispatched first, as the ledger numbers them; 0: it never was."""
     source: str = ""
     """Name of the source that was drawn from; empty: there is only one."""
     source_draw: int = -1

@@ -42,8 +42,8 @@ from make_model import SHAPES, make_learner
 from reverse_task import write_data
 from run_figures import newest_run
 from runs import ends_of_logs, stage
+from tests.harness.ledger_audit import audit_ledger
 
-from myxa.actors.ledger.audit import audit_ledger
 from myxa.actors.models.tiny import PRESETS
 from myxa.core.errors import MyxaError
 from myxa.launch.control.client import ControlClient

@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 import pytest
 from tests.buffer.conftest import make_group, make_sample
+from tests.harness.ledger_audit import audit_ledger
 from tests.harness.waiting import until
 
 from myxa.actors.contracts import BufferContract
-from myxa.actors.ledger.audit import audit_ledger
 from myxa.actors.trainer.train_loop import GroupFetcher
 from myxa.algos.filters import zero_variance
 from myxa.algos.staleness import STALE_AFTER_RETUNE

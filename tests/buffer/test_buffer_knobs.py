@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -212,33 +211,3 @@ async def test_a_new_reason_for_waiting_is_told_at_once(shop: Any) -> None:
         await desk.train(0)
         assert (await desk.draw(version=0, wait_s=WAIT_S, blocked_by="staleness")).blocked_by == "weights"
         assert len((await desk.draw(version=1)).assignments) == 2
-
-
-# ---- ledgers from before
-
-
-async def test_a_ledger_without_terms_goes_on(shop: Any) -> None:
-    """Written by a version whose samples had no temperature: they were drawn at the run file's."""
-    sampling = SamplingParams(temperature=0.5, max_new_tokens=4)
-    async with shop.open(sampling=sampling, max_staleness=2) as desk:
-        kept, _ = (await desk.draw(max_groups=2)).assignments
-        await desk.put(kept)
-    with sqlite3.connect(shop.path) as db:
-        db.execute("ALTER TABLE groups DROP COLUMN terms")
-        db.execute("DROP TABLE terms")
-        (payload,) = db.execute("SELECT data FROM payloads").fetchone()
-        group = msgspec.msgpack.decode(payload)
-        del group["knobs"]
-        for sample in group["samples"]:
-            del sample["temperature"]
-        db.execute("UPDATE payloads SET data = ?", (msgspec.msgpack.encode(group),))
-    db.close()
-    async with shop.open(sampling=sampling, max_staleness=2) as desk:
-        await desk.change(3, temperature=0.9)
-        again, new = (await desk.draw(max_groups=2, epoch=2)).assignments
-        assert (again.prompt.group_id, again.sampling.temperature, new.sampling.temperature) == (1, 0.5, 0.9)
-        assert (await desk.put(again)).outcome == "ready"
-        claim = await desk.ref.claim(0, 0.0)
-        assert [m.group_id for m in claim.groups] == [0, 1]
-        groups = await desk.ref.fetch((0,))
-        assert {sample.temperature for sample in groups[0].samples} == {0.5}

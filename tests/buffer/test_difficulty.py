@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.buffer.conftest import NumberedRows
 from tests.buffer.mixed_rows import Desk, ShuffledRows, mixed
+from tests.harness.ledger_audit import audit_ledger
 
 from myxa.actors.buffer.difficulty import NO_WINDOW, Window
-from myxa.actors.ledger.audit import audit_ledger
-from myxa.actors.ledger.states import OUT_OF_WINDOW, Row, State
+from myxa.actors.ledger.states import OUT_OF_WINDOW, Row
 from myxa.algos.staleness import STALE
 from myxa.core.errors import DataError
 
@@ -200,19 +199,3 @@ def test_a_source_that_ends_is_told_once_and_the_others_go_on_by_their_ratios(tm
     desk.cursor.use("a:1,b:0,c:0", NO_WINDOW)
     assert desk.draw(1) == [] and not desk.cursor.has_next
     desk.ledger.close()
-
-
-def test_a_ledger_from_before_goes_on_and_knows_nothing_of_old_groups(desk: Desk) -> None:
-    first_pass(desk, EASY, GOOD, HARD, EASY)
-    desk.ledger.close()
-    with sqlite3.connect(desk.path) as db:
-        for column in ("source", "source_draw", "reward"):
-            db.execute(f"ALTER TABLE groups DROP COLUMN {column}")
-    db.close()
-    assert audit_ledger(desk.path).problems == ()
-    desk.open()
-    desk.cursor.use("", HALF)
-    assert rows_of(desk.draw(4)) == [0, 1, 2, 3]
-    for row in desk.ledger.rows(State.DISPATCHED):
-        desk.finish(row, EASY if row.draw == 4 else GOOD)
-    assert rows_of(desk.draw(3)) == [1, 2, 3]

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.harness.ledger_audit import audit_ledger
 
-from myxa.actors.ledger.audit import audit_ledger
 from myxa.actors.ledger.ledger import Ledger
 from myxa.actors.ledger.resume import read_facts
 from myxa.actors.ledger.states import Row

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.harness.ledger_audit import audit_ledger
 
-from myxa.actors.ledger.audit import audit_ledger
 from myxa.actors.ledger.ledger import Ledger
 from myxa.actors.ledger.resume import floor_of
 from myxa.actors.ledger.states import LEFTOVER, REDRAWN, Row, State

@@ -11,9 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.buffer.mixed_rows import Desk, mixed
+from tests.harness.ledger_audit import audit_ledger
 
 from myxa.actors.buffer.difficulty import Window
-from myxa.actors.ledger.audit import audit_ledger
 from myxa.actors.ledger.states import OUT_OF_WINDOW, PASSED_OVER, Row
 from myxa.algos.staleness import STALE
 

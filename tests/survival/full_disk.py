@@ -17,11 +17,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.harness.commands import run as run_command
+from tests.harness.ledger_audit import audit_ledger
 from tests.harness.run_job import events, metrics
 from tests.harness.waiting import wait_until
 from tests.survival.lives import BATCH, NUM_PROMPTS, Lives, make_lives
 
-from myxa.actors.ledger.audit import audit_ledger
 from myxa.actors.ledger.states import REDRAWN
 
 MIB = 1 << 20

@@ -16,10 +16,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
+from tests.harness.ledger_audit import audit_ledger
 from tests.harness.run_job import PATIENT, Job, events, make_job, metrics, worker_pids
 from tests.harness.waiting import wait_until
-
-from myxa.actors.ledger.audit import audit_ledger
 
 NUM_PROMPTS = 60
 BATCH = 4

@@ -9,11 +9,11 @@ import signal
 from pathlib import Path
 
 import pytest
+from tests.harness.ledger_audit import audit_ledger
 from tests.harness.run_job import audit, events, make_job
 from tests.harness.waiting import wait_until
 from tests.integration.attached_server import listens, start_server
 
-from myxa.actors.ledger.audit import audit_ledger
 from myxa.launch.control.client import ControlClient
 
 pytestmark = pytest.mark.timeout(300)

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.harness.ledger_audit import LedgerAudit, audit_ledger
 from tests.harness.nemesis import Plan, struck
 from tests.harness.waiting import wait_until
 from tests.survival.lives import Lives, make_lives
 
-from myxa.actors.ledger.audit import LedgerAudit, audit_ledger
 from myxa.launch.demo.run import write_rows
 
 AT = (

@@ -9,8 +9,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from tests.harness.ledger_audit import audit_ledger
 
-from myxa.actors.ledger.audit import audit_ledger
 from myxa.actors.ledger.ledger import Ledger
 from myxa.actors.ledger.states import Row, State
 from myxa.core.errors import LedgerError

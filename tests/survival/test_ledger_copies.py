@@ -50,14 +50,15 @@ def test_what_a_killed_buffer_left_beside_it_is_read_too(run: RunOnDisk, tmp_pat
     assert read_facts(killed / LEDGER).claimed == 5
 
 
-def test_one_from_before_there_were_terms_is_read_as_it_is(run: RunOnDisk):
+def test_one_of_another_format_is_refused_as_it_is(run: RunOnDisk):
     with sqlite3.connect(run.ledger) as db:
-        db.execute("ALTER TABLE groups DROP COLUMN terms")
-        db.execute("DROP TABLE terms")
+        db.execute("UPDATE meta SET value = '1' WHERE key = 'format'")
     db.close()
     before = describe_file(run.ledger)
-    assert read_facts(run.ledger).claimed == 4
-    assert describe_file(run.ledger) == before
+    for use in (lambda: read_facts(run.ledger), run.open):
+        with pytest.raises(LedgerError, match="format"):
+            use()
+    assert describe_file(run.ledger).sha256 == before.sha256
 
 
 @pytest.mark.parametrize("content", [b"", b"no ledger"])

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 from tests.control.live import live_run
+from tests.harness.ledger_audit import audit_ledger
 from tests.harness.run_job import audit, events, make_job, metrics, worker_pids
 from tests.harness.waiting import wait_until
-
-from myxa.actors.ledger.audit import audit_ledger
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.harness.ledger_audit import audit_ledger
 from tests.harness.run_job import events
 from tests.survival.lives import BATCH, NUM_PROMPTS, Lives, consumed, make_lives
 
-from myxa.actors.ledger.audit import audit_ledger
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.core.files import take_lock
 from myxa.launch.cli import main

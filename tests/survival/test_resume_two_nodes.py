@@ -14,11 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.harness.commands import Command
+from tests.harness.ledger_audit import audit_ledger
 from tests.harness.run_job import PATIENT, Job, events, make_job, metrics, worker_pids
 from tests.harness.waiting import wait_until
 from tests.survival.lives import BATCH, FLAGS, NUM_PROMPTS, consumed
 
-from myxa.actors.ledger.audit import audit_ledger
 from myxa.launch.run_lineage.origin import RunOrigin
 
 pytestmark = pytest.mark.timeout(180)

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness.commands import Command
+from tests.harness.ledger_audit import LedgerAudit, audit_ledger
 from tests.harness.nemesis import Plan, Struck, struck
 from tests.harness.run_job import PATIENT, Job, events, make_job
-
-from myxa.actors.ledger.audit import LedgerAudit, audit_ledger
 
 BATCH = 4
 RUN = (

@@ -1,6 +1,6 @@
 """What a ledger file proves about its run, read from outside during or after the run.
 
-Independent of `file.py`, which checks what its owner is about to rely on. Here every group's transitions are walked
+Independent of `actors/ledger/file.py`, which checks what its owner is about to rely on. Here every group's transitions are walked
 from the beginning, and their result is compared with the rows. Opens the file read-only and takes no lock.
 """
 
@@ -13,8 +13,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...core.errors import LedgerError
-from .states import AT_REST, REDRAWN, REWIND, TRANSITIONS, State
+from myxa.actors.ledger.states import AT_REST, REDRAWN, REWIND, TRANSITIONS, State
+from myxa.core.errors import LedgerError
 
 _DONE = (State.TRAINED, State.DURABLE)
 _WITH_PAYLOAD = (State.READY, State.CLAIMED, State.TRAINED)
@@ -76,8 +76,7 @@ def audit_ledger(path: Path) -> LedgerAudit:
             db.execute("BEGIN")  # one moment of a run that may still write
             groups = [_Group(*values) for values in db.execute(_GROUPS)]
             moves = [_Move(*values) for values in db.execute(_MOVES)]
-            is_mixed = any(column[1] == "source" for column in db.execute("PRAGMA table_info(groups)"))
-            draws: list[tuple[str, int, int]] = db.execute(_SOURCES).fetchall() if is_mixed else []
+            draws: list[tuple[str, int, int]] = db.execute(_SOURCES).fetchall()
             marks = dict(db.execute("SELECT key, value FROM meta"))
             durable, floor = int(marks["durable_version"]), int(marks["payload_floor"])
     except (sqlite3.Error, KeyError, ValueError) as error:
