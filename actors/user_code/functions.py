@@ -17,7 +17,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -105,6 +105,7 @@ def reward_expected(key: str, *, takes_group: bool) -> Expected:
 
 
 WORKFLOW = Expected("rollout.workflow", 2, "async def generate(ctx: WorkflowContext, prompt: Prompt) -> Sample")
+CLASS_WORKFLOW = replace(WORKFLOW, num_args=0, signature="class Flow: def __init__(self, ...)")
 GROUP_FILTER = Expected("algo.group_filter", 1, "def keep(group: Group) -> bool | str")
 REWARD_POST_PROCESS = Expected(
     "algo.reward_post_process", 1, "def process(groups: list[Group]) -> list[Sequence[float]]", must_be_plain=True
@@ -135,10 +136,6 @@ def load_function(name: str, expected: Expected, args: Mapping[str, Any] | None 
     """
     fn = _named(name, expected)
     _check_signature(name, fn, expected, args or {})
-    if expected.must_be_plain and is_async(fn):
-        raise ConfigError(
-            f'{expected.key} = "{name}" is an async function', remedy=f"it must look like: {expected.signature}"
-        )
     return UserFunction(name, fn, is_async(fn))
 
 
@@ -153,7 +150,7 @@ def load_workflow_class(name: str, args: Mapping[str, Any]) -> type[Any] | None:
     found: object = _named(name, WORKFLOW)
     if not isinstance(found, type):
         return None
-    _check_signature(name, found, replace(WORKFLOW, num_args=0, signature="class Flow: def __init__(self, ...)"), args)
+    _check_signature(name, found, CLASS_WORKFLOW, args)
     return found
 
 
@@ -271,13 +268,38 @@ def _check_signature(name: str, fn: Callable[..., Any], expected: Expected, args
     try:
         signature = inspect.signature(fn)
     except ValueError:  # some built-in functions have none to look at
-        return
+        signature = None
+    check_call(name, signature, expected, args, is_async=is_async(fn))
+
+
+def check_call(
+    name: str, signature: inspect.Signature | None, expected: Expected, args: Iterable[str], *, is_async: bool
+) -> None:
+    """Raise ConfigError unless a function of that signature can be called as is expected, with named arguments of the
+    run file besides."""
+    like = f"it must look like: {expected.signature}"
+    if expected.must_be_plain and is_async:
+        raise ConfigError(f'{expected.key} = "{name}" is an async function', remedy=like)
     try:
-        signature.bind(*([None] * expected.num_args), **args)
+        if signature is not None:
+            signature.bind(*([None] * expected.num_args), **dict.fromkeys(args))
     except TypeError as error:
-        named = f" and the arguments {', '.join(args)}" if args else ""
+        count = f"called with {expected.num_args} value{'s' if expected.num_args > 1 else ''}"
+        remedy = _named_remedy(signature, expected, set(args)) if signature is not None else ""
         raise ConfigError(
             f'{expected.key} = "{name}" has the signature {signature}: {error}',
-            remedy=f"it must look like: {expected.signature}, called with {expected.num_args} value"
-            f"{'s' if expected.num_args > 1 else ''}{named}",
+            remedy="; ".join(filter(None, (remedy, f"{like}, {count}"))),
         ) from error
+
+
+def _named_remedy(signature: inspect.Signature, expected: Expected, args: set[str]) -> str:
+    """What to do about named arguments; empty if they are not the trouble."""
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = [one for one in signature.parameters.values() if one.kind not in kinds][expected.num_args :]
+    known = [one.name for one in named]
+    table = f"{expected.key.removesuffix('.fn')}{'.' if expected.key.endswith('.fn') else '_'}args"
+    if unknown := sorted(args - set(known)):
+        return suggest(unknown[0], known) if known else f"take {', '.join(unknown)} out of {table}"
+    missing = [one.name for one in named if one.default is one.empty and one.name not in args]
+    it = "it" if len(missing) == 1 else "them"
+    return f"give {it} in {table}, or a default in the function" if missing else ""

@@ -73,11 +73,15 @@ class Problem:
     is_required: bool = False
     """The value is missing and has no default."""
 
-    def __str__(self) -> str:
-        where = f"{self.origin}: " if self.origin else ""
+    @property
+    def text(self) -> str:
+        """Without the place."""
         what = ".".join(_key_text(key) for key in self.path)
         value = f" = {self.shown}" if self.shown else ""
-        return f"{where}{what}{value}{': ' if what else ''}{self.cause}"
+        return f"{what}{value}{': ' if what else ''}{self.cause}"
+
+    def __str__(self) -> str:
+        return f"{self.origin}: {self.text}" if self.origin else self.text
 
 
 def _key_text(key: str) -> str:

@@ -57,8 +57,7 @@ def _gib(text: str) -> float:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from ..plan.plan_page import plan_json, plan_text
-    from ..plan.run_plan import RunPlanOptions, make_plan
+    from ..checks.plan import RunPlanOptions, make_plan, plan_json, plan_text
 
     plan = make_plan(
         RunPlanOptions(
@@ -81,7 +80,7 @@ def _plan(options: argparse.Namespace) -> int:
 def _plan_coloured(text: str) -> Text:
     from rich.text import Text
 
-    from ..plan.plan_page import styled_lines
+    from ..checks.plan import styled_lines
 
     return Text("\n").join(Text(line, style=style) for line, style in styled_lines(text))
 
@@ -103,17 +102,17 @@ def add_doctor(verbs: Verbs) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from ..doctor.gather import gather
-    from ..doctor.judge import checks_json, checks_text, judge
+    from ..checks.all_checks import findings_json, findings_text, judge
+    from ..checks.machine import gather
 
-    checks = judge(gather(options.dir))
+    findings = judge(gather(options.dir))
 
     def page(value: Any) -> Text | str:
-        text = checks_text(checks)
+        text = findings_text(findings)
         return _doctor_coloured(text) if sys.stdout.isatty() else text
 
-    show(options, checks_json(checks), page)
-    return 1 if any(check.status == "error" for check in checks) else 0
+    show(options, findings_json(findings), page)
+    return 1 if any(one.severity == "error" for one in findings) else 0
 
 
 def _doctor_coloured(text: str) -> Text:
@@ -224,7 +223,7 @@ def read_key(options: argparse.Namespace) -> str:
 def _engine_serve(options: argparse.Namespace) -> int:
     import asyncio
 
-    from ..preflight.machine import check_port
+    from ..checks.machine import check_port
 
     key = read_key(options)
     raise_limit()

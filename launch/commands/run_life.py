@@ -384,10 +384,10 @@ def _fork(options: argparse.Namespace) -> int:
 
 def _check_of(options: argparse.Namespace) -> Callable[[RunConfig], None]:
     """What can be seen to be wrong before a directory is made: all, or only what does not depend on the machine."""
+    from ..checks.all_checks import RESUME_CHECKS, check_node
     from ..launcher import LaunchOptions
     from ..node_place import find_place
     from ..nodes.launch_options import check_own
-    from ..preflight.preflight import RESUME_CHECKS, check_node
     from ..run_lineage.origin import RunOrigin
     from ..supervisor.placement import place
 

@@ -15,10 +15,10 @@ from ...core.config import RunConfig
 from ...core.errors import ConfigError, TrainError
 from ...core.process import boot_id
 from ..actor_spec import ActorSpec
+from ..checks.all_checks import check_node
 from ..composition.weight_channels import choose_channel
 from ..contracts import LateWish, NodeFacts
 from ..node_place import NodePlace
-from ..preflight.preflight import check_node
 from ..run_dir import RunDir
 from ..run_lineage.resume_point import named_checkpoint
 from ..supervisor.placement import place as place_actors

@@ -24,9 +24,9 @@ import msgspec
 from ...core.errors import CallError, ConfigError, LaunchError
 from ...transport.address import Rendezvous, interface_towards
 from ...transport.node import JobKey, KeyPair, Node
+from ..checks.machine import check_port
 from ..contracts import ChildEnd, agent_name
 from ..node_place import Endpoint, NodePlace, find_late_place, parse_endpoint
-from ..preflight.machine import check_port
 from ..run_dir import RunDir
 from ..worker_spec import ProcessSpec
 

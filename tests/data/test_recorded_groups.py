@@ -16,7 +16,8 @@ from myxa.actors.models.tiny import make_tiny_model
 from myxa.core.config import RunConfig, load_config
 from myxa.core.errors import DataError
 from myxa.core.samples import Group, Message, Prompt, Sample
-from myxa.launch.plan.data_glance import glance_at_sources
+from myxa.launch.checks.check import CheckedRun
+from myxa.launch.checks.file_checks import train_rows
 
 CONTEXT = 32
 Line = dict[str, Any]
@@ -143,7 +144,7 @@ def told(model: Path, path: Path, text: str, **sections: dict[str, Any]) -> str:
     with pytest.raises(DataError) as caught:
         open_prompts(settings)
     assert caught.value.remedy
-    (finding,) = glance_at_sources(settings)[0].findings
+    (finding,) = train_rows(CheckedRun(settings, ()))[""].findings
     assert str(finding.error) == str(caught.value)
     return str(caught.value).replace(str(path), "d.jsonl")
 

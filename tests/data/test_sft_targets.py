@@ -24,9 +24,20 @@ from myxa.core.config import RunConfig
 from myxa.core.errors import DataError, TemplateError
 from myxa.core.messages import SamplingParams
 from myxa.core.samples import Prompt, Sample
-from myxa.launch.preflight.chat_template_checks import row_findings
+from myxa.launch.checks.check import CheckedRun, Finding
+from myxa.launch.checks.file_checks import data, read_tokenizer
+from myxa.launch.supervisor.placement import place
 
 Rows = list[dict[str, Any]]
+
+
+def told(raw: dict[str, Any]) -> list[Finding]:
+    """What is found before the start in tokenizer, template and first rows."""
+    config = RunConfig.model_validate(raw)
+    run = CheckedRun(config, place(config, 1))
+    return [*read_tokenizer(run).findings, *data(run)]
+
+
 ASK = {"role": "user", "content": "4*5?"}
 CONVERSATIONS: dict[str, Rows] = {
     "answer": [ASK, {"role": "assistant", "content": "20"}],
@@ -233,14 +244,14 @@ def test_a3_first_rows_that_the_template_refuses_are_told_before_the_start(
         "model": {"path": str(tmp_path)}, "algo": {"kind": kind},
         "data": {"train": str(path), "preset": "chat", "chat_template_kwargs": {"enable_thinking": False}},
     }  # fmt: skip
-    (finding,) = (one for one in row_findings(RunConfig.model_validate(raw)) if not one.is_warning)
+    (finding,) = told(raw)
     assert (
         finding.key == "data.train"
         and f"{path}:2: " in str(finding.error)
         and str(tmp_path / "chat_template.jinja") in str(finding.error)
     )
     path.write_text(json.dumps({"messages": good, "label": "20"}) + "\n")
-    assert all(one.is_warning for one in row_findings(RunConfig.model_validate(raw)))
+    assert all(one.severity == "warning" for one in told(raw))
 
 
 def test_a3_a_template_whose_mark_ends_no_answer_is_told_before_the_start(tmp_path: Path) -> None:
@@ -249,8 +260,8 @@ def test_a3_a_template_whose_mark_ends_no_answer_is_told_before_the_start(tmp_pa
     path = tmp_path / "t.jsonl"
     path.write_text(json.dumps({"messages": CONVERSATIONS["answer"]}) + "\n")
     raw = {"model": {"path": str(tmp_path)}, "algo": {"kind": "sft"}, "data": {"train": str(path), "preset": "chat"}}
-    (finding,) = row_findings(RunConfig.model_validate(raw))
-    assert finding.is_warning and "ends turns with '<|im_end|>'" in str(finding.error)
+    (finding,) = told(raw)
+    assert finding.severity == "warning" and "ends turns with '<|im_end|>'" in str(finding.error)
     mark = load_tokenizer(tmp_path).encode("<|im_end|>")
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [*mark]}))
-    assert list(row_findings(RunConfig.model_validate(raw))) == []
+    assert told(raw) == []

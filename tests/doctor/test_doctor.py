@@ -14,25 +14,13 @@ from typing import Any
 import pytest
 
 from myxa.launch.actor_spec import ActorSpec
+from myxa.launch.checks import machine
+from myxa.launch.checks.all_checks import findings_json, findings_text, judge
+from myxa.launch.checks.check import Finding
+from myxa.launch.checks.machine import FoundRun, Gpu, Gpus, MachineFacts, Preload, Server, find_runs, server_of
+from myxa.launch.checks.machine_checks import MACHINE_CHECKS, numbers
 from myxa.launch.cli import main
 from myxa.launch.control.client import ControlNote
-from myxa.launch.doctor import gather
-from myxa.launch.doctor.gather import find_runs, server_of
-from myxa.launch.doctor.judge import JUDGES, MachineCheck, checks_json, checks_text, judge, parts
-from myxa.launch.doctor.machine_facts import (
-    Disk,
-    FoundRun,
-    MachineFacts,
-    Network,
-    Packages,
-    Preload,
-    Rights,
-    Room,
-    Server,
-    System,
-    Time,
-)
-from myxa.launch.preflight.machine import Gpu, Gpus
 from myxa.launch.worker_spec import SPEC_VARIABLE, ProcessSpec, write_spec
 
 GIB = 1 << 30
@@ -43,85 +31,81 @@ VERSIONS = {
 }  # fmt: skip
 
 GOOD = MachineFacts(
-    system=System((3, 12, 3), "/usr/bin/python3", "x86_64", "Ubuntu 24.04", (6, 8), "glibc 2.39", 64),
-    packages=Packages(VERSIONS, "13.0", "/usr/bin/g++"),
+    python=(3, 12, 3), executable="/usr/bin/python3", architecture="x86_64", os_name="Ubuntu 24.04", kernel=(6, 8),
+    libc="glibc 2.39", versions=VERSIONS, torch_cuda="13.0", compiler="/usr/bin/g++",
     gpus=Gpus((H200,) * 8, "580.159.04", "NVML"),
     preload=Preload("/site/torch_memory_saver_hook_mode_preload_cu13.abi3.so", status=0),
-    room=Room(512 * GIB, 480 * GIB, None, 64 * GIB, (65536, 1 << 20), 0),
-    network=Network("gpu07", ("10.0.0.7",), "", "", "", "", ""),
-    disk=Disk("/data/runs", 900 * GIB, True, "ext4"),
-    rights=Rights(1, "", "", ""),
-    time=Time(1_800_000_000.0, 1_790_000_000.0, "tsc"),
-)
+    total_bytes=512 * GIB, available_bytes=480 * GIB, cgroup_bytes=None, shm_bytes=64 * GIB,
+    num_files=(65536, 1 << 20), overcommit=0, hostname="gpu07", addresses=("10.0.0.7",), hostname_trouble="",
+    loopback_trouble="", address_trouble="", ipv6_trouble="", port_trouble="", folder="/data/runs",
+    free_bytes=900 * GIB, is_writable=True, file_system="ext4", ptrace_scope=1, memfd_trouble="", pidfd_trouble="",
+    socket_trouble="", wall_s=1_800_000_000.0, newest_file_s=1_790_000_000.0, clock_source="tsc",
+)  # fmt: skip
 
 
-def but(**parts_: Any) -> MachineFacts:
-    """The good machine with other facts: `room={"shm_bytes": 1}`."""
-    changed = {
-        name: replace(getattr(GOOD, name), **value) if isinstance(value, dict) and name != "env" else value
-        for name, value in parts_.items()
-    }
+def but(**changed: Any) -> MachineFacts:
+    """The good machine with other facts."""
     return replace(GOOD, **changed)
 
 
-def versions(**other: str) -> dict[str, Any]:
+def versions(**other: str) -> dict[str, str]:
     found = {**VERSIONS, **{name.replace("_", "-"): value for name, value in other.items()}}
-    return {"versions": {name: value for name, value in found.items() if value}}
+    return {name: value for name, value in found.items() if value}
 
 
-def bad(facts: MachineFacts) -> list[MachineCheck]:
-    return [check for check in judge(facts) if check.status != "ok"]
+def bad(facts: MachineFacts) -> list[Finding]:
+    return [check for check in judge(facts) if check.severity != "ok"]
 
 
 def test_nothing_is_found_on_a_good_machine() -> None:
     assert bad(GOOD) == []
-    names = [check.name for check in judge(GOOD)]
-    assert len(names) >= len(JUDGES)
+    names = [check.key for check in judge(GOOD)]
+    assert len(names) >= len(MACHINE_CHECKS)
 
 
 TRAPS: dict[str, tuple[MachineFacts, str, str, str]] = {
     # name: (facts, check, status, a word of the remedy)
-    "old python": (but(system={"python": (3, 10, 4)}, packages=versions(megatron_core="0.16.1")), "python", "error", "3.11"),
-    "old kernel": (but(system={"kernel": (4, 18)}), "system", "error", "5.3"),
-    "old glibc": (but(system={"libc": "glibc 2.31"}), "system", "warning", "2.34"),
-    "musl": (but(system={"libc": "a C library that is not glibc"}), "system", "warning", "glibc"),
-    "little memory": (but(room={"available_bytes": GIB}), "memory", "warning", "limit"),
-    "no overcommit": (but(room={"overcommit": 2}), "overcommit", "warning", "sysctl"),
-    "small shm": (but(room={"shm_bytes": 64 << 20}), "/dev/shm", "warning", "--shm-size"),
-    "no shm": (but(room={"shm_bytes": None}), "/dev/shm", "warning", "tmpfs"),
-    "few files": (but(room={"num_files": (256, 512)}), "open files", "error", "ulimit"),
-    "rather few files": (but(room={"num_files": (1024, 2048)}), "open files", "warning", "65536"),
-    "disk of others": (but(disk={"is_writable": False}), "disk", "error", "run.dir"),
-    "full disk": (but(disk={"free_bytes": GIB}), "disk", "warning", "myxa plan"),
-    "network disk": (but(disk={"file_system": "nfs4"}), "disk", "warning", "local disk"),
-    "strict yama": (but(rights={"ptrace_scope": 2}), "ptrace", "warning", "ptrace_scope=1"),
-    "no memfd": (but(rights={"memfd": "Function not implemented"}), "memfd_create", "error", "kernel"),
-    "no pidfd": (but(rights={"pidfd": "Operation not permitted"}), "pidfd_open", "error", "seccomp"),
-    "long TMPDIR": (but(rights={"socket_folder": "too long names"}), "sockets", "error", "TMPDIR"),
-    "clock behind": (but(time={"wall_s": 0.0}), "clock", "warning", "set-ntp"),
-    "slow clock": (but(time={"source": "hpet"}), "clock", "warning", "tsc"),
-    "no torch": (but(packages=versions(torch="", sglang="", megatron_core="", torch_memory_saver="")), "packages", "warning", "myxa[gpu]"),
-    "sglang for another torch": (but(packages=versions(sglang="0.5.23")), "sglang", "error", "engine.python"),
-    "old sglang": (but(packages=versions(sglang="0.5.9")), "sglang", "error", "0.5.17"),
-    "megatron on python 3.11": (but(system={"python": (3, 11, 7)}), "megatron-core", "error", "0.16.1"),
-    "old megatron": (but(packages=versions(megatron_core="0.15.0")), "megatron-core", "error", "0.16"),
-    "old driver": (but(gpus={"driver": "570.86.15"}), "gpu", "error", "update the driver"),
+    "old python": (but(python=(3, 10, 4), versions=versions(megatron_core="0.16.1")), "python", "error", "3.11"),
+    "old kernel": (but(kernel=(4, 18)), "system", "error", "5.3"),
+    "old glibc": (but(libc="glibc 2.31"), "system", "warning", "2.34"),
+    "musl": (but(libc="a C library that is not glibc"), "system", "warning", "glibc"),
+    "little memory": (but(available_bytes=GIB), "memory", "warning", "limit"),
+    "no overcommit": (but(overcommit=2), "overcommit", "warning", "sysctl"),
+    "small shm": (but(shm_bytes=64 << 20), "/dev/shm", "warning", "--shm-size"),
+    "no shm": (but(shm_bytes=None), "/dev/shm", "warning", "tmpfs"),
+    "few files": (but(num_files=(256, 512)), "open files", "error", "ulimit"),
+    "rather few files": (but(num_files=(1024, 2048)), "open files", "warning", "65536"),
+    "disk of others": (but(is_writable=False), "disk", "error", "run.dir"),
+    "full disk": (but(free_bytes=GIB), "disk", "warning", "myxa plan"),
+    "network disk": (but(file_system="nfs4"), "disk", "warning", "local disk"),
+    "strict yama": (but(ptrace_scope=2), "ptrace", "warning", "ptrace_scope=1"),
+    "no memfd": (but(memfd_trouble="Function not implemented"), "memfd_create", "error", "kernel"),
+    "no pidfd": (but(pidfd_trouble="Operation not permitted"), "pidfd_open", "error", "seccomp"),
+    "long TMPDIR": (but(socket_trouble="too long names"), "sockets", "error", "TMPDIR"),
+    "clock behind": (but(wall_s=0.0), "clock", "warning", "set-ntp"),
+    "slow clock": (but(clock_source="hpet"), "clock", "warning", "tsc"),
+    "no torch": (but(versions=versions(torch="", sglang="", megatron_core="", torch_memory_saver="")), "packages", "warning", "myxa[gpu]"),
+    "sglang for another torch": (but(versions=versions(sglang="0.5.23")), "sglang", "error", "engine.python"),
+    "old sglang": (but(versions=versions(sglang="0.5.9")), "sglang", "error", "0.5.17"),
+    "megatron on python 3.11": (but(python=(3, 11, 7)), "megatron-core", "error", "0.16.1"),
+    "old megatron": (but(versions=versions(megatron_core="0.15.0")), "megatron-core", "error", "0.16"),
+    "old driver": (but(gpus=replace(GOOD.gpus, driver="570.86.15")), "gpu", "error", "update the driver"),
     "no driver": (but(gpus=Gpus((), trouble="nvidia-ml-py is not installed")), "gpu", "warning", "nvidia-smi"),
-    "torch without CUDA": (but(packages={"torch_cuda": ""}), "gpu", "warning", "CUDA"),
-    "no nvml": (but(packages=versions(nvidia_ml_py="")), "nvml", "warning", "nvidia-ml-py"),
-    "preload kills": (but(preload={"status": 127, "said": "libcudart.so.13: cannot open"}), "torch-memory-saver", "error", "LD_LIBRARY_PATH"),
-    "preload is ignored": (but(preload={"said": "object cannot be preloaded: ignored"}), "torch-memory-saver", "error", "LD_LIBRARY_PATH"),
+    "torch without CUDA": (but(torch_cuda=""), "gpu", "warning", "CUDA"),
+    "no nvml": (but(versions=versions(nvidia_ml_py="")), "nvml", "warning", "nvidia-ml-py"),
+    "preload kills": (but(preload=replace(GOOD.preload, status=127, said="libcudart.so.13: cannot open")), "torch-memory-saver", "error", "LD_LIBRARY_PATH"),
+    "preload is ignored": (but(preload=replace(GOOD.preload, said="object cannot be preloaded: ignored")), "torch-memory-saver", "error", "LD_LIBRARY_PATH"),
     "preload unknown": (but(preload=Preload("", "could not detect CUDA runtime")), "torch-memory-saver", "warning", "torch for CUDA"),
-    "no compiler": (but(packages={"compiler": ""}), "communicators", "warning", "g++"),
+    "no compiler": (but(compiler=""), "communicators", "warning", "g++"),
     "cumem on": (but(env={"NCCL_CUMEM_ENABLE": "1"}), "NCCL_CUMEM_ENABLE", "warning", "alike"),
     "expandable segments": (but(env={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}), "PYTORCH_CUDA_ALLOC_CONF", "warning", "switch"),
     "a preload of one's own": (but(env={"LD_PRELOAD": "/x.so"}), "LD_PRELOAD", "warning", "unset"),
     "visible devices": (but(env={"CUDA_VISIBLE_DEVICES": "3"}), "CUDA_VISIBLE_DEVICES", "warning", "run file"),
-    "hostname is loopback": (but(network={"addresses": ("127.0.1.1",)}), "hostname", "warning", "--rdzv"),
-    "hostname unknown": (but(network={"addresses": (), "trouble": "Name or service not known"}), "hostname", "warning", "/etc/hosts"),
-    "no loopback": (but(network={"loopback": "Cannot assign"}), "ports", "error", "lo up"),
-    "no other addresses": (but(network={"every_address": "Permission denied"}), "ports", "warning", "several"),
-    "meeting port taken": (but(network={"meeting_port": "Address already in use"}), "port 29400", "warning", "--rdzv"),
+    "hostname is loopback": (but(addresses=("127.0.1.1",)), "hostname", "warning", "--rdzv"),
+    "hostname unknown": (but(addresses=(), hostname_trouble="Name or service not known"), "hostname", "warning", "/etc/hosts"),
+    "no loopback": (but(loopback_trouble="Cannot assign"), "ports", "error", "lo up"),
+    "no other addresses": (but(address_trouble="Permission denied"), "ports", "warning", "several"),
+    "meeting port taken": (but(port_trouble="Address already in use"), "port 29400", "warning", "--rdzv"),
     "leftover processes": (but(runs=(FoundRun("runs/a", "/tmp/myxa-1", 5, False, (7, 8)),)), "leftovers", "warning", "kill 7 8"),
     "leftover folder": (but(runs=(FoundRun("runs/a", "/tmp/myxa-1", 5, False),)), "leftovers", "warning", "rm -r /tmp/myxa-1"),
     "open server": (but(servers=(Server(9, "0.0.0.0", False),)), "sglang 9", "error", "--admin-api-key"),
@@ -134,66 +118,66 @@ TRAPS: dict[str, tuple[MachineFacts, str, str, str]] = {
 def test_each_trap_is_seen_and_nothing_else(name: str) -> None:
     facts, check, status, word = TRAPS[name]
     found = bad(facts)
-    assert [(one.name, one.status) for one in found] == [(check, status)], found
-    assert word in found[0].remedy, found[0]
+    assert [(one.key, one.severity) for one in found] == [(check, status)], found
+    assert word in found[0].error.remedy, found[0]
 
 
 def test_a_preload_that_lacks_the_driver_is_fine_where_there_is_none() -> None:
     """What the library of torch-memory-saver 0.0.10 does on a machine without GPUs."""
     said = "/bin/true: error while loading shared libraries: libcuda.so.1: cannot open shared object file"
     without = Gpus((), trouble="nvidia-ml-py is not installed")
-    no_driver = but(preload={"status": 127, "said": said}, gpus=without, packages={"torch_cuda": ""})
+    no_driver = but(preload=replace(GOOD.preload, status=127, said=said), gpus=without, torch_cuda="")
     (found,) = bad(no_driver)
-    assert (found.name, found.status) == ("torch-memory-saver", "warning")
-    (found,) = bad(but(preload={"status": 127, "said": said}))
-    assert found.status == "error", "there are GPUs, so it must load"
+    assert (found.key, found.severity) == ("torch-memory-saver", "warning")
+    (found,) = bad(but(preload=replace(GOOD.preload, status=127, said=said)))
+    assert found.severity == "error", "there are GPUs, so it must load"
 
 
 def test_a_control_group_counts_and_not_the_machine() -> None:
-    checks = {check.name: check for check in judge(but(room={"cgroup_bytes": 8 * GIB, "available_bytes": 7 * GIB}))}
-    assert checks["memory"].status == "ok"
-    assert "the control group allows 8.0 GiB: that counts, not MemTotal" in checks["memory"].found
+    checks = {check.key: check for check in judge(but(cgroup_bytes=8 * GIB, available_bytes=7 * GIB))}
+    assert checks["memory"].severity == "ok"
+    assert "the control group allows 8.0 GiB: that counts, not MemTotal" in checks["memory"].error.message
 
 
 def test_a_run_that_goes_on_is_no_leftover() -> None:
     checks = judge(but(runs=(FoundRun("runs/a", "/tmp/myxa-1", 5, True, (7,)),)))
-    (found,) = [check for check in checks if check.name in ("runs", "leftovers")]
-    assert (found.name, found.status) == ("runs", "ok")
-    assert "runs/a" in found.found
+    (found,) = [check for check in checks if check.key in ("runs", "leftovers")]
+    assert (found.key, found.severity) == ("runs", "ok")
+    assert "runs/a" in found.error.message
 
 
 @pytest.mark.parametrize(
-    ("text", "numbers"), [("2.11.0+cu130", (2, 11, 0)), ("0.5.17.post1", (0, 5, 17)), ("13", (13,)), ("", ())]
+    ("text", "expected"), [("2.11.0+cu130", (2, 11, 0)), ("0.5.17.post1", (0, 5, 17)), ("13", (13,)), ("", ())]
 )
-def test_versions(text: str, numbers: tuple[int, ...]) -> None:
-    assert parts(text) == numbers
+def test_versions(text: str, expected: tuple[int, ...]) -> None:
+    assert numbers(text) == expected
 
 
 def test_the_page_and_the_answer_for_programs() -> None:
-    checks = judge(but(gpus={"driver": "570.86.15"}, room={"shm_bytes": 1 << 20}))
-    page = checks_text(checks).splitlines()
+    checks = judge(but(gpus=replace(GOOD.gpus, driver="570.86.15"), shm_bytes=1 << 20))
+    page = findings_text(checks).splitlines()
     (line,) = [number for number, text in enumerate(page) if text.startswith("FAIL")]
     assert "570.86.15" in page[line]
     assert page[line + 1].strip().startswith("-> update the driver")
     assert page[-1].endswith("1 to look at, 1 to mend")
-    answer = checks_json(checks)
+    answer = findings_json(checks)
     assert answer["ok"] is False
     assert json.loads(json.dumps(answer)) == answer
-    assert checks_json(judge(GOOD))["ok"] is True
+    assert findings_json(judge(GOOD))["ok"] is True
 
 
 # -- the real machine --------------------------------------------------------------------------------------------------
 
 
 def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    facts = gather.gather(str(tmp_path / "runs" / "deeper"))
-    assert facts.system.python == sys.version_info[:3]
-    assert facts.disk.folder == str(tmp_path)
-    assert facts.disk.free_bytes
-    assert facts.disk.file_system
-    assert facts.room.available_bytes <= facts.room.total_bytes
-    assert facts.packages.versions["pyzmq"]
-    assert facts.rights.memfd == facts.rights.pidfd == facts.network.loopback == ""
+    facts = machine.gather(str(tmp_path / "runs" / "deeper"))
+    assert facts.python == sys.version_info[:3]
+    assert facts.folder == str(tmp_path)
+    assert facts.free_bytes
+    assert facts.file_system
+    assert facts.available_bytes <= facts.total_bytes
+    assert facts.versions["pyzmq"]
+    assert facts.memfd_trouble == facts.pidfd_trouble == facts.loopback_trouble == ""
     code = main(["doctor", "--json", "--dir", str(tmp_path)])
     answer = json.loads(capsys.readouterr().out)
     assert code == (0 if answer["ok"] else 1)
@@ -204,13 +188,13 @@ def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_port_that_is_taken_is_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert "in use" in gather.listen_trouble(socket.AF_INET, "127.0.0.1", port)
-    assert gather.listen_trouble(socket.AF_INET, "127.0.0.1", 0) == ""
+        assert "in use" in machine.listen_trouble("127.0.0.1", port)
+    assert machine.listen_trouble("127.0.0.1", 0) == ""
 
 
 def test_a_library_in_front_of_a_process(tmp_path: Path) -> None:
     """Real preloads by the real loader: one that loads, one that is not there, one whose own library is missing."""
-    compiler = next((path for name in ("cc", "gcc", "c++") if (path := gather.shutil.which(name))), "")
+    compiler = next((path for name in ("cc", "gcc", "c++") if (path := machine.shutil.which(name))), "")
     if not compiler:
         pytest.skip("no C compiler here")
     env = dict(os.environ)
@@ -220,16 +204,16 @@ def test_a_library_in_front_of_a_process(tmp_path: Path) -> None:
     subprocess.run([*build, tmp_path / "libinner.so", tmp_path / "inner.c"], check=True)
     subprocess.run([*build, tmp_path / "outer.so", tmp_path / "outer.c", "-L", tmp_path, "-linner"], check=True)
     outer = str(tmp_path / "outer.so")
-    found = gather.try_preload(outer, env)
+    found = machine.try_preload(outer, env)
     assert found.status == 127, "a preload whose library is missing ends the process before it starts"
     assert "libinner.so" in found.said
-    assert [check.status for check in bad(but(preload=found))] == ["error"]
-    found = gather.try_preload(outer, {**env, "LD_LIBRARY_PATH": str(tmp_path)})
+    assert [check.severity for check in bad(but(preload=found))] == ["error"]
+    found = machine.try_preload(outer, {**env, "LD_LIBRARY_PATH": str(tmp_path)})
     assert (found.status, found.said) == (0, "")
-    found = gather.try_preload(str(tmp_path / "nowhere.so"), env)
+    found = machine.try_preload(str(tmp_path / "nowhere.so"), env)
     assert found.status == 0
     assert "cannot be preloaded" in found.said
-    assert [check.status for check in bad(but(preload=found))] == ["error"], "it would be ignored, and nothing paused"
+    assert [check.severity for check in bad(but(preload=found))] == ["error"], "it would be ignored, and nothing paused"
 
 
 @pytest.mark.parametrize(
@@ -253,7 +237,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where runtime folders are, for this test."""
     folder = tmp_path / "run"
     folder.mkdir()
-    monkeypatch.setattr(gather, "short_base", lambda: str(folder))
+    monkeypatch.setattr(machine, "short_base", lambda: str(folder))
     return folder
 
 
@@ -319,4 +303,4 @@ def test_actors_without_their_launcher_are_named(base: Path) -> None:
             orphan.stdin.close()
     assert (found.run_dir, found.is_alive, found.pids) == ("/runs/c", False, (orphan.pid,))
     (check,) = bad(but(runs=(found,)))
-    assert f"kill {orphan.pid}" in check.remedy
+    assert f"kill {orphan.pid}" in check.error.remedy

@@ -9,7 +9,7 @@ import pytest
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.core.config import load_config
 from myxa.core.errors import ConfigError
-from myxa.launch.preflight.preflight import check_node
+from myxa.launch.checks.all_checks import check_node
 from myxa.launch.supervisor.placement import place
 
 RUN = """

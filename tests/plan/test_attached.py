@@ -7,6 +7,7 @@ import json
 import re
 import socket
 import ssl
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -14,12 +15,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.plan.memory_cases import SHAPES
 
 from myxa.actors.engines.sglang.attach_check import ServerAnswer, attach_fault
 from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
 from myxa.core.config import RunConfig
 from myxa.core.errors import EngineError
-from myxa.launch.preflight.server_checks import attached_findings
+from myxa.launch.checks.check import CheckedRun
+from myxa.launch.checks.node_checks import attached_servers
 from myxa.launch.supervisor.placement import place as place_actors
 
 MODEL = {"model_path": "/models/m", "model_type": "qwen3", "weight_version": "0"}
@@ -100,9 +103,9 @@ def server(script: dict[str, bytes] | bytes | None) -> Iterator[str]:
             link.close()
 
 
-def config(*urls: str) -> RunConfig:
+def config(*urls: str, model: str) -> RunConfig:
     raw = {
-        "model": {"path": "m"},
+        "model": {"path": model},
         "data": {"train": "d.jsonl"},
         "roles": {"rollout": {"kind": "sglang", "count": 1}},
         "engine": {"attach": list(urls)},
@@ -111,9 +114,11 @@ def config(*urls: str) -> RunConfig:
 
 
 def told(url: str, wait_s: float = 0.0) -> list[tuple[str, bool]]:
-    run = config(url)
-    found = attached_findings(run, place_actors(run, 1), "qwen3", wait_s=wait_s)
-    return [(str(one.error), one.is_warning) for one in found]
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(dict(SHAPES["0.6B"].source)))
+        settings = config(url, model=folder)
+        run = CheckedRun(settings, place_actors(settings, 1), wait_s=wait_s)
+        return [(str(one.error), one.severity == "warning") for one in attached_servers(run)]
 
 
 @pytest.mark.parametrize("name", list(SERVERS))

@@ -14,8 +14,7 @@ from myxa.actors.backends.megatron.offload import planned as planned_by_megatron
 from myxa.actors.backends.torch_backend.offload import planned as planned_by_torch
 from myxa.actors.models.model_config import ModelConfig
 from myxa.core.config import RunConfig
-from myxa.launch.memory_part import GIB, total
-from myxa.launch.plan.memory_estimate import (
+from myxa.launch.checks.memory_estimate import (
     CHUNK_LOGITS,
     Capacities,
     layer_numbers,
@@ -24,8 +23,8 @@ from myxa.launch.plan.memory_estimate import (
     stages,
     token_bytes,
     trainer_memory,
-    weights_of_stage,
 )
+from myxa.launch.memory_part import GIB, total
 from myxa.launch.supervisor.placement import place
 
 TOLERANCE = 0.05
@@ -42,16 +41,16 @@ TOLERANCE = 0.05
 )
 def test_a_step_takes_what_it_took_on_an_h200(row: str, kind: str, shape: str, ranks: int) -> None:
     """Packs of 16 sequences of 1024 tokens; torch's largest count of allocated bytes."""
-    rank = trainer_memory(run(kind, ranks), SHAPES[shape], ranks)
-    said = total(part for part in rank.parts if part.name not in NOT_BY_TORCH) / GIB
+    parts = trainer_memory(run(kind, ranks), SHAPES[shape], ranks)
+    said = total(part for part in parts if part.name not in NOT_BY_TORCH) / GIB
     print(f"{row}: {said:.1f} GiB, measured {measured(row)}")
     assert said == pytest.approx(measured(row), rel=TOLERANCE)
 
 
 def test_the_worked_example() -> None:
     """8.2 thousand million parameters, the optimizer shared by four: 16.4 + 32.8 + 24.6 GB."""
-    rank = trainer_memory(run("megatron", 4), SHAPES["8B"], 4)
-    sizes = {part.name: part.num_bytes / 1e9 for part in rank.parts}
+    parts = trainer_memory(run("megatron", 4), SHAPES["8B"], 4)
+    sizes = {part.name: part.num_bytes / 1e9 for part in parts}
     assert [sizes[name] for name in ("weights", "gradients", "optimizer")] == pytest.approx(
         [16.4, 32.8, 24.6], rel=0.01
     )
@@ -68,13 +67,13 @@ def test_it_says_what_the_memory_manager_is_told(dtype: str, ranks: int) -> None
     model = SHAPES["0.6B"]
     config = run("megatron", ranks, trainer={"dtype": dtype}, algo={"kl_coef": 0.1})
     told = planned_by_megatron(model.num_parameters, config.megatron, config.trainer, ranks, has_reference=True)
-    said = {part.name: part.num_bytes for part in trainer_memory(config, model, ranks).parts}
+    said = {part.name: part.num_bytes for part in trainer_memory(config, model, ranks)}
     names = {"params": "weights", "grads": "gradients", "optimizer": "optimizer", "frozen": "reference model"}
     sizes = {tag: size for tag, (size, _) in told.items()}
     sizes["optimizer"] += sizes.pop("masters", 0)
     assert {tag: said[name] for tag, name in names.items()} == sizes
     config = run("torch", ranks, trainer={"dtype": dtype}, algo={"kl_coef": 0.1})
-    said = {part.name: part.num_bytes for part in trainer_memory(config, model, ranks).parts}
+    said = {part.name: part.num_bytes for part in trainer_memory(config, model, ranks)}
     told = planned_by_torch(model.num_parameters, num_reference=model.num_parameters)
     assert {tag: said[name] for tag, name in names.items()} == {tag: size for tag, (size, _) in told.items()}
 
@@ -88,7 +87,7 @@ def test_a_critic_is_a_second_model_that_is_trained(shape: str, dtype: str) -> N
     parts = {}
     for is_there in (False, True):
         config = run("torch", 1, algo={"kind": "ppo"}, critic={"enabled": is_there}, trainer={"dtype": dtype})
-        parts[is_there] = {part.name: part.num_bytes for part in trainer_memory(config, model, 1).parts}
+        parts[is_there] = {part.name: part.num_bytes for part in trainer_memory(config, model, 1)}
     assert parts[True] == {**parts[False], "critic": 16 * critic}
     told = planned_by_torch(model.num_parameters + critic, num_reference=0)
     lasting = ("weights", "gradients", "optimizer", "critic")
@@ -101,7 +100,7 @@ def test_a_reference_model_that_is_served_elsewhere_takes_no_room(kind: str) -> 
 
     def names(**algo: Any) -> set[str]:
         config = plain.model_copy(update={"algo": plain.algo.model_copy(update={"kl_coef": 0.1, **algo})})
-        return {part.name for part in trainer_memory(config, model, 1).parts}
+        return {part.name for part in trainer_memory(config, model, 1)}
 
     assert names() - names(ref_urls=("http://teacher:30000",)) == {"reference model"}
 
@@ -114,7 +113,7 @@ def test_the_chunk_of_logits_is_the_trainers() -> None:
 def test_stages_hold_the_whole_model(layout: dict[str, int]) -> None:
     model = SHAPES["1.7B"]
     cut = ParallelLayout(tp=layout.get("tp", 1), pp=layout.get("pp", 1))
-    held = [weights_of_stage(model, cut, stage).num_parameters for stage in stages(model, cut)]
+    held = [stage.num_parameters for stage in stages(model, cut)]
     again = model.vocab_size * model.hidden_size // cut.tp if cut.pp > 1 else 0  # the tied embedding's second copy
     vectors = sum(shape[0] for shape in model.tensor_shapes().values() if len(shape) == 1)
     whole = sum(held) * cut.tp - (cut.tp - 1) * vectors - again * cut.tp
@@ -125,9 +124,9 @@ def test_stages_hold_the_whole_model(layout: dict[str, int]) -> None:
 def test_experts_are_cut_by_expert_parallelism() -> None:
     more = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 768, "model_type": "qwen3_moe"}
     model = qwen3(1024, 8, 16, 3072, **more)
-    alone = weights_of_stage(model, ParallelLayout(), stages(model, ParallelLayout())[0])
+    alone = stages(model, ParallelLayout())[0]
     cut = ParallelLayout(ep=4)
-    quarter = weights_of_stage(model, cut, stages(model, cut)[0])
+    quarter = stages(model, cut)[0]
     assert alone.num_parameters == model.num_parameters
     assert alone.expert == 8 * 16 * 3 * 1024 * 768
     assert (quarter.expert, quarter.dense) == (alone.expert // 4, alone.dense)
@@ -135,11 +134,11 @@ def test_experts_are_cut_by_expert_parallelism() -> None:
 
 def test_parallelism_and_recomputation_make_it_less() -> None:
     model = SHAPES["1.7B"]
-    whole = trainer_memory(run("megatron", 4), model, 4).num_bytes
+    whole = total(trainer_memory(run("megatron", 4), model, 4))
     for settings in ({"tp": 4, "sequence_parallel": True}, {"tp": 2}, {"cp": 2}, {"recompute": "full"}):
-        assert trainer_memory(run("megatron", 4, megatron=settings), model, 4).num_bytes < whole, settings
+        assert total(trainer_memory(run("megatron", 4, megatron=settings), model, 4)) < whole, settings
     config = run("torch", 4, trainer={"strategy": "fsdp"})
-    assert trainer_memory(config, model, 4).num_bytes < trainer_memory(run("torch", 4), model, 4).num_bytes
+    assert total(trainer_memory(config, model, 4)) < total(trainer_memory(run("torch", 4), model, 4))
     split, uncut = ParallelLayout(tp=2, sequence_parallel=True), ParallelLayout()
     assert layer_numbers(model, "megatron", split) == layer_numbers(model, "megatron", uncut) / 2
 
@@ -152,8 +151,7 @@ def test_a_servers_cache() -> None:
     roles = {"trainer": {"devices": "0"}, "rollout": {"kind": "sglang", "devices": "1"}}
     config = run("torch", 1, roles=roles, sglang={"mem_fraction_static": 0.5})
     engine = server_memory(config, model, 1, 80 * GIB)
-    assert engine.cache_bytes == 40 * GIB - 2 * model.num_parameters
-    assert engine.cache_tokens == engine.cache_bytes // 114_688
+    assert engine.cache_tokens == (40 * GIB - 2 * model.num_parameters) // 114_688
     assert engine.full_sequences == engine.cache_tokens // 2048
 
 
@@ -178,7 +176,7 @@ def test_both_at_once_do_not_fit_where_turns_do() -> None:
     in_turns = run("megatron", 1, **TURNS)
     fits, findings = loads(in_turns, SHAPES["0.6B"], 80)
     assert fits == {"trainer's turn": True, "hand-over": True, "engine's turn": True}
-    assert findings == []
+    assert list(findings) == []
 
 
 def test_what_does_not_fit_names_the_key_to_turn() -> None:
@@ -199,4 +197,4 @@ def test_without_a_size_nothing_is_said_to_fit_or_not() -> None:
     config = run("megatron", 1, **SHARED)
     memory, findings = memory_of(config, SHAPES["0.6B"], place(config, 1), Capacities(None, None))
     assert [load.capacity_bytes for load in memory.loads] == [None]
-    assert findings == []
+    assert list(findings) == []

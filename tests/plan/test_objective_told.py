@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from myxa.core.config import RunConfig
-from myxa.launch.plan.objective_text import objective_lines
+from myxa.launch.checks.objective_text import objective_lines
 
 
 def told(**algo) -> dict[str, str]:

@@ -16,12 +16,11 @@ from pathlib import Path
 
 from tests.plan.memory_cases import NOT_BY_TORCH, SHAPES, measured, run
 
+from myxa.launch.checks.all_checks import findings_text, judge
+from myxa.launch.checks.machine import Gpu, Gpus, MachineFacts, Preload
+from myxa.launch.checks.memory_estimate import trainer_memory
 from myxa.launch.cli import main
-from myxa.launch.doctor.judge import checks_text, judge
-from myxa.launch.doctor.machine_facts import Disk, MachineFacts, Network, Packages, Preload, Rights, Room, System, Time
 from myxa.launch.memory_part import GIB, total
-from myxa.launch.plan.memory_estimate import trainer_memory
-from myxa.launch.preflight.machine import Gpu, Gpus
 
 FILE = Path(__file__).parents[2] / "docs" / "plan.md"
 NOT_SHOWN = ("== what this run optimises", "== batch", "== staleness", "== disk")
@@ -33,21 +32,20 @@ CASES = (
 )
 
 TRAPPED = MachineFacts(
-    system=System((3, 12, 3), "/opt/myxa/bin/python3", "x86_64", "Ubuntu 24.04.2 LTS", (6, 8), "glibc 2.39", 64),
-    packages=Packages(
-        {"torch": "2.11.0+cu130", "sglang": "0.5.17", "megatron-core": "0.19.2", "torch-memory-saver": "0.0.10",
-         "nvidia-ml-py": "13.580.82", "nvidia-nccl-cu13": "2.28.9"}, "13.0", "/usr/bin/g++",
-    ),
+    python=(3, 12, 3), executable="/opt/myxa/bin/python3", architecture="x86_64", os_name="Ubuntu 24.04.2 LTS",
+    kernel=(6, 8), libc="glibc 2.39", torch_cuda="13.0", compiler="/usr/bin/g++",
+    versions={"torch": "2.11.0+cu130", "sglang": "0.5.17", "megatron-core": "0.19.2", "torch-memory-saver": "0.0.10",
+              "nvidia-ml-py": "13.580.82", "nvidia-nccl-cu13": "2.28.9"},
     gpus=Gpus((Gpu("NVIDIA H200", 140 * GIB),) * 8, "570.86.15", "NVML"),
     preload=Preload(
         "/opt/myxa/lib/torch_memory_saver_hook_mode_preload_cu13.abi3.so", status=127,
         said="/bin/true: error while loading shared libraries: libcudart.so.13: cannot open shared object file",
     ),
-    room=Room(512 * GIB, 60 * GIB, 64 * GIB, 64 << 20, (65536, 1 << 20), 0),
-    network=Network("gpu07", ("127.0.1.1",), "", "", "", "", ""),
-    disk=Disk("/shared/runs", 900 * GIB, True, "nfs4"),
-    rights=Rights(1, "", "", ""),
-    time=Time(1_800_000_000.0, 1_790_000_000.0, "tsc"),
+    total_bytes=512 * GIB, available_bytes=60 * GIB, cgroup_bytes=64 * GIB, shm_bytes=64 << 20,
+    num_files=(65536, 1 << 20), overcommit=0, hostname="gpu07", addresses=("127.0.1.1",), hostname_trouble="",
+    loopback_trouble="", address_trouble="", ipv6_trouble="", port_trouble="", folder="/shared/runs",
+    free_bytes=900 * GIB, is_writable=True, file_system="nfs4", ptrace_scope=1, memfd_trouble="", pidfd_trouble="",
+    socket_trouble="", wall_s=1_800_000_000.0, newest_file_s=1_790_000_000.0, clock_source="tsc",
 )  # fmt: skip
 
 
@@ -95,7 +93,7 @@ def figures() -> str:
     """Rows of the table of measured and planned memory."""
     lines: list[str] = []
     for row, kind, shape, ranks in CASES:
-        parts = trainer_memory(run(kind, ranks), SHAPES[shape], ranks).parts
+        parts = trainer_memory(run(kind, ranks), SHAPES[shape], ranks)
         said = total(part for part in parts if part.name not in NOT_BY_TORCH) / GIB
         lines.append(f"| {row.strip(' |')} | {measured(row)} | {said:.1f} |\n")
     return "".join(lines)
@@ -108,7 +106,7 @@ def renewed(page: str) -> str:
     for start, end, text in (
         (plan[0], "```", planned(page)),
         ("| run | measured GiB | planned GiB |\n|---|---|---|\n", "\nA test holds", figures()),
-        ("$ myxa doctor\n", "```", trouble(checks_text(judge(TRAPPED)))),
+        ("$ myxa doctor\n", "```", trouble(findings_text(judge(TRAPPED)))),
     ):
         head, found, rest = page.partition(start)
         assert found, start
@@ -123,10 +121,10 @@ def test_the_page_shows_what_is_said() -> None:
 
 
 def test_the_trapped_machine_has_five_traps() -> None:
-    wrong = [check.name for check in judge(TRAPPED) if check.status != "ok"]
+    wrong = [one.key for one in judge(TRAPPED) if one.severity != "ok"]
     assert len(wrong) == 5, wrong
-    mended = replace(TRAPPED, disk=replace(TRAPPED.disk, file_system="ext4"))
-    assert len([check for check in judge(mended) if check.status != "ok"]) == 4
+    mended = replace(TRAPPED, file_system="ext4")
+    assert len([one for one in judge(mended) if one.severity != "ok"]) == 4
 
 
 if __name__ == "__main__":

@@ -14,14 +14,12 @@ import pytest
 from myxa.core.config import RunConfig
 from myxa.core.errors import ConfigError, ModelError, MyxaError, UserCodeError
 from myxa.launch.actor_spec import ActorSpec
-from myxa.launch.plan.data_glance import glance
-from myxa.launch.preflight.chat_template_checks import template_findings
-from myxa.launch.preflight.finding import ConfigFinding
-from myxa.launch.preflight.interpreters import Installed, ask_interpreters, folder_of_sglang
-from myxa.launch.preflight.machine import Gpu, Gpus
-from myxa.launch.preflight.preflight import device_findings, package_findings
-from myxa.launch.preflight.server_checks import name_findings, server_arguments, sglang_findings
-from myxa.launch.preflight.user_functions import function_findings
+from myxa.launch.checks.check import CheckedRun, Finding
+from myxa.launch.checks.file_checks import ReadRows, template_findings, train_rows
+from myxa.launch.checks.interpreters import Installed, ask_interpreters, folder_of_sglang
+from myxa.launch.checks.machine import Gpu, Gpus
+from myxa.launch.checks.node_checks import device_findings, launched_servers, package_findings, server_arguments
+from myxa.launch.checks.user_functions import function_findings
 from myxa.launch.supervisor.placement import place
 
 ALL = ("torch", "megatron.core", "pynvml", "torch_memory_saver", "sglang", "math_verify", "pyarrow", "wandb", "mlflow")
@@ -104,7 +102,7 @@ for _ in (): inside = 1
 def told(tmp_path: Path, name: str, text: str = SOURCE, **reward: Any) -> list[MyxaError]:
     (tmp_path / "mine.py").write_text(text)
     fn = f"{tmp_path}/{name}" if name.startswith("mine.py") else name
-    found: list[ConfigFinding] = list(function_findings(run(reward={"fn": fn, **reward})))
+    found: list[Finding] = list(function_findings(run(reward={"fn": fn, **reward})))
     assert all(finding.key == "reward.fn" for finding in found)
     return [finding.error for finding in found]
 
@@ -119,8 +117,8 @@ def test_functions_that_may_be_there_are_left_alone(tmp_path: Path, name: str) -
 def test_functions_that_are_not(tmp_path: Path) -> None:
     (error,) = told(tmp_path, "mine.py:plane")
     assert str(error).endswith('mine.py has no "plane" -- did you mean "plain"?')
-    assert "takes 0 values, and gets 1" in str(told(tmp_path, "mine.py:none_taken")[0])
-    assert "takes 2 values, and gets 1" in str(told(tmp_path, "mine.py:two")[0])
+    assert "has the signature (): too many positional arguments" in str(told(tmp_path, "mine.py:none_taken")[0])
+    assert "(completion, other): missing a required argument: 'other'" in str(told(tmp_path, "mine.py:two")[0])
     assert told(tmp_path, "mine.py:two", args={"other": 3}) == [], "named arguments of the run file"
     (error,) = told(tmp_path, "mine.py:f", "def f(:\n")
     assert isinstance(error, UserCodeError)
@@ -177,10 +175,10 @@ def test_devices_that_are_not_there() -> None:
     two = Gpus((Gpu("H200", 1), Gpu("H200", 1)), "580.1", "NVML")
     assert not list(device_findings(actors, two))
     (found,) = device_findings(actors, Gpus(two.found[:1], "580.1", "NVML"))
-    assert (found.key, found.is_warning) == ("roles.trainer.devices", False)
+    assert (found.key, found.severity) == ("roles.trainer.devices", "error")
     assert "names GPU 1, and this machine has 1" in str(found.error)
     (found,) = device_findings(actors, Gpus((), trouble="nvidia-ml-py is not installed"))
-    assert found.is_warning, "where nothing can be seen, nothing is known"
+    assert found.severity == "warning", "where nothing can be seen, nothing is known"
 
 
 # -- SGLang ------------------------------------------------------------------------------------------------------------
@@ -194,27 +192,32 @@ def test_names_of_sglangs_arguments(tmp_path: Path) -> None:
     )
     known = server_arguments(tmp_path)
     assert known == {"model_path", "mem_fraction_static"}
-    (found,) = name_findings({"mem_fraction_statik": 0.8}, known)
-    assert found.key == "sglang.mem_fraction_statik"
-    assert str(found.error).endswith('did you mean "mem_fraction_static"?')
-    assert not list(name_findings({"anything": 1}, server_arguments(tmp_path / "nowhere")))
+    assert not server_arguments(tmp_path / "nowhere")
 
 
 def test_the_interpreter_of_servers(tmp_path: Path) -> None:
     site = tmp_path / "site"
-    (site / "sglang").mkdir(parents=True)
+    (site / "sglang/srt").mkdir(parents=True)
     (site / "sglang/__init__.py").write_text("raise RuntimeError('imported')\n")
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={site} exec python3 "$@"\n')
     python.chmod(0o755)
     assert folder_of_sglang(str(python), {}) == str(site / "sglang"), "found, and not imported"
-    config = run(roles={"rollout": {"kind": "sglang"}}, engine={"python": str(python)})
-    assert not list(sglang_findings(config, place(config, 1), {}))
-    config = run(roles={"rollout": {"kind": "sglang"}}, engine={"python": str(tmp_path / "none")})
-    (found,) = sglang_findings(config, place(config, 1), {})
+
+    def servers(**engine: Any) -> list[Finding]:
+        table = {} if "attach" in engine else {"mem_fraction_statik": 0.8}
+        config = run(roles={"rollout": {"kind": "sglang"}}, engine=engine, sglang=table)
+        return list(launched_servers(CheckedRun(config, place(config, 1))))
+
+    assert servers(python=str(python)) == [], "nothing is known of this SGLang's arguments"
+    (site / "sglang/srt/server_args.py").write_text("class ServerArgs:\n    mem_fraction_static: float\n")
+    server_arguments.cache_clear()
+    (found,) = servers(python=str(python))
+    assert found.key == "sglang.mem_fraction_statik"
+    assert str(found.error).endswith('did you mean "mem_fraction_static"?')
+    (found,) = servers(python=str(tmp_path / "none"))
     assert found.key == "engine.python"
-    attached = run(roles={"rollout": {"kind": "sglang"}}, engine={"attach": ["http://h:1"]})
-    assert not list(sglang_findings(attached, place(attached, 1), {}))
+    assert servers(attach=["http://h:1"]) == []
 
 
 # -- findings ----------------------------------------------------------------------------------------------------------
@@ -224,18 +227,17 @@ def test_the_first_rows_of_data(tmp_path: Path) -> None:
     rows = ['{"prompt": "a", "label": "b"}'] * 100
     path = tmp_path / "t.jsonl"
     path.write_text("\n".join([*rows[:60], "torn", *rows]) + "\n")
-    config = run(data={"train": str(path)})
-    seen = glance(config, "data.train", config.data.train)
-    assert (seen.num_rows, seen.findings) == (161, ()), "the sixty-first row is the buffer's to find"
+
+    def seen(**data: Any) -> ReadRows:
+        (rows,) = train_rows(CheckedRun(run(data=data), ())).values()
+        return rows
+
+    assert seen(train=str(path)) == ReadRows(161, ()), "the sixty-first row is the buffer's to find"
     path.write_text("\n".join([*rows[:5], "torn", *rows]) + "\n")
-    (found,) = glance(config, "data.train", config.data.train).findings
-    assert f"{path}:6" in str(found.error)
-    skips = run(data={"train": str(path), "on_bad_line": "skip"})
-    assert glance(skips, "data.train", skips.data.train).findings[0].is_warning
-    of_one = glance(config, "data.sources.a.path", str(path), skips.data)
-    assert of_one.findings[0].is_warning, "a source may skip what others do not"
-    sliced = run(data={"train": [f"{path}@[10:30]", f"{path}@[50:]"]})
-    assert glance(sliced, "data.train", sliced.data.train).num_rows == 20 + 56
+    (found,) = seen(train=str(path)).findings
+    assert f"{path}:6" in str(found.error) and found.severity == "error"
+    assert seen(train=str(path), on_bad_line="skip").findings[0].severity == "warning"
+    assert seen(train=[f"{path}@[10:30]", f"{path}@[50:]"]).num_rows == 20 + 56
 
 
 # -- chat templates ----------------------------------------------------------------------------------------------------

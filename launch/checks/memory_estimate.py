@@ -15,21 +15,24 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from ...actors.backends.megatron.layout import ParallelLayout
 from ...actors.models.model_config import ModelConfig
 from ...actors.models.second_model import critic_config, critic_parameters, reference_parameters
 from ...core.config import RunConfig
-from ...core.errors import ConfigError, EngineError, MyxaError
-from ...memory.budget import DEFAULT_SHARE, ITEM_BYTES, EngineBudget, plan_engine
+from ...core.errors import ConfigError, EngineError
+from ...memory.budget import DEFAULT_SHARE, ITEM_BYTES, plan_engine
+from ...memory.host import available_bytes
 from ..actor_spec import ActorSpec
 from ..composition.memory_parts import GRAPH_BYTES, takes_turns
 from ..composition.weight_channels import choose_channel, is_between_devices
 from ..memory_part import GIB, MIB, Part, count_text, size_text, total
-from ..preflight.finding import ConfigFinding
-from .batch import num_micro_batches
+from .check import CheckedRun, Finding, looked
+from .node_checks import gpus
+from .run_arithmetic import num_micro_batches
 
 # -- how parallelism cuts the model ------------------------------------------------------------------------------------
 #
@@ -42,9 +45,12 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True)
-class RankWeights:
-    """Parameters of one rank."""
+class PipelineStage:
+    """A pipeline stage, and the parameters of one of its ranks."""
 
+    number: int
+    num_layers: int
+    is_last: bool
     dense: int
     """Shared by data parallelism over tp, pp and cp."""
     expert: int
@@ -56,52 +62,31 @@ class RankWeights:
         return self.dense + self.expert
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineStage:
-    """A pipeline stage."""
-
-    number: int
-    num_layers: int
-    is_first: bool
-    is_last: bool
-
-
 def stages(model: ModelConfig, layout: ParallelLayout) -> tuple[PipelineStage, ...]:
     """All stages; layers that do not divide go to the first ones."""
     share, extra = divmod(model.num_layers, layout.pp)
+    sizes = [share + (number < extra) for number in range(layout.pp)]
+    ends = list(accumulate(sizes))
     return tuple(
-        PipelineStage(number, share + (number < extra), number == 0, number == layout.pp - 1)
-        for number in range(layout.pp)
+        _stage(model, layout, number, range(end - size, end))
+        for number, (size, end) in enumerate(zip(sizes, ends, strict=True))
     )
 
 
-def weights_of_stage(model: ModelConfig, layout: ParallelLayout, stage: PipelineStage) -> RankWeights:
-    """What a rank of that stage holds."""
-    share, extra = divmod(model.num_layers, layout.pp)
-    start = stage.number * share + min(stage.number, extra)
-    mine = range(start, start + stage.num_layers)
+def _stage(model: ModelConfig, layout: ParallelLayout, number: int, layers: range) -> PipelineStage:
+    is_last = number == layout.pp - 1
+    has_embedding = number == 0 or (is_last and model.tie_word_embeddings)
     dense = expert = 0
     for name, shape in model.tensor_shapes().items():
-        match = LAYER.match(name)
-        if match is not None:
-            if int(match[1]) not in mine:
-                continue
-        elif not _is_outside_layer_here(name, model, stage):
+        match, size = LAYER.match(name), math.prod(shape)
+        if not (int(match[1]) in layers if match else has_embedding if name == EMBEDDING else is_last):
             continue
-        size = math.prod(shape)
         if ".experts." in name:
             expert += size // (layout.ep * layout.etp)
-        elif len(shape) == 2 and not name.endswith(".mlp.gate.weight"):
-            dense += size // layout.tp
         else:
-            dense += size
-    return RankWeights(dense, expert)
-
-
-def _is_outside_layer_here(name: str, model: ModelConfig, stage: PipelineStage) -> bool:
-    if name == EMBEDDING:
-        return stage.is_first or (stage.is_last and model.tie_word_embeddings)
-    return stage.is_last
+            is_cut = len(shape) == 2 and not name.endswith(".mlp.gate.weight")
+            dense += size // layout.tp if is_cut else size
+    return PipelineStage(number, len(layers), is_last, dense, expert)
 
 
 # -- activations of a step ---------------------------------------------------------------------------------------------
@@ -125,76 +110,41 @@ CHUNK_LOGITS = {"cuda": 1 << 28, "cpu": 1 << 25}
 """As in `backends/vocab_scores.py`, which imports torch; a test compares them."""
 LOGIT_BYTES = {2: 8, 4: 12}
 """Bytes a logit of the chunk, by the bytes of the compute type."""
-UNCUT = 4
-"""Of h: what tensor parallelism leaves whole without sequence parallelism."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepShape:
-    """One forward and backward pass of a rank."""
-
-    num_tokens: int
-    """Of a micro-batch, all its samples."""
-    num_micro_batches: int
-    """Of a step, on one data-parallel replica."""
-    item_bytes: int
-    """Of the compute type."""
-    on_gpu: bool
-    recomputes_layers: bool
-
-
-def microbatch_tokens(config: RunConfig, model: ModelConfig) -> int:
-    """Tokens of the largest micro-batch: the limit, or one sample that is longer than it (its prompt not counted)."""
-    limit = config.trainer.max_tokens_per_microbatch
-    if config.algo.kind == "sft":
-        return limit
-    context = config.engine.context_length or model.context_length
-    return max(limit, min(context, config.rollout.max_new_tokens * config.rollout.max_turns))
 
 
 def layer_numbers(model: ModelConfig, kind: str, layout: ParallelLayout) -> float:
     """Numbers that one layer keeps of one token on one rank, by the table above."""
-    q, kv = model.num_heads * model.head_dim, 2 * model.num_kv_heads * model.head_dim
-    k = kv // 2
-    inner = model.intermediate_size
-    if model.num_experts:
-        # Every token goes through its chosen experts, wherever they are: on average so many tokens arrive on a rank.
-        inner = model.experts_per_token * model.moe_intermediate_size
-    if kind == "megatron":
-        cut = 3 * (q + kv) + q + 3 * inner
-    else:
-        cut = 2 * q + 2 * k + k + q + 4 * inner
-    stream = UNCUT * model.hidden_size
+    q, k = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    # Every token goes through its chosen experts, wherever they are: on average so many tokens arrive on a rank.
+    inner = model.experts_per_token * model.moe_intermediate_size if model.num_experts else model.intermediate_size
+    cut = 3 * (q + 2 * k) + q + 3 * inner if kind == "megatron" else 3 * q + 3 * k + 4 * inner
+    stream = 4 * model.hidden_size
     return cut / layout.tp + (stream / layout.tp if layout.sequence_parallel else stream)
 
 
 def activation_parts(
-    model: ModelConfig, kind: str, layout: ParallelLayout, stage: PipelineStage, shape: StepShape
+    config: RunConfig, model: ModelConfig, stage: PipelineStage, num_micro_batches: int, num_tokens: int
 ) -> list[Part]:
-    """Activations of a rank of that stage, and what scoring takes on the last one."""
-    tokens = -(-shape.num_tokens // layout.cp)
-    each = layer_numbers(model, kind, layout) * shape.item_bytes
-    in_flight = max(1, min(layout.pp - stage.number, shape.num_micro_batches))
-    if shape.recomputes_layers:
-        kept = stage.num_layers * model.hidden_size * shape.item_bytes * in_flight
-        size, how = (kept + each) * tokens, f"{stage.num_layers} layers' inputs and one whole layer"
+    """Activations of a rank of that stage for micro-batches of so many tokens, and what scoring takes on the last."""
+    kind, layout, item = config.roles.trainer.kind, trainer_layout(config), ITEM_BYTES[config.trainer.dtype]
+    tokens = -(-num_tokens // layout.cp)
+    each = layer_numbers(model, kind, layout) * item
+    in_flight = max(1, min(layout.pp - stage.number, num_micro_batches))
+    if config.trainer.activation_checkpointing or config.megatron.recompute == "full":
+        size = (stage.num_layers * model.hidden_size * item * in_flight + each) * tokens
+        how = f"{stage.num_layers} layers' inputs and one whole layer"
     else:
         size = stage.num_layers * each * tokens * in_flight
         how = f"{stage.num_layers} layers x {each / 1000:.1f} kB a token"
     how += f" x {count_text(tokens)} tokens" + (f" x {in_flight} micro-batches in flight" if in_flight > 1 else "")
     parts = [Part("activations", int(size), how)]
     if stage.is_last:
-        parts.append(_scoring(model, layout, shape, tokens))
+        width, logit = model.vocab_size // layout.tp, LOGIT_BYTES[item]
+        chunk = min(CHUNK_LOGITS["cuda" if config.roles.trainer.device_ids else "cpu"], tokens * width)
+        head = width * model.hidden_size
+        how = f"{count_text(chunk)} logits at a time x {logit} B + gradient of the head 4 B x {count_text(head)}"
+        parts.append(Part("logits", logit * chunk + 4 * head, how))
     return parts
-
-
-def _scoring(model: ModelConfig, layout: ParallelLayout, shape: StepShape, tokens: int) -> Part:
-    width = model.vocab_size // layout.tp
-    chunk = min(CHUNK_LOGITS["cuda" if shape.on_gpu else "cpu"], tokens * width)
-    head = 4 * width * model.hidden_size
-    each = LOGIT_BYTES[shape.item_bytes]
-    how = f"{count_text(chunk)} logits at a time x {each} B + gradient of the head 4 B x {count_text(head / 4)}"
-    return Part("logits", each * chunk + head, how)
 
 
 # -- a trainer rank ----------------------------------------------------------------------------------------------------
@@ -220,130 +170,88 @@ SHARING_BUCKET_BYTES = 256 * MIB
 VERSIONS_IN_FLIGHT = 2
 
 
-@dataclass(frozen=True, slots=True)
-class RankMemory:
-    """The fullest rank's parts, by pipeline stage."""
-
-    stage: int
-    parts: tuple[Part, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """All parts."""
-        return total(self.parts)
-
-
-def trainer_memory(config: RunConfig, model: ModelConfig, world_size: int) -> RankMemory:
-    """Of the rank that needs most."""
-    on_gpu = bool(config.roles.trainer.device_ids)
-    found = [
-        RankMemory(stage.number, tuple(_rank_parts(config, model, world_size, stage, on_gpu=on_gpu)))
-        for stage in stages(model, trainer_layout(config))
-    ]
-    return max(found, key=lambda rank: rank.num_bytes)
-
-
 def trainer_layout(config: RunConfig) -> ParallelLayout:
     """How the model is cut; the torch trainer does not cut it."""
     return ParallelLayout.of(config.megatron) if config.roles.trainer.kind == "megatron" else ParallelLayout()
 
 
-def _rank_parts(
-    config: RunConfig, model: ModelConfig, world_size: int, stage: PipelineStage, *, on_gpu: bool
-) -> list[Part]:
-    kind = config.roles.trainer.kind
+def trainer_memory(config: RunConfig, model: ModelConfig, world_size: int) -> tuple[Part, ...]:
+    """Of the rank that needs most."""
+    ranks = [_rank_parts(config, model, world_size, stage) for stage in stages(model, trainer_layout(config))]
+    return max(ranks, key=total)
+
+
+def _rank_parts(config: RunConfig, model: ModelConfig, world_size: int, stage: PipelineStage) -> tuple[Part, ...]:
     layout = trainer_layout(config)
-    states = _megatron_states if kind == "megatron" else _torch_states
+    states = _megatron_states if config.roles.trainer.kind == "megatron" else _torch_states
     parts = states(config, model, world_size, stage)
-    shape = StepShape(
-        num_tokens=microbatch_tokens(config, model),
-        num_micro_batches=num_micro_batches(config, model, world_size),
-        item_bytes=ITEM_BYTES[config.trainer.dtype],
-        on_gpu=on_gpu,
-        recomputes_layers=config.trainer.activation_checkpointing or config.megatron.recompute == "full",
-    )
-    passes = [activation_parts(model, kind, layout, stage, shape)]
-    passes += [activation_parts(m, kind, layout, stages(m, layout)[0], shape) for m in _in_turn(config, model)[1:]]
+    tokens, context = config.trainer.max_tokens_per_microbatch, config.engine.context_length or model.context_length
+    if config.algo.kind != "sft":  # one sample may be longer than the limit
+        tokens = max(tokens, min(context, config.rollout.max_new_tokens * config.rollout.max_turns))
+    counts = (num_micro_batches(config, model, world_size), tokens)
+    passes = [activation_parts(config, model, stage, *counts)]
+    passes += [activation_parts(config, one, stages(one, layout)[0], *counts) for one in _critic(config, model)]
     parts += max(passes, key=total)
     if is_between_devices(choose_channel(config)):
-        parts.append(_staged(config, model))
-    if on_gpu:
-        parts += _device_parts(config, layout, world_size)
-    return [part for part in parts if part.num_bytes]
+        num, item = 1 if takes_turns(config) else VERSIONS_IN_FLIGHT, ITEM_BYTES[config.engine.dtype]
+        how = f"{num} version{'s' if num > 1 else ''} x {item} B x {count_text(model.num_parameters)}"
+        parts.append(Part("staged versions", num * item * model.num_parameters, how))
+    if config.roles.trainer.device_ids:
+        groups = num_groups(layout, world_size) + (choose_channel(config) == "nccl")
+        parts.append(Part("communicators", groups * GROUP_BYTES, f"{groups} NCCL groups x 0.65 GiB"))
+        parts.append(Part("context", CONTEXT_BYTES, "of CUDA, as measured"))
+    return tuple(part for part in parts if part.num_bytes)
+
+
+def _critic(config: RunConfig, model: ModelConfig) -> list[ModelConfig]:
+    """The second model that is trained."""
+    try:
+        return [critic_config(config.critic, model)] if config.critic.enabled else []
+    except ConfigError:  # a finding of critic.path
+        return []
 
 
 def _torch_states(config: RunConfig, model: ModelConfig, world_size: int, stage: PipelineStage) -> list[Part]:
     num = model.num_parameters
     shards = world_size if config.trainer.strategy == "fsdp" else 1
     cut = f" / {shards} ranks" if shards > 1 else ""
-    text = count_text(num)
-    parts = [
-        Part("weights", 4 * num // shards, f"float32 masters 4 B x {text}{cut}"),
-        Part("gradients", 4 * num // shards, f"4 B x {text}{cut}"),
-        Part("optimizer", 8 * num // shards, f"AdamW's two moments 8 B x {text}{cut}"),
+    critic, kept = critic_parameters(config.critic, model), reference_parameters(config.algo, model)
+    rows = [
+        ("weights", 4, num, "float32 masters"),
+        ("gradients", 4, num, ""),
+        ("optimizer", 8, num, "AdamW's two moments"),
+        ("critic", 16, critic, "the same together"),
+        ("reference model", 4, kept, ""),
     ]
-    critic = critic_parameters(config.critic, model)
-    if critic:
-        parts.append(Part("critic", 16 * critic // shards, f"the same together 16 B x {count_text(critic)}{cut}"))
+    parts = [
+        Part(name, each * count // shards, f"{what} {each} B x {count_text(count)}{cut}".strip())
+        for name, each, count, what in rows
+    ]
     if shards > 1:
-        unit = max(
-            max(2 * m.vocab_size * m.hidden_size, m.num_parameters // m.num_layers) for m in _in_turn(config, model)
-        )
+        models = [model, *_critic(config, model)]
+        unit = max(max(2 * m.vocab_size * m.hidden_size, m.num_parameters // m.num_layers) for m in models)
         parts.append(Part("gathered", 8 * unit, f"largest unit of {count_text(unit)}, gathered 4 B, twice"))
     elif config.trainer.dtype == "bfloat16":
         used = max(num, critic)
         parts.append(Part("weights in bfloat16", 2 * used, f"as products use them 2 B x {count_text(used)}"))
     if world_size > 1 and shards == 1:
         parts.append(Part("gradient exchange", SHARING_BUCKET_BYTES, "one bucket at a time"))
-    if kept := reference_parameters(config.algo, model):
-        parts.append(Part("reference model", 4 * kept // shards, f"4 B x {count_text(kept)}{cut}"))
     return parts
-
-
-def _in_turn(config: RunConfig, model: ModelConfig) -> list[ModelConfig]:
-    """The models whose passes follow one another: the larger pass counts."""
-    if not config.critic.enabled:
-        return [model]
-    try:
-        return [model, critic_config(config.critic, model)]
-    except ConfigError:  # a finding of critic.path
-        return [model]
 
 
 def _megatron_states(config: RunConfig, model: ModelConfig, world_size: int, stage: PipelineStage) -> list[Part]:
     settings, layout = config.megatron, trainer_layout(config)
-    held = weights_of_stage(model, layout, stage)
-    item = ITEM_BYTES[config.trainer.dtype]
-    num = count_text(held.num_parameters)
+    item, num = ITEM_BYTES[config.trainer.dtype], stage.num_parameters
     dp = max(1, world_size // layout.model_size) * layout.cp if settings.distributed_optimizer else 1
     expert_dp = max(1, world_size // layout.expert_size) if settings.distributed_optimizer else 1
-    state = (4 if item == 2 else 0) + 8
-    here = 1.0 - settings.offload_optimizer
-    optimizer = int(state * here * (held.dense / dp + held.expert / expert_dp))
-    words = "masters and moments" if item == 2 else "moments"
+    state, words = (12, "masters and moments") if item == 2 else (8, "moments")
+    optimizer = int(state * (1.0 - settings.offload_optimizer) * (stage.dense / dp + stage.expert / expert_dp))
     shared = f" / {dp} replicas" if dp > 1 else ""
-    parts = [
-        Part("weights", item * held.num_parameters, f"{config.trainer.dtype} {item} B x {num}"),
-        Part("gradients", 4 * held.num_parameters, f"float32 4 B x {num}"),
-        Part("optimizer", optimizer, f"{words} {state} B x {num}{shared}"),
-    ]
-    if config.algo.keeps_reference:
-        parts.append(Part("reference model", item * held.num_parameters, f"{item} B x {num}"))
-    return parts
-
-
-def _staged(config: RunConfig, model: ModelConfig) -> Part:
-    versions = 1 if takes_turns(config) else VERSIONS_IN_FLIGHT
-    item = ITEM_BYTES[config.engine.dtype]
-    how = f"{versions} version{'s' if versions > 1 else ''} x {item} B x {count_text(model.num_parameters)}"
-    return Part("staged versions", versions * item * model.num_parameters, how)
-
-
-def _device_parts(config: RunConfig, layout: ParallelLayout, world_size: int) -> list[Part]:
-    groups = num_groups(layout, world_size) + (choose_channel(config) == "nccl")
     return [
-        Part("communicators", groups * GROUP_BYTES, f"{groups} NCCL groups x 0.65 GiB"),
-        Part("context", CONTEXT_BYTES, "of CUDA, as measured"),
+        Part("weights", item * num, f"{config.trainer.dtype} {item} B x {count_text(num)}"),
+        Part("gradients", 4 * num, f"float32 4 B x {count_text(num)}"),
+        Part("optimizer", optimizer, f"{words} {state} B x {count_text(num)}{shared}"),
+        Part("reference model", item * num * config.algo.keeps_reference, f"{item} B x {count_text(num)}"),
     ]
 
 
@@ -376,18 +284,10 @@ class EngineEstimate:
     """One engine on each of its GPUs."""
 
     parts: tuple[Part, ...]
-    cache_bytes: int
-    token_bytes: int
-    """Of one token in the cache, on one GPU."""
+    cache_tokens: int
+    """Tokens that the cache holds."""
     context_length: int
     max_running: int
-    is_share_known: bool
-    """Whether the run file says how much the server may take."""
-
-    @property
-    def cache_tokens(self) -> int:
-        """Tokens that the cache holds."""
-        return max(0, self.cache_bytes // self.token_bytes)
 
     @property
     def full_sequences(self) -> int:
@@ -403,49 +303,40 @@ def token_bytes(model: ModelConfig, dtype: str, num_gpus: int = 1) -> int:
 
 def server_memory(config: RunConfig, model: ModelConfig, num_gpus: int, capacity: int | None) -> EngineEstimate:
     """Of a launched SGLang server on each of its GPUs. `capacity`: bytes of a GPU, None: not known."""
-    engine = config.engine
-    item = ITEM_BYTES[engine.dtype]
-    share = config.sglang.get("mem_fraction_static")
-    is_known = isinstance(share, int | float)
-    fraction = float(share) if isinstance(share, int | float) else SGLANG_SHARE
+    engine, item, channel = config.engine, ITEM_BYTES[config.engine.dtype], choose_channel(config)
     weights = item * model.num_parameters // num_gpus
     per_token = token_bytes(model, engine.dtype, num_gpus)
     context = engine.context_length or model.context_length
-    cut = f" / {num_gpus} GPUs" if num_gpus > 1 else ""
     if capacity is not None:
-        cache = max(0, int(capacity * fraction) - weights)
-        said = f"sglang.mem_fraction_static = {fraction:g}" if is_known else f"about {fraction:g}, SGLang's own choice,"
-        how = f"{said} of the device, less weights: {count_text(cache // per_token)} tokens x {per_token / 1000:.0f} kB"
+        share = float(config.sglang.get("mem_fraction_static", SGLANG_SHARE))
+        said = "about {:g}, SGLang's own choice,"
+        if "mem_fraction_static" in config.sglang:
+            said = "sglang.mem_fraction_static = {:g}"
+        cache = max(0, int(capacity * share) - weights)
+        tokens = f"{count_text(cache // per_token)} tokens x {per_token / 1000:.0f} kB"
+        how = f"{said.format(share)} of the device, less weights: {tokens}"
     else:
         cache = engine.max_running * context * per_token
         how = f"at most {engine.max_running} sequences x {context} tokens x {per_token / 1000:.0f} kB"
-    parts = [
+    cut = f" / {num_gpus} GPUs" if num_gpus > 1 else ""
+    groups = (num_gpus > 1) + (channel == "nccl")
+    update = 2 * min(config.weights.bucket_mb * MIB, weights) * is_between_devices(channel)
+    parts = (
         Part("weights", weights, f"{engine.dtype} {item} B x {count_text(model.num_parameters)}{cut}"),
         Part("kv cache", cache, how),
         Part("graphs", GRAPH_BYTES, "captured graphs and workspaces, an estimate"),
         Part("context", CONTEXT_BYTES, "of CUDA, as measured"),
-    ]
-    if is_between_devices(choose_channel(config)):
-        bucket = config.weights.bucket_mb * MIB
-        parts.append(Part("update", 2 * min(bucket, weights), f"2 x weights.bucket_mb = {config.weights.bucket_mb}"))
-    groups = (num_gpus > 1) + (choose_channel(config) == "nccl")
-    if groups:
-        parts.append(Part("communicators", groups * GROUP_BYTES, f"{groups} NCCL group{'s'[: groups - 1]} x 0.65 GiB"))
-    return EngineEstimate(tuple(parts), cache, per_token, context, engine.max_running, is_known)
+        Part("update", update, f"2 x weights.bucket_mb = {config.weights.bucket_mb}"),
+        Part("communicators", groups * GROUP_BYTES, f"{groups} NCCL group{'s'[: groups - 1]} x 0.65 GiB"),
+    )
+    held = tuple(part for part in parts if part.num_bytes or part.name == "kv cache")
+    return EngineEstimate(held, cache // per_token, context, engine.max_running)
 
 
 def embedded_memory(config: RunConfig, model: ModelConfig, available_bytes: int) -> tuple[Part, ...]:
-    """Of one embedded engine in the host's memory. Raises EngineError where it does not fit."""
-    budget = embedded_budget(config, model, available_bytes)
-    item = ITEM_BYTES[config.engine.dtype]
-    weights = f"two versions x {item} B x {count_text(model.num_parameters)}"
-    cache = f"at most, {budget.num_slots} sequences x {budget.context_length} tokens"
-    return (Part("weights", budget.weight_bytes, weights), Part("kv cache", budget.kv_bytes, cache))
-
-
-def embedded_budget(config: RunConfig, model: ModelConfig, available_bytes: int) -> EngineBudget:
-    """As the engine itself will plan. Raises EngineError where not one sequence fits."""
-    return plan_engine(
+    """Of one embedded engine in the host's memory, as the engine itself plans it. Raises EngineError where not one
+    sequence fits."""
+    budget = plan_engine(
         model,
         dtype=config.engine.dtype,
         max_running=config.engine.max_running,
@@ -453,6 +344,9 @@ def embedded_budget(config: RunConfig, model: ModelConfig, available_bytes: int)
         available_bytes=available_bytes,
         share=DEFAULT_SHARE / config.roles.rollout.count,
     )
+    weights = f"two versions x {ITEM_BYTES[config.engine.dtype]} B x {count_text(model.num_parameters)}"
+    cache = f"at most, {budget.num_slots} sequences x {budget.context_length} tokens"
+    return (Part("weights", budget.weight_bytes, weights), Part("kv cache", budget.kv_bytes, cache))
 
 
 # -- all devices -------------------------------------------------------------------------------------------------------
@@ -461,6 +355,7 @@ STAYS = frozenset({"context", "communicators"})
 """Parts that stay on the device while the other side uses it."""
 TIGHT = 0.95
 """Of a device; above, what is left out here may not fit."""
+HOST = "each node's host memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -491,7 +386,7 @@ class Memory:
 
     loads: tuple[DeviceLoad, ...]
     engine: EngineEstimate | None
-    trainer: RankMemory
+    trainer: tuple[Part, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -502,59 +397,68 @@ class Capacities:
     host: int | None
 
 
+def memory(run: CheckedRun) -> tuple[Memory | None, tuple[Finding, ...]]:
+    """The estimate, and what does not fit; None where model, placement or layout say nothing."""
+    config, capacity = run.config, run.device_bytes
+    if run.model is None or not run.actors:
+        return None, ()
+    if config.roles.trainer.kind == "megatron":
+        layout = trainer_layout(config)
+        if any(looked("megatron", layout.check_model, run.model, config.megatron.model)):  # a finding of `fit`
+            return None, ()
+        if wrong := tuple(looked("megatron", layout.dp, len(run.of("trainer")))):
+            return None, wrong
+    if capacity is None and run.is_here and config.roles.trainer.device_ids + config.roles.rollout.device_ids:
+        capacity = min((one.num_bytes for one in run.once(gpus).found if one.num_bytes), default=None)
+    host = available_bytes() if run.is_here else None
+    return memory_of(config, run.model, run.actors, Capacities(capacity, host))
+
+
+def memory_findings(run: CheckedRun) -> tuple[Finding, ...]:
+    return run.once(memory)[1]
+
+
 def memory_of(
     config: RunConfig, model: ModelConfig, actors: Sequence[ActorSpec], capacities: Capacities
-) -> tuple[Memory, list[ConfigFinding]]:
+) -> tuple[Memory, tuple[Finding, ...]]:
     """All kinds of devices and phases, and what does not fit."""
     trainers = [actor for actor in actors if actor.role == "trainer"]
     rollouts = [actor for actor in actors if actor.role == "rollout"]
-    trainer = trainer_memory(config, model, max(1, len(trainers)))
-    engine, findings = None, list[ConfigFinding]()
-    if _launches_servers(config) and rollouts and rollouts[0].devices:
+    trainer, engine = trainer_memory(config, model, max(1, len(trainers))), None
+    launches = config.roles.rollout.kind == "sglang" and not config.engine.attach and config.algo.kind != "sft"
+    if launches and rollouts and rollouts[0].devices:
         engine = server_memory(config, model, len(rollouts[0].devices), capacities.gpu)
     loads = list(_gpu_loads(config, trainers, rollouts, trainer, engine, capacities.gpu))
+    findings: list[Finding] = []
     try:
         loads += _host_loads(config, model, trainer, capacities.host)
     except EngineError as error:
-        findings.append(ConfigFinding("engine.context_length", error))
-    findings += [_too_full(config, load) for load in loads if not load.fits or _is_tight(load)]
-    findings += _engine_findings(config, engine, capacities.gpu)
+        findings.append(Finding("engine.context_length", error))
+    findings += [finding for load in loads for finding in _too_full(config, load)]
+    findings += _engine_findings(config, engine) if capacities.gpu is not None else ()
     findings += _workspace_findings(config, trainer)
-    return Memory(tuple(loads), engine, trainer), findings
-
-
-def _launches_servers(config: RunConfig) -> bool:
-    return config.roles.rollout.kind == "sglang" and not config.engine.attach and config.algo.kind != "sft"
-
-
-# -- GPUs --------------------------------------------------------------------------------------------------------------
+    return Memory(tuple(loads), engine, trainer), tuple(findings)
 
 
 def _gpu_loads(
     config: RunConfig,
     trainers: Sequence[ActorSpec],
     rollouts: Sequence[ActorSpec],
-    trainer: RankMemory,
+    trainer: tuple[Part, ...],
     engine: EngineEstimate | None,
     capacity: int | None,
-) -> list[DeviceLoad]:
-    used_by_trainer = {(actor.node, device) for actor in trainers for device in used_devices(actor)}
-    serving = rollouts if engine else ()
-    used_by_engine = {(actor.node, device) for actor in serving for device in actor.devices}
-    mine = tuple(part.of("trainer") for part in trainer.parts)
+) -> Iterator[DeviceLoad]:
+    of_trainer = {(actor.node, device) for actor in trainers for device in used_devices(actor)}
+    of_engine = {(actor.node, device) for actor in rollouts if engine for device in actor.devices}
+    mine = tuple(part.of("trainer") for part in trainer)
     theirs = tuple(part.of("rollout") for part in engine.parts) if engine else ()
-    kinds: tuple[tuple[set[tuple[int, int]], tuple[Part, ...], tuple[Part, ...]], ...] = (
-        (used_by_trainer & used_by_engine, mine, theirs),
-        (used_by_trainer - used_by_engine, mine, ()),
-        (used_by_engine - used_by_trainer, (), theirs),
-    )
-    loads: list[DeviceLoad] = []
-    for devices, first, second in kinds:
-        if devices:
-            name = device_names(devices)
-            phases = _phases(config, first, second)
-            loads += [DeviceLoad(name, phase, parts, capacity) for phase, parts in phases]
-    return loads
+    for devices, first, second in (
+        (of_trainer & of_engine, mine, theirs),
+        (of_trainer - of_engine, mine, ()),
+        (of_engine - of_trainer, (), theirs),
+    ):
+        for phase, parts in _phases(config, first, second) if devices else ():
+            yield DeviceLoad(device_names(devices), phase, parts, capacity)
 
 
 def used_devices(actor: ActorSpec) -> tuple[int, ...]:
@@ -567,24 +471,24 @@ def used_devices(actor: ActorSpec) -> tuple[int, ...]:
 def _phases(config: RunConfig, mine: tuple[Part, ...], theirs: tuple[Part, ...]) -> list[tuple[str, tuple[Part, ...]]]:
     if not (takes_turns(config) and mine and theirs):
         return [("all the time", (*mine, *theirs))]
-    reserve = (Part("reserve", config.memory.reserve_mb * MIB, "memory.reserve_mb"),)
-    stays_mine = tuple(part for part in mine if part.name in STAYS)
-    stays_theirs = tuple(part for part in theirs if part.name in STAYS)
-    handed = tuple(part for part in mine if part.name in ("weights", "staged versions"))
-    taken = tuple(part for part in theirs if part.name in ("weights", "update"))
+
+    def of(parts: tuple[Part, ...], *names: str) -> tuple[Part, ...]:
+        return tuple(part for part in parts if part.name in names)
+
+    reserve = Part("reserve", config.memory.reserve_mb * MIB, "memory.reserve_mb")
+    stay_mine, stay_theirs = of(mine, *STAYS), of(theirs, *STAYS)
+    handed = (*of(mine, "weights", "staged versions"), *of(theirs, "weights", "update"))
     return [
-        ("trainer's turn", (*mine, *stays_theirs, *reserve)),
-        ("hand-over", (*handed, *taken, *stays_mine, *stays_theirs, *reserve)),
-        ("engine's turn", (*(part for part in theirs if part.name != "update"), *stays_mine, *reserve)),
+        ("trainer's turn", (*mine, *stay_theirs, reserve)),
+        ("hand-over", (*handed, *stay_mine, *stay_theirs, reserve)),
+        ("engine's turn", (*(part for part in theirs if part.name != "update"), *stay_mine, reserve)),
     ]
 
 
 def device_names(devices: set[tuple[int, int]]) -> str:
     """{(0, 0), (0, 1), (1, 0)} -> "node 0: GPU 0-1; node 1: GPU 0"."""
-    by_node: dict[int, list[int]] = {}
-    for node, device in sorted(devices):
-        by_node.setdefault(node, []).append(device)
-    return "; ".join(f"node {node}: GPU {ranges(numbers)}" for node, numbers in by_node.items())
+    nodes = sorted({node for node, _ in devices})
+    return "; ".join(f"node {node}: GPU {ranges(sorted(n for at, n in devices if at == node))}" for node in nodes)
 
 
 def ranges(numbers: Sequence[int]) -> str:
@@ -598,51 +502,41 @@ def ranges(numbers: Sequence[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-# -- the host ----------------------------------------------------------------------------------------------------------
-
-
-def _host_loads(config: RunConfig, model: ModelConfig, trainer: RankMemory, available: int | None) -> list[DeviceLoad]:
+def _host_loads(
+    config: RunConfig, model: ModelConfig, trainer: tuple[Part, ...], available: int | None
+) -> Iterator[DeviceLoad]:
     """What ranks and engines on the CPU take of a node's memory, when everything is at its fullest."""
     parts: list[Part] = []
     if not config.roles.trainer.device_ids:
-        ranks = config.roles.trainer.count
-        parts += [_times(part.of("trainer"), ranks, "ranks") for part in trainer.parts]
+        parts += [_times(part.of("trainer"), config.roles.trainer.count, "ranks") for part in trainer]
     if config.roles.rollout.kind == "embedded" and config.algo.kind != "sft":
-        count = config.roles.rollout.count
-        room = available if available is not None else 1 << 62
-        parts += [_times(part.of("rollout"), count, "engines") for part in embedded_memory(config, model, room)]
-    if not parts:
-        return []
-    return [DeviceLoad("each node's host memory", "all the time", tuple(parts), available)]
+        each = embedded_memory(config, model, available if available is not None else 1 << 62)
+        parts += [_times(part.of("rollout"), config.roles.rollout.count, "engines") for part in each]
+    if parts:
+        yield DeviceLoad(HOST, "all the time", tuple(parts), available)
 
 
 def _times(part: Part, count: int, what: str) -> Part:
-    if count == 1:
-        return part
-    return Part(part.name, part.num_bytes * count, f"{count} {what} x ({part.how})", part.owner)
+    return part if count == 1 else Part(part.name, part.num_bytes * count, f"{count} {what} x ({part.how})", part.owner)
 
 
 # -- findings ----------------------------------------------------------------------------------------------------------
 
 
-def _is_tight(load: DeviceLoad) -> bool:
-    return load.capacity_bytes is not None and load.num_bytes > TIGHT * load.capacity_bytes
-
-
-def _too_full(config: RunConfig, load: DeviceLoad) -> ConfigFinding:
-    assert load.capacity_bytes is not None
+def _too_full(config: RunConfig, load: DeviceLoad) -> Iterator[Finding]:
+    if load.capacity_bytes is None or load.num_bytes <= TIGHT * load.capacity_bytes:
+        return
     largest = max(load.parts, key=lambda part: part.num_bytes)
     key, remedy = _remedy(config, largest)
-    needs, has = size_text(load.num_bytes), size_text(load.capacity_bytes)
-    on_host = load.devices.endswith("host memory")
+    place = f"{key}: {load.devices}, {load.phase}: {size_text(load.num_bytes)}"
+    has = size_text(load.capacity_bytes)
     if load.fits:
-        text = f"{key}: {load.devices}, {load.phase}: {needs} of {has} leaves little for what is not counted here"
-        return ConfigFinding(key, ConfigError(text, remedy=remedy), is_warning=True)
-    text = (
-        f"{key}: {load.devices}, {load.phase}: {needs} do not fit into {has}; most of it is the {largest.owner}'s "
-        f"{largest.name}, {size_text(largest.num_bytes)}"
-    )
-    return ConfigFinding(key, ConfigError(text, remedy=remedy), is_warning=on_host)
+        text = f"{place} of {has} leaves little for what is not counted here"
+    else:
+        most = f"most of it is the {largest.owner}'s {largest.name}, {size_text(largest.num_bytes)}"
+        text = f"{place} do not fit into {has}; {most}"
+    severity = "warning" if load.fits or load.devices == HOST else "error"
+    yield Finding(key, ConfigError(text, remedy=remedy), severity)
 
 
 def _remedy(config: RunConfig, largest: Part) -> tuple[str, str]:
@@ -661,37 +555,31 @@ def _remedy(config: RunConfig, largest: Part) -> tuple[str, str]:
     return "roles.trainer.devices", f'cut the model further ({more}), or take turns: memory.share = "switch"'
 
 
-def _engine_findings(config: RunConfig, engine: EngineEstimate | None, capacity: int | None) -> list[ConfigFinding]:
-    if engine is None or capacity is None:
-        return []
-    key = "sglang.mem_fraction_static" if engine.is_share_known else "roles.rollout.devices"
-    error: MyxaError
+def _engine_findings(config: RunConfig, engine: EngineEstimate | None) -> Iterator[Finding]:
+    key = "sglang.mem_fraction_static" if "mem_fraction_static" in config.sglang else "roles.rollout.devices"
+    if engine is None or engine.full_sequences >= config.rollout.num_samples:
+        return
     if engine.full_sequences < 1:
         error = ConfigError(
             f"{key}: after the weights there is room for {engine.cache_tokens:,} tokens in the cache, and one sequence "
             f"may have {engine.context_length:,}",
             remedy="raise it, lower engine.context_length, or give the engine more GPUs",
         )
-        return [ConfigFinding(key, error)]
-    if engine.full_sequences < config.rollout.num_samples:
+        yield Finding(key, error)
+    else:
         error = ConfigError(
             f"{key}: the cache holds {engine.cache_tokens:,} tokens, {engine.full_sequences} sequences of the whole "
             f"context: not the {config.rollout.num_samples} samples of one group",
             remedy="set engine.context_length to what answers need, or give the engine more memory",
         )
-        return [ConfigFinding(key, error, is_warning=True)]
-    return []
+        yield Finding(key, error, "warning")
 
 
-def _workspace_findings(config: RunConfig, trainer: RankMemory) -> list[ConfigFinding]:
+def _workspace_findings(config: RunConfig, trainer: tuple[Part, ...]) -> Iterator[Finding]:
     """The workspace that the memory manager reserves for a step, against what the step needs."""
-    if not (takes_turns(config) and config.memory.workspace_mb):
-        return []
-    needs = total(part for part in trainer.parts if part.name in ("activations", "logits"))
-    if needs <= config.memory.workspace_mb * MIB:
-        return []
-    error = ConfigError(
-        f"memory.workspace_mb = {config.memory.workspace_mb}: a micro-batch takes about {size_text(needs)}",
-        remedy=f"set it to {-(-needs // MIB // 256) * 256 + 256}, or lower trainer.max_tokens_per_microbatch",
-    )
-    return [ConfigFinding("memory.workspace_mb", error, is_warning=True)]
+    key, workspace = "memory.workspace_mb", config.memory.workspace_mb
+    needed = total(part for part in trainer if part.name in ("activations", "logits"))
+    if takes_turns(config) and 0 < workspace * MIB < needed:
+        text = f"{key} = {workspace}: a micro-batch takes about {size_text(needed)}"
+        remedy = f"set it to {-(-needed // MIB // 256) * 256 + 256}, or lower trainer.max_tokens_per_microbatch"
+        yield Finding(key, ConfigError(text, remedy=remedy), "warning")

@@ -19,19 +19,11 @@ from ...core.errors import ConfigError, LaunchError, MyxaError
 from ..actor_spec import ActorSpec
 
 MODULES = (
-    "torch",
-    "megatron.core",
-    "pynvml",
-    "torch_memory_saver",
-    "sglang",
-    "math_verify",
-    "pyarrow",
-    "wandb",
-    "mlflow",
-)
+    "torch", "megatron.core", "pynvml", "torch_memory_saver", "sglang", "math_verify", "pyarrow", "wandb", "mlflow",
+)  # fmt: skip
 """Modules that are looked for."""
 PROBE = (
-    "import json, myxa, myxa.launch.worker; from myxa.launch.preflight.interpreters import folders;"
+    "import json, myxa, myxa.launch.worker; from myxa.launch.checks.interpreters import folders;"
     "print(); print(json.dumps([myxa.__version__, folders()]))"
 )
 SGLANG_PROBE = (
@@ -52,11 +44,6 @@ class Installed:
     """As it is named; empty: the launcher's own."""
     folders: Mapping[str, str]
     """Module of `MODULES` -> its folder; what is missing is not installed."""
-
-    @property
-    def shown(self) -> str:
-        """Its path."""
-        return self.python or sys.executable
 
 
 def has_module(name: str) -> bool:
@@ -91,18 +78,13 @@ def ask_interpreters(actors: Iterable[ActorSpec]) -> dict[str, AskedInterpreter]
     firsts: dict[str, ActorSpec] = {}
     for actor in actors:
         firsts.setdefault(actor.role, actor)
-    own = {role: actor for role, actor in firsts.items() if not actor.python and PATHS not in actor.env}
-    others = [actor for role, actor in firsts.items() if role not in own]
-    answers: dict[str, AskedInterpreter] = dict.fromkeys(own, Installed("", folders())) if own else {}
-    if others:
-        with ThreadPoolExecutor(len(others)) as pool:
-            answers |= {actor.role: answer for actor, answer in zip(others, pool.map(_asked, others), strict=True)}
-    return answers
+    with ThreadPoolExecutor(max(1, len(firsts))) as pool:
+        return dict(zip(firsts, pool.map(_asked, firsts.values()), strict=True))
 
 
 def _asked(actor: ActorSpec) -> AskedInterpreter:
     try:
-        return _ask(actor)
+        return _ask(actor) if actor.python or PATHS in actor.env else Installed("", folders())
     except MyxaError as error:
         return error
 

@@ -1,15 +1,17 @@
 """Checks from their source text that the functions named in a run file exist and take the right arguments.
 
 No user code runs. The actor that loads a function checks what only an import shows: a name made at run time, a
-signature that a decorator changes. The messages are those of `actors/user_code/functions.py`.
+signature that a decorator changes. Signatures are judged as there: `actors/user_code/functions.check_call`.
 """
 
 from __future__ import annotations
 
 import ast
+import inspect
 import sys
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from importlib.machinery import ModuleSpec, PathFinder
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +19,7 @@ from ...actors.rewards.call import ALONE, RewardKeys
 from ...actors.rewards.rewarder import check_args
 from ...actors.user_code.functions import (
     ADVANTAGE_FN,
+    CLASS_WORKFLOW,
     GROUP_FILTER,
     LOSS_FN,
     REWARD_POST_PROCESS,
@@ -24,14 +27,15 @@ from ...actors.user_code.functions import (
     WEIGHT_FN,
     WORKFLOW,
     Expected,
+    check_call,
     reward_expected,
 )
 from ...algos.filters import GROUP_FILTERS, SAMPLE_FILTERS, group_filter, sample_filter
-from ...core.config import RewardSettings, RunConfig
+from ...core.config import RunConfig
 from ...core.errors import ConfigError, UserCodeError
 from ...core.suggestion import suggest
 from ..composition.rollout_parts import eval_rewards
-from .finding import ConfigFinding, looked
+from .check import Finding, looked
 
 ALL = ("rollout", "buffer", "trainer")
 MAX_SOURCE_BYTES = 8 << 20
@@ -44,7 +48,7 @@ class Named(NamedTuple):
 
     name: str
     expected: Expected
-    args: frozenset[str] = frozenset()
+    args: Iterable[str] = ()
     """Named arguments that the function gets besides."""
     role: str = "rollout"
     """Who calls it."""
@@ -52,57 +56,41 @@ class Named(NamedTuple):
 
 def function_findings(
     config: RunConfig, roles: Container[str] = ALL, *, sees_modules: bool = True
-) -> Iterator[ConfigFinding]:
+) -> Iterator[Finding]:
     """What is wrong with each named function that actors of these roles call, and with the arguments of built-in
     ones. `sees_modules`: whether this process finds the modules that they find; else only files are looked at."""
-    for name, part in config.reward.parts().items() if "rollout" in roles else ():
-        keys = RewardKeys.of_one(name) if name else ALONE
-        yield from looked(keys.args, _check_args, keys, part)
-    for name, part in eval_rewards(config).items() if "rollout" in roles else ():
-        keys = RewardKeys.of_eval_set(name)
-        yield from looked(keys.args, _check_args, keys, part)
     algo = config.algo
+    if "rollout" in roles:
+        rewards = {RewardKeys.of_one(name) if name else ALONE: part for name, part in config.reward.parts().items()}
+        rewards |= {RewardKeys.of_eval_set(name): part for name, part in eval_rewards(config).items()}
+        for keys, part in rewards.items():
+            yield from looked(keys.args, check_args, part.fn, pattern=part.pattern, args=part.args, keys=keys)
     if "buffer" in roles and algo.group_filter in GROUP_FILTERS:
         yield from looked("algo.group_filter_args", group_filter, algo.group_filter, algo.group_filter_args)
     if "buffer" in roles and algo.sample_filter in SAMPLE_FILTERS:
         yield from looked("algo.sample_filter_args", sample_filter, algo.sample_filter, algo.sample_filter_args)
     for named in _named(config):
-        if named.role not in roles:
-            continue
         where, colon, _ = named.name.rpartition(":")
-        if colon and (sees_modules or where.endswith(".py")):
+        if named.role in roles and colon and (sees_modules or where.endswith(".py")):
             yield from looked(named.expected.key, check_function, named)
 
 
-def _check_args(keys: RewardKeys, part: RewardSettings) -> None:
-    check_args(part.fn, pattern=part.pattern, args=part.args, keys=keys)
-
-
-def _named(config: RunConfig) -> tuple[Named, ...]:
-    own = {name: one for name, one in sorted(config.eval.sets.items()) if one.reward}
-    return (
-        *(
-            Named(
-                one.reward, reward_expected(f"eval.sets.{name}.reward", takes_group=False), frozenset(one.reward_args)
-            )
-            for name, one in own.items()
-        ),
-        Named(config.rollout.workflow, WORKFLOW, frozenset(config.rollout.workflow_args)),
-        *(
-            Named(
-                part.fn,
-                reward_expected(key, takes_group=part.scope == "group"),
-                frozenset(part.args) | ({"pattern"} if part.pattern else frozenset[str]()),
-            )
-            for (key, _), part in zip(config.reward.named_functions(), config.reward.parts().values(), strict=True)
-        ),
-        Named(config.algo.group_filter, GROUP_FILTER, frozenset(config.algo.group_filter_args), "buffer"),
-        Named(config.algo.sample_filter, SAMPLE_FILTER, frozenset(config.algo.sample_filter_args), "buffer"),
-        Named(config.algo.reward_post_process, REWARD_POST_PROCESS, role="trainer"),
-        Named(config.algo.advantage_fn, ADVANTAGE_FN, role="trainer"),
-        Named(config.algo.weight_fn, WEIGHT_FN, role="trainer"),
-        Named(config.algo.loss_fn, LOSS_FN, role="trainer"),
-    )
+def _named(config: RunConfig) -> Iterator[Named]:
+    algo = config.algo
+    for name, one in sorted(config.eval.sets.items()):
+        if one.reward:
+            key = f"eval.sets.{name}.reward"
+            yield Named(one.reward, reward_expected(key, takes_group=False), one.reward_args)
+    yield Named(config.rollout.workflow, WORKFLOW, config.rollout.workflow_args)
+    for (key, _), part in zip(config.reward.named_functions(), config.reward.parts().values(), strict=True):
+        args = {*part.args, *(("pattern",) if part.pattern else ())}
+        yield Named(part.fn, reward_expected(key, takes_group=part.scope == "group"), args)
+    yield Named(algo.group_filter, GROUP_FILTER, algo.group_filter_args, "buffer")
+    yield Named(algo.sample_filter, SAMPLE_FILTER, algo.sample_filter_args, "buffer")
+    yield Named(algo.reward_post_process, REWARD_POST_PROCESS, role="trainer")
+    yield Named(algo.advantage_fn, ADVANTAGE_FN, role="trainer")
+    yield Named(algo.weight_fn, WEIGHT_FN, role="trainer")
+    yield Named(algo.loss_fn, LOSS_FN, role="trainer")
 
 
 def check_function(named: Named) -> None:
@@ -117,12 +105,53 @@ def check_function(named: Named) -> None:
     if found is None:
         if "." in attr or _makes_names(tree):  # a submodule is an attribute once it was imported
             return
-        known = [name for name in _names(tree) if not name.startswith("_")]
+        known = [name for node in _statements(tree.body) for name in _bound(node) if not name.startswith("_")]
         raise ConfigError(f'{key}: {where} has no "{attr}"', remedy=suggest(attr, known))
-    if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef) and not found.decorator_list and "." not in attr:
-        _check_definition(named, found)
-    if isinstance(found, ast.ClassDef) and not (found.decorator_list or found.bases or found.keywords or "." in attr):
+    if "." in attr or getattr(found, "decorator_list", ()):
+        return
+    if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef):
+        is_async = isinstance(found, ast.AsyncFunctionDef)
+        check_call(named.name, _signature(found.args), named.expected, named.args, is_async=is_async)
+    elif isinstance(found, ast.ClassDef) and named.expected is WORKFLOW and not (found.bases or found.keywords):
         _check_class(named, found)
+
+
+def _check_class(named: Named, node: ast.ClassDef) -> None:
+    """One that a workflow may be: what it is made with, and the method that is needed."""
+    methods = {one.name: one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)}
+    if "run" not in methods:
+        text = f'{WORKFLOW.key} = "{named.name}" is a class without a method run'
+        raise ConfigError(text, remedy=f"it must have: {WORKFLOW.signature}")
+    made = methods.get("__init__")
+    signature = _signature(made.args, num_own=1) if made is not None else inspect.Signature()
+    check_call(named.name, signature, CLASS_WORKFLOW, named.args, is_async=False)
+
+
+class _Written(str):
+    """A default as it is written."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def _signature(args: ast.arguments, *, num_own: int = 0) -> inspect.Signature:
+    """As `inspect.signature` says it. `num_own`: parameters that Python fills itself."""
+    kinds = inspect.Parameter
+    plain = [(arg, kinds.POSITIONAL_ONLY) for arg in args.posonlyargs]
+    plain += [(arg, kinds.POSITIONAL_OR_KEYWORD) for arg in args.args]
+    rows = [
+        (arg, kind, default)
+        for (arg, kind), default in reversed(list(zip_longest(reversed(plain), reversed(args.defaults))))
+    ]
+    rows += [(args.vararg, kinds.VAR_POSITIONAL, None)] if args.vararg else []
+    rows += [(arg, kinds.KEYWORD_ONLY, default) for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True)]
+    rows += [(args.kwarg, kinds.VAR_KEYWORD, None)] if args.kwarg else []
+    return inspect.Signature(
+        [
+            kinds(arg.arg, kind, default=kinds.empty if default is None else _Written(ast.unparse(default)))
+            for arg, kind, default in rows[num_own:]
+        ]
+    )
 
 
 def _file(where: str, key: str) -> Path:
@@ -194,10 +223,6 @@ def _bound(node: ast.stmt) -> list[str]:
     return [inner.id for target in targets for inner in ast.walk(target) if isinstance(inner, ast.Name)]
 
 
-def _names(tree: ast.Module) -> list[str]:
-    return [name for node in _statements(tree.body) for name in _bound(node)]
-
-
 def _definition(tree: ast.Module, name: str) -> ast.stmt | None:
     found = [node for node in _statements(tree.body) if name in _bound(node)]
     return found[-1] if found else None
@@ -214,61 +239,3 @@ def _makes_names(tree: ast.Module) -> bool:
         or (isinstance(node, ast.FunctionDef) and node.name == "__getattr__")
         for node in nodes
     )
-
-
-def _check_definition(named: Named, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-    expected, args = named.expected, node.args
-    if expected.must_be_plain and isinstance(node, ast.AsyncFunctionDef):
-        raise ConfigError(
-            f'{expected.key} = "{named.name}" is an async function',
-            remedy=f"it must look like: {expected.signature}",
-        )
-    _check_values(named, args, expected.num_args)
-
-
-def _check_class(named: Named, node: ast.ClassDef) -> None:
-    """One that a workflow may be: what it is made with, and the method that is needed."""
-    methods = {one.name: one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)}
-    if named.expected is not WORKFLOW:
-        return
-    if "run" not in methods:
-        raise ConfigError(
-            f'{WORKFLOW.key} = "{named.name}" is a class without a method run',
-            remedy=f"it must have: {WORKFLOW.signature}",
-        )
-    made = methods.get("__init__")
-    _check_values(named, _BARE if made is None else made.args, 0, num_own=1)
-
-
-_BARE = ast.arguments(posonlyargs=[], args=[ast.arg("self")], kwonlyargs=[], kw_defaults=[], defaults=[])
-
-
-def _check_values(named: Named, args: ast.arguments, num_values: int, *, num_own: int = 0) -> None:
-    """Whether so many values and the named arguments fit; `num_own`: parameters that Python fills itself."""
-    positional = [arg.arg for arg in (*args.posonlyargs, *args.args)][num_own:]
-    filled, rest = positional[:num_values], positional[num_values:]
-    num_plain = len(positional) - len(args.defaults)
-    optional = {arg.arg for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True) if default is not None}
-    needed = {*positional[num_values:num_plain], *(arg.arg for arg in args.kwonlyargs if arg.arg not in optional)}
-    known = [*rest, *(arg.arg for arg in args.kwonlyargs)]
-    key, table = (
-        named.expected.key,
-        f"{named.expected.key}_args" if named.expected.key != "reward.fn" else "reward.args",
-    )
-    like = f"it must look like: {named.expected.signature}"
-    is_short = len(filled) < num_values and args.vararg is None
-    if is_short or (not named.args and num_plain > num_values):
-        raise ConfigError(
-            f'{key} = "{named.name}" takes {max(num_plain, 0)} values, and gets {num_values}', remedy=like
-        )
-    for name in sorted(named.args):
-        if name in filled or (name not in known and args.kwarg is None):
-            raise ConfigError(
-                f'{key} = "{named.name}" has no argument {name}, which {table} gives it',
-                remedy=suggest(name, known) if known else "it takes none: take it out of the run file",
-            )
-    if missing := sorted(needed - named.args):
-        raise ConfigError(
-            f'{key} = "{named.name}" needs {", ".join(missing)} besides the {num_values} values that it gets',
-            remedy=f"give {'it' if len(missing) == 1 else 'them'} in {table}, or a default in the function; {like}",
-        )

@@ -1,0 +1,88 @@
+"""Every check, and two of the three that show them: the preflight of a run's start, and `myxa doctor`.
+
+The preflight takes a second, makes no run directory and starts no process. Each node checks what its own actors need.
+It leaves the estimates to `myxa plan` (`plan.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ...core.config import RunConfig
+from ..actor_spec import ActorSpec
+from . import file_checks, node_checks, run_arithmetic
+from .check import Check, CheckedRun, Finding, run_checks
+from .machine import MachineFacts
+from .machine_checks import MACHINE_CHECKS
+from .memory_estimate import memory_findings
+
+CHECKS: tuple[Check, ...] = (
+    Check("node", node_checks.packages),
+    Check("node", node_checks.launched_servers),
+    Check("node", node_checks.devices),
+    Check("named files", file_checks.model_folder),
+    Check("run file", file_checks.fit),
+    Check("named files", file_checks.resume),
+    Check("named files", file_checks.functions),
+    Check("named files", file_checks.data),
+    Check("node", node_checks.sinks),
+    Check("node", node_checks.attached_servers),
+    Check("node", node_checks.listened_ports),
+    Check("node", node_checks.run_folder),
+    Check("estimate", run_arithmetic.amount_of_data),
+    Check("estimate", run_arithmetic.sources),
+    Check("estimate", run_arithmetic.schedules),
+    Check("estimate", run_arithmetic.held_out),
+    Check("estimate", run_arithmetic.odd_counts),
+    Check("estimate", run_arithmetic.sampling),
+    Check("estimate", run_arithmetic.concurrency),
+    Check("estimate", memory_findings),
+    *(Check("machine", look) for look in MACHINE_CHECKS),
+)
+RESUME_CHECKS = tuple(check for check in CHECKS if check.look is file_checks.resume)
+"""Of what a run resumes from, on any machine."""
+ABSENT_S = 7.0
+"""How long a run that is started waits for an attached server that is not there."""
+
+
+def check_node(config: RunConfig, actors: Iterable[ActorSpec], checks: tuple[Check, ...] = CHECKS) -> None:
+    """Raise what is wrong for these actors of this node: one error as it is, several as one of the first one's kind."""
+    run = CheckedRun(config, actors, wait_s=ABSENT_S)
+    found = run_checks(checks, run, "run file", "named files", "node")
+    errors = [one.error for one in found if one.severity == "error"]
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        lines = "\n".join(f"  {error}" for error in errors)
+        raise type(errors[0])(f"the run cannot start: {len(errors)} problems\n{lines}")
+
+
+MARKS = {"ok": "ok  ", "warning": "warn", "error": "FAIL"}
+
+
+def judge(facts: MachineFacts) -> tuple[Finding, ...]:
+    """Every check of a machine."""
+    return tuple(run_checks(CHECKS, facts, "machine"))
+
+
+def findings_json(findings: Sequence[Finding]) -> dict[str, Any]:
+    """For programs."""
+    rows = [
+        {"name": one.key, "status": one.severity, "found": one.error.message, "remedy": one.error.remedy}
+        for one in findings
+    ]
+    return {"ok": not any(one.severity == "error" for one in findings), "checks": rows}
+
+
+def findings_text(findings: Sequence[Finding]) -> str:
+    """The page: one line a finding, what to do below it."""
+    width = max((len(one.key) for one in findings), default=0)
+    lines: list[str] = []
+    for one in findings:
+        lines.append(f"{MARKS[one.severity]}  {one.key.ljust(width)}  {one.error.message}")
+        if one.error.remedy:
+            lines.append(f"      {' ' * width}  -> {one.error.remedy}")
+    counts = {severity: sum(one.severity == severity for one in findings) for severity in MARKS}
+    lines.append(f"{counts['ok']} ok, {counts['warning']} to look at, {counts['error']} to mend")
+    return "\n".join(lines)

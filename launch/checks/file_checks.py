@@ -1,0 +1,389 @@
+"""Checks of the files that a run file names: model, tokenizer, chat template, checkpoint, data, functions.
+
+The actor that needs a file checks it again, and the buffer reads all rows. Here only the first rows of each data file
+are read, once, and a large file is not indexed. `fit` needs no more than the model's config.json. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from ...actors.backends.megatron.layout import ParallelLayout
+from ...actors.checkpoints.folder import check_model, read_manifest
+from ...actors.data.data_files import check_data_files, is_large, needs_pyarrow, open_rows
+from ...actors.data.layout import Item, RowLayout
+from ...actors.data.prompts import held_out_layout, layout_of, open_data
+from ...actors.data.row_file import RowError, RowFile
+from ...actors.data.row_set import encode_item
+from ...actors.ledger.file import is_in_use
+from ...actors.ledger.resume import LEDGER, dataset_of
+from ...actors.models.chat_template import PlainText, template_of
+from ...actors.models.hf_folder import check_values, open_weights, read_config
+from ...actors.models.model_config import ModelConfig, frozen_names
+from ...actors.models.second_model import check_critic, check_reference
+from ...actors.models.tokenizer import FolderTokenizer, load_tokenizer
+from ...actors.workflows.demonstrated import demonstrate
+from ...actors.workflows.named import shown_turns
+from ...actors.workflows.turn_renderer import TurnRenderer, roles_that_fit
+from ...core.config import RunConfig
+from ...core.config.data import Source, parse_sources
+from ...core.errors import ConfigError, DataError, LedgerError, ModelError, MyxaError, TemplateError, TrainError
+from ...core.samples import Message, Prompt
+from ..run_lineage.resume_point import named_checkpoint
+from .check import CheckedRun, Finding, key_of, looked
+from .interpreters import has_module
+from .user_functions import function_findings
+
+MAX_READ_BYTES = 2 << 30
+"""Of weights, within about two seconds; the embedded engine reads all of them when it loads them."""
+
+
+def model_folder(run: CheckedRun) -> Iterator[Finding]:
+    """Config, tokenizer and chat template, weights; further models beside it."""
+    config = run.config
+    if not run.of("trainer", "rollout"):
+        return
+    try:
+        model = read_config(config.model.path)
+    except MyxaError as error:
+        yield Finding("model.path", error)
+        return
+    if run.of("rollout"):
+        yield from run.once(read_tokenizer).findings
+    yield from looked("model.path", _check_weights, config.model.path, model)
+    if run.of("trainer"):
+        if config.trainer.freeze:
+            yield from looked("trainer.freeze", _check_freeze, config, model)
+        if config.algo.ref_path:
+            yield from looked("algo.ref_path", _check_reference, config, model)
+        if config.critic.path:
+            yield from looked("critic.path", check_critic, config.critic, model)
+    if config.weights.served_folder:
+        yield from looked("weights.served_folder", _check_served, config.weights.served_folder)
+
+
+def _check_weights(path: str, model: ModelConfig) -> None:
+    with open_weights(path, model) as tensors:
+        check_values(model.tensor_shapes(), tensors, path, max_bytes=MAX_READ_BYTES)
+
+
+def _check_freeze(config: RunConfig, model: ModelConfig) -> None:
+    try:
+        with open_weights(config.model.path, model) as weights:
+            names = [name for name in weights if not (model.tie_word_embeddings and name.startswith("lm_head."))]
+    except MyxaError:  # a finding of model.path
+        return
+    frozen_names(config.trainer.freeze, names)
+
+
+def _check_reference(config: RunConfig, model: ModelConfig) -> None:
+    reference = check_reference(config.algo, model, is_any_shape=config.roles.trainer.kind == "torch")
+    try:
+        _check_weights(config.algo.ref_path, reference)
+    except ModelError as error:
+        raise ConfigError(f"algo.ref_path: {error.message}", remedy=error.remedy) from error
+
+
+def _check_served(path: str) -> None:
+    try:
+        read_config(path)
+    except MyxaError as error:
+        remedy = "name the folder that the servers were started with"
+        raise ConfigError(f"weights.served_folder: {error.message}", remedy=remedy) from error
+
+
+# -- tokenizer and chat template ---------------------------------------------------------------------------------------
+
+ASKED = "Myxa7c1e04b9Question"
+"""What no template writes by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadTokenizer:
+    """The model's tokenizer with the run's chat template."""
+
+    tokenizer: FolderTokenizer | None
+    """None: it, or the template, cannot be used."""
+    findings: tuple[Finding, ...]
+
+
+def read_tokenizer(run: CheckedRun) -> ReadTokenizer:
+    path, data = run.config.model.path, run.config.data
+    found = list(template_findings(run.config))
+    try:
+        tokenizer = load_tokenizer(path, PlainText() if found else template_of(path, data))
+    except MyxaError as error:
+        rest = [one for one in found if str(one.error) != str(error)]  # both read what the tokenizer was saved with
+        return ReadTokenizer(None, (Finding(key_of(error.message) or "model.path", error), *rest))
+    if not found:
+        found += _end_findings(tokenizer)
+    is_usable = all(one.severity == "warning" for one in found)
+    return ReadTokenizer(tokenizer if is_usable else None, tuple(found))
+
+
+def template_findings(config: RunConfig) -> Iterator[Finding]:
+    """A template that is missing, refuses a question or leaves it out, or cannot append to a turn where the run has
+    several."""
+    try:
+        template = template_of(config.model.path, config.data)
+    except MyxaError as error:
+        yield Finding("model.path", error)
+        return
+    render = partial(template.render, add_generation_prompt=True)
+    trouble = ""
+    try:
+        text = render((Message(role="user", content=ASKED),))
+        if ASKED not in text:
+            trouble = f"leaves out what the user says: of a question it writes {text[:80]!r}"
+    except TemplateError as error:  # the template asks for a date
+        yield Finding("data.date", error)
+        return
+    except DataError as error:
+        trouble = f"refuses a question: {error.message}"
+    place = f"the chat template of {template.place}"
+    if trouble:
+        yield Finding("model.path", TemplateError(f"{place} {trouble}", remedy="mend the template"))
+    elif config.rollout.max_turns > 1 and not roles_that_fit(render):
+        turns = f"rollout.max_turns = {config.rollout.max_turns}"
+        text = f"{turns}: {place} cannot append a message of any role that is known after a turn of the model"
+        error = TemplateError(text, remedy="mend the template, or set rollout.max_turns = 1")
+        yield Finding("rollout.max_turns", error)
+
+
+def _end_findings(tokenizer: FolderTokenizer) -> Iterator[Finding]:
+    """A template for chats on a base model, whose answers would not stop at the end of the turn."""
+    try:
+        mark = TurnRenderer(tokenizer).end_mark()
+    except MyxaError:  # the rows show it, if there are any of that kind
+        return
+    if mark is None or mark in tokenizer.eos_token_ids:
+        return
+    shown = tokenizer.decode([mark], skip_special=False)
+    text = f"the chat template of {tokenizer.template_place} ends turns with {shown!r} (token {mark}), which is no end "
+    error = ModelError(
+        f"{text}token of the model: no answer ends there", remedy="add it to eos_token_id of generation_config.json"
+    )
+    yield Finding("model.path", error, "warning")
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+FIRST_ROWS = 50
+RENDERED_ROWS = 8
+"""The first ones, as the model is asked them; demonstrations as they are trained on."""
+MAX_BYTES = 64 << 20
+"""A JSONL file up to this size is indexed, which counts its rows; of a larger one only the size is looked at."""
+
+Write = Callable[[int, Item], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRows:
+    """What was seen of one key's files."""
+
+    num_rows: int | None
+    """Chosen rows of all files; None: too large to be counted, or not to be read."""
+    findings: tuple[Finding, ...]
+
+
+def train_rows(run: CheckedRun) -> dict[str, ReadRows]:
+    """By source of prompts; a single one is called ""."""
+    config = run.config
+    found: dict[str, ReadRows] = {}
+    for name, part in config.data.parts().items():
+        layout = layout_of(config, part, config.reward, name)
+        write = None if layout.is_recorded else run.once(writer)
+        skips_bad = part.on_bad_line == "skip"
+        found[name] = read_rows(config.data.key_of(name), part.train, layout, skips_bad=skips_bad, write=write)
+    return found
+
+
+def held_out_rows(run: CheckedRun) -> dict[str, ReadRows]:
+    """By evaluation set; a single one is called ""."""
+    config, skips_bad = run.config, run.config.data.on_bad_line == "skip"
+    return {
+        name: read_rows(key, files, held_out_layout(config, name), skips_bad=skips_bad)
+        for name, (key, files) in config.eval.files().items()
+    }
+
+
+def data(run: CheckedRun) -> Iterator[Finding]:
+    for rows in (*run.once(train_rows).values(), *run.once(held_out_rows).values()) if run.of("buffer") else ():
+        yield from rows.findings
+
+
+def writer(run: CheckedRun) -> Write | None:
+    """Renders a row as the rollout actors do; None: there are none, or the tokenizer has faults of its own."""
+    tokenizer = run.once(read_tokenizer).tokenizer if run.of("rollout") else None
+    if tokenizer is None:
+        return None
+    renderer, is_learnt = TurnRenderer(tokenizer), run.is_sft
+
+    def write(row: int, item: Item) -> None:
+        prompt = Prompt(
+            group_id=0, row=row, pass_index=0, messages=item.messages, tools=item.tools, metadata=item.metadata
+        )
+        renderer.prompt(prompt)
+        if is_learnt:
+            demonstrate(tokenizer, renderer, prompt.messages, shown_turns(prompt), prompt.tools)
+
+    return write
+
+
+def read_rows(
+    key: str, value: str | tuple[str, ...], layout: RowLayout, *, skips_bad: bool, write: Write | None = None
+) -> ReadRows:
+    """Look at the files that a key names."""
+    total: int | None = 0
+    findings: list[Finding] = []
+    for source in parse_sources(value):
+        num_rows = None
+        try:
+            check_data_files(source.path, key)
+            is_readable = not needs_pyarrow(source.path) or has_module("pyarrow")  # else a finding of the packages
+            if is_readable and not is_large(source.path, key, MAX_BYTES):
+                file = open_rows(source.path, layout, key)
+                rows = source.rows(file.num_rows)
+                num_rows = len(rows)
+                findings += _first_bad(source, file, rows, layout, key, skips_bad=skips_bad, write=write)
+        except MyxaError as error:
+            findings.append(Finding(key_of(error.message) or key, error))
+        except (OSError, ImportError) as error:
+            findings.append(Finding(key, DataError(str(error))))
+        total = None if total is None or num_rows is None else total + num_rows
+    return ReadRows(total, tuple(findings))
+
+
+def _first_bad(
+    source: Source, file: RowFile, rows: range, layout: RowLayout, key: str, *, skips_bad: bool, write: Write | None
+) -> Iterator[Finding]:
+    if not rows:
+        text = f"{source}: the slice is empty; the file has {file.num_rows} row{'s' if file.num_rows > 1 else ''}"
+        yield Finding(key, DataError(text, remedy="mend the slice"))
+    for number, row in enumerate(rows[:FIRST_ROWS]):
+        try:
+            item = layout.item(file.read(row))
+            encode_item(item)
+            if write is not None and number < RENDERED_ROWS:
+                write(row, item)
+        except (RowError, MyxaError) as bad:
+            kind, cause = (DataError, bad.cause) if isinstance(bad, RowError) else (type(bad), bad.message)
+            error = kind(f"{file.place(row)}: {cause}", remedy=bad.remedy)
+            yield Finding(key, error, "warning" if skips_bad and isinstance(error, DataError) else "error")
+            return
+
+
+# -- whether the parts fit ---------------------------------------------------------------------------------------------
+
+
+def fit(run: CheckedRun) -> Iterator[Finding]:
+    """Whether trainer and engine can run a model of this kind, cut like this."""
+    config, model = run.config, run.model
+    if model is None:
+        return
+    kinds = {(actor.role, actor.kind) for actor in run.actors}
+    if run.of("rollout") and not run.is_sft:
+        yield from looked("engine.context_length", _check_context, config, model.context_length)
+    if ("trainer", "torch") in kinds:
+        yield from looked("model.path", model.require_plain, "the torch trainer")
+    if ("rollout", "embedded") in kinds and not run.is_sft:
+        yield from looked("model.path", model.require_plain, "the embedded engine")
+    if ("trainer", "megatron") in kinds:
+        layout = ParallelLayout.of(config.megatron)
+        yield from looked("megatron", layout.check_model, model, config.megatron.model)
+        if config.megatron.routing_replay:
+            yield from looked("megatron.routing_replay", _check_replay, config, model)
+
+
+def _check_context(config: RunConfig, model_context: int) -> None:
+    length, max_new = config.engine.context_length, config.rollout.max_new_tokens
+    if length > model_context:
+        raise ConfigError(
+            f"engine.context_length = {length}: {config.model.path} was made for at most {model_context} tokens",
+            remedy="lower it, or set it to 0 for the model's own",
+        )
+    if max_new >= (length or model_context):
+        raise ConfigError(
+            f"rollout.max_new_tokens = {max_new}: leaves no room for a prompt in the context of "
+            f"{length or model_context} tokens of {config.model.path}",
+            remedy="lower it",
+        )
+
+
+def _check_replay(config: RunConfig, model: ModelConfig) -> None:
+    """As `check_routing` of the backend, which imports torch."""
+    if not model.num_experts:
+        raise ConfigError(
+            f"megatron.routing_replay = true: a {model.model_type} model has no experts", remedy="leave it out"
+        )
+    if config.megatron.recompute != "none":
+        raise ConfigError(
+            f'megatron.recompute = "{config.megatron.recompute}" would choose experts a second time, against '
+            "megatron.routing_replay",
+            remedy='set megatron.recompute = "none", or leave routing_replay out',
+        )
+
+
+# -- what a run resumes from -------------------------------------------------------------------------------------------
+
+
+def resume(run: CheckedRun) -> Iterator[Finding]:
+    """The checkpoint, and what a resumed run keeps: model, kind of trainer, critic, prompts."""
+    config = run.config
+    if not (config.trainer.resume and run.of("trainer", "buffer")):
+        return
+    try:
+        checkpoint = named_checkpoint(config.trainer.resume)
+    except TrainError as error:
+        if run.of("trainer"):
+            yield Finding("trainer.resume", ConfigError(f"trainer.resume: {error.message}", remedy=error.remedy))
+        return
+    if run.of("trainer"):
+        try:
+            manifest = read_manifest(checkpoint)
+        except TrainError:  # the ranks report a torn one
+            manifest = None
+        if manifest is not None and run.model is not None:
+            for found in looked("model.path", check_model, checkpoint, manifest, run.model, config.roles.trainer.kind):
+                yield Finding(found.key, ConfigError(found.error.message, remedy=found.error.remedy))
+        if manifest is not None and bool(manifest.critic) != config.critic.enabled:
+            has, is_on = ("a", "false") if manifest.critic else ("no", "true")
+            text = f"critic.enabled = {is_on}: the checkpoint that trainer.resume names has {has} critic"
+            remedy = "set it as it was, or start from the exported model folder"
+            yield Finding("critic.enabled", ConfigError(text, remedy=remedy))
+    if run.of("buffer"):
+        yield from looked("data.train", _check_data_of, config, checkpoint)
+
+
+def _check_data_of(config: RunConfig, checkpoint: Path) -> None:
+    """A resumed run keeps the prompts that its ledger was written for. Reads all data, as the buffer does."""
+    own = checkpoint.parent.parent / LEDGER
+    ledger = checkpoint / LEDGER if is_in_use(own) or not own.is_file() else own
+    try:
+        known = dataset_of(ledger)
+    except LedgerError:  # the choice of the ledger reports it
+        return
+    try:
+        data = open_data(config)
+    except ConfigError:  # a finding of the files themselves
+        return
+    if data.fingerprint != known:
+        raise ConfigError(
+            f"data: the prompts are not those that the run of {checkpoint.name} began with ({own.parent}): other rows, "
+            "other order, or another run.seed",
+            remedy="take data.* and run.seed back to what they were, or start a new run: myxa up RUN.TOML",
+        )
+
+
+# -- functions ---------------------------------------------------------------------------------------------------------
+
+
+def functions(run: CheckedRun) -> Iterator[Finding]:
+    for roles in (("rollout", "buffer"), ("trainer",)):
+        callers = run.of(*roles)
+        if callers:
+            sees_modules = not any(actor.python or "PYTHONPATH" in actor.env for actor in callers)
+            yield from function_findings(run.config, roles, sees_modules=sees_modules)

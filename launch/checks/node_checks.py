@@ -1,0 +1,354 @@
+"""Checks of the node where actors will run: packages by interpreter, SGLang, devices, sinks, keys, ports, disk.
+
+The actor that needs a thing checks it again. Names of SGLang's arguments are read from the source text of its
+ServerArgs; the rollout actor asks the class itself later. Attached servers are asked over HTTP, and
+`actors/engines/sglang/attach_check.py` judges their answers. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import http.client
+import os
+import socket
+import ssl
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from ...actors.backends.megatron.verbatim import check_tables
+from ...actors.data.data_files import needs_pyarrow
+from ...actors.engines.sglang.attach_check import FACTS_ROUTE, MODEL_ROUTE, ServerAnswer, attach_fault
+from ...actors.models.hf_folder import export_dtype
+from ...actors.models.model_config import ModelConfig
+from ...actors.models.second_model import critic_parameters
+from ...actors.sinks.names import SHIPPED, check_name
+from ...core.config import RunConfig
+from ...core.config.data import parse_sources
+from ...core.errors import ConfigError, MyxaError
+from ...core.suggestion import suggest
+from ...memory.budget import ITEM_BYTES
+from ..actor_spec import ActorSpec
+from ..composition.weight_channels import choose_channel
+from ..memory_part import Part, count_text, size_text, total
+from .check import CheckedRun, Finding, looked
+from .interpreters import AskedInterpreter, Installed, ask_interpreters, folder_of_sglang
+from .machine import Gpus, check_port, free_at, look_at_gpus, nearest_folder
+
+
+class Need(NamedTuple):
+    """A module that an actor cannot do without."""
+
+    module: str
+    what: str
+    """Follows the module's name in the message: what needs it."""
+    remedy: str = "install it there"
+
+
+def needs(config: RunConfig, actor: ActorSpec) -> Iterator[Need]:
+    """The modules that this actor needs beside myxa's own dependencies."""
+    generates = actor.role == "rollout" and config.algo.kind != "sft"
+    turns = config.memory.share == "switch"
+    if actor.role == "trainer" or (generates and actor.kind == "embedded"):
+        yield Need("torch", f"which every {actor.role} needs")
+    if actor.role == "trainer" and actor.kind == "megatron":
+        yield Need("megatron.core", 'which roles.trainer.kind = "megatron" needs', "install megatron-core there")
+    if actor.role == "trainer" and turns and config.memory.backend == "torch_memory_saver":
+        what = 'which memory.backend = "torch_memory_saver" needs'
+        yield Need("torch_memory_saver", what, "install torch-memory-saver there (extra gpu)")
+    named = (*config.reward.named_functions(), *config.eval.named_functions()) if generates else ()
+    if key := next((key for key, fn in named if fn == "math"), ""):
+        yield Need("math_verify", f'which {key} = "math" needs', "install math-verify there (extra math)")
+    if actor.role == "buffer":
+        sources = (source for _, value in config.data_files() for source in parse_sources(value))
+        if any(needs_pyarrow(source.path) for source in sources):
+            yield Need("pyarrow", "which parquet, Arrow and .zst files need", "install pyarrow there (extra parquet)")
+    for name in config.monitor.sinks if actor.role == "monitor" else ():
+        if name in SHIPPED:
+            remedy = f"install it there (extra {name}), or take it out of monitor.sinks"
+            yield Need(name, f'which monitor.sinks = ["{name}"] needs', remedy)
+    if turns and config.roles.trainer.device_ids and actor.role in ("trainer", "rollout", "memory"):
+        yield Need("pynvml", 'which memory.share = "switch" needs on GPUs', "install nvidia-ml-py there (extra gpu)")
+
+
+def interpreters(run: CheckedRun) -> dict[str, AskedInterpreter]:
+    """By role."""
+    return ask_interpreters(run.actors)
+
+
+def packages(run: CheckedRun) -> Iterator[Finding]:
+    """What is missing where, one finding per role and module; interpreters that cannot be used at all."""
+    return package_findings(run.config, run.actors, run.once(interpreters))
+
+
+def package_findings(
+    config: RunConfig, actors: Sequence[ActorSpec], answers: Mapping[str, AskedInterpreter]
+) -> Iterator[Finding]:
+    firsts: dict[str, ActorSpec] = {}
+    for actor in actors:
+        firsts.setdefault(actor.role, actor)
+    for actor in firsts.values():
+        key, answer = f"roles.{actor.role}.python", answers[actor.role]
+        if isinstance(answer, MyxaError):
+            yield Finding(key, answer)
+            continue
+        place = f"{key}: {answer.python or sys.executable}"
+        for need in needs(config, actor):
+            if need.module not in answer.folders:
+                text = f'{place} has no module "{need.module}", {need.what}'
+                yield Finding(key, ConfigError(text, remedy=need.remedy))
+        core = answer.folders.get("megatron.core")
+        if actor.role == "trainer" and actor.kind == "megatron" and core:
+            settings = config.megatron
+            tables = {"model": settings.model, "ddp": settings.ddp, "optimizer": settings.optimizer}
+            yield from looked("megatron", check_tables, tables, Path(core))
+
+
+# -- SGLang ------------------------------------------------------------------------------------------------------------
+
+SOURCE = Path("srt/server_args.py")
+CLASS = "ServerArgs"
+
+
+def launched_servers(run: CheckedRun) -> Iterator[Finding]:
+    """The interpreter of servers has SGLang, and SGLang knows the arguments of `[sglang]`."""
+    config = run.config
+    actor = next((actor for actor in run.of("rollout") if actor.kind == "sglang"), None)
+    if actor is None or config.engine.attach or run.is_sft:
+        return
+    key = "engine.python" if config.engine.python else "roles.rollout.python"
+    if config.engine.python:
+        try:
+            folder = folder_of_sglang(config.engine.python, actor.env)
+        except MyxaError as error:
+            yield Finding(key, error)
+            return
+    else:
+        answer = run.once(interpreters)["rollout"]
+        if not isinstance(answer, Installed):  # a finding of the packages
+            return
+        folder = answer.folders.get("sglang", "")
+    if not folder:
+        shown = config.engine.python or actor.python or "the launcher's own interpreter"
+        text = f'{key}: {shown} has no module "sglang", which roles.rollout.kind = "sglang" needs to launch servers'
+        remedy = "set engine.python to an interpreter that has SGLang, or name running servers in engine.attach"
+        yield Finding(key, ConfigError(text, remedy=remedy))
+        return
+    known = server_arguments(Path(folder))
+    for name in config.sglang:
+        if known and name not in known:
+            text = f"sglang.{name}: the installed SGLang has no such argument"
+            yield Finding(f"sglang.{name}", ConfigError(text, remedy=suggest(name, known)))
+
+
+@cache
+def server_arguments(folder: Path) -> frozenset[str]:
+    """Fields of ServerArgs by its source; empty if it is not where or what it was in 0.5.17."""
+    try:
+        tree = ast.parse((folder / SOURCE).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return frozenset()
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == CLASS and not node.bases]
+    fields = [node.target for found in classes for node in found.body if isinstance(node, ast.AnnAssign)]
+    return frozenset(target.id for target in fields if isinstance(target, ast.Name))
+
+
+ANSWER_S = 2.0
+"""Within which a server must answer a look."""
+MAX_ANSWER_BYTES = 1 << 20
+LOOK_EVERY_S = 0.2
+AT_ONCE = 16
+
+
+def attached_servers(run: CheckedRun) -> Iterator[Finding]:
+    """Servers of `engine.attach` that do not fit. A missing one is a warning, unless it was waited for."""
+    engine, rollouts = run.config.engine, run.of("rollout")
+    name = engine.key_env
+    key = os.environ.get(name) or rollouts[0].env.get(name, "") if name and rollouts else ""
+    if not rollouts or not engine.attach:
+        return
+    if name and not key:
+        text = f'engine.key_env = "{name}": that variable is not set where the rollout actors run'
+        yield Finding("engine.key_env", ConfigError(text, remedy="set it in the environment of `myxa up`"))
+        return
+    look = partial(_fault, key=key, model_type=run.model.model_type if run.model else "", wait_s=run.wait_s)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for url, (fault, remedy, may_come) in zip(engine.attach, pool.map(look, engine.attach), strict=True):
+            if fault:
+                error = ConfigError(f"engine.attach: {url}: {fault}", remedy=remedy)
+                yield Finding("engine.attach", error, "warning" if may_come and not run.wait_s else "error")
+
+
+def _fault(url: str, *, key: str, model_type: str, wait_s: float) -> tuple[str, str, bool]:
+    until = time.monotonic() + wait_s
+    while True:
+        model, facts = (_ask(url, route, key) for route in (MODEL_ROUTE, FACTS_ROUTE))
+        fault, remedy = attach_fault(model, facts, model_type)
+        may_come = model.may_come or facts.may_come
+        if not (fault and may_come) or time.monotonic() + ANSWER_S > until:
+            return fault, remedy, may_come
+        threading.Event().wait(LOOK_EVERY_S)
+
+
+def _ask(url: str, route: str, key: str) -> ServerAnswer:
+    parts = urlsplit(url)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        link = connect(parts.hostname or "", parts.port, timeout=ANSWER_S)
+        try:
+            link.request("GET", parts.path.rstrip("/") + route, headers=headers)
+            answer = link.getresponse()
+            return ServerAnswer(route, answer.status, answer.read(MAX_ANSWER_BYTES))
+        finally:
+            link.close()
+    except (TimeoutError, ConnectionRefusedError, socket.gaierror) as error:
+        why = f"no answer within {ANSWER_S:g} s" if isinstance(error, TimeoutError) else str(error)
+        return ServerAnswer(route, error=why, is_absent=True)
+    except (OSError, http.client.HTTPException, ssl.SSLError, ValueError) as error:
+        return ServerAnswer(route, error=f"no HTTP ({type(error).__name__}: {str(error)[:80]})")
+
+
+# -- devices, sinks, ports ---------------------------------------------------------------------------------------------
+
+
+def gpus(_: CheckedRun) -> Gpus:
+    """Of this machine."""
+    return look_at_gpus()
+
+
+def devices(run: CheckedRun) -> Iterator[Finding]:
+    """Roles that name GPUs which this machine does not have."""
+    return (
+        device_findings(run.actors, run.once(gpus)) if any(actor.visible_devices for actor in run.actors) else iter(())
+    )
+
+
+def device_findings(actors: Sequence[ActorSpec], found: Gpus) -> Iterator[Finding]:
+    beyond = {
+        actor.role: wrong
+        for actor in actors
+        if (wrong := [number for number in actor.visible_devices if number >= len(found.found)])
+    }
+    have = f"{len(found.found)}" if found.source else f"none that can be seen ({found.trouble})"
+    for role, wrong in beyond.items():
+        key = f"roles.{role}.devices"
+        error = ConfigError(
+            f"{key} names GPU {', '.join(map(str, wrong))}, and this machine has {have}",
+            remedy='see nvidia-smi; GPUs count from 0, "cpu" is none',
+        )
+        yield Finding(key, error, "error" if found.source else "warning")
+
+
+def sinks(run: CheckedRun) -> Iterator[Finding]:
+    """Names and options. The monitor checks sinks from packages of another interpreter."""
+    if not any(not (actor.python or "PYTHONPATH" in actor.env) for actor in run.of("monitor")):
+        return
+    monitor = run.config.monitor
+    for name in monitor.sinks:
+        if name in SHIPPED:
+            from ...actors.sinks.registry import make_sink  # which takes longer than to look at a run file
+
+            yield from looked("monitor.sinks", make_sink, name, monitor.options.get(name, {}))
+        else:
+            yield from looked("monitor.sinks", check_name, name)
+
+
+def listened_ports(run: CheckedRun) -> Iterator[Finding]:
+    config = run.config
+    remedy = "set another one, 0 (any free port) or -1 (off)"
+    for role, key, port in (
+        ("monitor", "monitor.prometheus_port", config.monitor.prometheus_port),
+        ("coordinator", "control.dashboard_port", config.control.dashboard_port),
+    ):
+        if port > 0 and run.of(role):
+            yield from looked(key, check_port, f"{key} = {port}", "127.0.0.1", port, remedy)
+
+
+# -- disk --------------------------------------------------------------------------------------------------------------
+#
+#     checkpoint, torch       12 bytes a parameter: float32 masters and two moments; the same for a critic
+#     checkpoint, megatron    bfloat16: 2 + 4 + 8 = 14 (weights, masters, moments); float32: 12
+#     export                  bytes of trainer.dtype a parameter
+#     weights by disk         bytes of trainer.dtype a parameter, for each version in flight (three)
+#
+# While a checkpoint is written the older ones still exist: keep_last + 1 of them. Logs, metrics, traces and the ledger
+# are not counted: a few MB for every thousand steps.
+
+VERSIONS_ON_DISK = 3
+FEW_BYTES = 256 << 20
+"""Must be free for logs and metrics."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskNeed:
+    """Needed and free bytes at `run.dir`."""
+
+    folder: str
+    parts: tuple[Part, ...]
+    free_bytes: int | None
+    """None: not asked."""
+
+    @property
+    def needed_bytes(self) -> int:
+        """At the fullest moment."""
+        return total(self.parts)
+
+
+def disk_of(config: RunConfig, model: ModelConfig, free_bytes: int | None) -> DiskNeed:
+    """Everything large that the run writes."""
+    trainer, num = config.trainer, model.num_parameters
+    item = ITEM_BYTES[trainer.dtype]
+    parts: list[Part] = []
+    if trainer.checkpoint_every:
+        each = 14 if config.roles.trainer.kind == "megatron" and item == 2 else 12
+        saved = num + critic_parameters(config.critic, model)
+        kept = trainer.keep_last + 1
+        if config.run.num_steps:
+            kept = min(kept, max(1, config.run.num_steps // trainer.checkpoint_every))
+        how = f"{kept} at a time x {each} B x {count_text(saved)} = {size_text(each * saved)} each"
+        parts.append(Part("checkpoints", kept * each * saved, how))
+    if trainer.export_at_end:
+        dtype = export_dtype(trainer.export_dtype, model, trainer.dtype)
+        parts.append(Part("export", ITEM_BYTES[dtype] * num, f"{dtype} {ITEM_BYTES[dtype]} B x {count_text(num)}"))
+    if choose_channel(config) == "disk" and config.algo.kind != "sft":
+        how = f"{VERSIONS_ON_DISK} versions x {item} B x {count_text(num)}"
+        parts.append(Part("weight versions", VERSIONS_ON_DISK * item * num, how))
+    return DiskNeed(config.run.dir, tuple(parts), free_bytes)
+
+
+def disk_need(run: CheckedRun) -> DiskNeed | None:
+    """None: nothing is known of the model."""
+    return run.model and disk_of(run.config, run.model, free_at(run.config.run.dir) if run.is_here else None)
+
+
+def run_folder(run: CheckedRun) -> Iterator[Finding]:
+    """Node 0 makes the run directory, and the folders above it; the first trainer rank writes the most there."""
+    folder = nearest_folder(run.config.run.dir)
+    why = "is no folder" if not folder.is_dir() else "" if os.access(folder, os.W_OK | os.X_OK) else "is not writable"
+    if why and run.of("coordinator"):
+        error = ConfigError(f"run.dir: {folder} {why}", remedy="set run.dir to a folder of yours")
+        yield Finding("run.dir", error)
+    need = run.once(disk_need)
+    if need is not None and any(actor.index == 0 for actor in run.of("trainer")):
+        yield from disk_findings(need)
+
+
+def disk_findings(disk: DiskNeed) -> Iterator[Finding]:
+    """A disk without room for what will be written."""
+    if disk.free_bytes is None or disk.free_bytes >= disk.needed_bytes + FEW_BYTES:
+        return
+    parts = ", ".join(f"{part.name} {size_text(part.num_bytes)}" for part in disk.parts) or "logs and metrics"
+    error = ConfigError(
+        f"run.dir: {size_text(disk.free_bytes)} are free at {disk.folder}, the run will write "
+        f"{size_text(disk.needed_bytes + FEW_BYTES)} ({parts})",
+        remedy="set run.dir to another disk, or lower trainer.keep_last",
+    )
+    yield Finding("run.dir", error)

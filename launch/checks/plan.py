@@ -1,0 +1,479 @@
+"""`myxa plan`: checks a run and estimates it before it is started, as a page or as JSON.
+
+Starts nothing, needs no GPU and no torch. Problems are collected, never raised: one plan shows all of them, last,
+errors behind warnings, file by file and line by line. Commands and variables of processes come from the functions that
+the launcher itself uses; values of variables whose names say that they are secret are left out.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
+
+import msgspec
+
+from ...core.config import Inspected, RunConfig, inspect_config
+from ...core.config.problems import KeyOrigin, Problem
+from ...core.errors import ConfigError, MyxaError
+from ..actor_spec import ActorSpec, GangRendezvous
+from ..composition.weight_channels import choose_channel
+from ..memory_part import GIB, count_text, size_text
+from ..node_place import DEFAULT_PORT
+from ..supervisor.placement import place, placement_problems
+from ..worker_spec import SPEC_VARIABLE, child_env, worker_command
+from .all_checks import CHECKS
+from .check import CheckedRun, Finding, key_of, run_checks
+from .memory_estimate import DeviceLoad, Memory, memory, ranges, used_devices
+from .node_checks import DiskNeed, disk_need
+from .objective_text import objective_lines
+from .run_arithmetic import (
+    STEP_RATIOS,
+    BatchPlan,
+    PlannedSource,
+    StalenessPlan,
+    batch_plan,
+    planned_sources,
+    staleness_plan,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlanOptions:
+    """What is planned."""
+
+    files: tuple[str, ...]
+    overrides: tuple[str, ...] = ()
+    num_nodes: int = 1
+    device_gib: float = 0.0
+    """Size of a GPU; 0: as NVML says, if it does."""
+    is_this_machine: bool = True
+    """Whether the run will be started here; else packages, devices, ports and disk are not looked at, and files that
+    are not here are no errors."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedProcess:
+    """One process."""
+
+    actor: str
+    node: int
+    command: tuple[str, ...]
+    env: dict[str, str]
+    """What is set besides the launcher's own environment."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedNode:
+    """What runs on one node."""
+
+    devices: dict[str, list[str]]
+    """"cpu", "GPU 0" ... -> actors."""
+    num_processes: int
+    threads: int
+    interpreters: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanProblem:
+    """One problem."""
+
+    severity: Literal["error", "warning"]
+    file: str
+    """Run file, or the flag; empty: neither."""
+    line: int
+    """0: none."""
+    key: str
+    """Dotted path in the run file; empty: about none."""
+    message: str
+    """With the key and its value."""
+    remedy: str = ""
+    """Empty: the message says it."""
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line}: " if self.line else f"{self.file}: " if self.file else ""
+        return f"{place}{self.message}" + (f" -- {self.remedy}" if self.remedy else "")
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """The answer. Parts that could not be worked out are None."""
+
+    files: tuple[str, ...]
+    name: str = ""
+    problems: tuple[PlanProblem, ...] = ()
+    placement: tuple[PlannedNode, ...] = ()
+    """By node number."""
+    objective: tuple[str, ...] = ()
+    """What the run optimises, a line per part."""
+    batch: BatchPlan | None = None
+    sources: tuple[PlannedSource, ...] = ()
+    """Of prompts, where they have names."""
+    staleness: StalenessPlan | None = None
+    memory: Memory | None = None
+    num_parameters: int | None = None
+    disk: DiskNeed | None = None
+    starts: tuple[PlannedProcess, ...] = ()
+    listening: tuple[str, ...] = ()
+    written: tuple[str, ...] = ()
+
+    @property
+    def errors(self) -> tuple[PlanProblem, ...]:
+        """What keeps the run from starting."""
+        return tuple(one for one in self.problems if one.severity == "error")
+
+
+def make_plan(options: RunPlanOptions) -> PlannedRun:
+    """Look at everything. Never raises for what is wrong with the run."""
+    try:
+        inspected = inspect_config(options.files, options.overrides)
+    except MyxaError as error:
+        return PlannedRun(options.files, problems=(_of_error(error),))
+    problems = [_of_problem(problem, inspected) for problem in inspected.problems]
+    config = inspected.config
+    if config is None:
+        return PlannedRun(options.files, problems=in_order(problems, options.files))
+    misplaced = [
+        Finding(key_of(text), ConfigError(text, remedy="see roles.* and --nnodes"))
+        for text in placement_problems(config, options.num_nodes)
+    ]
+    run = CheckedRun(
+        config,
+        () if misplaced else place(config, options.num_nodes),
+        is_here=options.is_this_machine,
+        device_bytes=int(options.device_gib * GIB) or None,
+    )
+    if problems:  # only of the files that it names, but for the defaults that replace mistaken values
+        found = run_checks(CHECKS, run, "named files")
+        problems += [_of_finding(one, inspected) for one in found if not _touches(one.key, inspected)]
+        return PlannedRun(options.files, config.run.name, in_order(problems, options.files))
+    findings = [*misplaced, *_findings(run)]
+    problems = [_of_finding(finding, inspected) for finding in findings]
+    return replace(_planned(run, options), problems=in_order(problems, options.files))
+
+
+def _findings(run: CheckedRun) -> Iterator[Finding]:
+    if run.is_here:
+        yield from run_checks(CHECKS, run, "run file", "named files", "node", "estimate")
+        return
+    for finding in run_checks(CHECKS, run, "named files"):  # what is missing here may be there
+        yield replace(finding, severity="warning")
+    yield from run_checks(CHECKS, run, "run file", "estimate")
+
+
+def _planned(run: CheckedRun, options: RunPlanOptions) -> PlannedRun:
+    config, actors = run.config, run.actors
+    return PlannedRun(
+        options.files,
+        config.run.name,
+        placement=tuple(_node(actors, number) for number in range(options.num_nodes) if actors),
+        objective=objective_lines(config),
+        batch=run.once(batch_plan),
+        sources=run.once(planned_sources),
+        staleness=run.once(staleness_plan),
+        memory=run.once(memory)[0],
+        num_parameters=run.model.num_parameters if run.model is not None else None,
+        disk=run.once(disk_need),
+        starts=tuple(_processes(config, actors)),
+        listening=tuple(_listening(config, actors, options.num_nodes)) if actors else (),
+        written=tuple(_written(config)) if actors else (),
+    )
+
+
+# -- problems ----------------------------------------------------------------------------------------------------------
+
+PLACE = re.compile(r"(?P<file>.+?):(?P<line>\d+): (?P<rest>.*)", re.DOTALL)
+
+
+def _touches(key: str, inspected: Inspected) -> bool:
+    """Whether a finding is about the default that replaces a mistaken value."""
+    path = tuple(key.split("."))
+    return any(path[:length] in inspected.bad for length in range(1, len(path) + 1))
+
+
+def _of_problem(problem: Problem, inspected: Inspected) -> PlanProblem:
+    """One that the run file itself has."""
+    origin = problem.origin or inspected.origins.of(problem.path)
+    cause, _, remedy = problem.text.partition(" -- ")
+    return PlanProblem("error", origin.place, origin.line, ".".join(problem.path), cause, remedy)
+
+
+def _of_finding(finding: Finding, inspected: Inspected) -> PlanProblem:
+    """One of the machine, the files, or the arithmetic."""
+    origin = inspected.origins.of(tuple(finding.key.split("."))) if finding.key else KeyOrigin("", 0)
+    severity = "warning" if finding.severity == "warning" else "error"
+    return PlanProblem(severity, origin.place, origin.line, finding.key, finding.error.message, finding.error.remedy)
+
+
+def _of_error(error: MyxaError) -> PlanProblem:
+    """One that kept the run file from being read."""
+    match = PLACE.fullmatch(error.message)
+    if match is None:
+        return PlanProblem("error", "", 0, "", error.message, error.remedy)
+    return PlanProblem("error", match["file"], int(match["line"]), "", match["rest"], error.remedy)
+
+
+def in_order(problems: Iterable[PlanProblem], files: Sequence[str]) -> tuple[PlanProblem, ...]:
+    """Errors first; file by file and line by line, flags last; each once."""
+    order = {file: number for number, file in enumerate(files)}
+
+    def rank(one: PlanProblem) -> tuple[bool, int, int]:
+        return (one.severity == "warning", order.get(one.file, len(files)), one.line)
+
+    return tuple(sorted(dict.fromkeys(problems), key=rank))
+
+
+# -- placement, processes, sockets, files ------------------------------------------------------------------------------
+
+SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
+HIDDEN = "(not shown)"
+CHOSEN = "<chosen at start>"
+
+
+def _node(actors: Sequence[ActorSpec], number: int) -> PlannedNode:
+    mine = [actor for actor in actors if actor.node == number]
+    devices: dict[str, list[str]] = {"cpu": []}
+    for actor in mine:
+        for device in [f"GPU {gpu}" for gpu in used_devices(actor)] or ["cpu"]:
+            devices.setdefault(device, []).append(actor.name)
+    interpreters = sorted({actor.python or "the launcher's" for actor in mine})
+    return PlannedNode(devices, len(mine), sum(actor.threads for actor in mine), interpreters)
+
+
+def _processes(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[PlannedProcess]:
+    """Every process that the launcher starts, and the servers that rollout actors start, in start order."""
+    for actor in actors:
+        meeting = GangRendezvous(address=CHOSEN, port=0) if actor.rank is not None else None
+        env = child_env({}, actor, spec_path=CHOSEN, run_id=CHOSEN, attempt=0, meeting=meeting)
+        env |= {name: CHOSEN for name in ("MASTER_PORT",) if name in env}
+        env |= {name: HIDDEN for name in env if SECRET.search(name) and name != SPEC_VARIABLE}
+        yield PlannedProcess(actor.name, actor.node, worker_command(actor), env)
+        if actor.role == "rollout" and actor.kind == "sglang" and not config.engine.attach:
+            yield _server(config, actor)
+
+
+def _server(config: RunConfig, actor: ActorSpec) -> PlannedProcess:
+    """About as `actors/engines/sglang/launch.py` starts it, which asks the installed SGLang for names first."""
+    flags: dict[str, Any] = {
+        "model_path": config.model.path,
+        "host": "127.0.0.1",
+        "port": CHOSEN,
+        "dtype": config.engine.dtype,
+        "max_running_requests": config.engine.max_running,
+    }
+    if config.engine.context_length:
+        flags["context_length"] = config.engine.context_length
+    if len(actor.devices) > 1:
+        flags["tp_size"] = len(actor.devices)
+    if config.memory.share == "switch":
+        flags["enable_memory_saver"] = True
+    words: list[str] = []
+    for name, value in (flags | config.sglang).items():
+        values = cast("list[object]", value if isinstance(value, list) else [] if value is True else [value])
+        words += [f"--{name.replace('_', '-')}", *map(str, values)]
+    command = (config.engine.python or actor.python or sys.executable, "-m", "sglang.launch_server", *words)
+    env = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+    return PlannedProcess(f"{actor.name} server", actor.node, command, env)
+
+
+def _listening(config: RunConfig, actors: Sequence[ActorSpec], num_nodes: int) -> Iterator[str]:
+    """Sockets and ports that will be opened, a sentence each."""
+    yield "Unix sockets of actors, in a folder of the launcher (0700) below XDG_RUNTIME_DIR or TMPDIR"
+    if config.control.socket:
+        yield "control.sock (0600) and view.sock there, for `myxa get`, `set`, `ps` ..."
+    if num_nodes > 1:
+        yield f"node 0: port {DEFAULT_PORT} (--rdzv) for the other nodes; actors of all nodes: TCP ports (encrypted)"
+    if any(actor.rank is not None for actor in actors):
+        where = "127.0.0.1" if num_nodes == 1 else "its own address"
+        yield f"trainer/0's node: a free port of {where} for torch's meeting (MASTER_PORT)"
+    for who, port, what in (
+        ("monitor", config.monitor.prometheus_port, "Prometheus"),
+        ("launcher", config.control.dashboard_port, "the dashboard"),
+    ):
+        if port >= 0:
+            yield f"{who}: {f'port {port}' if port else 'a free port'} of 127.0.0.1 for {what}"
+    servers = [actor for actor in actors if actor.role == "rollout" and actor.kind == "sglang"]
+    if servers and not config.engine.attach:
+        yield f"{len(servers)} free port{'s'[: len(servers) - 1]} of 127.0.0.1, one for each SGLang server"
+    if choose_channel(config) == "nccl" and config.algo.kind != "sft":
+        yield "trainer: a free port for each engine's weight group"
+
+
+def _written(config: RunConfig) -> Iterator[str]:
+    """Files of the run directory."""
+    yield f"{config.run.dir}/{config.run.name}-<date>-<time>/, and {config.run.dir}/latest pointing at it; in it:"
+    yield "config.toml, ledger.sqlite (with ledger.sqlite.lock), metrics.jsonl, events.jsonl, audit.jsonl, logs/"
+    yield "origin.json, .launcher.lock, coordinator.journal, rdzv.json while it runs, report.html at the end"
+    rest = {
+        "control.json while it runs": config.control.socket,
+        f"samples.jsonl (at most {config.monitor.samples_mb} MiB)": config.monitor.samples_per_step,
+        "trace.json (and trace.1.json, the part before)": config.monitor.trace,
+        "TensorBoard's files": config.monitor.tensorboard,
+        f"memory.{config.roles.memory.nodes[0]}.jsonl": config.memory.share == "switch",
+        "weights/": choose_channel(config) == "disk" and config.algo.kind != "sft",
+        f"checkpoints/ every {config.trainer.checkpoint_every} steps": config.trainer.checkpoint_every,
+        "export/ at the end": config.trainer.export_at_end,
+    }
+    yield ", ".join(text for text, is_there in rest.items() if is_there)
+
+
+# -- page and JSON -----------------------------------------------------------------------------------------------------
+
+OVER = "OVER"
+UNCOUNTED = "not counted: fragments of the allocator, workspaces of libraries, activations of an engine's prefill"
+
+
+def plan_json(plan: PlannedRun) -> dict[str, Any]:
+    """Everything, with the sums."""
+    value: dict[str, Any] = msgspec.to_builtins(plan, str_keys=True)
+    value["ok"] = not plan.errors
+    if plan.memory is not None:
+        for load, shown in zip(plan.memory.loads, value["memory"]["loads"], strict=True):
+            shown |= {"num_bytes": load.num_bytes, "fits": load.fits}
+        if plan.memory.engine is not None:
+            value["memory"]["engine"]["full_sequences"] = plan.memory.engine.full_sequences
+    if plan.disk is not None:
+        value["disk"]["needed_bytes"] = plan.disk.needed_bytes
+    return value
+
+
+def plan_text(plan: PlannedRun, *, shows_commands: bool = True) -> str:
+    """The page; problems last, where the eye is."""
+    sections = [
+        ("placement", _placement(plan)),
+        ("memory (the fullest rank)", _memory(plan.memory, plan.num_parameters)),
+        ("what this run optimises", iter(plan.objective)),
+        ("batch", _batch(plan.batch)),
+        ("sources of prompts", _sources(plan.sources)),
+        ("staleness", staleness_lines(plan.staleness)),
+        ("disk", _disk(plan.disk)),
+        ("what is started", _starts(plan) if shows_commands else iter(())),
+    ]
+    for severity in ("warning", "error"):
+        found = [one for one in plan.problems if one.severity == severity]
+        sections.append((f"{len(found)} {severity}{'s' if len(found) != 1 else ''}", (f"  {one}" for one in found)))
+    pages = ["\n".join([f"== {title}", *lines]) for title, part in sections if (lines := list(part))]
+    return "\n\n".join(pages if plan.problems else [*pages, "no problems"])
+
+
+def _placement(plan: PlannedRun) -> Iterator[str]:
+    for number, node in enumerate(plan.placement):
+        counts = f"{node.num_processes} processes, {node.threads} threads, python: {', '.join(node.interpreters)}"
+        yield f"node {number}: {counts}"
+        yield from (f"  {device:<7} {_short(actors)}" for device, actors in node.devices.items() if actors)
+
+
+def _short(actors: Sequence[str]) -> str:
+    """buffer, rollout/0, rollout/1, rollout/2 -> "buffer rollout/0-2"."""
+    found: dict[str, list[int]] = {}
+    for actor in actors:
+        role, _, number = actor.partition("/")
+        found.setdefault(role, []).extend([int(number)] if number else ())
+    return " ".join(f"{role}/{ranges(numbers)}" if numbers else role for role, numbers in found.items())
+
+
+def _memory(memory: Memory | None, num_parameters: int | None) -> Iterator[str]:
+    if memory is None or not memory.loads:
+        return
+    yield f"a model of {count_text(num_parameters or 0)} parameters"
+    for load in memory.loads:
+        yield from _load(load)
+    engine = memory.engine
+    if engine is not None:
+        yield (
+            f"the cache holds {engine.cache_tokens:,} tokens = {engine.full_sequences} sequences of "
+            f"{engine.context_length:,}; engine.max_running = {engine.max_running}"
+        )
+    yield UNCOUNTED
+
+
+def _load(load: DeviceLoad) -> Iterator[str]:
+    known = load.capacity_bytes
+    size = f" of {size_text(known)}" if known is not None else " (size of the device: --device-gib)"
+    yield f"{load.devices}, {load.phase}: {size_text(load.num_bytes)}{size}{'' if load.fits else f'  {OVER}'}"
+    for part in load.parts:
+        yield f"  {f'{part.owner} {part.name}'.strip():<26} {size_text(part.num_bytes):>10}  {part.how}"
+
+
+def _batch(batch: BatchPlan | None) -> Iterator[str]:
+    if batch is None:
+        return
+    yield (
+        f"{batch.num_prompts} prompts x {batch.samples_per_prompt} samples = {batch.num_samples} samples a step, "
+        f"{batch.updates_per_step} update{'s' if batch.updates_per_step > 1 else ''} of {batch.samples_per_update}"
+    )
+    if batch.tokens_per_step is not None:
+        yield f"at most {batch.tokens_per_step:,} generated tokens a step (prompts not counted)"
+    if batch.micro_batches_per_replica is not None:
+        replicas = f"{batch.num_replicas} replica{'s' if batch.num_replicas > 1 else ''}"
+        yield f"{replicas}, each at most {batch.micro_batches_per_replica} micro-batches an update"
+    if batch.num_steps:
+        yield f"{batch.num_steps} steps = {batch.num_updates} updates, {batch.num_steps * batch.num_prompts:,} prompts"
+    else:
+        yield "no end by steps (run.num_steps = 0)"
+    if batch.num_rows is not None:
+        passes = f", at least {batch.passes:.2f} passes" if batch.passes is not None else ""
+        yield f"{batch.num_rows:,} rows of data{passes}"
+
+
+def _sources(sources: Sequence[PlannedSource]) -> Iterator[str]:
+    width = max((len(source.name) for source in sources), default=0)
+    for source in sources:
+        rows = "rows not counted" if source.num_rows is None else f"{source.num_rows:,} rows"
+        passes = "" if source.passes is None else f", {source.passes:.2f} passes"
+        bound = f" of at most {source.max_passes}" if source.max_passes and passes else ""
+        yield f"  {source.name:<{width}} {source.share:>7.2%} of the prompts, {rows}{passes}{bound}"
+
+
+def staleness_lines(plan: StalenessPlan | None) -> Iterator[str]:
+    """The section about the staleness bound; nothing without a plan."""
+    if plan is None:
+        return
+    window = f", window W = {plan.window}" if plan.window else ""
+    yield f"max_staleness = {plan.max_staleness}, policy {plan.policy}: N = {plan.num_slots} slots{window}"
+    yield "  slot: a group holds one from its dispatch until its step was trained: at most N are under way or waiting"
+    if plan.window:
+        bound = f"(N + W - 2) // {plan.batch_size} = {(plan.num_slots + plan.window - 2) // plan.batch_size}"
+        yield "  window: a batch is made of whatever is ready among the W oldest, so none waits for one slow group"
+        yield f"  no token is older than {bound} versions when it is trained on"
+    empty = plan.num_slots - plan.concurrency
+    fills = f"leave {empty} slots empty" if empty > 0 else "fill the slots"
+    yield f"rollout actors: {plan.num_engines}, which take {plan.concurrency} groups at a time and {fills}"
+    if plan.waiting:
+        yield "simulated: share of the time that the trainer waits (mean lag), if a step takes so many generations"
+        yield "  " + "lengths, p99 / median".ljust(24) + "".join(f"{ratio:>14g}" for ratio in STEP_RATIOS)
+    for skew, row in plan.waiting.items():
+        yield f"  {skew:<24g}" + "".join(f"{one.waiting_share:.0%} ({one.mean_lag:.1f})".rjust(14) for one in row)
+
+
+def _disk(disk: DiskNeed | None) -> Iterator[str]:
+    if disk is None:
+        return
+    free = f", {size_text(disk.free_bytes)} free" if disk.free_bytes is not None else ""
+    yield f"{disk.folder}: {size_text(disk.needed_bytes)} needed{free}"
+    for part in disk.parts:
+        yield f"  {part.name:<26} {size_text(part.num_bytes):>10}  {part.how}"
+
+
+def _starts(plan: PlannedRun) -> Iterator[str]:
+    for start in plan.starts:
+        yield f"{start.actor} (node {start.node}): {shlex.join(start.command)}"
+        yield "  " + " ".join(f"{name}={shlex.quote(value)}" for name, value in start.env.items())
+    yield from (f"listens: {text}" for text in plan.listening)
+    yield from (f"writes: {text}" for text in plan.written)
+
+
+def styled_lines(text: str) -> Sequence[tuple[str, str]]:
+    """Each line with rich's style for it."""
+    out: list[tuple[str, str]] = []
+    section = ""
+    for line in text.splitlines():
+        if line.startswith("== "):
+            section = "red" if line.endswith(("error", "errors")) else "yellow" if "warning" in line else ""
+            out.append((line, f"bold {section}".strip()))
+        else:
+            out.append((line, "bold red" if line.endswith(OVER) else section))
+    return out

@@ -1,0 +1,397 @@
+"""What the numbers of a run file come to: batch, data, staleness; and valid values that are rarely meant. Pure.
+
+samples of a step = algo.batch_size (groups) x rollout.num_samples
+tokens of a step <= samples x (prompt + rollout.max_new_tokens x rollout.max_turns)
+updates = steps x algo.minibatches
+passes = steps x algo.batch_size / rows           (more when a filter leaves groups out)
+micro-batches of a rank >= tokens / replicas / trainer.max_tokens_per_microbatch
+
+The simulation of staleness (`algos/staleness_sim.py`) knows no lengths of this run. It looks at two tails of lengths
+(the slowest of a hundred samples takes 3 times, or 10 times as long as the median) and at three lengths of a step,
+counted in generations: the median time of a group, which ends with its slowest sample.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+from urllib.parse import urlsplit
+
+from ...actors.backends.megatron.layout import ParallelLayout
+from ...actors.models.model_config import ModelConfig
+from ...algos.staleness import make_policy
+from ...algos.staleness_sim import Scenario, simulate
+from ...core.config import RunConfig
+from ...core.errors import DataError
+from .check import CheckedRun, Finding, warn
+from .file_checks import held_out_rows, train_rows
+
+# -- batch -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """Counts of a run; None where the data or the model cannot be read."""
+
+    num_prompts: int
+    """Groups of a step."""
+    num_samples: int
+    """Samples of a step."""
+    samples_per_prompt: int
+    num_steps: int
+    """0: endless."""
+    updates_per_step: int
+    num_updates: int
+    samples_per_update: int
+    tokens_per_step: int | None
+    """At most, prompts not counted."""
+    num_replicas: int
+    """Data-parallel replicas, each of which trains its own share."""
+    micro_batches_per_replica: int | None
+    """At most."""
+    num_rows: int | None
+    """Of the training data."""
+    num_draws: int | None
+    """Prompts in all passes over all sources that have a weight; None: endless, or not counted."""
+    passes: float | None
+    """At least; None for an endless run."""
+
+
+def batch_plan(run: CheckedRun) -> BatchPlan:
+    config, model, world_size = run.config, run.model, max(1, len(run.of("trainer")))
+    algo, rollout, steps = config.algo, config.rollout, config.run.num_steps
+    samples = algo.batch_size * rollout.num_samples
+    counts = {name: rows.num_rows for name, rows in run.once(train_rows).items()}
+    known = [count for count in counts.values() if count is not None]
+    num_rows = sum(known) if len(known) == len(counts) else None
+    parts = {name: part for name, part in config.data.parts().items() if not name or config.data.sources[name].weight}
+    draws = [(counts[name] or 0) * part.max_passes for name, part in parts.items()]
+    return BatchPlan(
+        num_prompts=algo.batch_size,
+        num_samples=samples,
+        samples_per_prompt=rollout.num_samples,
+        num_steps=steps,
+        updates_per_step=algo.minibatches,
+        num_updates=max(0, steps - config.critic.warmup_steps) * algo.minibatches,
+        samples_per_update=samples // algo.minibatches,
+        tokens_per_step=None if model is None else samples * longest_answer(config, model),
+        num_replicas=num_replicas(config, world_size),
+        micro_batches_per_replica=None if model is None else num_micro_batches(config, model, world_size),
+        num_rows=num_rows,
+        num_draws=sum(draws) if all(draws) else None,
+        passes=steps * algo.batch_size / num_rows if num_rows and steps else None,
+    )
+
+
+def longest_answer(config: RunConfig, model: ModelConfig) -> int:
+    """Tokens that a sample's model turns may have together."""
+    context = config.engine.context_length or model.context_length
+    if config.algo.kind == "sft":
+        return context
+    return min(context, config.rollout.max_new_tokens * config.rollout.max_turns)
+
+
+def num_replicas(config: RunConfig, world_size: int) -> int:
+    """Data-parallel replicas of the trainer."""
+    is_megatron = config.roles.trainer.kind == "megatron"
+    return max(1, world_size // ParallelLayout.of(config.megatron).model_size) if is_megatron else world_size
+
+
+def num_micro_batches(config: RunConfig, model: ModelConfig, world_size: int) -> int:
+    """Passes of one replica for one update when all answers are as long as they may be."""
+    samples = config.algo.batch_size * config.rollout.num_samples / config.algo.minibatches
+    fitting = max(1, config.trainer.max_tokens_per_microbatch // max(1, longest_answer(config, model)))
+    return max(1, math.ceil(samples / fitting / num_replicas(config, world_size)))
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSource:
+    """One of several sources of prompts, before the run."""
+
+    name: str
+    num_rows: int | None
+    share: float
+    """Of the prompts that are drawn, as long as no source has ended."""
+    max_passes: int
+    """0: endless."""
+    passes: float | None
+    """At least so many, of a run that ends by steps; None: it does not, or the rows were not counted."""
+
+
+def planned_sources(run: CheckedRun) -> tuple[PlannedSource, ...]:
+    """Empty where there is one without a name."""
+    config, found = run.config, list[PlannedSource]()
+    whole = sum(source.weight for source in config.data.sources.values())
+    for name, part in config.data.parts().items() if config.data.sources else ():
+        num_rows, share = run.once(train_rows)[name].num_rows, config.data.sources[name].weight / whole
+        prompts = config.run.num_steps * config.algo.batch_size * share
+        passes = prompts / num_rows if num_rows and config.run.num_steps else None
+        found.append(PlannedSource(name, num_rows, share, part.max_passes, passes))
+    return tuple(found)
+
+
+def sources(run: CheckedRun) -> Iterator[Finding]:
+    """Sources that end before the run, or have weight 0."""
+    for source in run.once(planned_sources):
+        key = f"data.sources.{source.name}"
+        if source.max_passes and source.passes is not None and source.passes > source.max_passes:
+            yield warn(
+                f"{key}.max_passes",
+                f"= {source.max_passes}: the run asks for {source.passes:.2f} passes over {source.num_rows} rows; from "
+                "its end on the other sources fill its share",
+                f"raise it (0 = endless), or lower {key}.weight",
+            )
+        if not source.share:
+            yield warn(f"{key}.weight", "= 0: nothing is drawn from it", "set the knob mix when it is wanted")
+
+
+def amount_of_data(run: CheckedRun) -> Iterator[Finding]:
+    """Data that is less than the run asks for."""
+    config, batch = run.config, run.config.algo.batch_size
+    plan, num_steps = run.once(batch_plan), config.run.num_steps
+    num_rows, num_draws = plan.num_rows, plan.num_draws
+    if not num_rows:
+        return
+    key = "data.sources" if config.data.sources else "data.train"
+    bound = "max_passes of the sources" if config.data.sources else f"data.max_passes = {config.data.max_passes}"
+    more = "raise data.max_passes (0 = endless)"
+    if num_draws is not None and num_draws < batch:
+        error = DataError(
+            f"{key}: {num_rows} rows and {bound} are fewer prompts than one batch, algo.batch_size = {batch}",
+            remedy=f"lower algo.batch_size, or {more}",
+        )
+        yield Finding("algo.batch_size", error)
+    elif num_draws is not None and num_steps and num_draws < batch * num_steps:
+        end = f"the data ends after {num_draws // batch} of {num_steps} steps, earlier if groups are left out"
+        error = DataError(f"{bound}: {end}", remedy=f"{more}, or lower run.num_steps")
+        yield Finding("data.max_passes", error, "warning")
+    elif num_rows < batch:
+        text = f"= {batch}: the data has {num_rows} rows, so a batch holds the same prompt several times"
+        yield warn("algo.batch_size", text, "lower algo.batch_size, or use more data")
+
+
+# -- staleness ---------------------------------------------------------------------------------------------------------
+
+SKEWS = (3.0, 10.0)
+"""p99 / p50 of the time of one sample."""
+STEP_RATIOS = (0.25, 0.5, 1.0)
+"""Time of a step / time of a group."""
+P99 = NormalDist().inv_cdf(0.99)
+"""Standard deviations above the median of a lognormal's logarithm."""
+NUM_STEPS = 40
+MAX_GROUPS = 32
+MAX_ENGINES = 8
+"""Larger runs are simulated at these sizes: shares hardly depend on them, time does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What a simulation says."""
+
+    step_ratio: float
+    """Time of a step / median time of a group."""
+    waiting_share: float
+    """Of the time, that the trainer has no batch."""
+    mean_lag: float
+
+
+@dataclass(frozen=True, slots=True)
+class StalenessPlan:
+    """Numbers of the bound."""
+
+    policy: str
+    max_staleness: int
+    num_slots: int
+    """N: groups between dispatch and the end of their step."""
+    window: int
+    """W of `pace`; 0 for the other policies."""
+    batch_size: int
+    num_engines: int
+    concurrency: int
+    """Groups that all rollout actors take at a time."""
+    waiting: dict[float, tuple[Waiting, ...]]
+    """By p99 / p50 of the lengths, for each time of a step."""
+
+
+def staleness_plan(run: CheckedRun) -> StalenessPlan | None:
+    """None: nothing is generated."""
+    return staleness_of(run.config, len(run.of("rollout"))) if run.actors and not run.is_sft else None
+
+
+def staleness_of(config: RunConfig, num_rollouts: int) -> StalenessPlan:
+    settings, batch = config.asynchrony, config.algo.batch_size
+    policy = make_policy(settings.policy, settings.max_staleness, batch, settings.window)
+    return StalenessPlan(
+        policy=settings.policy,
+        max_staleness=settings.max_staleness,
+        num_slots=policy.num_slots,
+        window=getattr(policy, "window", 0),
+        batch_size=batch,
+        num_engines=num_rollouts,
+        concurrency=num_rollouts * config.rollout.max_groups,
+        waiting={skew: _waiting(scaled_scenario(config, num_rollouts), skew) for skew in SKEWS if num_rollouts},
+    )
+
+
+def scaled_scenario(config: RunConfig, num_rollouts: int) -> Scenario:
+    """The run's policy, batch and concurrency, at a size that is simulated in milliseconds."""
+    batch, settings = config.algo.batch_size, config.asynchrony
+    size, engines = min(batch, MAX_GROUPS), min(num_rollouts, MAX_ENGINES)
+    in_flight = num_rollouts * config.rollout.max_groups * size / batch / engines
+    window = max(1, round(settings.window * size / batch)) if settings.window else 0
+    return Scenario(
+        policy=settings.policy,
+        max_staleness=settings.max_staleness,
+        batch_size=size,
+        window=min(window, settings.max_staleness * size + 1),
+        num_steps=NUM_STEPS,
+        num_engines=engines,
+        groups_per_engine=max(1, round(in_flight)),
+        group_size=min(config.rollout.num_samples, 64),
+        generate_s=0.0,
+    )
+
+
+def _waiting(scenario: Scenario, skew: float) -> tuple[Waiting, ...]:
+    sigma = math.log(skew) / P99
+    # The median of the slowest of n is the quantile 0.5 ** (1 / n).
+    group_s = math.exp(sigma * NormalDist().inv_cdf(0.5 ** (1.0 / scenario.group_size)))
+    found: list[Waiting] = []
+    for ratio in STEP_RATIOS:
+        step_s = ratio * group_s
+        outcome = simulate(replace(scenario, sigma=sigma, step_s=step_s, adopt_s=0.05 * step_s))
+        mean_lag = sum(outcome.lags) / len(outcome.lags) if outcome.lags else 0.0
+        found.append(Waiting(ratio, outcome.waiting_share, mean_lag))
+    return tuple(found)
+
+
+def concurrency(run: CheckedRun) -> Iterator[Finding]:
+    plan = run.once(staleness_plan)
+    return iter(()) if plan is None else staleness_findings(run.config, plan)
+
+
+def staleness_findings(config: RunConfig, plan: StalenessPlan) -> Iterator[Finding]:
+    """Concurrency that starves the trainer, and slots that stay empty."""
+    batch, max_groups = plan.batch_size, config.rollout.max_groups
+    takes = f"= {max_groups}: rollout actors ({plan.num_engines}) take {plan.concurrency} groups at a time"
+    enough = -(-plan.num_slots // max(1, plan.num_engines))
+    if plan.concurrency < batch:
+        text = f"{takes}, fewer than one batch of {batch}: the trainer waits for several rounds of answers"
+        remedy = f"raise it to {enough}, which uses all {plan.num_slots} slots, or start more rollout actors"
+        yield warn("rollout.max_groups", text, remedy)
+    elif plan.concurrency < plan.num_slots:
+        text = f"{takes}, of {plan.num_slots} that max_staleness = {plan.max_staleness} allows"
+        yield warn("rollout.max_groups", text, f"raise it to {enough} to use them all")
+
+
+# -- what is rarely meant ----------------------------------------------------------------------------------------------
+
+LOOPBACKS = frozenset({"127.0.0.1", "localhost", "::1"})
+MANY_STEPS = 100
+"""From so many steps on, a run without checkpoints is warned about."""
+
+
+def schedules(run: CheckedRun) -> Iterator[Finding]:
+    """What happens every so many steps, beside how many there are."""
+    steps, trainer, evaluation = run.config.run.num_steps, run.config.trainer, run.config.eval
+    key = "trainer.checkpoint_every"
+    if steps and trainer.checkpoint_every > steps:
+        text = f"= {trainer.checkpoint_every}: the run has {steps} steps, so no checkpoint is written"
+        yield warn(key, text, "lower it, or set it to 0")
+    if not trainer.checkpoint_every and (not steps or steps >= MANY_STEPS):
+        back = "" if trainer.standby_every else ", and a trainer rank that dies throws training back to its start"
+        remedy = "set it to so many steps as may be lost, and trainer.keep_last to how many checkpoints stay"
+        yield warn(key, f"= 0: a run that is killed cannot be resumed{back}", remedy)
+    if steps and evaluation.every > steps:
+        text = f"= {evaluation.every}: the run has {steps} steps, so there is no evaluation after the first"
+        yield warn("eval.every", text, "lower it")
+
+
+def held_out(run: CheckedRun) -> Iterator[Finding]:
+    """More rows than are evaluated, or fewer than were asked for."""
+    settings = run.config.eval
+    for name, rows in run.once(held_out_rows).items():
+        own = settings.sets[name].num_prompts if name else 0
+        num_rows, wanted = rows.num_rows, own or settings.num_prompts
+        files = f"eval.sets.{name}.path" if name else "eval.data"
+        key = f"eval.sets.{name}.num_prompts" if own else "eval.num_prompts"
+        if num_rows is not None and num_rows > wanted:
+            text = (
+                f"= {wanted}: {files} has {num_rows:,} rows, of which the last {num_rows - wanted:,} are not evaluated"
+            )
+            yield warn(key, f"= {wanted}: {text}", f"set it to {num_rows} to evaluate on all")
+        elif num_rows is not None and num_rows < wanted and (own or "num_prompts" in settings.model_fields_set):
+            text = f"= {wanted}: {files} has {num_rows} rows, which are all used"
+            yield warn(key, text, "lower it, or use more data")
+
+
+def odd_counts(run: CheckedRun) -> Iterator[Finding]:
+    config, batch = run.config, run.once(batch_plan)
+    trainer, engine, rollout = config.roles.trainer, config.engine, config.rollout
+    if batch.samples_per_update < batch.num_replicas:
+        yield warn(
+            "algo.batch_size",
+            f"= {config.algo.batch_size}: one update has {batch.samples_per_update} samples for {batch.num_replicas} "
+            "trainer ranks, so some of them have nothing to do",
+            "raise it, lower algo.minibatches, or use fewer ranks",
+        )
+    if len(trainer.device_ids) > trainer.count:
+        text = f"{len(trainer.device_ids)} GPUs for {trainer.count} ranks on a node, each of which uses one"
+        remedy = "set roles.trainer.count to the number of GPUs"
+        yield warn("roles.trainer.devices", f'= "{trainer.devices}": {text}', remedy)
+    open_servers = [url for url in engine.attach if urlsplit(url).hostname not in LOOPBACKS]
+    if open_servers and not engine.key_env:
+        yield warn(
+            "engine.attach",
+            f"names {', '.join(open_servers)} without engine.key_env: every client that reaches one can load weights",
+            "start servers with --admin-api-key, and name the variable that holds it in engine.key_env",
+        )
+    length, answer = engine.context_length, rollout.max_new_tokens
+    if not run.is_sft and length and answer * rollout.max_turns >= length > answer:
+        text = f"= {length}: {rollout.max_turns} turns of {answer} tokens do not fit, later ones are cut short"
+        yield warn("engine.context_length", text, "raise it, or lower rollout.max_new_tokens")
+
+
+def sampling(run: CheckedRun) -> Iterator[Finding]:
+    """Sampling that the trainer cannot score, and seeds that decide less than they seem to."""
+    rollout, data = run.config.rollout, run.config.data
+    if run.is_sft:
+        return
+    part = (
+        "tokens are drawn from a part of the distribution, their log-probs and the trainer's are of all of it: what is "
+        "cut off is never tried, and no correction sees that"
+    )
+    penalty = (
+        "log-probs of sampled tokens are those after the penalty, the trainer scores without it: its ratios are not 1 "
+        "on fresh samples either, and the correction (algo.correction) weighs that"
+    )
+    watch = ", or watch the importance weights (docs/algorithms.md)"
+    for key, rest, text, more in (
+        *((key, rest, part, "") for key, rest in (("top_p", 1), ("top_k", -1), ("min_p", 0))),
+        *((key, 0, penalty, watch) for key in ("frequency_penalty", "presence_penalty", "min_new_tokens")),
+        ("repetition_penalty", 1, penalty, watch),
+    ):
+        value = getattr(rollout, key)
+        if value != rest:
+            yield warn(f"rollout.{key}", f"= {value:g}: {text}", f"set it to {rest} for training{more}")
+    key = "rollout.deterministic"
+    if rollout.deterministic and run.config.asynchrony.max_staleness:
+        yield warn(
+            key,
+            f"= true with async.max_staleness = {run.config.asynchrony.max_staleness}: turns have their own seeds, but "
+            "which weights a token meets is a matter of time: two runs are not equal",
+            "set async.max_staleness = 0 for runs that repeat to the bit",
+        )
+    if rollout.deterministic and data.difficulty_low < data.difficulty_high:
+        yield warn(
+            key,
+            f"= true with a difficulty window of {data.difficulty_low:g} to {data.difficulty_high:g}: a prompt that "
+            "comes twice within a step may be passed over or not, as its first group is finished by then or not: two "
+            "runs are not equal",
+            "leave the window out (data.difficulty_low = data.difficulty_high) for runs that repeat to the bit",
+        )
