@@ -24,7 +24,7 @@ from .commands.parser import Parser, mistaken_command, mistaken_flag
 
 COMMANDS = (
     run_life.add_up, run_life.add_launch, run_life.add_demo,
-    offline.add_plan, offline.add_doctor, offline.add_convert, offline.add_engine,
+    offline.add_plan, offline.add_schema, offline.add_doctor, offline.add_convert, offline.add_engine,
     views.add_ps, views.add_top, views.add_dashboard, views.add_why,
     knobs.add_get, knobs.add_set, knobs.add_explain, knobs.add_undo,
     history.add_history,

@@ -25,7 +25,7 @@ from ...algos.rewards.builtin import BUILTINS, bind_builtin
 from ...algos.rewards.outcome import RewardOutcome, overlong_penalty
 from ...core.completions import Completion
 from ...core.config import RewardSettings, RunConfig
-from ...core.config.reward import OVERLONG
+from ...core.config.data import OVERLONG
 from ...core.errors import DeadlyReward, MyxaError, UserCodeError
 from ..user_code.calls import TookTooLong, UserRaised, within
 from .call import (

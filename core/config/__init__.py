@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from .data import DataSettings, SourceSettings
-from .evaluation import EvalSetSettings, EvalSettings
+from .data import DataSettings, EvalSetSettings, EvalSettings, RewardSettings, SourceSettings
 from .learning import (
     AlgoConfig,
     AlgoKind,
@@ -13,22 +12,24 @@ from .learning import (
     OptimizerConfig,
     TrainerConfig,
 )
-from .loading import Inspected, dump_config, inspect_config, load_config, missing_paths
-from .reward import RewardSettings
-from .roles import (
+from .loading import Inspected, dump_config, inspect_config, load_config
+from .rollout import EngineSettings, RolloutSettings
+from .root import RunConfig, channel_conflicts
+from .run import (
+    GuardSettings,
     MemorySettings,
+    ModelSettings,
+    MonitorSettings,
     RestartPolicy,
     RoleName,
     RoleSettings,
     RolesSettings,
     RolloutRole,
+    RunSettings,
     TrainerRole,
     WhenHung,
     parse_devices,
 )
-from .rollout import EngineSettings, RolloutSettings
-from .root import RunConfig, channel_conflicts
-from .run import GuardSettings, ModelSettings, MonitorSettings, RunSettings
 from .section import Conflict
 
 __all__ = [
@@ -65,6 +66,5 @@ __all__ = [
     "dump_config",
     "inspect_config",
     "load_config",
-    "missing_paths",
     "parse_devices",
 ]

@@ -1,7 +1,7 @@
-"""The section `[data]`: one source of prompts, or several with names and weights.
+"""Sections `[data]`, `[reward]` and `[eval]`: prompts, how answers are judged, held-out prompts.
 
-A source is read like `[data]` says, but for the keys that it has itself. A data file may be named with a slice of its
-rows: `file.jsonl@[10:100]`.
+A source of prompts is read like `[data]` says, but for the keys that it has itself. A data file may be named with a
+slice of its rows: `file.jsonl@[10:100]`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,30 @@ from dataclasses import dataclass
 from datetime import date, datetime
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, Strict, model_validator
 
-from .section import Conflict, CountInt, NonNegativeFloat, OrElse, Section, SourceText, Table, as_table, check_json
+from ..suggestion import suggest
+from .section import (
+    CodeName,
+    Conflict,
+    CountInt,
+    Means,
+    NonNegativeFloat,
+    OrElse,
+    Pattern,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Table,
+    Temperature,
+    TopK,
+    UnitFloat,
+    as_table,
+    check_json,
+    clashes,
+    divides,
+    named,
+)
 
 SLICED = re.compile(r"(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]", re.DOTALL)
 FORM = "a slice must look like file@[10:100], with whole numbers on either side of the colon"
@@ -76,6 +97,7 @@ def check_sources(value: str | tuple[str, ...]) -> str | tuple[str, ...]:
     return value
 
 
+SourceText = Annotated[str | Annotated[tuple[str, ...], Strict(False)], AfterValidator(check_sources), Means("sources")]
 SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 MAX_SOURCES = 64
 MIN_WEIGHT, MAX_WEIGHT = 1e-9, 1e9
@@ -109,28 +131,39 @@ class RowSource(Section, frozen=True):
     system: str = ""
     """System message put in front of conversations that have none; empty = as in `[data]`."""
 
-    @field_validator("path")
-    @classmethod
-    def _sources_parse(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
-        return check_sources(value)
+
+def _weight(value: float) -> float:
+    if 0 < value < MIN_WEIGHT:
+        raise ValueError(f"must be 0 or at least {MIN_WEIGHT:g}")
+    return value
 
 
 class SourceSettings(RowSource, frozen=True):
     """One of several sources of prompts, `NAME` is its own: letters, digits, `_`, `-`, at most 64. Keys that are left
     out are as in `[data]`, but for the columns of a source with its own preset, which are that preset's."""
 
-    weight: Annotated[NonNegativeFloat, Field(le=MAX_WEIGHT)] = 1.0
+    weight: Annotated[NonNegativeFloat, Field(le=MAX_WEIGHT), AfterValidator(_weight)] = 1.0
     """Its share of the prompts, in proportion to the others' weights; 0 = none for now. Live knob: `mix`."""
     max_passes: Annotated[int, Field(ge=-1)] = -1
     """Passes over this source after which it is exhausted and only the others are used; 0 = endless, -1 = as in
     `[data]`."""
 
-    @field_validator("weight")
-    @classmethod
-    def _weight_counts(cls, value: float) -> float:
-        if 0 < value < MIN_WEIGHT:
-            raise ValueError(f"must be 0 or at least {MIN_WEIGHT:g}")
-        return value
+
+def _day(value: object) -> object:
+    if isinstance(value, date) and not isinstance(value, datetime):
+        return value.isoformat()  # a date of TOML
+    if isinstance(value, str) and value:
+        try:
+            return date.fromisoformat(value).isoformat()
+        except ValueError:
+            raise ValueError('must be a day, such as "2026-11-28"') from None
+    return value
+
+
+def _template_arguments(value: Table) -> Table:
+    if taken := sorted(set(TEMPLATE_NAMES) & value.keys()):
+        raise ValueError(f"must not hold {', '.join(taken)}, which the template is given anyway")
+    return check_json(value)
 
 
 class DataSettings(Section, frozen=True):
@@ -165,9 +198,9 @@ class DataSettings(Section, frozen=True):
     apply_chat_template: bool = True
     """Whether conversations are written by the model's chat template; false: a prompt is a text, which is encoded as it
     is, and so are replies. For base models."""
-    chat_template_kwargs: Table = {}
+    chat_template_kwargs: Annotated[Table, AfterValidator(_template_arguments)] = {}
     """Further named arguments of the chat template, for example `enable_thinking = false`."""
-    date: str = ""
+    date: Annotated[str, BeforeValidator(_day)] = ""
     """Day that the chat template writes as today's (`strftime_now`), `YYYY-MM-DD`: the same on the day that a run is
     resumed. Empty = none; a template that asks for it is refused."""
     shuffle: bool = True
@@ -197,47 +230,53 @@ class DataSettings(Section, frozen=True):
         table = as_table(raw)
         return {"train": "", **table} if table is not None and table.get("sources") else raw
 
-    @field_validator("train")
-    @classmethod
-    def _sources_parse(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
-        return check_sources(value)
-
-    @field_validator("date", mode="before")
-    @classmethod
-    def _date_is_a_day(cls, value: object) -> object:
-        if isinstance(value, date) and not isinstance(value, datetime):
-            return value.isoformat()  # a date of TOML
-        if isinstance(value, str) and value:
-            try:
-                return date.fromisoformat(value).isoformat()
-            except ValueError:
-                raise ValueError('must be a day, such as "2026-11-28"') from None
-        return value
-
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _arguments_are_json(cls, value: Table) -> Table:
-        if taken := sorted(set(TEMPLATE_NAMES) & value.keys()):
-            raise ValueError(f"must not hold {', '.join(taken)}, which the template is given anyway")
-        return check_json(value)
-
     def conflicts(self) -> Iterator[Conflict]:
         """Columns that the preset does not look at, and sources that do not go together."""
-        if not (self.train or self.sources):
-            yield Conflict(("train",), "must not be empty")
-        if self.preset == "chat" and self.prompt_key:
-            yield Conflict(("prompt_key", "preset"), 'is not used by preset = "chat"; set messages_key')
-        if self.preset != "chat" and self.messages_key:
-            yield Conflict(("messages_key", "preset"), f'is used by preset = "chat" only, not "{self.preset}"')
-        if self.difficulty_low > self.difficulty_high:
-            yield Conflict(
-                ("difficulty_low", "difficulty_high"), f"is above difficulty_high = {self.difficulty_high:g}"
-            )
-        if self.max_prompt_tokens and self.overlong == "pass":
-            yield Conflict(("max_prompt_tokens", "overlong"), 'needs overlong = "refuse" or "drop"')
-        yield from _plain_conflicts(self)
-        yield from _recorded_conflicts(self)
-        yield from _mix_conflicts(self)
+        is_chat = self.preset == "chat"
+        yield from clashes(
+            (not (self.train or self.sources), "train", "must not be empty"),
+            (is_chat and self.prompt_key, "prompt_key preset", 'is not used by preset = "chat"; set messages_key'),
+            (not is_chat and self.messages_key, "messages_key preset",
+             f'is used by preset = "chat" only, not "{self.preset}"'),
+            (self.difficulty_low > self.difficulty_high, "difficulty_low difficulty_high",
+             f"is above difficulty_high = {self.difficulty_high:g}"),
+            (self.max_prompt_tokens and self.overlong == "pass", "max_prompt_tokens overlong",
+             'needs overlong = "refuse" or "drop"'),
+            (self.train and self.sources, "train sources",
+             "does not go with [data.sources]: make it one of them, with a name"),
+            (len(self.sources) > MAX_SOURCES, "sources",
+             f"has {len(self.sources)} sources, but at most {MAX_SOURCES} are mixed"),
+            *((not self.apply_chat_template and getattr(self, key), f"{key} apply_chat_template", _FOR_TEMPLATES)
+              for key in ("chat_template_kwargs", "date")),
+        )  # fmt: skip
+        yield from plain_conflicts(self, "", "apply_chat_template") if not self.apply_chat_template else ()
+        yield from self._source_conflicts()
+        for name, part in self.parts().items():
+            place = f"sources.{name}." if name else ""
+            for key in (*_COLUMN_KEYS, "system") if part.preset == "recorded" else ():
+                if getattr(part, key):
+                    own = place if name and getattr(self.sources[name], key) else ""
+                    cause = 'is not used by preset = "recorded": dumped prompts are as they were read'
+                    yield Conflict((f"{own}{key}", f"{place}preset"), cause)
+
+    def _source_conflicts(self) -> Iterator[Conflict]:
+        for name, source in self.sources.items():
+            if not SOURCE_NAME.fullmatch(name):
+                cause = "a source's name is 1 to 64 letters, digits, '_' or '-', no sign first"
+                yield Conflict((f"sources.{name}",), cause)
+                continue
+            preset = source.preset or self.preset
+            yield from clashes(
+                (preset == "chat" and source.prompt_key, f"sources.{name}.prompt_key",
+                 'is not used by preset = "chat"; set messages_key'),
+                (preset != "chat" and source.messages_key, f"sources.{name}.messages_key",
+                 f'is used by preset = "chat" only, not "{preset}"'),
+            )  # fmt: skip
+            if not self.apply_chat_template:
+                yield from plain_conflicts(source, f"sources.{name}.", "apply_chat_template")
+        if self.sources and not any(source.weight for source in self.sources.values()):
+            paths = tuple(f"sources.{name}.weight" for name in self.sources)
+            yield Conflict(paths, "so no source has a weight: give one of them more than 0")
 
     def parts(self) -> Mapping[str, Self]:
         """Each source by its name, as a complete section; the only one is called ""."""
@@ -265,56 +304,277 @@ class DataSettings(Section, frozen=True):
         return self.model_copy(update=own)
 
 
-def _plain_conflicts(data: DataSettings) -> Iterator[Conflict]:
-    if data.apply_chat_template:
-        return
-    for key in ("chat_template_kwargs", "date"):
-        if getattr(data, key):
-            yield Conflict((key, "apply_chat_template"), _FOR_TEMPLATES)
-    yield from plain_conflicts(data, "", "apply_chat_template")
-    for name, source in data.sources.items():
-        yield from plain_conflicts(source, f"sources.{name}.", "apply_chat_template")
-
-
 def plain_conflicts(rows: DataSettings | RowSource, place: str, switch: str) -> Iterator[Conflict]:
     """What rows whose texts are encoded as they are cannot have. `place`: of their table. `switch`: the key that says
     so."""
-    for key in ("system", "tools_key"):
-        if getattr(rows, key):
-            yield Conflict((f"{place}{key}", switch), _FOR_TEMPLATES)
-    if rows.preset == "chat":
-        yield Conflict((f"{place}preset", switch), '"chat" is for conversations; with plain texts use "plain"')
+    return clashes(
+        *((getattr(rows, key), f"{place}{key} {switch}", _FOR_TEMPLATES) for key in ("system", "tools_key")),
+        (rows.preset == "chat", f"{place}preset {switch}", '"chat" is for conversations; with plain texts use "plain"'),
+    )
 
 
-def _recorded_conflicts(data: DataSettings) -> Iterator[Conflict]:
-    for name, part in data.parts().items():
-        for key in (*_COLUMN_KEYS, "system") if part.preset == "recorded" else ():
-            if getattr(part, key):
-                is_own = bool(name and getattr(data.sources[name], key))
-                place = f"sources.{name}." if name else ""
-                yield Conflict(
-                    (f"{place if is_own else ''}{key}", f"{place}preset"),
-                    'is not used by preset = "recorded": dumped prompts are as they were read',
-                )
+# -- rewards -----------------------------------------------------------------------------------------------------------
+
+REWARD_BUILTINS = ("exact", "numeric", "math", "f1", "choice", "regex", "format", "workflow", "recorded", "remote")
+FUNCTION_NAME = re.compile(r"(?=.{1,32}\Z)[A-Za-z0-9][A-Za-z0-9_-]*(/[A-Za-z0-9_-]+)*")
+"""Data names its sources like "openai/gsm8k"."""
+MAX_FUNCTIONS = 16
+OVERLONG = "overlong"
+"""Part of a reward: what the answer's length costs."""
+WHOLE = "reward"
+"""No part: the number that is learnt from."""
 
 
-def _mix_conflicts(data: DataSettings) -> Iterator[Conflict]:
-    if not data.sources:
-        return
-    if data.train:
-        yield Conflict(("train", "sources"), "does not go with [data.sources]: make it one of them, with a name")
-    if len(data.sources) > MAX_SOURCES:
-        yield Conflict(("sources",), f"has {len(data.sources)} sources, but at most {MAX_SOURCES} are mixed")
-    for name, source in data.sources.items():
-        if not SOURCE_NAME.fullmatch(name):
-            yield Conflict(
-                (f"sources.{name}",), "a source's name is 1 to 64 letters, digits, '_' or '-', no sign first"
-            )
-        preset = source.preset or data.preset
-        if preset == "chat" and source.prompt_key:
-            yield Conflict((f"sources.{name}.prompt_key",), 'is not used by preset = "chat"; set messages_key')
-        if preset != "chat" and source.messages_key:
-            yield Conflict((f"sources.{name}.messages_key",), f'is used by preset = "chat" only, not "{preset}"')
-    if not any(source.weight for source in data.sources.values()):
-        paths = tuple(f"sources.{name}.weight" for name in data.sources)
-        yield Conflict(paths, "so no source has a weight: give one of them more than 0")
+class FunctionSettings(Section, frozen=True):
+    """One of several reward functions, `NAME` is its own: letters, digits, `_`, `-`, `/` inside, at most 32. What it
+    says becomes the part NAME of the reward, its own parts NAME/PART. All else is as in `[reward]`; each function has
+    its own `workers` and its own count of errors."""
+
+    fn: Annotated[CodeName, named(*REWARD_BUILTINS)] = ""
+    """As `reward.fn`; empty = the built-in called NAME."""
+    weight: float = 1.0
+    """What its reward is multiplied by before it is added to the others'; 0 = only a metric."""
+    scope: Literal["sample", "group"] = "sample"
+    """As `reward.scope`."""
+    pattern: Pattern = ""
+    """As `reward.pattern`."""
+    args: Table = {}
+    """As `reward.args`."""
+
+
+class RewardSettings(Section, frozen=True):
+    """How answers are judged."""
+
+    fn: Annotated[CodeName, named(*REWARD_BUILTINS), Field(min_length=1)] = "exact"
+    """exact, numeric, math, f1, choice, regex, format, workflow (what your workflow says:
+    `episode.sample(reward=...)`), recorded (what the answer was given when it was recorded), remote (a service is
+    asked), or your own `module:function` or `file.py:function`."""
+    scope: Literal["sample", "group"] = "sample"
+    """What one call judges: one answer (sample), or, where a function of your own or remote judges, all answers to a
+    prompt at once (group): it gets a sequence of them, and returns a reward for each."""
+    workers: Annotated[int, Field(ge=0, le=256)] = 0
+    """Worker processes per rollout actor, each for one call at a time; 0 = what the function needs: `math` one, a plain
+    `def` of your own and patterns up to four, an `async def` one for all its calls side by side, the rest none."""
+    isolate: bool = True
+    """Whether a function of your own gets processes although `workers = 0`; without, a plain `def` runs in threads of
+    the rollout actor, an `async def` in its loop, and can stop or kill it together with the engine."""
+    max_block_s: PositiveFloat = 5.0
+    """Seconds for which an `async def` may hold the loop that all its calls share, by one that blocks; then that call
+    is interrupted, and fails."""
+    timeout_s: PositiveFloat = 30.0
+    """Seconds one call may take; a worker process that takes longer is killed and replaced."""
+    max_error_rate: UnitFloat = 0.1
+    """Share of failed calls (over at least 20) above which the run ends; also of groups lost to the reward, the
+    workflow or the engine."""
+    on_error: Literal["drop", "zero"] = "drop"
+    """What a failed call means: drop (the group is not trained on) or zero (the answer gets 0; it still counts as an
+    error). So too for a workflow that raises PolicyFailure, which counts with drop only."""
+    pause_after: Annotated[int, Field(ge=0, le=1000)] = 5
+    """Groups in a row whose calls fail, after it worked, until the function is left alone: answers wait and are judged
+    later; 0 = never."""
+    cool_down_s: PositiveFloat = 5.0
+    """Seconds until a function that is left alone is tried again; doubled, up to 60, each time that it still fails."""
+    max_outage_s: PositiveFloat = 300.0
+    """Seconds for which answers wait for a function that is left alone, or for which all groups are lost through their
+    workflow's environment; then the run ends."""
+    quarantine_after: CountInt = 3
+    """Failures of reward or workflow after which a prompt is not drawn again in later passes (`quarantine.jsonl`); one
+    that ended its worker process is not given a second chance; 0 = prompts are always drawn, also those on the list."""
+    pass_reward: float = 1.0
+    """Reward from which on an answer counts as right: in `reward/pass_rate` and the shares of groups all right and all
+    wrong, and for `pass_at_k` of `eval.data`; sets of `[eval.sets]` have their own."""
+    pattern: Pattern = ""
+    """Regular expression of `regex` and `format` (Python syntax)."""
+    strip_thinking: bool = True
+    """Whether `exact`, `numeric`, `math`, `f1`, `choice` and `regex` read only what follows the last `</think>` or the
+    like; a thought that does not end has no answer. A pattern that names "think" sees the whole text."""
+    truncated: Literal["score", "zero"] = "score"
+    """What an answer cut off by `max_new_tokens` gets: score (judged like any other) or zero."""
+    overlong_tokens: CountInt = 0
+    """Response tokens (tool replies included) at which an answer's reward is lowered by the whole `overlong_penalty`
+    (DAPO's soft over-long punishment), usually `rollout.max_new_tokens`; 0 = length costs nothing."""
+    overlong_buffer: CountInt = 0
+    """Tokens before `overlong_tokens` over which that grows from nothing, in proportion."""
+    overlong_penalty: PositiveFloat = 1.0
+    """By how much the reward of an answer of that length is lowered."""
+    args: Table = {}
+    """Further named arguments of the reward function, for example `tolerance = 0.01` for numeric."""
+
+    functions: dict[str, FunctionSettings] = {}
+    """Several functions instead of `fn`, each a table `[reward.functions.NAME]`: see there. The reward is the sum of
+    all, by their weights, or what the one says that the row chooses."""
+    choose_by: str = ""
+    """Key of the row's metadata that names the function that judges its answers, for example "rm_type", or
+    "data_source" where each source of prompts has its own; empty = all functions do."""
+    choose_else: str = ""
+    """The function of rows that name none; empty = such a row is a bad row."""
+
+    def alone(self, fn: str, *, pattern: str = "", args: Mapping[str, Any] | None = None) -> Self:
+        """A section in which one function says all, whatever this one's say; limits and errors are as here."""
+        nothing: dict[str, Any] = {"functions": {}, "choose_by": "", "choose_else": "", "overlong_tokens": 0}
+        return self.model_copy(
+            update={**nothing, "fn": fn, "scope": "sample", "pattern": pattern, "args": dict(args or {})}
+        )
+
+    def parts(self) -> Mapping[str, Self]:
+        """Each function by its name, as a complete section; the only one is called ""."""
+        if not self.functions:
+            return {"": self}
+        return {
+            name: self.alone(of.fn or name, pattern=of.pattern, args=of.args).model_copy(update={"scope": of.scope})
+            for name, of in self.functions.items()
+        }
+
+    def named_functions(self) -> Iterator[tuple[str, str]]:
+        """Every key of the run file that names a function, and what it says."""
+        for name, part in self.parts().items():
+            yield (f"reward.functions.{name}.fn" if name else "reward.fn"), part.fn
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Functions without their arguments, and keys that do not go together."""
+        for name, part in self.parts().items():
+            place = f"functions.{name}." if name else ""
+            own = f'is for a function of your own or "remote": "{part.fn}" judges one answer by itself'
+            for holds, paths, cause in (
+                (part.fn == "regex" and not part.pattern, (f"{place}pattern", f"{place}fn"),
+                 'fn = "regex" needs a pattern'),
+                (part.fn == "remote" and part.workers, ("workers", f"{place}fn"),
+                 'must be 0: fn = "remote" is asked by the rollout actor itself'),
+                (part.scope == "group" and part.fn in REWARD_BUILTINS and part.fn != "remote",
+                 (f"{place}scope", f"{place}fn"), own),
+            ):  # fmt: skip
+                if holds:
+                    yield Conflict(paths, cause)
+        yield from self._several_conflicts() if self.functions else ()
+        end, buffer = self.overlong_tokens, self.overlong_buffer
+        within = f"must be from 1 to overlong_tokens = {end}" if end else "needs overlong_tokens, the length it ends at"
+        choices = "needs [reward.functions.NAME], the functions to choose from"
+        yield from clashes(
+            (bool(end) != bool(buffer) or buffer > end, "overlong_buffer overlong_tokens", within),
+            *((not self.functions and getattr(self, key), f"{key} functions", choices)
+              for key in ("choose_by", "choose_else")),
+        )  # fmt: skip
+
+    def _several_conflicts(self) -> Iterator[Conflict]:
+        functions, other = self.functions, self.choose_else
+        one = "does not go with [reward.functions]: make it one of them, with a name"
+        yield from clashes(
+            *((getattr(self, key) != RewardSettings.model_fields[key].default, f"{key} functions", one)
+              for key in ("fn", "pattern", "scope", "args")),
+            (len(functions) > MAX_FUNCTIONS, "functions",
+             f"has {len(functions)} functions, but there may be {MAX_FUNCTIONS}"),
+            (other and not self.choose_by, "choose_else choose_by",
+             "needs choose_by, the key of the metadata that chooses"),
+            (other and self.choose_by and other not in functions, "choose_else functions",
+             f"is none of reward.functions; {suggest(other, tuple(functions))}"),
+        )  # fmt: skip
+        for name, of in functions.items():
+            above = next((other for other in functions if name.startswith(f"{other}/")), "")
+            if not FUNCTION_NAME.fullmatch(name) or name in (OVERLONG, WHOLE):
+                words = "a function's name is 1 to 32 letters, digits, '_', '-' or '/', no sign first"
+                yield Conflict((f"functions.{name}",), f'{words}, and not "{OVERLONG}" or "{WHOLE}"')
+            elif above:
+                yield Conflict((f"functions.{name}",), f'is named like a part of "{above}": choose another name')
+            elif not of.fn and name not in REWARD_BUILTINS:
+                yield Conflict((f"functions.{name}.fn",), f'must be set: "{name}" is no built-in reward')
+        if not any(of.weight for of in functions.values()):
+            paths = tuple(f"functions.{name}.weight" for name in functions)
+            yield Conflict(paths, "so every reward is 0: give one of them a weight")
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------------
+
+MAX_SETS = 32
+TAKEN_NAMES = frozenset(("reward", "response_length", "truncated_ratio", "num_errors"))
+"""Names of metrics of an evaluation without sets."""
+
+
+def _own_temperature(value: float) -> float:
+    if -1 < value < 0:
+        raise ValueError("must be at least 0, or -1 (as in [eval])")
+    return divides(value)
+
+
+class EvalSetSettings(RowSource, frozen=True):
+    """One of several sets of held-out prompts, `NAME` is its own: letters, digits, `_`, `-`, at most 64. What is left
+    out is as in `[eval]`, rows are read as in `[data]`, but for the columns of a set with its own preset."""
+
+    num_prompts: CountInt = 0
+    """Prompts used in one evaluation: the first ones of the file; 0 = as in `[eval]`."""
+    num_samples: CountInt = 0
+    """Answers per prompt; 0 = as in `[eval]`."""
+    temperature: Annotated[float, Field(ge=-1, le=10), AfterValidator(_own_temperature)] = -1.0
+    """Sampling temperature; 0 = greedy, -1 = as in `[eval]`."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus; 1 = off."""
+    top_k: TopK = -1
+    """Only the k most likely tokens; -1 = off."""
+    max_new_tokens: CountInt = 0
+    """Tokens a model turn may have at most; 0 = as in `[rollout]`."""
+    pass_reward: float = 1.0
+    """Reward from which on an answer counts as solved, for `pass_at_1` and further."""
+    reward: Annotated[CodeName, named(*REWARD_BUILTINS)] = ""
+    """Reward function, as `reward.fn`; empty = the run's own, with its arguments."""
+    reward_pattern: Pattern = ""
+    """As `reward.pattern`, for a function named here."""
+    reward_args: Table = {}
+    """As `reward.args`, for a function named here."""
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Arguments of no function, and a function without its argument."""
+        given = "reward_pattern" if self.reward_pattern else "reward_args" if self.reward_args else ""
+        return clashes(
+            (given and not self.reward, f"{given} reward", "is for a function of the set's own: name it in `reward`"),
+            (self.reward == "regex" and not self.reward_pattern, "reward_pattern reward",
+             'reward = "regex" needs a pattern'),
+        )  # fmt: skip
+
+
+class EvalSettings(Section, frozen=True):
+    """Evaluation on held-out prompts, beside training. Read with the keys and preset of `[data]`."""
+
+    data: SourceText = ""
+    """JSONL or parquet file(s) with held-out prompts; empty = no evaluation, or that on `sets`."""
+    sets: dict[str, EvalSetSettings] = {}
+    """Several sets instead of `data`, each a table `[eval.sets.NAME]`: see there."""
+    every: CountInt = 0
+    """Steps between evaluations; 0 = only at the start (see `at_start`) or never."""
+    num_prompts: PositiveInt = 1024
+    """Prompts used in one evaluation at most: the first ones. Rows beyond are named by plan, at the start and with
+    every result."""
+    num_samples: PositiveInt = 1
+    """Answers per prompt."""
+    temperature: Temperature = 1.0
+    """Sampling temperature of evaluation; 0 = greedy."""
+    at_start: bool = True
+    """Whether the untrained weights are evaluated too."""
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return bool(self.data or self.sets)
+
+    def files(self) -> Mapping[str, tuple[str, str | tuple[str, ...]]]:
+        """Name of each set -> the key of the run file that names its files, and what it says; one without sets is
+        called ""."""
+        if self.data:
+            return {"": ("eval.data", self.data)}
+        return {name: (f"eval.sets.{name}.path", one.path) for name, one in sorted(self.sets.items())}
+
+    def named_functions(self) -> Iterator[tuple[str, str]]:
+        """Every key of the run file that names a set's own reward function, and what it says."""
+        for name, one in sorted(self.sets.items()):
+            if one.reward:
+                yield f"eval.sets.{name}.reward", one.reward
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Sets that do not go together."""
+        yield from clashes(
+            (self.data and self.sets, "data sets", "does not go with [eval.sets]: make it one of them, with a name"),
+            (len(self.sets) > MAX_SETS, "sets", f"has {len(self.sets)} sets, at most {MAX_SETS} are evaluated"),
+        )
+        for name in self.sets:
+            if not SOURCE_NAME.fullmatch(name):
+                yield Conflict((f"sets.{name}",), "a set's name is 1 to 64 letters, digits, '_' or '-', no sign first")
+            elif name in TAKEN_NAMES or name.startswith("pass_at_"):
+                yield Conflict((f"sets.{name}",), "is the name of a metric; choose another one")

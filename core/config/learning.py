@@ -6,12 +6,11 @@ version by the trainer, before anything is built.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal, cast
 
-from pydantic import Field, Strict, field_validator, model_validator
+from pydantic import AfterValidator, Field, Strict, model_validator
 
 from .section import (
     CodeName,
@@ -19,6 +18,7 @@ from .section import (
     CountInt,
     NonNegativeFloat,
     PathText,
+    Pattern,
     PositiveFloat,
     PositiveInt,
     Section,
@@ -26,8 +26,9 @@ from .section import (
     TextTuple,
     UnitFloat,
     as_table,
-    check_code_name,
     check_urls,
+    clashes,
+    named,
 )
 
 FILTER_BUILTINS = ("zero_variance", "none")
@@ -80,6 +81,18 @@ rewards is a lesson like any other."""
 RECORDED_REFERENCE = ("recorded",)
 """Value of `algo.ref_urls` for log-probs that were recorded with the answers."""
 
+
+def _reference_urls(value: tuple[str, ...]) -> tuple[str, ...]:
+    return value if value == RECORDED_REFERENCE else check_urls(value)
+
+
+def _above_one(value: float) -> float:
+    if 0 < value <= 1:
+        raise ValueError("must be 0 (off) or greater than 1")
+    return value
+
+
+DualClip = Annotated[NonNegativeFloat, AfterValidator(_above_one)]
 Betas = Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Strict(False)]
 
 
@@ -109,7 +122,7 @@ class AlgoConfig(Section, frozen=True):
     """Ratio is clipped below at `1 - clip_low`. Follows `kind` where it is left out."""
     clip_high: PositiveFloat = 0.2
     """Ratio is clipped above at `1 + clip_high`. Follows `kind` where it is left out."""
-    dual_clip: NonNegativeFloat = 0.0
+    dual_clip: DualClip = 0.0
     """Bound (> 1) on the loss of negative advantages, for the ppo and gspo losses; 0 = off."""
     correction: Correction = "auto"
     """What is done about tokens sampled from older weights or by another engine; auto = behaviour with one mini-batch,
@@ -145,7 +158,7 @@ class AlgoConfig(Section, frozen=True):
     ref_path: PathText = ""
     """HuggingFace folder of the reference model: of the same vocabulary for the torch trainer, of the same shape as the
     trained one for Megatron's; empty = the initial model, `model.path`."""
-    ref_urls: TextTuple = ()
+    ref_urls: Annotated[TextTuple, AfterValidator(_reference_urls)] = ()
     """Addresses of SGLang servers that serve the reference model instead, over the same vocabulary: they are asked by
     the rollout actors once a sample is finished, and the trainer keeps no such model. `["recorded"]` = log-probs as
     they are recorded with the answers (`roles.rollout.kind = "recorded"`). Needs `rollout.temperature = 1`."""
@@ -171,26 +184,26 @@ class AlgoConfig(Section, frozen=True):
     samples). Follows `kind` where it is left out."""
     normalise_std: bool = True
     """Whether group advantages are divided by the group's standard deviation."""
-    group_filter: CodeName = "zero_variance"
+    group_filter: Annotated[CodeName, named(*FILTER_BUILTINS), Field(min_length=1)] = "zero_variance"
     """Which groups are left out: zero_variance (all rewards equal), none, or your own `module:function`. Follows `kind`
     where it is left out; none with `kl_in = "advantage"`."""
     group_filter_args: Table = {}
     """Named arguments of the group filter, for example `eps = 0.01` for zero_variance."""
-    sample_filter: CodeName = "none"
+    sample_filter: Annotated[CodeName, named(*SAMPLE_FILTER_BUILTINS), Field(min_length=1)] = "none"
     """From which members of a group that stays nothing is learnt (they still count where rewards are compared): none,
     truncated (cut off by a token limit), or your own `module:function`."""
     sample_filter_args: Table = {}
     """Named arguments of the sample filter."""
-    reward_post_process: CodeName = ""
+    reward_post_process: Annotated[CodeName, named()] = ""
     """Your own function from the rewards of a whole batch to those that advantages are made of, `module:function` or
     `file.py:function`; empty = rewards as they are."""
-    advantage_fn: CodeName = ""
+    advantage_fn: Annotated[CodeName, named()] = ""
     """Your own advantages, per sample or per token, in place of the algorithm's; not for ppo, reinforce_pp,
     reinforce_pp_baseline and sft, which make their own per token."""
-    weight_fn: CodeName = ""
+    weight_fn: Annotated[CodeName, named()] = ""
     """Your own importance weight per token in place of the correction's; not with tis, icepop and mis, which are
     weights."""
-    loss_fn: CodeName = ""
+    loss_fn: Annotated[CodeName, named()] = ""
     """Your own policy loss per token in place of `loss`; correction, masks, KL, entropy and reduction stay."""
     gamma: UnitFloat = 1.0
     """Discount per token."""
@@ -220,33 +233,6 @@ class AlgoConfig(Section, frozen=True):
             **table,
         }
 
-    @field_validator("dual_clip")
-    @classmethod
-    def _dual_clip_is_off_or_above_one(cls, value: float) -> float:
-        if value != 0 and value <= 1:
-            raise ValueError("must be 0 (off) or greater than 1")
-        return value
-
-    @field_validator("ref_urls")
-    @classmethod
-    def _servers_are_named_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return value if value == RECORDED_REFERENCE else check_urls(value)
-
-    @field_validator("group_filter")
-    @classmethod
-    def _filter_is_named(cls, value: str) -> str:
-        return check_code_name(value, FILTER_BUILTINS)
-
-    @field_validator("reward_post_process", "advantage_fn", "weight_fn", "loss_fn")
-    @classmethod
-    def _function_is_named(cls, value: str) -> str:
-        return check_code_name(value, ()) if value else value
-
-    @field_validator("sample_filter")
-    @classmethod
-    def _sample_filter_is_named(cls, value: str) -> str:
-        return check_code_name(value, SAMPLE_FILTER_BUILTINS)
-
     @property
     def keeps_reference(self) -> bool:
         """Whether the trainer holds a reference model."""
@@ -270,29 +256,56 @@ class AlgoConfig(Section, frozen=True):
         return self.kind in COMPARING_KINDS and not self.advantage_fn and self.kl_in != "advantage"
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Batch arithmetic and options that the algorithm does not define."""
-        if self.batch_size % self.minibatches:
-            yield Conflict(
-                ("minibatches", "batch_size"), f"does not divide batch_size = {self.batch_size} (groups in one step)"
-            )
-        if self.kl_in == "reward" and self.kind not in REWARD_KL_KINDS:
-            yield Conflict(
-                ("kl_in", "kind"),
-                f'is not defined for kind = "{self.kind}", only for {", ".join(REWARD_KL_KINDS)}; use "loss"',
-            )
-        if self.kl_in == "advantage" and self.kind == "sft":
-            yield Conflict(("kl_in", "kind"), 'does not go with kind = "sft", which has no advantages; use "loss"')
-        loss = self.policy_loss
-        if self.clip_low > 1 and loss != "cispo":
-            yield Conflict(("clip_low", "kind"), f'must be at most 1 for kind = "{self.kind}": ratios are not negative')
-        if self.dual_clip and loss not in ("ppo", "gspo"):
-            yield Conflict(("dual_clip", "kind", "loss"), f'is not defined for the loss "{loss}"; use 0')
-        yield from self._correction_conflicts(loss)
-        yield from self._kl_conflicts()
-        yield from self._reference_conflicts()
-        yield from self._function_conflicts()
-        if self.loss != "auto" and (self.loss == "sft") != (self.kind == "sft"):
-            yield Conflict(("loss", "kind"), f'does not go with kind = "{self.kind}"; use "auto"')
+        """Batch arithmetic, and options that the algorithm does not define."""
+        kind, loss = self.kind, self.policy_loss
+        is_sft = kind == "sft"
+        yield from clashes(
+            (self.batch_size % self.minibatches, "minibatches batch_size",
+             f"does not divide batch_size = {self.batch_size} (groups in one step)"),
+            (self.kl_in == "reward" and kind not in REWARD_KL_KINDS, "kl_in kind",
+             f'is not defined for kind = "{kind}", only for {", ".join(REWARD_KL_KINDS)}; use "loss"'),
+            (self.kl_in == "advantage" and is_sft, "kl_in kind",
+             'does not go with kind = "sft", which has no advantages; use "loss"'),
+            (self.clip_low > 1 and loss != "cispo", "clip_low kind",
+             f'must be at most 1 for kind = "{kind}": ratios are not negative'),
+            (self.dual_clip and loss not in ("ppo", "gspo"), "dual_clip kind loss",
+             f'is not defined for the loss "{loss}"; use 0'),
+            (self.opsm_delta and loss == "sft", "opsm_delta kind loss", 'is not defined for the loss "sft"; use 0'),
+            (self.loss != "auto" and (self.loss == "sft") != is_sft, "loss kind",
+             f'does not go with kind = "{kind}"; use "auto"'),
+            (self.loss_fn and self.loss != "auto", "loss loss_fn", 'must be "auto": loss_fn takes its place'),
+            (self.advantage_fn and kind in (*REWARD_KL_KINDS, "sft"), "advantage_fn kind",
+             f'does not go with kind = "{kind}", which makes advantages per token'),
+            (self.reward_post_process and is_sft, "reward_post_process kind",
+             'does not go with kind = "sft", which has no rewards'),
+            (self.ref_path and self.ref_urls, "ref_urls ref_path",
+             "does not go with ref_path: name a folder or servers, not both"),
+            (self.ref_key_env and (not self.ref_urls or self.ref_urls == RECORDED_REFERENCE), "ref_key_env ref_urls",
+             "needs ref_urls, the servers that ask for the key"),
+        )  # fmt: skip
+        yield from self._correction_conflicts()
+        yield from self._kl_conflicts() if self.kl_coef else ()
+
+    def _correction_conflicts(self) -> Iterator[Conflict]:
+        """Bounds that cross, and options of one correction under another, where they would do nothing."""
+        correction = self.correction
+        for low, high in (("tis_floor", "tis_cap"), ("mis_low", "mis_high"), ("reject_low", "reject_high")):
+            bottom, top = getattr(self, low), getattr(self, high)
+            crossed = f"must be below {high} = {top:g}" if top else f"needs {high}"
+            yield from clashes((bottom and bottom >= top, f"{low} {high}", crossed))
+        for name in ("mis_normalise", "reject_high", "veto"):
+            is_idle = getattr(self, name) and correction != "mis"
+            yield from clashes((is_idle, f"{name} correction", f'is for correction = "mis", not "{correction}"'))
+        yield from clashes(
+            (correction == "icepop" and self.mis_low >= self.tis_cap, "mis_low tis_cap correction",
+             f"must be below tis_cap = {self.tis_cap:g}"),
+            (self.tis_floor and correction != "tis", "tis_floor correction",
+             f'is for correction = "tis", not "{correction}"'),
+            (self.mis_normalise and self.mis_level == "geometric", "mis_normalise mis_level",
+             'has no mean of geometric weights: use mis_level "token" or "sequence"'),
+            (self.weight_fn and correction in ("tis", "icepop", "mis"), "weight_fn correction",
+             f'does not go with correction = "{correction}", which is a weight; use "decoupled" or "behaviour"'),
+        )  # fmt: skip
 
     def _kl_conflicts(self) -> Iterator[Conflict]:
         """Estimators whose gradient is not that of KL(policy || reference) where they are put.
@@ -300,76 +313,23 @@ class AlgoConfig(Section, frozen=True):
         In rewards and advantages the estimate is a constant factor of grad log pi: only k1 gives grad KL there. In the
         loss it is differentiated: k2 is right on the policy's own tokens, k1 and k3 when weighted by live / behaviour.
         """
-        if not self.kl_coef:
-            return
-        kind = self.kl_estimator
-        if self.kl_in != "loss":
-            if kind != "k1":
-                yield Conflict(
-                    ("kl_kind", "kl_in"),
-                    f'has no KL gradient with kl_in = "{self.kl_in}" (it vanishes near the reference and pushes away '
-                    'from it further on); use "k1"',
-                )
-            if self.kl_unbiased:
-                yield Conflict(("kl_unbiased", "kl_in"), f'is for kl_in = "loss", not "{self.kl_in}"')
-        elif self.kl_unbiased and self.kind == "sft":
-            yield Conflict(
-                ("kl_unbiased", "kind"), 'does not go with kind = "sft": demonstrations have no sampling policy'
-            )
-        elif self.kl_unbiased and kind == "k2":
-            yield Conflict(
-                ("kl_kind", "kl_unbiased"), 'has no KL gradient when it is weighted (kl_unbiased); use "k3" or "k1"'
-            )
-        elif not self.kl_unbiased and kind != "k2":
-            wrong = (
-                "has a gradient of mean 0 in the loss: it holds nothing back"
-                if kind == "k1"
-                else "has the gradient of KL(reference || policy) in the loss, not of KL(policy || reference)"
-            )
-            yield Conflict(("kl_kind", "kl_unbiased"), f'{wrong}; add kl_unbiased = true, or use "k2"')
-
-    def _reference_conflicts(self) -> Iterator[Conflict]:
-        """Two reference models, and a key for none."""
-        if self.ref_path and self.ref_urls:
-            yield Conflict(("ref_urls", "ref_path"), "does not go with ref_path: name a folder or servers, not both")
-        if self.ref_key_env and (not self.ref_urls or self.ref_urls == RECORDED_REFERENCE):
-            yield Conflict(("ref_key_env", "ref_urls"), "needs ref_urls, the servers that ask for the key")
-
-    def _function_conflicts(self) -> Iterator[Conflict]:
-        """Functions of the user's in places that the algorithm does not have."""
-        if self.advantage_fn and self.kind in (*REWARD_KL_KINDS, "sft"):
-            yield Conflict(
-                ("advantage_fn", "kind"), f'does not go with kind = "{self.kind}", which makes advantages per token'
-            )
-        if self.reward_post_process and self.kind == "sft":
-            yield Conflict(("reward_post_process", "kind"), 'does not go with kind = "sft", which has no rewards')
-        if self.weight_fn and self.correction in ("tis", "icepop", "mis"):
-            yield Conflict(
-                ("weight_fn", "correction"),
-                f'does not go with correction = "{self.correction}", which is a weight; use "decoupled" or "behaviour"',
-            )
-        if self.loss_fn and self.loss != "auto":
-            yield Conflict(("loss", "loss_fn"), 'must be "auto": loss_fn takes its place')
-
-    def _correction_conflicts(self, loss: str) -> Iterator[Conflict]:
-        """Bounds that cross, and options of one correction under another, where they would do nothing."""
-        for low, high in (("tis_floor", "tis_cap"), ("mis_low", "mis_high"), ("reject_low", "reject_high")):
-            bottom, top = getattr(self, low), getattr(self, high)
-            if bottom and bottom >= top:
-                yield Conflict((low, high), f"must be below {high} = {top:g}" if top else f"needs {high}")
-        if self.correction == "icepop" and self.mis_low >= self.tis_cap:
-            yield Conflict(("mis_low", "tis_cap", "correction"), f"must be below tis_cap = {self.tis_cap:g}")
-        if self.tis_floor and self.correction != "tis":
-            yield Conflict(("tis_floor", "correction"), f'is for correction = "tis", not "{self.correction}"')
-        for name in ("mis_normalise", "reject_high", "veto"):
-            if getattr(self, name) and self.correction != "mis":
-                yield Conflict((name, "correction"), f'is for correction = "mis", not "{self.correction}"')
-        if self.mis_normalise and self.mis_level == "geometric":
-            yield Conflict(
-                ("mis_normalise", "mis_level"), 'has no mean of geometric weights: use mis_level "token" or "sequence"'
-            )
-        if self.opsm_delta and loss == "sft":
-            yield Conflict(("opsm_delta", "kind", "loss"), 'is not defined for the loss "sft"; use 0')
+        kind, place, is_unbiased = self.kl_estimator, self.kl_in, self.kl_unbiased
+        in_loss, is_sft = place == "loss", self.kind == "sft"
+        plain = {
+            "k1": "has a gradient of mean 0 in the loss: it holds nothing back",
+            "k3": "has the gradient of KL(reference || policy) in the loss, not of KL(policy || reference)",
+        }
+        return clashes(
+            (not in_loss and kind != "k1", "kl_kind kl_in",
+             f'has no KL gradient with kl_in = "{place}" (none near the reference, away from it further on); use "k1"'),
+            (not in_loss and is_unbiased, "kl_unbiased kl_in", f'is for kl_in = "loss", not "{place}"'),
+            (in_loss and is_unbiased and is_sft, "kl_unbiased kind",
+             'does not go with kind = "sft": demonstrations have no sampling policy'),
+            (in_loss and is_unbiased and not is_sft and kind == "k2", "kl_kind kl_unbiased",
+             'has no KL gradient when it is weighted (kl_unbiased); use "k3" or "k1"'),
+            (in_loss and not is_unbiased and kind != "k2", "kl_kind kl_unbiased",
+             f'{plain.get(kind)}; add kl_unbiased = true, or use "k2"'),
+        )  # fmt: skip
 
 
 class AsyncSettings(Section, frozen=True):
@@ -413,17 +373,15 @@ class OptimizerConfig(Section, frozen=True):
 
     def conflicts(self) -> Iterator[Conflict]:
         """A schedule that ends before it begins."""
-        if self.decay_steps and self.decay_steps <= self.warmup_steps:
-            yield Conflict(("decay_steps", "warmup_steps"), f"must be above warmup_steps = {self.warmup_steps}")
-        if self.schedule == "wsd" and not self.wsd_decay_steps:
-            yield Conflict(("wsd_decay_steps", "schedule"), 'must be set: schedule = "wsd" goes down at its end')
-        if self.wsd_decay_steps and self.schedule != "wsd":
-            yield Conflict(("wsd_decay_steps", "schedule"), f'is for schedule = "wsd", not "{self.schedule}"')
-        elif self.wsd_decay_steps and 0 < self.decay_steps < self.warmup_steps + self.wsd_decay_steps:
-            yield Conflict(
-                ("wsd_decay_steps", "warmup_steps", "decay_steps"),
-                f"and warmup_steps = {self.warmup_steps} are longer than decay_steps = {self.decay_steps}",
-            )
+        warmup, decay, wsd = self.warmup_steps, self.decay_steps, self.wsd_decay_steps
+        is_wsd = self.schedule == "wsd"
+        return clashes(
+            (0 < decay <= warmup, "decay_steps warmup_steps", f"must be above warmup_steps = {warmup}"),
+            (is_wsd and not wsd, "wsd_decay_steps schedule", 'must be set: schedule = "wsd" goes down at its end'),
+            (wsd and not is_wsd, "wsd_decay_steps schedule", f'is for schedule = "wsd", not "{self.schedule}"'),
+            (wsd and is_wsd and 0 < decay < warmup + wsd, "wsd_decay_steps warmup_steps decay_steps",
+             f"and warmup_steps = {warmup} are longer than decay_steps = {decay}"),
+        )  # fmt: skip
 
 
 class TrainerConfig(Section, frozen=True):
@@ -433,7 +391,7 @@ class TrainerConfig(Section, frozen=True):
     """Number type of forward and backward; master weights are float32."""
     strategy: Literal["ddp", "fsdp"] = "ddp"
     """How ranks share the model: ddp (each has all of it) or fsdp (sharded)."""
-    freeze: TextTuple = ()
+    freeze: Annotated[tuple[Pattern, ...], Strict(False)] = ()
     """Regular expressions (Python syntax, found anywhere in a parameter's HuggingFace name) of what is not trained; the
     torch trainer's."""
     max_tokens_per_microbatch: PositiveInt = 4096
@@ -465,16 +423,6 @@ class TrainerConfig(Section, frozen=True):
     weight would become infinite in float16, all are written in float32, and the trainer's log says so."""
     activation_checkpointing: bool = False
     """Whether activations are recomputed in the backward pass to save memory."""
-
-    @field_validator("freeze")
-    @classmethod
-    def _patterns_compile(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for pattern in value:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f'"{pattern}" is not a regular expression: {error}') from error
-        return value
 
 
 class CriticConfig(Section, frozen=True):
@@ -530,7 +478,8 @@ class MegatronSettings(Section, frozen=True):
 
     def conflicts(self) -> Iterator[Conflict]:
         """Options that only make sense beside others."""
-        if self.sequence_parallel and self.tp == 1:
-            yield Conflict(("sequence_parallel", "tp"), "needs tp > 1: it splits over tensor-parallel ranks")
-        if self.vpp > 1 and self.pp == 1:
-            yield Conflict(("vpp", "pp"), "needs pp > 1: virtual stages are stages of a pipeline")
+        return clashes(
+            (self.sequence_parallel and self.tp == 1, "sequence_parallel tp",
+             "needs tp > 1: it splits over tensor-parallel ranks"),
+            (self.vpp > 1 and self.pp == 1, "vpp pp", "needs pp > 1: virtual stages are stages of a pipeline"),
+        )  # fmt: skip

@@ -1,14 +1,13 @@
 """From TOML files and `--set` flags to a checked `RunConfig`, or one error that lists everything wrong; and back.
 
 Files are merged left to right, key by key; flags win over files. A relative path in a file is relative to that file's
-folder, in a flag to the current folder.
+folder, in a flag to the current folder. Where a value is wrong it is left out, and the rest is checked again, so that
+conflicts of the others show too.
 
 `key_lines` finds the line of each key, because `tomllib` and tomlkit keep no positions. It cuts the text into
 statements (a header, or a key with its value) that `tomllib` parses one by one: a value over several lines never parses
-before its last line, because its bracket or quotes are still open.
-
-`dump_config` writes TOML; tomli-w was considered, but is one more dependency for forty lines. `missing_paths` is apart
-from loading, so that a run can be planned on another machine.
+before its last line, because its bracket or quotes are still open. `dump_config` writes TOML; tomli-w was considered,
+but is one more dependency for forty lines.
 """
 
 from __future__ import annotations
@@ -19,45 +18,99 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import date, time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from ..errors import ConfigError
-from .data import parse_sources
-from .problems import KeyOrigin, KeyOrigins, Problem, described, misspelt_aliases, problems_of, render
+from ..suggestion import suggest
 from .root import RunConfig
 from .section import (
     ANY_NAME,
+    CONFLICTS,
+    Conflict,
     KeyPath,
     Meaning,
+    OrElse,
     Table,
     as_array,
     as_table,
     find,
-    holds,
+    keys_of,
     paths_with_meaning,
-    single_path,
     table_at,
     table_made_at,
 )
 
 DECODE_PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
+SHOWN_CHARS = 60
+
+_TUNNEL = "is no key any more: reach the control socket from another host by `ssh -L` (docs/control.md)"
+_BY_HAND = "is no key any more: `myxa kill` makes processes of a run fail"
+FORMER_KEYS: Mapping[KeyPath, str] = {
+    ("control", "tcp"): _TUNNEL,
+    ("control", "key_file"): _TUNNEL,
+    ("control", "allow_file"): _TUNNEL,
+    ("control", "autopilot"): "is no key any more: `myxa why` names the knob to turn, `myxa set` turns it",
+    ("chaos",): _BY_HAND,
+    ("run", "chaos"): _BY_HAND,
+}
+"""Keys of earlier run files -> what to do instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyOrigin:
+    """Where a value was written: a file and line, or a flag (line 0)."""
+
+    place: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.place}:{self.line}" if self.line else self.place
 
 
 @dataclass(slots=True)
-class _Layers:
-    """What has been read so far: merged values, where each came from, what could not be read."""
+class KeyOrigins:
+    """Where every key was written last."""
 
-    origins: KeyOrigins
-    table: Table = field(default_factory=dict[str, Any])
-    problems: list[Problem] = field(default_factory=list[Problem])
-    bad: set[KeyPath] = field(default_factory=set[KeyPath])
-    """Keys whose values were left out."""
+    first_file: str
+    by_path: dict[KeyPath, KeyOrigin] = field(default_factory=dict[KeyPath, KeyOrigin])
+
+    def of(self, path: KeyPath) -> KeyOrigin:
+        """Where the key, or the innermost table around it, was written; the first file if nowhere."""
+        parts = (path[:length] for length in range(len(path), 0, -1))
+        return next((self.by_path[part] for part in parts if part in self.by_path), KeyOrigin(self.first_file, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong with a run file."""
+
+    path: KeyPath
+    cause: str
+    origin: KeyOrigin
+    shown: str = ""
+    """The value as text; empty when there is none to show."""
+    involved: tuple[KeyPath, ...] = ()
+    """Other values that have a part in it."""
+    is_required: bool = False
+    """The value is missing and has no default."""
+
+    @property
+    def text(self) -> str:
+        """Without the place."""
+        what = ".".join(key if PLAIN_KEY.fullmatch(key) else json.dumps(key) for key in self.path)
+        return f"{what}{f' = {self.shown}' if self.shown else ''}{': ' if what else ''}{self.cause}"
+
+    def __str__(self) -> str:
+        return f"{self.origin}: {self.text}"
+
+
+PLAIN_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,84 +138,227 @@ def load_config(
     """
     files = [path] if isinstance(path, (str, os.PathLike)) else list(path)
     found = inspect_config(files, overrides, text=text)
-    if found.config is None or found.problems:
-        raise ConfigError(render(found.problems, [str(file) for file in files]))
-    return found.config
+    if found.config is not None and not found.problems:
+        return found.config
+    if len(found.problems) == 1:
+        raise ConfigError(str(found.problems[0]))
+    names = [str(file) for file in files]
+    order = {name: number for number, name in enumerate(names)}
+    ranked = sorted(found.problems, key=lambda one: (order.get(one.origin.place, len(names)), one.origin.line))
+    lines = "\n".join(f"  {problem}" for problem in ranked)
+    raise ConfigError(f"{', '.join(names)}: {len(ranked)} problems\n{lines}")
 
 
 def inspect_config(
     files: Sequence[str | os.PathLike[str]], overrides: Sequence[str] = (), *, text: str | None = None
 ) -> Inspected:
-    """The same, but problems are returned. Raises ConfigError for a file that cannot be read
-    or is no TOML."""
+    """The same, but problems are returned. Raises ConfigError for a file that cannot be read or is no TOML."""
     if not files:
         raise ConfigError("no run file was given", remedy="name a TOML file")
     layers = _Layers(KeyOrigins(str(files[0])))
     for number, file in enumerate(files):
-        _read_file(layers, Path(file), text if number == 0 else None)
+        layers.read_file(Path(file), text if number == 0 else None)
     for override in overrides:
-        _read_override(layers, override)
-    _default_run_dir(layers)
-    config = _check(layers)
+        layers.read_override(override)
+    run = as_table(layers.table.setdefault("run", {}))
+    if run is not None:
+        run.setdefault("dir", str(Path.cwd() / "runs"))
+    config = layers.check()
     return Inspected(config, tuple(layers.problems), layers.origins, frozenset(layers.bad))
 
 
-def _check(layers: _Layers) -> RunConfig | None:
-    """Validate; when values are wrong, leave them out and look again, so that conflicts of the others show too."""
-    table = copy.deepcopy(layers.table)
-    bad = layers.bad
-    bad.update(problem.path for problem in layers.problems if problem.path)
-    layers.problems.extend(misspelt_aliases(table, layers.origins))
-    while True:
+@dataclass(slots=True)
+class _Layers:
+    """What has been read so far: merged values, where each came from, what is wrong."""
+
+    origins: KeyOrigins
+    table: Table = field(default_factory=dict[str, Any])
+    problems: list[Problem] = field(default_factory=list[Problem])
+    bad: set[KeyPath] = field(default_factory=set[KeyPath])
+
+    def read_file(self, file: Path, text: str | None) -> None:
+        text = _read_text(file) if text is None else text
         try:
-            return RunConfig.model_validate(table)
-        except ValidationError as error:
-            found = problems_of(error, table, layers.origins)
-        fresh = [problem for problem in found if not _touches(problem, bad)]
-        layers.problems.extend(described(problem, layers.table) for problem in fresh)
-        progress = [_leave_out(table, problem, bad) for problem in found]
-        if not any(progress):
-            return None
+            table = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(_syntax_message(file, text, str(error))) from error
+        _resolve(table, file.absolute().parent)
+        _merge(self.table, table)
+        for key, line in key_lines(text).items():
+            self.origins.by_path[key] = KeyOrigin(str(file), line)
+
+    def read_override(self, override: str) -> None:
+        origin = KeyOrigin(f"--set {override}", 0)
+        key_text, equals, value_text = override.partition("=")
+        path, shown = _override_path(key_text) if equals else None, value_text.strip()
+        if path is None:
+            self.problems.append(Problem((), "must look like section.key=value", origin))
+            return
+        try:
+            value = _override_value(shown)
+        except ValueError as error:
+            self.problems.append(Problem(path, f"is not a TOML value: {error}", origin, shown))
+            self.bad.add(path)
+            return
+        _, found, left = find(RunConfig, path)
+        is_text = found is not None and not left and found.annotation is str
+        if is_text and isinstance(value, (int, float, dt.date, dt.time)):
+            value = shown  # the shell took the quotes
+        nested: Table = {}
+        table_made_at(nested, path[:-1])[path[-1]] = value
+        _resolve(nested, Path.cwd())
+        if isinstance(value, dict):  # takes the place of a file's table, whose keys could not be taken away otherwise
+            _remove(self.table, path)
+        _merge(self.table, nested)
+        self.origins.by_path[path] = origin
+
+    def check(self) -> RunConfig | None:
+        """Validate; when values are wrong, leave them out and look again."""
+        table = copy.deepcopy(self.table)
+        while True:
+            try:
+                return RunConfig.model_validate(table, by_alias=True, by_name=False)
+            except ValidationError as error:
+                found = self._problems_of(error, table)
+            self.problems.extend(problem for problem in found if not self._is_known(problem))
+            progress = [self._leave_out(table, problem) for problem in found]
+            if not any(progress):
+                return None
+
+    def _is_known(self, problem: Problem) -> bool:
+        """Whether it comes of a value that was left out."""
+        paths = (problem.path, *problem.involved)
+        is_in_bad = any(path[:length] in self.bad for path in paths for length in range(1, len(path) + 1))
+        return is_in_bad or any(path[: len(table)] == table for table in problem.involved for path in self.bad)
+
+    def _leave_out(self, table: Table, problem: Problem) -> bool:
+        """Take the wrong value out (or, if it is a default, those it conflicts with); whether anything changed."""
+        self.bad.add(problem.path)
+        if problem.is_required:  # all required values are texts; the run is refused anyway
+            table_made_at(table, problem.path[:-1])[problem.path[-1]] = "?"
+            return True
+        if _remove(table, problem.path):
+            return True
+        self.bad.update(problem.involved)
+        return sum(_remove(table, path) for path in problem.involved) > 0  # all of them
+
+    def _problems_of(self, error: ValidationError, table: Table) -> list[Problem]:
+        """All problems of one validation, in the order of the sections; one per path, with its value as the user wrote
+        it, or the default that was used."""
+        found: dict[KeyPath, Problem] = {}
+        for detail in error.errors(include_url=False):
+            for path, cause, involved in _causes_of(detail, table):
+                earlier = found.get(path)
+                if earlier is None:
+                    is_required = cause.startswith(MISSING)
+                    shown = "" if is_required else _shown(path, self.table)
+                    found[path] = Problem(path, cause, self.origins.of(path), shown, involved, is_required)
+                elif cause not in earlier.cause:  # a value with several allowed forms fails once per form
+                    found[path] = replace(earlier, cause=f"{earlier.cause}, or {cause.removeprefix('must be ')}")
+        return list(found.values())
 
 
-def _touches(problem: Problem, bad: set[KeyPath]) -> bool:
-    paths = (problem.path, *problem.involved)
-    is_in_bad = any(path[:length] in bad for path in paths for length in range(1, len(path) + 1))
-    return is_in_bad or any(path[: len(table)] == table for table in problem.involved for path in bad)
+# -- what pydantic found, in words -------------------------------------------------------------------------------------
+
+MISSING = "is missing: "
+Causes = list[tuple[KeyPath, str, tuple[KeyPath, ...]]]
+"""Path, cause, other paths that have a part in it."""
 
 
-def _leave_out(table: Table, problem: Problem, bad: set[KeyPath]) -> bool:
-    """Take the wrong value out (or, if it is a default, those it conflicts with); whether anything changed."""
-    bad.add(problem.path)
-    if problem.is_required:
-        above = table_made_at(table, problem.path[:-1])
-        above[problem.path[-1]] = "?"  # all required values are texts; the run is refused anyway
-        return True
-    if _remove(table, problem.path):
-        return True
-    bad.update(problem.involved)
-    removed = [_remove(table, path) for path in problem.involved]
-    return any(removed)
+def _shown(path: KeyPath, table: Table) -> str:
+    above = table_at(table, path[:-1])
+    if above is not None and path[-1] in above:
+        return "" if isinstance(above[path[-1]], dict) else value_text(above[path[-1]])
+    _, found, rest = find(RunConfig, path)
+    return "" if found is None or rest or found.is_required() else f"{value_text(found.default)} (default)"
+
+
+def value_text(value: object) -> str:
+    """A value in TOML's spelling, cut when long."""
+    if isinstance(value, (tuple, list)):
+        text = f"[{', '.join(value_text(one) for one in cast('Sequence[object]', value))}]"
+    else:
+        text = json.dumps(value, ensure_ascii=False) if isinstance(value, (str, bool)) else str(value)
+    return text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 3] + "..."
+
+
+def _causes_of(detail: ErrorDetails, table: Table) -> Causes:
+    path, kind, context = _file_path(detail["loc"], table), detail["type"], detail.get("ctx", {})
+    if kind == CONFLICTS:
+        conflicts: tuple[Conflict, ...] = context["conflicts"]
+        paths = [[(*path, *dotted.split(".")) for dotted in conflict.paths] for conflict in conflicts]
+        return [(first, one.cause, tuple(rest)) for one, (first, *rest) in zip(conflicts, paths, strict=True)]
+    if kind == "extra_forbidden":
+        what = "section" if len(path) == 1 else "role" if path[0] == "roles" and len(path) == 2 else "key"
+        known = f"is not a known {what}; {suggest(path[-1], keys_of(find(RunConfig, path)[0]))}"
+        return [(path, FORMER_KEYS.get(path, known), ())]
+    if kind == "missing" and path == tuple(str(part) for part in detail["loc"]):
+        return _missing(path)
+    return [(path, _cause(detail), ())]
+
+
+def _missing(path: KeyPath) -> Causes:
+    section, found, _ = find(RunConfig, path)
+    if found is None:  # the whole table is missing: name the keys that it must have
+        required = [(*path, key) for key, info in keys_of(section).items() if info.is_required()]
+        return [cause for one in required for cause in _missing(one)]
+    about = (found.description or "").splitlines()[0].rstrip(".")
+    others = tuple((*path[:-1], mark.key) for mark in found.metadata if isinstance(mark, OrElse))
+    return [(path, f"{MISSING}{about}", others)]
+
+
+def _file_path(location: tuple[int | str, ...], table: Table) -> KeyPath:
+    """Pydantic's location without the names of union members, tuple types and array positions."""
+    path: list[str] = []
+    for part in location:
+        section, field, _ = find(RunConfig, path)
+        above = table_at(table, path) or {}
+        is_key = field is None and part in keys_of(section)
+        if not (is_key or part in above):
+            break
+        path.append(str(part))
+    return tuple(path)
+
+
+CAUSES = {
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "string_type": "must be text in quotes",
+    "bool_type": "must be true or false",
+    "tuple_type": "must be an array",
+    "dict_type": "must be a table",
+    "model_type": "must be a table",
+    "model_attributes_type": "must be a table",
+    "missing": "has too few elements",
+    "too_long": "has too many elements",
+    "string_too_short": "must not be empty",
+    "too_short": "must not be empty",
+    "greater_than": "must be greater than {gt:g}",
+    "greater_than_equal": "must be at least {ge:g}",
+    "less_than": "must be below {lt:g}",
+    "less_than_equal": "must be at most {le:g}",
+    "value_error": "{error}",
+}
+
+
+def _cause(detail: ErrorDetails) -> str:
+    context, value = detail.get("ctx", {}), detail["input"]
+    if detail["type"] != "literal_error":
+        return CAUSES.get(detail["type"], detail["msg"].replace("{", "{{").replace("}", "}}")).format(**context)
+    choices = [choice.strip("'") for choice in str(context["expected"]).replace(" or ", ", ").split(", ")]
+    listed = ", ".join(f'"{choice}"' for choice in choices)
+    near = suggest(value, choices) if isinstance(value, str) else ""
+    return f"must be {'one of ' if len(choices) > 1 else ''}{listed}" + (f"; {near}" if "did you" in near else "")
+
+
+# -- files and flags ---------------------------------------------------------------------------------------------------
 
 
 def _remove(table: Table, path: KeyPath) -> bool:
     above = table_at(table, path[:-1])
-    if above is None or path[-1] not in above:
-        return False
-    del above[path[-1]]
-    return True
-
-
-def _read_file(layers: _Layers, file: Path, text: str | None) -> None:
-    text = _read_text(file) if text is None else text
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(_syntax_message(file, text, str(error))) from error
-    _resolve(table, file.absolute().parent)
-    _merge(layers.table, table)
-    for key, line in key_lines(text).items():
-        layers.origins.note(key, KeyOrigin(str(file), line))
+    return above is not None and above.pop(path[-1], table) is not table
 
 
 def _read_text(file: Path) -> str:
@@ -183,32 +379,25 @@ def _syntax_message(file: Path, text: str, error: str) -> str:
     return f"{file}:{line}: is not TOML{column}: {DECODE_PLACE.sub('', error)}"
 
 
-def _read_override(layers: _Layers, override: str) -> None:
-    origin = KeyOrigin(f"--set {override}", 0)
-    key_text, equals, value_text = override.partition("=")
-    path = _override_path(key_text) if equals else None
-    if path is None:
-        layers.problems.append(Problem((), "must look like section.key=value", origin))
-        return
-    try:
-        value = _override_value(value_text.strip())
-        if isinstance(value, (int, float, date, time)) and _is_text(path):
-            value = value_text.strip()  # the shell took the quotes
-    except ValueError as error:
-        layers.problems.append(Problem(path, f"is not a TOML value: {error}", origin, shown=value_text.strip()))
-        return
-    nested: Table = {}
-    table_made_at(nested, path[:-1])[path[-1]] = value
-    _resolve(nested, Path.cwd())
-    if isinstance(value, dict):  # takes the place of a file's table, whose keys could not be taken away otherwise
-        _remove(layers.table, path)
-    _merge(layers.table, nested)
-    layers.origins.note(path, origin)
+def _single_path(parsed: Table) -> KeyPath:
+    """The keys down a nesting in which every table has one key, through arrays of tables; stops at anything else."""
+    path: list[str] = []
+    level: object = parsed
+    while True:
+        array = as_array(level)
+        if array:
+            level = array[0]
+            continue
+        table = as_table(level)
+        if table is None or len(table) != 1:
+            return tuple(path)
+        key, level = next(iter(table.items()))
+        path.append(key)
 
 
 def _override_path(text: str) -> KeyPath | None:
     try:
-        path = single_path(tomllib.loads(f"{text} = 0"))
+        path = _single_path(tomllib.loads(f"{text} = 0"))
     except tomllib.TOMLDecodeError:
         return None
     return path if len(path) >= 2 else None
@@ -226,11 +415,6 @@ def _override_value(text: str) -> Any:
     return table["value"]
 
 
-def _is_text(path: KeyPath) -> bool:
-    _, found, left = find(RunConfig, path)
-    return found is not None and not left and found.annotation is str
-
-
 def _merge(base: Table, layer: Mapping[str, Any]) -> None:
     for key, value in layer.items():
         below, above = as_table(base.get(key)), as_table(value)
@@ -240,17 +424,11 @@ def _merge(base: Table, layer: Mapping[str, Any]) -> None:
             base[key] = copy.deepcopy(value)
 
 
-def _default_run_dir(layers: _Layers) -> None:
-    run = as_table(layers.table.setdefault("run", {}))
-    if run is not None and "dir" not in run:
-        run["dir"] = str(Path.cwd() / "runs")
-
-
 def _resolve(table: Table, folder: Path) -> None:
     for pattern, meaning in paths_with_meaning(RunConfig):
         for path in _paths_like(pattern, table):
-            if holds(table, path):
-                above = table_made_at(table, path[:-1])
+            above = table_at(table, path[:-1])
+            if above is not None and path[-1] in above:
                 above[path[-1]] = _resolve_value(above[path[-1]], meaning, folder)
 
 
@@ -300,7 +478,7 @@ def key_lines(text: str) -> dict[KeyPath, int]:
             continue
         parsed, end = _statement(lines, at)
         if head.startswith("["):
-            prefix = single_path(parsed)
+            prefix = _single_path(parsed)
             found.setdefault(prefix, at + 1)
         else:
             _note(found, prefix, parsed, at + 1)
@@ -326,7 +504,6 @@ def _note(found: dict[KeyPath, int], prefix: KeyPath, table: Table, line: int) -
             _note(found, path, below, line)
 
 
-BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 HEADER = "# Resolved configuration of a run: every value, defaults included. `myxa up` takes it as it is.\n"
 
 
@@ -350,7 +527,7 @@ def _write_table(lines: list[str], path: tuple[str, ...], table: Mapping[str, An
 
 
 def _key(text: str) -> str:
-    return text if BARE_KEY.fullmatch(text) else _string(text)
+    return text if PLAIN_KEY.fullmatch(text) else _string(text)
 
 
 def _string(text: str) -> str:
@@ -374,45 +551,3 @@ def toml_value(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(toml_value(one) for one in cast("Sequence[object]", value)) + "]"
     raise TypeError(f"TOML cannot hold a value of type {type(value).__name__}: {value!r}")
-
-
-def missing_paths(config: RunConfig) -> tuple[str, ...]:
-    """One sentence per file or folder that the run will read and that does not exist on this machine."""
-    return tuple(
-        f"{key} = {path}: there is no such {kind}"
-        for key, path, kind in _named_paths(config)
-        if not (Path(path).is_dir() if kind == "folder" else Path(path).is_file())
-    )
-
-
-def _named_paths(config: RunConfig) -> Iterator[tuple[str, str, str]]:
-    yield "model.path", config.model.path, "folder"
-    folders = (
-        ("algo.ref_path", config.algo.ref_path),
-        ("critic.path", config.critic.path),
-        ("trainer.resume", config.trainer.resume),
-        ("weights.served_folder", config.weights.served_folder),
-    )
-    yield from ((key, folder, "folder") for key, folder in folders if folder)
-    for key, value in config.data_files():
-        yield from ((key, source.path, "file") for source in parse_sources(value))
-    code = (
-        ("rollout.workflow", config.rollout.workflow),
-        *config.reward.named_functions(),
-        ("algo.group_filter", config.algo.group_filter),
-        ("algo.sample_filter", config.algo.sample_filter),
-        ("algo.reward_post_process", config.algo.reward_post_process),
-        ("algo.advantage_fn", config.algo.advantage_fn),
-        ("algo.weight_fn", config.algo.weight_fn),
-        ("algo.loss_fn", config.algo.loss_fn),
-        *config.eval.named_functions(),
-    )
-    for key, name in code:
-        file, colon, _ = name.rpartition(":")
-        if colon and file.endswith(".py"):
-            yield key, file, "file"
-    if "/" in config.engine.python:
-        yield "engine.python", config.engine.python, "file"
-    for name, role in config.roles.by_name():
-        if "/" in role.python:
-            yield f"roles.{name}.python", role.python, "file"

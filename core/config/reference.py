@@ -1,4 +1,4 @@
-"""`docs/config.md`, generated from the section classes, so that the page cannot differ from the code."""
+"""`docs/config.md` and the JSON Schema for editors, made from the section classes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic.fields import FieldInfo
 
 from .learning import DEFAULTS_OF_KIND, AlgoConfig
-from .problems import value_text
-from .roles import RoleSettings, RolesSettings
+from .loading import value_text
 from .root import RunConfig
+from .run import RoleSettings, RolesSettings
 from .section import Means, Section, keys_of, named_section_of, section_of
 
 HEAD = """# The run file
@@ -27,6 +27,7 @@ One TOML file describes a run; `myxa up run.toml` starts it. The smallest one na
 * A relative path is relative to its file; in `--set`, to the current folder. `~` is the home folder.
 * Durations are in seconds, sizes in tokens, log-probs in nats, unless a key says otherwise.
 * `algo.kind = "sft"` makes `"demonstration"` and `1` the defaults of `rollout.workflow` and `rollout.num_samples`.
+* `myxa schema` prints the JSON Schema of these keys, for editors.
 
 A line is: key (values; default): meaning.
 """
@@ -62,6 +63,20 @@ def render_reference() -> str:
     return "\n".join(parts)
 
 
+UNITS = {"_s": "seconds", "_mb": "MiB", "_gb": "GiB"}
+
+
+def json_schema() -> dict[str, Any]:
+    """For editors: every key with its type, range, default and meaning; `x-unit` where its name says one."""
+    schema = RunConfig.model_json_schema()
+    schema["$defs"]["DataSettings"].pop("required")  # `sources` may take the place of `train`
+    for section in schema["$defs"].values():
+        for key, field in section.get("properties", {}).items():
+            unit = next((unit for ending, unit in UNITS.items() if key.endswith(ending)), "")
+            field.update({"x-unit": unit} if unit else {})
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
 def _kind_table() -> str:
     """What keys that follow `algo.kind` are where they are left out."""
     rows = [
@@ -75,22 +90,17 @@ def _kind_table() -> str:
 def _named_parts(key: str, section: type[Section]) -> Iterator[str]:
     """Tables below a section whose names are the user's. Keys that another section explains are named only."""
     for name, field in keys_of(section).items():
-        named = named_section_of(field)
-        if named is not None:
-            title = f"{key}.{name}.NAME"
-            keys, notes = dict(keys_of(named)), list[str]()
-            for other in EXPLAINED_BY.get(title, ()):
-                explained = keys_of(_section_called(other))
-                shared = [one for one in keys if one in explained and (title, one) not in OTHER_MEANING]
-                notes.append(f"As in `[{other}]`: {', '.join(f'`{one}`' for one in shared)}.")
-                keys = {one: info for one, info in keys.items() if one not in shared}
-            yield _section_part(f"[{title}]", named, keys, notes)
-
-
-def _section_called(name: str) -> type[Section]:
-    section = section_of(keys_of(RunConfig)[name])
-    assert section is not None, name
-    return section
+        named, title = named_section_of(field), f"{key}.{name}.NAME"
+        if named is None:
+            continue
+        keys, notes = dict(keys_of(named)), list[str]()
+        for other in EXPLAINED_BY.get(title, ()):
+            explained = section_of(keys_of(RunConfig)[other])
+            shared = [one for one in keys if explained and one in keys_of(explained)]
+            shared = [one for one in shared if (title, one) not in OTHER_MEANING]
+            notes.append(f"As in `[{other}]`: {', '.join(f'`{one}`' for one in shared)}.")
+            keys = {one: info for one, info in keys.items() if one not in shared}
+        yield _section_part(f"[{title}]", named, keys, notes)
 
 
 def _role_parts() -> Iterator[str]:
@@ -143,10 +153,6 @@ def _kind_text(field: FieldInfo) -> str:
     return _type_text(field.annotation) + _bounds_text(field.metadata)
 
 
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Section)
-
-
 def _bounds_text(metadata: list[Any]) -> str:
     texts = [
         f"{words} {getattr(mark, attr):g}"
@@ -173,5 +179,6 @@ def _type_text(kind: Any) -> str:
         count = "" if Ellipsis in get_args(kind) else f"{len(items)} "
         return f"array of {count}{_type_text(items[0])}s"
     if origin is dict:
-        return "tables" if _is_section(get_args(kind)[-1]) else "table"
+        inner = get_args(kind)[-1]
+        return "tables" if isinstance(inner, type) and issubclass(inner, Section) else "table"
     return str(kind)

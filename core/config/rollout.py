@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 
 from ..sampling import MAX_STOP_STRINGS, wrong_stop_string
 from .section import (
-    HTTP_URL,
     CodeName,
     Conflict,
     CountInt,
@@ -32,12 +31,28 @@ from .section import (
     UnitFloat,
     as_array,
     as_table,
-    check_code_name,
     check_json,
     check_urls,
+    clashes,
+    named,
 )
 
 WORKFLOW_BUILTINS = ("single_turn", "demonstration")
+
+
+def _token_ids(value: tuple[int, ...]) -> tuple[int, ...]:
+    if any(token < 0 for token in value):
+        raise ValueError("token ids must not be negative")
+    return value
+
+
+def _stop_strings(value: tuple[str, ...]) -> tuple[str, ...]:
+    if len(value) > MAX_STOP_STRINGS:
+        raise ValueError(f"has {len(value)} texts, at most {MAX_STOP_STRINGS} are looked for")
+    for text in value:
+        if wrong := wrong_stop_string(text):
+            raise ValueError(f"{text!r} {wrong}")
+    return value
 
 
 class RolloutSettings(Section, frozen=True):
@@ -63,19 +78,19 @@ class RolloutSettings(Section, frozen=True):
     """Taken off a token's logit for each time that the turn has it; 0 = off."""
     presence_penalty: OtherPenalty = 0.0
     """Taken off the logits of tokens that the turn has already; 0 = off."""
-    stop_token_ids: IntTuple = ()
+    stop_token_ids: Annotated[IntTuple, AfterValidator(_token_ids)] = ()
     """Token ids that end a turn, besides the model's end-of-sequence tokens."""
-    stop: TextTuple = ()
+    stop: Annotated[TextTuple, AfterValidator(_stop_strings)] = ()
     """Texts that end a turn with the token that completes one; that token stays in the sample. Special tokens count
     as text."""
     deterministic: bool = False
     """Whether nothing but the run file decides what is drawn and trained: with `async.max_staleness = 0` two runs are
     equal to the bit (docs/engines.md). Each turn has a seed made of `run.seed`, draw, sample and turn. SGLang needs
     `sglang.enable_deterministic_inference` for it."""
-    workflow: CodeName = "single_turn"
+    workflow: Annotated[CodeName, named(*WORKFLOW_BUILTINS), Field(min_length=1)] = "single_turn"
     """How a prompt becomes a sample: single_turn, demonstration (SFT, no engine), or your own function or class,
     `module:name` or `file.py:name`, which runs in worker processes."""
-    workflow_args: Table = {}
+    workflow_args: Annotated[Table, AfterValidator(check_json)] = {}
     """Named arguments of a workflow of your own: JSON values."""
     max_turns: PositiveInt = 1
     """Model turns a workflow may take."""
@@ -108,41 +123,18 @@ class RolloutSettings(Section, frozen=True):
     """Seconds between two reports of the tokens so far to the buffer, so that a rollout actor that is killed costs no
     more than what came since; 0 = only groups that are handed back keep their tokens."""
 
-    @field_validator("stop_token_ids")
-    @classmethod
-    def _ids_are_not_negative(cls, value: tuple[int, ...]) -> tuple[int, ...]:
-        if any(token < 0 for token in value):
-            raise ValueError("token ids must not be negative")
-        return value
-
-    @field_validator("stop")
-    @classmethod
-    def _stop_strings_can_be_found(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if len(value) > MAX_STOP_STRINGS:
-            raise ValueError(f"has {len(value)} texts, at most {MAX_STOP_STRINGS} are looked for")
-        for text in value:
-            if wrong := wrong_stop_string(text):
-                raise ValueError(f"{text!r} {wrong}")
-        return value
-
-    @field_validator("workflow")
-    @classmethod
-    def _workflow_is_named(cls, value: str) -> str:
-        return check_code_name(value, WORKFLOW_BUILTINS)
-
-    @field_validator("workflow_args")
-    @classmethod
-    def _args_are_json(cls, value: Table) -> Table:
-        return check_json(value)
-
     def conflicts(self) -> Iterator[Conflict]:
         """Arguments without a workflow that takes them, and a minimum length above the maximum."""
-        if self.min_new_tokens > self.max_new_tokens:
-            yield Conflict(("min_new_tokens", "max_new_tokens"), f"is above max_new_tokens = {self.max_new_tokens}")
-        if self.workflow_args and self.workflow in WORKFLOW_BUILTINS:
-            yield Conflict(
-                ("workflow_args", "workflow"), f'is for a workflow of your own; "{self.workflow}" takes none'
-            )
+        return clashes(
+            (self.min_new_tokens > self.max_new_tokens, "min_new_tokens max_new_tokens",
+             f"is above max_new_tokens = {self.max_new_tokens}"),
+            (self.workflow_args and self.workflow in WORKFLOW_BUILTINS, "workflow_args workflow",
+             f'is for a workflow of your own; "{self.workflow}" takes none'),
+        )  # fmt: skip
+
+
+def _router(value: str) -> str:
+    return check_urls((value,))[0] if value else value
 
 
 class EngineSettings(Section, frozen=True):
@@ -154,10 +146,10 @@ class EngineSettings(Section, frozen=True):
     """Longest prompt plus answer in tokens; 0 = what the model allows."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Number type the engine computes in."""
-    attach: TextTuple = ()
+    attach: Annotated[TextTuple, AfterValidator(check_urls)] = ()
     """Addresses of running SGLang servers (rollout kind `sglang`), dealt out among the rollout actors: one each, or
     several behind one actor, which shares its requests out among them. Empty: every rollout actor launches its own."""
-    router: str = ""
+    router: Annotated[str, AfterValidator(_router)] = ""
     """Address of an sglang-router in front of the attached servers: requests go through it, control goes to the
     servers. Empty: myxa's own least-loaded routing."""
     key_env: str = ""
@@ -170,24 +162,14 @@ class EngineSettings(Section, frozen=True):
     seed: CountInt = 0
     """Added to `run.seed` for sampling."""
 
-    @field_validator("attach")
-    @classmethod
-    def _servers_are_named_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return check_urls(value)
-
-    @field_validator("router")
-    @classmethod
-    def _router_is_http(cls, value: str) -> str:
-        if value and not HTTP_URL.fullmatch(value):
-            raise ValueError("must look like http://host:port")
-        return value
-
     def conflicts(self) -> Iterator[Conflict]:
         """What only attached servers have."""
-        if self.router and not self.attach:
-            yield Conflict(("router", "attach"), "needs engine.attach: weights go to the servers themselves")
-        if self.key_env and not self.attach:
-            yield Conflict(("key_env", "attach"), "is for attached servers; launched ones get their own key")
+        return clashes(
+            (self.router and not self.attach, "router attach",
+             "needs engine.attach: weights go to the servers themselves"),
+            (self.key_env and not self.attach, "key_env attach",
+             "is for attached servers; launched ones get their own key"),
+        )  # fmt: skip
 
 
 OWNED: Mapping[str, str] = {
@@ -207,27 +189,21 @@ OWNED: Mapping[str, str] = {
     "device": "set roles.rollout.devices",
     "base_gpu_id": "set roles.rollout.devices",
     "gpu_id_step": "set roles.rollout.devices",
-    "nnodes": "attach to a server over several nodes with engine.attach",
-    "node_rank": "attach to a server over several nodes with engine.attach",
-    "dist_init_addr": "attach to a server over several nodes with engine.attach",
+    **dict.fromkeys(
+        ("nnodes", "node_rank", "dist_init_addr"), "attach to a server of several nodes with engine.attach"
+    ),
     "config": "write the arguments into [sglang]",
 }
 """ServerArgs field -> what to do instead of setting it in `[sglang]`."""
 
+_ALONE = "a launched server answers requests alone; start such servers yourself and name them in engine.attach"
+_WHOLE = "the trainer publishes whole weights, never adapters"
 CANNOT: Mapping[str, str] = {
-    "disaggregation": "a launched server answers requests alone; start servers with prefill-decode disaggregation "
-    "yourself and name them in engine.attach",
-    "encoder_": "a launched server answers requests alone; start such servers yourself and name them in engine.attach",
-    "language_only": "a launched server answers requests alone; start such servers yourself and name them in "
-    "engine.attach",
-    "enable_lora": "the trainer publishes whole weights, never adapters",
-    "lora_": "the trainer publishes whole weights, never adapters",
-    "max_lora": "the trainer publishes whole weights, never adapters",
+    **dict.fromkeys(("disaggregation", "encoder_", "language_only"), _ALONE),
+    **dict.fromkeys(("enable_lora", "lora_", "max_lora"), _WHOLE),
     "is_embedding": "a run needs servers that generate",
-    "grpc_mode": "requests and control go over HTTP",
-    "smg_grpc_mode": "requests and control go over HTTP",
-    "ssl_": "a launched server speaks plain HTTP on loopback",
-    "enable_ssl": "a launched server speaks plain HTTP on loopback",
+    **dict.fromkeys(("grpc_mode", "smg_grpc_mode"), "requests and control go over HTTP"),
+    **dict.fromkeys(("ssl_", "enable_ssl"), "a launched server speaks plain HTTP on loopback"),
     "fastapi_root_path": "routes are asked for at the server's root",
     "enable_multimodal": "prompts and samples are text",
     "chat_template": "prompts are rendered by the run, token ids travel; set data.chat_template",
@@ -244,23 +220,15 @@ def owned_conflicts(table: Mapping[str, Any]) -> Iterator[Conflict]:
     for key, value in table.items():
         if key in OWNED:
             yield Conflict((f"sglang.{key}",), f"is myxa's own; {OWNED[key]}")
-        elif value not in OFF and (why := _why_not(key)):
+        elif value not in OFF and (why := next((why for start, why in CANNOT.items() if key.startswith(start)), "")):
             yield Conflict((f"sglang.{key}",), f"is nothing that a run can do: {why}")
         elif not _is_argument(value):
             yield Conflict((f"sglang.{key}",), "must be text, a number, a boolean, or an array or table of those")
 
 
-def _why_not(key: str) -> str:
-    return next((why for start, why in CANNOT.items() if key.startswith(start)), "")
-
-
 def _is_argument(value: object) -> bool:
-    array, table = as_array(value), as_table(value)
-    if array is not None:
-        return all(_is_argument(item) for item in array)
-    if table is not None:
-        return all(_is_argument(item) for item in table.values())
-    return isinstance(value, str | bool | int | float)
+    inner = as_array(value) or list((as_table(value) or {}).values())
+    return all(map(_is_argument, inner)) and isinstance(value, str | bool | int | float | list | dict)
 
 
 ChannelName = Literal["auto", "shm", "disk", "nccl", "cuda_ipc"]

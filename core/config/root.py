@@ -1,17 +1,13 @@
-"""The whole run file as one record, and the checks that need more than one section.
-
-`CHECKS` lists them: learning (algorithm, data, rewards, reference, critic), ends and evaluation, engines and sampling,
-devices, Megatron, weight channels, memory that trainer and engine share in turns, recorded answers.
-"""
+"""The whole run file as one record, and the checks that need more than one section (`CHECKS`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator
 
 from pydantic import Field, model_validator
 
-from .data import DataSettings, plain_conflicts
-from .evaluation import EvalSettings
+from .data import DataSettings, EvalSettings, RewardSettings, plain_conflicts
 from .learning import (
     RECORDED_REFERENCE,
     AlgoConfig,
@@ -21,23 +17,20 @@ from .learning import (
     OptimizerConfig,
     TrainerConfig,
 )
-from .reward import RewardSettings
-from .roles import MemorySettings, RolesSettings, RolloutRole
 from .rollout import WORKFLOW_BUILTINS, ChannelName, EngineSettings, RolloutSettings, WeightSettings, owned_conflicts
-from .run import ControlSettings, GuardSettings, ModelSettings, MonitorSettings, RunSettings
-from .section import Conflict, Section, Table, as_table
-
-SFT_DEFAULTS = (
-    ("rollout", "workflow", "demonstration"),
-    ("rollout", "num_samples", 1),
+from .run import (
+    ControlSettings,
+    GuardSettings,
+    MemorySettings,
+    ModelSettings,
+    MonitorSettings,
+    RolesSettings,
+    RunSettings,
 )
+from .section import Conflict, Section, Table, as_table, clashes
 
-
-RECORDED_DEFAULTS = (
-    ("data", "preset", "recorded"),
-    ("data", "shuffle", False),
-    ("guard", "every", 0),
-)
+SFT_DEFAULTS = {"rollout": {"workflow": "demonstration", "num_samples": 1}}
+RECORDED_DEFAULTS = {"data": {"preset": "recorded", "shuffle": False}, "guard": {"every": 0}}
 """Defaults of a run of recorded answers: the dump's groups in its order, and no canary, which could not hold."""
 
 
@@ -82,7 +75,6 @@ class RunConfig(Section, frozen=True):
     """Metrics, events, traces."""
     control: ControlSettings = ControlSettings()
     """Watching and changing a live run."""
-    """Faults on purpose."""
     roles: RolesSettings = RolesSettings()
     """Which actors run where."""
 
@@ -101,13 +93,14 @@ class RunConfig(Section, frozen=True):
         if table is None:
             return raw
         filled = dict(table)
-        for section, key, value in (
-            *(SFT_DEFAULTS if _kind_is_sft(table.get("algo")) else ()),
-            *(RECORDED_DEFAULTS if _are_recorded(table.get("roles")) else ()),
+        for defaults, applies in (
+            (SFT_DEFAULTS, _kind_at(raw, "algo") == "sft"),
+            (RECORDED_DEFAULTS, _kind_at(raw, "roles", "rollout") == "recorded"),
         ):
-            below = as_table(filled.get(section, {}))
-            if below is not None and key not in below:
-                filled[section] = {**below, key: value}
+            for section, values in defaults.items() if applies else ():
+                below = as_table(filled.get(section, {}))
+                if below is not None:
+                    filled[section] = {**values, **below}
         return filled
 
     def conflicts(self) -> Iterator[Conflict]:
@@ -116,132 +109,90 @@ class RunConfig(Section, frozen=True):
             yield from check(self)
 
 
-def _kind_is_sft(algo: object) -> bool:
-    table = as_table(algo)
-    return table.get("kind") == "sft" if table is not None else isinstance(algo, AlgoConfig) and algo.kind == "sft"
-
-
-def _are_recorded(roles: object) -> bool:
-    if isinstance(roles, RolesSettings):
-        return roles.rollout.kind == "recorded"
-    rollout = (as_table(roles) or {}).get("rollout")
-    table = as_table(rollout)
-    return (
-        table.get("kind") == "recorded"
-        if table is not None
-        else isinstance(rollout, RolloutRole) and rollout.kind == "recorded"
-    )
+def _kind_at(raw: object, *path: str) -> object:
+    """The `kind` of a section that is a table of a file, or made in Python."""
+    for key in (*path, "kind"):
+        table = as_table(raw)
+        raw = table.get(key) if table is not None else getattr(raw, key, None)
+    return raw
 
 
 def _sft_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    learns = config.algo.kind == "sft"
-    shows = config.rollout.workflow == "demonstration"
-    if learns and not shows:
-        yield Conflict(
-            ("rollout.workflow", "algo.kind"),
-            'must be "demonstration": algo.kind = "sft" learns from demonstrations',
-        )
-    if shows and not learns:
-        yield Conflict(
-            ("algo.kind", "rollout.workflow"),
-            'must be "sft": rollout.workflow = "demonstration" gives every sample the same reward',
-        )
-    for name, part in config.data.parts().items() if learns else ():
-        if part.preset != "chat" and not part.answer_key:
-            place = f"data.sources.{name}" if name else "data"
-            yield Conflict(
-                (f"{place}.answer_key", f"{place}.preset", "algo.kind"),
-                'algo.kind = "sft" needs demonstrations: name their column here, or use preset = "chat"',
-            )
-    if learns and config.data.difficulty_low != config.data.difficulty_high:
-        yield Conflict(
-            ("data.difficulty_high", "data.difficulty_low", "algo.kind"),
-            'must be equal to data.difficulty_low: algo.kind = "sft" has no rewards to judge prompts by',
-        )
-    if learns and config.rollout.num_samples != 1:
-        yield Conflict(
-            ("rollout.num_samples", "algo.kind"), 'must be 1: algo.kind = "sft" has one demonstration per prompt'
-        )
+    learns, rollout, data = config.algo.kind == "sft", config.rollout, config.data
+    shows = rollout.workflow == "demonstration"
+    yield from clashes(
+        (learns and not shows, "rollout.workflow algo.kind",
+         'must be "demonstration": algo.kind = "sft" learns from demonstrations'),
+        (shows and not learns, "algo.kind rollout.workflow",
+         'must be "sft": rollout.workflow = "demonstration" gives every sample the same reward'),
+        (learns and data.difficulty_low != data.difficulty_high,
+         "data.difficulty_high data.difficulty_low algo.kind",
+         'must be equal to data.difficulty_low: algo.kind = "sft" has no rewards to judge prompts by'),
+        (learns and rollout.num_samples != 1, "rollout.num_samples algo.kind",
+         'must be 1: algo.kind = "sft" has one demonstration per prompt'),
+        *((learns and getattr(config.eval, key), f"eval.{key} algo.kind",
+           'must be empty: algo.kind = "sft" has no engine that would answer; evaluate what was exported')
+          for key in ("data", "sets")),
+    )  # fmt: skip
+    for name, part in data.parts().items() if learns else ():
+        place = f"data.sources.{name}" if name else "data"
+        lacks_answer = part.preset != "chat" and not part.answer_key
+        cause = 'algo.kind = "sft" needs demonstrations: name their column here, or use preset = "chat"'
+        yield from clashes((lacks_answer, f"{place}.answer_key {place}.preset algo.kind", cause))
 
 
-def _workflow_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    if config.algo.kind == "sft" or config.rollout.workflow not in WORKFLOW_BUILTINS:
+def _exploration_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    kind, rollout, is_single = config.algo.kind, config.rollout, config.rollout.num_samples < 2
+    if kind == "sft":
         return
+    compares = is_single and config.algo.needs_groups
+    yield from clashes(
+        (rollout.temperature == 0, "rollout.temperature algo.kind",
+         f'gives identical samples, from which algo.kind = "{kind}" learns nothing; use 1.0'),
+        (compares, "rollout.num_samples algo.kind",
+         f'must be at least 2: algo.kind = "{kind}" compares the samples of a group'),
+        (is_single and not compares and config.algo.group_filter == "zero_variance",
+         "algo.group_filter rollout.num_samples", 'would leave out every group of one sample; use "none"'),
+    )  # fmt: skip
     for key, fn in (*config.reward.named_functions(), *config.eval.named_functions()):
-        if fn == "workflow":
-            yield Conflict(
-                (key, "rollout.workflow"),
-                f'needs a workflow of your own: rollout.workflow = "{config.rollout.workflow}" says no reward',
-            )
+        is_silent = fn == "workflow" and rollout.workflow in WORKFLOW_BUILTINS
+        cause = f'needs a workflow of your own: rollout.workflow = "{rollout.workflow}" says no reward'
+        yield from clashes((is_silent, f"{key} rollout.workflow", cause))
 
 
 def _reference_conflicts(config: RunConfig) -> Iterator[Conflict]:
     """Checked here, because a run that began with a KL term may continue without it."""
-    if config.algo.ref_path and not config.algo.kl_coef:
-        yield Conflict(
-            ("algo.ref_path", "algo.kl_coef"), "needs algo.kl_coef above 0: without it no reference model is kept"
-        )
-    if not config.algo.ref_urls:
-        return
-    if not config.algo.kl_coef:
-        yield Conflict(
-            ("algo.ref_urls", "algo.kl_coef"), "needs algo.kl_coef above 0: without it the reference is not used"
-        )
-    if config.algo.kind != "sft" and config.rollout.temperature != 1:
-        yield Conflict(
-            ("rollout.temperature", "algo.ref_urls"),
-            "must be 1: the trainer scores samples at the temperature that they were drawn at, and servers give "
-            "log-probs of given tokens at temperature 1 only; or use algo.ref_path",
-        )
-    if config.algo.ref_urls == RECORDED_REFERENCE and config.roles.rollout.kind != "recorded":
-        yield Conflict(
-            ("algo.ref_urls", "roles.rollout.kind"),
-            'needs roles.rollout.kind = "recorded": log-probs are recorded of those answers only',
-        )
+    algo, coef = config.algo, "algo.kl_coef"
+    is_recorded = config.roles.rollout.kind == "recorded"
+    return clashes(
+        (algo.ref_path and not algo.kl_coef, f"algo.ref_path {coef}",
+         "needs algo.kl_coef above 0: without it no reference model is kept"),
+        (algo.ref_urls and not algo.kl_coef, f"algo.ref_urls {coef}",
+         "needs algo.kl_coef above 0: without it the reference is not used"),
+        (algo.ref_urls and algo.kind != "sft" and config.rollout.temperature != 1, "rollout.temperature algo.ref_urls",
+         ("must be 1: servers give log-probs of given tokens at temperature 1 only, and the trainer scores samples "
+          "at the temperature that they were drawn at; or use algo.ref_path")),
+        (algo.ref_urls == RECORDED_REFERENCE and not is_recorded, "algo.ref_urls roles.rollout.kind",
+         'needs roles.rollout.kind = "recorded": log-probs are recorded of those answers only'),
+    )  # fmt: skip
 
 
 def _critic_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    critic, steps = config.critic, config.run.num_steps
-    if not critic.enabled:
-        if critic != CriticConfig():
-            yield Conflict(("critic.enabled", "critic"), "must be true for the table [critic] to matter")
-        return
-    if config.algo.kind != "ppo":
-        yield Conflict(
-            ("critic.enabled", "algo.kind"),
-            f'is for algo.kind = "ppo": algo.kind = "{config.algo.kind}" takes advantages without values',
-        )
-    if config.roles.trainer.kind != "torch":
-        yield Conflict(
-            ("critic.enabled", "roles.trainer.kind"),
-            "is the torch trainer's: Megatron's has no value model; use roles.trainer.kind = \"torch\"",
-        )
-    if 0 < steps <= critic.warmup_steps:
-        yield Conflict(
-            ("critic.warmup_steps", "run.num_steps"),
-            f"is as long as the whole run of {steps} steps: the policy would never be trained",
-        )
+    critic, steps, kind = config.critic, config.run.num_steps, config.algo.kind
+    is_on = critic.enabled
+    return clashes(
+        (not is_on and critic != CriticConfig(), "critic.enabled critic",
+         "must be true for the table [critic] to matter"),
+        (is_on and kind != "ppo", "critic.enabled algo.kind",
+         f'is for algo.kind = "ppo": algo.kind = "{kind}" takes advantages without values'),
+        (is_on and config.roles.trainer.kind != "torch", "critic.enabled roles.trainer.kind",
+         "is the torch trainer's: Megatron's has no value model; use roles.trainer.kind = \"torch\""),
+        (is_on and 0 < steps <= critic.warmup_steps, "critic.warmup_steps run.num_steps",
+         f"is as long as the whole run of {steps} steps: the policy would never be trained"),
+    )  # fmt: skip
 
 
-def _exploration_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    if config.algo.kind == "sft":
-        return
-    if config.rollout.temperature == 0:
-        yield Conflict(
-            ("rollout.temperature", "algo.kind"),
-            f'gives identical samples, from which algo.kind = "{config.algo.kind}" learns nothing; use 1.0',
-        )
-    if config.algo.needs_groups and config.rollout.num_samples < 2:
-        yield Conflict(
-            ("rollout.num_samples", "algo.kind"),
-            f'must be at least 2: algo.kind = "{config.algo.kind}" compares the samples of a group',
-        )
-    elif config.rollout.num_samples < 2 and config.algo.group_filter == "zero_variance":
-        yield Conflict(
-            ("algo.group_filter", "rollout.num_samples"),
-            'would leave out every group of one sample; use "none"',
-        )
-
+# -- devices in turns --------------------------------------------------------------------------------------------------
 
 SHARE = "memory.share"
 
@@ -251,8 +202,7 @@ def _memory_conflicts(config: RunConfig) -> Iterator[Conflict]:
     if config.memory.share == "none" or config.roles.rollout.kind == "recorded":  # which has no memory at all
         return
     yield from _turn_place_conflicts(config)
-    yield from _turn_engine_conflicts(config)
-    yield from _turn_trainer_conflicts(config)
+    yield from _turn_part_conflicts(config)
     if config.roles.trainer.device_ids:
         yield from _turn_gpu_conflicts(config)
     else:
@@ -260,400 +210,201 @@ def _memory_conflicts(config: RunConfig) -> Iterator[Conflict]:
 
 
 def _turn_place_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    trainer, rollout = config.roles.trainer, config.roles.rollout
-    if config.algo.kind == "sft":
-        yield Conflict((SHARE, "algo.kind"), 'must be "none": algo.kind = "sft" has no engine to take turns with')
-    if not _are_shared(trainer.device_ids, rollout.device_ids):
-        yield Conflict(
-            (SHARE, "roles.trainer.devices", "roles.rollout.devices"),
-            f'needs engines on devices that the trainer has, they have "{trainer.devices}" (trainer) and '
-            f'"{rollout.devices}" (rollout): set both alike, or give rollout some of the trainer\'s',
-        )
+    trainer, rollout, channel = config.roles.trainer, config.roles.rollout, config.weights.channel
+    # Devices of the trainer alone are idle in the engines' turn; devices of an engine alone would in the trainer's.
+    are_shared = bool(rollout.device_ids) == bool(trainer.device_ids)
+    are_shared = are_shared and set(rollout.device_ids) <= set(trainer.device_ids)
     nodes = config.roles.memory.nodes
-    if nodes == "*" or any(role.nodes != nodes for role in (trainer, rollout)):
-        yield Conflict(
-            (SHARE, "roles.trainer.nodes", "roles.rollout.nodes", "roles.memory.nodes"),
-            "needs trainer, rollout and memory manager on the same nodes, all of them named: set their nodes alike",
-        )
-    elif len(nodes) > 1 and config.weights.channel != "disk":
-        yield Conflict(
-            ("weights.channel", SHARE, "roles.rollout.nodes"),
-            'must be "disk" when trainer and engines take turns on several nodes (with the run directory on a file '
-            "system of all): shm and cuda_ipc do not leave the node of the rank that sends",
-        )
-    if config.weights.channel == "nccl":
-        yield Conflict(
-            ("weights.channel", SHARE),
-            'must be "cuda_ipc" ("shm" on the CPU) or "disk" when trainer and engine take turns on a device',
-        )
+    are_apart = nodes == "*" or any(role.nodes != nodes for role in (trainer, rollout))
+    return clashes(
+        (config.algo.kind == "sft", f"{SHARE} algo.kind",
+         'must be "none": algo.kind = "sft" has no engine to take turns with'),
+        (not are_shared, f"{SHARE} roles.trainer.devices roles.rollout.devices",
+         (f'needs engines on devices that the trainer has, they have "{trainer.devices}" (trainer) and '
+          f'"{rollout.devices}" (rollout): set both alike, or give rollout some of the trainer\'s')),
+        (are_apart, f"{SHARE} roles.trainer.nodes roles.rollout.nodes roles.memory.nodes",
+         "needs trainer, rollout and memory manager on the same nodes, all of them named: set their nodes alike"),
+        (not are_apart and len(nodes) > 1 and channel != "disk", f"weights.channel {SHARE} roles.rollout.nodes",
+         ('must be "disk" when trainer and engines take turns on several nodes (with the run directory on a file '
+          "system of all): shm and cuda_ipc do not leave the node of the rank that sends")),
+        (channel == "nccl", f"weights.channel {SHARE}",
+         'must be "cuda_ipc" ("shm" on the CPU) or "disk" when trainer and engine take turns on a device'),
+    )  # fmt: skip
 
 
-def _are_shared(trainers: Sequence[int], engines: Sequence[int]) -> bool:
-    """Devices of the trainer alone are idle in the engines' turn; devices of an engine alone would in the trainer's,
-    and need no lease then."""
-    return bool(engines) == bool(trainers) and set(engines) <= set(trainers)
-
-
-def _turn_engine_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    attach, rollout = config.engine.attach, config.roles.rollout
-    if len(attach) > rollout.count or config.engine.router:
-        yield Conflict(
-            ("engine.attach", "engine.router", SHARE),
-            "must be one server for each rollout actor when trainer and engine take turns on a device: name as many in "
-            "engine.attach as roles.rollout.count says, without engine.router",
-        )
-    if "enable_memory_saver" in config.sglang:
-        yield Conflict(
-            ("sglang.enable_memory_saver", SHARE),
-            'is myxa\'s own; leave it out, memory.share = "switch" sets it',
-        )
-
-
-def _turn_trainer_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    if config.roles.trainer.kind == "torch" and config.trainer.strategy != "ddp":
-        yield Conflict(
-            ("trainer.strategy", SHARE),
-            'must be "ddp": sharded parameters of the torch trainer cannot leave a device; '
-            'or use roles.trainer.kind = "megatron"',
-        )
-    if config.roles.trainer.kind == "torch" and config.memory.params == "rematerialise":
-        yield Conflict(
-            ("memory.params", "roles.trainer.kind"),
-            'must be "backup": parameters of the torch trainer are the float32 masters themselves',
-        )
-    if config.roles.trainer.kind == "torch" and config.memory.backend == "torch_memory_saver":
-        yield Conflict(("memory.backend", "roles.trainer.kind"), 'is for roles.trainer.kind = "megatron"; use "auto"')
-    has_masters = config.trainer.dtype == "bfloat16" and config.megatron.distributed_optimizer
-    if config.roles.trainer.kind == "megatron" and config.memory.params == "rematerialise" and not has_masters:
-        yield Conflict(
-            ("memory.params", "trainer.dtype", "megatron.distributed_optimizer"),
-            'needs trainer.dtype = "bfloat16" and megatron.distributed_optimizer: there are no float32 masters else; '
-            'use "auto"',
-        )
-    if config.megatron.offload_optimizer:
-        yield Conflict(
-            ("megatron.offload_optimizer", SHARE),
-            "must be 0: the optimizer leaves the device as a whole between steps",
-        )
+def _turn_part_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    engine, trainer, memory = config.engine, config.trainer, config.memory
+    is_torch = config.roles.trainer.kind == "torch"
+    has_masters = trainer.dtype == "bfloat16" and config.megatron.distributed_optimizer
+    rebuilds = memory.params == "rematerialise"
+    return clashes(
+        (len(engine.attach) > config.roles.rollout.count or engine.router, f"engine.attach engine.router {SHARE}",
+         ("must be one server for each rollout actor when trainer and engine take turns on a device: name as many in "
+          "engine.attach as roles.rollout.count says, without engine.router")),
+        ("enable_memory_saver" in config.sglang, f"sglang.enable_memory_saver {SHARE}",
+         'is myxa\'s own; leave it out, memory.share = "switch" sets it'),
+        (is_torch and trainer.strategy != "ddp", f"trainer.strategy {SHARE}",
+         ('must be "ddp": sharded parameters of the torch trainer cannot leave a device; or use '
+          'roles.trainer.kind = "megatron"')),
+        (is_torch and rebuilds, "memory.params roles.trainer.kind",
+         'must be "backup": parameters of the torch trainer are the float32 masters themselves'),
+        (is_torch and memory.backend == "torch_memory_saver", "memory.backend roles.trainer.kind",
+         'is for roles.trainer.kind = "megatron"; use "auto"'),
+        (not is_torch and rebuilds and not has_masters,
+         "memory.params trainer.dtype megatron.distributed_optimizer",
+         ('needs trainer.dtype = "bfloat16" and megatron.distributed_optimizer: there are no float32 masters else; '
+          'use "auto"')),
+        (config.megatron.offload_optimizer, f"megatron.offload_optimizer {SHARE}",
+         "must be 0: the optimizer leaves the device as a whole between steps"),
+    )  # fmt: skip
 
 
 def _turn_gpu_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    trainer = config.roles.trainer
-    if len(trainer.device_ids) != trainer.count:
-        yield Conflict(
-            ("roles.trainer.count", "roles.trainer.devices", SHARE),
-            f"must be {len(trainer.device_ids)}, one rank for each GPU: memory of a GPU without a rank is in no turn",
-        )
-    if config.memory.backend == "host_vmm":
-        yield Conflict(("memory.backend", "roles.trainer.devices"), 'is for runs on the CPU; use "auto"')
-    if not config.memory.workspace_mb:
-        yield Conflict(
-            ("memory.workspace_mb", SHARE),
-            "must be set on GPUs: MiB that a step's activations take, e.g. 3072 for every 1024 of "
-            "trainer.max_tokens_per_microbatch (1.7B, no recomputation)",
-        )
+    trainer, memory = config.roles.trainer, config.memory
     launches = config.roles.rollout.kind == "sglang" and not config.engine.attach
-    if launches and "mem_fraction_static" not in config.sglang:
-        yield Conflict(
-            ("sglang.mem_fraction_static", SHARE),
-            "must be set, e.g. 0.85: the share of the GPU that weights and cache take in the engine's turn",
-        )
+    return clashes(
+        (len(trainer.device_ids) != trainer.count, f"roles.trainer.count roles.trainer.devices {SHARE}",
+         f"must be {len(trainer.device_ids)}, one rank for each GPU: memory of a GPU without a rank is in no turn"),
+        (memory.backend == "host_vmm", "memory.backend roles.trainer.devices", 'is for runs on the CPU; use "auto"'),
+        (not memory.workspace_mb, f"memory.workspace_mb {SHARE}",
+         ("must be set on GPUs: MiB that a step's activations take, e.g. 3072 for every 1024 of "
+          "trainer.max_tokens_per_microbatch (1.7B, no recomputation)")),
+        (launches and "mem_fraction_static" not in config.sglang, f"sglang.mem_fraction_static {SHARE}",
+         "must be set, e.g. 0.85: the share of the GPU that weights and cache take in the engine's turn"),
+    )  # fmt: skip
 
 
 def _turn_host_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    if config.roles.trainer.kind == "megatron":
-        yield Conflict(
-            (SHARE, "roles.trainer.kind", "roles.trainer.devices"),
-            'needs GPUs in roles.trainer.devices, or roles.trainer.kind = "torch" on the CPU',
-        )
-    if config.roles.rollout.kind != "embedded":
-        yield Conflict(
-            (SHARE, "roles.rollout.kind", "roles.rollout.devices"),
-            'needs roles.rollout.kind = "embedded" on the CPU, or GPUs for both roles',
-        )
-    if config.memory.backend not in ("auto", "host_vmm"):
-        yield Conflict(
-            ("memory.backend", "roles.trainer.devices"),
-            'needs GPUs in roles.trainer.devices; use "auto"',
-        )
-    trainer, rollout, num_devices = config.roles.trainer, config.roles.rollout, config.memory.host_devices
-    for name, count in (("trainer", trainer.count), ("rollout", rollout.count)):
-        if count % num_devices and num_devices % count:
-            yield Conflict(
-                ("memory.host_devices", f"roles.{name}.count"),
-                f"cannot be dealt out among {count} actors: set it to a divisor or a multiple",
-            )
-    if trainer.count < num_devices:
-        yield Conflict(
-            ("memory.host_devices", "roles.trainer.count"),
-            f"gives {num_devices} devices to {trainer.count} trainer ranks, each of which uses one: lower it",
-        )
-    if not config.memory.capacity_mb:
-        yield Conflict(
-            ("memory.capacity_mb", SHARE), "must be set on the CPU: MiB of the host memory that is used as a device"
-        )
+    trainer, rollout, memory = config.roles.trainer, config.roles.rollout, config.memory
+    num_devices = memory.host_devices
+    yield from clashes(
+        (trainer.kind == "megatron", f"{SHARE} roles.trainer.kind roles.trainer.devices",
+         'needs GPUs in roles.trainer.devices, or roles.trainer.kind = "torch" on the CPU'),
+        (rollout.kind != "embedded", f"{SHARE} roles.rollout.kind roles.rollout.devices",
+         'needs roles.rollout.kind = "embedded" on the CPU, or GPUs for both roles'),
+        (memory.backend not in ("auto", "host_vmm"), "memory.backend roles.trainer.devices",
+         'needs GPUs in roles.trainer.devices; use "auto"'),
+        (trainer.count < num_devices, "memory.host_devices roles.trainer.count",
+         f"gives {num_devices} devices to {trainer.count} trainer ranks, each of which uses one: lower it"),
+        (not memory.capacity_mb, f"memory.capacity_mb {SHARE}",
+         "must be set on the CPU: MiB of the host memory that is used as a device"),
+        *((count % num_devices and num_devices % count, f"memory.host_devices roles.{name}.count",
+           f"cannot be dealt out among {count} actors: set it to a divisor or a multiple")
+          for name, count in (("trainer", trainer.count), ("rollout", rollout.count))),
+    )  # fmt: skip
 
+
+# -- engines -----------------------------------------------------------------------------------------------------------
 
 ENGINE = "roles.rollout.kind"
 
 
 def _recorded_conflicts(config: RunConfig) -> Iterator[Conflict]:
     """What needs an engine that generates, and what needs one that does not."""
-    if config.roles.rollout.kind != "recorded":
-        return
-    if config.algo.kind == "sft":
-        yield Conflict((ENGINE, "algo.kind"), 'is an engine, and algo.kind = "sft" has none: leave it out')
-    for name, part in config.data.parts().items():
-        if part.preset != "recorded":
-            place = f"data.sources.{name}.preset" if name else "data.preset"
-            yield Conflict((place, ENGINE), 'must be "recorded": only prompts of a dump have an answer there')
-    for key in ("data", "sets"):
-        if getattr(config.eval, key):
-            yield Conflict((f"eval.{key}", ENGINE), "must be empty: to held-out prompts no answers are recorded")
-    if config.guard.every:
-        yield Conflict(
-            ("guard.every", ENGINE),
-            "must be 0: recorded log-probs are of the weights of then, and the trainer's of those of now",
+    is_recorded, reward = config.roles.rollout.kind == "recorded", config.reward
+    for key, fn in reward.named_functions():
+        cause = f'needs {ENGINE} = "recorded": rewards are recorded of those answers only'
+        computed = "is for rewards that are computed in this run: leave it out"
+        yield from clashes(
+            (fn == "recorded" and not is_recorded, f"{key} {ENGINE}", cause),
+            (fn == "recorded" and reward.truncated != "score", f"reward.truncated {key}", computed),
+            (fn == "recorded" and reward.overlong_tokens, f"reward.overlong_tokens {key}", computed),
         )
-    if config.memory.share != "none":
-        yield Conflict(("memory.share", ENGINE), 'must be "none": an engine without a model has no turn')
-    if config.roles.rollout.device_ids:
-        yield Conflict(("roles.rollout.devices", ENGINE), 'must be "cpu": nothing is generated')
+    if not is_recorded:
+        return
+    for name, part in config.data.parts().items():
+        place = f"data.sources.{name}.preset" if name else "data.preset"
+        cause = 'must be "recorded": only prompts of a dump have an answer there'
+        yield from clashes((part.preset != "recorded", f"{place} {ENGINE}", cause))
+    yield from clashes(
+        (config.algo.kind == "sft", f"{ENGINE} algo.kind", 'is an engine, and algo.kind = "sft" has none'),
+        *((getattr(config.eval, key), f"eval.{key} {ENGINE}",
+           "must be empty: to held-out prompts no answers are recorded") for key in ("data", "sets")),
+        (config.guard.every, f"guard.every {ENGINE}",
+         "must be 0: recorded log-probs are of the weights of then, and the trainer's of those of now"),
+        (config.memory.share != "none", f"{SHARE} {ENGINE}", 'must be "none": an engine without a model has no turn'),
+        (config.roles.rollout.device_ids, f"roles.rollout.devices {ENGINE}", 'must be "cpu": nothing is generated'),
+    )  # fmt: skip
 
 
-def _recorded_reward_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    for key, fn in config.reward.named_functions():
-        if fn != "recorded":
-            continue
-        if config.roles.rollout.kind != "recorded":
-            yield Conflict((key, ENGINE), f'needs {ENGINE} = "recorded": rewards are recorded of those answers only')
-        for more, is_set in (
-            ("truncated", config.reward.truncated != "score"),
-            ("overlong_tokens", config.reward.overlong_tokens > 0),
-        ):
-            if is_set:
-                yield Conflict((f"reward.{more}", key), "is for rewards that are computed in this run: leave it out")
+def _engine_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    engine, rollout, is_sglang = config.engine, config.roles.rollout, config.roles.rollout.kind == "sglang"
+    limit, attach = engine.context_length, engine.attach
+    num_actors = 0 if rollout.nodes == "*" else rollout.count * len(rollout.nodes)
+    no_room = f"leaves no room for a prompt in engine.context_length = {limit}"
+    yield from owned_conflicts(config.sglang)
+    yield from clashes(
+        (attach and not is_sglang, f"{ENGINE} engine.attach", 'must be "sglang" when engine.attach is set'),
+        (config.sglang and (attach or not is_sglang), f"sglang engine.attach {ENGINE}",
+         'is for servers that are launched: roles.rollout.kind = "sglang" without engine.attach'),
+        (attach and rollout.nodes == "*", "roles.rollout.nodes engine.attach",
+         "must name the nodes when engine.attach is set"),
+        (attach and num_actors > len(attach), "engine.attach roles.rollout.count",
+         f"names {len(attach)} servers for {num_actors} rollout actors; each needs its own"),
+        (limit and config.rollout.max_new_tokens >= limit, "rollout.max_new_tokens engine.context_length", no_room),
+        *((limit and one.max_new_tokens >= limit, f"eval.sets.{name}.max_new_tokens engine.context_length", no_room)
+          for name, one in config.eval.sets.items()),
+        (rollout.kind == "embedded" and rollout.device_ids, f"roles.rollout.devices {ENGINE}",
+         'must be "cpu": the embedded engine runs on the CPU'),
+    )  # fmt: skip
 
 
 def _sampling_conflicts(config: RunConfig) -> Iterator[Conflict]:
     """Seeds need servers that draw by them, and those cannot cut by min-p."""
-    rollout, is_sglang = config.rollout, config.roles.rollout.kind == "sglang"
-    if config.algo.kind == "sft" or not is_sglang:
-        return
+    rollout, seeds = config.rollout, "sglang.enable_deterministic_inference"
+    if config.algo.kind == "sft" or config.roles.rollout.kind != "sglang":
+        return iter(())
     draws_by_seed = config.sglang.get("enable_deterministic_inference") is True
-    if rollout.deterministic and not config.engine.attach and not draws_by_seed:
-        yield Conflict(
-            ("rollout.deterministic", "sglang.enable_deterministic_inference"),
-            "needs sglang.enable_deterministic_inference = true: SGLang does not look at requests' seeds without",
-        )
-    if rollout.min_p and (rollout.deterministic or draws_by_seed):
-        yield Conflict(
-            ("rollout.min_p", "rollout.deterministic", "sglang.enable_deterministic_inference"),
-            "must be 0 with seeds: SGLang's sampler ends the server when it is to do both; use top_p or top_k",
-        )
+    return clashes(
+        (rollout.deterministic and not config.engine.attach and not draws_by_seed, f"rollout.deterministic {seeds}",
+         f"needs {seeds} = true: SGLang does not look at requests' seeds without"),
+        (rollout.min_p and (rollout.deterministic or draws_by_seed), f"rollout.min_p rollout.deterministic {seeds}",
+         "must be 0 with seeds: SGLang's sampler ends the server when it is to do both; use top_p or top_k"),
+    )  # fmt: skip
 
 
-def _standby_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    nodes = config.roles.trainer.nodes
-    if config.trainer.standby_every and (nodes == "*" or len(nodes) != 1):
-        yield Conflict(
-            ("trainer.standby_every", "roles.trainer.nodes"),
-            "needs all ranks on one node, in whose memory the state is kept; use checkpoints on a shared disk",
-        )
-
-
-def _eval_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    for key in ("data", "sets") if config.algo.kind == "sft" else ():
-        if getattr(config.eval, key):
-            yield Conflict(
-                (f"eval.{key}", "algo.kind"),
-                'must be empty: algo.kind = "sft" has no engine that would answer; evaluate what was exported',
-            )
-    if config.eval.every and not config.eval.has_prompts:
-        yield Conflict(("eval.every", "eval.data"), "needs eval.data, the held-out prompts")
-    if config.run.stop_reward and not (config.eval.has_prompts and config.eval.every):
-        yield Conflict(
-            ("run.stop_reward", "eval.data", "eval.every"),
-            "needs evaluation: set eval.data and eval.every",
-        )
-    yield from _plain_eval_conflicts(config)
-    limit = config.engine.context_length
-    for name, one in config.eval.sets.items():
-        if limit and one.max_new_tokens >= limit:
-            yield Conflict(
-                (f"eval.sets.{name}.max_new_tokens", "engine.context_length"),
-                f"leaves no room for a prompt in engine.context_length = {limit}",
-            )
-
-
-def _plain_eval_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    """As of the sources of `[data]`, whose rows are written like these."""
-    for name, one in config.eval.sets.items() if not config.data.apply_chat_template else ():
-        yield from plain_conflicts(one, f"eval.sets.{name}.", "data.apply_chat_template")
-
-
-def _end_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    decays = config.optimizer.schedule != "constant"
-    if config.run.num_steps == 0:
-        if decays and config.optimizer.decay_steps == 0:
-            yield Conflict(
-                ("optimizer.decay_steps", "run.num_steps", "optimizer.schedule"),
-                f'must be set: run.num_steps = 0 does not say where schedule = "{config.optimizer.schedule}" ends',
-            )
-        return
-    updates = (config.run.num_steps - config.critic.warmup_steps) * config.algo.minibatches
-    if not decays or config.optimizer.decay_steps:
-        return
-    if config.optimizer.warmup_steps >= updates:
-        yield Conflict(
-            ("optimizer.warmup_steps", "run.num_steps", "algo.minibatches"),
-            f"is as long as the whole run of {updates} optimizer updates",
-        )
-    elif config.optimizer.warmup_steps + config.optimizer.wsd_decay_steps > updates:
-        yield Conflict(
-            ("optimizer.wsd_decay_steps", "optimizer.warmup_steps", "run.num_steps", "algo.minibatches"),
-            f"and optimizer.warmup_steps are longer than the whole run of {updates} optimizer updates",
-        )
-
-
-def _engine_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    is_sglang = config.roles.rollout.kind == "sglang"
-    yield from owned_conflicts(config.sglang)
-    if config.engine.attach and not is_sglang:
-        yield Conflict(("roles.rollout.kind", "engine.attach"), 'must be "sglang" when engine.attach is set')
-    if config.sglang and (config.engine.attach or not is_sglang):
-        yield Conflict(
-            ("sglang", "engine.attach", "roles.rollout.kind"),
-            'is for servers that are launched: roles.rollout.kind = "sglang" without engine.attach',
-        )
-    if config.engine.attach and config.roles.rollout.nodes == "*":
-        yield Conflict(("roles.rollout.nodes", "engine.attach"), "must name the nodes when engine.attach is set")
-    elif config.engine.attach:
-        num_actors = config.roles.rollout.count * len(config.roles.rollout.nodes)
-        if num_actors > len(config.engine.attach):
-            yield Conflict(
-                ("engine.attach", "roles.rollout.count"),
-                f"names {len(config.engine.attach)} servers for {num_actors} rollout actors; each needs its own",
-            )
-    limit = config.engine.context_length
-    if limit and config.rollout.max_new_tokens >= limit:
-        yield Conflict(
-            ("rollout.max_new_tokens", "engine.context_length"),
-            f"leaves no room for a prompt in engine.context_length = {limit}",
-        )
-
-
-def _window_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    # lag <= (N + W - 2) // B with N >= B slots, so W = eta * B + 1 is the widest window that any N allows.
-    limit = config.asynchrony.max_staleness * config.algo.batch_size + 1
-    if config.asynchrony.policy == "pace" and config.asynchrony.window > limit:
-        yield Conflict(
-            ("async.window", "async.max_staleness", "algo.batch_size", "async.policy"),
-            f"must be at most max_staleness * batch_size + 1 = {limit}: a wider window cannot keep the bound",
-        )
-
-
-def _device_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    trainer = config.roles.trainer
-    if trainer.device_ids and len(trainer.device_ids) < trainer.count:
-        yield Conflict(
-            ("roles.trainer.devices", "roles.trainer.count"),
-            f"names {len(trainer.device_ids)} GPUs for {trainer.count} ranks on each node; every rank needs its own",
-        )
-    if config.roles.rollout.kind == "embedded" and config.roles.rollout.device_ids:
-        yield Conflict(
-            ("roles.rollout.devices", "roles.rollout.kind"), 'must be "cpu": the embedded engine runs on the CPU'
-        )
-
-
-def _megatron_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    settings, trainer = config.megatron, config.roles.trainer
-    if trainer.kind != "megatron":
-        if settings != MegatronSettings():
-            yield Conflict(("roles.trainer.kind", "megatron"), 'must be "megatron" for the table [megatron] to matter')
-        return
-    if config.trainer.strategy != "ddp":
-        yield Conflict(
-            ("trainer.strategy", "roles.trainer.kind"),
-            "is the torch trainer's; megatron.distributed_optimizer splits optimizer state",
-        )
-    if config.trainer.freeze:
-        yield Conflict(
-            ("trainer.freeze", "roles.trainer.kind"), "is the torch trainer's: Megatron trains all parameters"
-        )
-    if settings.offload_optimizer and config.trainer.dtype != "bfloat16":
-        yield Conflict(
-            ("megatron.offload_optimizer", "trainer.dtype"), 'needs trainer.dtype = "bfloat16" and its float32 masters'
-        )
-    is_saved = config.trainer.checkpoint_every or config.trainer.standby_every
-    if settings.offload_optimizer and (is_saved or config.trainer.resume):
-        yield Conflict(
-            ("megatron.offload_optimizer", "trainer.checkpoint_every", "trainer.standby_every", "trainer.resume"),
-            "does not go with checkpoints yet",
-        )
-    if trainer.nodes == "*":
-        return
-    num_ranks = trainer.count * len(trainer.nodes)
-    for keys, size in (
-        (("tp", "pp", "cp"), settings.tp * settings.pp * settings.cp),
-        (("etp", "ep", "pp"), settings.etp * settings.ep * settings.pp),
-    ):
-        if num_ranks % size:
-            paths = ("roles.trainer.count", *(f"megatron.{key}" for key in keys))
-            yield Conflict(paths, f"gives {num_ranks} ranks, which {' * '.join(keys)} = {size} does not divide")
+# -- weights -----------------------------------------------------------------------------------------------------------
 
 
 def _weight_conflicts(config: RunConfig) -> Iterator[Conflict]:
     channel, rollout, trainer = config.weights.channel, config.roles.rollout, config.roles.trainer
-    path = "weights.channel"
-    between_devices = channel in ("nccl", "cuda_ipc")
-    if rollout.kind != "sglang" and between_devices:
-        yield Conflict((path, "roles.rollout.kind"), f'is for servers: {rollout.kind} engines take "shm" or "disk"')
-    if rollout.kind == "sglang" and channel == "shm":
-        yield Conflict((path, "roles.rollout.kind"), 'is not for servers: they take "nccl", "cuda_ipc" or "disk"')
-    if (
-        channel == "shm"
-        and rollout.kind != "recorded"
-        and (rollout.nodes == "*" or set(rollout.nodes) != set(trainer.nodes))
-    ):
-        yield Conflict((path, "roles.rollout.nodes", "roles.trainer.nodes"), "needs both roles on the same nodes")
+    path, are_beside = "weights.channel", rollout.nodes != "*" and set(rollout.nodes) == set(trainer.nodes)
+    shared = sorted(set(rollout.device_ids) & set(trainer.device_ids))
+    yield from clashes(
+        (rollout.kind != "sglang" and channel in ("nccl", "cuda_ipc"), f"{path} {ENGINE}",
+         f'is for servers: {rollout.kind} engines take "shm" or "disk"'),
+        (rollout.kind == "sglang" and channel == "shm", f"{path} {ENGINE}",
+         'is not for servers: they take "nccl", "cuda_ipc" or "disk"'),
+        (channel == "shm" and rollout.kind != "recorded" and not are_beside,
+         f"{path} roles.rollout.nodes roles.trainer.nodes", "needs both roles on the same nodes"),
+        (channel == "nccl" and shared and rollout.nodes == trainer.nodes,
+         f"{path} roles.rollout.devices roles.trainer.devices",
+         f'cannot join two processes on GPU {", ".join(map(str, shared[:1]))}; use "cuda_ipc"'),
+    )  # fmt: skip
     if channel == "cuda_ipc":
         yield from _handle_conflicts(config, path)
-    shared = set(rollout.device_ids) & set(trainer.device_ids)
-    if channel == "nccl" and shared and rollout.nodes == trainer.nodes:
-        yield Conflict(
-            (path, "roles.rollout.devices", "roles.trainer.devices"),
-            f'cannot join two processes on GPU {min(shared)}; use "cuda_ipc"',
-        )
 
 
 def _handle_conflicts(config: RunConfig, path: str) -> Iterator[Conflict]:
     """A handle is opened on the GPU that its memory lies on: a copy to another one's paused memory is refused there."""
-    rollout, trainer = config.roles.rollout, config.roles.trainer
+    rollout, trainer, devices = config.roles.rollout, config.roles.trainer, "roles.rollout.devices"
     if not trainer.device_ids:
-        yield Conflict((path, "roles.trainer.devices"), "shares memory of the trainer's GPUs, and it names none")
-        return
-    if not rollout.device_ids and (trainer.count > 1 or trainer.nodes != rollout.nodes):
-        yield Conflict(
-            (path, "roles.rollout.devices"), "hands each engine memory of its GPU: name the GPUs of the engines"
-        )
-    if lone := sorted(set(rollout.device_ids) - set(trainer.rank_devices)):
-        yield Conflict(
-            (path, "roles.rollout.devices", "roles.trainer.devices"),
-            f"hands each engine memory of its GPU, and GPU {lone[0]} has an engine but no trainer rank; "
-            'give it one, or use "disk", or "nccl" with engines on other GPUs',
-        )
+        cause = "shares memory of the trainer's GPUs, and it names none"
+        return clashes((True, f"{path} roles.trainer.devices", cause))
+    lone = ", ".join(map(str, sorted(set(rollout.device_ids) - set(trainer.rank_devices))[:1]))
+    is_apart = rollout.nodes != trainer.nodes
     sizes = ("pp_size",) if config.sglang.get("enable_dp_attention") else ("pp_size", "dp_size")
-    for size in sizes:
-        if config.sglang.get(size, 1) not in (0, 1):
-            yield Conflict(
-                (path, f"sglang.{size}"), "hands memory to each tensor-parallel rank of a server, and it has others"
-            )
-    if rollout.device_ids and rollout.nodes != trainer.nodes:
-        yield Conflict(
-            (path, "roles.rollout.nodes", "roles.trainer.nodes"),
-            "hands each engine memory of its GPU: both roles must be on the same nodes",
-        )
+    return clashes(
+        (not rollout.device_ids and (trainer.count > 1 or is_apart), f"{path} {devices}",
+         "hands each engine memory of its GPU: name the GPUs of the engines"),
+        (lone, f"{path} {devices} roles.trainer.devices",
+         (f"hands each engine memory of its GPU, and GPU {lone} has an engine but no trainer rank; give it one, or use "
+          '"disk", or "nccl" with engines on other GPUs')),
+        *((config.sglang.get(size, 1) not in (0, 1), f"{path} sglang.{size}",
+           "hands memory to each tensor-parallel rank of a server, and it has others") for size in sizes),
+        (rollout.device_ids and is_apart, f"{path} roles.rollout.nodes roles.trainer.nodes",
+         "hands each engine memory of its GPU: both roles must be on the same nodes"),
+    )  # fmt: skip
 
 
 def channel_conflicts(config: RunConfig, channel: ChannelName) -> Iterator[Conflict]:
@@ -662,32 +413,88 @@ def channel_conflicts(config: RunConfig, channel: ChannelName) -> Iterator[Confl
     return _weight_conflicts(config.model_copy(update={"weights": weights}))
 
 
-def _bounded_data_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    endless = config.run.num_steps == 0 and config.run.max_wall_s == 0 and config.run.stop_reward == 0
-    if endless and any(part.max_passes == 0 for part in config.data.parts().values()):
-        yield Conflict(
-            ("run.num_steps", "run.max_wall_s", "data.max_passes"),
-            "makes a run that never ends: set it, run.max_wall_s, run.stop_reward or data.max_passes",
-        )
+# -- steps, ranks, evaluation ------------------------------------------------------------------------------------------
+
+
+def _step_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    """Ends of run, schedule and data, and the staleness window."""
+    run, optimizer, settings = config.run, config.optimizer, config.asynchrony
+    updates = (run.num_steps - config.critic.warmup_steps) * config.algo.minibatches
+    ends_here = optimizer.schedule != "constant" and not optimizer.decay_steps
+    is_endless = not (run.num_steps or run.max_wall_s or run.stop_reward)
+    warmup, wsd = optimizer.warmup_steps, optimizer.wsd_decay_steps
+    # lag <= (N + W - 2) // B with N >= B slots, so W = eta * B + 1 is the widest window that any N allows.
+    widest = settings.max_staleness * config.algo.batch_size + 1
+    whole = f"the whole run of {updates} optimizer updates"
+    return clashes(
+        (is_endless and any(part.max_passes == 0 for part in config.data.parts().values()),
+         "run.num_steps run.max_wall_s data.max_passes",
+         "makes a run that never ends: set it, run.max_wall_s, run.stop_reward or data.max_passes"),
+        (not run.num_steps and ends_here, "optimizer.decay_steps run.num_steps optimizer.schedule",
+         f'must be set: run.num_steps = 0 does not say where schedule = "{optimizer.schedule}" ends'),
+        (run.num_steps and ends_here and warmup >= updates, "optimizer.warmup_steps run.num_steps algo.minibatches",
+         f"is as long as {whole}"),
+        (run.num_steps and ends_here and warmup < updates < warmup + wsd,
+         "optimizer.wsd_decay_steps optimizer.warmup_steps run.num_steps algo.minibatches",
+         f"and optimizer.warmup_steps are longer than {whole}"),
+        (settings.policy == "pace" and settings.window > widest,
+         "async.window async.max_staleness algo.batch_size async.policy",
+         f"must be at most max_staleness * batch_size + 1 = {widest}: a wider window cannot keep the bound"),
+    )  # fmt: skip
+
+
+def _rank_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    trainer, role, megatron = config.trainer, config.roles.trainer, config.megatron
+    is_megatron, offloads = role.kind == "megatron", megatron.offload_optimizer
+    is_saved = trainer.checkpoint_every or trainer.standby_every or trainer.resume
+    yield from clashes(
+        (role.device_ids and len(role.device_ids) < role.count, "roles.trainer.devices roles.trainer.count",
+         f"names {len(role.device_ids)} GPUs for {role.count} ranks on each node; every rank needs its own"),
+        (trainer.standby_every and (role.nodes == "*" or len(role.nodes) != 1),
+         "trainer.standby_every roles.trainer.nodes",
+         "needs all ranks on one node, in whose memory the state is kept; use checkpoints on a shared disk"),
+        (not is_megatron and megatron != MegatronSettings(), "roles.trainer.kind megatron",
+         'must be "megatron" for the table [megatron] to matter'),
+        (is_megatron and trainer.strategy != "ddp", "trainer.strategy roles.trainer.kind",
+         "is the torch trainer's; megatron.distributed_optimizer splits optimizer state"),
+        (is_megatron and trainer.freeze, "trainer.freeze roles.trainer.kind",
+         "is the torch trainer's: Megatron trains all parameters"),
+        (is_megatron and offloads and trainer.dtype != "bfloat16", "megatron.offload_optimizer trainer.dtype",
+         'needs trainer.dtype = "bfloat16" and its float32 masters'),
+        (is_megatron and offloads and is_saved,
+         "megatron.offload_optimizer trainer.checkpoint_every trainer.standby_every trainer.resume",
+         "does not go with checkpoints yet"),
+    )  # fmt: skip
+    num_ranks = role.count * len(role.nodes)
+    for keys in (("tp", "pp", "cp"), ("etp", "ep", "pp")) if is_megatron and role.nodes != "*" else ():
+        size = math.prod(getattr(megatron, key) for key in keys)
+        paths = " ".join(("roles.trainer.count", *(f"megatron.{key}" for key in keys)))
+        cause = f"gives {num_ranks} ranks, which {' * '.join(keys)} = {size} does not divide"
+        yield from clashes((num_ranks % size, paths, cause))
+
+
+def _eval_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    every, has_prompts = config.eval.every, config.eval.has_prompts
+    yield from clashes(
+        (every and not has_prompts, "eval.every eval.data", "needs eval.data, the held-out prompts"),
+        (config.run.stop_reward and not (has_prompts and every), "run.stop_reward eval.data eval.every",
+         "needs evaluation: set eval.data and eval.every"),
+    )  # fmt: skip
+    for name, one in config.eval.sets.items() if not config.data.apply_chat_template else ():
+        yield from plain_conflicts(one, f"eval.sets.{name}.", "data.apply_chat_template")
 
 
 CHECKS: tuple[Callable[[RunConfig], Iterator[Conflict]], ...] = (
     _sft_conflicts,
-    _workflow_conflicts,
+    _exploration_conflicts,
     _reference_conflicts,
     _critic_conflicts,
-    _exploration_conflicts,
-    _standby_conflicts,
     _eval_conflicts,
-    _end_conflicts,
+    _step_conflicts,
     _engine_conflicts,
     _sampling_conflicts,
-    _window_conflicts,
-    _device_conflicts,
-    _megatron_conflicts,
+    _rank_conflicts,
     _weight_conflicts,
     _memory_conflicts,
-    _recorded_reward_conflicts,
     _recorded_conflicts,
-    _bounded_data_conflicts,
 )

@@ -1,7 +1,8 @@
-"""Sections that describe the run: `[run]`, `[model]`, `[guard]`, `[monitor]`, `[control]`.
+"""Sections that describe the run and its processes: `[run]`, `[model]`, `[guard]`, `[monitor]`, `[control]`,
+`[roles]`, `[memory]`.
 
-Every field's docstring says what it is, its unit and what the special values mean; `docs/config.md` is generated
-from them. Checks inside one section are here, checks between sections in `root.py`.
+Every field's docstring says what it is, its unit and what the special values mean; `docs/config.md` and the schema for
+editors are made of them. Checks inside one section are here, checks between sections in `root.py`.
 """
 
 from __future__ import annotations
@@ -10,18 +11,38 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from ..suggestion import nearest
-from .section import Conflict, CountInt, NonNegativeFloat, PathText, PositiveInt, Section, Table, TextTuple
+from .section import (
+    Conflict,
+    CountInt,
+    IntTuple,
+    NonNegativeFloat,
+    PathText,
+    PositiveFloat,
+    PositiveInt,
+    ProgramName,
+    Section,
+    Table,
+    TextTuple,
+    check_once,
+    clashes,
+)
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def _run_name(value: str) -> str:
+    if not RUN_NAME.fullmatch(value):
+        raise ValueError("must be 1 to 64 letters, digits, '.', '_' or '-', beginning with a letter or digit")
+    return value
 
 
 class RunSettings(Section, frozen=True):
     """The run as a whole: its name, its folder, when it ends."""
 
-    name: str = "run"
+    name: Annotated[str, AfterValidator(_run_name)] = "run"
     """Name of the run; letters, digits, `.`, `_`, `-`, at most 64. The run directory is `<dir>/<name>-<stamp>`."""
     dir: PathText = "runs"
     """Folder in which run directories are made; if left out, `runs` in the current folder."""
@@ -36,13 +57,6 @@ class RunSettings(Section, frozen=True):
     preload: bool = True
     """Whether each node keeps a process with the imports done, from which its actors are forked: they start faster and
     share memory. A role with its own `python` or `env` always gets a fresh interpreter; false: every actor does."""
-
-    @field_validator("name")
-    @classmethod
-    def _name_is_a_file_name(cls, value: str) -> str:
-        if not RUN_NAME.fullmatch(value):
-            raise ValueError("must be 1 to 64 letters, digits, '.', '_' or '-', beginning with a letter or digit")
-        return value
 
 
 class ModelSettings(Section, frozen=True):
@@ -86,18 +100,11 @@ class MonitorSettings(Section, frozen=True):
     0 = none."""
     samples_mb: PositiveInt = 256
     """MiB that `samples.jsonl` and `samples.1.jsonl` may have together; the oldest groups go."""
-    sinks: TextTuple = ()
+    sinks: Annotated[TextTuple, AfterValidator(check_once)] = ()
     """Further sinks: wandb, mlflow, the name of an installed package's entry point `myxa.sinks`, or your own
     `module:Class`. A package that one needs and the monitor's interpreter lacks refuses the start."""
     options: Table = {}
     """Named arguments of these sinks, a table for each, for example `[monitor.options.wandb]` with `project = "x"`."""
-
-    @field_validator("sinks")
-    @classmethod
-    def _sinks_are_named_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if len(set(value)) != len(value):
-            raise ValueError("names a sink twice")
-        return value
 
     def conflicts(self) -> Iterator[Conflict]:
         """Options without their sink, or not in a table."""
@@ -122,3 +129,270 @@ class ControlSettings(Section, frozen=True):
     """Group of this host whose members may use the socket that only shows; empty = only the user of the run."""
     dashboard_port: Annotated[int, Field(ge=NO_DASHBOARD, le=65535)] = NO_DASHBOARD
     """Port of the web dashboard on 127.0.0.1; 0 takes any free one, -1 = no dashboard."""
+
+
+DEVICE_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+MAX_DEVICES = 64
+
+RoleName = Literal["coordinator", "buffer", "monitor", "memory", "trainer", "rollout"]
+RestartPolicy = Literal["one", "gang", "never"]
+WhenHung = Literal["wait", "kill"]
+
+
+def parse_devices(text: str) -> tuple[int, ...]:
+    """GPU numbers of `"0-3,6"`; empty for `"cpu"`. Raises ValueError saying what is wrong."""
+    if text == "cpu":
+        return ()
+    devices: list[int] = []
+    for part in text.split(","):
+        match = DEVICE_RANGE.fullmatch(part.strip())
+        if match is None:
+            raise ValueError('must be "cpu" or GPU numbers like "0-3" or "0,2,5"')
+        first = int(match[1])
+        last = int(match[2]) if match[2] else first
+        if last < first:
+            raise ValueError(f'range "{part.strip()}" runs backwards')
+        if last >= MAX_DEVICES:
+            raise ValueError(f"GPU {last} is beyond the {MAX_DEVICES} a node can have")
+        devices.extend(range(first, last + 1))
+    if len(set(devices)) != len(devices):
+        raise ValueError("names a GPU twice")
+    return tuple(devices)
+
+
+def _devices(text: str) -> str:
+    parse_devices(text)
+    return text
+
+
+class RoleSettings(Section, frozen=True):
+    """One role: how many actors, where, with which interpreter, and how failures are met."""
+
+    kind: str = ""
+    """Which adapter or implementation; see the role's own table."""
+    count: PositiveInt = 1
+    """Actors on each of `nodes`."""
+    nodes: Literal["*"] | IntTuple = (0,)
+    """Node numbers on which the actors run, or "*" for every node."""
+    python: ProgramName = ""
+    """Python interpreter of the role's processes; empty = the launcher's own."""
+    env: dict[str, str] = {}
+    """Further environment variables of the role's processes."""
+    restart: RestartPolicy = "one"
+    """After a failure: one (only the failed actor is restarted), gang (all of the role), never (the run ends)."""
+    max_restarts: CountInt = 3
+    """Restarts of one actor (or gang) within 5 minutes after which the run ends; those that led to no work count
+    without limit of time. Restarts are immediate after 20 s of uptime; otherwise back-off doubles from 0.5 s to 30 s,
+    with up to 50 % jitter."""
+    when_hung: WhenHung = "wait"
+    """A process whose event loop does not answer: wait (it is named in the log and left alone) or kill (it is
+    killed, with its stacks in its log; then `restart` decides)."""
+    devices: Annotated[str, AfterValidator(_devices)] = "cpu"
+    """"cpu", or GPU numbers per node like "0-3" or "0,2"."""
+    threads: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Threads for numeric libraries in each process (OMP_NUM_THREADS)."""
+
+    @property
+    def device_ids(self) -> tuple[int, ...]:
+        """GPU numbers; empty on CPU."""
+        return parse_devices(self.devices)
+
+    @field_validator("nodes")
+    @classmethod
+    def _nodes_are_named_once(cls, value: str | tuple[int, ...]) -> str | tuple[int, ...]:
+        if isinstance(value, tuple):
+            if not value:
+                raise ValueError("must name at least one node")
+            if min(value) < 0:
+                raise ValueError("node numbers must not be negative")
+            if len(set(value)) != len(value):
+                raise ValueError("names a node twice")
+        return value
+
+    @field_validator("env")
+    @classmethod
+    def _env_names_are_names(cls, value: dict[str, str]) -> dict[str, str]:
+        for name, text in value.items():
+            if not ENV_NAME.fullmatch(name):
+                raise ValueError(f"{name!r} is not a name of an environment variable")
+            if "\0" in text:
+                raise ValueError(f"the value of {name} contains a NUL character")
+        return value
+
+
+class SingleRole(RoleSettings, frozen=True):
+    """A role of which a run has exactly one actor."""
+
+    count: Annotated[int, Field(ge=1, le=1)] = 1
+    """Always 1."""
+
+    @field_validator("nodes")
+    @classmethod
+    def _one_node(cls, value: str | tuple[int, ...]) -> str | tuple[int, ...]:
+        if value == "*" or len(value) != 1:
+            raise ValueError("this role has one actor in the whole run: name exactly one node")
+        return value
+
+
+class CoordinatorRole(SingleRole, frozen=True):
+    """Run state machine and version clock."""
+
+    kind: Literal["coordinator"] = "coordinator"
+    """Only "coordinator"."""
+    when_hung: WhenHung = "kill"
+    """A process whose event loop does not answer: kill (the next one continues from its journal within seconds;
+    while it hangs, no engine gets new weights and the run stops) or wait (it is named in the log)."""
+
+
+class BufferRole(SingleRole, frozen=True):
+    """Prompt cursor, ledger, finished groups."""
+
+    kind: Literal["buffer"] = "buffer"
+    """Only "buffer"."""
+    when_hung: WhenHung = "kill"
+    """A process whose event loop does not answer: kill (the ledger has all that the next one needs) or wait. A
+    group filter that computes for longer than ten seconds at a time needs wait."""
+
+
+class MonitorRole(SingleRole, frozen=True):
+    """Metrics, events, traces."""
+
+    kind: Literal["monitor"] = "monitor"
+    """Only "monitor"."""
+    when_hung: WhenHung = "kill"
+    """A process whose event loop does not answer: kill (at most the newest measurements are lost) or wait."""
+
+
+class MemoryRole(RoleSettings, frozen=True):
+    """The memory manager of runs whose trainer and engine take turns (`memory.share = "switch"`), on the first of
+    `nodes`, and its agents on the others; else not started."""
+
+    kind: Literal["memory"] = "memory"
+    """Only "memory"."""
+    count: Annotated[int, Field(ge=1, le=1)] = 1
+    """Always 1."""
+    when_hung: WhenHung = "kill"
+    """A process whose event loop does not answer: kill (tenants report to the next one what they hold) or wait."""
+
+
+class TrainerRole(RoleSettings, frozen=True):
+    """The gang of trainer ranks; `count` ranks on each node."""
+
+    kind: Literal["torch", "megatron"] = "torch"
+    """Training backend: torch (plain, replicated or sharded) or megatron (every parallelism; see `[megatron]`)."""
+    restart: RestartPolicy = "gang"
+    """After a failure: gang (all ranks restart together, from the newest whole checkpoint of the run, and what was
+    trained since is trained again) or never (the run ends); "one" is refused."""
+    when_hung: WhenHung = "kill"
+    """A rank whose event loop does not answer: kill (its mates would wait for it in a collective) or wait."""
+
+    @property
+    def rank_devices(self) -> tuple[int, ...]:
+        """GPU of each rank of a node, by local rank; empty on CPU."""
+        devices = self.device_ids
+        return tuple(devices[local % len(devices)] for local in range(self.count)) if devices else ()
+
+    @field_validator("restart")
+    @classmethod
+    def _ranks_restart_together(cls, value: RestartPolicy) -> RestartPolicy:
+        if value == "one":
+            raise ValueError('ranks cannot restart one by one; use "gang" or "never"')
+        return value
+
+
+class RolloutRole(RoleSettings, frozen=True):
+    """Rollout actors; `count` on each node, one engine each."""
+
+    kind: Literal["embedded", "sglang", "recorded"] = "embedded"
+    """Engine: embedded (CPU, in the process), sglang (a server that the actor launches, see `[sglang]`, or attaches
+    to, see `engine.attach`) or recorded (nothing is generated: the prompts are those of dumps, `data.preset`, and the
+    answers those that are recorded there; for debugging)."""
+    quorum: CountInt = 0
+    """The run continues without actors that may not be restarted (any more), or whose node is lost, while so many are
+    left; 0 = all that it began with must be. Those that came later (`myxa scale`, `myxa launch --join`) are never
+    needed, as long as any is left."""
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """A quorum needs actors that can be missing."""
+        is_gang = self.restart == "gang"
+        cause = 'does not go with restart = "gang": a gang is complete or restarts'
+        return clashes((self.quorum and is_gang, "quorum restart", cause))
+
+
+class RolesSettings(Section, frozen=True):
+    """All roles. `roles["trainer"]` and `roles.trainer` are the same."""
+
+    coordinator: CoordinatorRole = CoordinatorRole()
+    """Run state machine and version clock."""
+    buffer: BufferRole = BufferRole()
+    """Prompt cursor, ledger, finished groups."""
+    monitor: MonitorRole = MonitorRole()
+    """Metrics, events, traces."""
+    memory: MemoryRole = MemoryRole()
+    """The memory manager, where trainer and engine take turns."""
+    trainer: TrainerRole = TrainerRole()
+    """The gang of trainer ranks."""
+    rollout: RolloutRole = RolloutRole()
+    """Rollout actors, one engine each."""
+
+    def __getitem__(self, name: str) -> RoleSettings:
+        """The role of that name; KeyError for an unknown one."""
+        if name not in type(self).model_fields:
+            raise KeyError(name)
+        role: RoleSettings = getattr(self, name)
+        return role
+
+    def by_name(self) -> Iterator[tuple[str, RoleSettings]]:
+        """All roles with their names, in the order in which they are started."""
+        for name in type(self).model_fields:
+            yield name, self[name]
+
+
+ShareMode = Literal["none", "switch"]
+ArenaBackend = Literal["auto", "cuda_vmm", "torch_memory_saver", "host_vmm"]
+CommunicatorWay = Literal["auto", "keep", "reload"]
+ParamsPolicy = Literal["auto", "rematerialise", "backup"]
+
+
+class MemorySettings(Section, frozen=True):
+    """How trainer and engine share the memory of devices that both of them name."""
+
+    share: ShareMode = "none"
+    """none (each has its own memory, both run at the same time) or switch (they take turns: a memory manager has
+    one of them leave the devices before the other comes back; nothing that is generated is lost)."""
+    backend: ArenaBackend = "auto"
+    """What the trainer's memory is made of: cuda_vmm (the driver's virtual memory, by GPU), torch_memory_saver (the
+    library of that name; Megatron only), host_vmm (memory of the host in place of a device, so that a machine
+    without a GPU runs the same protocol). "auto": cuda_vmm where the trainer has GPUs, else host_vmm."""
+    communicators: CommunicatorWay = "auto"
+    """What becomes of the trainer's communicators while it is off the device: keep (they stay) or reload (a proxy
+    backend, which a C++ compiler builds once, drops and rebuilds them). "auto": reload on GPUs where there is a
+    compiler, else keep. A trainer of one rank has none to give back."""
+    host_pool_gb: NonNegativeFloat = 0.0
+    """GiB of host memory per trainer rank for what leaves its device, taken once at start and pinned on GPUs; what does
+    not fit is refused. 0 = what leaves by being copied (parameters, optimizer, reference model) and 5 % more: with one
+    Megatron rank in bfloat16 14 bytes a parameter. Not used by torch_memory_saver."""
+    capacity_mb: CountInt = 0
+    """MiB of each stand-in device of runs on the CPU (host_vmm), which must be set there."""
+    host_devices: PositiveInt = 1
+    """Stand-in devices of runs on the CPU, "host:0", "host:1" and so on, each of `capacity_mb`. Trainer ranks and
+    engines are dealt out among them as among GPUs: several actors on one, or several devices for one engine."""
+    reserve_mb: CountInt = 1024
+    """MiB of each GPU that are never granted: contexts, workspaces, fragments. The stand-in device has no such."""
+    workspace_mb: CountInt = 0
+    """MiB of each device that a trainer rank needs beside parameters, gradients and optimizer in its turn:
+    activations and logits of its largest micro-batch. The engine makes that much room, too. Must be set on GPUs."""
+    switch_s: PositiveFloat = 120.0
+    """Seconds one change of hands may take; then the lease is refused with who holds what, and asked for again. When
+    that was refused three times the trainer gang fails. The start of an engine has `engine.start_s` more."""
+    params: ParamsPolicy = "auto"
+    """How parameters leave the device: rematerialise (dropped, and rebuilt from float32 masters) or backup (copied to
+    the host). "auto": rematerialise where there are masters, else backup."""
+
+    @field_validator("communicators", mode="before")
+    @classmethod
+    def _ways_that_went(cls, value: object) -> object:
+        if value in ("suspend", "rebuild"):
+            raise ValueError(f'is "{value}", which is gone: use "reload", or "keep"')
+        return value

@@ -35,11 +35,9 @@ class Conflict:
     cause: str
 
 
-def conflict_error(conflicts: tuple[Conflict, ...]) -> PydanticCustomError:
-    """One pydantic error for all of them."""
-    text = "; ".join(f"{conflict.paths[0]}: {conflict.cause}" for conflict in conflicts)
-    # The text goes in through the context: pydantic would read braces in a template as its own.
-    return PydanticCustomError(CONFLICTS, "{text}", {"text": text, "conflicts": conflicts})
+def clashes(*rules: tuple[object, str, str]) -> Iterator[Conflict]:
+    """A conflict for each rule that holds: whether it does, its paths with spaces between them, and the cause."""
+    return (Conflict(tuple(paths.split()), cause) for holds, paths, cause in rules if holds)
 
 
 Meaning = Literal["path", "sources", "code", "program"]
@@ -64,7 +62,6 @@ class OrElse:
 
 
 PathText = Annotated[str, Means("path")]
-SourceText = Annotated[str | Annotated[tuple[str, ...], Strict(False)], Means("sources")]
 CodeName = Annotated[str, Means("code")]
 ProgramName = Annotated[str, Means("program")]
 
@@ -80,6 +77,53 @@ TextTuple = Annotated[tuple[str, ...], Strict(False)]
 """A TOML array of text."""
 
 
+def named(*builtins: str) -> AfterValidator:
+    """The marker of a name of code: one of these, `module:attr` or `file.py:attr`. An empty text is let through; it is
+    refused where the built-ins are all that may be left out."""
+    return AfterValidator(lambda value: check_code_name(value, builtins) if value else value)
+
+
+CODE_NAME = re.compile(r"[^:\s][^:]*:[A-Za-z_][A-Za-z0-9_.]*")
+
+
+def check_code_name(value: str, builtins: tuple[str, ...]) -> str:
+    """Accept a built-in name, `module:attr` or `file.py:attr`; raise ValueError otherwise."""
+    if value in builtins or CODE_NAME.fullmatch(value):
+        return value
+    near = nearest(value, builtins)
+    hint = f'; did you mean "{near}"?' if near else ""
+    known = f"one of {', '.join(builtins)}, or " if builtins else ""
+    raise ValueError(f"must be {known}module:function, or file.py:function{hint}")
+
+
+def check_pattern(value: str) -> str:
+    """Accept a regular expression; raise ValueError otherwise."""
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ValueError(f'"{value}" is not a regular expression: {error}') from error
+    return value
+
+
+def check_once(values: tuple[str, ...]) -> tuple[str, ...]:
+    """Values that all differ; raises ValueError otherwise."""
+    if twice := [value for value in dict.fromkeys(values) if values.count(value) > 1]:
+        raise ValueError(f'names "{twice[0]}" twice')
+    return values
+
+
+HTTP_URL = re.compile(r"https?://[^\s/]+(/\S*)?")
+
+
+def check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
+    """Addresses of different servers; raises ValueError otherwise."""
+    for url in urls:
+        if not HTTP_URL.fullmatch(url):
+            raise ValueError(f'"{url}" must look like http://host:port')
+    check_once(tuple(url.rstrip("/") for url in urls))
+    return urls
+
+
 def _off_or_positive(value: int) -> int:
     if value != -1 and value < 1:
         raise ValueError("must be -1 (off) or at least 1")
@@ -88,18 +132,17 @@ def _off_or_positive(value: int) -> int:
     return value
 
 
-def _divides(value: float) -> float:
+def divides(value: float) -> float:
     """Logits are divided by it in float32."""
     if 0 < value < MIN_FACTOR:
         raise ValueError(f"must be at least {MIN_FACTOR:g} where it is not 0")
     return value
 
 
+Pattern = Annotated[str, AfterValidator(check_pattern)]
 TopK = Annotated[int, AfterValidator(_off_or_positive)]
-Temperature = Annotated[float, Field(ge=0, le=10), AfterValidator(_divides)]
-MaybeTemperature = Annotated[float, Field(ge=-1, le=10), AfterValidator(_divides)]
-"""-1: as elsewhere."""
-RepetitionPenalty = Annotated[float, Field(gt=0, le=MAX_PENALTY), AfterValidator(_divides)]
+Temperature = Annotated[float, Field(ge=0, le=10), AfterValidator(divides)]
+RepetitionPenalty = Annotated[float, Field(gt=0, le=MAX_PENALTY), AfterValidator(divides)]
 OtherPenalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 
 
@@ -124,7 +167,9 @@ class Section(BaseModel, frozen=True):
     def _values_fit(self) -> Self:
         found = tuple(self.conflicts())
         if found:
-            raise conflict_error(found)
+            text = "; ".join(f"{conflict.paths[0]}: {conflict.cause}" for conflict in found)
+            # The text goes in through the context: pydantic would read braces in a template as its own.
+            raise PydanticCustomError(CONFLICTS, "{text}", {"text": text, "conflicts": found})
         return self
 
 
@@ -171,12 +216,6 @@ def table_at(table: Table, path: Sequence[str]) -> Table | None:
     return level
 
 
-def holds(table: Table, path: Sequence[str]) -> bool:
-    """Whether there is a value at that path."""
-    above = table_at(table, path[:-1])
-    return above is not None and path[-1] in above
-
-
 def table_made_at(table: Table, path: Sequence[str]) -> Table:
     """The table at a path; whatever is in the way is replaced by tables."""
     level = table
@@ -187,22 +226,6 @@ def table_made_at(table: Table, path: Sequence[str]) -> Table:
             level[key] = below
         level = below
     return level
-
-
-def single_path(parsed: Table) -> KeyPath:
-    """The keys down a nesting in which every table has one key, through arrays of tables; stops at anything else."""
-    path: list[str] = []
-    level: object = parsed
-    while True:
-        array = as_array(level)
-        if array:
-            level = array[0]
-            continue
-        table = as_table(level)
-        if table is None or len(table) != 1:
-            return tuple(path)
-        key, level = next(iter(table.items()))
-        path.append(key)
 
 
 ANY_NAME = "*"
@@ -264,29 +287,3 @@ def paths_with_meaning(section: type[Section]) -> tuple[tuple[KeyPath, Meaning],
     return tuple(
         (path, mark.meaning) for path, field in walk(section) for mark in field.metadata if isinstance(mark, Means)
     )
-
-
-CODE_NAME = re.compile(r"[^:\s][^:]*:[A-Za-z_][A-Za-z0-9_.]*")
-
-
-def check_code_name(value: str, builtins: tuple[str, ...]) -> str:
-    """Accept a built-in name, `module:attr` or `file.py:attr`; raise ValueError otherwise."""
-    if value in builtins or CODE_NAME.fullmatch(value):
-        return value
-    near = nearest(value, builtins)
-    hint = f'; did you mean "{near}"?' if near else ""
-    known = f"one of {', '.join(builtins)}, or " if builtins else ""
-    raise ValueError(f"must be {known}module:function, or file.py:function{hint}")
-
-
-HTTP_URL = re.compile(r"https?://[^\s/]+(/\S*)?")
-
-
-def check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
-    """Addresses of different servers; raises ValueError otherwise."""
-    for url in urls:
-        if not HTTP_URL.fullmatch(url):
-            raise ValueError(f'"{url}" must look like http://host:port')
-    if len({url.rstrip("/") for url in urls}) != len(urls):
-        raise ValueError("names a server twice")
-    return urls

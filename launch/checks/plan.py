@@ -17,7 +17,7 @@ from typing import Any, Literal, cast
 import msgspec
 
 from ...core.config import Inspected, RunConfig, inspect_config
-from ...core.config.problems import KeyOrigin, Problem
+from ...core.config.loading import KeyOrigin, Problem
 from ...core.errors import ConfigError, MyxaError
 from ..actor_spec import ActorSpec, GangRendezvous
 from ..composition.weight_channels import choose_channel

@@ -1,8 +1,9 @@
-"""Commands that need no run: `plan`, `doctor`, `convert`, `engine serve`."""
+"""Commands that need no run: `plan`, `schema`, `doctor`, `convert`, `engine serve`."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from dataclasses import asdict
@@ -83,6 +84,19 @@ def _plan_coloured(text: str) -> Text:
     from ..checks.plan import styled_lines
 
     return Text("\n").join(Text(line, style=style) for line, style in styled_lines(text))
+
+
+def add_schema(verbs: Verbs) -> None:
+    """The command."""
+    text = "print the JSON Schema of the run file, for editors"
+    verbs.add_parser("schema", help=text, description=text).set_defaults(run=_schema)
+
+
+def _schema(_: argparse.Namespace) -> int:
+    from ...core.config.reference import json_schema
+
+    print(json.dumps(json_schema(), indent=2))
+    return 0
 
 
 STYLES = {"FAIL": "bold red", "warn": "yellow"}

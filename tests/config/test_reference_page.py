@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from myxa.core.config import RunConfig
-from myxa.core.config.reference import render_reference
-from myxa.core.config.section import walk
+from myxa.core.config.reference import json_schema, render_reference
+from myxa.core.config.section import keys_of, section_of, walk
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 REMEDY = (
@@ -32,3 +32,16 @@ def test_every_key_is_described_and_listed() -> None:
 @pytest.mark.parametrize("row", ["* `lr` (number, above 0; `0.0001`): ", "* `path` (path; **required**): "])
 def test_ranges_and_defaults_are_shown(row: str) -> None:
     assert row in PAGE.read_text()
+
+
+def test_the_schema_for_editors_has_every_key_with_its_meaning_and_unit() -> None:
+    schema = json_schema()
+    assert list(schema["properties"]) == list(keys_of(RunConfig))
+    for key, field in keys_of(RunConfig).items():
+        section = section_of(field)
+        for name, info in keys_of(section).items() if section else ():
+            row = schema["$defs"][section.__name__ if section else ""]["properties"][name]
+            assert row["description"] == info.description, f"{key}.{name}"
+    rows = schema["$defs"]["RolloutSettings"]["properties"]
+    assert (rows["timeout_s"]["x-unit"], rows["num_samples"]["minimum"]) == ("seconds", 1)
+    assert schema["$defs"]["DataSettings"]["additionalProperties"] is False

@@ -10,7 +10,6 @@ import pytest
 from pydantic import ValidationError
 
 from myxa.core.config import AlgoConfig, DataSettings, ModelSettings, RunConfig, dump_config, load_config, parse_devices
-from myxa.core.config.loading import missing_paths
 
 MINIMAL = '[model]\npath = "model"\n[data]\ntrain = "train.jsonl"\n'
 
@@ -180,18 +179,6 @@ def test_a_dumped_configuration_loads_as_the_same(folder: Path, extra: str) -> N
 )
 def test_devices(text: str, devices: tuple[int, ...]) -> None:
     assert parse_devices(text) == devices
-
-
-def test_missing_paths_are_named_with_their_keys(folder: Path) -> None:
-    (folder / "model").mkdir()
-    (folder / "train.jsonl").write_text("{}")
-    text = MINIMAL + '[eval]\ndata = "held.jsonl@[:5]"\n[reward]\nfn = "mine.py:f"\n[roles.rollout]\npython = "./py"\n'
-    config = load_config(write(folder, text))
-    assert missing_paths(config) == (
-        f"eval.data = {folder}/held.jsonl: there is no such file",
-        f"reward.fn = {folder}/mine.py: there is no such file",
-        f"roles.rollout.python = {folder}/py: there is no such file",
-    )
 
 
 def test_reading_a_run_file_imports_neither_torch_nor_numpy_nor_zmq() -> None:

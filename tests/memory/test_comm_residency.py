@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from myxa.actors.backends.torch_backend.world import Gang
 from myxa.core.clock import SystemClock
-from myxa.core.config.roles import MemorySettings
+from myxa.core.config.run import MemorySettings
 from myxa.core.errors import ConfigError, MemoryFault
 from myxa.launch.composition import trainer_parts
 from myxa.memory.communicators import proxy_build

@@ -15,7 +15,7 @@ from tests.rewards.world import answer
 
 from myxa.algos.rewards.builtin import BUILTINS, as_the_only_one, bind_builtin
 from myxa.algos.rewards.outcome import RewardOutcome, outcome_of, overlong_penalty
-from myxa.core.config.reward import REWARD_BUILTINS
+from myxa.core.config.data import REWARD_BUILTINS
 from myxa.core.errors import ConfigError
 
 
