@@ -40,9 +40,12 @@ class Finding:
     severity: Severity = "error"
 
 
-def warn(key: str, text: str, remedy: str) -> Finding:
-    """A warning about a key, whose message begins with it."""
-    return Finding(key, ConfigError(f"{key} {text}", remedy=remedy), "warning")
+def warnings(*rows: tuple[object, str, str, str]) -> Iterator[Finding]:
+    """A warning for each row that holds: whether it does, the key, what it means (the message follows the key), and
+    what to do."""
+    for holds, key, text, remedy in rows:
+        if holds:
+            yield Finding(key, ConfigError(f"{key} {text}", remedy=remedy), "warning")
 
 
 @dataclass(frozen=True, slots=True)

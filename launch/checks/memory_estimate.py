@@ -30,7 +30,7 @@ from ..actor_spec import ActorSpec
 from ..composition.memory_parts import GRAPH_BYTES, takes_turns
 from ..composition.weight_channels import choose_channel, is_between_devices
 from ..memory_part import GIB, MIB, Part, count_text, size_text, total
-from .check import CheckedRun, Finding, looked
+from .check import CheckedRun, Finding, looked, warnings
 from .node_checks import gpus
 from .run_arithmetic import num_micro_batches
 
@@ -557,29 +557,25 @@ def _remedy(config: RunConfig, largest: Part) -> tuple[str, str]:
 
 def _engine_findings(config: RunConfig, engine: EngineEstimate | None) -> Iterator[Finding]:
     key = "sglang.mem_fraction_static" if "mem_fraction_static" in config.sglang else "roles.rollout.devices"
-    if engine is None or engine.full_sequences >= config.rollout.num_samples:
+    samples, length = config.rollout.num_samples, engine.context_length if engine else 0
+    if engine is None or engine.full_sequences >= samples:
         return
+    tokens = f"{engine.cache_tokens:,} tokens after the weights"
+    holds = f"{key}: the cache holds {tokens}, {engine.full_sequences} sequences"
     if engine.full_sequences < 1:
-        error = ConfigError(
-            f"{key}: after the weights there is room for {engine.cache_tokens:,} tokens in the cache, and one sequence "
-            f"may have {engine.context_length:,}",
-            remedy="raise it, lower engine.context_length, or give the engine more GPUs",
-        )
-        yield Finding(key, error)
+        remedy = "raise it, lower engine.context_length, or give the engine more GPUs"
+        yield Finding(key, ConfigError(f"{holds} of the whole context of {length:,}", remedy=remedy))
     else:
-        error = ConfigError(
-            f"{key}: the cache holds {engine.cache_tokens:,} tokens, {engine.full_sequences} sequences of the whole "
-            f"context: not the {config.rollout.num_samples} samples of one group",
-            remedy="set engine.context_length to what answers need, or give the engine more memory",
-        )
+        remedy = "set engine.context_length to what answers need, or give the engine more memory"
+        error = ConfigError(f"{holds} of the whole context: not the {samples} samples of one group", remedy=remedy)
         yield Finding(key, error, "warning")
 
 
 def _workspace_findings(config: RunConfig, trainer: tuple[Part, ...]) -> Iterator[Finding]:
     """The workspace that the memory manager reserves for a step, against what the step needs."""
-    key, workspace = "memory.workspace_mb", config.memory.workspace_mb
+    workspace = config.memory.workspace_mb
     needed = total(part for part in trainer if part.name in ("activations", "logits"))
-    if takes_turns(config) and 0 < workspace * MIB < needed:
-        text = f"{key} = {workspace}: a micro-batch takes about {size_text(needed)}"
-        remedy = f"set it to {-(-needed // MIB // 256) * 256 + 256}, or lower trainer.max_tokens_per_microbatch"
-        yield Finding(key, ConfigError(text, remedy=remedy), "warning")
+    is_small = takes_turns(config) and 0 < workspace * MIB < needed
+    text = f"= {workspace}: a micro-batch takes about {size_text(needed)}"
+    remedy = f"set it to {-(-needed // MIB // 256) * 256 + 256}, or lower trainer.max_tokens_per_microbatch"
+    return warnings((is_small, "memory.workspace_mb", text, remedy))

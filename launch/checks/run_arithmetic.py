@@ -25,7 +25,7 @@ from ...algos.staleness import make_policy
 from ...algos.staleness_sim import Scenario, simulate
 from ...core.config import RunConfig
 from ...core.errors import DataError
-from .check import CheckedRun, Finding, warn
+from .check import CheckedRun, Finding, warnings
 from .file_checks import held_out_rows, train_rows
 
 # -- batch -------------------------------------------------------------------------------------------------------------
@@ -138,16 +138,14 @@ def planned_sources(run: CheckedRun) -> tuple[PlannedSource, ...]:
 def sources(run: CheckedRun) -> Iterator[Finding]:
     """Sources that end before the run, or have weight 0."""
     for source in run.once(planned_sources):
-        key = f"data.sources.{source.name}"
-        if source.max_passes and source.passes is not None and source.passes > source.max_passes:
-            yield warn(
-                f"{key}.max_passes",
-                f"= {source.max_passes}: the run asks for {source.passes:.2f} passes over {source.num_rows} rows; from "
-                "its end on the other sources fill its share",
-                f"raise it (0 = endless), or lower {key}.weight",
-            )
-        if not source.share:
-            yield warn(f"{key}.weight", "= 0: nothing is drawn from it", "set the knob mix when it is wanted")
+        key, limit, passes = f"data.sources.{source.name}", source.max_passes, source.passes or 0.0
+        yield from warnings(
+            (0 < limit < passes, f"{key}.max_passes",
+             f"= {limit}: the run asks for {passes:.2f} passes over {source.num_rows} rows; others fill its share then",
+             f"raise it (0 = endless), or lower {key}.weight"),
+            (not source.share, f"{key}.weight", "= 0: nothing is drawn from it",
+             "set the knob mix when it is wanted"),
+        )  # fmt: skip
 
 
 def amount_of_data(run: CheckedRun) -> Iterator[Finding]:
@@ -161,18 +159,16 @@ def amount_of_data(run: CheckedRun) -> Iterator[Finding]:
     bound = "max_passes of the sources" if config.data.sources else f"data.max_passes = {config.data.max_passes}"
     more = "raise data.max_passes (0 = endless)"
     if num_draws is not None and num_draws < batch:
-        error = DataError(
-            f"{key}: {num_rows} rows and {bound} are fewer prompts than one batch, algo.batch_size = {batch}",
-            remedy=f"lower algo.batch_size, or {more}",
-        )
-        yield Finding("algo.batch_size", error)
+        text = f"{key}: {num_rows} rows and {bound} are fewer prompts than one batch, algo.batch_size = {batch}"
+        yield Finding("algo.batch_size", DataError(text, remedy=f"lower algo.batch_size, or {more}"))
     elif num_draws is not None and num_steps and num_draws < batch * num_steps:
         end = f"the data ends after {num_draws // batch} of {num_steps} steps, earlier if groups are left out"
         error = DataError(f"{bound}: {end}", remedy=f"{more}, or lower run.num_steps")
         yield Finding("data.max_passes", error, "warning")
-    elif num_rows < batch:
+    else:
         text = f"= {batch}: the data has {num_rows} rows, so a batch holds the same prompt several times"
-        yield warn("algo.batch_size", text, "lower algo.batch_size, or use more data")
+        remedy = "lower algo.batch_size, or use more data"
+        yield from warnings((num_rows < batch, "algo.batch_size", text, remedy))
 
 
 # -- staleness ---------------------------------------------------------------------------------------------------------
@@ -277,16 +273,17 @@ def concurrency(run: CheckedRun) -> Iterator[Finding]:
 
 def staleness_findings(config: RunConfig, plan: StalenessPlan) -> Iterator[Finding]:
     """Concurrency that starves the trainer, and slots that stay empty."""
-    batch, max_groups = plan.batch_size, config.rollout.max_groups
-    takes = f"= {max_groups}: rollout actors ({plan.num_engines}) take {plan.concurrency} groups at a time"
+    key, batch, takes = "rollout.max_groups", plan.batch_size, plan.concurrency
+    first = f"= {config.rollout.max_groups}: rollout actors ({plan.num_engines}) take {takes} groups at a time"
     enough = -(-plan.num_slots // max(1, plan.num_engines))
-    if plan.concurrency < batch:
-        text = f"{takes}, fewer than one batch of {batch}: the trainer waits for several rounds of answers"
-        remedy = f"raise it to {enough}, which uses all {plan.num_slots} slots, or start more rollout actors"
-        yield warn("rollout.max_groups", text, remedy)
-    elif plan.concurrency < plan.num_slots:
-        text = f"{takes}, of {plan.num_slots} that max_staleness = {plan.max_staleness} allows"
-        yield warn("rollout.max_groups", text, f"raise it to {enough} to use them all")
+    return warnings(
+        (takes < batch, key,
+         f"{first}, fewer than one batch of {batch}: the trainer waits for several rounds of answers",
+         f"raise it to {enough}, which uses all {plan.num_slots} slots, or start more rollout actors"),
+        (batch <= takes < plan.num_slots, key,
+         f"{first}, of {plan.num_slots} that max_staleness = {plan.max_staleness} allows",
+         f"raise it to {enough} to use them all"),
+    )  # fmt: skip
 
 
 # -- what is rarely meant ----------------------------------------------------------------------------------------------
@@ -298,18 +295,19 @@ MANY_STEPS = 100
 
 def schedules(run: CheckedRun) -> Iterator[Finding]:
     """What happens every so many steps, beside how many there are."""
-    steps, trainer, evaluation = run.config.run.num_steps, run.config.trainer, run.config.eval
-    key = "trainer.checkpoint_every"
-    if steps and trainer.checkpoint_every > steps:
-        text = f"= {trainer.checkpoint_every}: the run has {steps} steps, so no checkpoint is written"
-        yield warn(key, text, "lower it, or set it to 0")
-    if not trainer.checkpoint_every and (not steps or steps >= MANY_STEPS):
-        back = "" if trainer.standby_every else ", and a trainer rank that dies throws training back to its start"
-        remedy = "set it to so many steps as may be lost, and trainer.keep_last to how many checkpoints stay"
-        yield warn(key, f"= 0: a run that is killed cannot be resumed{back}", remedy)
-    if steps and evaluation.every > steps:
-        text = f"= {evaluation.every}: the run has {steps} steps, so there is no evaluation after the first"
-        yield warn("eval.every", text, "lower it")
+    steps, trainer, every = run.config.run.num_steps, run.config.trainer, run.config.eval.every
+    back = "" if trainer.standby_every else ", and a trainer rank that dies throws training back to its start"
+    is_long = not steps or steps >= MANY_STEPS
+    return warnings(
+        (0 < steps < trainer.checkpoint_every, "trainer.checkpoint_every",
+         f"= {trainer.checkpoint_every}: the run has {steps} steps, so no checkpoint is written",
+         "lower it, or set it to 0"),
+        (is_long and not trainer.checkpoint_every, "trainer.checkpoint_every",
+         f"= 0: a run that is killed cannot be resumed{back}",
+         "set it to so many steps as may be lost, and trainer.keep_last to how many checkpoints stay"),
+        (0 < steps < every, "eval.every",
+         f"= {every}: the run has {steps} steps, so there is no evaluation after the first", "lower it"),
+    )  # fmt: skip
 
 
 def held_out(run: CheckedRun) -> Iterator[Finding]:
@@ -317,81 +315,74 @@ def held_out(run: CheckedRun) -> Iterator[Finding]:
     settings = run.config.eval
     for name, rows in run.once(held_out_rows).items():
         own = settings.sets[name].num_prompts if name else 0
-        num_rows, wanted = rows.num_rows, own or settings.num_prompts
+        wanted = own or settings.num_prompts
+        num_rows = wanted if rows.num_rows is None else rows.num_rows
         files = f"eval.sets.{name}.path" if name else "eval.data"
         key = f"eval.sets.{name}.num_prompts" if own else "eval.num_prompts"
-        if num_rows is not None and num_rows > wanted:
-            text = (
-                f"= {wanted}: {files} has {num_rows:,} rows, of which the last {num_rows - wanted:,} are not evaluated"
-            )
-            yield warn(key, f"= {wanted}: {text}", f"set it to {num_rows} to evaluate on all")
-        elif num_rows is not None and num_rows < wanted and (own or "num_prompts" in settings.model_fields_set):
-            text = f"= {wanted}: {files} has {num_rows} rows, which are all used"
-            yield warn(key, text, "lower it, or use more data")
+        is_said = own or "num_prompts" in settings.model_fields_set
+        yield from warnings(
+            (num_rows > wanted, key,
+             f"= {wanted}: {files} has {num_rows:,} rows, of which the last {num_rows - wanted:,} are not evaluated",
+             f"set it to {num_rows} to evaluate on all"),
+            (num_rows < wanted and is_said, key, f"= {wanted}: {files} has {num_rows} rows, which are all used",
+             "lower it, or use more data"),
+        )  # fmt: skip
 
 
 def odd_counts(run: CheckedRun) -> Iterator[Finding]:
     config, batch = run.config, run.once(batch_plan)
-    trainer, engine, rollout = config.roles.trainer, config.engine, config.rollout
-    if batch.samples_per_update < batch.num_replicas:
-        yield warn(
-            "algo.batch_size",
-            f"= {config.algo.batch_size}: one update has {batch.samples_per_update} samples for {batch.num_replicas} "
-            "trainer ranks, so some of them have nothing to do",
-            "raise it, lower algo.minibatches, or use fewer ranks",
-        )
-    if len(trainer.device_ids) > trainer.count:
-        text = f"{len(trainer.device_ids)} GPUs for {trainer.count} ranks on a node, each of which uses one"
-        remedy = "set roles.trainer.count to the number of GPUs"
-        yield warn("roles.trainer.devices", f'= "{trainer.devices}": {text}', remedy)
-    open_servers = [url for url in engine.attach if urlsplit(url).hostname not in LOOPBACKS]
-    if open_servers and not engine.key_env:
-        yield warn(
-            "engine.attach",
-            f"names {', '.join(open_servers)} without engine.key_env: every client that reaches one can load weights",
-            "start servers with --admin-api-key, and name the variable that holds it in engine.key_env",
-        )
-    length, answer = engine.context_length, rollout.max_new_tokens
-    if not run.is_sft and length and answer * rollout.max_turns >= length > answer:
-        text = f"= {length}: {rollout.max_turns} turns of {answer} tokens do not fit, later ones are cut short"
-        yield warn("engine.context_length", text, "raise it, or lower rollout.max_new_tokens")
+    trainer, rollout = config.roles.trainer, config.rollout
+    length, answer, turns = config.engine.context_length, rollout.max_new_tokens, rollout.max_turns
+    far = [url for url in config.engine.attach if urlsplit(url).hostname not in LOOPBACKS]
+    return warnings(
+        (batch.samples_per_update < batch.num_replicas, "algo.batch_size",
+         (f"= {config.algo.batch_size}: one update has {batch.samples_per_update} samples for {batch.num_replicas} "
+         "trainer ranks, so some of them have nothing to do"),
+         "raise it, lower algo.minibatches, or use fewer ranks"),
+        (len(trainer.device_ids) > trainer.count, "roles.trainer.devices",
+         (f'= "{trainer.devices}": {len(trainer.device_ids)} GPUs for {trainer.count} ranks on a node, each of which '
+         "uses one"), "set roles.trainer.count to the number of GPUs"),
+        (far and not config.engine.key_env, "engine.attach",
+         f"names {', '.join(far)} without engine.key_env: every client that reaches one can load weights",
+         "start servers with --admin-api-key, and name the variable that holds it in engine.key_env"),
+        (not run.is_sft and answer * turns >= length > answer, "engine.context_length",
+         f"= {length}: {turns} turns of {answer} tokens do not fit, later ones are cut short",
+         "raise it, or lower rollout.max_new_tokens"),
+    )  # fmt: skip
+
+
+CUT = (
+    "tokens are drawn from a part of the distribution, their log-probs and the trainer's are of all of it: what is "
+    "cut off is never tried, and no correction sees that"
+)
+PENALISED = (
+    "log-probs of sampled tokens are those after the penalty, the trainer scores without it: its ratios are not 1 "
+    "on fresh samples either, and the correction (algo.correction) weighs that"
+)
+PLAIN_SAMPLING = {
+    "top_p": (1, CUT), "top_k": (-1, CUT), "min_p": (0, CUT), "repetition_penalty": (1, PENALISED),
+    "frequency_penalty": (0, PENALISED), "presence_penalty": (0, PENALISED), "min_new_tokens": (0, PENALISED),
+}  # fmt: skip
+"""Key of `[rollout]` -> the value that switches it off, and what it does otherwise."""
 
 
 def sampling(run: CheckedRun) -> Iterator[Finding]:
     """Sampling that the trainer cannot score, and seeds that decide less than they seem to."""
-    rollout, data = run.config.rollout, run.config.data
+    rollout, data, eta = run.config.rollout, run.config.data, run.config.asynchrony.max_staleness
     if run.is_sft:
         return
-    part = (
-        "tokens are drawn from a part of the distribution, their log-probs and the trainer's are of all of it: what is "
-        "cut off is never tried, and no correction sees that"
-    )
-    penalty = (
-        "log-probs of sampled tokens are those after the penalty, the trainer scores without it: its ratios are not 1 "
-        "on fresh samples either, and the correction (algo.correction) weighs that"
-    )
-    watch = ", or watch the importance weights (docs/algorithms.md)"
-    for key, rest, text, more in (
-        *((key, rest, part, "") for key, rest in (("top_p", 1), ("top_k", -1), ("min_p", 0))),
-        *((key, 0, penalty, watch) for key in ("frequency_penalty", "presence_penalty", "min_new_tokens")),
-        ("repetition_penalty", 1, penalty, watch),
-    ):
+    for key, (off, text) in PLAIN_SAMPLING.items():
         value = getattr(rollout, key)
-        if value != rest:
-            yield warn(f"rollout.{key}", f"= {value:g}: {text}", f"set it to {rest} for training{more}")
-    key = "rollout.deterministic"
-    if rollout.deterministic and run.config.asynchrony.max_staleness:
-        yield warn(
-            key,
-            f"= true with async.max_staleness = {run.config.asynchrony.max_staleness}: turns have their own seeds, but "
-            "which weights a token meets is a matter of time: two runs are not equal",
-            "set async.max_staleness = 0 for runs that repeat to the bit",
-        )
-    if rollout.deterministic and data.difficulty_low < data.difficulty_high:
-        yield warn(
-            key,
-            f"= true with a difficulty window of {data.difficulty_low:g} to {data.difficulty_high:g}: a prompt that "
-            "comes twice within a step may be passed over or not, as its first group is finished by then or not: two "
-            "runs are not equal",
-            "leave the window out (data.difficulty_low = data.difficulty_high) for runs that repeat to the bit",
-        )
+        watch = ", or watch the importance weights (docs/algorithms.md)" if text is PENALISED else ""
+        remedy = f"set it to {off} for training{watch}"
+        yield from warnings((value != off, f"rollout.{key}", f"= {value:g}: {text}", remedy))
+    window = f"{data.difficulty_low:g} to {data.difficulty_high:g}"
+    yield from warnings(
+        (rollout.deterministic and eta, "rollout.deterministic",
+         (f"= true with async.max_staleness = {eta}: turns have their own seeds, but which weights a token meets is a "
+         "matter of time: two runs are not equal"), "set async.max_staleness = 0 for runs that repeat to the bit"),
+        (rollout.deterministic and data.difficulty_low < data.difficulty_high, "rollout.deterministic",
+         (f"= true with a difficulty window of {window}: a prompt that comes twice within a step may be passed over or "
+         "not, as its first group is finished by then or not: two runs are not equal"),
+         "leave the window out (data.difficulty_low = data.difficulty_high) for runs that repeat to the bit"),
+    )  # fmt: skip

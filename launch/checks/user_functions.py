@@ -101,11 +101,12 @@ def check_function(named: Named) -> None:
     if path is None:  # a module that is not made of source text
         return
     tree = _parsed(path, where, key)
-    found = _definition(tree, attr.partition(".")[0])
+    bound = _bindings(tree)
+    found = bound.get(attr.partition(".")[0])
     if found is None:
         if "." in attr or _makes_names(tree):  # a submodule is an attribute once it was imported
             return
-        known = [name for node in _statements(tree.body) for name in _bound(node) if not name.startswith("_")]
+        known = [name for name in bound if not name.startswith("_")]
         raise ConfigError(f'{key}: {where} has no "{attr}"', remedy=suggest(attr, known))
     if "." in attr or getattr(found, "decorator_list", ()):
         return
@@ -202,40 +203,32 @@ def _parsed(path: Path, where: str, key: str) -> ast.Module:
         raise ConfigError(f"{key}: {path} cannot be read: {error}", remedy="name a readable .py file") from error
 
 
-def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Of the module's own level, those under `if`, `try` and `with` too."""
-    for node in body:
+def _module_level(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every node that is in no function and no class, in order."""
+    for node in ast.iter_child_nodes(tree):
         yield node
-        for name in ("body", "orelse", "finalbody"):
-            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                yield from _statements(getattr(node, name, []))
-        for handler in getattr(node, "handlers", []):
-            yield from _statements(handler.body)
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield from _module_level(node)
 
 
-def _bound(node: ast.stmt) -> list[str]:
-    """Names that a statement binds."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return [node.name]
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        return [(alias.asname or alias.name).partition(".")[0] for alias in node.names]
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    return [inner.id for target in targets for inner in ast.walk(target) if isinstance(inner, ast.Name)]
-
-
-def _definition(tree: ast.Module, name: str) -> ast.stmt | None:
-    found = [node for node in _statements(tree.body) if name in _bound(node)]
-    return found[-1] if found else None
+def _bindings(tree: ast.Module) -> dict[str, ast.AST]:
+    """Names of the module -> where each is bound last."""
+    found: dict[str, ast.AST] = {}
+    for node in _module_level(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found[node.name] = node
+        elif isinstance(node, ast.alias):
+            found[(node.asname or node.name).partition(".")[0]] = node
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found[node.id] = node
+    return found
 
 
 def _makes_names(tree: ast.Module) -> bool:
-    """Whether names may come from where this does not see them."""
-    if not tree.body:  # empty, or too large to be looked at
-        return True
-    nodes = list(ast.walk(tree))
-    return any(
-        (isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names))
+    """Whether names may come from where this does not see them: a file that is empty, or too large to be looked at."""
+    return not tree.body or any(
+        (isinstance(node, ast.alias) and node.name == "*")
         or (isinstance(node, ast.Name) and node.id in MAKERS)
         or (isinstance(node, ast.FunctionDef) and node.name == "__getattr__")
-        for node in nodes
+        for node in ast.walk(tree)
     )
