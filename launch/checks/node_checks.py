@@ -37,10 +37,10 @@ from ...core.suggestion import suggest
 from ...memory.budget import ITEM_BYTES
 from ..actor_spec import ActorSpec
 from ..composition.weight_channels import choose_channel
+from ..host import Gpus, check_port, free_at, look_at_gpus, nearest_folder
 from ..memory_part import Part, count_text, size_text, total
 from .check import CheckedRun, Finding, looked
 from .interpreters import AskedInterpreter, Installed, ask_interpreters, folder_of_sglang
-from .machine import Gpus, check_port, free_at, look_at_gpus, nearest_folder
 
 
 class Need(NamedTuple):

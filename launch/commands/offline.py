@@ -237,7 +237,7 @@ def read_key(options: argparse.Namespace) -> str:
 def _engine_serve(options: argparse.Namespace) -> int:
     import asyncio
 
-    from ..checks.machine import check_port
+    from ..host import check_port
 
     key = read_key(options)
     raise_limit()

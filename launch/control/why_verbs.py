@@ -20,7 +20,7 @@ from ...core.errors import CallError, ConfigError, LaunchError
 from ...core.knobs import KnobState, KnobTable, Operator
 from ...core.messages import BufferStats
 from ...core.refs import with_deadline
-from ..checks.machine import look_at_gpus
+from ..host import look_at_gpus
 from ..supervisor.placement import Present, staff
 from ..views.advice import Facts, most_on_cores, num_cores
 from ..views.bottleneck import Filtered, engines_look_full

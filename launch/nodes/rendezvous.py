@@ -24,8 +24,8 @@ import msgspec
 from ...core.errors import CallError, ConfigError, LaunchError
 from ...transport.address import Rendezvous, interface_towards
 from ...transport.node import JobKey, KeyPair, Node
-from ..checks.machine import check_port
 from ..contracts import ChildEnd, agent_name
+from ..host import check_port
 from ..node_place import Endpoint, NodePlace, find_late_place, parse_endpoint
 from ..run_dir import RunDir
 from ..worker_spec import ProcessSpec

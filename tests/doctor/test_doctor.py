@@ -17,10 +17,11 @@ from myxa.launch.actor_spec import ActorSpec
 from myxa.launch.checks import machine
 from myxa.launch.checks.all_checks import findings_json, findings_text, judge
 from myxa.launch.checks.check import Finding
-from myxa.launch.checks.machine import FoundRun, Gpu, Gpus, MachineFacts, Preload, Server, find_runs, server_of
+from myxa.launch.checks.machine import FoundRun, MachineFacts, Preload, Server, find_runs, server_of
 from myxa.launch.checks.machine_checks import MACHINE_CHECKS, numbers
 from myxa.launch.cli import main
 from myxa.launch.control.client import ControlNote
+from myxa.launch.host import Gpu, Gpus, listen_trouble
 from myxa.launch.worker_spec import SPEC_VARIABLE, ProcessSpec, write_spec
 
 GIB = 1 << 30
@@ -188,8 +189,8 @@ def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_port_that_is_taken_is_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert "in use" in machine.listen_trouble("127.0.0.1", port)
-    assert machine.listen_trouble("127.0.0.1", 0) == ""
+        assert "in use" in listen_trouble("127.0.0.1", port)
+    assert listen_trouble("127.0.0.1", 0) == ""
 
 
 def test_a_library_in_front_of_a_process(tmp_path: Path) -> None:

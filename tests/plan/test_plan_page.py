@@ -17,9 +17,10 @@ from pathlib import Path
 from tests.plan.memory_cases import NOT_BY_TORCH, SHAPES, measured, run
 
 from myxa.launch.checks.all_checks import findings_text, judge
-from myxa.launch.checks.machine import Gpu, Gpus, MachineFacts, Preload
+from myxa.launch.checks.machine import MachineFacts, Preload
 from myxa.launch.checks.memory_estimate import trainer_memory
 from myxa.launch.cli import main
+from myxa.launch.host import Gpu, Gpus
 from myxa.launch.memory_part import GIB, total
 
 FILE = Path(__file__).parents[2] / "docs" / "plan.md"

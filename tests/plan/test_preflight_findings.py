@@ -17,9 +17,9 @@ from myxa.launch.actor_spec import ActorSpec
 from myxa.launch.checks.check import CheckedRun, Finding
 from myxa.launch.checks.file_checks import ReadRows, template_findings, train_rows
 from myxa.launch.checks.interpreters import Installed, ask_interpreters, folder_of_sglang
-from myxa.launch.checks.machine import Gpu, Gpus
 from myxa.launch.checks.node_checks import device_findings, launched_servers, package_findings, server_arguments
 from myxa.launch.checks.user_functions import function_findings
+from myxa.launch.host import Gpu, Gpus
 from myxa.launch.supervisor.placement import place
 
 ALL = ("torch", "megatron.core", "pynvml", "torch_memory_saver", "sglang", "math_verify", "pyarrow", "wandb", "mlflow")
