@@ -18,6 +18,7 @@ from ...actors.data.layout import Item, RowLayout
 from ...actors.data.prompts import held_out_layout, layout_of, open_data
 from ...actors.data.row_file import RowError, RowFile
 from ...actors.data.row_set import encode_item
+from ...actors.engines.sglang.server_args import check_sizes
 from ...actors.ledger.file import is_in_use
 from ...actors.ledger.resume import LEDGER, dataset_of
 from ...actors.models.chat_template import PlainText, template_of
@@ -287,6 +288,9 @@ def fit(run: CheckedRun) -> Iterator[Finding]:
     kinds = {(actor.role, actor.kind) for actor in run.actors}
     if run.of("rollout") and not run.is_sft:
         yield from looked("engine.context_length", _check_context, config, model.context_length)
+    are_numbers = all(isinstance(config.sglang.get(f"{size}_size", 1), int) for size in ("tp", "pp", "dp"))
+    if are_numbers and ("rollout", "sglang") in kinds and not (run.is_sft or config.engine.attach):
+        yield from looked("sglang", check_sizes, config.sglang, len(run.of("rollout")[0].devices))
     if ("trainer", "torch") in kinds:
         yield from looked("model.path", model.require_plain, "the torch trainer")
     if ("rollout", "embedded") in kinds and not run.is_sft:

@@ -181,6 +181,26 @@ MISTAKES: dict[str, str] = {
 }
 
 
+CANNOT = {
+    'disaggregation_mode = "prefill"': "engine.attach",
+    'disaggregation_transfer_backend = "nixl"': "engine.attach",
+    "encoder_only = true": "engine.attach",
+    "enable_lora = true": "whole weights",
+    'lora_paths = ["a=b"]': "whole weights",
+    "max_loras_per_batch = 2": "whole weights",
+    "is_embedding = true": "generate",
+    'ssl_keyfile = "k"': "plain HTTP",
+    'chat_template = "x.jinja"': "data.chat_template",
+    'revision = "main"': "download that revision",
+    "grpc_mode = true": "HTTP",
+}
+"""Lines of [sglang] that ask for what a run cannot do, and what is said of them."""
+MISTAKES |= {
+    f'[roles.rollout]\nkind = "sglang"\n[sglang]\n{line}\n': f"8 sglang.{line.partition(' ')[0]} ! {words}"
+    for line, words in CANNOT.items()
+}
+
+
 @pytest.mark.parametrize(("text", "named"), MISTAKES.items(), ids=[str(i) for i in range(len(MISTAKES))])
 def test_one_mistake_gives_one_line(tmp_path: Path, text: str, named: str) -> None:
     message = failure(tmp_path, HEAD + text)
@@ -194,10 +214,18 @@ def test_one_mistake_gives_one_line(tmp_path: Path, text: str, named: str) -> No
     assert not proposed or f'did you mean "{proposed}"?' in message, message
 
 
-def test_a_widest_window_is_accepted(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[async]\nwindow = 65\n",
+        *(f'[roles.rollout]\nkind = "sglang"\n[sglang]\n{line}\n'
+          for line in ("enable_lora = false", 'disaggregation_mode = "null"', "log_level = 'info'")),
+    ],
+)  # fmt: skip
+def test_the_widest_window_and_what_switches_an_argument_off_are_accepted(tmp_path: Path, text: str) -> None:
     file = tmp_path / "run.toml"
-    file.write_text(HEAD + "[async]\nwindow = 65\n")
-    assert load_config(file).asynchrony.window == 65
+    file.write_text(HEAD + text)
+    load_config(file)
 
 
 def test_all_mistakes_are_told_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:

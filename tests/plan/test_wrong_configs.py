@@ -143,6 +143,10 @@ WRONG: dict[str, Wrong] = {
         '[roles.rollout]\nkind = "sglang"\ncount = 1\n[engine]\nattach = ["http://127.0.0.1:1"]\nkey_env = "MYXA_NO_SUCH_KEY"',
         'key_env = "MYXA_NO_SUCH_KEY"', "set it in the environment"
     ),
+    "sizes of SGLang that its GPUs do not have": Wrong(
+        "[roles.rollout]\ncount = 2",
+        '[sglang]\ntp_size = 4\n[roles.rollout]\nkind = "sglang"\ncount = 1\ndevices = "0-1"', "[sglang]", "change the sizes"
+    ),
     "SGLang not installed": add("roles.rollout", 'kind = "sglang"', "set engine.python", "roles.rollout.python"),
     # memory in turns
     "turns without a size on the CPU": end(SHARED, 'share = "switch"', "must be set on the CPU", "memory.capacity_mb"),
