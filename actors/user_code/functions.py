@@ -277,18 +277,19 @@ def check_call(
 ) -> None:
     """Raise ConfigError unless a function of that signature can be called as is expected, with named arguments of the
     run file besides."""
-    like = f"it must look like: {expected.signature}"
+    like, given = f"it must look like: {expected.signature}", list(args)
     if expected.must_be_plain and is_async:
         raise ConfigError(f'{expected.key} = "{name}" is an async function', remedy=like)
     try:
         if signature is not None:
-            signature.bind(*([None] * expected.num_args), **dict.fromkeys(args))
+            signature.bind(*([None] * expected.num_args), **dict.fromkeys(given))
     except TypeError as error:
-        count = f"called with {expected.num_args} value{'s' if expected.num_args > 1 else ''}"
-        remedy = _named_remedy(signature, expected, set(args)) if signature is not None else ""
+        called = f"called with {expected.num_args} value{'s' if expected.num_args > 1 else ''}"
+        called += f" and the arguments {', '.join(given)}" if given else ""
+        remedy = _named_remedy(signature, expected, set(given)) if signature is not None else ""
         raise ConfigError(
             f'{expected.key} = "{name}" has the signature {signature}: {error}',
-            remedy="; ".join(filter(None, (remedy, f"{like}, {count}"))),
+            remedy="; ".join(filter(None, (remedy, f"{like}, {called}"))),
         ) from error
 
 

@@ -163,7 +163,7 @@ def make_data(folder: Path) -> None:
     good = (folder / "data/prompts.jsonl").read_text().splitlines()[:16]
     long = json.dumps({"prompt": "sort " + "123456789" * 60, "label": "1"})
     files = {
-        "torn": [*good[:3], '{"prompt": "sort 1"', *good[3:]],
+        "torn": [*good, *good, *good, *good, '{"prompt": "sort 1"', *good],  # behind the rows that are read at once
         "empty": [],
         "no_label": ['{"prompt": "sort 21", "answer": "12"}'] * 4,
         "three_rows": good[:3],

@@ -107,7 +107,7 @@ def test_a_function_with_another_signature_is_told_the_right_one(file: Path) -> 
 
     file.write_text("def rank(completions, label): return []\n")
     with pytest.raises(
-        Exception, match=r"takes 2 values, and gets 1 -- it must look like: def rewards\(completions: Seq"
+        Exception, match=r"argument: 'label' -- give it in .*; it must look like: def rewards\(completions: Seq"
     ):
         check_function(Named(f"{file}:rank", GROUP_REWARD, frozenset()))
 

@@ -90,7 +90,7 @@ def test_a_signature_that_does_not_fit(file: Path) -> None:
     assert isinstance(error, ConfigError)
     assert str(error) == (
         f"reward.fn = \"{file}:two\" has the signature (completion, other): missing a required argument: 'other' -- "
-        f"it must look like: {SIGNATURE}, called with 1 value"
+        f"give it in reward.args, or a default in the function; it must look like: {SIGNATURE}, called with 1 value"
     )
     error = refused(f"{file}:judge", args={"strictness": 2.0, "other": 1})
     assert "got an unexpected keyword argument 'other'" in str(error)
