@@ -152,7 +152,7 @@ def load_config(
 def inspect_config(
     files: Sequence[str | os.PathLike[str]], overrides: Sequence[str] = (), *, text: str | None = None
 ) -> Inspected:
-    """The same, but problems are returned. Raises ConfigError for a file that cannot be read or is no TOML."""
+    """The same, but problems are returned, also of files that cannot be read."""
     if not files:
         raise ConfigError("no run file was given", remedy="name a TOML file")
     layers = _Layers(KeyOrigins(str(files[0])))
@@ -163,7 +163,7 @@ def inspect_config(
     run = as_table(layers.table.setdefault("run", {}))
     if run is not None:
         run.setdefault("dir", str(Path.cwd() / "runs"))
-    config = layers.check()
+    config = layers.check() if layers.is_whole else None
     return Inspected(config, tuple(layers.problems), layers.origins, frozenset(layers.bad))
 
 
@@ -175,13 +175,17 @@ class _Layers:
     table: Table = field(default_factory=dict[str, Any])
     problems: list[Problem] = field(default_factory=list[Problem])
     bad: set[KeyPath] = field(default_factory=set[KeyPath])
+    is_whole: bool = True
+    """Whether every file could be read."""
 
     def read_file(self, file: Path, text: str | None) -> None:
-        text = _read_text(file) if text is None else text
         try:
+            text = file.read_bytes().decode("utf-8-sig") if text is None else text
             table = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(_syntax_message(file, text, str(error))) from error
+        except (OSError, ValueError) as error:
+            self.problems.append(_unreadable(file, text or "", error))
+            self.is_whole = False
+            return
         _resolve(table, file.absolute().parent)
         _merge(self.table, table)
         for key, line in key_lines(text).items():
@@ -361,22 +365,20 @@ def _remove(table: Table, path: KeyPath) -> bool:
     return above is not None and above.pop(path[-1], table) is not table
 
 
-def _read_text(file: Path) -> str:
-    try:
-        return file.read_bytes().decode("utf-8-sig")
-    except FileNotFoundError:
-        raise ConfigError(f"{file}: there is no such run file", remedy="check the path") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: is not UTF-8 text (byte {error.start})", remedy="save it as UTF-8") from error
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {error.strerror}", remedy="name a readable TOML file") from error
-
-
-def _syntax_message(file: Path, text: str, error: str) -> str:
-    match = DECODE_PLACE.search(error)
-    line = int(match[1]) if match and match[1] else text.rstrip().count("\n") + 1
-    column = f", column {match[2]}" if match and match[2] else ""
-    return f"{file}:{line}: is not TOML{column}: {DECODE_PLACE.sub('', error)}"
+def _unreadable(file: Path, text: str, error: Exception) -> Problem:
+    place, line = str(file), 0
+    if isinstance(error, tomllib.TOMLDecodeError):
+        match = DECODE_PLACE.search(str(error))
+        line = int(match[1]) if match and match[1] else text.rstrip().count("\n") + 1
+        column = f", column {match[2]}" if match and match[2] else ""
+        cause = f"is not TOML{column}: {DECODE_PLACE.sub('', str(error))}"
+    elif isinstance(error, UnicodeDecodeError):
+        cause = f"is not UTF-8 text (byte {error.start}) -- save it as UTF-8"
+    elif isinstance(error, FileNotFoundError):
+        cause = "there is no such run file -- check the path"
+    else:
+        cause = f"cannot be read: {getattr(error, 'strerror', error)} -- name a readable TOML file"
+    return Problem((), cause, KeyOrigin(place, line))
 
 
 def _single_path(parsed: Table) -> KeyPath:

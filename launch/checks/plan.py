@@ -18,7 +18,7 @@ import msgspec
 
 from ...core.config import Inspected, RunConfig, inspect_config
 from ...core.config.loading import KeyOrigin, Problem
-from ...core.errors import ConfigError, MyxaError
+from ...core.errors import ConfigError
 from ..actor_spec import ActorSpec, GangRendezvous
 from ..composition.weight_channels import choose_channel
 from ..memory_part import GIB, count_text, size_text
@@ -128,11 +128,8 @@ class PlannedRun:
 
 def make_plan(options: RunPlanOptions) -> PlannedRun:
     """Look at everything. Never raises for what is wrong with the run."""
-    try:
-        inspected = inspect_config(options.files, options.overrides)
-    except MyxaError as error:
-        return PlannedRun(options.files, problems=(_of_error(error),))
-    problems = [_of_problem(problem, inspected) for problem in inspected.problems]
+    inspected = inspect_config(options.files, options.overrides)
+    problems = [_of_problem(problem) for problem in inspected.problems]
     config = inspected.config
     if config is None:
         return PlannedRun(options.files, problems=in_order(problems, options.files))
@@ -185,8 +182,6 @@ def _planned(run: CheckedRun, options: RunPlanOptions) -> PlannedRun:
 
 # -- problems ----------------------------------------------------------------------------------------------------------
 
-PLACE = re.compile(r"(?P<file>.+?):(?P<line>\d+): (?P<rest>.*)", re.DOTALL)
-
 
 def _touches(key: str, inspected: Inspected) -> bool:
     """Whether a finding is about the default that replaces a mistaken value."""
@@ -194,11 +189,10 @@ def _touches(key: str, inspected: Inspected) -> bool:
     return any(path[:length] in inspected.bad for length in range(1, len(path) + 1))
 
 
-def _of_problem(problem: Problem, inspected: Inspected) -> PlanProblem:
+def _of_problem(problem: Problem) -> PlanProblem:
     """One that the run file itself has."""
-    origin = problem.origin or inspected.origins.of(problem.path)
     cause, _, remedy = problem.text.partition(" -- ")
-    return PlanProblem("error", origin.place, origin.line, ".".join(problem.path), cause, remedy)
+    return PlanProblem("error", problem.origin.place, problem.origin.line, ".".join(problem.path), cause, remedy)
 
 
 def _of_finding(finding: Finding, inspected: Inspected) -> PlanProblem:
@@ -206,14 +200,6 @@ def _of_finding(finding: Finding, inspected: Inspected) -> PlanProblem:
     origin = inspected.origins.of(tuple(finding.key.split("."))) if finding.key else KeyOrigin("", 0)
     severity = "warning" if finding.severity == "warning" else "error"
     return PlanProblem(severity, origin.place, origin.line, finding.key, finding.error.message, finding.error.remedy)
-
-
-def _of_error(error: MyxaError) -> PlanProblem:
-    """One that kept the run file from being read."""
-    match = PLACE.fullmatch(error.message)
-    if match is None:
-        return PlanProblem("error", "", 0, "", error.message, error.remedy)
-    return PlanProblem("error", match["file"], int(match["line"]), "", match["rest"], error.remedy)
 
 
 def in_order(problems: Iterable[PlanProblem], files: Sequence[str]) -> tuple[PlanProblem, ...]:
