@@ -389,14 +389,6 @@ class Memory:
     trainer: tuple[Part, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Capacities:
-    """Bytes of a GPU and of this host's memory; None: not known."""
-
-    gpu: int | None
-    host: int | None
-
-
 def memory(run: CheckedRun) -> tuple[Memory | None, tuple[Finding, ...]]:
     """The estimate, and what does not fit; None where model, placement or layout say nothing."""
     config, capacity = run.config, run.device_bytes
@@ -411,7 +403,7 @@ def memory(run: CheckedRun) -> tuple[Memory | None, tuple[Finding, ...]]:
     if capacity is None and run.is_here and config.roles.trainer.device_ids + config.roles.rollout.device_ids:
         capacity = min((one.num_bytes for one in run.once(gpus).found if one.num_bytes), default=None)
     host = available_bytes() if run.is_here else None
-    return memory_of(config, run.model, run.actors, Capacities(capacity, host))
+    return memory_of(config, run.model, run.actors, gpu_bytes=capacity, host_bytes=host)
 
 
 def memory_findings(run: CheckedRun) -> tuple[Finding, ...]:
@@ -419,23 +411,28 @@ def memory_findings(run: CheckedRun) -> tuple[Finding, ...]:
 
 
 def memory_of(
-    config: RunConfig, model: ModelConfig, actors: Sequence[ActorSpec], capacities: Capacities
+    config: RunConfig,
+    model: ModelConfig,
+    actors: Sequence[ActorSpec],
+    *,
+    gpu_bytes: int | None = None,
+    host_bytes: int | None = None,
 ) -> tuple[Memory, tuple[Finding, ...]]:
-    """All kinds of devices and phases, and what does not fit."""
+    """All kinds of devices and phases, and what does not fit a GPU and a host of that size; None: not known."""
     trainers = [actor for actor in actors if actor.role == "trainer"]
     rollouts = [actor for actor in actors if actor.role == "rollout"]
     trainer, engine = trainer_memory(config, model, max(1, len(trainers))), None
     launches = config.roles.rollout.kind == "sglang" and not config.engine.attach and config.algo.kind != "sft"
     if launches and rollouts and rollouts[0].devices:
-        engine = server_memory(config, model, len(rollouts[0].devices), capacities.gpu)
-    loads = list(_gpu_loads(config, trainers, rollouts, trainer, engine, capacities.gpu))
+        engine = server_memory(config, model, len(rollouts[0].devices), gpu_bytes)
+    loads = list(_gpu_loads(config, trainers, rollouts, trainer, engine, gpu_bytes))
     findings: list[Finding] = []
     try:
-        loads += _host_loads(config, model, trainer, capacities.host)
+        loads += _host_loads(config, model, trainer, host_bytes)
     except EngineError as error:
         findings.append(Finding("engine.context_length", error))
     findings += [finding for load in loads for finding in _too_full(config, load)]
-    findings += _engine_findings(config, engine) if capacities.gpu is not None else ()
+    findings += _engine_findings(config, engine) if gpu_bytes is not None else ()
     findings += _workspace_findings(config, trainer)
     return Memory(tuple(loads), engine, trainer), tuple(findings)
 

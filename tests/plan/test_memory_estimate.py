@@ -16,7 +16,6 @@ from myxa.actors.models.model_config import ModelConfig
 from myxa.core.config import RunConfig
 from myxa.launch.checks.memory_estimate import (
     CHUNK_LOGITS,
-    Capacities,
     layer_numbers,
     memory_of,
     server_memory,
@@ -165,7 +164,7 @@ TURNS = {**SHARED, "memory": {"share": "switch", "workspace_mb": 40_000}}
 
 
 def loads(config: RunConfig, model: ModelConfig, gib: float) -> tuple[dict[str, bool], list[str]]:
-    memory, findings = memory_of(config, model, place(config, 1), Capacities(int(gib * GIB), None))
+    memory, findings = memory_of(config, model, place(config, 1), gpu_bytes=int(gib * GIB))
     gpus = [load for load in memory.loads if "GPU" in load.devices]
     return {load.phase: load.fits for load in gpus}, [finding.key for finding in findings]
 
@@ -195,6 +194,6 @@ def test_a_workspace_that_is_too_small_is_told() -> None:
 
 def test_without_a_size_nothing_is_said_to_fit_or_not() -> None:
     config = run("megatron", 1, **SHARED)
-    memory, findings = memory_of(config, SHAPES["0.6B"], place(config, 1), Capacities(None, None))
+    memory, findings = memory_of(config, SHAPES["0.6B"], place(config, 1))
     assert [load.capacity_bytes for load in memory.loads] == [None]
     assert list(findings) == []
