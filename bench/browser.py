@@ -1,22 +1,157 @@
-"""A browser to take pictures with: where it is, and what keeps it quiet."""
+"""A real browser, driven over its DevTools socket: for tests of pages, and for pictures of them.
+
+playwright was considered: it downloads browsers of its own; an installed Chromium (Debian: `apt-get install chromium`)
+and aiohttp suffice.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import contextlib
+import json
 import shutil
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-QUIET = (
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--hide-scrollbars",
-)
+QUIET = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-extensions",
+         "--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars",
+         "--remote-debugging-port=0", "--remote-allow-origins=*")  # fmt: skip
+PATIENCE_S = 40.0
 
 
 def find_browser() -> str | None:
     """Path of the first that is installed."""
     return next((path for name in BROWSERS if (path := shutil.which(name))), None)
+
+
+class Page:
+    """One tab."""
+
+    def __init__(self, link: aiohttp.ClientWebSocketResponse) -> None:
+        self.wrong: list[str] = []
+        """Errors of scripts, and what the content policy stopped."""
+        self.asked: list[str] = []
+        """URLs that the page asked for."""
+        self._link = link
+        self._num = 0
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+
+    async def listen(self) -> None:
+        """Until the tab is closed."""
+        async for message in self._link:
+            told = json.loads(message.data)
+            if (future := self._waiting.pop(told.get("id", 0), None)) is not None and not future.done():
+                future.set_result(told)
+            params = told.get("params", {})
+            if told.get("method") == "Runtime.exceptionThrown":
+                self.wrong.append(json.dumps(params["exceptionDetails"])[:600])
+            elif told.get("method") == "Log.entryAdded" and params["entry"]["level"] == "error":
+                self.wrong.append(params["entry"]["text"])
+            elif told.get("method") == "Network.requestWillBeSent":
+                self.asked.append(params["request"]["url"])
+
+    async def do(self, method: str, **params: Any) -> Any:
+        """One command of the DevTools protocol."""
+        self._num += 1
+        future = self._waiting[self._num] = asyncio.get_running_loop().create_future()
+        await self._link.send_json({"id": self._num, "method": method, "params": params})
+        told = await asyncio.wait_for(future, PATIENCE_S)
+        assert "error" not in told, f"{method}: {told['error']}"
+        return told["result"]
+
+    async def run(self, script: str) -> Any:
+        """The value of an expression in the page."""
+        told = await self.do("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in told, told["exceptionDetails"]
+        return told["result"].get("value")
+
+    async def goto(self, url: str) -> None:
+        """Open a page."""
+        await self.do("Page.navigate", url=url)
+        await self.until("document.readyState === 'complete'", "the page")
+
+    async def until(self, script: str, what: str = "") -> None:
+        """Wait until an expression is true."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PATIENCE_S):
+                while not await self.run(f"Boolean({script})"):
+                    await asyncio.sleep(0.05)
+                return
+        seen = await self.run("document.body.innerText")
+        raise AssertionError(f"{what or script} was not seen; the page says:\n{seen[:3000]}\n{self.wrong}")
+
+    async def says(self, selector: str, words: str) -> None:
+        """Wait until an element that is shown holds these words."""
+        quoted = (
+            f"{json.dumps(selector)})].some((e) => e.checkVisibility() && e.textContent.includes({json.dumps(words)})"
+        )
+        await self.until(f"[...document.querySelectorAll({quoted})", f"{words!r} in {selector}")
+
+    async def click(self, selector: str) -> None:
+        """Click the first of them."""
+        await self.until(f"document.querySelector({json.dumps(selector)})?.checkVisibility()", selector)
+        await self.run(f"document.querySelector({json.dumps(selector)}).click()")
+
+    async def fill(self, selector: str, value: str, then: str = "input") -> None:
+        """Type a value."""
+        found = f"document.querySelector({json.dumps(selector)})"
+        await self.run(
+            f"{found}.value = {json.dumps(value)}; {found}.dispatchEvent(new Event('{then}', {{bubbles: true}}))"
+        )
+
+    async def count(self, selector: str) -> int:
+        """How many there are."""
+        return await self.run(f"document.querySelectorAll({json.dumps(selector)}).length")
+
+    async def size(self, width: int, height: int, *, is_dark: bool = False) -> None:
+        """Of the window, and the colours that the reader prefers."""
+        await self.do(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
+        )
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
+        await self.do("Emulation.setEmulatedMedia", features=[scheme])
+
+    async def picture(self, path: Path, max_height: int = 6000) -> None:
+        """Of the whole page."""
+        width, height = await self.run("[innerWidth, document.documentElement.scrollHeight]")
+        await self.do("Emulation.setDeviceMetricsOverride", width=width, height=min(height, max_height),
+                      deviceScaleFactor=1, mobile=False)  # fmt: skip
+        await asyncio.sleep(0.7)
+        told = await self.do("Page.captureScreenshot", format="png")
+        path.write_bytes(base64.b64decode(told["data"]))
+
+
+@contextlib.asynccontextmanager
+async def opened_browser(browser: str) -> AsyncIterator[Page]:
+    """A fresh browser with one tab."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        process = await asyncio.create_subprocess_exec(
+            browser, *QUIET, f"--user-data-dir={profile}", "about:blank",
+            stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
+        )  # fmt: skip
+        try:
+            port_file = Path(profile) / "DevToolsActivePort"
+            async with asyncio.timeout(PATIENCE_S):
+                while not (port_file.is_file() and port_file.read_text().count("\n")):
+                    await asyncio.sleep(0.05)
+            port = port_file.read_text().split()[0]
+            async with aiohttp.ClientSession() as session:
+                async with session.put(f"http://127.0.0.1:{port}/json/new?about:blank") as answer:
+                    url = (await answer.json(content_type=None))["webSocketDebuggerUrl"]
+                async with session.ws_connect(url, max_msg_size=1 << 28) as link:
+                    page = Page(link)
+                    listening = asyncio.create_task(page.listen())
+                    for domain in ("Page", "Runtime", "Log", "Network"):
+                        await page.do(f"{domain}.enable")
+                    await page.size(1440, 900)
+                    yield page
+                    listening.cancel()
+        finally:
+            process.kill()
+            await process.wait()

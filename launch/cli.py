@@ -19,13 +19,13 @@ from typing import NoReturn, TextIO
 
 from .. import __version__
 from ..core.errors import ConfigError, MyxaError
-from .commands import data, history, knobs, offline, processes, run_life, views
+from .commands import data, history, knobs, offline, processes, run_life, runs, views
 from .commands.parser import Parser, mistaken_command, mistaken_flag
 
 COMMANDS = (
     run_life.add_up, run_life.add_launch, run_life.add_demo,
     offline.add_plan, offline.add_schema, offline.add_doctor, offline.add_convert, offline.add_engine,
-    views.add_ps, views.add_top, views.add_dashboard, views.add_why,
+    runs.add_ls, runs.add_compare, views.add_ps, views.add_top, views.add_dashboard, views.add_why,
     knobs.add_get, knobs.add_set, knobs.add_explain, knobs.add_undo,
     history.add_history,
     run_life.add_pause, run_life.add_resume, run_life.add_fork, run_life.add_ckpt,

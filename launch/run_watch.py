@@ -10,7 +10,7 @@ from ..actors.contracts import BufferContract, CoordinatorContract, MonitorContr
 from ..core.clock import Clock
 from ..core.errors import CallError
 from ..core.refs import with_deadline
-from .views.live_state import LiveState
+from .views.run_view import RunView
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -37,21 +37,21 @@ class RunWatch:
         self._node = node
         self._clock = clock
         self._started_wall_s = clock.wall()
-        self.last = LiveState(now_wall_s=self._started_wall_s, started_wall_s=self._started_wall_s)
+        self.last = RunView(now_wall_s=self._started_wall_s, started_wall_s=self._started_wall_s)
 
     @property
     def elapsed_s(self) -> float:
         """Wall time of the run so far."""
         return self._clock.wall() - self._started_wall_s
 
-    async def look(self, note: str = "") -> LiveState:
+    async def look(self, note: str = "") -> RunView:
         """Ask coordinator, buffer and monitor at the same time."""
         status, stats, snapshot = await asyncio.gather(
             self._answer("coordinator", with_deadline(self._coordinator, ASK_S).status),
             self._answer("buffer", with_deadline(self._buffer, ASK_S).stats),
             self._answer("monitor", with_deadline(self._monitor, ASK_S).snapshot),
         )
-        state = LiveState(
+        state = RunView(
             now_wall_s=self._clock.wall(),
             started_wall_s=self._started_wall_s,
             status=status,

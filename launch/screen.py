@@ -21,9 +21,10 @@ from ..core.errors import MyxaError
 from .first_failure import FirstFailure
 from .nodes.lead import RunEnd
 from .views.live import Curves, LiveView, final_summary
-from .views.live_state import LiveState, clean
+from .views.numbers import clean
 from .views.report import REPORT_FILE, write_page
 from .views.run_files import RunFiles, load_run
+from .views.run_view import RunView
 
 _log = logging.getLogger("myxa.launcher")
 
@@ -41,7 +42,7 @@ class Screen:
         self._run_dir = run_dir
         self._is_quiet = is_quiet
         self._view = LiveView(console)
-        self._last: LiveState | None = None
+        self._last: RunView | None = None
         self._started_s = time.monotonic()
         self._news = _News(run_dir / EVENTS_FILE)
 
@@ -56,12 +57,12 @@ class Screen:
         if not self._is_quiet:
             self._view.__exit__(kind, error, trace)
 
-    def show(self, state: LiveState) -> None:
+    def show(self, view: RunView) -> None:
         """The newest look at the run."""
-        if state.snapshot or self._last is None:
-            self._last = state
+        if view.snapshot or self._last is None:
+            self._last = view
         if not self._is_quiet:
-            self._view.update(state)
+            self._view.update(view)
             self._tell_news()
 
     def _tell_news(self) -> None:
@@ -126,13 +127,13 @@ class Screen:
 
     def _report(self, run: RunFiles) -> Path | None:
         try:
-            return write_page(run, self._run_dir / REPORT_FILE)
+            return write_page([run], self._run_dir / REPORT_FILE)
         except (MyxaError, OSError, ValueError) as error:
             self._console.print(Text(f"no report: {error}"), soft_wrap=True)
             return None
 
 
-def _curves(run: RunFiles | None, last: LiveState | None) -> Curves:
+def _curves(run: RunFiles | None, last: RunView | None) -> Curves:
     """From the run's files, which have the last steps; the last look at the living run may be older than those."""
     of = run.steps if run is not None else last.curve if last is not None else None
     return Curves(of("reward/raw_mean") or of("reward/mean"), of("eval/reward"), of("train/loss")) if of else Curves()

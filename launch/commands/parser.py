@@ -14,7 +14,8 @@ from ...core.errors import ConfigError
 from ...core.suggestion import nearest
 
 OTHER_WORDS: Mapping[str, str] = {
-    "status": "ps", "info": "ps", "list": "ps", "stats": "top", "metrics": "top", "events": "top", "tail": "logs",
+    "status": "ps", "info": "ps", "list": "ls", "runs": "ls", "diff": "compare",
+    "stats": "top", "metrics": "top", "events": "top", "tail": "logs",
     "show": "get", "checkpoint": "ckpt", "run": "up", "start": "up", "train": "up", "stop": "down", "end": "down",
     "quit": "down", "exit": "down", "shutdown": "down",
 }  # fmt: skip

@@ -11,7 +11,7 @@ from ...core.messages import RunStatus
 from ..first_failure import FirstFailure
 from ..run_watch import RunWatch
 from ..supervisor.run_supervisor import RunSupervisor, RunTimeouts, StopRequest
-from ..views.live_state import LiveState
+from ..views.run_view import RunView
 from .race import race
 
 LOOK_EVERY_S = 0.5
@@ -44,7 +44,7 @@ class Lead:
         *,
         clock: Clock,
         timeouts: RunTimeouts,
-        show: Callable[[LiveState], None],
+        show: Callable[[RunView], None],
         tell: Callable[[FirstFailure], None],
     ) -> None:
         self._supervisor = supervisor
@@ -105,7 +105,7 @@ class Lead:
                 return RunEnd(wish.exit_code(is_orderly=False), f"{wish.reason}; {why}")
             await asyncio.wait({self._supervisor.failed}, timeout=LOOK_EVERY_S)
 
-    async def _look(self) -> LiveState:
+    async def _look(self) -> RunView:
         """State of the run; a failure does not wait for answers of others."""
         look = await race(self._watch.look(self._note()), self._supervisor.failed)
         if look.cancelled():
@@ -119,7 +119,7 @@ class Lead:
     def _wish(self) -> StopRequest | None:
         return self._supervisor.stop_requested.result() if self._supervisor.stop_requested.done() else None
 
-    def _judge(self, state: LiveState) -> RunEnd | None:
+    def _judge(self, state: RunView) -> RunEnd | None:
         """Whether the run is over. An actor's death counts more than the coordinator's status."""
         if self._supervisor.failed.done():
             verdict = self._supervisor.failed.result()

@@ -22,12 +22,11 @@ from textual.widgets import DataTable, Static, TabbedContent, TabPane, Tree
 
 from ...core.errors import MyxaError
 from ..views.knob_table import KNOB_COLUMNS, KnobRow, knob_rows
-from ..views.live_state import StepPace, clean
-from ..views.run_view import RunView
-from . import pages, rows
+from ..views.numbers import clean
+from ..views.run_view import RunView, StepPace, notice_text, title_text
+from . import pages
 from .feed import Feed
 from .knob_screen import KnobScreen
-from .rows import log_text, stack_text
 
 
 class Seen(Message):
@@ -156,7 +155,7 @@ class TopApp(App[None]):
         """Begin to look."""
         self._page.query_one("#title", Static).update("myxa top: asking the run ...")
         self._table("knob-table").add_columns(*KNOB_COLUMNS)
-        self._table("history-table").add_columns(*rows.HISTORY_COLUMNS)
+        self._table("history-table").add_columns(*pages.HISTORY_COLUMNS)
         self._page.query_one("#tree").focus()
         _start(self._look_forever)
         _start(self._read_logs_forever)
@@ -184,17 +183,17 @@ class TopApp(App[None]):
     def show(self, view: RunView) -> None:
         """Put a view on the screen."""
         self._run_view = view
-        if view.live.status is not None:
-            self._pace.put(view.live.now_wall_s, view.live.version)
-        self._page.query_one("#title", Static).update(Text(rows.title_text(view), style="bold"))
+        if view.status is not None:
+            self._pace.put(view.now_wall_s, view.version)
+        self._page.query_one("#title", Static).update(Text(title_text(view), style="bold"))
         self._page.query_one("#why", Static).update(Text(clean(view.why)))
-        notice = rows.notice_text(view)
+        notice = notice_text(view)
         line = self._page.query_one("#notice", Static)
         line.update(Text(notice))
         line.display = bool(notice)
         self._show_tree(view)
         self._show_page()
-        fill(self._table("history-table"), rows.history_rows(view.history))
+        fill(self._table("history-table"), pages.history_rows(view.history))
         self._knob_rows = {row.name: row for row in knob_rows(view.knobs)}
         fill(self._table("knob-table"), [row.cells() for row in self._knob_rows.values()])
 
@@ -235,7 +234,7 @@ class TopApp(App[None]):
         chosen = None
         for number in sorted({actor.node for actor in view.actors}):
             mine = [actor for actor in view.actors if actor.node == number]
-            node = tree.root.add(Text(rows.node_label(number, mine), style="bold"), expand=True)
+            node = tree.root.add(Text(pages.node_label(number, mine), style="bold"), expand=True)
             for actor in mine:
                 leaf = node.add_leaf(actor.name, data=actor.name)
                 if chosen is None or actor.name == self._actor:
@@ -291,12 +290,12 @@ class TopApp(App[None]):
         self._page.query_one("#body").set_class(self.size.width >= _ROOMY, "-roomy")
         has_room = self.size.width >= _ROOMY or page not in _OWN_FOCUS
         self._page.query_one("#tree").display = has_room if self._shows_tree is None else self._shows_tree
-        self._page.query_one("#keys", Static).update(Text(rows.help_text(page)))
+        self._page.query_one("#keys", Static).update(Text(pages.help_text(page)))
         self.call_after_refresh(self._show_page)
 
     def action_help(self) -> None:
         """What the signs mean."""
-        self.notify(rows.HELP, title="myxa top", timeout=20)
+        self.notify(pages.HELP, title="myxa top", timeout=20)
 
     def action_turn_page(self, direction: int) -> None:
         """A screenful up or down."""
@@ -335,7 +334,7 @@ class TopApp(App[None]):
 
     def action_pause(self) -> None:
         """Pause or resume the run."""
-        status = self._run_view.live.status if self._run_view is not None else None
+        status = self._run_view.status if self._run_view is not None else None
         if status is None or self._feed.reader_only:
             self.notify("no socket within reach can pause the run", severity="warning")
             return
@@ -343,7 +342,7 @@ class TopApp(App[None]):
         _start(lambda: self._ask_verb(verb))
 
     def _ask_verb(self, verb: str) -> None:
-        said = _answer(lambda: rows.done_words(verb, self._feed.ask(verb, reason="myxa top")))
+        said = _answer(lambda: pages.done_words(verb, self._feed.ask(verb, reason="myxa top")))
         self.post_message(Read("", "", said))
         self._feed.wake()
 
@@ -374,7 +373,9 @@ class TopApp(App[None]):
         while not self._feed.is_closed:
             name = self._log_of
             if name:
-                text = _answer(lambda name=name: log_text(self._feed.ask("logs", target=name, num_lines=LOG_LINES)))
+                text = _answer(
+                    lambda name=name: pages.log_text(self._feed.ask("logs", target=name, num_lines=LOG_LINES))
+                )
                 self.post_message(Read("log", name, text))
             self._feed.wait(LOOK_EVERY_S)
 
@@ -384,7 +385,7 @@ class TopApp(App[None]):
             _start(lambda: self._ask_stack(name))
 
     def _ask_stack(self, name: str) -> None:
-        text = _answer(lambda: stack_text(self._feed.ask("stack", timeout_s=30.0, target=name)))
+        text = _answer(lambda: pages.stack_text(self._feed.ask("stack", timeout_s=30.0, target=name)))
         self.post_message(Read("stack", name, text))
 
     @on(Read)

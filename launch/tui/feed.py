@@ -1,4 +1,4 @@
-"""Looks at a run through its control socket, again and again, also while the run fails or ends.
+"""Looks at a run through its control socket, again and again, also while the run fails or ends; else at its files.
 
 Blocking: call it from a thread.
 """
@@ -14,22 +14,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
-import orjson
 
-from ...actors.sinks.jsonl import EVENTS_FILE
 from ...core.errors import LaunchError, MyxaError
 from ...core.knobs import ChangeReply, KnobValue
 from ..control.client import ControlClient, ControlNote
-from ..views.run_files import SampleQuery, read_samples
-from ..views.run_view import ASKED, RunView, VerbAnswer, run_view_of
+from ..views.run_files import RunFiles, SampleQuery, read_samples
+from ..views.run_view import ASKED, RunView, VerbAnswer, carried_over, outcome, run_view_of, run_view_of_files
 
 LOOK_S = 3.0
 """How long one look may take; later answers are missing in it."""
 SLOW_EVERY = 3
 """Knobs, history, processes and the verdict are asked for in every third look."""
-_FAST: tuple[str, ...] = ("status",)
-_TAIL_BYTES = 1 << 16
-_LAST_WORDS = ("run-ended", "run-finished", "run-failed")
 
 
 class Asks(Protocol):
@@ -38,34 +33,25 @@ class Asks(Protocol):
     def ask(self, verb: str, timeout_s: float = 30.0, **arguments: Any) -> Any: ...
 
 
-class _Files:
-    """Answers for a run that is over."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
-
-    def ask(self, verb: str, timeout_s: float = 30.0, **arguments: Any) -> Any:
-        if verb == "samples":
-            wanted = SampleQuery(**{name: arguments[name] for name in ("step", "held_out") if name in arguments})
-            return {"groups": read_samples(self._run_dir, wanted, arguments.get("num_groups", 4)), "num_left_out": 0}
-        raise LaunchError("the run is over", remedy="`myxa report RUN` shows how it went")
-
-
 class Feed:
     """One run as it looks from outside. Not thread-safe, but `set` and `ask` may be called beside `look`."""
 
-    def __init__(self, client: Asks, is_live: Callable[[], bool], run_dir: Path, *, reader_only: bool = False) -> None:
+    def __init__(
+        self, client: Asks | None, is_live: Callable[[], bool], run_dir: Path, *, reader_only: bool = False
+    ) -> None:
+        """`client`: None for a run that is over."""
+        self.run_dir = run_dir
+        self.past = RunFiles(run_dir)
+        self.reader_only = reader_only
+        self.is_closed = False
+        """No more looks are wanted."""
         self._client = client
         self._is_live = is_live
-        self.run_dir = run_dir
-        self.reader_only = reader_only
         self._answers: dict[str, VerbAnswer] = {}
         self._num_looks = 0
         self._last: RunView | None = None
         self._heard_s = time.monotonic()
         self._wake = threading.Event()
-        self.is_closed = False
-        """No more looks are wanted."""
 
     @classmethod
     def of(cls, run: Path | None, *, only_view: bool = False) -> Feed:
@@ -83,7 +69,12 @@ class Feed:
     @classmethod
     def of_files(cls, run_dir: Path) -> Feed:
         """Of a run that has ended: its files answer."""
-        return cls(_Files(run_dir), lambda: False, run_dir.resolve(), reader_only=True)
+        return cls(None, lambda: False, run_dir.resolve(), reader_only=True)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether only the files of the run are left."""
+        return self._client is None
 
     def close(self) -> None:
         """No more looks; `wait` returns at once."""
@@ -101,11 +92,14 @@ class Feed:
         self._num_looks = 0
         self._wake.set()
 
-    def look(self, *, all_of_it: bool = False) -> RunView:
+    def look(self) -> RunView:
         """One look. Never raises for the run: one that is gone gives its last view, with `has_ended`."""
-        verbs = ASKED if all_of_it or self._num_looks % SLOW_EVERY == 0 else _FAST
+        if self._client is None:
+            self.past.read(is_over=True)
+            return replace(run_view_of_files(self.past), reader_only=True)
+        verbs = ASKED if self._num_looks % SLOW_EVERY == 0 else ("status",)
         self._num_looks += 1
-        answers = self._ask_all(verbs)
+        answers = self._ask_all(self._client, verbs)
         if all(answer.error for answer in answers.values()):
             return self._silent(answers)
         self._heard_s = time.monotonic()
@@ -114,12 +108,17 @@ class Feed:
         self._last = view if self._last is None else carried_over(view, self._last)
         return self._last
 
-    def _ask_all(self, verbs: Sequence[str]) -> dict[str, VerbAnswer]:
+    def _ask_all(self, client: Asks, verbs: Sequence[str]) -> dict[str, VerbAnswer]:
         """All at the same time. Daemon threads, because a process that ends must not wait for a run that hangs."""
         found: dict[str, VerbAnswer] = {}
 
         def ask(verb: str) -> None:
-            found[verb] = self._answer(verb)
+            try:
+                found[verb] = VerbAnswer(client.ask(verb, timeout_s=LOOK_S))
+            except MyxaError as error:
+                found[verb] = VerbAnswer(error=str(error))
+            except (OSError, ValueError) as error:  # a socket that breaks, a line that is no JSON
+                found[verb] = VerbAnswer(error=f"{type(error).__name__}: {error}")
 
         threads = [threading.Thread(target=ask, args=(verb,), daemon=True, name=f"ask {verb}") for verb in verbs]
         for thread in threads:
@@ -128,73 +127,28 @@ class Feed:
             thread.join(2 * LOOK_S)
         return {verb: found.get(verb, VerbAnswer(error=f"no answer within {2 * LOOK_S:g} s")) for verb in verbs}
 
-    def _answer(self, verb: str) -> VerbAnswer:
-        try:
-            return VerbAnswer(self._client.ask(verb, timeout_s=LOOK_S))
-        except MyxaError as error:
-            return VerbAnswer(error=str(error))
-        except (OSError, ValueError) as error:  # a socket that breaks, a line that is no JSON
-            return VerbAnswer(error=f"{type(error).__name__}: {error}")
-
     def _silent(self, answers: dict[str, VerbAnswer]) -> RunView:
         last = self._last or replace(run_view_of({}, time.time()), reader_only=self.reader_only)
-        troubles: Sequence[str] = list(dict.fromkeys(answer.error for answer in answers.values()))
         if not self._is_live():
-            word = last_word(self.run_dir)
-            named = last.run_dir or str(self.run_dir)
-            return replace(last, has_ended=True, run_dir=named, troubles=(word,) if word else ())
-        return replace(last, troubles=tuple(troubles), silent_s=max(0.1, time.monotonic() - self._heard_s))
+            self.past.read(is_over=True)
+            how, named = outcome(self.past), last.run_dir or str(self.run_dir)
+            return replace(last, has_ended=True, run_dir=named, troubles=(how.text,) if how.level != "open" else ())
+        troubles = tuple(dict.fromkeys(answer.error for answer in answers.values()))
+        return replace(last, troubles=troubles, silent_s=max(0.1, time.monotonic() - self._heard_s))
 
     def set(self, values: dict[str, KnobValue], reason: str, for_steps: int = 0, force: bool = False) -> ChangeReply:
         """Set knobs. Raises the run's refusal."""
         arguments: dict[str, Any] = {"values": values, "reason": reason}
         arguments |= {"for_steps": for_steps} if for_steps else {}
         arguments |= {"force": True} if force else {}
-        return msgspec.convert(self._client.ask("set", timeout_s=90.0, **arguments), ChangeReply)
+        return msgspec.convert(self.ask("set", timeout_s=90.0, **arguments), ChangeReply)
 
     def ask(self, verb: str, timeout_s: float = 15.0, **arguments: Any) -> Any:
         """Ask any other verb. Raises the run's refusal."""
+        if self._client is None:
+            raise LaunchError("the run is over", remedy="`myxa report RUN` shows how it went")
         return self._client.ask(verb, timeout_s=timeout_s, **arguments)
 
-
-def carried_over(new: RunView, old: RunView) -> RunView:
-    """The new view; what is missing in it is kept from the old one. Actors end one after another."""
-    was, now = old.live, new.live
-    live = replace(
-        now,
-        status=now.status or was.status,
-        buffer=now.buffer or was.buffer,
-        snapshot=now.snapshot or was.snapshot,
-        started_wall_s=now.started_wall_s if new.run_dir else was.started_wall_s,
-    )
-    has_reported = bool(now.snapshot)
-    return replace(
-        new,
-        live=live,
-        run_dir=new.run_dir or old.run_dir,
-        actors=new.actors if any(actor.state for actor in new.actors) else old.actors or new.actors,
-        knobs=new.knobs or old.knobs,
-        history=new.history or old.history,
-        why=new.why if has_reported else old.why,
-        remedy=new.remedy if has_reported else old.remedy,
-        has_ended=new.has_ended or live.phase in ("finished", "failed"),
-    )
-
-
-def last_word(run_dir: Path) -> str:
-    """Why the run ended, by the end of its events; empty if they do not say."""
-    try:
-        with (run_dir / EVENTS_FILE).open("rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - _TAIL_BYTES))
-            lines = file.read().splitlines()
-    except OSError:
-        return ""
-    for line in reversed(lines):
-        try:
-            event: Any = orjson.loads(line)
-        except orjson.JSONDecodeError:
-            continue
-        if isinstance(event, dict) and event.get("kind") in _LAST_WORDS:  # pyright: ignore[reportUnknownMemberType] - JSON
-            return str(event.get("text", ""))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType] - JSON
-    return ""
+    def kept_samples(self, wanted: SampleQuery, num_groups: int) -> list[dict[str, Any]]:
+        """Groups that `samples.jsonl` has kept, newest first."""
+        return read_samples(self.run_dir, wanted, num_groups)

@@ -1,40 +1,60 @@
-"""Pages of `myxa top` as styled text, made from `rows`. Pure."""
+"""What `myxa top` shows, as text: pages, tables and lines of keys. Pure: a RunView or the answer of a verb in."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
 from rich.text import Text
 
 from ...core.activity import ACTIVITY_KINDS
-from ..views.live import COLOURS
-from ..views.live_state import LiveState, StepPace, clean, fact_lines
-from ..views.numbers import percent
-from ..views.run_view import ActorFacts, RunView
-from ..views.textplot import sparkline
-from . import rows
+from ...core.knobs import AuditRecord
+from ..views.changes import changes_of, clock_text, value_text
+from ..views.numbers import clean, duration, percent, short
+from ..views.run_view import (
+    ENGINE_COLUMNS,
+    ActorFacts,
+    RunView,
+    StepPace,
+    done_text,
+    engine_rows,
+    fact_lines,
+    lag_rows,
+    lag_text,
+    queue_rows,
+)
+from ..views.textplot import COLOURS, LETTERS, LETTERS_ASCII, bar, gauge, sparkline
 
 _RUN_FACTS = frozenset({"step", "reward", "learning", "speed"})
 _LABEL = 12
+_STATE_SIGNS = {
+    "up": "+",
+    "starting": "~",
+    "ending": "~",
+    "hung": "!",
+    "backing-off": "!",
+    "failed": "x",
+    "exited": "x",
+}
+"""Of an actor's process; ?: not known."""
 
 
 def run_page(view: RunView, pace: StepPace, width: int, *, is_ascii: bool = False) -> Text:
     """The run at a glance: facts, queues, staleness, engines, time."""
-    live = view.live
     page = Text()
-    for label, text in fact_lines(live, pace):
+    for label, text in fact_lines(view, pace):
         if label in _RUN_FACTS:
             _fact(page, label, text, width)
     if view.remedy:
         _fact(page, "to try", clean(view.remedy), width)
-    if curve := live.training_curve():
+    if curve := view.training_curve():
         _fact(
             page, "", sparkline([curve[step] for step in sorted(curve)], min(60, width - _LABEL - 2), is_ascii=is_ascii)
         )
-    _queues(page, live, width, is_ascii=is_ascii)
-    _staleness(page, live, width, is_ascii=is_ascii)
-    _engines(page, live)
+    _queues(page, view, width, is_ascii=is_ascii)
+    _staleness(page, view, width, is_ascii=is_ascii)
+    _engines(page, view)
     _time(page, view, width, is_ascii=is_ascii)
     return page
 
@@ -42,28 +62,28 @@ def run_page(view: RunView, pace: StepPace, width: int, *, is_ascii: bool = Fals
 def actor_page(view: RunView, name: str, width: int = 0) -> Text:
     """Everything about one actor."""
     page = Text()
-    for label, text in rows.actor_lines(view, name):
+    for label, text in actor_lines(view, name):
         _fact(page, label, text, width if label == "process" else 0)
     return page
 
 
 def actor_label(actor: ActorFacts, view: RunView, width: int, *, is_ascii: bool = False) -> Text:
     """`+ trainer/0    ███▓▓▓▓▓  wait-data 62 %`, as much of it as fits."""
-    kinds = view.live.shares().get(actor.name, {})
-    sign = rows.state_sign(actor)
-    text = Text(f"{sign} ", style="" if rows.is_well(actor) else "bold red")
+    kinds = view.shares().get(actor.name, {})
+    sign = _STATE_SIGNS.get(actor.state, "?")
+    text = Text(f"{sign} ", style="" if actor.is_well else "bold red")
     text.append(f"{clean(actor.name):<12}")
     room = width - len(text)
     if room >= 8 and kinds:
         _bar(text, kinds, 8, is_ascii=is_ascii)
     if room >= 26:
-        text.append(f"  {rows.main_kind(kinds) if rows.is_well(actor) else actor.state}")
+        text.append(f"  {main_kind(kinds) if actor.is_well else actor.state}")
     return text
 
 
 def legend(*, is_ascii: bool = False) -> Text:
     """The letters of the bars."""
-    letters = rows.LETTERS_ASCII if is_ascii else rows.LETTERS
+    letters = LETTERS_ASCII if is_ascii else LETTERS
     text = Text()
     for kind in ACTIVITY_KINDS:
         text.append(letters[kind], style=COLOURS[kind])
@@ -85,40 +105,40 @@ def _fact(page: Text, label: str, text: str, width: int = 0) -> None:
         page.append(f"{line}\n")
 
 
-def _queues(page: Text, live: LiveState, width: int, *, is_ascii: bool) -> None:
-    queues = rows.queue_rows(live)
+def _queues(page: Text, view: RunView, width: int, *, is_ascii: bool) -> None:
+    queues = queue_rows(view)
     if not queues:
         return
     _heading(page, "queues", "groups in the buffer")
     for label, count, total in queues:
         page.append(f"{label:<{_LABEL}}")
-        page.append(rows.gauge(count, total, min(30, width - 28), is_ascii=is_ascii), style="cyan")
+        page.append(gauge(count, total, min(30, width - 28), is_ascii=is_ascii), style="cyan")
         page.append(f"  {count}" + (f" of {total}\n" if label == "slots" else "\n"))
-    _fact(page, "since start", rows.done_text(live), width)
+    _fact(page, "since start", done_text(view), width)
 
 
-def _staleness(page: Text, live: LiveState, width: int, *, is_ascii: bool) -> None:
-    lags = rows.lag_rows(live)
+def _staleness(page: Text, view: RunView, width: int, *, is_ascii: bool) -> None:
+    lags = lag_rows(view)
     if not lags:
         return
     _heading(page, "staleness", "groups of the newest step by lag")
-    _fact(page, "lag", rows.lag_text(live), width)
+    _fact(page, "lag", lag_text(view), width)
     largest = max(1, *(count for _, count, _ in lags))
     bound = max((lag for lag, _, is_allowed in lags if is_allowed), default=-1)
     for lag, count, is_allowed in lags:
         page.append(f"{f'lag {lag}':<{_LABEL}}", style="" if is_allowed else "bold red")
         page.append(
-            rows.gauge(count, largest, min(30, width - 28), is_ascii=is_ascii), style="green" if is_allowed else "red"
+            gauge(count, largest, min(30, width - 28), is_ascii=is_ascii), style="green" if is_allowed else "red"
         )
         page.append(f"  {count}{'  <- bound' if lag == bound else ''}\n")
 
 
-def _engines(page: Text, live: LiveState) -> None:
-    engines = rows.engine_rows(live)
+def _engines(page: Text, view: RunView) -> None:
+    engines = engine_rows(view)
     if not engines:
         return
     _heading(page, "engines")
-    page.append(_grid((rows.ENGINE_COLUMNS, *engines)))
+    page.append(_grid((ENGINE_COLUMNS, *engines)))
 
 
 def _grid(lines: Sequence[Sequence[str]]) -> Text:
@@ -134,7 +154,7 @@ def _grid(lines: Sequence[Sequence[str]]) -> Text:
 
 
 def _time(page: Text, view: RunView, width: int, *, is_ascii: bool) -> None:
-    shares = view.live.shares()
+    shares = view.shares()
     names = [actor.name for actor in view.actors if shares.get(actor.name)]
     if not names:
         return
@@ -153,5 +173,130 @@ def _time(page: Text, view: RunView, width: int, *, is_ascii: bool) -> None:
 
 
 def _bar(text: Text, kinds: Mapping[str, float], width: int, *, is_ascii: bool) -> None:
-    for letters, kind in rows.bar(kinds, width, is_ascii=is_ascii):
+    for letters, kind in bar(kinds, width, is_ascii=is_ascii):
         text.append(letters, style=COLOURS.get(kind, ""))
+
+
+def main_kind(kinds: Mapping[str, float]) -> str:
+    """`compute 62 %`: what takes most of its time."""
+    top = max(ACTIVITY_KINDS, key=lambda kind: kinds.get(kind, 0.0))
+    return f"{top} {percent(kinds[top])}" if kinds.get(top) else ""
+
+
+def node_label(node: int, actors: Sequence[ActorFacts]) -> str:
+    """`node 0  (host)`."""
+    host = next((actor.host for actor in actors if actor.host), "")
+    return f"node {node}" + (f"  {clean(host)}" if host else "")
+
+
+def actor_lines(view: RunView, name: str) -> list[tuple[str, str]]:
+    """(label, text) of one actor: its process, its time, its own newest metrics."""
+    actor = next((actor for actor in view.actors if actor.name == name), None)
+    if actor is None:
+        return [("actor", f"{name} is not in the run any more")]
+    place = f"pid {actor.pid or '?'}, node {actor.node} {actor.host}, attempt {actor.attempt}"
+    process = f"{actor.state or 'state unknown'}, {place}"
+    lines = [("actor", name), ("process", clean(process))]
+    age_s = view.snapshot.get("age_s", {}).get(name)
+    if age_s is not None:
+        lines.append(("heard", f"{duration(age_s)} ago"))
+    shares = view.shares().get(name, {})
+    parts = sorted(((share, kind) for kind, share in shares.items() if share >= 0.005), reverse=True)
+    lines += [
+        ("time" if not index else "", f"{percent(share):>5}  {clean(kind)}")
+        for index, (share, kind) in enumerate(parts[:10])
+    ]
+    values = view.snapshot.get(name, {})
+    lines += [
+        ("metrics" if not index else "", f"{short(value):>9}  {clean(key)}")
+        for index, (key, value) in enumerate(sorted(values.items())[:60])
+    ]
+    return lines
+
+
+HISTORY_COLUMNS = ("no.", "time", "step", "what", "who", "result", "reason")
+
+
+def history_rows(records: Sequence[AuditRecord]) -> list[tuple[str, ...]]:
+    """Newest first."""
+    rows = [
+        (
+            str(change.number),
+            clock_text(change.wall_s),
+            str(change.step) if change.step >= 0 else "",
+            clean(change.what),
+            clean(change.who),
+            clean(change.result + (f": {change.detail}" if change.detail and not change.is_done else "")),
+            clean(change.reason),
+        )
+        for change in changes_of(records)
+    ]
+    return rows[::-1]
+
+
+def done_words(verb: str, answer: object) -> str:
+    """`pause: rests at 523`."""
+    facts = cast("dict[str, object]", answer) if isinstance(answer, dict) else {}
+    text = ", ".join(f"{name.replace('_', ' ')} {value_text(value)}" for name, value in facts.items())
+    return f"{verb}: {clean(text) or 'done'}"
+
+
+_KEYS = {
+    "knobs": "enter turn the knob  up/down choose",
+    "history": "up/down choose",
+    "log": "f hold or follow  up/down actor  space scroll",
+    "stack": "r ask again  up/down actor  space scroll",
+}
+
+
+def help_text(page: str) -> str:
+    """The line of keys, for a page."""
+    return f"q quit  1-6 pages  {_KEYS.get(page, 'up/down actor  space scroll')}  t tree  ? help"
+
+
+HELP = """\
+Before an actor: + its process is up, ~ on its way, ! in trouble, x gone, ? unknown.
+Bars: where its last minute went (the letters are explained below the bars of page 1).
+Before a knob: * it differs from the run file. Enter on a knob turns it.
+1 run  2 actor  3 knobs  4 history  5 log  6 stack
+r refresh  t tree  p pause or resume the run  q quit"""
+
+
+_HEADS = ("actor", "name", "target")
+_BODIES = ("lines", "text", "log", "stack", "frames", "threads", "tail")
+_MAX_LINES = 2000
+
+
+def log_text(answer: object) -> str:
+    """Lines of a log, oldest first, without control characters."""
+    return _joined(answer) or "the log is empty"
+
+
+def stack_text(answer: object) -> str:
+    """Stacks of an actor's threads."""
+    return _joined(answer) or "the stack is empty"
+
+
+def _joined(answer: object) -> str:
+    lines = [_plain(line) for part in _lines(answer) for line in part.splitlines()]
+    return "\n".join(lines[-_MAX_LINES:])
+
+
+def _lines(answer: object) -> Iterator[str]:
+    """A text, a list of texts, or records that hold them under one of the usual names."""
+    if isinstance(answer, str):
+        yield answer
+    elif isinstance(answer, list | tuple):
+        for part in cast("list[object]", answer):
+            yield from _lines(part)
+    elif isinstance(answer, dict):
+        record = cast("dict[str, Any]", answer)
+        bodies = [record[key] for key in _BODIES if record.get(key)]
+        if bodies and (head := next((str(record[key]) for key in _HEADS if record.get(key)), "")):
+            yield f"-- {head}"
+        for body in bodies or [value for value in record.values() if isinstance(value, list | dict)]:
+            yield from _lines(body)
+
+
+def _plain(line: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in line.replace("\t", "    "))

@@ -17,7 +17,7 @@ from ...algos.filters import GROUP_FILTERS
 from ...core.errors import ConfigError
 from ...core.knobs import ChangeReply, KnobState, KnobTable, KnobValue, Tunable
 from .changes import value_text
-from .live_state import clean, name_order
+from .numbers import clean, name_order
 
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
 HEAD = (

@@ -24,9 +24,9 @@ from rich.text import Text
 
 from ...core.activity import ACTIVITY_KINDS
 from ...core.messages import RunStatus
-from .live_state import LiveState, StepPace, clean, dropped_text, fact_lines, plain_line
-from .numbers import duration, percent, short
-from .textplot import plot, sparkline
+from .numbers import clean, duration, name_order, percent, short
+from .run_view import RunView, StepPace, dropped_text, fact_lines, plain_line
+from .textplot import COLOURS, LETTERS, LETTERS_ASCII, bar, plot, sparkline
 
 _MAX_WIDTH = 72
 
@@ -101,19 +101,6 @@ def _print_place(console: Console, label: str, path: Path | None) -> None:
         console.print(Text.assemble((f"{label}: ", "bold"), str(path)), soft_wrap=True)
 
 
-COLOURS: Mapping[str, str] = {
-    "compute": "green",
-    "wait-data": "yellow",
-    "wait-weights": "magenta",
-    "wait-capacity": "cyan",
-    "wait-memory": "bright_magenta",
-    "wait-env": "bright_green",
-    "paused": "blue",
-    "other": "bright_black",
-}
-_LETTERS: Mapping[str, str] = dict(zip(COLOURS, "█▓▒░◇▫▪·", strict=True))
-_LETTERS_ASCII: Mapping[str, str] = dict(zip(COLOURS, "#dwcmep.", strict=True))
-
 _BAR = 16
 _MAX_ACTORS = 6
 _LINE_EVERY_S = 2.0
@@ -144,77 +131,66 @@ class LiveView:
             self._live.stop()
             self._live = None
 
-    def update(self, state: LiveState) -> None:
+    def update(self, view: RunView) -> None:
         """Draw the state; without a terminal print a line when a step, phase or warning is new, steps at most one per
         2 s."""
-        if state.status is not None:  # without the coordinator's answer the version is unknown
-            self._pace.put(state.now_wall_s, state.version)
+        if view.status is not None:  # without the coordinator's answer the version is unknown
+            self._pace.put(view.now_wall_s, view.version)
         if self._live is not None:
             is_ascii = not self._console.encoding.lower().startswith("utf")
-            self._live.update(render(state, self._pace, is_ascii=is_ascii), refresh=True)
+            self._live.update(render(view, self._pace, is_ascii=is_ascii), refresh=True)
             return
-        warns = bool(state.buffer and state.buffer.complaint)
-        key, silent_s = (state.phase, warns, state.version), state.now_wall_s - self._line_s
+        warns = bool(view.buffer and view.buffer.complaint)
+        key, silent_s = (view.phase, warns, view.version), view.now_wall_s - self._line_s
         is_news = key[:2] != self._line_key[:2] or (key != self._line_key and silent_s >= _LINE_EVERY_S)
         if is_news or silent_s >= _HEARTBEAT_S:
-            self._line_key, self._line_s = key, state.now_wall_s
-            self.say(plain_line(state, self._pace))
+            self._line_key, self._line_s = key, view.now_wall_s
+            self.say(plain_line(view, self._pace))
 
     def say(self, text: str) -> None:
         """A line that stays, above the table."""
         self._console.print(Text(clean(text)), soft_wrap=True)
 
 
-def render(state: LiveState, pace: StepPace, *, is_ascii: bool = False) -> RenderableType:
+def render(view: RunView, pace: StepPace, *, is_ascii: bool = False) -> RenderableType:
     """The table: facts, time shares, what holds the run back, progress."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for label, line in fact_lines(state, pace):
+    for label, line in fact_lines(view, pace):
         text = Text(line)
-        if label == "reward" and (curve := state.training_curve()):
+        if label == "reward" and (curve := view.training_curve()):
             text.append("  " + sparkline([curve[step] for step in sorted(curve)], 30, is_ascii=is_ascii), style="green")
         table.add_row(label, text)
-    for index, line in enumerate(_time_lines(state, is_ascii=is_ascii)):
+    for index, line in enumerate(_time_lines(view, is_ascii=is_ascii)):
         table.add_row("" if index else "time", line)
-    table.add_row("held back", Text(state.held_back(), style="italic"))
-    name = clean(state.status.name) if state.status else "starting"
-    elapsed = duration(max(0.0, state.now_wall_s - state.started_wall_s))
-    colour = _PHASE_COLOURS.get(state.phase, "yellow")
+    table.add_row("held back", Text(view.held_back(), style="italic"))
+    name = view.name or "starting"
+    elapsed = duration(view.elapsed_s)
+    colour = _PHASE_COLOURS.get(view.phase, "yellow")
     parts: list[RenderableType] = [table]
-    if state.status is not None and state.status.num_steps > 0:
-        parts.append(ProgressBar(total=state.status.num_steps, completed=min(state.version, state.status.num_steps)))
+    if view.status is not None and view.status.num_steps > 0:
+        parts.append(ProgressBar(total=view.status.num_steps, completed=min(view.version, view.status.num_steps)))
     return Panel(Group(*parts), title=Text(f"myxa  {name}"), subtitle=Text(elapsed), border_style=colour)
 
 
-def _time_lines(state: LiveState, *, is_ascii: bool) -> list[Text]:
-    shares = {name: kinds for name, kinds in state.shares().items() if kinds}
-    workers = [name for name in sorted(shares, key=_order) if name.startswith(("trainer/", "rollout/"))]
+def _time_lines(view: RunView, *, is_ascii: bool) -> list[Text]:
+    shares = {name: kinds for name, kinds in view.shares().items() if kinds}
+    workers = [name for name in sorted(shares, key=name_order) if name.startswith(("trainer/", "rollout/"))]
     lines = [time_bar(name, shares[name], is_ascii=is_ascii) for name in workers[:_MAX_ACTORS]]
     if len(workers) > _MAX_ACTORS:
         lines.append(Text(f"... and {len(workers) - _MAX_ACTORS} more", style="bright_black"))
     return lines
 
 
-def _order(name: str) -> tuple[bool, str, int, str]:
-    role, _, number = name.partition("/")
-    return (role != "trainer", role, int(number) if number.isdecimal() else 0, name)
-
-
 def time_bar(name: str, kinds: Mapping[str, float], *, is_ascii: bool = False) -> Text:
     """`trainer/0  ████▓▓▓▓  compute 40 %  wait-data 60 %`; the letters distinguish the kinds without colours too."""
-    letters = _LETTERS_ASCII if is_ascii else _LETTERS
     text = Text(f"{clean(name):<11}")
-    filled, exact = 0, 0.0
-    for kind in ACTIVITY_KINDS:
-        exact += kinds.get(kind, 0.0) * _BAR
-        cells = max(0, round(exact) - filled)
-        text.append(letters[kind] * cells, style=COLOURS[kind])
-        filled += cells
-    text.append(" " * max(0, _BAR - filled))
+    for letters, kind in bar(kinds, _BAR, is_ascii=is_ascii):
+        text.append(letters, style=COLOURS.get(kind, ""))
     for kind in ACTIVITY_KINDS:
         if kinds.get(kind, 0.0) >= 0.01:
-            text.append(f"  {letters[kind]}", style=COLOURS[kind])
+            text.append(f"  {(LETTERS_ASCII if is_ascii else LETTERS)[kind]}", style=COLOURS[kind])
             text.append(f" {kind} {percent(kinds[kind])}")
     return text
 

@@ -1,8 +1,9 @@
-"""Numbers, durations and sizes as people read them. Pure text."""
+"""Numbers, durations, names and texts of a run as people read them. Pure text."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Container
 
 
@@ -55,3 +56,18 @@ def training_reward(known: Container[str]) -> str:
     """Name of the metric that is shown as the training reward: of all finished groups, or of those of the batch where
     a run has no more. `known`: names of metrics."""
     return "reward/raw_mean" if "reward/raw_mean" in known else "reward/mean"
+
+
+def clean(text: str) -> str:
+    """Text from elsewhere on one line and without control characters, which a terminal would obey."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+_ROLES = ("trainer", "rollout", "buffer", "coordinator", "memory", "monitor")
+
+
+def name_order(name: str) -> tuple[int, str, int, str]:
+    """Trainers first, then rollout actors, then the others; by number."""
+    role, _, number = name.partition("/")
+    place = _ROLES.index(role) if role in _ROLES else len(_ROLES)
+    return (place, role, int(number) if re.fullmatch(r"\d{1,9}", number) else 0, name)

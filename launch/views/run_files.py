@@ -1,14 +1,16 @@
-"""Reads a run directory: metrics, events, trace, configuration, audit log, samples. The run may have ended long ago.
+"""Reads a run directory: metrics, events, changes, configuration, trace, samples. Of a run that ended, or as it grows.
 
 A run may be killed at any moment, so files may be missing, torn or full of garbage. Everything readable is read, and
-`notes` names the rest. The content of a file never raises an error.
+`notes` names the rest. The content of a file never raises an error. Memory is bounded: a series that is full merges
+pairs of neighbours and keeps their mean and extremes.
 """
 
 from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -27,16 +29,24 @@ from .changes import KNOB_EVENT, RunChange, changes_of, changes_of_events, place
 
 CONFIG_FILE = "config.toml"
 AUDIT_FILE = "audit.jsonl"
-
-_SUMMED = ("rollout/tokens_per_s", "rollout/running", "rollout/waiting", "rollout/num_groups", "rollout/num_errors")
+SUMMED = ("rollout/tokens_per_s", "rollout/running", "rollout/waiting", "rollout/num_groups", "rollout/num_errors")
+"""Gauges whose sum over the actors means something."""
 _LOAD = ("rollout/running", "rollout/waiting", "rollout/max_running")
-BUFFER_CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("Groups in the buffer", ("under_way", "dispatched", "requeued", "ready", "claimed")),
-    ("Slots of admission", ("slots_used", "slots_total")),
-)
-"""Charts of the buffer's gauges, each of one unit: title and names without "buffer/"."""
+_MAX_SERIES = 2048
+_MAX_POINTS = 400
+_MAX_SOURCES = 256
+_MAX_KINDS = 128
+_MAX_OF_A_KIND = 1000
+"""Frequent kinds of events must not push out rare ones."""
+_MAX_TEXT = 2000
+_MAX_STEPS = 200_000
+_MAX_CHANGES = 500
 _MAX_SPANS = 400_000
-_MAX_EVENTS = 100_000
+_MAX_SHOWN_SPANS = 1500
+"""Of an actor in the close-up."""
+_CLOSE_UP_STEPS = 6
+_CHUNK_BYTES = 4 << 20
+_MAX_LINE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,92 +61,504 @@ class EventRow:
     """Of knob events; others are read as words only."""
 
 
-@dataclass(frozen=True, slots=True)
-class SpanRow:
-    """One stretch of an actor's own time."""
+@dataclass(slots=True)
+class Point:
+    """One or several readings."""
 
-    start_s: float
-    duration_s: float
-    activity: str
-    name: str
+    x: float
+    """Step, or wall time of a gauge; of the last reading."""
+    other: float
+    """The wall time of a step, or the step of a gauge."""
+    total: float
+    count: int
+    low: float
+    high: float
+
+    @property
+    def mean(self) -> float:
+        """Of the readings."""
+        return self.total / self.count
+
+
+class Series:
+    """One metric of one actor. A step before the newest one rewinds: what it repeats is forgotten."""
+
+    def __init__(self, *, is_gauge: bool = False, limit: int = _MAX_POINTS) -> None:
+        self.is_gauge = is_gauge
+        self.points: list[Point] = []
+        self._limit = limit
+        self._per_point = 1
+
+    def put(self, x: float, other: float, value: float) -> None:
+        """One reading. Several readings of one step are averaged."""
+        points = self.points
+        if points and points[-1].x > x:
+            while points and points[-1].x >= x:
+                points.pop()
+        last = points[-1] if points else None
+        if last is not None and (last.x == x or last.count < self._per_point):
+            last.x, last.other, last.total, last.count = x, other, last.total + value, last.count + 1
+            last.low, last.high = min(last.low, value), max(last.high, value)
+            return
+        points.append(Point(x, other, value, 1, value, value))
+        if len(points) > self._limit:
+            self._per_point *= 2
+            self.points = [_merged(points[index : index + 2]) for index in range(0, len(points), 2)]
+
+    @property
+    def newest(self) -> Point:
+        """Its last point."""
+        return self.points[-1]
+
+    def walls(self) -> list[float]:
+        """Wall time of each point."""
+        return [point.x if self.is_gauge else point.other for point in self.points]
+
+    def steps(self) -> list[float]:
+        """Step of each point."""
+        return [point.other if self.is_gauge else point.x for point in self.points]
+
+
+def _merged(pair: list[Point]) -> Point:
+    last = pair[-1]
+    return Point(last.x, last.other, sum(p.total for p in pair), sum(p.count for p in pair),
+                 min(p.low for p in pair), max(p.high for p in pair))  # fmt: skip
+
+
+class TimeShares:
+    """How one actor's time was shared, from readings of cumulative seconds by kind: in all, and over wall time."""
+
+    def __init__(self, limit: int = 120, width_s: float = 2.0) -> None:
+        self.width_s = width_s
+        self.totals: dict[str, float] = {}
+        """Kind, or "kind/name" -> seconds of all incarnations."""
+        self._limit = limit
+        self._start_s: float | None = None
+        self._bins: dict[int, dict[str, float]] = {}
+        self._last: tuple[float, Mapping[str, float]] | None = None
+
+    def put(self, wall_s: float, seconds: Mapping[str, float]) -> None:
+        """A reading: seconds since the actor began. A sum that fell means that it was restarted."""
+        last, self._last = self._last, (wall_s, seconds)
+        is_new = last is None or _whole(seconds) < _whole(last[1])
+        before: Mapping[str, float] = {} if is_new or last is None else last[1]
+        spent = {key: max(0.0, value - before.get(key, 0.0)) for key, value in seconds.items()}
+        for key, value in spent.items():
+            self.totals[key] = self.totals.get(key, 0.0) + value
+        last_s = last[0] if last is not None else float("-inf")
+        begin_s = max(wall_s - _whole(seconds), last_s) if is_new else last_s
+        self._spread(begin_s, wall_s, {kind: spent[kind] for kind in ACTIVITY_KINDS if kind in spent})
+
+    def _spread(self, begin_s: float, end_s: float, spent: Mapping[str, float]) -> None:
+        self._start_s = begin_s if self._start_s is None else self._start_s
+        if end_s <= begin_s:
+            return
+        while int((end_s - self._start_s) / self.width_s) >= self._limit:
+            self._widen()
+        first = max(0, int((begin_s - self._start_s) / self.width_s))
+        for index in range(first, int((end_s - self._start_s) / self.width_s) + 1):
+            left_s = self._start_s + index * self.width_s
+            part = (min(end_s, left_s + self.width_s) - max(begin_s, left_s)) / (end_s - begin_s)
+            _add(self._bins.setdefault(index, {}), spent, max(0.0, part))
+
+    def _widen(self) -> None:
+        self.width_s *= 2
+        wider: dict[int, dict[str, float]] = {}
+        for index, kinds in self._bins.items():
+            _add(wider.setdefault(index // 2, {}), kinds)
+        self._bins = wider
+
+    def shares(self) -> dict[str, float]:
+        """Kind, or "kind/name" -> share of all recorded time."""
+        whole = _whole(self.totals)
+        return {key: seconds / whole for key, seconds in self.totals.items()} if whole > 0 else {}
+
+    def bins(self) -> list[tuple[float, dict[str, float]]]:
+        """(wall time of the left edge, kind -> share) of each stretch in which time was spent."""
+        start_s = self._start_s or 0.0
+        wholes = {index: sum(kinds.values()) for index, kinds in self._bins.items()}
+        return [
+            (start_s + index * self.width_s, {kind: s / wholes[index] for kind, s in self._bins[index].items()})
+            for index in sorted(self._bins)
+            if wholes[index] > 0
+        ]
+
+
+def _add(into: dict[str, float], more: Mapping[str, float], part: float = 1.0) -> None:
+    for key, value in more.items():
+        into[key] = into.get(key, 0.0) + value * part
+
+
+def _whole(seconds: Mapping[str, float]) -> float:
+    return sum(seconds.get(kind, 0.0) for kind in ACTIVITY_KINDS)
+
+
+class JsonTail:
+    """Reads the lines that were added to a file of JSON objects since the last time."""
+
+    def __init__(self, path: Path, last_bytes: int = 0) -> None:
+        """`last_bytes`: read no more than the end of the file; 0: all of it."""
+        self.path = path
+        self.trouble = ""
+        """Why it cannot be read."""
+        self.num_bad = 0
+        """Lines that are no JSON objects."""
+        self.num_odd = 0
+        """Objects that are not what the file is for."""
+        self._offset = max(0, path.stat().st_size - last_bytes) if last_bytes and path.is_file() else 0
+        self._is_cut = self._offset > 0
+        self._kept = b""
+
+    def read(self) -> list[dict[str, Any]]:
+        """At most a few MiB at once: call again until nothing comes. A file that shrank is read from its start."""
+        try:
+            with self.path.open("rb") as file:
+                if file.seek(0, 2) < self._offset:
+                    self._offset, self._kept = 0, b""
+                file.seek(self._offset)
+                chunk = file.read(_CHUNK_BYTES)
+            self.trouble = ""
+        except FileNotFoundError:
+            self.trouble = "is missing"
+            return []
+        except OSError as error:
+            self.trouble = f"cannot be read: {error}"
+            return []
+        self._offset += len(chunk)
+        *whole, self._kept = (self._kept + chunk).split(b"\n")
+        if self._is_cut and whole:
+            whole, self._is_cut = whole[1:], False
+        if len(self._kept) > _MAX_LINE_BYTES:
+            self._kept = b""
+            self.num_bad += 1
+        return self._records(whole)
+
+    def rest(self) -> list[dict[str, Any]]:
+        """The last line, which does not end: of a run that was killed."""
+        last, self._kept = self._kept, b""
+        return self._records([last])
+
+    def _records(self, lines: list[bytes]) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        for line in lines:
+            if not line.strip():
+                continue
+            record = _json(line)
+            if record is None:
+                self.num_bad += 1
+            else:
+                found.append(record)
+        return found
+
+    def notes(self, what: str) -> Iterator[str]:
+        """What was wrong with it. `what`: the records of the file."""
+        name = self.path.name
+        if self.trouble:
+            yield f"{name} {self.trouble}"
+        if self.num_bad:
+            lines, were = ("1 line", "was") if self.num_bad == 1 else (f"{self.num_bad} lines", "were")
+            yield f"{lines} of {name} could not be read and {were} skipped"
+        if self.num_odd:
+            yield f"{self.num_odd} lines of {name} are not {what} and were skipped"
+
+
+def _json(line: bytes) -> dict[str, Any] | None:
+    try:
+        record: Any = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return None
+    return cast("dict[str, Any]", record) if isinstance(record, dict) else None
 
 
 @dataclass(slots=True)
-class RunFiles:
-    """All that is left of a run."""
+class CloseUp:
+    """Some steps in the middle of a run, with every stretch of the actors' own time."""
 
-    run_dir: Path
-    config_text: str = ""
-    config: dict[str, Any] = field(default_factory=dict[str, Any])
-    by_step: dict[str, dict[str, dict[int, float]]] = field(default_factory=dict[str, dict[str, dict[int, float]]])
-    """metric -> source -> step -> value; a step that was reported again holds the later value."""
-    by_time: dict[str, dict[str, list[tuple[float, float]]]] = field(
-        default_factory=dict[str, dict[str, list[tuple[float, float]]]]
+    left_s: float
+    right_s: float
+    steps: list[tuple[float, int]]
+    """(wall time when it was reported, step)."""
+    spans: dict[str, list[tuple[float, float, str, str]]] = field(
+        default_factory=dict[str, list[tuple[float, float, str, str]]]
     )
-    """metric -> source -> (wall_s, value) in order of the file, for what is measured by the clock."""
-    step_wall_s: dict[int, float] = field(default_factory=dict[int, float])
-    """Step -> when the trainer reported it."""
-    time_totals: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
-    """Actor -> kind (or "kind/name") -> seconds over the run, all incarnations."""
-    events: list[EventRow] = field(default_factory=list[EventRow])
-    spans: dict[str, list[SpanRow]] = field(default_factory=dict[str, list[SpanRow]])
-    """Actor -> its own stretches, by time; tracks of single requests are left out."""
-    changes: list[RunChange] = field(default_factory=list[RunChange])
-    """What was changed while it ran, in order; refused and failed attempts too."""
-    num_steps_repeated: int = 0
-    notes: list[str] = field(default_factory=list[str])
-    """What is missing or could not be read."""
+    """Actor -> (start, seconds, kind, name), by time."""
 
-    def steps(self, metric: str) -> dict[int, float]:
-        """Step -> value, by step. Several sources: sums of rates and counts, else the first source's value."""
-        sources = self.by_step.get(metric, {})
-        merged: dict[int, float] = {}
-        for source in sorted(sources):
-            for step, value in sources[source].items():
-                if metric in _SUMMED:
-                    merged[step] = merged.get(step, 0.0) + value
-                else:
-                    merged.setdefault(step, value)
-        return {step: merged[step] for step in sorted(merged)}
 
-    def last(self, metric: str) -> float | None:
-        """The newest value by the clock; of sums over sources the sum of their newest values."""
-        newest = [points[-1] for points in self.by_time.get(metric, {}).values() if points]
-        if not newest:
-            return None
-        return sum(value for _, value in newest) if metric in _SUMMED else max(newest)[1]
+class RunFiles:
+    """The past of one run. `read` takes in what is new; blocking."""
 
-    def names(self, prefix: str) -> list[str]:
-        """Known metrics that start with the prefix, sorted."""
-        return sorted(name for name in self.by_time if name.startswith(prefix))
+    def __init__(self, run_dir: Path, last_bytes: int = 0) -> None:
+        """`last_bytes`: of each file no more than its end, for a glance; 0: all."""
+        self.run_dir = run_dir
+        self.config: dict[str, Any] = {}
+        self.config_text = ""
+        self.series: dict[str, dict[str, Series]] = {}
+        """metric -> source -> its values."""
+        self.times: dict[str, TimeShares] = {}
+        """By actor."""
+        self.event_counts: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()
+        """Kind of failure -> how often workflows failed by it."""
+        self.close_up: CloseUp | None = None
+        self.num_steps_repeated = 0
+        self.wall_range_s: tuple[float, float] | None = None
+        """First and last moment of any record."""
+        self.generation = 0
+        """Grows with everything that was new."""
+        self._steps: list[tuple[float, int]] = []
+        self._newest_step = 0
+        self._num_series = 0
+        self._events: dict[str, deque[EventRow]] = {}
+        self._records: deque[AuditRecord] = deque(maxlen=_MAX_CHANGES)
+        self._config_trouble = f"{CONFIG_FILE} is missing"
+        self._trace_notes: list[str] = []
+        self._tails = {
+            "metric points": (JsonTail(run_dir / METRICS_FILE, last_bytes), self.take_metric),
+            "events": (JsonTail(run_dir / EVENTS_FILE, last_bytes), self.take_event),
+            "audit records": (JsonTail(run_dir / AUDIT_FILE, last_bytes), self.take_audit),
+        }
+
+    # -- reading -----------------------------------------------------------------------------------------------
+
+    def read(self, *, is_over: bool = False) -> bool:
+        """Whether anything was new. `is_over`: nothing will be added, so the last line and the trace count, too."""
+        before = self.generation
+        if not self.config:  # a run that starts writes it a little later
+            self._read_config()
+        for tail, take in self._tails.values():
+            while records := tail.read():
+                tail.num_odd += sum(not take(record) for record in records)
+            if is_over:
+                tail.num_odd += sum(not take(record) for record in tail.rest())
+        if is_over and self.close_up is None:
+            self._read_trace()
+        return self.generation != before
+
+    def _read_config(self) -> None:
+        try:
+            self.config_text = (self.run_dir / CONFIG_FILE).read_text(encoding="utf-8", errors="replace")
+            self.config, self._config_trouble = tomllib.loads(self.config_text), ""
+        except FileNotFoundError:
+            self._config_trouble = f"{CONFIG_FILE} is missing"
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            self._config_trouble = f"{CONFIG_FILE} cannot be read: {error}"
 
     @property
-    def wall_range_s(self) -> tuple[float, float] | None:
-        """First and last moment of any record."""
-        moments = [w for sources in self.by_time.values() for points in sources.values() for w, _ in points]
-        moments += [event.wall_s for event in self.events]
-        moments += [s.start_s for spans in self.spans.values() for s in spans]
-        moments += [s.start_s + s.duration_s for spans in self.spans.values() for s in spans]
-        return (min(moments), max(moments)) if moments else None
+    def notes(self) -> list[str]:
+        """What is missing or could not be read."""
+        found = [self._config_trouble] if self._config_trouble else []
+        for what, (tail, _) in self._tails.items():
+            if what != "audit records" or tail.trouble != "is missing":  # a run in which nothing was changed has none
+                found += tail.notes(what)
+        return [*found, *self._trace_notes]
+
+    def _saw(self, wall_s: float) -> None:
+        self.generation += 1
+        first, last = self.wall_range_s or (wall_s, wall_s)
+        self.wall_range_s = (min(first, wall_s), max(last, wall_s))
+
+    def take_metric(self, record: dict[str, Any]) -> bool:
+        """One line of metrics.jsonl; whether it is one."""
+        source, step, wall_s, values = (record.get(key) for key in ("source", "step", "wall_s", "values"))
+        wall = _number(wall_s)
+        if not isinstance(source, str) or not isinstance(step, int) or wall is None or not isinstance(values, dict):
+            return False
+        self._saw(wall)
+        seconds: dict[str, float] = {}
+        for name, raw in cast("dict[str, Any]", values).items():
+            value = _number(raw)
+            if value is not None and name.startswith("time/"):
+                seconds[name.removeprefix("time/")] = value
+            elif value is not None:
+                self._take_value(source, step, wall, name, value)
+        if seconds and (source in self.times or len(self.times) < _MAX_SOURCES):
+            self.times.setdefault(source, TimeShares()).put(wall, seconds)
+        return True
+
+    def _take_value(self, source: str, step: int, wall_s: float, name: str, value: float) -> None:
+        is_gauge = step < 0 or source.startswith("rollout/") or name.startswith("buffer/")
+        sources = self.series.setdefault(name, {}) if self._num_series < _MAX_SERIES else self.series.get(name, {})
+        if source not in sources:
+            if self._num_series >= _MAX_SERIES:
+                return
+            self._num_series += 1
+            sources[source] = Series(is_gauge=is_gauge)
+        series = sources[source]
+        if series.is_gauge:
+            series.put(wall_s, self._newest_step, value)
+            return
+        if name == "train/loss" and step >= 0:
+            self.num_steps_repeated += bool(series.points) and step <= series.newest.x
+            self._newest_step = step
+            if len(self._steps) < _MAX_STEPS:
+                self._steps.append((wall_s, step))
+        if step >= 0:
+            series.put(step, wall_s, value)
+
+    def take_event(self, record: dict[str, Any]) -> bool:
+        """One line of events.jsonl; whether it is one."""
+        wall_s = _number(record.get("wall_s"))
+        texts = [record.get(key) for key in ("source", "kind", "text")]
+        if wall_s is None or not all(isinstance(text, str) for text in texts):
+            return False
+        source, kind, text = (str(value)[:_MAX_TEXT] for value in texts)
+        self._saw(wall_s)
+        if kind not in self._events and len(self._events) >= _MAX_KINDS:
+            return True
+        data: Any = record.get("data") if kind == KNOB_EVENT else None
+        facts = cast("dict[str, Any]", data) if isinstance(data, dict) else {}
+        self._events.setdefault(kind, deque(maxlen=_MAX_OF_A_KIND)).append(EventRow(wall_s, source, kind, text, facts))
+        self.event_counts[kind] += 1
+        if kind == "member-failed":
+            self.failures[text.partition(":")[0][:40]] += 1
+        return True
+
+    def take_audit(self, record: dict[str, Any]) -> bool:
+        """One line of audit.jsonl; whether it is one."""
+        try:
+            self._records.append(msgspec.convert(record, AuditRecord))
+        except msgspec.ValidationError:
+            return False
+        self.generation += 1
+        return True
+
+    def _read_trace(self) -> None:
+        """The stretches of some steps in the middle."""
+        path = self.run_dir / TRACE_FILE
+        if not path.is_file():
+            self._trace_notes = [f"{TRACE_FILE} is missing: no close-up of some steps"]
+            return
+        if len(self._steps) <= _CLOSE_UP_STEPS:
+            return
+        middle = len(self._steps) // 2 - _CLOSE_UP_STEPS // 2
+        chosen = self._steps[middle : middle + _CLOSE_UP_STEPS + 1]
+        close_up = self.close_up = CloseUp(chosen[0][0], chosen[-1][0], chosen)
+        names: dict[object, str] = {}
+        try:
+            for number, event in enumerate(chain.from_iterable(map(read_trace, trace_parts(path)))):
+                if number >= _MAX_SPANS:
+                    self._trace_notes = [f"only the first {_MAX_SPANS} records of {TRACE_FILE} were read"]
+                    break
+                if event.get("ph") == "M" and event.get("name") == "process_name":
+                    args: Any = event.get("args")
+                    named = cast("dict[str, Any]", args) if isinstance(args, dict) else {}
+                    names[event.get("pid")] = str(named.get("name", "?"))
+                elif event.get("ph") == "X" and event.get("tid") == 0:
+                    _add_span(close_up, names, event)
+        except OSError as error:
+            self._trace_notes = [f"{TRACE_FILE} cannot be read: {error}"]
+
+    # -- what was read -----------------------------------------------------------------------------------------
+
+    @property
+    def reported(self) -> list[tuple[float, int]]:
+        """(wall time, step) of each report of the trainer, by time; steps that were made again are there twice."""
+        return self._steps
+
+    @property
+    def events(self) -> list[EventRow]:
+        """The newest of each kind, oldest first."""
+        return sorted((row for rows in self._events.values() for row in rows), key=lambda row: row.wall_s)
+
+    def of_kind(self, kind: str) -> list[EventRow]:
+        """The newest events of a kind, oldest first."""
+        return sorted(self._events.get(kind, ()), key=lambda row: row.wall_s)
+
+    @property
+    def changes(self) -> list[RunChange]:
+        """What was changed while it ran, in order; refused and failed attempts too."""
+        if not self._records:
+            return changes_of_events((row.wall_s, row.text, row.data) for row in self.of_kind(KNOB_EVENT))
+        return placed(changes_of(list(self._records)), sorted(self._steps), self.events)
+
+    def main(self, metric: str) -> Series | None:
+        """Of several sources of a metric the one that has most to say."""
+        sources = self.series.get(metric, {})
+        name = max(sorted(sources), key=lambda source: len(sources[source].points), default=None)
+        return sources[name] if name is not None and sources[name].points else None
+
+    def steps(self, metric: str) -> dict[int, float]:
+        """Step -> value, by step; in a long run means of several steps."""
+        series = self.main(metric)
+        return (
+            {} if series is None else dict(zip(map(int, series.steps()), (p.mean for p in series.points), strict=True))
+        )
+
+    def total(self, metric: str) -> float:
+        """Sum over all steps."""
+        series = self.main(metric)
+        return sum(point.total for point in series.points) if series else 0.0
+
+    def last(self, metric: str) -> float | None:
+        """The newest value by the clock; of what is summed over actors the sum of their newest values."""
+        newest = [(s.walls()[-1], s.newest.mean) for s in self.series.get(metric, {}).values() if s.points]
+        if not newest:
+            return None
+        return sum(value for _, value in newest) if metric in SUMMED else max(newest)[1]
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Known metrics that start with the prefix, sorted."""
+        return sorted(name for name in self.series if name.startswith(prefix))
+
+    def summed(self, metric: str, num_bins: int = 160) -> list[tuple[float, float]]:
+        """(wall time, sum over sources of each one's mean in a bin); a source that is silent in a bin adds nothing."""
+        sources = [series for series in self.series.get(metric, {}).values() if series.points]
+        if not sources:
+            return []
+        first = min(series.walls()[0] for series in sources)
+        last = max(series.walls()[-1] for series in sources)
+        width_s = max((last - first) / max(1, min(num_bins, *(len(s.points) - 1 for s in sources))), 1e-9)
+        sums: dict[int, float] = {}
+        for series in sources:
+            bins: dict[int, list[Point]] = {}
+            for wall_s, point in zip(series.walls(), series.points, strict=True):
+                bins.setdefault(int((wall_s - first) / width_s), []).append(point)
+            for index, points in bins.items():
+                mean = sum(p.total for p in points) / sum(p.count for p in points)
+                sums[index] = sums.get(index, 0.0) + mean
+        return [(first + (index + 0.5) * width_s, sums[index]) for index in sorted(sums)]
 
     def gauges(self) -> dict[str, dict[str, float]]:
         """Actor -> metric -> value: each engine's load, and what became of the newest groups, as it was mostly: the
         last gauges are those of an engine that is being drained."""
         found: dict[str, dict[str, float]] = {}
         for metric in (*_LOAD, *self.names(NEWEST)):
-            for source, points in self.by_time.get(metric, {}).items():
-                values = sorted(value for _, value in points)
+            for source, series in self.series.get(metric, {}).items():
+                values = sorted(point.mean for point in series.points)
                 found.setdefault(source, {})[metric] = values[len(values) // 2] if values else 0.0
         return found
 
     def shares(self) -> dict[str, dict[str, float]]:
         """Actor -> kind -> share of its time over the run."""
-        shares: dict[str, dict[str, float]] = {}
-        for actor, seconds in self.time_totals.items():
-            total = sum(seconds.get(kind, 0.0) for kind in ACTIVITY_KINDS)
-            if total > 0:
-                shares[actor] = {kind: value / total for kind, value in seconds.items()}
-        return shares
+        return {actor: shares for actor, times in self.times.items() if (shares := times.shares())}
+
+    def setting(self, section: str, key: str) -> Any:
+        """A value of the resolved configuration, or None."""
+        table = self.config.get(section)
+        return cast("dict[str, Any]", table).get(key) if isinstance(table, dict) else None
+
+
+def _add_span(close_up: CloseUp, names: dict[object, str], event: dict[str, Any]) -> None:
+    start_us, duration_us = _number(event.get("ts")), _number(event.get("dur"))
+    if start_us is None or duration_us is None or duration_us < 0:
+        return
+    start_s, seconds = start_us / 1e6, duration_us / 1e6
+    if start_s >= close_up.right_s or start_s + seconds <= close_up.left_s:
+        return
+    actor = names.get(event.get("pid"), str(event.get("pid")))
+    spans = close_up.spans.setdefault(actor, [])
+    if len(spans) < _MAX_SHOWN_SPANS:
+        spans.append((start_s, seconds, str(event.get("cat")), str(event.get("name"))))
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def load_run(run_dir: Path) -> RunFiles:
@@ -149,170 +571,14 @@ def load_run(run_dir: Path) -> RunFiles:
             f"{run_dir} holds none of {', '.join(names)}", remedy="name a run directory, e.g. runs/latest"
         )
     run = RunFiles(run_dir)
-    _read_config(run)
-    _read_metrics(run)
-    _read_events(run)
-    _read_changes(run)
-    _read_trace(run)
+    run.read(is_over=True)
     return run
 
 
-def _read_config(run: RunFiles) -> None:
-    path = run.run_dir / CONFIG_FILE
-    try:
-        run.config_text = path.read_text(encoding="utf-8", errors="replace")
-        run.config = tomllib.loads(run.config_text)
-    except FileNotFoundError:
-        run.notes.append(f"{CONFIG_FILE} is missing")
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        run.notes.append(f"{CONFIG_FILE} cannot be read: {error}")
+# -- samples -------------------------------------------------------------------------------------------------------
 
-
-def _lines(run: RunFiles, name: str) -> Iterator[dict[str, Any]]:
-    """Objects of a JSON-lines file; garbage is counted, not raised."""
-    path, num_bad = run.run_dir / name, 0
-    try:
-        with path.open("rb") as file:
-            for line in file:
-                if not line.strip():
-                    continue
-                try:
-                    record: Any = orjson.loads(line)
-                except orjson.JSONDecodeError:
-                    record = None
-                if isinstance(record, dict):
-                    yield cast("dict[str, Any]", record)
-                else:
-                    num_bad += 1
-    except FileNotFoundError:
-        run.notes.append(f"{name} is missing")
-    except OSError as error:
-        run.notes.append(f"{name} cannot be read: {error}")
-    if num_bad:
-        lines = "1 line" if num_bad == 1 else f"{num_bad} lines"
-        run.notes.append(f"{lines} of {name} could not be read and {'was' if num_bad == 1 else 'were'} skipped")
-
-
-def _number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if math.isfinite(value) else None
-
-
-def _read_metrics(run: RunFiles) -> None:
-    times: dict[str, dict[str, float]] = {}
-    num_odd = 0
-    for record in _lines(run, METRICS_FILE):
-        source, step, wall_s, values = (record.get(key) for key in ("source", "step", "wall_s", "values"))
-        wall = _number(wall_s)
-        if not isinstance(source, str) or not isinstance(step, int) or wall is None or not isinstance(values, dict):
-            num_odd += 1
-            continue
-        seconds: dict[str, float] = {}
-        for name, raw in cast("dict[str, Any]", values).items():
-            value = _number(raw)
-            if value is not None and name.startswith("time/"):
-                seconds[name.removeprefix("time/")] = value
-            elif value is not None:
-                _add_value(run, source, step, wall, name, value)
-        if seconds:
-            _add_times(run.time_totals.setdefault(source, {}), times.get(source, {}), seconds)
-            times[source] = seconds
-    if num_odd:
-        run.notes.append(f"{num_odd} lines of {METRICS_FILE} are not metric points and were skipped")
-
-
-def _add_value(run: RunFiles, source: str, step: int, wall_s: float, name: str, value: float) -> None:
-    run.by_time.setdefault(name, {}).setdefault(source, []).append((wall_s, value))
-    if step < 0:
-        return
-    points = run.by_step.setdefault(name, {}).setdefault(source, {})
-    if name == "train/loss":
-        run.num_steps_repeated += step in points
-        run.step_wall_s[step] = wall_s
-    points[step] = value
-
-
-def _add_times(totals: dict[str, float], before: dict[str, float], now: dict[str, float]) -> None:
-    """Cumulative seconds -> totals over all incarnations: a meter whose sum fell began again at 0."""
-    if sum(now.get(kind, 0.0) for kind in ACTIVITY_KINDS) < sum(before.get(kind, 0.0) for kind in ACTIVITY_KINDS):
-        before = {}
-    for key, seconds in now.items():
-        totals[key] = totals.get(key, 0.0) + max(0.0, seconds - before.get(key, 0.0))
-
-
-def _read_events(run: RunFiles) -> None:
-    for record in _lines(run, EVENTS_FILE):
-        if len(run.events) >= _MAX_EVENTS:
-            run.notes.append(f"only the first {_MAX_EVENTS} events were read")
-            break
-        wall_s = _number(record.get("wall_s"))
-        texts = [record.get(key) for key in ("source", "kind", "text")]
-        if wall_s is not None and all(isinstance(text, str) for text in texts):
-            source, kind, text = (str(value) for value in texts)
-            data: Any = record.get("data") if kind == KNOB_EVENT else None
-            facts = cast("dict[str, Any]", data) if isinstance(data, dict) else {}
-            run.events.append(EventRow(wall_s, source, kind, text, facts))
-    run.events.sort(key=lambda event: event.wall_s)
-
-
-def _read_changes(run: RunFiles) -> None:
-    """The audit log; without one, the knob events."""
-    if not (run.run_dir / AUDIT_FILE).is_file():
-        events = ((event.wall_s, event.text, event.data) for event in run.events if event.kind == KNOB_EVENT)
-        run.changes = changes_of_events(events)
-        return
-    records: list[AuditRecord] = []
-    num_odd = 0
-    for line in _lines(run, AUDIT_FILE):
-        try:
-            records.append(msgspec.convert(line, AuditRecord))
-        except msgspec.ValidationError:
-            num_odd += 1
-    if num_odd:
-        run.notes.append(f"{num_odd} lines of {AUDIT_FILE} are not audit records and were skipped")
-    steps = sorted((wall_s, step) for step, wall_s in run.step_wall_s.items())
-    run.changes = placed(changes_of(records), steps, run.events)
-
-
-def _read_trace(run: RunFiles) -> None:
-    path = run.run_dir / TRACE_FILE
-    if not path.is_file():
-        run.notes.append(f"{TRACE_FILE} is missing: no timeline")
-        return
-    names: dict[object, str] = {}
-    num = 0
-    try:
-        for event in chain.from_iterable(map(read_trace, trace_parts(path))):
-            if event.get("ph") == "M" and event.get("name") == "process_name":
-                args: Any = event.get("args")
-                named = cast("dict[str, Any]", args) if isinstance(args, dict) else {}
-                names[event.get("pid")] = str(named.get("name", "?"))
-            elif event.get("ph") == "X" and event.get("tid") == 0:
-                if num >= _MAX_SPANS:
-                    run.notes.append(f"only the first {_MAX_SPANS} spans of {TRACE_FILE} were read")
-                    break
-                num += _add_span(run, names, event)
-    except OSError as error:
-        run.notes.append(f"{TRACE_FILE} cannot be read: {error}")
-    for spans in run.spans.values():
-        spans.sort(key=lambda span: span.start_s)
-
-
-def _add_span(run: RunFiles, names: dict[object, str], event: dict[str, Any]) -> bool:
-    start_us, duration_us = _number(event.get("ts")), _number(event.get("dur"))
-    if start_us is None or duration_us is None or duration_us < 0:
-        return False
-    actor = names.get(event.get("pid"), str(event.get("pid")))
-    span = SpanRow(start_us / 1e6, duration_us / 1e6, str(event.get("cat")), str(event.get("name")))
-    run.spans.setdefault(actor, []).append(span)
-    return True
-
-
-FILES = (OLDER_SAMPLES_FILE, SAMPLES_FILE)
+SAMPLE_FILES = (OLDER_SAMPLES_FILE, SAMPLES_FILE)
 """Older groups first."""
-_NUM_SHOWN = 3
-_NUM_ANSWERS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,18 +587,30 @@ class SampleQuery:
 
     step: int = -1
     """-1: of any step."""
-    held_out: bool = False
-    """Answers to held-out prompts, not those of training."""
+    held_out: bool | None = False
+    """Answers to held-out prompts, not those of training; None: both."""
     eval_set: str = ""
     """Of this evaluation set alone; empty: of every one."""
+    search: str = ""
+    """Words that prompt, label or an answer holds, in any case of letters."""
+    prompt: str = ""
+    """Beginning of the prompt: what became of one over the steps."""
 
     def takes(self, group: dict[str, Any]) -> bool:
         """Whether it is one of them."""
         return (
-            group.get("is_held_out", False) == self.held_out
+            self.held_out in (None, group.get("is_held_out", False))
             and self.step in (-1, group.get("step"))
             and self.eval_set in ("", group.get("eval_set"))
+            and str(group.get("prompt")).startswith(self.prompt)
+            and (not self.search or self.search.lower() in _words(group))
         )
+
+
+def _words(group: dict[str, Any]) -> str:
+    answers: Any = group.get("answers")
+    texts = [str(cast("dict[str, Any]", a).get("text")) for a in answers if isinstance(a, dict)] if answers else []
+    return "\n".join([str(group.get("prompt")), str(group.get("label")), *texts]).lower()
 
 
 def read_samples(run_dir: Path, wanted: SampleQuery, num_groups: int) -> list[dict[str, Any]]:
@@ -341,7 +619,7 @@ def read_samples(run_dir: Path, wanted: SampleQuery, num_groups: int) -> list[di
     found: dict[tuple[object, ...], dict[str, Any]] = {}
     for group in _groups(run_dir):
         if wanted.takes(group):
-            key = tuple(group.get(name) for name in ("step", "eval_set", "group_id"))
+            key = tuple(str(group.get(name)) for name in ("step", "eval_set", "group_id"))
             found.pop(key, None)
             found[key] = group
             if len(found) > num_groups:
@@ -349,38 +627,27 @@ def read_samples(run_dir: Path, wanted: SampleQuery, num_groups: int) -> list[di
     return list(found.values())[::-1]
 
 
-def sample_page(run_dir: Path) -> list[dict[str, Any]]:
-    """A few groups for a page: of the first, a middle and the last step; then the newest held-out ones."""
-    steps: dict[bool, set[int]] = {False: set(), True: set()}
-    for group in _groups(run_dir):
-        if isinstance(step := group.get("step"), int):
-            steps[group.get("is_held_out", False) is True].add(step)
-    trained, held_out = sorted(steps[False]), sorted(steps[True])
-    chosen = dict.fromkeys(trained[index] for index in (0, len(trained) // 2, -1)) if trained else {}
-    wanted = [SampleQuery(step) for step in chosen] + [SampleQuery(held_out[-1], held_out=True) for _ in held_out[-1:]]
-    return [_shown(group) for one in wanted for group in read_samples(run_dir, one, _NUM_SHOWN)]
-
-
-def _shown(group: dict[str, Any]) -> dict[str, Any]:
-    """As the page needs it; a line of another version, or of another program, may lack fields."""
-    answers: Any = group.get("answers")
-    shown = [cast("dict[str, Any]", answer) for answer in answers if isinstance(answer, dict)] if answers else []
-    return {
-        **{name: group.get(name, "") for name in ("step", "outcome", "eval_set", "reason", "prompt", "label")},
-        "answers": [{name: answer.get(name, "") for name in ("reward", "text")} for answer in shown[:_NUM_ANSWERS]],
-    }
+def sample_page(run_dir: Path, max_bytes: int = 1 << 20) -> list[dict[str, Any]]:
+    """Groups of steps over the whole run, newest first, in at most so many bytes: every step where they fit, else
+    every second, fourth, ... one."""
+    groups = read_samples(run_dir, SampleQuery(held_out=None), 20_000)
+    sizes = [len(orjson.dumps(group)) for group in groups]
+    steps = sorted({str(group.get("step")) for group in groups}, key=lambda step: int(step) if step.isdecimal() else 0)
+    stride = 1
+    while True:
+        kept = set(steps[::-1][::stride])
+        chosen = [index for index, group in enumerate(groups) if str(group.get("step")) in kept]
+        if sum(sizes[index] for index in chosen) <= max_bytes:
+            return [groups[index] for index in chosen]
+        if len(kept) <= 1:
+            return [groups[index] for index in chosen[: max(1, max_bytes // max(sizes))]]
+        stride *= 2
 
 
 def _groups(run_dir: Path) -> Iterator[dict[str, Any]]:
-    for name in FILES:
+    for name in SAMPLE_FILES:
         try:
             with (run_dir / name).open("rb") as file:
-                for line in file:
-                    try:
-                        group: Any = orjson.loads(line)
-                    except orjson.JSONDecodeError:
-                        continue
-                    if isinstance(group, dict):
-                        yield cast("dict[str, Any]", group)
+                yield from (group for line in file if (group := _json(line)) is not None)
         except OSError:
             continue

@@ -1,4 +1,4 @@
-"""Curves drawn with letters. Pure: numbers in, lines of text out.
+"""Curves and bars drawn with letters. Pure: numbers in, lines of text out.
 
 plotext and asciichartpy were considered: each is one person's package, and the two shapes needed here are short.
 """
@@ -9,8 +9,18 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
+from ...core.activity import ACTIVITY_KINDS
 from .numbers import short
 
+COLOURS: Mapping[str, str] = dict(zip(
+    ACTIVITY_KINDS,
+    ("green", "yellow", "magenta", "cyan", "bright_magenta", "bright_green", "blue", "bright_black"),
+    strict=True,
+))  # fmt: skip
+"""Of the kinds of time, for rich."""
+LETTERS: Mapping[str, str] = dict(zip(ACTIVITY_KINDS, "█▓▒░◇▫▪·", strict=True))
+LETTERS_ASCII: Mapping[str, str] = dict(zip(ACTIVITY_KINDS, "#dwcmep.", strict=True))
+"""One letter a kind of time, so that bars can be read without colours."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _BLOCKS_ASCII = "_.-~=+*#"
 
@@ -121,3 +131,23 @@ def _draw_ascii(frame: _Frame, points: Mapping[int, float]) -> list[list[str]]:
     for x, y in _walk(frame, points, 1, 1):
         cells[y][x] = "*"
     return cells
+
+
+def bar(kinds: Mapping[str, float], width: int, *, is_ascii: bool = False) -> list[tuple[str, str]]:
+    """[(letters, kind)] of a stacked bar of exactly `width` letters, blanks at its end included."""
+    letters = LETTERS_ASCII if is_ascii else LETTERS
+    filled, exact = 0, 0.0
+    parts: list[tuple[str, str]] = []
+    for kind in ACTIVITY_KINDS:
+        exact += kinds.get(kind, 0.0) * width
+        num = max(0, min(round(exact), width) - filled)
+        filled += num
+        if num:
+            parts.append((letters[kind] * num, kind))
+    return [*parts, (" " * (width - filled), "")]
+
+
+def gauge(count: int, total: int, width: int, *, is_ascii: bool = False) -> str:
+    """A bar of `width` letters; anything above 0 shows at least one."""
+    num = 0 if count <= 0 or total <= 0 else max(1, min(width, round(count / total * width)))
+    return ("#" if is_ascii else "█") * num + ("." if is_ascii else "·") * (width - num)

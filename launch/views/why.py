@@ -17,7 +17,7 @@ from ...core.messages import Record
 from ...core.suggestion import suggest
 from .advice import Advice, Facts, advise, facts_of_file, num_cores, what_to_try
 from .bottleneck import AT_LIMIT, Filtered, engines_look_full, judge, without_start
-from .run_files import load_run
+from .run_files import RunFiles, load_run
 
 _NUM_PARTS = 2
 _LEAST = 0.02
@@ -181,7 +181,11 @@ def explain_actors(
 def explain_files(run_dir: Path, target: str = "") -> Reason:
     """Of a run that has ended or does not answer: over all of it. Raises ConfigError for a folder of no run, or an
     actor that was not in it."""
-    run = load_run(run_dir)
+    return explain_run(load_run(run_dir), target)
+
+
+def explain_run(run: RunFiles, target: str = "") -> Reason:
+    """The same of what was read already."""
     shares, gauges = run.shares(), run.gauges()
     facts = facts_of_file(run.config, sum(name.startswith("rollout/") for name in shares), num_cores())
     span = run.wall_range_s

@@ -1,15 +1,15 @@
-// The dashboard's page. Everything that the run sends is put in as text (textContent, setAttribute), never as markup.
-import { duration, el, lineChart, timeStrip } from "./plots.js";
-import { setColour, setGroups } from "./samples.js";
+"use strict";
+// The page of a run. The dashboard feeds it while the run works; a report carries its data. Everything that comes from a
+// run is put in as text (textContent, setAttribute), never as markup.
 
 const $ = (id) => document.getElementById(id);
-const PAGES = ["overview", "learning", "speed", "time", "knobs", "events", "samples"];
-const OVERVIEW = ["Reward", "Lag of the trained groups (versions)", "Tokens per second", "Loss"];
-const ALARMING = /fail|error|gone|fenced|non-finite|drop|disabled|killed|restart|full|hung|suspect|refused/;
-const BADGES = { running: "good", finished: "good", failed: "bad" };
-let state = null, past = null, page = "overview", turning = null, drawn = {};
+const PAGES = ["overview", "learning", "speed", "metrics", "samples", "time", "knobs", "events", "config"];
+const DRAWN = new Set(["overview", "learning", "speed", "metrics"]);
+const kept = $("data") ? JSON.parse($("data").textContent) : null; // of a report
+let state = null, past = null, others = [], page = "overview", turning = null, drawn = {};
+let indexes = [];
 
-const token = takeToken();
+const token = kept ? "" : takeToken();
 
 function takeToken() {
   const url = new URL(location.href);
@@ -21,14 +21,32 @@ function takeToken() {
   return given ?? sessionStorage.getItem("token") ?? "";
 }
 
-// -- live ------------------------------------------------------------------------------------------------------------
+// -- where the data come from ----------------------------------------------------------------------------------------
 
 function listen() {
   const source = new EventSource("/api/live");
   source.addEventListener("open", () => setLink("on", "live"));
   source.addEventListener("error", () => setLink("off", source.readyState === EventSource.CLOSED ? "the dashboard has ended, or the secret is not known: open the printed URL" : "reconnecting"));
   source.addEventListener("state", (event) => { state = JSON.parse(event.data); drawState(); });
-  source.addEventListener("history", (event) => { past = JSON.parse(event.data); drawn = {}; drawPage(); });
+  source.addEventListener("history", (event) => { setPast(JSON.parse(event.data)); drawPage(); });
+}
+
+function setPast(value) {
+  past = value;
+  drawn = {};
+  indexes = [past, ...others].map(indexed);
+}
+
+function showKept() {
+  ({ state, others } = kept);
+  setPast(kept.history);
+  document.body.classList.add("kept");
+  document.body.classList.toggle("compared", others.length > 0);
+  $("brand").textContent = others.length ? "myxa compare" : "myxa report";
+  $("link").hidden = true;
+  setGroups(kept.samples);
+  $("learning").before($("controls"));
+  drawPage();
 }
 
 function setLink(css, words) {
@@ -36,85 +54,146 @@ function setLink(css, words) {
   $("link").textContent = words;
 }
 
+const isShown = (name) => (kept ? !others.length || DRAWN.has(name) : name === page);
+
 // -- the head, on every page -----------------------------------------------------------------------------------------
 
 function drawState() {
+  const isMany = others.length > 0 && kept;
   document.title = `${state.name || "run"} - myxa`;
-  $("name").textContent = state.name || "a run";
+  $("name").textContent = isMany ? [past, ...others].map((run) => run.name).join(" and ") : state.name || "a run";
   $("phase").textContent = state.phase;
-  $("phase").className = `badge ${BADGES[state.phase] ?? "open"}`;
+  $("phase").className = `badge ${state.badge}`;
+  $("phase").hidden = $("tiles").hidden = isMany;
+  $("origin").textContent = state.origin;
+  $("origin").hidden = !state.origin || isMany;
   $("notice").textContent = state.notice;
-  $("notice").hidden = !state.notice;
+  $("notice").hidden = !state.notice || isMany;
   $("notice").classList.toggle("bad", state.isSilent || state.phase === "failed");
   $("why").textContent = state.why || "nothing is known yet";
   $("remedy").textContent = state.remedy ? `To try: ${state.remedy}.` : "";
+  $("findings").replaceChildren(...state.findings.map((f) => el("li", { class: f.level }, el("b", {}, f.level === "red" ? "problem" : "look"), ` ${f.text}`)),
+    ...state.notes.map((note) => el("li", { class: "note" }, el("b", {}, "missing"), ` ${note}.`)));
   $("tiles").replaceChildren(...state.tiles.map((tile) =>
     el("div", { class: "tile" }, el("span", { class: "label" }, tile.label), el("span", { class: "figure" }, tile.value), el("span", { class: "note", title: tile.note }, tile.note))));
-  if (page === "overview") drawOverview();
-  if (page === "knobs") drawKnobs();
+  if (isShown("overview")) drawOverview();
+  if (isShown("knobs")) drawKnobs();
 }
+
+const PAINTERS = {
+  overview: () => { if (!kept) boxes.overview.show(OVERVIEW.map((title) => CHARTS.find((c) => c.title === title)), ""); drawDrops(); },
+  learning: () => { boxes.learning.show(chosen("learning"), "No training step was reported yet."); $("legend").replaceChildren(...changeLegend()); },
+  speed: () => boxes.speed.show(chosen("speed"), "No throughput was reported yet."),
+  metrics: drawMetrics,
+  samples: () => {},
+  time: drawTime,
+  knobs: drawChanges,
+  events: drawEvents,
+  config: drawConfig,
+};
+const boxes = Object.fromEntries([...DRAWN].map((name) => [name, new ChartBox($(`charts-${name}`), () => indexes)]));
+const chosen = (name) => CHARTS.filter((c) => c.page === name && (!kept || !others.length || COMPARED.includes(c.title)));
 
 function drawPage() {
-  for (const name of PAGES) $(name).hidden = name !== page;
-  for (const link of $("nav").children) link.toggleAttribute("aria-current", link.hash === `#${page}`);
+  for (const name of PAGES) {
+    const isHere = isShown(name) && !(kept && others.length && name === "overview");
+    $(name).hidden = !isHere;
+    const link = $("nav").querySelector(`[href="#${name}"]`);
+    link.toggleAttribute("aria-current", !kept && name === page);
+    link.hidden = Boolean(kept) && (!isHere || (name === "samples" && !kept.samples.length));
+  }
+  if (kept && !kept.samples.length) $("samples").hidden = true;
+  $("controls").hidden = !kept && !DRAWN.has(page);
   if (state) drawState();
   if (!past) return;
-  ({ overview: () => charts("overview"), learning: () => charts("learning"), speed: () => charts("speed"), time: drawTime, knobs: drawChanges, events: drawEvents, samples: () => {} })[page]();
+  for (const kinds of document.querySelectorAll(".kinds")) kinds.replaceChildren(...kindKeys());
+  for (const name of PAGES) if (!$(name).hidden) PAINTERS[name]();
 }
 
-function charts(name) {
-  if (drawn[name]) return;
-  drawn[name] = true;
-  const wanted = name === "overview"
-    ? OVERVIEW.map((title) => past.charts.find((c) => c.title === title)).filter(Boolean)
-    : past.charts.filter((c) => c.page === name || (name === "learning" && c.page === "staleness"));
-  const box = $(`charts-${name}`);
-  box.replaceChildren(...wanted.map((chart) => lineChart(chart, past.startWall, past.changes)));
-  if (!wanted.length && name !== "overview") box.append(el("p", { class: "empty" }, "No training step was reported yet."));
-  const legend = $(name).querySelector("[data-legend]");
-  if (legend) legend.replaceChildren(...changeLegend());
+function redrawCharts() {
+  for (const [name, box] of Object.entries(boxes)) if (!$(name).hidden) box.redraw();
+}
+
+function drawMetrics() {
+  const words = $("metric-filter").value, specs = specsOfAll(indexes, words);
+  const total = words ? specsOfAll(indexes, "").length : specs.length;
+  $("metric-count").textContent = words ? `${specs.length} of ${total}` : `${total} metrics`;
+  boxes.metrics.show(specs, words ? "No metric has such a name." : "No metric was reported yet.");
 }
 
 function changeLegend() {
-  const done = past.changes.filter((c) => c.result === "done").slice(-8);
-  if (!done.length) return [];
+  const done = past.changes.filter((c) => c.isDone).slice(-8);
+  if (!done.length || others.length) return [];
   const items = done.map((c) => el("li", { value: c.number }, `${c.what}${c.who ? ` by ${c.who}` : ""}${c.reason ? ` (${c.reason})` : ""}`));
   return [el("details", { class: "card", open: "" }, el("summary", {}, "Vertical lines: changes made while running"), el("ol", {}, ...items))];
+}
+
+// -- runs side by side -----------------------------------------------------------------------------------------------
+
+async function listRuns() {
+  if (!$("runs").open) return;
+  const runs = await opened(await fetch("/api/runs"));
+  $("run-list").replaceChildren(...runs.filter((run) => run.name !== past?.name).map((run) => {
+    const box = el("input", { type: "checkbox" });
+    box.checked = others.some((other) => other.name === run.name);
+    box.addEventListener("change", () => compareWith(run.name, box));
+    return el("label", {}, box, ` ${run.name} `, el("span", { class: "keys" }, `${run.state}, step ${run.step}, reward ${short(run.reward)}`));
+  }));
+  if (!$("run-list").children.length) $("run-list").append(el("p", { class: "empty" }, "There is no other run in this folder."));
+}
+
+async function compareWith(name, box) {
+  others = others.filter((other) => other.name !== name);
+  if (box.checked) others.push(await opened(await fetch(`/api/run?name=${encodeURIComponent(name)}`)));
+  setPast(past);
+  drawPage();
 }
 
 // -- overview --------------------------------------------------------------------------------------------------------
 
 function drawOverview() {
-  $("kinds").replaceChildren(...kindKeys());
   const rows = [];
   let node = null;
   for (const actor of state.actors) {
-    if (actor.node !== node) rows.push(el("p", { class: "nodename" }, `node ${actor.node}  ${actor.host}`));
+    if (actor.node !== node && (actor.host || actor.node)) rows.push(el("p", { class: "nodename" }, `node ${actor.node}  ${actor.host}`));
     node = actor.node;
     rows.push(actorRow(actor));
   }
   $("actors").replaceChildren(...(rows.length ? rows : [el("p", { class: "empty" }, "No actor is known.")]));
+  $("queue-card").hidden = !state.queues.length;
+  $("engine-card").hidden = !state.engines.rows.length;
   $("done").textContent = dotted(state.done);
   $("queues").replaceChildren(...state.queues.map((q) => countRow(q.label, q.count, q.total, q.label === "slots" ? `${q.count} of ${q.total}` : String(q.count))));
-  $("lagtext").textContent = state.lags.bars.length ? `groups of the last ${state.lags.numSteps} steps by lag; newest: ${dotted(state.lags.text)}` : "no lag was reported yet";
-  const most = Math.max(1, ...state.lags.bars.map((b) => b.count));
-  const edge = state.lags.bars.findLastIndex((b) => b.isAllowed);
-  $("lags").replaceChildren(...state.lags.bars.map((b, i) => countRow(`lag ${b.lag}`, b.count, most, String(b.count), `${b.isAllowed ? "" : "over"}${i === edge ? " edge" : ""}`)));
-  $("engines").replaceChildren(state.engines.rows.length ? table(state.engines.columns, state.engines.rows) : el("p", { class: "empty" }, "No engine serves."));
+  $("lagtext").textContent = state.lags.length ? `versions between a group and its step; newest: ${dotted(state.lagText)}` : "no lag was reported yet";
+  const most = Math.max(1, ...state.lags.map((b) => b.count));
+  const edge = state.lags.findLastIndex((b) => b.isAllowed);
+  $("lags").replaceChildren(...state.lags.map((b, i) => countRow(`lag ${b.lag}`, b.count, most, String(Math.round(b.count)), `${b.isAllowed ? "" : "over"}${i === edge ? " edge" : ""}`)));
+  $("engines").replaceChildren(table(state.engines.columns, state.engines.rows));
+}
+
+function drawDrops() {
+  const all = [...past.drops, ...past.failures.map(([kind, count]) => [`failed: ${kind}`, count])];
+  $("drop-card").hidden = !all.length;
+  const most = Math.max(1, ...all.map(([, count]) => count));
+  $("drops").replaceChildren(...all.map(([reason, count]) => countRow(reason, count, most, short(count))));
 }
 
 const dotted = (words) => words.replace(/ {3}/g, " \u00b7 ");
 
 function kindKeys() {
-  return state.kinds.map((kind) => el("span", { class: `key k-${kind}` }, kind));
+  return (state?.kinds ?? []).map((kind) => el("span", { class: `key k-${kind}` }, kind));
+}
+
+function shareBar(shares) {
+  return el("div", { class: "bar" }, ...shares.map((share, i) => wide(el("span", { class: `k-${state.kinds[i]}`, title: state.kinds[i] }), share)));
 }
 
 function actorRow(actor) {
-  const bar = el("div", { class: "bar" }, ...actor.shares.map((share, i) => wide(el("span", { class: `k-${state.kinds[i]}`, title: state.kinds[i] }), share)));
   const parts = actor.parts.filter((part) => !part.includes("/")).join(" \u00b7 ");
   const words = actor.isWell ? parts || "its time is not reported yet" : actor.state;
+  const gpus = actor.devices.length ? ` \u00b7 GPU ${actor.devices.join(", ")}` : "";
   return el("div", { class: `actor${actor.isWell ? "" : " ill"}`, title: `pid ${actor.pid}, ${actor.state}\n${actor.parts.join("\n")}` },
-    el("span", { class: "who" }, actor.name), bar, el("span", { class: "barnote" }, words));
+    el("span", { class: "who" }, actor.name), shareBar(actor.shares), el("span", { class: "barnote" }, words + gpus));
 }
 
 function wide(node, share) {
@@ -123,30 +202,32 @@ function wide(node, share) {
 }
 
 function countRow(label, count, total, words, css = "") {
-  return el("div", { class: `row ${css}` }, el("span", {}, label), el("div", { class: "bar" }, wide(el("span"), total > 0 ? Math.min(1, count / total) : 0)), el("span", { class: "num" }, words));
+  return el("div", { class: `row ${css}` }, el("span", { title: label }, label), el("div", { class: "bar" }, wide(el("span"), total > 0 ? Math.min(1, count / total) : 0)), el("span", { class: "num" }, words));
 }
 
-function table(columns, rows) {
-  return el("table", { class: "plain" }, el("thead", {}, el("tr", {}, ...columns.map((c) => el("th", { scope: "col" }, c)))),
-    el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map((cell) => el("td", {}, cell))))));
-}
+const head = (columns) => el("thead", {}, el("tr", {}, ...columns.map((c) => el("th", { scope: "col" }, c))));
+const body = (rows) => el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map((cell) => el("td", {}, String(cell))))));
+const table = (columns, rows) => el("table", { class: "plain" }, head(columns), body(rows));
 
 // -- time ------------------------------------------------------------------------------------------------------------
 
 function drawTime() {
   if (drawn.time || !state) return;
   drawn.time = true;
-  $("kinds-time").replaceChildren(...kindKeys());
-  const ends = past.time.flatMap((strip) => (strip.bins.length ? [strip.bins.at(-1)[0] + strip.width_s] : []));
-  const starts = past.time.flatMap((strip) => (strip.bins.length ? [strip.bins[0][0]] : []));
-  const shown = past.time.filter((strip) => strip.bins.length);
-  $("time-charts").replaceChildren(...shown.map((strip, i) => timeStrip(strip, state.kinds, Math.min(...starts), Math.max(...ends), i === shown.length - 1)));
-  if (!shown.length) $("time-charts").append(el("p", { class: "empty" }, "No actor reported its time yet."));
+  const lanes = past.lanes.filter((lane) => lane.bins.length);
+  if (!lanes.length) return $("lanes").replaceChildren(el("p", { class: "empty" }, "No actor reported its time yet."));
+  drawLanes($("lanes"), lanes, state.kinds, Math.min(...lanes.map((l) => l.bins[0][0])), Math.max(...lanes.map((l) => l.bins.at(-1)[0] + l.width)));
+  $("close-up").hidden = !past.closeUp;
+  if (past.closeUp) drawLanes($("close-lanes"), past.closeUp.lanes, state.kinds, past.closeUp.left, past.closeUp.right, past.closeUp.steps);
+  $("totals").replaceChildren(...lanes.map((lane) => el("div", { class: "actor" }, el("span", { class: "who" }, lane.actor), shareBar(lane.total), el("span", { class: "barnote" }, lane.parts.join(" \u00b7 ")))));
+  $("slow-card").hidden = !past.slowSteps.length;
+  $("slow-table").replaceChildren(head(past.slowColumns), body(past.slowSteps));
 }
 
 // -- knobs -----------------------------------------------------------------------------------------------------------
 
 function drawKnobs() {
+  $("knob-part").hidden = Boolean(kept) && !state.knobs.length;
   const note = state.mayOperate ? "A change is made by all owners at one boundary, or nowhere." : "This dashboard only shows; myxa set, myxa top or myxa dashboard --operate turn knobs.";
   $("knob-note").textContent = state.hasEnded ? "The run has ended: this is how its knobs were last seen." : note;
   $("run-verbs").hidden = !state.mayOperate;
@@ -170,17 +251,15 @@ function knobRow(knob) {
   return row;
 }
 
-const head = (columns) => el("thead", {}, el("tr", {}, ...columns.map((c) => el("th", { scope: "col" }, c))));
-
 function drawChanges() {
   const rows = [...past.changes].reverse().map((c) => el("tr", { class: ["done", "nothing to do"].includes(c.result) ? "" : "alarm" },
-    el("td", { class: "number" }, String(c.number)), el("td", { class: "nowrap" }, since(c.wall_s)), el("td", { class: "nowrap" }, c.step >= 0 ? String(c.step) : ""),
+    el("td", { class: "number" }, String(c.number)), el("td", { class: "nowrap" }, since(c.after)), el("td", { class: "nowrap" }, c.step >= 0 ? String(c.step) : ""),
     el("td", {}, c.what), el("td", {}, c.who), el("td", {}, c.reason), el("td", {}, c.detail && c.result !== "done" ? `${c.result}: ${c.detail}` : c.result)));
   $("change-table").replaceChildren(head(["no.", "after", "step", "what", "who", "reason", "result"]), el("tbody", {}, ...rows));
-  if (!rows.length) $("change-table").append(el("caption", {}, "Nothing was changed yet."));
+  if (!rows.length) $("change-table").append(el("caption", {}, "Nothing was changed."));
 }
 
-const since = (wall) => duration(Math.max(0, wall - past.startWall));
+const since = (seconds) => duration(Math.max(0, seconds));
 
 function openTurn(knob) {
   turning = knob;
@@ -233,8 +312,8 @@ async function doVerb(button) {
   }
 }
 
-async function operate(verb, body) {
-  const answer = await fetch(`/api/operate/${verb}`, { method: "POST", headers: { "Content-Type": "application/json", "X-Myxa-Token": token }, body: JSON.stringify(body) });
+async function operate(verb, arguments_) {
+  const answer = await fetch(`/api/operate/${verb}`, { method: "POST", headers: { "Content-Type": "application/json", "X-Myxa-Token": token }, body: JSON.stringify(arguments_) });
   return opened(answer);
 }
 
@@ -246,20 +325,36 @@ async function opened(answer) {
   return reply.result;
 }
 
-// -- events and samples ----------------------------------------------------------------------------------------------
+// -- events, configuration, samples ----------------------------------------------------------------------------------
 
 function drawEvents() {
   $("event-counts").replaceChildren(...past.eventCounts.map(([kind, count]) => el("span", {}, `${kind} `, el("b", {}, String(count)))));
   const words = $("event-filter").value.toLowerCase().split(/[\s,]+/).filter(Boolean);
   const rows = past.events.filter((e) => !words.length || words.some((w) => `${e.source} ${e.kind} ${e.text}`.toLowerCase().includes(w)));
   $("event-table").replaceChildren(head(["after", "source", "kind", "text"]), el("tbody", {}, ...rows.reverse().map((e) =>
-    el("tr", { class: ALARMING.test(e.kind) ? "alarm" : "" }, el("td", { class: "nowrap" }, since(e.wall_s)), el("td", { class: "nowrap" }, e.source), el("td", { class: "nowrap" }, e.kind), el("td", {}, e.text)))));
+    el("tr", { class: e.isAlarming ? "alarm" : "" }, el("td", { class: "nowrap" }, since(e.after)), el("td", { class: "nowrap" }, e.source), el("td", { class: "nowrap" }, e.kind), el("td", {}, e.text)))));
+  if (!past.events.length) $("event-table").append(el("caption", {}, "No event was reported."));
+  const left = past.numEvents - past.events.length;
+  $("event-left").textContent = left > 0 ? `${left} more of these kinds are in events.jsonl` : "";
+}
+
+function drawConfig() {
+  $("settings").replaceChildren(...past.settings.map(([label, value]) => el("div", {}, el("dt", {}, label), el("dd", {}, value))));
+  $("config-text").textContent = past.configText || "The run file is missing.";
 }
 
 async function loadSamples() {
+  const step = $("sample-step").value.trim(), set = $("sample-set").value, words = $("sample-search").value.trim();
+  $("prompt-past").replaceChildren();
+  if (kept) {
+    const fits = (g) => (step === "" || String(g.step) === step) && (set === "all" || Boolean(g.is_held_out) === (set === "held-out"))
+      && (!words || JSON.stringify([g.prompt, g.label, (g.answers ?? []).map((a) => a.text)]).toLowerCase().includes(words.toLowerCase()));
+    return setGroups(kept.samples.filter(fits));
+  }
   $("more-samples").disabled = true;
   try {
-    setGroups(await opened(await fetch(`/api/view/samples?num_groups=12&step=${encodeURIComponent($("sample-step").value.trim())}${$("sample-held-out").checked ? "&held_out=1" : ""}`)));
+    const query = new URLSearchParams({ num_groups: words ? "64" : "12", step, held_out: set, search: words });
+    setGroups(await opened(await fetch(`/api/view/samples?${query}`)));
   } catch (error) {
     $("sample-list").replaceChildren(el("p", { class: "empty" }, error.message));
   } finally {
@@ -267,22 +362,55 @@ async function loadSamples() {
   }
 }
 
+// What became of one prompt: the mean reward of its groups over the steps, and the groups.
+async function showPrompt(prompt) {
+  const groups = kept ? kept.samples.filter((g) => g.prompt === prompt)
+    : (await opened(await fetch(`/api/view/samples?${new URLSearchParams({ num_groups: "200", prompt: [...String(prompt)].slice(0, 300).join("") })}`))).groups;
+  const sorted = [...groups].sort((a, b) => a.step - b.step);
+  const mean = (g) => g.answers.reduce((sum, a) => sum + a.reward, 0) / Math.max(1, g.answers.length);
+  const line = { source: "", steps: sorted.map((g) => g.step), walls: sorted.map((g) => g.wall_s - (past?.startWall ?? 0)), mean: sorted.map(mean) };
+  const run = { name: "", changes: [], bound: [], metrics: new Map([["reward", [line]]]) };
+  const chart = new Chart({ title: `Mean reward of this prompt's ${groups.length} ${groups.length === 1 ? "group" : "groups"}`, lines: [["reward", "reward"]] }, () => [run]);
+  const back = el("button", { type: "button", class: "action" }, "back to all");
+  back.addEventListener("click", loadSamples);
+  $("prompt-past").replaceChildren(chart.node, back);
+  chart.isSeen = true;
+  setGroups(sorted.reverse());
+  chart.draw();
+  $("samples").scrollIntoView();
+}
+
 // -- start -----------------------------------------------------------------------------------------------------------
 
 function choosePage() {
+  if (kept) return;
   const wanted = location.hash.slice(1);
   page = PAGES.includes(wanted) ? wanted : "overview";
   drawPage();
   if (page === "samples") loadSamples();
 }
 
+sampled.onPrompt = showPrompt;
 addEventListener("hashchange", choosePage);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { drawn = {}; redrawCharts(); });
 $("event-filter").addEventListener("input", () => past && drawEvents());
+$("metric-filter").addEventListener("input", () => past && drawMetrics());
+$("smooth").addEventListener("input", () => { settings.smooth = Number($("smooth").value); redrawCharts(); });
+$("axis").addEventListener("change", () => { settings.axis = $("axis").value; redrawCharts(); });
+$("log").addEventListener("change", () => { settings.isLog = $("log").checked; redrawCharts(); });
+$("runs").addEventListener("toggle", listRuns);
 $("more-samples").addEventListener("click", loadSamples);
+$("sample-search").addEventListener("keydown", (event) => { if (event.key === "Enter") loadSamples(); });
 for (const button of document.querySelectorAll("#token-colour button")) button.addEventListener("click", () => setColour(button.dataset.colour));
 for (const button of document.querySelectorAll("#run-verbs button")) button.addEventListener("click", () => doVerb(button));
 $("turn-cancel").addEventListener("click", () => $("turn").close());
 $("turn-set").addEventListener("click", turn);
 $("turn").addEventListener("keydown", (event) => { if (event.key === "Enter" && event.target.tagName === "INPUT") { event.preventDefault(); turn(); } });
-choosePage();
-listen();
+if (kept) {
+  showKept();
+  if (kept.samples.length) loadSamples();
+} else {
+  $("runs").hidden = false;
+  choosePage();
+  listen();
+}

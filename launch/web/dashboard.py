@@ -19,7 +19,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from importlib import resources
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,8 +29,10 @@ from ...actors.http_guard import Head, Refusal, elsewhere, same
 from ...core.errors import ConfigError, MyxaError
 from ..control.client import ControlNote
 from ..tui.feed import Feed
-from .history import History
-from .state import history_table, state_table
+from ..views.compare import runs_of
+from ..views.page_data import past_table, state_table
+from ..views.report import page_file
+from ..views.run_files import SampleQuery, load_run
 
 TOKEN_HEADER = "X-Myxa-Token"
 SECURITY_HEADERS: Mapping[str, str] = {
@@ -101,15 +102,18 @@ MAX_ASKS = 8
 ASK_S = 60.0
 MAX_BODY_BYTES = 64 * 1024
 MAX_GROUPS = 16
+MAX_KEPT_GROUPS = 200
+"""Of samples.jsonl, which have no tokens."""
 CLOSE_S = 2.0
 ASSETS = {
+    "uPlot.min.css": "text/css",
     "style.css": "text/css",
-    "app.js": "text/javascript",
-    "plots.js": "text/javascript",
+    "uPlot.iife.min.js": "text/javascript",
+    "charts.js": "text/javascript",
     "samples.js": "text/javascript",
+    "app.js": "text/javascript",
     "icon.svg": "image/svg+xml",
 }
-VIEW_VERBS = ("samples",)
 OPERATE_VERBS = ("set", "undo", "pause", "resume", "step")
 """All that the page can do to a run, and only with `--operate`."""
 
@@ -125,7 +129,6 @@ class Dashboard:
     def __init__(self, feed: Feed, guard: DashboardGuard) -> None:
         self._feed = feed
         self._guard = guard
-        self._history = History(feed.run_dir)
         self._port = 0
         self._state: bytes = b""
         self._charts: bytes = b""
@@ -156,7 +159,9 @@ class Dashboard:
                 web.get("/assets/{name}", self._asset),
                 web.get("/api/state", self._once),
                 web.get("/api/live", self._live),
-                web.get("/api/view/{verb}", self._view),
+                web.get("/api/view/samples", self._samples),
+                web.get("/api/runs", self._runs),
+                web.get("/api/run", self._run),
                 web.post("/api/operate/{verb}", self._operate),
             ]
         )
@@ -202,11 +207,12 @@ class Dashboard:
     def _take_look(self) -> None:
         """In a thread: asks the run, reads files, makes JSON."""
         view = self._feed.look()
-        self._history.read()
-        self._state = orjson.dumps(state_table(view, self._history, may_operate=self._may_operate), default=str)
-        if self._charts_of != self._history.generation:
-            self._charts = orjson.dumps(history_table(self._history), default=str)
-            self._charts_of = self._history.generation
+        past = self._feed.past
+        past.read()
+        self._state = orjson.dumps(state_table(view, past, may_operate=self._may_operate), default=str)
+        if self._charts_of != past.generation:
+            self._charts = orjson.dumps(past_table(past), default=str)
+            self._charts_of = past.generation
 
     @property
     def _may_operate(self) -> bool:
@@ -220,7 +226,7 @@ class Dashboard:
     # -- what is served ----------------------------------------------------------------------------------------
 
     async def _page(self, request: web.Request) -> web.Response:
-        answer = web.Response(body=_file("index.html"), content_type="text/html", charset="utf-8")
+        answer = web.Response(body=page_file("index.html"), content_type="text/html", charset="utf-8")
         if "token" in request.query:
             answer.set_cookie(self._cookie, self._guard.cookie, httponly=True, samesite="Strict", path="/")
         return answer
@@ -229,7 +235,7 @@ class Dashboard:
         name = request.match_info["name"]
         if name not in ASSETS:
             raise web.HTTPNotFound
-        return web.Response(body=_file(name), content_type=ASSETS[name], charset="utf-8")
+        return web.Response(body=page_file(name), content_type=ASSETS[name], charset="utf-8")
 
     async def _once(self, request: web.Request) -> web.Response:
         await self._ready()
@@ -268,18 +274,34 @@ class Dashboard:
                 newer = self._changed.wait_for(lambda: self._num_looks > seen or self._is_closing)
                 await asyncio.wait_for(newer, KEEP_ALIVE_S)
 
-    async def _view(self, request: web.Request) -> web.Response:
-        verb = request.match_info["verb"]
-        if verb not in VIEW_VERBS:
+    async def _samples(self, request: web.Request) -> web.Response:
+        """Token by token from the run itself; what was searched for from samples.jsonl."""
+        asked = request.query
+        num = int(asked.get("num_groups", "")[:9]) if asked.get("num_groups", "").isdecimal() else 4
+        step = int(asked.get("step", "")[:9]) if asked.get("step", "").isdecimal() else -1
+        held_out = {"held-out": True, "all": None}.get(asked.get("held_out", ""), False)
+        if asked.get("search") or asked.get("prompt") or held_out is None or self._feed.is_over:
+            is_any = "prompt" in asked or held_out is None
+            wanted = SampleQuery(
+                step, None if is_any else held_out, search=asked.get("search", ""), prompt=asked.get("prompt", "")
+            )
+            num = min(num, MAX_KEPT_GROUPS)
+            return await self._answered(lambda: {"groups": self._feed.kept_samples(wanted, num), "num_left_out": 0})
+        arguments: dict[str, Any] = {"num_groups": min(num, MAX_GROUPS)}
+        arguments |= {"step": step} if step >= 0 else {}
+        arguments |= {"held_out": True} if held_out else {}
+        return await self._asked("samples", arguments)
+
+    async def _runs(self, request: web.Request) -> web.Response:
+        """The runs of the same folder."""
+        return await self._answered(lambda: [run.facts() for run in runs_of(self._feed.run_dir.parent)])
+
+    async def _run(self, request: web.Request) -> web.Response:
+        """The past of another run of the same folder."""
+        name, folder = request.query.get("name", ""), self._feed.run_dir.parent
+        if name not in {run.name for run in await asyncio.to_thread(runs_of, folder)}:
             raise web.HTTPNotFound
-        arguments: dict[str, Any] = {}
-        if (num := request.query.get("num_groups", "")).isdecimal():
-            arguments["num_groups"] = min(int(num[:9]), MAX_GROUPS)
-        if (step := request.query.get("step", "")).isdecimal():
-            arguments["step"] = int(step[:9])
-        if request.query.get("held_out") == "1":
-            arguments["held_out"] = True
-        return await self._asked(verb, arguments)
+        return await self._answered(lambda: past_table(load_run(folder / name)))
 
     async def _operate(self, request: web.Request) -> web.Response:
         verb = request.match_info["verb"]
@@ -301,9 +323,12 @@ class Dashboard:
         """The run's answer, or its error with the remedy: both are for the page to show."""
         if _RESERVED & arguments.keys():
             raise web.HTTPBadRequest(text=f"{verb} takes no {', '.join(_RESERVED & arguments.keys())}")
+        return await self._answered(partial(self._feed.ask, verb, timeout_s=ASK_S, **arguments))
+
+    async def _answered(self, ask: Callable[[], Any]) -> web.Response:
+        """What a thread finds out."""
         if len(self._asks) >= MAX_ASKS:
             raise web.HTTPServiceUnavailable(text=f"{MAX_ASKS} questions wait for the run's answers: try again")
-        ask = partial(self._feed.ask, verb, timeout_s=ASK_S, **arguments)
         asking = asyncio.get_running_loop().run_in_executor(self._askers, ask)
         self._asks.add(asking)
         asking.add_done_callback(self._asked_once)
@@ -371,10 +396,6 @@ def _listening(port: int) -> socket.socket:
         ) from error
     link.setblocking(False)
     return link
-
-
-def _file(name: str) -> bytes:
-    return (resources.files(__package__ or __name__.rpartition(".")[0]) / name).read_bytes()
 
 
 URL_FILE = "dashboard.url"

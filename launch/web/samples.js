@@ -1,39 +1,46 @@
-// The samples browser: groups with their prompts, and every token coloured by what is asked for. Text is only ever text:
-// what a model wrote may be hostile.
-import { el, short } from "./plots.js";
+"use strict";
+// The samples browser: groups with their prompts by role, every token coloured by what is asked for, and what became of
+// one prompt over the steps. Text is only ever text: what a model wrote may be hostile.
 
 const HEAT = [0.1, 0.5, 1.5, 3, 6];
 const HEAT_WORDS = ["< 0.1", "0.1", "0.5", "1.5", "3", "6 nats"];
-let groups = [];
-let colour = "logprob";
+const ROLE = /^(system|developer|user|assistant|tool): /;
+const sampled = { groups: [], colour: "logprob", onPrompt: null, limit: 30 };
 
-export function setGroups(answer) {
-  groups = Array.isArray(answer) ? answer : answer?.groups ?? [];
-  const hasGap = groups.some((g) => g.samples?.some((s) => s.train_logprobs?.length));
-  document.querySelector('[data-colour="gap"]').hidden = !hasGap;
-  draw();
+function setGroups(answer) {
+  sampled.groups = Array.isArray(answer) ? answer : answer?.groups ?? [];
+  sampled.limit = 30;
+  const all = sampled.groups.flatMap((g) => g.samples ?? []);
+  document.getElementById("token-colour").hidden = !all.some((s) => s.tokens?.length);
+  document.querySelector('[data-colour="gap"]').hidden = !all.some((s) => s.train_logprobs?.length);
+  drawGroups();
 }
 
-export function setColour(name) {
-  colour = name;
+function setColour(name) {
+  sampled.colour = name;
   for (const button of document.querySelectorAll("#token-colour button")) button.setAttribute("aria-pressed", String(button.dataset.colour === name));
-  draw();
+  drawGroups();
 }
 
-function draw() {
-  const list = document.getElementById("sample-list");
-  list.replaceChildren(...groups.map(groupCard));
-  if (!groups.length) list.append(el("p", { class: "empty" }, "There is no such group: none has been finished yet, or samples.jsonl did not keep any of that step."));
-  document.getElementById("token-key").replaceChildren(...key());
+function drawGroups() {
+  const list = document.getElementById("sample-list"), left = sampled.groups.length - sampled.limit;
+  list.replaceChildren(...sampled.groups.slice(0, sampled.limit).map(groupCard));
+  if (!sampled.groups.length) list.append(el("p", { class: "empty" }, "There is no such group: none has been finished yet, or samples.jsonl did not keep any of that step."));
+  if (left > 0) {
+    const more = el("button", { type: "button", class: "action" }, `${left} more`);
+    more.addEventListener("click", () => { sampled.limit += 60; drawGroups(); });
+    list.append(more);
+  }
+  document.getElementById("token-key").replaceChildren(...(document.getElementById("token-colour").hidden ? [] : tokenKey()));
 }
 
-function key() {
-  if (colour === "logprob" || colour === "gap") {
-    const what = colour === "gap" ? "|trainer - engine|, " : "how unlikely the token was, ";
+function tokenKey() {
+  if (sampled.colour === "logprob" || sampled.colour === "gap") {
+    const what = sampled.colour === "gap" ? "|trainer - engine|, " : "how unlikely the token was, ";
     return [what, ...HEAT_WORDS.map((word, i) => el("span", { class: i ? `swatch h${i}` : "swatch" }, word))];
   }
-  if (colour !== "version") return [];
-  const versions = [...new Set(groups.flatMap((g) => (g.samples ?? []).flatMap((s) => s.versions ?? [])))].filter((v) => v >= 0).sort((a, b) => a - b);
+  if (sampled.colour !== "version") return [];
+  const versions = [...new Set(sampled.groups.flatMap((g) => (g.samples ?? []).flatMap((s) => s.versions ?? [])))].filter((v) => v >= 0).sort((a, b) => a - b);
   return versions.slice(-12).map((v) => el("span", { class: `swatch v${v % 6}` }, `v${v}`));
 }
 
@@ -41,8 +48,15 @@ function groupCard(group) {
   const facts = [el("b", {}, `group ${group.group_id}`)];
   for (const [label, value] of [["", group.outcome], ["because", group.reason], ["now", group.state?.toLowerCase()], ["step", group.step >= 0 ? group.step : undefined], ["set", group.eval_set], ["by", group.rollout ?? group.source], ["label", group.label], ["change", group.knobs || undefined]])
     if (value !== undefined && value !== null && value !== "") facts.push(el("span", {}, `${label} ${String(value).slice(0, 200)}`.trim()));
-  const card = el("article", { class: "card group" }, el("div", { class: "head" }, ...facts), el("div", { class: "prompt" }, visible(promptText(group.prompt))));
-  card.append(el("div", { class: "samples" }, ...(group.samples ?? group.answers ?? []).map(sampleBlock)));
+  if (sampled.onPrompt) {
+    const button = el("button", { type: "button", class: "action small" }, "this prompt over the steps");
+    button.addEventListener("click", () => sampled.onPrompt(group.prompt));
+    facts.push(button);
+  }
+  const card = el("article", { class: "card group" }, el("div", { class: "head" }, ...facts), el("div", { class: "prompt" }, ...turns(promptText(group.prompt))));
+  const answers = group.samples ?? group.answers ?? [], hidden = (group.num_answers ?? answers.length) - answers.length;
+  card.append(el("div", { class: "samples" }, ...answers.map(sampleBlock)));
+  if (hidden > 0) card.append(el("p", { class: "keys" }, `and ${hidden} more answers`));
   return card;
 }
 
@@ -52,22 +66,33 @@ function promptText(prompt) {
   return messages.map((m) => `${m.role}: ${m.content}`).join("\n");
 }
 
+// A text in which lines begin with "user: " and the like, as one block a turn.
+function turns(text) {
+  const found = [];
+  for (const line of String(text).split("\n")) {
+    const role = line.match(ROLE)?.[1];
+    if (role || !found.length) found.push({ role: role ?? "", lines: [role ? line.slice(role.length + 2) : line] });
+    else found.at(-1).lines.push(line);
+  }
+  return found.map((turn) => el("div", { class: "turn" }, ...(turn.role ? [el("span", { class: `role ${turn.role}` }, turn.role)] : []), el("span", { class: "said" }, visible(turn.lines.join("\n")))));
+}
+
 function sampleBlock(sample) {
   const facts = [el("b", {}, `reward ${short(sample.reward)}`), el("span", {}, `sample ${sample.index}`)];
   for (const [name, value] of Object.entries(sample.reward_parts ?? {})) facts.push(el("span", {}, `${name} ${short(value)}`));
   const versions = (sample.versions ?? []).filter((v) => v >= 0);
-  if (versions.length) facts.push(el("span", {}, span("v", Math.min(...versions), Math.max(...versions))));
+  if (versions.length) facts.push(el("span", {}, spanText("v", Math.min(...versions), Math.max(...versions))));
   const num = (sample.tokens ?? []).length, total = sample.num_tokens ?? num;
-  facts.push(el("span", {}, total > num ? `${num} of ${total} tokens` : `${num} tokens`));
+  facts.push(el("span", {}, num && total > num ? `${num} of ${total} tokens` : `${total} tokens`));
   if (sample.temperature) facts.push(el("span", {}, `temperature ${short(sample.temperature)}`));
   if (sample.finish) facts.push(el("span", {}, `ended by ${sample.finish}`));
-  const words = el("p", { class: "tokens" });
+  const words = el("div", { class: "tokens" });
   if (sample.tokens?.length) words.append(...sample.tokens.map((token, i) => tokenSpan(sample, token, i)));
-  else words.append(visible(sample.text ?? ""));
+  else words.append(...turns(sample.text ?? ""));
   return el("div", { class: "sample" }, el("div", { class: "head" }, ...facts), words);
 }
 
-const span = (letter, low, high) => (low === high ? `${letter}${low}` : `${letter}${low}..${letter}${high}`);
+const spanText = (letter, low, high) => (low === high ? `${letter}${low}` : `${letter}${low}..${letter}${high}`);
 
 function tokenSpan(sample, token, i) {
   const logprob = sample.logprobs?.[i], version = sample.versions?.[i], trained = sample.train_logprobs?.[i];
@@ -75,11 +100,7 @@ function tokenSpan(sample, token, i) {
   const words = [`token ${i}`, isMasked ? "not trained" : `log-prob ${short(logprob)}`];
   if (trained !== undefined) words.push(`trainer ${short(trained)}, gap ${short(trained - logprob)}`);
   if (version >= 0) words.push(`version ${version}`);
-  return el("span", { class: `tok${isMasked ? " masked" : ""} ${tint(logprob, trained, version, isMasked)}`, title: words.join("\n") }, shown(token));
-}
-
-function shown(token) {
-  return visible(String(token).replace(/\n/g, "\u21b5\n"));
+  return el("span", { class: `tok${isMasked ? " masked" : ""} ${tint(logprob, trained, version, isMasked)}`, title: words.join("\n") }, visible(String(token).replace(/\n/g, "\u21b5\n")));
 }
 
 // Letters that would turn the direction of the text around, or show nothing, are spelt out.
@@ -88,9 +109,9 @@ function visible(words) {
 }
 
 function tint(logprob, trained, version, isMasked) {
-  if (isMasked || colour === "plain") return "";
-  if (colour === "version") return version >= 0 ? `v${version % 6}` : "";
-  const value = colour === "gap" ? Math.abs((trained ?? logprob) - logprob) : -(logprob ?? 0);
+  if (isMasked || sampled.colour === "plain") return "";
+  if (sampled.colour === "version") return version >= 0 ? `v${version % 6}` : "";
+  const value = sampled.colour === "gap" ? Math.abs((trained ?? logprob) - logprob) : -(logprob ?? 0);
   const level = HEAT.filter((limit) => value >= limit).length;
   return level ? `h${level}` : "";
 }

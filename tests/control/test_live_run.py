@@ -172,7 +172,7 @@ def test_top_reads_what_the_run_answers(live: Live):
     view = Feed.of(live.run_dir).look()
     assert view.troubles == ()
     assert {"trainer/0", "rollout/0", "buffer"} <= {actor.name for actor in view.actors}
-    assert view.live.version >= 3 and view.why and view.history and view.knobs
+    assert view.version >= 3 and view.why and view.history and view.knobs
 
 
 # -- changing ------------------------------------------------------------------------------------------------------

@@ -35,7 +35,6 @@ import standing_by
 from myxa.launch.cli import make_parser
 from myxa.launch.nodes.fork_server import look_like, unfit
 from myxa.launch.nodes.preloads import LIGHT, PRELOAD_SETS, SERVED, TORCH
-from myxa.launch.views.report import page_template
 from myxa.transport.codec import compile_loaded
 
 MODULES = (
@@ -138,7 +137,6 @@ def main() -> None:
         sys.path.remove(str(BACKENDS))
     compile_loaded()
     make_parser()  # what it compiles at first is kept
-    page_template()
     problem = unfit()
     if problem:
         sys.exit(f"no command can be forked: {problem}")

@@ -51,7 +51,7 @@ from myxa.launch.program import build_actor
 from myxa.launch.run_dir import RunDir
 from myxa.launch.supervisor.placement import place
 from myxa.launch.views.live import LiveView
-from myxa.launch.views.live_state import LiveState
+from myxa.launch.views.run_view import RunView
 from myxa.transport.node import InprocNetwork, Node
 
 pytestmark = pytest.mark.timeout(120)
@@ -307,7 +307,7 @@ def test_a_run_whose_groups_are_all_left_out_says_so_and_goes_on(here: Job) -> N
     view = LiveView(Console(file=terminal, width=80))
     status = RunStatus(name="small", phase="running", version=0, num_steps=1)
     for buffer in (msgspec.structs.replace(stats, complaint=""), stats, stats):
-        view.update(LiveState(now_wall_s=1.0, started_wall_s=0.0, status=status, buffer=buffer))
+        view.update(RunView(now_wall_s=1.0, started_wall_s=0.0, status=status, buffer=buffer))
     assert [stats.complaint in line for line in terminal.getvalue().splitlines()] == [False, True]
 
 

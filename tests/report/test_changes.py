@@ -11,9 +11,8 @@ import pytest
 
 from myxa.core.knobs import AuditRecord, KnobMove, Operator
 from myxa.launch.views.changes import changes_of, changes_of_events, moves_text, placed
-from myxa.launch.views.report import step_marks, write_report
+from myxa.launch.views.page_data import past_table
 from myxa.launch.views.run_files import EventRow, load_run
-from myxa.launch.views.svg import ChartLine, Mark, line_chart
 
 
 @pytest.fixture
@@ -25,25 +24,17 @@ def changed(planted: Path, planter: ModuleType, tmp_path: Path) -> Path:
     return run_dir
 
 
-def test_every_change_is_a_line_on_the_plots_and_a_row_of_the_table(changed: Path) -> None:
+def test_every_change_is_marked_at_its_step(changed: Path, planted: Path) -> None:
     run = load_run(changed)
-    assert [change.what for change in run.changes if change.is_done] == [
-        "max_staleness 2 -> 4", "temperature 1 -> 0.9", "lr 0.0001 -> 5e-05", "max_staleness 4 -> 2",
+    assert [(change.step, change.what) for change in run.changes if change.is_done] == [
+        (10, "max_staleness 2 -> 4"), (10, "temperature 1 -> 0.9"), (20, "lr 0.0001 -> 5e-05"),
+        (32, "max_staleness 4 -> 2"),
     ]  # fmt: skip
-    assert [mark.x for mark in step_marks(run)] == [10, 10, 20, 32]  # the refused one changed nothing
-    text = write_report(changed).read_text()
-    assert 'id="changes"' in text
-    assert "max_staleness = 2" not in text.partition("<svg")[2].partition("<pre>")[0], "the bound is a curve now"
-    for needed in ("by bob (loss is noisy)", "refused: more than 10 times the run file&#39;s 0.0001", "step 32"):
-        assert needed in text, needed
-    assert text.count('class="change"') > 8
-    assert ">1-2</text>" in text, "two marks on one step share a label"
-
-
-def test_a_run_without_changes_says_nothing_of_them(planted: Path, tmp_path: Path) -> None:
-    text = write_report(planted, tmp_path / "report.html").read_text()
-    assert 'id="changes"' not in text
-    assert 'class="change"' not in text
+    past = past_table(run)
+    refused = next(change for change in past["changes"] if not change["isDone"])
+    assert (refused["result"], refused["detail"]) == ("refused", "more than 10 times the run file's 0.0001")
+    assert past["bound"][1:3] == [(10.0, 2.0), (10.0, 4.0)], "the bound is a curve"
+    assert past_table(load_run(planted))["changes"] == []
 
 
 def test_without_an_audit_log_the_knob_events_tell(planted: Path, tmp_path: Path) -> None:
@@ -68,14 +59,6 @@ def test_a_damaged_audit_log_is_named_and_its_good_lines_are_shown(changed: Path
     run = load_run(changed)
     assert len(run.changes) == 5
     assert sum("audit.jsonl" in note for note in run.notes) == 2, "no record, and a torn line"
-
-
-def test_words_of_operators_are_escaped(changed: Path) -> None:
-    path = changed / "audit.jsonl"
-    path.write_text(path.read_text().replace("loss is noisy", "</title><script>alert(1)</script>"))
-    text = write_report(changed).read_text()
-    assert "<script>alert" not in text
-    assert "&lt;script&gt;alert(1)" in text
 
 
 def test_owners_that_moved_alike_are_counted() -> None:
@@ -127,11 +110,3 @@ def test_events_with_odd_values_do_no_harm() -> None:
     (change,) = changes_of_events(events)
     assert change.step == -1
     assert len(change.what) < 200
-
-
-def test_marks_outside_the_axis_are_not_drawn() -> None:
-    chart = line_chart(
-        "Loss", [ChartLine("a", [(0, 1), (10, 2)])], marks=[Mark(-1, "1", "a"), Mark(11, "2", "b"), Mark(5, "3", "c")]
-    )
-    assert chart.count('class="change"') == 1
-    assert "3: c" in chart

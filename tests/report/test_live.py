@@ -11,7 +11,7 @@ from rich.console import Console
 
 from myxa.core.messages import BufferStats, EngineStatus, RunStatus
 from myxa.launch.views.live import Curves, LiveView, final_summary, lasting, render
-from myxa.launch.views.live_state import LiveState, StepPace
+from myxa.launch.views.run_view import RunView, StepPace
 
 SNAPSHOT: dict[str, dict[str, float]] = {
     "metrics": {
@@ -30,7 +30,7 @@ SNAPSHOT: dict[str, dict[str, float]] = {
 }  # fmt: skip
 
 
-def state(now_s: float = 94.0, version: int = 47, phase: str = "running", **options: object) -> LiveState:
+def state(now_s: float = 94.0, version: int = 47, phase: str = "running", **options: object) -> RunView:
     status = RunStatus(
         name="sort",
         phase=phase,  # pyright: ignore[reportArgumentType]
@@ -44,7 +44,7 @@ def state(now_s: float = 94.0, version: int = 47, phase: str = "running", **opti
         slots_total=96, slots_used=49, max_staleness=2, policy="pace",
     )  # fmt: skip
     given = {"status": status, "buffer": buffer, "snapshot": SNAPSHOT, **options}
-    return LiveState(now_wall_s=now_s, started_wall_s=0.0, **given)
+    return RunView(now_wall_s=now_s, started_wall_s=0.0, **given)
 
 
 def pace_of(step_s: float) -> StepPace:
@@ -91,7 +91,7 @@ def test_the_table_fits_the_terminal(width: int) -> None:
 
 def test_before_anything_is_known_it_says_what_it_waits_for() -> None:
     console, file = screen()
-    console.print(render(LiveState(now_wall_s=3.0, started_wall_s=0.0, note="waiting for rollout/0"), StepPace()))
+    console.print(render(RunView(now_wall_s=3.0, started_wall_s=0.0, note="waiting for rollout/0"), StepPace()))
     assert "waiting for rollout/0" in file.getvalue()
 
 
@@ -99,14 +99,14 @@ def test_many_engines_are_one_line() -> None:
     engines = tuple(EngineStatus(rollout=f"rollout/{i}", version=40 + i % 2, running=10, waiting=1) for i in range(8))
     status = RunStatus(name="x", phase="running", version=41, num_steps=0, engines=engines)
     console, file = screen()
-    console.print(render(LiveState(now_wall_s=1.0, started_wall_s=0.0, status=status), StepPace()))
+    console.print(render(RunView(now_wall_s=1.0, started_wall_s=0.0, status=status), StepPace()))
     assert "8 engines at v40..v41   80 running, 8 waiting" in file.getvalue()
 
 
 def test_hostile_names_neither_style_nor_steer_the_terminal() -> None:
     status = RunStatus(name="[red]x\x1b[2J", phase="failed", version=1, num_steps=2, error="[bold]no\x1b]0;t\x07\nline")
     console, file = screen()
-    console.print(render(LiveState(now_wall_s=1.0, started_wall_s=0.0, status=status), StepPace()))
+    console.print(render(RunView(now_wall_s=1.0, started_wall_s=0.0, status=status), StepPace()))
     assert "[red]x" in file.getvalue()
     assert "[bold]no" in file.getvalue()
     assert "\x1b" not in file.getvalue()
@@ -149,7 +149,7 @@ def test_f1_a_coordinator_that_is_started_again_makes_no_run_fast() -> None:
     moments = [(10.0 * step, step) for step in range(1, 31)]
     for now_s, version in moments:
         view.update(state(now_s, version))
-    view.update(LiveState(now_wall_s=301.0, started_wall_s=0.0))  # it does not answer
+    view.update(RunView(now_wall_s=301.0, started_wall_s=0.0))  # it does not answer
     view.update(state(302.0, 0, "starting"))
     for now_s, version in ((303.0, 30), (310.0, 31), (320.0, 32), (330.0, 33)):
         view.update(state(now_s, version))

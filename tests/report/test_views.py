@@ -1,30 +1,17 @@
-"""Numbers, text plots, charts and findings: the pure parts of what people see."""
+"""Numbers, text plots, names and findings: the pure parts of what people see."""
 
 from __future__ import annotations
 
 import math
-import random
-import re
 from pathlib import Path
-from xml.etree import ElementTree as ET
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from myxa.launch.views.findings import findings
 from myxa.launch.views.numbers import duration, short
-from myxa.launch.views.report import findings
-from myxa.launch.views.run_files import EventRow, RunFiles, SpanRow
-from myxa.launch.views.svg import (
-    ChartLine,
-    actor_order,
-    bar_chart,
-    line_chart,
-    moving_mean,
-    nice_ticks,
-    thinned,
-    timeline,
-)
+from myxa.launch.views.run_files import RunFiles
 from myxa.launch.views.textplot import plot, sparkline
 
 FLOATS = st.floats(min_value=-1e12, max_value=1e12, allow_nan=False)
@@ -93,107 +80,15 @@ def test_a_flat_curve_is_labelled_with_its_value_alone() -> None:
     assert next(line for line in lines if line.startswith("0.25")).endswith("*" * 10)
 
 
-@given(FLOATS, FLOATS, st.integers(1, 9))
-@settings(deadline=None)
-def test_ticks_are_round_few_and_inside(low: float, high: float, num: int) -> None:
-    ticks = nice_ticks(low, high, num)
-    assert 1 <= len(ticks) <= max(num + 1, 1) or high <= low or high - low < 1e-9
-    if high - low > 1e-6 * max(abs(low), abs(high), 1e-300) and high > low:
-        slack = (high - low) * 1e-6
-        assert all(low - slack <= tick <= high + slack for tick in ticks)
-
-
-def test_thinning_keeps_every_peak() -> None:
-    rng = random.Random(3)
-    points = [(float(x), rng.random()) for x in range(10_000)]
-    points[7777] = (7777.0, 50.0)
-    points[1234] = (1234.0, -50.0)
-    kept = thinned(points, 400)
-    assert len(kept) <= 402
-    assert {points[0], points[-1], points[7777], points[1234]} <= set(kept)
-    assert kept == sorted(kept)
-    assert thinned(points[:50], 400) == points[:50]
-
-
-def test_the_moving_mean_keeps_length_and_level() -> None:
-    points = [(float(x), 5.0 + (x % 2)) for x in range(240)]
-    smooth = moving_mean(points)
-    assert [x for x, _ in smooth] == [x for x, _ in points]
-    assert all(abs(y - 5.5) < 0.06 for _, y in smooth)
-
-
-def svg_of(markup: str) -> ET.Element:
-    return ET.fromstring(markup).find("svg")  # pyright: ignore[reportReturnType]
-
-
-@pytest.mark.parametrize(
-    "points",
-    [
-        [(0.0, 1.0)],
-        [(0.0, 0.0), (1.0, 0.0)],
-        [(5.0, 1e-12), (6.0, 2e-12)],
-        [(0.0, -1e12), (1.0, 1e12)],
-        [(float(x), math.sin(x)) for x in range(5000)],
-    ],
-)
-def test_a_line_chart_stays_inside_its_box(points: list[tuple[float, float]]) -> None:
-    svg = svg_of(line_chart("t", [ChartLine("a <b>", points, is_noisy=True), ChartLine("empty", [])]))
-    lines = svg.findall("polyline")
-    assert lines
-    for line in lines:
-        corners = [corner.split(",") for corner in line.attrib["points"].split()]
-        assert all(0 <= float(x) <= 560 and 0 <= float(y) <= 210 for x, y in corners)
-    assert line_chart("t", []) == line_chart("t", [ChartLine("a", [])]) == ""
-
-
-def test_bars_are_as_high_as_their_values() -> None:
-    svg = svg_of(bar_chart("t", {"0": 10.0, "1": 5.0, "2": 0.0}))
-    heights = [float(rect.attrib["height"]) for rect in svg.findall("rect")]
-    assert heights[0] == pytest.approx(2 * heights[1], abs=0.2)
-    assert heights[2] == 0
-    assert bar_chart("t", {}) == bar_chart("t", {"a": 0.0}) == ""
-
-
-def rects(markup: str) -> list[tuple[str, float, float]]:
-    found = [rect.attrib for rect in svg_of(markup).findall("rect")]
-    return [(rect["class"], float(rect["x"]), float(rect["width"])) for rect in found]
-
-
-def test_a_timeline_of_few_spans_shows_each_in_its_place() -> None:
-    spans = {"trainer/0": [SpanRow(100.0, 5.0, "compute", "train"), SpanRow(105.0, 5.0, "wait-data", "claim")]}
-    markup = timeline("t", spans, start_s=100.0, end_s=110.0, origin_s=100.0)
-    (a, left, wide), (b, right, _) = rects(markup)
-    assert (a, b) == ("k-compute", "k-wait-data")
-    assert right == pytest.approx(left + wide)
-    assert "wait-data (claim), 5 s from 5 s" in markup
-
-
-def test_a_timeline_of_many_spans_shows_what_fills_most_of_each_column() -> None:
-    spans = [SpanRow(index * 0.01, 0.009 if index < 50_000 else 0.002, "compute", "x") for index in range(100_000)]
-    waits = [SpanRow(index * 0.01 + 0.002, 0.008, "wait-data", "y") for index in range(50_000, 100_000)]
-    rows = {"rollout/0": sorted([*spans, *waits], key=lambda span: span.start_s)}
-    drawn = rects(timeline("t", rows, start_s=0.0, end_s=1000.0, origin_s=0.0))
-    assert [kind for kind, _, _ in drawn] == ["k-compute", "k-wait-data"]
-    assert drawn[0][2] == pytest.approx(drawn[1][2], rel=0.02)
-
-
-def test_a_timeline_hides_actors_beyond_its_limit_and_says_so() -> None:
-    spans = {f"rollout/{index}": [SpanRow(0.0, 1.0, "compute", "")] for index in range(40)}
-    markup = timeline("t", spans, start_s=0.0, end_s=1.0, origin_s=0.0)
-    assert "8 more actors are not shown" in markup
-    assert timeline("t", spans, start_s=5.0, end_s=6.0, origin_s=0.0) == ""
-    assert sorted(["monitor", "rollout/10", "rollout/2", "trainer/0", "zebra"], key=actor_order) == [
-        "trainer/0", "rollout/2", "rollout/10", "monitor", "zebra",
-    ]  # fmt: skip
-
-
 def run_with(*events: tuple[str, str], **series: list[float]) -> RunFiles:
-    run = RunFiles(Path("x"), config={"async": {"max_staleness": 2}})
+    run = RunFiles(Path("x"))
+    run.config = {"async": {"max_staleness": 2}}
     for name, values in series.items():
-        metric = name.replace("__", "/")
-        run.by_step[metric] = {"trainer/0": dict(enumerate(values))}
-        run.by_time[metric] = {"trainer/0": [(float(step), value) for step, value in enumerate(values)]}
-    run.events = [EventRow(0.0, "x", kind, text) for kind, text in events]
+        for step, value in enumerate(values):
+            metric = {name.replace("__", "/"): value}
+            run.take_metric({"source": "trainer/0", "step": step, "wall_s": float(step), "values": metric})
+    for kind, text in events:
+        run.take_event({"source": "x", "wall_s": 0.0, "kind": kind, "text": text})
     return run
 
 
@@ -241,8 +136,3 @@ def test_a_healthy_run_has_no_findings() -> None:
     )
     assert findings(run) == []
     assert findings(RunFiles(Path("x"))) == []
-
-
-def test_no_view_writes_numbers_that_svg_does_not_know() -> None:
-    markup = line_chart("t", [ChartLine("a", [(0.0, 1e-300), (1.0, 1e300)])], bound=("b", 5.0))
-    assert not re.search(r"nan|inf", str(markup).partition("<svg")[2].replace("in 2 points", ""))

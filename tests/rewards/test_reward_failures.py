@@ -18,7 +18,7 @@ from myxa.core.completions import Completion
 from myxa.core.config import RewardSettings
 from myxa.core.errors import UserCodeError
 from myxa.launch.screen import Screen
-from myxa.launch.views.live_state import LiveState
+from myxa.launch.views.run_view import RunView
 
 CODE = """
 def strict(completion):
@@ -117,7 +117,7 @@ def test_a4_the_console_says_each_cause_once_and_its_counts(tmp_path: Path) -> N
     happened("reward-failed", 'reward function "f" of an earlier life (group 1): its group is lost')
     out = io.StringIO()
     screen = Screen(Console(file=out, width=300), tmp_path)
-    state = LiveState(now_wall_s=1.0, started_wall_s=0.0)
+    state = RunView(now_wall_s=1.0, started_wall_s=0.0)
     happened("reward-failed", "reward function \"f\" raised KeyError: 'a' at f.py:3 (group 7): its answer gets 0")
     screen.show(state)
     happened("reward-failed", "reward function \"f\" raised KeyError: 'b' at f.py:3 (group 8): its answer gets 0")

@@ -16,12 +16,20 @@ from myxa.core.activity import ACTIVITY_KINDS
 from myxa.core.errors import ConfigError
 from myxa.core.knobs import ChangeReply, KnobMove, KnobSheet, KnobState, KnobTable, Tunable
 from myxa.launch.control.verb import Arguments
-from myxa.launch.tui import pages, rows
-from myxa.launch.tui.feed import carried_over
-from myxa.launch.tui.rows import log_text, stack_text
+from myxa.launch.tui import pages
+from myxa.launch.tui.pages import log_text, stack_text
 from myxa.launch.views import knob_table
-from myxa.launch.views.live_state import StepPace
-from myxa.launch.views.run_view import RunView, VerbAnswer, run_view_of
+from myxa.launch.views.run_view import (
+    RunView,
+    StepPace,
+    VerbAnswer,
+    carried_over,
+    lag_rows,
+    notice_text,
+    run_view_of,
+    title_text,
+)
+from myxa.launch.views.textplot import bar, gauge
 
 
 def builtins(value: object) -> Any:
@@ -100,22 +108,22 @@ def test_a_reply_says_where_it_is_in_force() -> None:
 
 
 def test_lags_are_those_of_the_newest_step_and_one_above_the_bound_is_marked(view: RunView) -> None:
-    view.live.snapshot["metrics"]["lag_hist/7"] = 3.0  # type: ignore[index]  # of an older step: lag/max is 3
-    assert rows.lag_rows(view.live) == [(0, 14, True), (1, 11, True), (2, 5, True), (3, 2, True), (4, 0, True)]
-    view.live.snapshot["metrics"] |= {"lag_hist/5": 1.0, "lag/max": 5.0}  # type: ignore[operator]
-    assert rows.lag_rows(view.live)[-1] == (5, 1, False)
+    view.snapshot["metrics"]["lag_hist/7"] = 3.0  # type: ignore[index]  # of an older step: lag/max is 3
+    assert lag_rows(view) == [(0, 14, True), (1, 11, True), (2, 5, True), (3, 2, True), (4, 0, True)]
+    view.snapshot["metrics"] |= {"lag_hist/5": 1.0, "lag/max": 5.0}  # type: ignore[operator]
+    assert lag_rows(view)[-1] == (5, 1, False)
 
 
 @given(st.dictionaries(st.sampled_from(ACTIVITY_KINDS), st.floats(0, 1)), st.integers(1, 60), st.booleans())
 def test_bars_have_their_width_whatever_the_shares(kinds: dict[Any, float], width: int, is_ascii: bool) -> None:
-    drawn = "".join(letters for letters, _ in rows.bar(kinds, width, is_ascii=is_ascii))
+    drawn = "".join(letters for letters, _ in bar(kinds, width, is_ascii=is_ascii))
     assert len(drawn) == width
     assert not is_ascii or drawn.isascii()
 
 
 @given(st.integers(-5, 1000), st.integers(-5, 1000), st.integers(1, 60))
 def test_gauges_have_their_width(count: int, total: int, width: int) -> None:
-    assert len(rows.gauge(count, total, width)) == width
+    assert len(gauge(count, total, width)) == width
 
 
 def test_every_page_fits_its_width(view: RunView) -> None:
@@ -126,12 +134,12 @@ def test_every_page_fits_its_width(view: RunView) -> None:
 
 
 def test_terminal_orders_in_names_and_logs_are_not_obeyed(view: RunView) -> None:
-    evil = msgspec.structs.replace(view.live.status, name="run\x1b[2Jx\nx")  # type: ignore[type-var]
+    evil = msgspec.structs.replace(view.status, name="run\x1b[2Jx\nx")  # type: ignore[type-var]
     live = msgspec.to_builtins(evil)
     told = run_view_of({"status": VerbAnswer({"status": live}), "why": VerbAnswer({"sentence": "a\x1b]0;b\x07"})}, 0.0)
     console = Console(width=80, file=None, record=True, quiet=True)
     console.print(pages.run_page(told, StepPace(), 80))
-    assert "\x1b" not in rows.title_text(told) + rows.notice_text(told)
+    assert "\x1b" not in title_text(told) + notice_text(told)
     assert "\x1b" not in log_text({"lines": ["a\x1b[31mb", "c\rd"]})
     assert log_text({"lines": ["a\x1b[31mb"]}) == "a [31mb"
 
@@ -152,7 +160,7 @@ def test_logs_of_any_shape_are_shown() -> None:
 def test_nothing_answered_is_a_picture_too() -> None:
     empty = run_view_of({"status": VerbAnswer(error="gone -- look there")}, 5.0)
     assert empty.troubles == ("status: gone -- look there",)
-    assert "starting" in rows.title_text(empty)
+    assert "starting" in title_text(empty)
     assert pages.run_page(empty, StepPace(), 80).plain
     assert pages.actor_page(empty, "trainer/0").plain
 
@@ -163,9 +171,9 @@ def test_what_is_not_told_any_more_stays_as_it_was(view: RunView) -> None:
         9.0,
     )
     kept = carried_over(nobody, view)
-    assert (kept.live.version, kept.live.phase, kept.live.buffer) == (120, "running", view.live.buffer)
+    assert (kept.version, kept.phase, kept.buffer) == (120, "running", view.buffer)
     assert (kept.actors, kept.knobs, kept.why) == (view.actors, view.knobs, view.why)
-    assert rows.title_text(replace(kept, has_ended=True)).startswith("sort  ended  step 120")
+    assert title_text(replace(kept, has_ended=True)).startswith("sort  ended  step 120")
     assert carried_over(view, nobody) == view
 
 
@@ -178,8 +186,8 @@ JSON = st.recursive(
 @given(st.fixed_dictionaries({}, optional=dict.fromkeys(("status", "ps", "get", "history", "why"), JSON)))
 def test_answers_of_any_shape_make_a_picture(answers: dict[str, Any]) -> None:
     told = run_view_of({verb: VerbAnswer(result) for verb, result in answers.items()}, 5.0)
-    rows.title_text(told)
-    rows.notice_text(told)
+    title_text(told)
+    notice_text(told)
     knob_table.knob_rows(told.knobs)
-    rows.history_rows(told.history)
+    pages.history_rows(told.history)
     pages.run_page(told, StepPace(), 60)

@@ -19,7 +19,7 @@ from myxa.core.errors import ConfigError
 from myxa.launch.cli import main
 from myxa.launch.control.client import ControlNote
 from myxa.launch.tui.app import Read, Seen, TopApp
-from myxa.launch.tui.feed import Feed, last_word
+from myxa.launch.tui.feed import Feed
 
 PATIENCE_S = 20.0
 
@@ -236,10 +236,3 @@ def test_without_textual_the_pip_line_is_told(
 def test_without_a_terminal_the_other_commands_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top"]) == ConfigError.exit_code
     assert "myxa top needs a terminal" in capsys.readouterr().err
-
-
-def test_the_last_word_is_found_behind_torn_lines(tmp_path: Path) -> None:
-    lines = '{"kind": "run-failed", "text": "rollout/0: out of memory"}\n{"kind": "eval"}\n[1]\n{"kind": "ru'
-    (tmp_path / "events.jsonl").write_text(lines)
-    assert last_word(tmp_path) == "rollout/0: out of memory"
-    assert last_word(tmp_path / "nothing") == ""

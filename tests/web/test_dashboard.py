@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
+import shutil
 import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -121,7 +122,7 @@ async def test_what_it_shows_is_what_the_run_says(planting, seat) -> None:
             "eval_every": "10", "log_level": "info",
         }  # fmt: skip
         assert [change["number"] for change in history["changes"]] == [1, 2, 3, 4, 5]
-        assert {"Reward", "Tokens per second"} <= {chart["title"] for chart in history["charts"]}
+        assert {"reward/raw_mean", "rollout/tokens_per_s"} <= {row[0] for row in history["series"]}
         status, text = await visit.get("/api/view/samples?num_groups=99")
         groups = json.loads(text)["result"]["groups"]
         assert (status, len(groups)) == (200, 6)
@@ -171,7 +172,7 @@ async def test_the_page_is_told_of_every_change_as_it_happens(planting, seat) ->
             assert answer.headers["Content-Type"] == "text/event-stream"
             assert answer.headers["Content-Security-Policy"] == SECURITY_HEADERS["Content-Security-Policy"]
             seen = {name: json.loads(data) async for name, data in taken(answer, 2)}
-            assert seen["history"]["charts"]
+            assert seen["history"]["series"]
             assert seen["state"]["phase"] == "running"
             seat.version = 121
             async for name, data in taken(answer, 100):
@@ -220,8 +221,29 @@ async def test_a_run_of_yesterday_is_shown_from_its_files(seat) -> None:
     assert told["state"]["name"] == "sort-planted"
     assert "trainer/0 waits for data" in told["state"]["why"]
     assert told["state"]["actors"][0]["parts"], "whose time was told by the files"
-    assert {chart["title"] for chart in told["history"]["charts"]} >= {"Reward", "Loss"}
+    assert {row[0] for row in told["history"]["series"]} >= {"reward/raw_mean", "train/loss"}
     assert {tile["label"] for tile in told["state"]["tiles"]} >= {"step", "training reward"}
+
+
+async def test_kept_samples_and_other_runs_of_the_folder_are_shown(planting, seat) -> None:
+    other = seat.run_dir.with_name("other")
+    shutil.copytree(seat.run_dir, other)
+    (seat.run_dir.parent / "secret").mkdir()
+    for step, text in ((1, "four"), (2, "five")):
+        group = {"step": step, "group_id": step, "prompt": "user: 2 + 2", "answers": [{"text": text, "reward": 1.0}]}
+        with (seat.run_dir / "samples.jsonl").open("a") as file:
+            file.write(json.dumps(group) + "\n")
+    async with served(planting, seat) as (visit, _):
+        for query, steps in (("search=FOUR", [1]), ("prompt=user", [2, 1]), ("held_out=all", [2, 1]), ("search=x", [])):
+            status, text = await visit.get(f"/api/view/samples?num_groups=9&{query}")
+            assert (status, [group["step"] for group in json.loads(text)["result"]["groups"]]) == (200, steps), query
+        status, text = await visit.get("/api/runs")
+        assert (status, {run["name"] for run in json.loads(text)["result"]}) == (200, {"sort-planted", "other"})
+        status, text = await visit.get("/api/run?name=other")
+        assert (status, json.loads(text)["result"]["name"]) == (200, "other")
+        for name in ("secret", "..", "../sort-planted/../other", "", "/etc"):
+            assert (await visit.get(f"/api/run?name={name}"))[0] == 404, name
+        assert (await visit.get("/api/runs", headers={"Origin": "http://evil.example"}))[0] == 403
 
 
 async def test_in_the_launcher_it_takes_no_thread_that_the_answers_need(planting, seat) -> None:
@@ -268,15 +290,15 @@ async def test_questions_to_a_run_that_does_not_answer_are_limited(seat) -> None
 
 def test_scripts_make_no_markup_out_of_text() -> None:
     folder = Path(__file__).parents[2] / "launch" / "web"
+    scripts = [path for path in folder.glob("*.js") if path.name != "uPlot.iife.min.js"]
+    markup = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function"
     for path in folder.glob("*.js"):
-        assert not re.search(
-            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", path.read_text()
-        ), path
-    for path in [*folder.glob("*.js"), *folder.glob("*.css"), *folder.glob("*.html")]:
-        assert not re.search(r"https?://(?!www\.w3\.org/2000/svg|127\.0\.0\.1)|@import|url\(", path.read_text()), path
-    assert not re.search(
-        r"\son\w+=|style=|<script(?! type=\"module\" src=\"/assets/)", (folder / "index.html").read_text()
-    )
+        assert not re.search(markup, path.read_text()), path
+    for path in [*scripts, *folder.glob("*.css"), *folder.glob("*.html")]:
+        assert not re.search(r"https?://(?!127\.0\.0\.1)|@import|url\(", path.read_text()), path
+    page = (folder / "index.html").read_text()
+    assert not re.search(r"\son\w+=|style=|<script(?! defer src=\"/assets/)", page)
+    assert "Permission is hereby granted" in (folder / "uPlot.LICENSE").read_text()
 
 
 def test_a_port_that_is_taken_and_a_folder_that_is_no_run_are_refused(seat) -> None:

@@ -1,9 +1,11 @@
-"""The dashboard in a real browser: what a person sees and clicks, and that what a model wrote stays text."""
+"""Dashboard, report and comparison in a real browser: what a person sees and clicks, and that what a model wrote stays
+text. Without a browser these tests are skipped, and the run of tests ends with a line that says so."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.util
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import ModuleType
@@ -12,129 +14,191 @@ from typing import Any
 import pytest
 
 from myxa.launch.tui.feed import Feed
+from myxa.launch.views.compare import load_runs
+from myxa.launch.views.report import write_page, write_report
 from myxa.launch.web.dashboard import Dashboard, DashboardGuard
 
-PATIENCE_MS = 40_000
+pytestmark = pytest.mark.timeout(240)
+BENCH = Path(__file__).parents[2] / "bench"
 
 
-def browser_path(browser: ModuleType) -> str:
+def loaded(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+async def page() -> AsyncIterator[Any]:
+    """A tab of a fresh browser."""
+    browser = loaded(BENCH / "browser.py")
     found = browser.find_browser()
     if found is None:
-        pytest.skip(f"no browser is installed: none of {', '.join(browser.BROWSERS)} is on the path")
-    pytest.importorskip("playwright.async_api", reason="playwright is not installed")
-    return found
+        pytest.skip(f"NO BROWSER: none of {', '.join(browser.BROWSERS)} is installed, so no page was looked at")
+    async with browser.opened_browser(found) as tab:
+        yield tab
 
 
 @contextlib.asynccontextmanager
-async def opened(
-    planting: ModuleType, seat: Any, profile: Path, *, operate: bool = False
-) -> AsyncIterator[tuple[Any, str, list[str]]]:
-    """A page on the dashboard of a live seat, its URL, and everything that went wrong in it."""
-    browser = importlib.import_module("browser")  # bench/browser.py: `planting` has put it on the path
-    path = browser_path(browser)
-    from playwright.async_api import async_playwright  # pyright: ignore[reportMissingImports]
-
-    wrong: list[str] = []
+async def opened(planting: ModuleType, seat: Any, page: Any, *, operate: bool = False) -> AsyncIterator[None]:
+    """The dashboard of a live seat in the tab."""
     async with planting.serving(seat) as note:
         dashboard = Dashboard(Feed.of(Path(note.run_dir), only_view=not operate), DashboardGuard(may_operate=operate))
-        async with dashboard.serving(0) as url, async_playwright() as driver:
-            context = await driver.chromium.launch_persistent_context(
-                str(profile), executable_path=path, args=list(browser.QUIET), headless=True,
-                viewport={"width": 1300, "height": 900},
-            )  # fmt: skip
-            try:
-                page = context.pages[0]
-                page.set_default_timeout(PATIENCE_MS)
-                page.on("pageerror", lambda error: wrong.append(f"error: {error}"))
-                page.on("console", lambda line: wrong.append(line.text) if line.type == "error" else None)
-                ours = url.partition("?")[0]
-                page.on("request", lambda asked: None if asked.url.startswith(ours) else wrong.append(asked.url))
-                await page.goto(url)
-                await page.wait_for_selector("#link.on")
-                yield page, url, wrong
-            finally:
-                await context.close()
+        async with dashboard.serving(0) as url:
+            await page.goto(url)
+            await page.until("document.querySelector('#link.on')", "the live link")
+            yield
+            ours = url.partition("?")[0]
+            assert [asked for asked in page.asked if not asked.startswith((ours, "about:", "data:"))] == []
 
 
-async def says(page: Any, selector: str, words: str) -> None:
-    await page.locator(selector).filter(has_text=words).first.wait_for(timeout=PATIENCE_MS)
+async def fits(page: Any) -> None:
+    """Nothing is wider than a window of 400 pixels, and no chart is empty."""
+    await page.size(400, 900, is_dark=True)
+    await page.until("document.documentElement.scrollWidth <= innerWidth", "a page that fits")
+    await page.size(1440, 900)
 
 
-@pytest.mark.timeout(240)
-async def test_every_page_is_drawn_and_follows_the_run(planting, seat, tmp_path: Path) -> None:
-    async with opened(planting, seat, tmp_path / "profile") as (page, _, wrong):
-        assert "token" not in page.url, "the secret does not stay in the address bar"
-        await says(page, "#why", "generation is the bottleneck")
-        await says(page, "#tiles", "120")
-        await says(page, "#actors", "rollout/2")
-        await says(page, "#engines", "v119")
-        assert await page.locator("#charts-overview svg polyline").count() >= 4
-        assert await page.locator("#charts-overview .change").count() >= 3, "changes are vertical lines"
+async def test_every_page_is_drawn_and_follows_the_run(planting, seat, page) -> None:
+    async with opened(planting, seat, page):
+        assert "token" not in await page.run("location.href"), "the secret does not stay in the address bar"
+        await page.says("#why", "generation is the bottleneck")
+        await page.says("#tiles", "120")
+        await page.says("#actors", "rollout/2")
+        await page.says("#engines", "v119")
+        await page.until("document.querySelectorAll('#charts-overview canvas').length == 4", "four charts")
         seat.version = 121
-        await says(page, "#tiles", "121")
+        await page.says("#tiles", "121")
         for name, selector, words in (
             ("learning", "#learning", "Gradient norm"),
             ("speed", "#speed", "Groups in the buffer"),
-            ("time", "#time-charts", "trainer/0"),
+            ("metrics", "#metrics", "train/clip_fraction"),
+            ("time", "#lanes", "trainer/0"),
             ("knobs", "#knob-table", "Largest lag of any trained token."),
             ("events", "#event-table", "starting -> running"),
+            ("config", "#config-text", "max_staleness = 2"),
         ):
             await page.click(f'nav a[href="#{name}"]')
-            await says(page, selector, words)
-            assert await page.locator(f"#{name}").is_visible()
-            assert not await page.locator("#overview").is_visible()
+            await page.says(selector, words)
+            assert not await page.run("document.querySelector('#overview').checkVisibility()")
+            await fits(page)
         await page.click('nav a[href="#knobs"]')
-        await says(page, "#change-table", "lr 0.0001 -> 5e-05")
-        assert await page.locator("#knob-table button").count() == 0, "nothing to turn without --operate"
-        await page.reload()
-        await page.wait_for_selector("#link.on")
-        assert wrong == []
+        await page.says("#change-table", "lr 0.0001 -> 5e-05")
+        assert await page.count("#knob-table button") == 0, "nothing to turn without --operate"
+        assert page.wrong == []
 
 
-@pytest.mark.timeout(240)
-async def test_what_a_model_wrote_stays_text(planting, seat, tmp_path: Path) -> None:
+async def test_charts_are_filtered_smoothed_zoomed_and_compared(planting, seat, page) -> None:
+    import shutil
+
+    shutil.copytree(seat.run_dir, seat.run_dir.with_name("other"))
+    async with opened(planting, seat, page):
+        await page.click('nav a[href="#metrics"]')
+        await page.fill("#metric-filter", "reward mean")
+        await page.says("#metric-count", "2 of ")
+        assert await page.count("#charts-metrics figure") == 2
+        await page.click('nav a[href="#learning"]')
+        plot = "boxes.learning.charts.get('Reward').plot"
+        await page.until(plot, "the chart of the reward")
+        await page.run("$('smooth').value = 0; $('smooth').dispatchEvent(new Event('input'))")
+        await page.until(f"!{plot}.series.some((s) => s.class === 'raw')", "raw values alone")
+        await page.fill("#axis", "time", "change")
+        await page.until(f"{plot}.series[0].label === 'after'", "an axis of time")
+        await page.click("#log")
+        await page.until(f"{plot}.scales.y.distr === 3", "a log axis")
+        await page.run(f"boxes.learning.charts.get('Reward').isZoomed = true, {plot}.setScale('x', {{min: 2, max: 5}})")
+        with (seat.run_dir / "events.jsonl").open("a") as file:
+            file.write('{"source": "a", "wall_s": 1.0, "kind": "eval", "text": "news"}\n')
+        await page.until("past.events.some((e) => e.text === 'news')", "newer data")
+        assert await page.run(f"[{plot}.scales.x.min, {plot}.scales.x.max]") == [2, 5], "the zoom stays"
+        await page.click("#runs summary")
+        await page.says("#run-list", "other")
+        await page.click("#run-list input")
+        await page.says("#charts-learning .u-legend", "other: training")
+        assert page.wrong == []
+
+
+async def test_what_a_model_wrote_stays_text(planting, seat, page) -> None:
     with (seat.run_dir / "events.jsonl").open("a") as file:
         file.write(
             '{"source": "<b>a</b>", "wall_s": 1700000001.0, "kind": "eval", "text": "<img src=x onerror=window.hacked=1>", "data": {}}\n'
         )
-    async with opened(planting, seat, tmp_path / "profile") as (page, _, wrong):
+    async with opened(planting, seat, page):
         await page.click('nav a[href="#samples"]')
-        await says(page, ".prompt", "<script>window.hacked = true</script>")
-        await says(page, ".tokens", "onerror='window.hacked=true'")
-        await says(page, ".prompt", "\\u202e")
-        assert await page.locator(".tok.h3, .tok.h4, .tok.h2").count() > 3
+        await page.says(".prompt", "<script>window.hacked = true</script>")
+        await page.says(".tokens", "onerror='window.hacked=true'")
+        await page.says(".prompt", "\\u202e")
+        assert await page.count(".tok.h3, .tok.h4, .tok.h2") > 3
         await page.click('[data-colour="gap"]')
-        await says(page, "#token-key", "|trainer - engine|")
-        scored = page.locator(".group", has_text="group 1002")
-        assert await scored.locator(".tok.h3").count() >= 4, "tokens that differ by two nats"
-        assert await page.locator(".tok.h3").count() == await scored.locator(".tok.h3").count(), (
-            "others were not scored"
-        )
-        assert "gap -2" in (await scored.locator(".tok.h3").first.get_attribute("title") or "")
+        await page.says("#token-key", "|trainer - engine|")
+        scored = "[...document.querySelectorAll('.group')].find((g) => g.textContent.includes('group 1002'))"
+        tinted = await page.run(f"{scored}.querySelectorAll('.tok.h3').length")
+        assert tinted >= 4, "tokens that differ by two nats"
+        assert await page.count(".tok.h3") == tinted, "others were not scored"
+        assert "gap -2" in await page.run(f"{scored}.querySelector('.tok.h3').title")
         await page.click('[data-colour="version"]')
-        assert await page.locator(".tok.v4").count() > 3  # 118 and 119, of six colours
-        assert await page.locator(".tok.v5").count() > 3
-        await says(page, "#token-key", "v119")
+        assert await page.count(".tok.v4") > 3  # 118 and 119, of six colours
+        assert await page.count(".tok.v5") > 3
+        await page.says("#token-key", "v119")
         await page.click('nav a[href="#events"]')
-        await says(page, "#event-table", "<img src=x onerror")
-        assert await page.evaluate("window.hacked") is None
-        assert await page.locator("#sample-list img, #sample-list script, #event-table img").count() == 0
-        assert wrong == [], "and the content policy had nothing to stop"
+        await page.says("#event-table", "<img src=x onerror")
+        assert await page.run("window.hacked") is None
+        assert await page.count("#sample-list img, #sample-list script, #event-table img") == 0
+        assert page.wrong == [], "and the content policy had nothing to stop"
 
 
-@pytest.mark.timeout(240)
-async def test_a_knob_is_turned_and_a_refusal_is_shown(planting, seat, tmp_path: Path) -> None:
-    async with opened(planting, seat, tmp_path / "profile", operate=True) as (page, _, wrong):
+async def test_a_knob_is_turned_and_a_refusal_is_shown(planting, seat, page) -> None:
+    async with opened(planting, seat, page, operate=True):
         await page.click('nav a[href="#knobs"]')
         await page.click('[aria-label="turn lr"]')
         await page.fill("#turn-value", "-1")
         await page.click("#turn-set")
-        await says(page, "#turn-said", "lr takes above 0")
+        await page.says("#turn-said", "lr takes above 0")
         assert seat.values["lr"] == 1e-4
         await page.fill("#turn-value", "5e-5")
         await page.fill("#turn-reason", "noisy")
-        await page.press("#turn-reason", "Enter")
-        await says(page, "#knob-table .changed", "5e-05")
+        await page.click("#turn-set")
+        await page.says("#knob-table .changed", "5e-05")
         assert (seat.values["lr"], seat.records[-1].reason) == (5e-5, "noisy")
-        assert not await page.locator("#turn").is_visible()
-        assert [line for line in wrong if "409" not in line] == []  # the browser notes the refusal's status
+        assert not await page.run("$('turn').checkVisibility()")
+        assert [line for line in page.wrong if "409" not in line] == []  # the browser notes the refusal's status
+
+
+async def test_a_report_is_drawn_whatever_is_in_it(page, tmp_path: Path) -> None:
+    hostile = loaded(Path(__file__).parents[1] / "report" / "test_report.py")
+    run_dir = hostile.plant_hostile(tmp_path / "run <b>x")
+    await page.goto(write_report(run_dir, tmp_path / "report.html").as_uri())
+    await page.says("#notice", hostile.HOSTILE)
+    await page.says("#charts-learning figcaption", "Reward parts")
+    await page.says("#charts-learning .u-legend", hostile.HOSTILE)
+    await page.says("#samples .role", "system")
+    await page.says("#samples .tokens", hostile.HOSTILE)
+    await page.fill("#sample-search", "no such words")
+    await page.click("#more-samples")
+    await page.says("#sample-list", "There is no such group")
+    await page.fill("#sample-search", "ALERT(2)")
+    await page.click("#more-samples")
+    await page.click(".group .head button")
+    await page.says("#prompt-past figcaption", "this prompt's 1 group")
+    await page.says("#event-table", hostile.HOSTILE)
+    await page.says("#lanes", "rollout/<")
+    await page.says("#close-lanes", hostile.HOSTILE)
+    assert await page.count("main img, main script, main b:empty") == 0
+    await fits(page)
+    assert page.wrong == []
+    assert [url for url in page.asked if not url.startswith(("file:", "about:", "data:"))] == []
+
+
+async def test_runs_are_compared_on_one_page(planting, seat, page, tmp_path: Path) -> None:
+    other = planting.plant_seat(tmp_path / "second", num_steps=6).run_dir
+    await page.goto(
+        write_page(load_runs([seat.run_dir, other.rename(tmp_path / "short")]), tmp_path / "a.html").as_uri()
+    )
+    await page.says("h1", "sort-planted and short")
+    await page.says("#charts-learning .u-legend", "short: training")
+    assert not await page.run("$('samples').checkVisibility() || $('tiles').checkVisibility()")
+    await fits(page)
+    assert page.wrong == []

@@ -1,0 +1,92 @@
+"""Commands about several runs: `ls`, `compare`."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .output import Verbs, add_json_flag, show, table
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from ..views.compare import ComparedMetric
+
+
+def add_ls(verbs: Verbs) -> None:
+    """The command and its flags."""
+    parser = verbs.add_parser("ls", help="the runs of a folder: state, step, reward")
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("runs"), metavar="FOLDER",
+                        help="folder of runs (%(default)s)")  # fmt: skip
+    add_json_flag(parser)
+    parser.set_defaults(run=_ls)
+
+
+def _ls(options: argparse.Namespace) -> int:
+    from ..views.compare import runs_of
+
+    show(options, [run.facts() for run in runs_of(options.folder)], _ls_page)
+    return 0
+
+
+def _ls_page(runs: list[dict[str, Any]]) -> RenderableType | str:
+    from ..views.numbers import duration, short
+
+    if not runs:
+        return "there is no run in this folder"
+    now_s = time.time()
+    cells = [
+        (run["name"], run["state"], run["step"], short(run["reward"]), short(run["eval_reward"]),
+         f"{duration(max(0.0, now_s - run['started_wall_s']))} ago") for run in runs
+    ]  # fmt: skip
+    return table(("run", "state", "step", "reward", "held-out", "started"), cells, right=("step", "reward", "held-out"))
+
+
+def add_compare(verbs: Verbs) -> None:
+    """The command and its flags."""
+    parser = verbs.add_parser(
+        "compare",
+        help="last values and curves of several runs, side by side",
+        description="Without --metric: reward, evaluation, loss, entropy, lag, lengths, speed. The page of --html has "
+        "all metrics and needs no network.",
+    )
+    parser.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="run directory; two or more")
+    parser.add_argument("--metric", action="append", default=[], metavar="PATTERN", dest="metrics",
+                        help="such as 'reward/*'; may be given several times")  # fmt: skip
+    parser.add_argument("--html", type=Path, default=None, metavar="FILE", help="write a page with charts")
+    add_json_flag(parser)
+    parser.set_defaults(run=_compare)
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from ..views.compare import compared, load_runs
+
+    runs = load_runs(options.folders)
+    if options.html is not None:
+        from ..views.report import write_page
+
+        page = write_page(runs, options.html)
+        show(options, {"report": str(page)}, lambda facts: facts["report"])
+        return 0
+    names, found = [run.run_dir.name for run in runs], compared(runs, options.metrics)
+    facts = {"runs": [str(run.run_dir) for run in runs], "metrics": [each.facts() for each in found]}
+    show(options, facts, lambda _: _compare_page(names, found))
+    return 0
+
+
+def _compare_page(names: list[str], found: list[ComparedMetric]) -> RenderableType:
+    from rich.console import Console
+
+    from ..views.numbers import clean, short
+
+    console = Console()
+    is_ascii = not console.encoding.lower().startswith("utf")
+    width = max(6, min(24, (console.width - 36) // len(names) - 12))
+    rows: list[tuple[str, ...]] = []
+    for each in found:
+        lines = each.lines(width, is_ascii=is_ascii)
+        cells = (f"{short(last):>8}  {line}" for last, line in zip(each.last, lines, strict=True))
+        rows.append((clean(each.metric), *cells))
+    return table(("metric", *(clean(name) for name in names)), rows)

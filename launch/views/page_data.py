@@ -1,0 +1,380 @@
+"""What the page of a run shows, as JSON types: the state now, and the past that grows. Pure.
+
+The dashboard sends these tables to its page, the report carries them in it. All text is plain; the page escapes it and
+only draws. Which metrics make which chart is the page's own (`web/charts.js`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from ...core.activity import ACTIVITY_KINDS
+from ...core.errors import LaunchError
+from ..run_lineage.origin import RunOrigin
+from .changes import stairs, value_text
+from .findings import findings
+from .knob_table import knob_rows, owners_text
+from .numbers import clean, duration, name_order, percent, short, training_reward
+from .run_files import SUMMED, EventRow, RunFiles, Series
+from .run_view import (
+    ENGINE_COLUMNS,
+    ActorFacts,
+    RunView,
+    done_text,
+    drops,
+    engine_rows,
+    is_alarming,
+    lag_rows,
+    lag_text,
+    notice_text,
+    outcome,
+    queue_rows,
+    tiles,
+    title_text,
+)
+
+_MAX_ACTORS = 32
+_MAX_KINDS = 30
+_MAX_EVENTS = 600
+_MAX_ROUTINE = 25
+_MAX_ALARMING = 200
+_MAX_SLOW = 8
+_BADGES = {"running": "good", "finished": "good", "failed": "bad"}
+
+
+def state_table(view: RunView, run: RunFiles, *, may_operate: bool = False) -> dict[str, Any]:
+    """What changes every second."""
+    return {
+        "name": view.name,
+        "runDir": view.run_dir,
+        "phase": view.phase,
+        "badge": _BADGES.get(view.phase, "open"),
+        "title": title_text(view),
+        "notice": _notice(view, run),
+        "origin": _origin(run),
+        "hasEnded": view.has_ended,
+        "isSilent": view.silent_s > 0,
+        "mayOperate": may_operate and not view.has_ended,
+        "why": clean(view.why),
+        "remedy": clean(view.remedy),
+        "tiles": [{"label": tile.label, "value": tile.value, "note": tile.note} for tile in tiles(view, run)],
+        "findings": [{"level": found.level, "text": found.text} for found in findings(run)],
+        "notes": run.notes,
+        "kinds": ACTIVITY_KINDS,
+        "actors": _actors(view),
+        "queues": [{"label": label, "count": count, "total": total} for label, count, total in queue_rows(view)],
+        "done": done_text(view),
+        "lagText": lag_text(view),
+        "lags": _lags(view, run),
+        "engines": {"columns": ENGINE_COLUMNS, "rows": engine_rows(view)},
+        "knobs": _knobs(view),
+    }
+
+
+def _notice(view: RunView, run: RunFiles) -> str:
+    if view.has_ended and not view.troubles and view.status is not None:
+        return outcome(run).text
+    return notice_text(replace(view, reader_only=False))  # a page that only shows needs no notice of it
+
+
+def _origin(run: RunFiles) -> str:
+    """Of a run that was forked from another one, or resumed."""
+    try:
+        return RunOrigin.load(run.run_dir).in_words()
+    except LaunchError:
+        return ""
+
+
+def _actors(view: RunView) -> list[dict[str, Any]]:
+    return [_actor(actor, dict(view.shares().get(actor.name, {}))) for actor in view.actors]
+
+
+def _actor(actor: ActorFacts, shares: dict[str, float]) -> dict[str, Any]:
+    parts = sorted(((share, kind) for kind, share in shares.items() if share >= 0.01), reverse=True)
+    return {
+        "name": actor.name,
+        "node": actor.node,
+        "host": actor.host,
+        "state": actor.state,
+        "isWell": actor.is_well,
+        "pid": actor.pid,
+        "devices": actor.devices,
+        "shares": [round(shares.get(kind, 0.0), 4) for kind in ACTIVITY_KINDS],
+        "parts": [f"{kind} {percent(share)}" for share, kind in parts][:8],
+    }
+
+
+def _lags(view: RunView, run: RunFiles) -> list[dict[str, Any]]:
+    """Groups by lag, over all steps; of a run without files those of its newest step."""
+    prefix = "lag_hist/"
+    counts = {
+        int(lag): run.total(name)
+        for name in run.names(prefix)
+        if (lag := name.removeprefix(prefix)).isdecimal() and int(lag[:7]) <= 40
+    }
+    rows = lag_rows(view)
+    bound = max((lag for lag, _, is_allowed in rows if is_allowed), default=-1)
+    if not counts:
+        counts = {lag: float(count) for lag, count, _ in rows}
+    elif view.buffer is None:
+        configured = run.setting("async", "max_staleness")
+        bound = configured if isinstance(configured, int) else max(counts)
+    return [
+        {"lag": lag, "count": counts.get(lag, 0.0), "isAllowed": lag <= bound}
+        for lag in range(max([min(bound, 40), *counts], default=-1) + 1)
+    ]
+
+
+def _knobs(view: RunView) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": row.name,
+            "kind": row.tunable.kind,
+            "value": row.value,
+            "raw": value_text(row.values[0]),
+            "unit": row.tunable.unit,
+            "pending": "" if row.pending is None else value_text(row.pending),
+            "reverts": row.reverts,
+            "takes": row.tunable.range_text(),
+            "boundary": row.tunable.boundary,
+            "owner": owners_text(row.owners),
+            "first": value_text(row.first),
+            "isChanged": row.is_changed,
+            "help": row.tunable.help,
+        }
+        for row in knob_rows(view.knobs)
+    ]
+
+
+# -- the past ------------------------------------------------------------------------------------------------------
+
+
+def past_table(run: RunFiles) -> dict[str, Any]:
+    """What grows: all metrics, time, changes, events; and what stays: the run file."""
+    start_s = run.wall_range_s[0] if run.wall_range_s else 0.0
+    return {
+        "name": run.run_dir.resolve().name,
+        "startWall": start_s,
+        **series_table(run, start_s),
+        "bound": _bound(run),
+        "lanes": _lanes(run, start_s),
+        "closeUp": _close_up(run, start_s),
+        "changes": _changes(run, start_s),
+        "events": _events(run, start_s),
+        "eventCounts": run.event_counts.most_common(_MAX_KINDS),
+        "numEvents": run.event_counts.total(),
+        "drops": list(drops(run).items()),
+        "failures": run.failures.most_common(_MAX_KINDS),
+        "slowSteps": _slow_steps(run),
+        "slowColumns": SLOW_COLUMNS,
+        "settings": _settings(run),
+        "configText": config_text(run),
+    }
+
+
+def series_table(run: RunFiles, start_s: float) -> dict[str, Any]:
+    """`axes`: [steps, seconds since the start] that series share; `series`: [metric, source, number of its axis,
+    values, lowest, highest]; the last two where a point stands for several readings. Of gauges every source, and their
+    sum (source "") where it means something; of what is reported by step one source."""
+    axes: dict[tuple[tuple[float, ...], tuple[float, ...]], int] = {}
+    rows: list[list[Any]] = []
+    for metric in run.names():
+        sources = {name: series for name, series in run.series[metric].items() if series.points}
+        main = run.main(metric)
+        if main is None:
+            continue
+        shown = sources if main.is_gauge and len(sources) <= _MAX_ACTORS else {_name_of(sources, main): main}
+        for source in sorted(shown, key=name_order):
+            series = shown[source]
+            axis = (tuple(series.steps()), tuple(round(wall - start_s, 1) for wall in series.walls()))
+            row = [metric, source, axes.setdefault(axis, len(axes)), [_tidy(p.mean) for p in series.points]]
+            if any(point.count > 1 for point in series.points):
+                row += [[_tidy(p.low) for p in series.points], [_tidy(p.high) for p in series.points]]
+            rows.append(row)
+        if metric in SUMMED and len(sources) > 1:
+            points = run.summed(metric)
+            steps = _steps_at(run, [wall for wall, _ in points])
+            axis = (tuple(steps), tuple(round(wall - start_s, 1) for wall, _ in points))
+            rows.append([metric, "", axes.setdefault(axis, len(axes)), [_tidy(value) for _, value in points]])
+    return {"axes": [[list(steps), list(walls)] for steps, walls in axes], "series": rows}
+
+
+def _name_of(sources: dict[str, Series], wanted: Series) -> str:
+    return next(name for name, series in sources.items() if series is wanted)
+
+
+def _steps_at(run: RunFiles, walls: Sequence[float]) -> list[float]:
+    """The newest step at each of these moments."""
+    found: list[float] = []
+    reported, index, step = sorted(run.reported), 0, 0
+    for wall_s in walls:
+        while index < len(reported) and reported[index][0] <= wall_s:
+            step, index = reported[index][1], index + 1
+        found.append(float(step))
+    return found
+
+
+def _tidy(value: float) -> float:
+    """Six digits are more than a plot can show, and half the bytes."""
+    return float(f"{value:.6g}")
+
+
+def _bound(run: RunFiles) -> list[tuple[float, float]]:
+    """The staleness bound over steps, as stairs; empty if the run file does not say it."""
+    first, steps = run.setting("async", "max_staleness"), [step for _, step in run.reported]
+    if not isinstance(first, int) or not steps:
+        return []
+    return stairs(run.changes, "max_staleness", float(first), float(min(steps)), float(max(steps)))
+
+
+def _lanes(run: RunFiles, start_s: float) -> list[dict[str, Any]]:
+    """Of each actor the shares of its time: [seconds since the start, share of each kind in the order of the kinds]."""
+    shares = run.shares()
+    return [
+        {
+            "actor": actor,
+            "devices": _devices(run, actor),
+            "width": run.times[actor].width_s,
+            "bins": [
+                [round(at - start_s, 2), *(round(kinds.get(kind, 0.0), 3) for kind in ACTIVITY_KINDS)]
+                for at, kinds in run.times[actor].bins()
+            ],
+            "total": [round(shares[actor].get(kind, 0.0), 4) for kind in ACTIVITY_KINDS],
+            "parts": _parts(shares[actor]),
+        }
+        for actor in sorted(shares, key=name_order)[:_MAX_ACTORS]
+    ]
+
+
+def _devices(run: RunFiles, actor: str) -> str:
+    """What the run file gives to the role; empty for actors without GPUs."""
+    roles: Any = run.config.get("roles")
+    role: Any = roles.get(actor.partition("/")[0]) if isinstance(roles, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType] - TOML
+    devices: Any = role.get("devices") if isinstance(role, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType] - TOML
+    return "" if devices in (None, "cpu", "") else f"GPU {str(devices)[:40]}"  # pyright: ignore[reportUnknownArgumentType] - TOML
+
+
+def _parts(shares: dict[str, float]) -> list[str]:
+    """`wait-data 62 % (claim 60 %)` of each kind that took a hundredth of the time."""
+    found: list[str] = []
+    for kind in ACTIVITY_KINDS:
+        named = sorted(
+            ((s, key) for key, s in shares.items() if key.startswith(f"{kind}/") and s >= 0.01), reverse=True
+        )
+        if shares.get(kind, 0.0) >= 0.01:
+            detail = ", ".join(f"{key.partition('/')[2]} {percent(share)}" for share, key in named[:4])
+            found.append(f"{kind} {percent(shares[kind])}{f' ({detail})' if detail else ''}")
+    return found
+
+
+def _close_up(run: RunFiles, start_s: float) -> dict[str, Any] | None:
+    """Some steps in the middle; spans are [start, seconds, kind, name]."""
+    near = run.close_up
+    if near is None or not near.spans:
+        return None
+    return {
+        "left": near.left_s - start_s,
+        "right": near.right_s - start_s,
+        "steps": [[wall_s - start_s, f"v{step}"] for wall_s, step in near.steps],
+        "lanes": [
+            {
+                "actor": actor,
+                "devices": _devices(run, actor),
+                "spans": [
+                    [round(at - start_s, 4), round(seconds, 4), kind, name]
+                    for at, seconds, kind, name in sorted(near.spans[actor])
+                ],
+            }
+            for actor in sorted(near.spans, key=name_order)[:_MAX_ACTORS]
+        ],
+    }
+
+
+def _changes(run: RunFiles, start_s: float) -> list[dict[str, Any]]:
+    return [
+        {
+            "number": change.number,
+            "after": round(change.wall_s - start_s, 2),
+            "step": change.step,
+            "what": change.what,
+            "who": change.who,
+            "reason": change.reason,
+            "result": change.result,
+            "detail": change.detail,
+            "isDone": change.is_done,
+        }
+        for change in run.changes
+    ]
+
+
+def _events(run: RunFiles, start_s: float) -> list[dict[str, Any]]:
+    """The newest events of each kind, more of those that alarm, so that routine events do not hide them."""
+    room: Counter[str] = Counter()
+    chosen: list[EventRow] = []
+    for event in reversed(run.events):
+        room[event.kind] += 1
+        if room[event.kind] <= (_MAX_ALARMING if is_alarming(event.kind) else _MAX_ROUTINE):
+            chosen.append(event)
+    return [
+        {
+            "after": round(event.wall_s - start_s, 2),
+            "source": event.source,
+            "kind": event.kind,
+            "text": event.text,
+            "isAlarming": is_alarming(event.kind) or (event.kind == "phase" and "failed" in event.text),
+        }
+        for event in reversed(chosen[:_MAX_EVENTS])
+    ]
+
+
+SLOW_COLUMNS = ("step", "took", "training", "publishing", "the rest", "response tokens", "lag", "reward")
+
+
+def _slow_steps(run: RunFiles) -> list[tuple[str, ...]]:
+    """The steps that took longest from report to report, and where the time went."""
+    gaps = [(after_s - before_s, step) for (before_s, _), (after_s, step) in pairwise(sorted(run.reported))]
+    worst = sorted((gap for gap in gaps if gap[0] > 0), reverse=True)[:_MAX_SLOW]
+    columns = (
+        "train/step_s",
+        "weights/publish_s",
+        "batch/response_tokens_mean",
+        "lag/max",
+        training_reward(run.series),
+    )
+    known = {name: run.steps(name) for name in columns}
+    found: list[tuple[str, ...]] = []
+    for took_s, step in worst:
+        train_s, publish_s, *others = (known[name].get(step) for name in columns)
+        rest_s = max(0.0, took_s - (train_s or 0.0) - (publish_s or 0.0))
+        times = [duration(seconds) if seconds is not None else "-" for seconds in (took_s, train_s, publish_s)]
+        rest = f"{duration(rest_s)} ({percent(rest_s / took_s)})"
+        found.append((str(step), *times, rest, *(short(value) for value in others)))
+    return found
+
+
+_SETTINGS = (
+    ("model", "model", "path"), ("training data", "data", "train"), ("algorithm", "algo", "kind"),
+    ("correction", "algo", "correction"), ("groups a step", "algo", "batch_size"),
+    ("samples a group", "rollout", "num_samples"), ("new tokens", "rollout", "max_new_tokens"),
+    ("temperature", "rollout", "temperature"), ("reward", "reward", "fn"), ("max staleness", "async", "max_staleness"),
+    ("staleness policy", "async", "policy"), ("learning rate", "optimizer", "lr"), ("seed", "run", "seed"),
+)  # fmt: skip
+_SECRET = re.compile(
+    r"""(["']?\b[A-Z0-9_]*(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL)[A-Z0-9_]*["']?\s*=\s*)("[^"\n]*"|'[^'\n]*')"""
+)
+
+
+def _settings(run: RunFiles) -> list[tuple[str, str]]:
+    """The settings that say what was run."""
+    found = [(label, run.setting(section, key)) for label, section, key in _SETTINGS]
+    return [(label, str(value)) for label, value in found if value not in (None, "")]
+
+
+def config_text(run: RunFiles) -> str:
+    """The configuration with what looks like a secret blanked: reports are passed around."""
+    return _SECRET.sub(r'\1"(hidden)"', run.config_text)
