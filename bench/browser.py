@@ -10,6 +10,7 @@ import asyncio
 import base64
 import contextlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
@@ -133,7 +134,7 @@ async def opened_browser(browser: str) -> AsyncIterator[Page]:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         process = await asyncio.create_subprocess_exec(
             browser, *QUIET, f"--user-data-dir={profile}", "about:blank",
-            stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL, env={**os.environ, "TMPDIR": profile},
         )  # fmt: skip
         try:
             port_file = Path(profile) / "DevToolsActivePort"

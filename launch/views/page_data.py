@@ -77,7 +77,7 @@ def state_table(view: RunView, run: RunFiles, *, may_operate: bool = False) -> d
 
 
 def _notice(view: RunView, run: RunFiles) -> str:
-    if view.has_ended and not view.troubles and view.status is not None:
+    if view.is_of_files:
         return outcome(run).text
     return notice_text(replace(view, reader_only=False))  # a page that only shows needs no notice of it
 

