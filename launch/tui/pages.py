@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from rich.text import Text
@@ -262,8 +262,6 @@ Before a knob: * it differs from the run file. Enter on a knob turns it.
 r refresh  t tree  p pause or resume the run  q quit"""
 
 
-_HEADS = ("actor", "name", "target")
-_BODIES = ("lines", "text", "log", "stack", "frames", "threads", "tail")
 _MAX_LINES = 2000
 
 
@@ -278,24 +276,15 @@ def stack_text(answer: object) -> str:
 
 
 def _joined(answer: object) -> str:
-    lines = [_plain(line) for part in _lines(answer) for line in part.splitlines()]
-    return "\n".join(lines[-_MAX_LINES:])
-
-
-def _lines(answer: object) -> Iterator[str]:
-    """A text, a list of texts, or records that hold them under one of the usual names."""
-    if isinstance(answer, str):
-        yield answer
-    elif isinstance(answer, list | tuple):
-        for part in cast("list[object]", answer):
-            yield from _lines(part)
-    elif isinstance(answer, dict):
-        record = cast("dict[str, Any]", answer)
-        bodies = [record[key] for key in _BODIES if record.get(key)]
-        if bodies and (head := next((str(record[key]) for key in _HEADS if record.get(key)), "")):
-            yield f"-- {head}"
-        for body in bodies or [value for value in record.values() if isinstance(value, list | dict)]:
-            yield from _lines(body)
+    """One record, or several, each with an actor's `lines` or `text`."""
+    found: list[str] = []
+    for part in cast("list[object]", answer) if isinstance(answer, list) else [answer]:
+        record = cast("dict[str, Any]", part) if isinstance(part, dict) else {}
+        lines = record.get("lines") or str(record.get("text", "")).splitlines()
+        head = record.get("name") or record.get("actor")
+        found += [f"-- {head}"] if head and lines else []
+        found += [_plain(str(line)) for line in lines]
+    return "\n".join(found[-_MAX_LINES:])
 
 
 def _plain(line: str) -> str:

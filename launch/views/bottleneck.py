@@ -178,7 +178,9 @@ def judge(
         return _thrown_away(leader, trainer, filtered)
     if wait == "wait-data":
         return _starved_trainer(leader, trainer, who, team, engines_are_full=engines_are_full)
-    return _WAITING[wait](leader, trainer)
+    if wait == "wait-weights":
+        return _waits_for_weights(leader, trainer)
+    return _waits(leader, trainer, wait)
 
 
 def without_start(kinds: Mapping[str, float]) -> dict[str, float]:
@@ -277,28 +279,19 @@ def _waits_for_weights(leader: str, trainer: Mapping[str, float]) -> Bottleneck:
     return _verdict("weights", sentence, trainer["wait-weights"])
 
 
-def _waits_for_capacity(leader: str, trainer: Mapping[str, float]) -> Bottleneck:
-    sentence = (
-        f"{leader} waits for capacity {_pct(trainer, 'wait-capacity')} of the time: room (memory) is the bottleneck"
-    )
-    remedy = "`myxa mem` shows which actor holds the memory that the trainer asks for"
-    return Bottleneck("capacity", sentence, remedy, trainer["wait-capacity"])
-
-
-def _waits_for_memory(leader: str, trainer: Mapping[str, float]) -> Bottleneck:
-    sentence = (
-        f"{leader} waits {_pct(trainer, 'wait-memory')} of the time until the device has changed hands: "
-        "switching memory is the bottleneck"
-    )
-    return _verdict("memory", sentence, trainer["wait-memory"])
-
-
 _TRAINER_WAITS = ("wait-data", "wait-weights", "wait-capacity", "wait-memory")
-_WAITING = {
-    "wait-weights": _waits_for_weights,
-    "wait-capacity": _waits_for_capacity,
-    "wait-memory": _waits_for_memory,
-}
+
+
+def _waits(leader: str, trainer: Mapping[str, float], wait: str) -> Bottleneck:
+    """For the device or for room."""
+    bound: Bound = "memory" if wait == "wait-memory" else "capacity"
+    what = "until the device has changed hands" if bound == "memory" else "for capacity"
+    cause = "switching memory" if bound == "memory" else "room (memory)"
+    sentence = f"{leader} waits {what} {_pct(trainer, wait)} of the time: {cause} is the bottleneck"
+    remedy = REMEDIES[bound] if bound == "memory" else "`myxa mem` shows which actor holds the memory that is missing"
+    return Bottleneck(bound, sentence, remedy, trainer[wait])
+
+
 _REASONS = {
     "wait-capacity": "for the trainer to catch up",
     "wait-data": "for work",

@@ -72,7 +72,8 @@ def render_report(runs: Sequence[RunFiles]) -> str:
 @functools.cache
 def _frame() -> tuple[str, str]:
     """The page before and after its data."""
-    scripts = [page_file(name).decode() for name in SCRIPTS]
+    licence = f"/*\n{page_file('uPlot.LICENSE').decode()}*/\n"
+    scripts = [f"{licence * (name == SCRIPTS[0])}{page_file(name).decode()}" for name in SCRIPTS]
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {hashes}; img-src data:; base-uri 'none'"
     meta = f'<meta http-equiv="Content-Security-Policy" content="{policy}; form-action \'none\'">'

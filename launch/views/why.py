@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -15,7 +16,7 @@ from ...core.activity import ACTIVITY_KINDS
 from ...core.errors import ConfigError
 from ...core.messages import Record
 from ...core.suggestion import suggest
-from .advice import Advice, Facts, advise, facts_of_file, num_cores, what_to_try
+from .advice import Facts, advise, facts_of_file, num_cores, what_to_try
 from .bottleneck import AT_LIMIT, Filtered, engines_look_full, judge, without_start
 from .run_files import RunFiles, load_run
 
@@ -132,49 +133,39 @@ def explain(
 ) -> Reason:
     """Of the whole run."""
     verdict = judge(shares, engines_are_full=engines_are_full, filtered=filtered, disk=disk)
-    return _with_advice(
-        Reason(
-            target="",
-            bound=verdict.bound,
-            sentence=verdict.sentence,
-            share=verdict.share,
-            remedy=what_to_try(verdict, facts),
-            to_try=what_to_try(verdict, facts),
-            window_s=window_s,
-            shares=_kinds(shares),
-            details=tuple(idleness(name, shares[name]).sentence for name in sorted(shares)),
-        ),
-        advise(verdict, facts),
+    advice, to_try = advise(verdict, facts), what_to_try(verdict, facts)
+    return Reason(
+        target="",
+        bound=verdict.bound,
+        sentence=verdict.sentence,
+        share=verdict.share,
+        remedy=advice.why if advice else to_try,
+        to_try=to_try,
+        knob=advice.knob if advice else "",
+        old=advice.old if advice else "",
+        new=advice.new if advice else "",
+        key=advice.key if advice else "",
+        command=advice.command if advice else "",
+        window_s=window_s,
+        shares=_kinds(shares),
+        details=tuple(idleness(name, shares[name]).sentence for name in sorted(shares)),
     )
 
 
 def explain_actors(
-    names: list[str],
-    shares: Mapping[str, Mapping[str, float]],
-    facts: Facts,
-    *,
-    window_s: float,
-    engines_are_full: bool = False,
-    filtered: Filtered | None = None,
-    disk: str = "",
+    names: list[str], shares: Mapping[str, Mapping[str, float]], facts: Facts, *, window_s: float, **known: Any
 ) -> Reason:
-    """Of some actors: what each does, beside the bottleneck of the whole run."""
-    whole = explain(shares, facts, window_s=window_s, engines_are_full=engines_are_full, filtered=filtered, disk=disk)
+    """Of some actors: what each does, beside the bottleneck of the whole run. `known`: as `explain` takes it."""
+    whole = explain(shares, facts, window_s=window_s, **known)
     idle = [idleness(name, shares.get(name, {})) for name in names]
-    return Reason(
+    return msgspec.structs.replace(
+        whole,
         target=", ".join(names),
-        bound=whole.bound,
         sentence="; ".join(each.sentence for each in idle),
         share=max((each.share for each in idle), default=0.0),
         remedy=f"the run as a whole: {whole.sentence}",
-        to_try=whole.to_try,
-        knob=whole.knob,
-        old=whole.old,
-        new=whole.new,
-        key=whole.key,
-        command=whole.command,
-        window_s=window_s,
         shares=_kinds({name: shares.get(name, {}) for name in names}),
+        details=(),
     )
 
 
@@ -213,20 +204,6 @@ def change_text(reason: Reason) -> str:
     if reason.key:
         return f"in the run file: {reason.key} = {reason.new}"
     return ""
-
-
-def _with_advice(reason: Reason, advice: Advice | None) -> Reason:
-    if advice is None:
-        return reason
-    return msgspec.structs.replace(
-        reason,
-        remedy=advice.why,
-        knob=advice.knob,
-        old=advice.old,
-        new=advice.new,
-        key=advice.key,
-        command=advice.command,
-    )
 
 
 def _kinds(shares: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:

@@ -216,7 +216,7 @@ function drawTime() {
   drawn.time = true;
   const lanes = past.lanes.filter((lane) => lane.bins.length);
   if (!lanes.length) return $("lanes").replaceChildren(el("p", { class: "empty" }, "No actor reported its time yet."));
-  drawLanes($("lanes"), lanes, state.kinds, Math.min(...lanes.map((l) => l.bins[0][0])), Math.max(...lanes.map((l) => l.bins.at(-1)[0] + l.width)));
+  drawLanes($("lanes"), lanes, state.kinds, Math.max(0, Math.min(...lanes.map((l) => l.bins[0][0]))), Math.max(...lanes.map((l) => l.bins.at(-1)[0] + l.width)));
   $("close-up").hidden = !past.closeUp;
   if (past.closeUp) drawLanes($("close-lanes"), past.closeUp.lanes, state.kinds, past.closeUp.left, past.closeUp.right, past.closeUp.steps);
   $("totals").replaceChildren(...lanes.map((lane) => el("div", { class: "actor" }, el("span", { class: "who" }, lane.actor), shareBar(lane.total), el("span", { class: "barnote" }, lane.parts.join(" \u00b7 ")))));
@@ -392,7 +392,7 @@ function choosePage() {
 
 sampled.onPrompt = showPrompt;
 addEventListener("hashchange", choosePage);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { drawn = {}; redrawCharts(); });
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { drawn = {}; drawPage(); });
 $("event-filter").addEventListener("input", () => past && drawEvents());
 $("metric-filter").addEventListener("input", () => past && drawMetrics());
 $("smooth").addEventListener("input", () => { settings.smooth = Number($("smooth").value); redrawCharts(); });

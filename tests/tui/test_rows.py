@@ -144,12 +144,10 @@ def test_terminal_orders_in_names_and_logs_are_not_obeyed(view: RunView) -> None
     assert log_text({"lines": ["a\x1b[31mb"]}) == "a [31mb"
 
 
-def test_logs_of_any_shape_are_shown() -> None:
+def test_logs_and_stacks_of_one_actor_or_several_are_shown() -> None:
     for answer, text in (
-        ("one\ntwo", "one\ntwo"),
         ({"lines": ["one", "two"]}, "one\ntwo"),
-        ([{"actor": "a", "lines": ["x"]}, {"actor": "b", "text": "y"}], "-- a\nx\n-- b\ny"),
-        ({"stacks": [{"name": "a", "stack": "x"}]}, "-- a\nx"),
+        ([{"actor": "a", "lines": ["x"]}, {"name": "b", "text": "y\nz"}], "-- a\nx\n-- b\ny\nz"),
         (None, "the log is empty"),
         (7, "the log is empty"),
     ):
