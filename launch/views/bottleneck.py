@@ -178,8 +178,6 @@ def judge(
         return _thrown_away(leader, trainer, filtered)
     if wait == "wait-data":
         return _starved_trainer(leader, trainer, who, team, engines_are_full=engines_are_full)
-    if wait == "wait-weights":
-        return _waits_for_weights(leader, trainer)
     return _waits(leader, trainer, wait)
 
 
@@ -283,7 +281,9 @@ _TRAINER_WAITS = ("wait-data", "wait-weights", "wait-capacity", "wait-memory")
 
 
 def _waits(leader: str, trainer: Mapping[str, float], wait: str) -> Bottleneck:
-    """For the device or for room."""
+    """For weights, for the device, or for room."""
+    if wait == "wait-weights":
+        return _waits_for_weights(leader, trainer)
     bound: Bound = "memory" if wait == "wait-memory" else "capacity"
     what = "until the device has changed hands" if bound == "memory" else "for capacity"
     cause = "switching memory" if bound == "memory" else "room (memory)"
