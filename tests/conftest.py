@@ -187,3 +187,11 @@ def planting() -> Iterator[ModuleType]:
 def seat(planting: ModuleType, tmp_path: Path):
     """A short planted run and the state behind its verbs."""
     return planting.plant_seat(tmp_path, num_steps=12)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says aloud that no page was looked at."""
+    skipped = [report for report in terminalreporter.stats.get("skipped", []) if "NO BROWSER" in str(report.longrepr)]
+    if skipped:
+        words = f"NO BROWSER: {len(skipped)} tests of pages did not run (Debian: apt-get install chromium)"
+        terminalreporter.write_line(words, red=True, bold=True)
