@@ -96,9 +96,12 @@ class Series:
             while points and points[-1].x >= x:
                 points.pop()
         last = points[-1] if points else None
-        if last is not None and (last.x == x or last.count < self._per_point):
+        if last is not None and (last.count < self._per_point or last.x == x):
             last.x, last.other, last.total, last.count = x, other, last.total + value, last.count + 1
-            last.low, last.high = min(last.low, value), max(last.high, value)
+            if value < last.low:
+                last.low = value
+            elif value > last.high:
+                last.high = value
             return
         points.append(Point(x, other, value, 1, value, value))
         if len(points) > self._limit:
@@ -376,14 +379,13 @@ class RunFiles:
         return True
 
     def _take_value(self, source: str, step: int, wall_s: float, name: str, value: float) -> None:
-        is_gauge = step < 0 or source.startswith("rollout/") or name.startswith("buffer/")
-        sources = self.series.setdefault(name, {}) if self._num_series < _MAX_SERIES else self.series.get(name, {})
-        if source not in sources:
+        series = self.series.get(name, {}).get(source)
+        if series is None:
             if self._num_series >= _MAX_SERIES:
                 return
             self._num_series += 1
-            sources[source] = Series(is_gauge=is_gauge)
-        series = sources[source]
+            is_gauge = step < 0 or source.startswith("rollout/") or name.startswith("buffer/")
+            series = self.series.setdefault(name, {})[source] = Series(is_gauge=is_gauge)
         if series.is_gauge:
             series.put(wall_s, self._newest_step, value)
             return
@@ -552,6 +554,8 @@ def _add_span(close_up: CloseUp, names: dict[object, str], event: dict[str, Any]
 
 
 def _number(value: object) -> float | None:
+    if value.__class__ is float:
+        return cast("float", value) if math.isfinite(cast("float", value)) else None
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:

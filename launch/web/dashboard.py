@@ -95,6 +95,7 @@ class DashboardGuard:
 
 HOST = "127.0.0.1"
 LOOK_EVERY_S = 1.0
+CHARTS_EVERY_S = 2.0
 KEEP_ALIVE_S = 15.0
 MAX_WATCHERS = 16
 MAX_ASKS = 8
@@ -133,6 +134,7 @@ class Dashboard:
         self._state: bytes = b""
         self._charts: bytes = b""
         self._charts_of = -1
+        self._charts_due_s = 0.0
         self._changed = asyncio.Condition()
         self._num_looks = 0
         self._num_watchers = 0
@@ -210,9 +212,12 @@ class Dashboard:
         past = self._feed.past
         past.read()
         self._state = orjson.dumps(state_table(view, past, may_operate=self._may_operate), default=str)
-        if self._charts_of != past.generation:
+        began_s = time.monotonic()
+        if self._charts_of != past.generation and began_s >= self._charts_due_s:
             self._charts = orjson.dumps(past_table(past), default=str)
             self._charts_of = past.generation
+            # A table of a long run is large: making it takes at most a tenth of the time.
+            self._charts_due_s = began_s + max(CHARTS_EVERY_S, 10 * (time.monotonic() - began_s))
 
     @property
     def _may_operate(self) -> bool:
