@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -131,28 +132,34 @@ class Page:
 @contextlib.asynccontextmanager
 async def opened_browser(browser: str) -> AsyncIterator[Page]:
     """A fresh browser with one tab."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        process = await asyncio.create_subprocess_exec(
-            browser, *QUIET, f"--user-data-dir={profile}", "about:blank",
-            stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL, env={**os.environ, "TMPDIR": profile},
-        )  # fmt: skip
-        try:
-            port_file = Path(profile) / "DevToolsActivePort"
-            async with asyncio.timeout(PATIENCE_S):
-                while not (port_file.is_file() and port_file.read_text().count("\n")):
-                    await asyncio.sleep(0.05)
-            port = port_file.read_text().split()[0]
-            async with aiohttp.ClientSession() as session:
-                async with session.put(f"http://127.0.0.1:{port}/json/new?about:blank") as answer:
-                    url = (await answer.json(content_type=None))["webSocketDebuggerUrl"]
-                async with session.ws_connect(url, max_msg_size=1 << 28) as link:
-                    page = Page(link)
-                    listening = asyncio.create_task(page.listen())
-                    for domain in ("Page", "Runtime", "Log", "Network"):
-                        await page.do(f"{domain}.enable")
-                    await page.size(1440, 900)
-                    yield page
-                    listening.cancel()
-        finally:
-            process.kill()
-            await process.wait()
+    profile = Path(tempfile.mkdtemp(prefix="browser-"))
+    process = await asyncio.create_subprocess_exec(
+        browser, *QUIET, f"--user-data-dir={profile}", "about:blank", start_new_session=True,
+        stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL, env={**os.environ, "TMPDIR": str(profile)},
+    )  # fmt: skip
+    try:
+        port_file = profile / "DevToolsActivePort"
+        async with asyncio.timeout(PATIENCE_S):
+            while not (port_file.is_file() and port_file.read_text().count("\n")):
+                await asyncio.sleep(0.05)
+        port = port_file.read_text().split()[0]
+        async with aiohttp.ClientSession() as session:
+            async with session.put(f"http://127.0.0.1:{port}/json/new?about:blank") as answer:
+                url = (await answer.json(content_type=None))["webSocketDebuggerUrl"]
+            async with session.ws_connect(url, max_msg_size=1 << 28) as link:
+                page = Page(link)
+                listening = asyncio.create_task(page.listen())
+                for domain in ("Page", "Runtime", "Log", "Network"):
+                    await page.do(f"{domain}.enable")
+                await page.size(1440, 900)
+                yield page
+                listening.cancel()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+        for _ in range(100):  # its children end a little later, and still write
+            shutil.rmtree(profile, ignore_errors=True)
+            if not profile.exists():
+                break
+            await asyncio.sleep(0.05)

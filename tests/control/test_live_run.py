@@ -158,8 +158,7 @@ def test_the_launcher_serves_the_dashboard_which_only_shows(live: Live):
     assert {"trainer/0", "rollout/0", "buffer", "coordinator"} <= {actor["name"] for actor in state["actors"]}
     assert all(actor["pid"] for actor in state["actors"])
     assert "lr" in {knob["name"] for knob in state["knobs"]}
-    titles = {chart["title"] for chart in read("/api/state")["history"]["charts"]}
-    assert "Reward" in titles
+    assert "reward/raw_mean" in {row[0] for row in read("/api/state")["history"]["series"]}
     sample = read("/api/view/samples")["result"]["groups"][0]["samples"][0]
     assert len(sample["tokens"]) == len(sample["logprobs"]) == len(sample["versions"])
     with pytest.raises(urllib.error.HTTPError) as refused:

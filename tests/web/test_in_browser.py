@@ -79,7 +79,7 @@ async def test_every_page_is_drawn_and_follows_the_run(planting, seat, page) -> 
             ("time", "#lanes", "trainer/0"),
             ("knobs", "#knob-table", "Largest lag of any trained token."),
             ("events", "#event-table", "starting -> running"),
-            ("config", "#config-text", "max_staleness = 2"),
+            ("config", "#settings", "pace"),
         ):
             await page.click(f'nav a[href="#{name}"]')
             await page.says(selector, words)
