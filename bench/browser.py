@@ -135,7 +135,8 @@ async def opened_browser(browser: str) -> AsyncIterator[Page]:
     profile = Path(tempfile.mkdtemp(prefix="browser-"))
     process = await asyncio.create_subprocess_exec(
         browser, *QUIET, f"--user-data-dir={profile}", "about:blank", start_new_session=True,
-        stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL, env={**os.environ, "TMPDIR": str(profile)},
+        stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
+        env={**os.environ, "TMPDIR": str(profile)},
     )  # fmt: skip
     try:
         port_file = profile / "DevToolsActivePort"
