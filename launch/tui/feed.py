@@ -18,7 +18,7 @@ import msgspec
 from ...core.errors import LaunchError, MyxaError
 from ...core.knobs import ChangeReply, KnobValue
 from ..control.client import ControlClient, ControlNote
-from ..views.run_files import RunFiles, SampleQuery, read_samples
+from ..views.run_files import RunFiles
 from ..views.run_view import ASKED, RunView, VerbAnswer, carried_over, outcome, run_view_of, run_view_of_files
 
 LOOK_S = 3.0
@@ -148,7 +148,3 @@ class Feed:
         if self._client is None:
             raise LaunchError("the run is over", remedy="`myxa report RUN` shows how it went")
         return self._client.ask(verb, timeout_s=timeout_s, **arguments)
-
-    def kept_samples(self, wanted: SampleQuery, num_groups: int) -> list[dict[str, Any]]:
-        """Groups that `samples.jsonl` has kept, newest first."""
-        return read_samples(self.run_dir, wanted, num_groups)

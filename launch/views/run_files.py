@@ -308,7 +308,8 @@ class RunFiles:
         """First and last moment of any record."""
         self.generation = 0
         """Grows with everything that was new."""
-        self._steps: list[tuple[float, int]] = []
+        self.reported: list[tuple[float, int]] = []
+        """(wall time, step) of each report of the trainer; steps that were made again are there twice."""
         self._newest_step = 0
         self._num_series = 0
         self._events: dict[str, deque[EventRow]] = {}
@@ -392,8 +393,8 @@ class RunFiles:
         if name == "train/loss" and step >= 0:
             self.num_steps_repeated += bool(series.points) and step <= series.newest.x
             self._newest_step = step
-            if len(self._steps) < _MAX_STEPS:
-                self._steps.append((wall_s, step))
+            if len(self.reported) < _MAX_STEPS:
+                self.reported.append((wall_s, step))
         if step >= 0:
             series.put(step, wall_s, value)
 
@@ -430,10 +431,10 @@ class RunFiles:
         if not path.is_file():
             self._trace_notes = [f"{TRACE_FILE} is missing: no close-up of some steps"]
             return
-        if len(self._steps) <= _CLOSE_UP_STEPS:
+        if len(self.reported) <= _CLOSE_UP_STEPS:
             return
-        middle = len(self._steps) // 2 - _CLOSE_UP_STEPS // 2
-        chosen = self._steps[middle : middle + _CLOSE_UP_STEPS + 1]
+        middle = len(self.reported) // 2 - _CLOSE_UP_STEPS // 2
+        chosen = self.reported[middle : middle + _CLOSE_UP_STEPS + 1]
         close_up = self.close_up = CloseUp(chosen[0][0], chosen[-1][0], chosen)
         names: dict[object, str] = {}
         try:
@@ -453,11 +454,6 @@ class RunFiles:
     # -- what was read -----------------------------------------------------------------------------------------
 
     @property
-    def reported(self) -> list[tuple[float, int]]:
-        """(wall time, step) of each report of the trainer, by time; steps that were made again are there twice."""
-        return self._steps
-
-    @property
     def events(self) -> list[EventRow]:
         """The newest of each kind, oldest first."""
         return sorted((row for rows in self._events.values() for row in rows), key=lambda row: row.wall_s)
@@ -471,7 +467,7 @@ class RunFiles:
         """What was changed while it ran, in order; refused and failed attempts too."""
         if not self._records:
             return changes_of_events((row.wall_s, row.text, row.data) for row in self.of_kind(KNOB_EVENT))
-        return placed(changes_of(list(self._records)), sorted(self._steps), self.events)
+        return placed(changes_of(list(self._records)), sorted(self.reported), self.events)
 
     def main(self, metric: str) -> Series | None:
         """Of several sources of a metric the one that has most to say."""

@@ -32,7 +32,7 @@ from ..tui.feed import Feed
 from ..views.compare import runs_of
 from ..views.page_data import past_table, state_table
 from ..views.report import page_file
-from ..views.run_files import SampleQuery, load_run
+from ..views.run_files import SampleQuery, load_run, read_samples
 
 TOKEN_HEADER = "X-Myxa-Token"
 SECURITY_HEADERS: Mapping[str, str] = {
@@ -291,7 +291,8 @@ class Dashboard:
                 step, None if is_any else held_out, search=asked.get("search", ""), prompt=asked.get("prompt", "")
             )
             num = min(num, MAX_KEPT_GROUPS)
-            return await self._answered(lambda: {"groups": self._feed.kept_samples(wanted, num), "num_left_out": 0})
+            read = partial(read_samples, self._feed.run_dir, wanted, num)
+            return await self._answered(lambda: {"groups": read(), "num_left_out": 0})
         arguments: dict[str, Any] = {"num_groups": min(num, MAX_GROUPS)}
         arguments |= {"step": step} if step >= 0 else {}
         arguments |= {"held_out": True} if held_out else {}
