@@ -88,6 +88,16 @@ def check_socket_dir(folder: Path) -> Path:
     return folder
 
 
+def check_owner(endpoint: str) -> None:
+    """Raises LaunchError if another user listens at an ipc endpoint; that nobody does is found by connecting."""
+    try:
+        owner = Path(endpoint.removeprefix("ipc://")).stat().st_uid
+    except OSError:
+        return
+    if owner != os.getuid():
+        raise LaunchError(f"another user listens at {endpoint}")
+
+
 def socket_paths(folder: Path) -> tuple[Path, Path]:
     """Two paths (control, bulk) that no other incarnation has or had."""
     token = f"{os.getpid()}-{secrets.token_hex(6)}"

@@ -1,5 +1,5 @@
 r"""The sending half of every wire: one connection at a time to one peer on one lane, kept up as long as the peer is
-wanted. It decides what leaves when, and when to reconnect; `zeromq.py` and `unix.py` carry it out.
+wanted. It decides what leaves when, and when to reconnect; `zeromq.py` carries it out.
 
 The first envelope of a burst leaves at once, the rest of the turn of the loop leaves together (if the last turn had
 several, all of them together). While messages are taken in, their answers are held and leave together
@@ -55,9 +55,6 @@ _HELLO = 1
 class Outbox(ABC):
     """One connection at a time to one peer on one lane."""
 
-    STEADY_S = 0.0
-    """A connection that lasted so long was a good one: the next attempts begin with the shortest pause again."""
-
     def __init__(self, events: OutboxEvents, coalescing: WriteCoalescing | None = None) -> None:
         """Begins to connect: whatever `_open` needs is there before."""
         self._coalescing = coalescing or WriteCoalescing()
@@ -79,7 +76,6 @@ class Outbox(ABC):
         self._is_closing = False
         self._linger_s = 0.0
         self._down_since: float | None = self._loop.time()
-        self._ready_at = 0.0
         self._backoff_s = BACKOFF_S[0]
         self._timer: asyncio.Handle | None = None
         self._connect()
@@ -294,7 +290,6 @@ class Outbox(ABC):
         self._set_timer(None)
         self._state = _READY
         self._down_since = None
-        self._ready_at = self._loop.time()
         self._queue.appendleft(Parcel(self._events.greeting(self._sent_units)))
         self._events.ready()
         self._depart()
@@ -319,7 +314,7 @@ class Outbox(ABC):
         if self._down_since is None:
             # A connection that broke for want of heartbeats was silent before; one more attempt it has, whatever.
             self._down_since = now - min(self._events.silence_s(), MAX_BACKDATED_S)
-        if was_ready and now - self._ready_at >= self.STEADY_S:
+        if was_ready:
             self._backoff_s = BACKOFF_S[0]
         pause_s = self._backoff_s * random.uniform(0.5, 1.0)
         self._backoff_s = min(2 * self._backoff_s, BACKOFF_S[1])
@@ -450,11 +445,7 @@ class TurnBudget:
 
     def begin(self) -> None:
         """An inbox begins its part of the turn."""
-        self.resume(time.monotonic() + self.turn_s / max(1, self._num_inboxes))
-
-    def resume(self, until: float) -> None:
-        """An inbox continues with the rest of its part."""
-        self.until = until
+        self.until = time.monotonic() + self.turn_s / max(1, self._num_inboxes)
         self.is_spent = False
 
     def look(self) -> bool:

@@ -1,9 +1,7 @@
-"""The production transport: within one host plain Unix sockets for small messages and ZeroMQ's ipc for bulk, between
-hosts ZeroMQ over encrypted tcp for both.
+"""The production transport: ZeroMQ's ipc within one host, encrypted tcp between hosts.
 
 Per lane one inbox per kind of endpoint, and one outbox per peer; replies travel by the replier's own outbox. Knows how
-connections are made and ended; the session decides what is said on them. The scheme of an address says which protocol
-is spoken there, so a process that cannot distinguish users on a Unix socket listens by ZeroMQ's ipc for both lanes.
+connections are made and ended; the session decides what is said on them.
 
 `Cuts` breaks the network to a peer on purpose and for a time, for drills. Each side sends on connections that it made
 itself, so both must cut for nothing to pass in either direction. Connections break and cannot be made, as with a broken
@@ -36,13 +34,20 @@ import zmq
 from ..core.clock import Clock, SystemClock
 from ..core.errors import LaunchError
 from ..core.ids import PeerKey
-from .address import Rendezvous, check_socket_dir, interface_towards, make_private, make_socket_dir, socket_paths
+from .address import (
+    Rendezvous,
+    check_owner,
+    check_socket_dir,
+    interface_towards,
+    make_private,
+    make_socket_dir,
+    socket_paths,
+)
 from .inproc import InprocNetwork
 from .outbox import Outbox, TurnBudget, WriteCoalescing
 from .registry.registry import REGISTRY_NODE_ID
 from .security import CurveKeys, JobKey, KeyPair
 from .session.guard import PeerGuard
-from .unix import SCHEME, UnixInbox, UnixOutbox, knows_peer_user
 from .wire import ConnectionGuard, Endpoints, InboundSink, Lane, Parcel, Transport
 from .zeromq import HandshakeWatch, Socket, ZapHandler, ZmqInbox, ZmqOutbox, make_context, make_inbox, make_outbox
 
@@ -83,10 +88,7 @@ class SocketTransport:
         keys: CurveKeys | None,
         guard: PeerGuard | None = None,
         turn: TurnBudget | None = None,
-        is_plain: bool | None = None,
     ) -> None:
-        """`is_plain`: small messages of this host come by a plain Unix socket; None: where that is safe."""
-        self._is_plain = knows_peer_user() if is_plain is None else is_plain
         self._node_rank = node_rank
         self._turn = turn or TurnBudget()
         self._coalescing = WriteCoalescing()
@@ -102,7 +104,7 @@ class SocketTransport:
         self._looking: asyncio.TimerHandle | None = None
         self._were_gone = False
         self._context = make_context()
-        self._inboxes: list[tuple[Lane, ZmqInbox | UnixInbox]] = []
+        self._inboxes: list[tuple[Lane, ZmqInbox]] = []
         self._zap_handler: ZapHandler | None = None
         self._watches: list[HandshakeWatch] = []
         self._paths: list[Path] = []
@@ -122,10 +124,7 @@ class SocketTransport:
         """Open the endpoints; raises LaunchError naming the one that cannot be bound."""
         self._paths = list(socket_paths(self._folder))
         control, bulk = self._paths
-        ipc = (
-            self._listen_plainly(control) if self._is_plain else self._bind(Lane.CONTROL, f"ipc://{control}", None),
-            self._bind(Lane.BULK, f"ipc://{bulk}", None),
-        )
+        ipc = self._bind(Lane.CONTROL, f"ipc://{control}", None), self._bind(Lane.BULK, f"ipc://{bulk}", None)
         tcp = ("", "")
         curve = ""
         if self._listen and self._keys is not None and self._guard is not None:
@@ -135,11 +134,6 @@ class SocketTransport:
             first = self._bind(Lane.CONTROL, f"tcp://{host}:{port if port != '0' else '*'}", own)
             tcp = (first, self._bind(Lane.BULK, f"tcp://{host}:*", own))
         self._endpoints = Endpoints(node_rank=self._node_rank, ipc=ipc, tcp=tcp, curve=curve)
-
-    def _listen_plainly(self, path: Path) -> str:
-        inbox = UnixInbox(path, Lane.CONTROL, self._turn, self._coalescing, self.counters, self._note)
-        self._inboxes.append((Lane.CONTROL, inbox))
-        return inbox.endpoint
 
     def _bind(self, lane: Lane, endpoint: str, key: KeyPair | None) -> str:
         socket = make_inbox(self._context, lane, key)
@@ -180,11 +174,7 @@ class SocketTransport:
     def _listen_again(self) -> None:
         make_private(self._folder)
         for path, (_, inbox) in zip(self._paths, self._inboxes, strict=False):  # those of this host come first
-            if path.exists():
-                continue
-            if isinstance(inbox, UnixInbox):
-                inbox.listen_again()
-            else:
+            if not path.exists():
                 inbox.listen_again(f"ipc://{path}")
         _log.warning("%s was removed under this process; it is there again", self._folder)
 
@@ -271,21 +261,17 @@ class SocketTransport:
         outbox = known.outboxes[lane]
         if outbox is None:
             events = _Events(self, peer, lane)
-            outbox = known.outboxes[lane] = events.outbox = self._opened(peer, known, lane, events)
+            endpoint = self._address(peer, known.endpoints, lane)
+            make = functools.partial(self._make_outbox, endpoint, peer, known, lane)
+            outbox = known.outboxes[lane] = events.outbox = ZmqOutbox(endpoint, make, events, self._coalescing)
         return outbox
-
-    def _opened(self, peer: PeerKey, known: _Peer, lane: Lane, events: _Events) -> Outbox:
-        endpoint = self._address(peer, known.endpoints, lane)
-        if endpoint.startswith(SCHEME):
-            return UnixOutbox(endpoint, functools.partial(self._cuts.why_not, peer), events, self._coalescing)
-        make = functools.partial(self._make_outbox, endpoint, peer, known, lane)
-        return ZmqOutbox(endpoint, make, events, self._coalescing)
 
     def _make_outbox(self, endpoint: str, peer: PeerKey, known: _Peer, lane: Lane) -> Socket:
         if why := self._cuts.why_not(peer):
             raise LaunchError(why)
         keys = self._keys if endpoint.startswith("tcp:") else None
         if keys is None:
+            check_owner(endpoint)
             return make_outbox(self._context, lane, None)
         server = known.endpoints.curve or keys.registry
         return make_outbox(self._context, lane, keys.own if self._has_joined else keys.joining, server)

@@ -29,7 +29,7 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     node_rank: int = 0
     inproc: str = ""
     ipc: tuple[str, str] = ("", "")
-    """Within the host: "unix://" for a plain Unix socket, "ipc://" for ZeroMQ's."""
+    """Within the host."""
     tcp: tuple[str, str] = ("", "")
     curve: str = ""
     """Public key of the process, needed for tcp."""

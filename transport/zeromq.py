@@ -1,4 +1,4 @@
-"""ZeroMQ: bulk within a host, and everything between hosts. All options are here; `docs/runtime.md` has the reasons.
+"""ZeroMQ sockets: receiving and sending. All options are here; `docs/walk-call.md` has the reasons.
 
 Receiving: one ROUTER that is only read, pumped by the loop's own reader. `zmq.asyncio` was considered and measured: 4
 times the latency and 20 times the CPU. Rules of the pump: the file descriptor is only a hint and edge-like, so look
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import struct
 import time
 from collections import Counter
@@ -77,7 +78,9 @@ def make_inbox(context: zmq.Context[Socket], lane: Lane, key: KeyPair | None) ->
     inbox = _new_socket(context, zmq.ROUTER, "an endpoint")
     _common(inbox, lane, has_network=key is not None)
     inbox.setsockopt(zmq.MAXMSGSIZE, max_message(lane))
-    if key is not None:
+    if key is None:
+        inbox.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
+    else:
         inbox.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
         inbox.setsockopt(zmq.CURVE_SERVER, 1)
         inbox.setsockopt(zmq.CURVE_SECRETKEY, key.secret.encode())

@@ -31,7 +31,7 @@ SOURCES = [path for floor in ("core", "transport", "actors", "launch") for path 
 pytestmark = pytest.mark.timeout(60)
 
 
-ways = pytest.mark.parametrize("tcp", [False, True], ids=["unix", "tcp"])
+ways = pytest.mark.parametrize("tcp", [False, True], ids=["ipc", "tcp"])
 
 
 def wires_of(node: Node) -> Any:

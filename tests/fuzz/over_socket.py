@@ -25,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.fuzz.mutations import ENVELOPE_MUTATIONS, Corpus, as_messages
 from tests.fuzz.raw_peers import ONE_SHOT, Attack
 from tests.fuzz.victim import State, WitnessContract
-from tests.transport.raw_unix import RawUnix
 
 from myxa.actors.contracts import BufferContract
 from myxa.core.errors import CallError
@@ -109,9 +108,7 @@ class Insider:
         self.pair: KeyPair = keys.own
         self.sockets: list[zmq.Socket[bytes]] = []
 
-    def connect(self, endpoint: str, server: str = "") -> zmq.Socket[bytes] | RawUnix:
-        if endpoint.startswith("unix:"):
-            return RawUnix(endpoint)
+    def connect(self, endpoint: str, server: str = "") -> zmq.Socket[bytes]:
         client = self._context.socket(zmq.DEALER)
         client.setsockopt(zmq.LINGER, 0)
         client.setsockopt(zmq.SNDHWM, 200)
@@ -143,12 +140,8 @@ class Insider:
         server = self._victim.curve if over_tcp else ""
         while num_sent < num_frames:
             lane = Lane(rng.randrange(2))
-            num_before = num_sent
-            try:
-                client = self.connect(kinds[lane], server)
-                client.send(self.hello(self.node.name))
-            except OSError:  # shown out at the door of a Unix socket
-                return num_sent
+            client = self.connect(kinds[lane], server)
+            client.send(self.hello(self.node.name))
             try:
                 for message in self._frames(min(PER_CONNECTION, num_frames - num_sent)):
                     parts = [message] if rng.random() < 0.98 else [message] * rng.randrange(2, 40)
@@ -157,11 +150,6 @@ class Insider:
             except zmq.Again:  # banned, and not let in again
                 client.close(linger=0)
                 return num_sent
-            except OSError:  # banned: a Unix socket is closed at once
-                client.close(linger=0)
-                if num_sent == num_before:
-                    return num_sent
-                continue
             client.close(linger=200)
         return num_sent
 

@@ -13,7 +13,6 @@ import pytest
 import zmq
 from tests.harness.waiting import until
 from tests.transport.cast_of_actors import Echo, EchoContract
-from tests.transport.raw_unix import RawUnix
 
 from myxa.core.errors import LaunchError
 from myxa.transport import address
@@ -94,8 +93,6 @@ async def test_sockets_lie_where_only_we_can_go(world):
 
 
 def raw_client(context, endpoint):
-    if endpoint.startswith("unix:"):
-        return RawUnix(endpoint)
     client = context.socket(zmq.DEALER)
     client.setsockopt(zmq.LINGER, 500)
     client.connect(endpoint)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+from pathlib import Path
+
 import pytest
-from tests.transport.unix_parts import Events, Listener, parcel
+from tests.harness.waiting import until
+from tests.transport.lane_parts import Events, lab_at, parcel
 
 from myxa.core.actor import Actor, MailboxPolicy
 from myxa.core.handlers import call
@@ -13,7 +16,7 @@ from myxa.transport import outbox as outbox_module
 from myxa.transport.node import Node
 from myxa.transport.outbox import WriteCoalescing
 from myxa.transport.session.frames import split
-from myxa.transport.unix import LENGTH_BYTES, UnixOutbox, length_at
+from myxa.transport.zeromq import ZmqOutbox
 
 
 def test_all_leave_at_the_release_also_if_one_fails():
@@ -44,20 +47,19 @@ class Echo(Actor):
         return number
 
 
-async def test_under_load_messages_travel_together_and_alone_they_leave_at_once(monkeypatch):
+async def test_under_load_messages_travel_together_and_alone_they_leave_at_once(monkeypatch: pytest.MonkeyPatch):
     sizes: list[int] = []
-    write = UnixOutbox._write
+    put = ZmqOutbox._put
 
-    def counted(self, data):
-        parts = split(memoryview(data)[LENGTH_BYTES : LENGTH_BYTES + length_at(memoryview(data), 0)])
+    def counted(self: ZmqOutbox, message: bytes | memoryview) -> bool:
+        parts = split(memoryview(message))
         sizes.append(len(parts) if isinstance(parts, list) else 0)
-        return write(self, data)
+        return put(self, message)
 
-    monkeypatch.setattr(UnixOutbox, "_write", counted)
+    monkeypatch.setattr(ZmqOutbox, "_put", counted)
     near = await Node.attach(name="near")
     far = await Node.attach(name="far", rdzv=near.rendezvous)
-    ref = await far.start(Echo(), "echo")
-    del ref
+    await far.start(Echo(), "echo")
     there = near.ref(Echo, "echo")
     assert await there.echo(1) == 1
     sizes.clear()
@@ -73,20 +75,20 @@ async def test_under_load_messages_travel_together_and_alone_they_leave_at_once(
     await near.close()
 
 
-async def test_what_follows_on_something_that_came_in_is_no_burst_however_soon_it_is(tmp_path, monkeypatch):
+async def test_what_follows_on_something_that_came_in_is_no_burst(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(outbox_module, "BURST_S", 60.0)
-    listener, coalescing = Listener(tmp_path / "s"), WriteCoalescing()
-    outbox = UnixOutbox(listener.endpoint, lambda: "", Events(), coalescing)
-    await asyncio.sleep(0.01)
-    parcels = [parcel(number) for number in range(4)]
-    for one, leaves_at_once in zip(parcels[:3], (True, False, False), strict=True):
-        outbox.send(one)
-        assert one.is_sent is leaves_at_once
-        await asyncio.sleep(0.01)
-        assert one.is_sent
-    coalescing.hold()
-    coalescing.release()
-    outbox.send(parcels[3])
-    assert parcels[3].is_sent
-    outbox.abort()
-    listener.socket.close()
+    with lab_at(tmp_path) as lab:
+        lab.listener()
+        events, coalescing = Events(), WriteCoalescing()
+        outbox = lab.outbox(events, coalescing)
+        await until(lambda: "ready" in events.said)
+        parcels = [parcel(number) for number in range(4)]
+        for one, leaves_at_once in zip(parcels[:3], (True, False, False), strict=True):
+            outbox.send(one)
+            assert one.is_sent is leaves_at_once
+            await asyncio.sleep(0.01)
+            assert one.is_sent
+        coalescing.hold()
+        coalescing.release()
+        outbox.send(parcels[3])
+        assert parcels[3].is_sent

@@ -72,9 +72,9 @@ def read_hello(body: Buffer) -> Hello:
 
 def _check_endpoints(endpoints: Endpoints) -> None:
     """We will connect there: to what listens as nodes do, and to nothing else."""
-    for schemes, pair in ((("unix://", "ipc://"), endpoints.ipc), (("tcp://",), endpoints.tcp)):
-        if any(address and not address.startswith(schemes) for address in pair):
-            raise ValueError(f"an address that does not begin with {' or '.join(schemes)}")
+    for scheme, pair in (("ipc://", endpoints.ipc), ("tcp://", endpoints.tcp)):
+        if any(address and not address.startswith(scheme) for address in pair):
+            raise ValueError(f"an address that does not begin with {scheme}")
     if endpoints.curve and not is_public_key(endpoints.curve):
         raise ValueError("that is no public key")
     if any(endpoints.tcp) and not endpoints.curve:

@@ -1,19 +1,20 @@
-"""What the tests of the Unix socket share: a sink and events that remember, and both halves without a session."""
+"""Both halves of a ZeroMQ lane without a session: a sink and events that remember, and raw sockets beside them."""
 
 from __future__ import annotations
 
-import asyncio
-import socket
+import contextlib
 import struct
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import zmq
+from tests.harness.waiting import until
+
 from myxa.transport.outbox import TurnBudget, WriteCoalescing
 from myxa.transport.session.frames import Envelope, Kind, encode, split
-from myxa.transport.unix import UnixInbox, UnixOutbox, padded
 from myxa.transport.wire import Lane, Parcel
+from myxa.transport.zeromq import Socket, ZmqInbox, ZmqOutbox, make_inbox, make_outbox
 
 GREETING = encode(Envelope(kind=Kind.HELLO, body=b"{}"))
 
@@ -81,51 +82,72 @@ class Events:
         self.said.append("closed")
 
 
-class Listener:
-    """A bound socket that does what the test says: nothing by itself."""
+class Lab:
+    """Sockets of one context at one ipc endpoint."""
 
-    def __init__(self, path: Path, backlog: int = 8) -> None:
-        self.path = path
-        self.socket = socket.socket(socket.AF_UNIX)
-        self.socket.bind(str(path))
-        self.socket.listen(backlog)
-        self.socket.setblocking(False)
-        self.endpoint = f"unix://{path}"
+    def __init__(self, path: Path) -> None:
+        self.context: zmq.Context[Socket] = zmq.Context()
+        self.endpoint = f"ipc://{path}"
+        self._inboxes: list[ZmqInbox] = []
+        self._outboxes: list[ZmqOutbox] = []
+        self._raw: list[Socket] = []
 
-    async def accept(self) -> socket.socket:
-        made, _ = await asyncio.get_running_loop().sock_accept(self.socket)
-        made.setblocking(False)
+    def inbox(self, sink: Sink, turn: TurnBudget | None = None, lane: Lane = Lane.CONTROL) -> ZmqInbox:
+        socket = make_inbox(self.context, lane, None)
+        socket.bind(self.endpoint)
+        made = ZmqInbox(socket, lane, turn or TurnBudget(), WriteCoalescing())
+        made.start(sink)  # pyright: ignore[reportArgumentType]
+        self._inboxes.append(made)
         return made
 
+    def outbox(self, events: Events, coalescing: WriteCoalescing | None = None) -> ZmqOutbox:
+        made = ZmqOutbox(self.endpoint, lambda: make_outbox(self.context, Lane.CONTROL, None), events, coalescing)
+        self._outboxes.append(made)
+        return made
 
-async def envelopes(made: socket.socket, number: int) -> list[bytes]:
-    """So many from that connection, as they came."""
-    loop, data, found = asyncio.get_running_loop(), b"", []
+    def listener(self) -> Socket:
+        """A bound socket that does what the test says: nothing by itself."""
+        made = self.context.socket(zmq.ROUTER)
+        made.linger = 0
+        made.bind(self.endpoint)
+        self._raw.append(made)
+        return made
+
+    def client(self) -> Socket:
+        made = self.context.socket(zmq.DEALER)
+        made.linger = 0
+        made.connect(self.endpoint)
+        self._raw.append(made)
+        return made
+
+    def close(self) -> None:
+        for outbox in self._outboxes:
+            outbox.abort()
+        for inbox in self._inboxes:
+            inbox.close()
+        for socket in self._raw:
+            socket.close(linger=0)
+        self.context.term()
+
+
+@contextlib.contextmanager
+def lab_at(folder: Path) -> Iterator[Lab]:
+    made = Lab(folder / "s")
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+async def envelopes(listener: Socket, number: int) -> list[bytes]:
+    """So many that came there, as they came."""
+    found: list[bytes] = []
     while len(found) < number:
-        while len(data) >= 8 and len(data) >= 8 + padded(length := struct.unpack_from("<Q", data)[0]):
-            parts = split(memoryview(data[8 : 8 + length]))
-            assert isinstance(parts, list), parts
-            found += [bytes(part) for part in parts]
-            data = data[8 + padded(length) :]
-        if len(found) < number:
-            more = await loop.sock_recv(made, 1 << 16)
-            assert more, "the connection ended before all had come"
-            data += more
-    assert data == b""
+        await until(lambda: listener.poll(0))
+        parts = split(memoryview(listener.recv_multipart()[-1]))
+        assert isinstance(parts, list), parts
+        found += [bytes(part) for part in parts]
     return found
-
-
-def inbox_at(path: Path, sink: Sink, counters: Counter[str] | None = None, turn: TurnBudget | None = None) -> UnixInbox:
-    inbox = UnixInbox(
-        path, Lane.CONTROL, turn or TurnBudget(), WriteCoalescing(), Counter() if counters is None else counters,
-        lambda *_: None,
-    )  # fmt: skip
-    inbox.start(sink)  # pyright: ignore[reportArgumentType]
-    return inbox
-
-
-def outbox_to(endpoint: str, events: Events) -> UnixOutbox:
-    return UnixOutbox(endpoint, lambda: "", events)
 
 
 def parcel(number: int, size: int = 0) -> Parcel:

@@ -1,0 +1,306 @@
+"""Within one host: what is cut into messages arrives whole and in order, who is heard when, and who may come in."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import uvloop
+from tests.harness.waiting import until
+from tests.transport.cast_of_actors import Echo, EchoContract
+from tests.transport.conftest import World
+from tests.transport.keepers import KeeperContract
+from tests.transport.lane_parts import GREETING, Events, Lab, Sink, envelopes, lab_at, number_of, parcel
+
+from myxa.core.errors import LaunchError, NotSent
+from myxa.core.refs import with_deadline
+from myxa.transport.address import check_owner
+from myxa.transport.outbox import TurnBudget
+from myxa.transport.session.credit import UNIT_BYTES, WINDOW_UNITS
+from myxa.transport.session.frames import LIMITS, Envelope, Kind, batch, chunk_header, encode, sole
+
+pytestmark = [pytest.mark.timeout(60)]
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[Lab]:
+    with lab_at(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def kind() -> str:
+    return "ipc"
+
+
+# -- what comes in
+
+
+@pytest.mark.asyncio
+async def test_soles_batches_and_chunks_arrive_whole_and_in_order(lab: Lab, seed: int):
+    rng, sink = random.Random(seed), Sink()
+    lab.inbox(sink)
+    bodies = [rng.randbytes(rng.choice((0, 1, 100, 5000, 70_000))) for _ in range(60)]
+    datas = [bytes(encode(Envelope(kind=Kind.CALL, corr=i, body=body))) for i, body in enumerate(bodies)]
+    client, at = lab.client(), 0
+    while at < len(datas):
+        some = datas[at : at + rng.choice((1, 1, 2, 5))]
+        if len(some) == 1 and len(some[0]) > 1000:
+            half = len(some[0]) // 2
+            client.send(chunk_header(0, 0, len(some[0])) + some[0][:half])
+            client.send(chunk_header(1, half, len(some[0])) + some[0][half:])
+        else:
+            client.send(sole(some[0]) if len(some) == 1 else batch(some))
+        at += len(some)
+    await until(lambda: len(sink.came) == len(datas))
+    assert sink.came == datas
+    assert (len(set(sink.sources)), sink.wrong) == (1, [])
+
+
+@pytest.mark.asyncio
+async def test_what_makes_no_sense_is_reported_and_ends_no_connection(lab: Lab):
+    sink = Sink()
+    lab.inbox(sink)
+    client = lab.client()
+    wrong = (b"", b"B", b"nonsense", struct.pack("<cBHI", b"B", 1, 1, 9) + b"too short for")
+    for data in wrong:
+        client.send(data)
+    client.send_multipart([sole(GREETING), sole(GREETING)])
+    client.send(sole(GREETING))
+    await until(lambda: len(sink.came) == 1)
+    assert len(sink.wrong) == len(wrong) + 1
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("is_batch", [False, True])
+async def test_a_turn_of_the_loop_is_bounded_however_many_send_and_each_is_heard(lab: Lab, is_batch: bool):
+    sink = Sink()
+    lab.inbox(sink, TurnBudget(0.002))
+    clients = [lab.client() for _ in range(8)]
+    for client in clients:
+        for _ in range(20 if is_batch else 100):
+            client.send(batch([GREETING] * 5) if is_batch else sole(GREETING))
+
+    def spend() -> None:
+        until_s = time.monotonic() + 0.0002
+        while time.monotonic() < until_s:
+            pass
+
+    sink.on_received = spend
+    most = before = 0
+    while len(sink.came) < 800:
+        await asyncio.sleep(0)
+        most = max(most, len(sink.came) - before)
+        before = len(sink.came)
+    assert most <= 25, "ten fit into a turn"
+    assert len(set(sink.sources)) == 8
+
+
+@pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_an_interrupt_in_the_middle_loses_nothing(lab: Lab, make_loop: type[asyncio.AbstractEventLoop]):
+    sink = Sink()
+
+    def once() -> None:
+        sink.on_received = lambda: None
+        raise KeyboardInterrupt
+
+    async def send() -> None:
+        lab.inbox(sink)
+        client = lab.client()
+        sink.on_received = once
+        for number in range(5):
+            client.send(sole(parcel(number).data))
+        client.send(batch([parcel(number).data for number in range(5, 9)]))
+        await asyncio.sleep(5)
+
+    loop = make_loop()
+    with pytest.raises(KeyboardInterrupt):
+        loop.run_until_complete(send())
+    loop.run_until_complete(until(lambda: len(sink.came) == 9))
+    assert [number_of(data) for data in sink.came] == list(range(9))
+    lab.close()
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+
+
+# -- what goes out
+
+
+@pytest.mark.asyncio
+async def test_each_connection_begins_with_a_greeting_that_says_what_was_sent_before(lab: Lab):
+    events = Events()
+    outbox = lab.outbox(events)
+    waiting = [parcel(number) for number in range(4)]
+    for one in waiting:
+        outbox.send(one)
+    waiting[1].is_withdrawn = True
+    for round_number in range(3):
+        listener = lab.listener()
+        came = await envelopes(listener, 4 if round_number == 0 else 2)
+        assert came[0] == bytes(GREETING)
+        assert [number_of(data) for data in came[1:]] == ([0, 2, 3] if round_number == 0 else [10 + round_number])
+        listener.close(linger=0)
+        await until(lambda count=round_number + 1: events.said.count("broken") == count)
+        outbox.send(parcel(11 + round_number))
+    assert [what for what in events.said if what.startswith("greeting")][:3] == [
+        "greeting 0",
+        "greeting 3",
+        "greeting 4",
+    ]
+    assert not waiting[1].is_sent
+
+
+@pytest.mark.asyncio
+async def test_more_than_a_control_message_goes_in_chunks(lab: Lab):
+    sink = Sink()
+    lab.inbox(sink)
+    outbox = lab.outbox(Events())
+    large = parcel(2, 3 * LIMITS.chunk)
+    for one in (parcel(1), large, parcel(3)):
+        outbox.send(one)
+    await until(lambda: len(sink.came) == 4)
+    assert [number_of(data) for data in sink.came[1:]] == [1, 2, 3]
+    assert sink.came[2] == large.data
+
+
+@pytest.mark.asyncio
+async def test_a_flush_needs_no_turn_of_the_loop_and_what_was_sent_survives_the_close(lab: Lab):
+    listener = lab.listener()
+    outbox = lab.outbox(Events())
+    parcels = [parcel(number, 100_000) for number in range(1, 7)]
+    for one in parcels:
+        outbox.send(one)
+    outbox.flush(time.monotonic() + 10)  # the connection is only being made
+    assert all(one.is_sent for one in parcels)
+    outbox.close(5.0)
+    assert [number_of(data) for data in await envelopes(listener, 7)] == list(range(7))
+
+
+@pytest.mark.asyncio
+async def test_nobody_there_is_said_and_counted_from_the_beginning(lab: Lab):
+    events = Events()
+    outbox = lab.outbox(events)
+    began = time.monotonic()
+    outbox.flush(began + 0.1)
+    await until(lambda: len(events.why) >= 3)
+    assert "ready" not in events.said
+    assert events.since == sorted(events.since)
+    assert events.since[-1] > 0.05
+
+
+# -- who may come in
+
+CONNECTS = """
+import os, sys, zmq
+os.setgid(65534); os.setuid(65534)
+client = zmq.Context().socket(zmq.DEALER)
+client.linger = 500
+client.connect(sys.argv[1])
+client.send(bytes.fromhex(sys.argv[2]))
+client.close()
+client.context.term()
+"""
+as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """Where everybody may go: a mistake that must not be enough."""
+    folder = Path(tempfile.mkdtemp(prefix="u-", dir="/tmp"))  # the tests' own is closed to others
+    folder.chmod(0o777)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@as_root
+@pytest.mark.asyncio
+async def test_another_user_is_not_let_in(open_folder: Path):
+    sink = Sink()
+    with lab_at(open_folder) as lab:
+        lab.inbox(sink)
+        (open_folder / "s").chmod(0o666)
+        command = [sys.executable, "-c", CONNECTS, lab.endpoint, sole(GREETING).hex()]
+        done = await asyncio.to_thread(subprocess.run, command, timeout=30, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        lab.client().send(sole(parcel(1).data))
+        await until(lambda: sink.came)
+    assert [number_of(data) for data in sink.came] == [1]
+
+
+@as_root
+def test_nothing_is_said_to_another_user(open_folder: Path):
+    path = open_folder / "s"
+    check_owner(f"ipc://{path}")  # that nobody listens is found by connecting
+    path.touch()
+    check_owner(f"ipc://{path}")
+    os.chown(path, 65534, 65534)
+    with pytest.raises(LaunchError, match="another user"):
+        check_owner(f"ipc://{path}")
+
+
+# -- processes
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("size", "number"), [(7000, 3000), (200_000, 240)], ids=["control", "bulk"])
+async def test_what_is_said_to_a_stopped_process_is_bounded_and_the_rest_of_it_did_not_run(
+    world: World, size: int, number: int
+):
+    near, other = await world.join("near"), await world.join("other")
+    child = await world.child("keeper", "keeper")
+    for node in (near, other):
+        await node.wait_for("keeper", timeout_s=20)
+    ref, data = near.ref(KeeperContract, "keeper"), np.ones(size)
+    cost = -(-data.nbytes // UNIT_BYTES)
+    await ref.add(data)  # all is connected
+    await ref.kept()
+    before, peak = psutil.Process().memory_info().rss, 0
+    os.kill(child.pid, signal.SIGSTOP)
+    try:
+        stranger = asyncio.ensure_future(with_deadline(other.ref(KeeperContract, "keeper"), 30).runs())
+        casts = asyncio.gather(*(with_deadline(ref, 1.5).add(data) for _ in range(number)), return_exceptions=True)
+        while not casts.done():
+            peak = max(peak, psutil.Process().memory_info().rss)
+            await asyncio.sleep(0.02)
+        ends = await casts
+        assert not stranger.done()
+    finally:
+        os.kill(child.pid, signal.SIGCONT)
+    num_sent = sum(end is None for end in ends)
+    assert all(isinstance(end, NotSent) and "waiting for credit" in str(end) for end in ends if end is not None)
+    assert 0.7 * WINDOW_UNITS < num_sent * cost <= WINDOW_UNITS
+    # What is under way may be there twice: copied out of the caller's array, and in ZeroMQ's own queue.
+    assert peak - before <= 2 * num_sent * data.nbytes + (48 << 20) < number * data.nbytes
+    assert await stranger >= 1, "its connection was made while nobody accepted it"
+    for _ in range(WINDOW_UNITS // cost + 10):  # the credit comes back
+        await with_deadline(ref, 30).add(data)
+    assert 2 <= await ref.runs() <= 1 + num_sent + WINDOW_UNITS // cost + 10
+
+
+@pytest.mark.asyncio
+async def test_without_its_files_a_process_keeps_its_friends_and_is_soon_found_again(world: World):
+    near, far = await world.pair(Echo())
+    ref = near.ref(EchoContract, "callee")
+    await ref.ping()
+    for endpoint in far._opened.transport.endpoints.ipc:
+        Path(endpoint.removeprefix("ipc://")).unlink()
+    for _ in range(20):
+        assert await ref.ping() == os.getpid()
+    late = await world.join("late")
+    await late.wait_for("callee", timeout_s=10)
+    assert await with_deadline(late.ref(EchoContract, "callee"), 20).ping() == os.getpid()
