@@ -50,6 +50,8 @@ A = TypeVar("A")
 
 PARKED_RETRY_TICKS = 20
 LEAVE_S = 2.0
+LAST_WORDS_S = 0.5
+LAST_WORDS_LOOK_S = 0.002
 LINGER_S = 2.0
 
 _log = logging.getLogger("myxa.transport")
@@ -202,6 +204,10 @@ class Node:
                 self._hosting.remove(cell)
 
     async def _leave(self) -> None:
+        # The news of our end travels another way than our last casts and must not overtake them.
+        have_heard, give_up_at = self._session.heartbeat.ask_all(), self._clock.monotonic() + LAST_WORDS_S
+        while not have_heard() and self._clock.monotonic() < give_up_at:
+            await asyncio.sleep(LAST_WORDS_LOOK_S)
         try:
             registry = with_deadline(self._mirror.registry, LEAVE_S)
             await registry.leave(self.name, self._key.epoch, CLOSED)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Annotated, Protocol
 
 import msgspec
@@ -76,6 +76,7 @@ class _Heart:
         self.heard_at = now
         self.asked_at = now - policy.interval_s
         self.num_unanswered = 0
+        self.num_pongs = 0
 
 
 class Heartbeat:
@@ -134,6 +135,17 @@ class Heartbeat:
             if self._can_hear(link):
                 self._send(link, Kind.PING)
         self._links.flush()
+
+    def ask_all(self) -> Callable[[], bool]:
+        """Ask all peers now. The result tells whether all have answered: then they have what was sent before."""
+        now = self._clock.monotonic()
+        asked: dict[PeerKey, int] = {}
+        for link in self._links.all():
+            if self._can_hear(link):
+                asked[link.key] = self._heart_of(link.key, now).num_pongs
+                self._send(link, Kind.PING)
+        hearts = self._hearts
+        return lambda: all(key not in hearts or hearts[key].num_pongs > before for key, before in asked.items())
 
     def _vitals(self) -> Vitals:
         until, who, why = max(self._busy.values(), default=(0.0, "", ""))
@@ -208,7 +220,8 @@ class Heartbeat:
 
     def on_pong(self, link: Link, _lane: Lane, envelope: Envelope, _num_bytes: int) -> None:
         """It answered."""
-        self._take(link, envelope)
+        if self._take(link, envelope):
+            self._heart_of(link.key, self._clock.monotonic()).num_pongs += 1
 
     def _take(self, link: Link, envelope: Envelope) -> bool:
         try:
