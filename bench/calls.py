@@ -54,16 +54,13 @@ class Goal:
 
 
 OWN_GOALS = (
-    Goal("transport round trip p50 / raw", TRANSPORT, 1, "p50_us", 1.25, True),
-    Goal("typed call p50 / raw", CALL, 1, "p50_us", 1.6, True),
-    Goal("CPU a typed call / raw, 64 in flight", CALL, 64, "cpu_us", 1.6, True),
-    Goal("CPU a typed call / raw, 1024 in flight", CALL, 1024, "cpu_us", 1.6, True),
+    Goal("transport round trip p50 / raw", TRANSPORT, 1, "p50_us", 1.5, True),
+    Goal("typed call p50 / raw", CALL, 1, "p50_us", 3, True),
 )
 PEER_GOALS = {
     "ray": (
-        Goal("Ray p50 / ours", "ray", 1, "p50_us", 8, False),
-        Goal("our rate / Ray's, 64 in flight", "ray", 64, "rate", 20, False),
-        Goal("Ray's CPU a call / ours, 64 in flight", "ray", 64, "cpu_us", 35, False),
+        Goal("Ray p50 / ours", "ray", 1, "p50_us", 4, False),
+        Goal("Ray's CPU a call / ours, 64 in flight", "ray", 64, "cpu_us", 5, False),
     ),
     "xoscar": (
         Goal("xoscar p50 / ours", "xoscar", 1, "p50_us", 3, False),

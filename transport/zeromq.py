@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import zmq
+from zmq.backend import Socket as SocketBase
 from zmq.utils import z85
 
 from ..core.errors import LaunchError
@@ -157,7 +158,10 @@ BUDGET = 256
 BULK_BUDGET = 8
 """Of 1 MiB chunks: about a millisecond."""
 
-_NOBLOCK, _EVENTS, _POLLIN = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)
+_NOTHING = memoryview(b"")
+_ID_BYTES = 5
+"""Of the routing ids that libzmq makes."""
+_NOBLOCK, _EVENTS, _POLLIN, _RCVMORE = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.RCVMORE)
 
 _log = logging.getLogger("myxa.transport")
 
@@ -217,9 +221,13 @@ class ZmqInbox:
         self._sink: InboundSink | None = None
         self._unwrapping = Unwrapping(lane)
         self._pump: Pump | None = None
+        self._copies = lane is Lane.CONTROL and not socket.getsockopt(zmq.CURVE_SERVER)
+        """A frame of pyzmq costs more than a copy of what is small. Bulk is large, and a frame alone has the proof."""
+        self._last = b""
+        """Source of the last message."""
         self._frame: zmq.Frame | None = None
         """Being handled now."""
-        self._rest: tuple[bytes, zmq.Frame, Iterator[memoryview] | None] | None = None
+        self._rest: tuple[bytes, zmq.Frame | None, Iterator[memoryview]] | None = None
         """Of a batch: what had to wait for the next turn."""
 
     @property
@@ -260,29 +268,25 @@ class ZmqInbox:
 
     def _take(self) -> bool:
         """One message of ZeroMQ, or what had to wait of the last one. False: there are no more."""
-        sink, socket, rest, turn = self._sink, self._socket, self._rest, self._turn
-        if rest is None:
+        sink, rest, envelopes, data = self._sink, self._rest, None, _NOTHING
+        if sink is None:
+            return False
+        if rest is not None:
+            source, frame, envelopes = rest
+        else:
             try:
-                source, envelopes = socket.recv(_NOBLOCK), None
-                frame = socket.recv(_NOBLOCK, copy=False)
+                source, frame, data = self._receive()
             except zmq.Again:
                 return False
-        else:
-            source, frame, envelopes = rest
-        if sink is None:
-            return True
-        self._rest, self._frame = None, frame
+        self._rest, self._frame, self._last = None, frame, source
         coalescing = self._coalescing
         coalescing.hold()
         try:
-            if envelopes is None and is_sole(data := frame.buffer) and not frame.more:  # nearly always, and alone
+            if envelopes is None and is_sole(data):  # nearly always, and alone
                 sink.received(source, self._lane, data[SOLE_BYTES:])
-                turn.look()
+                self._turn.look()
             else:
-                if envelopes is None:
-                    envelopes = self._opened(sink, source, frame)
-                    turn.look()
-                self._hand_over(sink, source, frame, envelopes)
+                self._hand_over(sink, source, frame, envelopes or self._unwrapping.envelopes(sink, source, data))
         except Exception as error:  # noqa: BLE001  # a bug in the session must be heard of and not stop the pump
             _log.exception("the session failed on a message")
             sink.crashed(error)
@@ -294,9 +298,26 @@ class ZmqInbox:
         if self._rest is not None:
             return True
         # Asking whether there is more costs half of the exception that would say that there is not.
-        return not socket.closed and bool(int(socket.getsockopt(_EVENTS)) & _POLLIN)
+        return not self._socket.closed and bool(int(self._socket.getsockopt(_EVENTS)) & _POLLIN)
 
-    def _hand_over(self, sink: InboundSink, source: bytes, frame: zmq.Frame, envelopes: Iterator[memoryview]) -> None:
+    def _receive(self) -> tuple[bytes, zmq.Frame | None, memoryview]:
+        """Source and message. Nothing in place of a message whose sender chose its routing id, or of a second frame: no
+        process of ours sends such. To ask of each message whether it has more frames costs as much as receiving it.
+        """
+        recv = self._socket.recv
+        source = recv(_NOBLOCK)
+        if len(source) != _ID_BYTES:
+            while self._socket.getsockopt(_RCVMORE):
+                recv(_NOBLOCK)
+            return self._last, None, _NOTHING
+        if self._copies:
+            return source, None, memoryview(recv(_NOBLOCK))
+        frame = recv(_NOBLOCK, copy=False)
+        return source, frame, frame.buffer
+
+    def _hand_over(
+        self, sink: InboundSink, source: bytes, frame: zmq.Frame | None, envelopes: Iterator[memoryview]
+    ) -> None:
         """Until they or the turn are over."""
         lane, received, look = self._lane, sink.received, self._turn.look
         try:
@@ -308,15 +329,6 @@ class ZmqInbox:
         except (KeyboardInterrupt, SystemExit):
             self._rest = source, frame, envelopes
             raise
-
-    def _opened(self, sink: InboundSink, source: bytes, frame: zmq.Frame) -> Iterator[memoryview]:
-        """The envelopes in a message of ZeroMQ."""
-        if not frame.more:
-            return self._unwrapping.envelopes(sink, source, frame.buffer)
-        while self._socket.getsockopt(zmq.RCVMORE):
-            self._socket.recv(zmq.NOBLOCK, copy=False)
-        sink.malformed(source, self._lane, "several frames")
-        return iter(())
 
 
 WATCHED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_ACCEPT_FAILED
@@ -373,6 +385,8 @@ STATUS_OVER = 500
 """Of ZeroMQ's authentication: the key was good once (see `ZapHandler`)."""
 
 _DONTWAIT = int(zmq.DONTWAIT)
+_send = SocketBase.send
+"""Without pyzmq's own layer, which takes as long again: it serves what else can be sent than bytes."""
 
 
 class ZmqOutbox(Outbox):
@@ -398,7 +412,7 @@ class ZmqOutbox(Outbox):
             return False
         for _ in range(2):
             try:
-                socket.send(message, _DONTWAIT)
+                _send(socket, message, _DONTWAIT)
             except zmq.Again:
                 # The new connection may not have been noticed yet by this side of the socket: looking makes it so.
                 socket.getsockopt(zmq.EVENTS)
