@@ -201,7 +201,7 @@ class InprocTransport:
             if not parcel.is_withdrawn:
                 parcel.is_sent = True
                 outlet.sent_units[lane] += parcel.cost
-                self._deliver(outlet, lane, parcel.data)  # never lent: this transport does not take what is
+                self._deliver(outlet, lane, parcel.data)
 
     def _deliver(self, outlet: _Outlet, lane: Lane, data: bytes | bytearray) -> None:
         target, connection = self._network.find(outlet.address), outlet.connections[lane]

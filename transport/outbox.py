@@ -24,7 +24,7 @@ from enum import Enum
 from typing import Protocol
 
 from ..core.errors import ConfigError, LaunchError
-from .session.frames import LIMITS, batch, fill_chunk, lent_of, sole
+from .session.frames import LIMITS, batch, fill_chunk, sole
 from .wire import Parcel
 
 BACKOFF_S = (0.05, 2.0)
@@ -266,8 +266,6 @@ class Outbox(ABC):
             self._chunked = parcel, offset
             if offset >= total:
                 self._chunked = None
-                if (lent := lent_of(parcel.data)) is not None:
-                    lent.release()
                 return True
         return False
 

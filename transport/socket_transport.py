@@ -76,9 +76,6 @@ class _Peer:
 class SocketTransport:
     """Implements `wire.Transport` and `wire.ConnectionGuard`. `bind` first; everything else on the running loop."""
 
-    takes_lent = True
-    """Reads the arrays of large envelopes piece by piece, as it sends them."""
-
     def __init__(
         self,
         *,

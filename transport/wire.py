@@ -54,7 +54,6 @@ class Parcel(msgspec.Struct, eq=False, gc=False):
     """An envelope on its way, and how far it got."""
 
     data: bytes | bytearray
-    """Or a `Lent` in the disguise of one, for a transport that `takes_lent`: see `lent_of`."""
     cost: int = 0
     """Credit units."""
     is_sent: bool = False

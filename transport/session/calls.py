@@ -33,7 +33,7 @@ from ..wire import Lane
 from . import credit
 from .credit import UNIT_BYTES
 from .faults import decode_fault
-from .frames import HEADER_BYTES, LIMITS, NO_TTL, Envelope, FrameLimits, Kind
+from .frames import HEADER_BYTES, LIMITS, NO_TTL, Envelope, FrameLimits, Kind, encode
 from .links import Link, Links
 from .pending import CallOrder, CallSink, CallState, PendingCall, Route, RouteOf, ttl_ms_of
 
@@ -227,10 +227,7 @@ class Calls:
             self._on_late(link, envelope)
             return
         if envelope.kind is _REPLY and not envelope.actor:  # nearly always: here in brief what `_end` does
-            if call.cost == 1:  # so little is never lent
-                call.state = _ENDED
-            else:
-                call.end()
+            call.state = _ENDED
             del link.pending[corr]
             self._pending.pop(corr, None)
             if call.is_timed:
@@ -392,7 +389,7 @@ class Calls:
         call.num_sent += 1
         ttl_ms = ttl_ms_of(order, self._now())
         if whole is not None:
-            call.parcel = self._links.send_whole(link, call.lane, whole, call.cost, ttl_ms, order.kind != "cast")
+            call.parcel = self._links.send(link, call.lane, encode(whole), call.cost, ttl_ms)
             if not order.is_resendable:
                 call.whole = None  # the parcel has it
         elif (route := call.route) is not None:
@@ -441,7 +438,7 @@ class Calls:
     def _end(self, call: PendingCall, outcome: Envelope | MyxaError | None, *, tell: bool = True) -> None:
         if call.state is _PARKED:
             self._unpark(call)
-        call.end()
+        call.state = _ENDED
         corr = call.corr
         self._pending.pop(corr, None)
         if call.is_timed:

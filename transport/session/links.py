@@ -18,18 +18,15 @@ import msgspec
 from ...core.errors import NotSent, StaleEpoch
 from ...core.ids import PeerKey
 from ..wire import Endpoints, Lane, Parcel, Transport
-from .credit import UNIT_BYTES, Grant, SendWindow
+from .credit import Grant, SendWindow
 from .frames import (
     IDEMPOTENT,
-    LIMITS,
     NO_TTL,
     WORDS,
     Buffer,
     Envelope,
     Kind,
-    Lent,
     address_of,
-    encode,
     pack_head,
     stamp,
 )
@@ -39,8 +36,6 @@ if TYPE_CHECKING:
 
 
 STRANGER_LINGER_S = 1.0
-_CHUNK_UNITS = LIMITS.chunk // UNIT_BYTES
-"""Envelopes that cost more travel in chunks."""
 _WORDS = WORDS
 _CONTROL_LANE = Lane.CONTROL
 _CONTROL, _BULK, _BOTH = (Lane.CONTROL,), (Lane.BULK,), (Lane.CONTROL, Lane.BULK)
@@ -163,7 +158,6 @@ class Links:
     ) -> None:
         self.own = own
         self._transport = transport
-        self._takes_lent: bool = getattr(transport, "takes_lent", False)
         self._loop_back = loop_back
         self._links: dict[PeerKey, Link] = {}
         self.find = self._links.get
@@ -266,14 +260,6 @@ class Links:
         """Stamp and hand to the transport."""
         stamp(data, ttl_ms, link.credit_word())
         return self._hand_over(link, lane, Parcel(data, cost))
-
-    def send_whole(self, link: Link, lane: Lane, envelope: Envelope, cost: int, ttl_ms: int, is_lent: bool) -> Parcel:
-        """The same for an envelope with options or arrays. `is_lent`: the arrays do not change until `Lent.keep`."""
-        if not (is_lent and self._takes_lent and cost > _CHUNK_UNITS) or link is self.itself:
-            return self.send(link, lane, encode(envelope), cost, ttl_ms)
-        lent = Lent(envelope)
-        stamp(lent.head, ttl_ms, link.credit_word())
-        return self._hand_over(link, lane, Parcel(lent.disguised, cost))
 
     def send_plain(
         self,

@@ -12,7 +12,7 @@ from ...core.handlers import HandlerKind
 from ...core.ids import PeerKey
 from ..wire import Endpoints, Lane, Parcel
 from .credit import cost_of
-from .frames import HEADER_BYTES, NO_TTL, Buffer, Envelope, FrameLimits, Kind, encoded_bytes, lent_of
+from .frames import HEADER_BYTES, NO_TTL, Buffer, Envelope, FrameLimits, Kind, encoded_bytes
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,13 +115,6 @@ class PendingCall(msgspec.Struct, eq=False):
                 f"{self}: {num_bytes} bytes are over the limit of {limits.message} (body: {limits.body})",
                 remedy="send it in parts",
             )
-
-    def end(self) -> None:
-        """Its outcome is known; its arrays are their owner's again."""
-        self.state = _ENDED
-        parcel = self.parcel
-        if parcel is not None and type(parcel.data) is not bytes and (lent := lent_of(parcel.data)) is not None:
-            lent.release() if parcel.is_withdrawn else lent.keep()
 
     def take_item(self, seq: int, envelope: Envelope) -> None:
         """An item of a stream came: hand it over with those that it held up, or keep it until its turn."""
