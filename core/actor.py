@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
@@ -153,15 +153,6 @@ class ActorContext(Protocol):
     def group(self, contract: type[A], members: str | Sequence[str]) -> ActorGroup[A]:
         """Several actors to be called at once: those of the given names, or all registered under a prefix
         ("trainer": trainer/0, trainer/1, ...) when a call begins."""
-        ...
-
-    def monitor(self, name: str) -> AsyncGenerator[PeerEvent, None]:
-        """The present state of that actor, if it was ever there, and every event of it from now on."""
-        ...
-
-    def link(self, name: str) -> None:
-        """This actor fails with PeerDied when that incarnation of the other one ends (if it is not there yet: once it
-        was). One way; the other may link too."""
         ...
 
     def spawn(self, coro: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:

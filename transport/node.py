@@ -3,8 +3,7 @@
 Attaches to a running loop; installs no loop policy, no signal handler, no logging handler. Everything that runs here is
 ended by `close`. Knows transports only through `opening.open_transport`; the rules are in `session.py`.
 
-Its parts: `NodeContext` (what an actor sees of its node), `PeerEvents` and `Monitors` (events of other processes, for
-handlers and for iterators), `failure_counters`, and the guard after a fork.
+Its parts: `NodeContext` (what an actor sees of its node), `failure_counters`, and the guard after a fork.
 
 After a fork the child has a copy of every node, and none of them may be touched: the sockets, their threads' work and
 the loop's epoll set belong to the parent (a child that unregisters a descriptor does so in the parent too). One hook
@@ -19,15 +18,14 @@ import ctypes
 import logging
 import os
 import weakref
-from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import AbstractContextManager, aclosing
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from ..core.actor import CLOSED, FAILED, Actor, PeerEvent
 from ..core.clock import Clock, SystemClock
-from ..core.errors import CallError, ConfigError, LaunchError, MyxaError, NoSuchActor, PeerDied, StaleEpoch
+from ..core.errors import CallError, ConfigError, LaunchError, MyxaError, NoSuchActor, StaleEpoch
 from ..core.failure_detector import Verdict
 from ..core.handlers import remaining_s
 from ..core.ids import PeerKey, check_name
@@ -39,7 +37,7 @@ from .hosting import Hosting
 from .inproc import InprocNetwork
 from .outbox import TURN_S, TurnBudget
 from .registry.bootstrap import Mirror, RegistryLocation, RegistryLock, claim_registry, host_registry, join
-from .registry.directory import Directory, NodeRecord
+from .registry.directory import NodeRecord
 from .registry.registry import REGISTRY, RegistryActor, RegistryContract
 from .security import JobKey, KeyPair
 from .session.calls import TICK_S
@@ -77,10 +75,7 @@ class Node:
         )
         self._hosting.guard = opened.guard
         self._hosting.serve_with(self._session)
-        self._peer_events = PeerEvents(name, self._hosting)
-        self._mirror = Mirror(place, self._session, clock, self._peer_events.tell, self.node_failed, self._describe)
-        self.monitors = self._peer_events.read(self._mirror.directory)
-        """For `monitor` and `link`."""
+        self._mirror = Mirror(place, self._session, clock, self._hosting.tell, self.node_failed, self._describe)
         self.turn = opened.turn
         self._call_client = CallClient(self._session.calls, self._mirror, clock)
         self._mirror.call_with(self._call_client)
@@ -252,14 +247,6 @@ class Node:
         """See `ActorContext.group`."""
         return ActorGroup(self._call_client, contract, members, self.peers)
 
-    def monitor(self, name: str) -> AsyncGenerator[PeerEvent, None]:
-        """See `ActorContext.monitor`."""
-        return self.monitors.of(name)
-
-    def link(self, name: str) -> None:
-        """This node fails when that actor ends: `failed` resolves with PeerDied. See `ActorContext.link`."""
-        self._spawn(self.monitors.until_down(name, self.name), f"link to {name}")
-
     async def _announce(self) -> None:
         reasons, self._reasons = self._reasons, {}
         await self._mirror.announce(self._hosting.records(), reasons)
@@ -333,21 +320,18 @@ class Node:
         """What was dropped, refused or repeated, for a monitor: all zero in a healthy run."""
         return failure_counters(self._opened, self._session, self._registry)
 
-    def cut_off(self, name: str, for_s: float) -> None:
-        """A drill: for so long nothing that this process sends reaches the one that hosts that actor; 0: it does again.
-        Call it on both sides to simulate a lost network. Raises NoSuchActor."""
-        location = self._mirror.directory.find(name)
-        if location is None:
-            raise self._mirror.directory.missing(name)
-        self._opened.cut_off(location.node.node_id, for_s)
-
     def peer_unreachable(self, key: PeerKey, why: str) -> None:
         _log.warning("%s: gave up %s: %s", self.name, key, why)
         if self._registry is not None:
             self._registry.unreachable(key, why)
 
     def peer_judged(self, key: PeerKey, verdict: Verdict, reason: str) -> None:
-        self._peer_events.judged(key, verdict, reason)
+        """One event for each of its actors; before there are any, one with its node's name."""
+        record = next((node for node in self._mirror.directory.nodes() if node.key == key), None)
+        if record is not None:
+            _log.info("%s: %s is %s: %s", self.name, record.name, verdict, reason)
+            for name in tuple(actor.name for actor in record.actors) or (record.name,):
+                self._hosting.tell(PeerEvent(verdict, name, key.epoch, reason))
 
     def node_failed(self, error: BaseException) -> None:
         if self._is_closed or (self._is_fenced and isinstance(error, StaleEpoch)):
@@ -401,9 +385,6 @@ class Services(Protocol):
     @property
     def caller(self) -> GroupRequestSender: ...
 
-    @property
-    def monitors(self) -> Monitors: ...
-
     def peers(self, prefix: str) -> tuple[str, ...]: ...
 
     def watch(self, cell: ActorRunner, prefix: str) -> None: ...
@@ -444,12 +425,6 @@ class NodeContext:
     def group(self, contract: type[A], members: str | Sequence[str]) -> ActorGroup[A]:
         return ActorGroup(self._services.caller, contract, members, self._services.peers)
 
-    def monitor(self, name: str) -> AsyncGenerator[PeerEvent, None]:
-        return self._services.monitors.of(name)
-
-    def link(self, name: str) -> None:
-        self.spawn(self._services.monitors.until_down(name, self.name), name=f"link to {name}")
-
     def spawn(self, coro: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:
         return self._cell.spawn(coro, name)
 
@@ -470,37 +445,6 @@ class NodeContext:
 
     def busy(self, limit_s: float, why: str) -> AbstractContextManager[None]:
         return self._services.busy(self._cell.name, limit_s, why)
-
-
-class PeerEvents:
-    """Of one node."""
-
-    def __init__(self, name: str, hosting: Hosting) -> None:
-        self._name = name
-        self._hosting = hosting
-        self._monitors: Monitors | None = None
-        self._directory = Directory()
-
-    def read(self, directory: Directory) -> Monitors:
-        """Use this directory from now on; returns what iterators are made of."""
-        self._directory = directory
-        self._monitors = Monitors(directory.state_of)
-        return self._monitors
-
-    def tell(self, event: PeerEvent) -> None:
-        """Something happened to an actor elsewhere."""
-        self._hosting.tell(event)
-        if self._monitors is not None:
-            self._monitors.tell(event)
-
-    def judged(self, key: PeerKey, verdict: Verdict, reason: str) -> None:
-        """A process is suspect or hung, or has recovered: one event for each of its actors; before there are any, one
-        with its node's name."""
-        record = next((node for node in self._directory.nodes() if node.key == key), None)
-        if record is not None:
-            _log.info("%s: %s is %s: %s", self._name, record.name, verdict, reason)
-            for name in tuple(actor.name for actor in record.actors) or (record.name,):
-                self.tell(PeerEvent(verdict, name, key.epoch, reason))
 
 
 def failure_counters(opened: Opened, session: Session, registry: RegistryActor | None) -> dict[str, int]:
@@ -567,73 +511,6 @@ def _poison_all() -> None:
     for thing in tuple(_guarded):
         thing.__class__ = Inherited
     _guarded.clear()
-
-
-MAX_UNREAD = 1024
-"""Events that an iterator keeps for a reader that does not read; older ones are forgotten."""
-
-StateOf = Callable[[str], PeerEvent | None]
-"""Present state of an actor: up, down (it was there and is gone), or None for a name that was never heard of."""
-
-
-class Monitors:
-    """All iterators over peer events of one node."""
-
-    def __init__(self, state_of: StateOf) -> None:
-        self._state_of = state_of
-        self._open: set[_Feed] = set()
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def tell(self, event: PeerEvent) -> None:
-        """Something happened to another actor."""
-        for feed in self._open:
-            if feed.name == event.name:
-                feed.put(event)
-
-    async def of(self, name: str) -> AsyncGenerator[PeerEvent, None]:
-        """The actor's present state ("up" or "down"; nothing if it was never there), then all that happens to it."""
-        feed = _Feed(name)
-        self._open.add(feed)
-        try:
-            state = self._state_of(name)
-            if state is not None:
-                yield state
-            while True:
-                yield await feed.next()
-        finally:
-            self._open.discard(feed)
-
-    async def until_down(self, name: str, whose: str) -> None:
-        """Raises PeerDied when that incarnation of `name` ends; one that never was there is waited for first."""
-        async with aclosing(self.of(name)) as events:
-            was_up = False
-            async for event in events:
-                if event.kind == "up" and not was_up:
-                    was_up = True
-                elif event.kind in ("down", "restarted"):
-                    reason = event.reason or "another incarnation took its place"
-                    raise PeerDied(f"{name}, to which {whose} is linked, is gone: {reason}")
-
-
-class _Feed:
-    """Events for one reader."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._events: deque[PeerEvent] = deque(maxlen=MAX_UNREAD)
-        self._has_news = asyncio.Event()
-
-    def put(self, event: PeerEvent) -> None:
-        self._events.append(event)
-        self._has_news.set()
-
-    async def next(self) -> PeerEvent:
-        while not self._events:
-            self._has_news.clear()
-            await self._has_news.wait()
-        return self._events.popleft()
 
 
 CHOSEN_BY = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")

@@ -3,10 +3,6 @@
 Per lane one inbox per kind of endpoint, and one outbox per peer; replies travel by the replier's own outbox. Knows how
 connections are made and ended; the session decides what is said on them.
 
-`Cuts` breaks the network to a peer on purpose and for a time, for drills. Each side sends on connections that it made
-itself, so both must cut for nothing to pass in either direction. Connections break and cannot be made, as with a broken
-network; what was on its way already still arrives.
-
 Where cores are short, ZeroMQ's bulk thread gets a lower priority than the loop and the thread of small messages: it
 always has work while bulk is under way, and the kernel would let it finish its slice of some milliseconds first.
 ZeroMQ's own option for the priority of its threads is one for all of them.
@@ -31,7 +27,6 @@ from pathlib import Path
 
 import zmq
 
-from ..core.clock import Clock, SystemClock
 from ..core.errors import LaunchError
 from ..core.ids import PeerKey
 from .address import (
@@ -106,7 +101,6 @@ class SocketTransport:
         self._watches: list[HandshakeWatch] = []
         self._paths: list[Path] = []
         self._peers: dict[PeerKey, _Peer] = {}
-        self._cuts = Cuts()
         self._lingering: set[Outbox] = set()
         self._all_closed = asyncio.Event()
         self._sink: InboundSink | None = None
@@ -240,15 +234,6 @@ class SocketTransport:
                 self._all_closed.clear()
                 outbox.close(linger_s)
 
-    def cut_off(self, node_id: int, for_s: float) -> None:
-        """A drill: for so long nothing that this process sends gets to that node (see `Cuts`)."""
-        self._cuts.make(node_id, for_s)
-        for peer, known in list(self._peers.items()):
-            if why := self._cuts.why_not(peer):
-                for outbox in known.outboxes:
-                    if outbox is not None and peer.node_id == node_id:
-                        outbox.interrupt(why)
-
     def forget(self, source: bytes, lane: Lane) -> None:
         for inbox_lane, inbox in self._inboxes:
             if inbox_lane is lane:
@@ -264,8 +249,6 @@ class SocketTransport:
         return outbox
 
     def _make_outbox(self, endpoint: str, peer: PeerKey, known: _Peer, lane: Lane) -> Socket:
-        if why := self._cuts.why_not(peer):
-            raise LaunchError(why)
         keys = self._keys if endpoint.startswith("tcp:") else None
         if keys is None:
             check_owner(endpoint)
@@ -388,26 +371,6 @@ class _Events:
             self._transport.on_closed(self.outbox)
 
 
-class Cuts:
-    """By node, over all its incarnations."""
-
-    def __init__(self, clock: Clock | None = None) -> None:
-        self._clock: Clock = clock or SystemClock()
-        self._until: dict[int, float] = {}
-
-    def make(self, node_id: int, for_s: float) -> None:
-        """From now on, for so long; 0 ends it."""
-        self._until[node_id] = self._clock.monotonic() + for_s
-
-    def why_not(self, peer: PeerKey) -> str:
-        """Why it cannot be reached now; "" if it can."""
-        left_s = self._until.get(peer.node_id, 0.0) - self._clock.monotonic()
-        if left_s <= 0:
-            self._until.pop(peer.node_id, None)
-            return ""
-        return f"cut off on purpose, for {left_s:.1f} s more"
-
-
 NICE = 5
 """More than the rest of the process: a third of its weight, so bulk progresses beside a busy process."""
 _NAME = "/IO/1"
@@ -454,12 +417,6 @@ class Opened:
     def counters(self) -> dict[str, int]:
         """Connections that were refused, by reason."""
         return dict(self.transport.counters) if isinstance(self.transport, SocketTransport) else {}
-
-    def cut_off(self, node_id: int, for_s: float) -> None:
-        """See `SocketTransport.cut_off`. Raises LaunchError for a transport inside one process: use its network."""
-        if not isinstance(self.transport, SocketTransport):
-            raise LaunchError("only connections of sockets can be cut here", remedy="tell the in-process network")
-        self.transport.cut_off(node_id, for_s)
 
     async def close(self, linger_s: float) -> None:
         """Close the transport and remove the directory, if we made it."""

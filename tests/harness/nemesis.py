@@ -150,7 +150,7 @@ class Nemesis:
         else:
             for peer in self.node.peers(""):
                 if peer != self._actor:
-                    self.node.cut_off(peer, float(action.partition("=")[2]))
+                    cut_off(self.node, peer, float(action.partition("=")[2]))
 
 
 def _parse(text: str) -> tuple[str, str, str, int]:
@@ -203,7 +203,40 @@ def _find(name: str) -> tuple[Any, str]:
     return owner, attribute
 
 
+_cut_until: dict[tuple[int, int], float] = {}
+"""By transport and node, over all incarnations of it."""
+
+
+def make_cuttable() -> None:
+    """From now on `cut_off` works: connections of this process ask it before they are made."""
+    from myxa.core.errors import LaunchError
+    from myxa.transport.socket_transport import SocketTransport
+
+    make_outbox: Any = SocketTransport._make_outbox
+
+    def unless_cut(self: Any, endpoint: str, peer: Any, known: Any, lane: Any) -> Any:
+        if time.monotonic() < _cut_until.get((id(self), peer.node_id), 0.0):
+            raise LaunchError("cut off on purpose")
+        return make_outbox(self, endpoint, peer, known, lane)
+
+    SocketTransport._make_outbox = unless_cut
+
+
+def cut_off(node: Any, name: str, for_s: float) -> None:
+    """For so long nothing that this node sends reaches the one that hosts that actor; 0: it does again.
+
+    A network is gone when both sides cut: each sends on connections that it made itself. Connections break and cannot be
+    made; what was on its way already still arrives."""
+    transport, node_id = node._opened.transport, node._mirror.directory.find(name).node.node_id
+    _cut_until[id(transport), node_id] = time.monotonic() + for_s
+    for peer, known in list(transport._peers.items()):
+        for outbox in known.outboxes:
+            if for_s > 0 and outbox is not None and peer.node_id == node_id:
+                outbox.interrupt("cut off on purpose")
+
+
 def _keep_node(nemesis: Nemesis) -> None:
+    make_cuttable()
     worker = importlib.import_module("myxa.launch.worker")
     attach = worker.attach_worker
 
