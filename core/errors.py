@@ -40,8 +40,7 @@ MyxaError
     │   └── ProtocolMismatch the two processes run different versions of the runtime
     ├── OutcomeUnknown       it may or may not have run
     │   ├── DeadlineExceeded no answer by the deadline
-    │   ├── PeerDied         the callee's process ended while the call was pending
-    │   └── StreamBroken     a stream ended before its end; `.last_seq` is the last item received
+    │   └── PeerDied         the callee's process ended while the call was pending
     ├── WouldDeadlock        the call chain came back to an actor that waits for it
     ├── RemoteError          the handler raised; `.remote_type`, `.remote_traceback` say what
     ├── GatherError          members of a group failed; `.errors` says who and how
@@ -263,14 +262,6 @@ class DeadlineExceeded(OutcomeUnknown):
 
 class PeerDied(OutcomeUnknown):
     """The callee's process ended while the call was pending."""
-
-
-class StreamBroken(OutcomeUnknown):
-    """A stream ended before its end."""
-
-    def __init__(self, message: str, *, last_seq: int = -1, remedy: str = "") -> None:
-        super().__init__(message, remedy=remedy)
-        self.last_seq = last_seq
 
 
 class WouldDeadlock(CallError):

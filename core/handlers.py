@@ -2,7 +2,6 @@
 
     @call            request and reply; at most once; every call has a deadline
     @cast            one way, under credit; an exception in it fails the actor, because no caller sees its outcome
-    @stream          an async iterator of items, demand driven
     @durable_put     request and reply, re-sent until answered, executed once per key and content by an incarnation
 
 Undecorated methods cannot be called from outside. A method that overrides a declared one inherits the declaration:
@@ -26,7 +25,7 @@ import inspect
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args, get_origin, overload
+from typing import Any, Literal, TypeVar, overload
 
 import msgspec
 
@@ -34,7 +33,7 @@ from .ids import PeerKey
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-HandlerKind = Literal["call", "cast", "stream", "put"]
+HandlerKind = Literal["call", "cast", "put"]
 
 _MARK = "__myxa_handler__"
 
@@ -52,8 +51,6 @@ class Declaration:
     """The runtime may send it again within the deadline."""
     is_cancellable: bool = True
     """The handler is cancelled when its caller waits no more; else only its reply is lost."""
-    window: int = 32
-    """Streams: items under way at most."""
     is_safe: bool = False
     """Changes nothing; observers may call it."""
     key: str = ""
@@ -93,18 +90,6 @@ def cast(fn: Any = None, /, *, deadline: float | None = 30.0, reentrant: bool = 
     return _mark(fn, declaration) if fn is not None else functools.partial(_mark, declaration=declaration)
 
 
-def stream(
-    *, window: int = 32, deadline: float | None = None, reentrant: bool = True, safe: bool = False
-) -> Callable[[F], F]:
-    """Async iterator of items; at most `window` of them under way. `deadline` bounds the whole stream; `safe`: it
-    changes nothing.
-    """
-    if window < 1:
-        raise ValueError(f"a stream needs a window of at least one item, not {window}")
-    declaration = Declaration("stream", deadline, reentrant, window=window, is_safe=safe)
-    return lambda fn: _mark(fn, declaration)
-
-
 def durable_put(*, key: str, deadline: float | None = 60.0, reentrant: bool = False) -> Callable[[F], F]:
     """Re-sent until answered, also to the callee's next incarnation; executed once per key and content.
 
@@ -128,7 +113,6 @@ class HandlerSpec:
     request: type[msgspec.Struct]
     """Struct of the parameters."""
     reply: Any
-    """Type of the reply, or of an item of a stream."""
     schema: str
     """Fingerprint of both."""
 
@@ -178,13 +162,13 @@ def _compile(cls: type, index: int, declarer: Callable[..., Any]) -> HandlerSpec
         (p.name, hints[p.name]) if p.default is p.empty else (p.name, hints[p.name], p.default) for p in parameters
     ]
     request = msgspec.defstruct(f"{cls.__name__}_{name}", fields, frozen=True, forbid_unknown_fields=True)
-    reply = _item_type(place, hints["return"]) if declaration.kind == "stream" else hints["return"]
+    reply = hints["return"]
     if declaration.kind == "cast" and reply not in (None, type(None)):
         raise TypeError(f"{place}: a cast returns nothing; annotate it `-> None`")
     _check_travels(place, request, reply)
     if declaration.kind == "put" and declaration.key.split(".")[0] not in request.__struct_fields__:
         raise TypeError(f"{place}: key {declaration.key!r} does not start with a parameter")
-    _check_coroutine(place, implementation, declaration)
+    _check_coroutine(place, implementation)
     schema = fingerprint(declaration.kind, name, *(x for f in fields for x in (f[0], f[1])), reply)
     return HandlerSpec(name, index, declaration, request, reply, schema)
 
@@ -197,13 +181,6 @@ def _parameters(place: str, fn: Callable[..., Any]) -> list[inspect.Parameter]:
     return parameters
 
 
-def _item_type(place: str, annotation: Any) -> Any:
-    origin = get_origin(annotation)
-    if getattr(origin, "__name__", "") not in ("AsyncIterator", "AsyncGenerator", "AsyncIterable"):
-        raise TypeError(f"{place}: a stream is annotated `-> AsyncIterator[Item]`")
-    return get_args(annotation)[0]
-
-
 def _check_travels(place: str, request: type[msgspec.Struct], reply: Any) -> None:
     for kind in (request, reply):
         try:
@@ -212,11 +189,8 @@ def _check_travels(place: str, request: type[msgspec.Struct], reply: Any) -> Non
             raise TypeError(f"{place}: cannot travel: {error}") from error
 
 
-def _check_coroutine(place: str, implementation: Callable[..., Any], declaration: Declaration) -> None:
-    is_async = inspect.iscoroutinefunction(implementation)
-    if declaration.kind == "stream" and is_async:
-        raise TypeError(f"{place}: a stream handler is an async generator, or a plain method returning an iterator")
-    if declaration.kind != "stream" and not is_async:
+def _check_coroutine(place: str, implementation: Callable[..., Any]) -> None:
+    if not inspect.iscoroutinefunction(implementation):
         raise TypeError(f"{place}: a handler is `async def`")
 
 

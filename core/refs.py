@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
@@ -40,12 +40,6 @@ class RequestSender(Protocol):
 
     async def request(self, target: str, spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None) -> Any:
         """Call, put or cast; returns the reply (None for a cast, once it is on its way)."""
-        ...
-
-    def items(
-        self, target: str, spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None
-    ) -> AsyncIterator[Any]:
-        """Open a stream."""
         ...
 
 
@@ -102,13 +96,8 @@ def _method(spec: HandlerSpec) -> Callable[..., Any]:
             bound = bind(ref, args, kwargs)
         return ref.ref_caller.request(ref.ref_target, spec, bound, deadline_s)
 
-    def items(ref: Ref, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        deadline_s = declared_s if ref.ref_deadline_s is None else ref.ref_deadline_s
-        return ref.ref_caller.items(ref.ref_target, spec, bind(ref, args, kwargs), deadline_s)
-
-    made = items if spec.declaration.kind == "stream" else request
-    made.__name__ = spec.name  # what tracebacks show, and how `NodeThread.call` knows the handler
-    return made
+    request.__name__ = spec.name  # what tracebacks show, and how `NodeThread.call` knows the handler
+    return request
 
 
 Send = Callable[[Any, int], Awaitable[T]]
@@ -243,10 +232,9 @@ class ActorGroup(Generic[C]):
         """Calls `method` of every member with the same arguments."""
         name = getattr(method, "__name__", "")
         spec = handlers_of(self._contract).by_name.get(name)
-        if spec is None or spec.declaration.kind == "stream":
-            what = "is a stream" if spec is not None else "is none of its handlers"
+        if spec is None:
             raise BadRequest(
-                f"a group of {self._contract.__name__} cannot call {name or method!r}: it {what}",
+                f"a group of {self._contract.__name__} cannot call {name or method!r}: it is none of its handlers",
                 remedy=f"write e.g. group.all({self._contract.__name__}.<handler>, ...)",
             )
         return _Same(spec, args, kwargs)

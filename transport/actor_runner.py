@@ -17,7 +17,7 @@ import asyncio
 import contextvars
 import logging
 from asyncio import tasks
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from enum import Enum
 from types import FrameType
@@ -59,7 +59,7 @@ NEXT: dict[RunnerState, tuple[RunnerState, ...]] = {
 
 
 class Inbound(Protocol):
-    """A message for a handler, as the transport hands it over. Exactly one of reply, fail, or the end of a stream."""
+    """A message for a handler, as the transport hands it over. Exactly one of reply and fail."""
 
     spec: HandlerSpec
     chain: tuple[str, ...]
@@ -76,10 +76,6 @@ class Inbound(Protocol):
     def reply(self, value: Any) -> None: ...
 
     def fail(self, error: BaseException) -> None: ...
-
-    async def send_items(self, items: AsyncIterator[Any]) -> None:
-        """Answer of a stream handler: all items as the consumer asks for them, then the end."""
-        ...
 
 
 _RUNNING = RunnerState.RUNNING  # members of an Enum are looked up in Python
@@ -362,11 +358,7 @@ class ActorRunner:
             self._finish(inbound, is_serial)
             return
         try:
-            outcome = getattr(self.actor, spec.name)(*_as_arguments(request))
-            if spec.declaration.kind == "stream":
-                await inbound.send_items(outcome)
-            else:
-                inbound.reply(await outcome)
+            inbound.reply(await getattr(self.actor, spec.name)(*_as_arguments(request)))
         except asyncio.CancelledError:
             self._cut_short(inbound)
             raise

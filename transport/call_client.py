@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -26,7 +25,6 @@ from ..core.errors import (
     NoSuchActor,
     NotSent,
     RemoteError,
-    StreamBroken,
 )
 from ..core.handlers import NO_SCOPE, HandlerSpec, current_scope, remaining_s
 from .codec import Buffer, UndecodableError, codecs_of
@@ -83,26 +81,6 @@ class CallClient:
             raise
         return None if envelope is None else _decoded(envelope, target, spec)
 
-    async def items(
-        self, target: str, spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None
-    ) -> AsyncIterator[Any]:
-        order = self._order(target, spec, request, deadline_s)
-        reader = _Reader()
-        route = await self._route(order, spec)
-        window = spec.declaration.window
-        num_taken, promised = 0, window
-        corr = 0
-        try:
-            corr = self._submit(order, route, reader)
-            while (envelope := await reader.next()) is not None:
-                yield _decoded(envelope, target, spec)
-                num_taken += 1
-                if promised - num_taken <= window // 2:
-                    promised = num_taken + window
-                    self._calls.demand(corr, promised)
-        finally:
-            self._calls.cancel(corr)
-
     def spread(
         self, targets: Sequence[str], spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None
     ) -> Calling | None:
@@ -141,7 +119,7 @@ class CallClient:
             target=target, method=spec.name, schema=spec.schema, kind=kind, body=body, frames=frames,
             deadline_at=None if left_s is None else now + left_s, is_resendable=declaration.is_idempotent,
             key=_key(target, spec, request, body, frames) if kind == "put" else b"",
-            chain=scope.chain if waits else NO_SCOPE.chain, trace=scope.trace, window=declaration.window,
+            chain=scope.chain if waits else NO_SCOPE.chain, trace=scope.trace,
         )  # fmt: skip
 
     async def _route(self, order: CallOrder, spec: HandlerSpec) -> Route | None:
@@ -156,7 +134,7 @@ class CallClient:
             raise _named(route, order.target)
         return route
 
-    def _submit(self, order: CallOrder, route: Route | None, sink: _Waiter | _Reader) -> int:
+    def _submit(self, order: CallOrder, route: Route | None, sink: _Waiter) -> int:
         if route is None:
             return self._calls.submit_later(order, sink)
         try:
@@ -179,50 +157,18 @@ class _Waiter(msgspec.Struct, eq=False):
         else:
             future.set_exception(outcome)
 
-    def item(self, envelope: Envelope) -> None:
-        raise AssertionError(f"{envelope.kind} for a call that is no stream")
-
     def forget(self) -> None:
         """The caller was cancelled; an error that came in the same turn of the loop is of no use to anybody."""
         if self.future.done() and not self.future.cancelled():
             self.future.exception()
 
 
-class _Reader:
-    """Sink of a stream."""
-
-    def __init__(self) -> None:
-        self._items: deque[Envelope] = deque()
-        self._outcome: Envelope | MyxaError | None = None
-        self._changed = asyncio.Event()
-
-    def done(self, outcome: Envelope | MyxaError | None) -> None:
-        self._outcome = outcome
-        self._changed.set()
-
-    def item(self, envelope: Envelope) -> None:
-        self._items.append(envelope)
-        self._changed.set()
-
-    async def next(self) -> Envelope | None:
-        """Next item; None at the end. Raises what broke the stream, after the items that came before."""
-        while not self._items:
-            if isinstance(self._outcome, MyxaError):
-                raise self._outcome
-            if self._outcome is not None:
-                return None
-            self._changed.clear()
-            await self._changed.wait()
-        return self._items.popleft()
-
-
 def _decoded(envelope: Envelope, target: str, spec: HandlerSpec) -> Any:
     try:
         return codecs_of(spec).reply.decode(envelope.body, envelope.frames)
     except UndecodableError as error:
-        kind = StreamBroken if spec.declaration.kind == "stream" else RemoteError
         why = f"{target}.{spec.name} answered with something else than it declares: {error}"
-        raise _named(kind(why), target) from None
+        raise _named(RemoteError(why), target) from None
 
 
 def _key(target: str, spec: HandlerSpec, request: msgspec.Struct, body: bytes, frames: tuple[Buffer, ...]) -> bytes:
@@ -317,9 +263,6 @@ class _Member(msgspec.Struct, eq=False):
 
     def done(self, outcome: Envelope | MyxaError | None) -> None:
         self.calling.ended(self.place, outcome)
-
-    def item(self, envelope: Envelope) -> None:
-        raise AssertionError(f"{envelope.kind} for a call that is no stream")
 
 
 def _redirected(order: CallOrder, target: str) -> CallOrder:

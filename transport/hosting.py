@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
 import msgspec
@@ -52,7 +51,7 @@ class Hosting:
         self._cells: dict[int, ActorRunner] = {}
         self._next_index = 0
         self._posts: dict[int, Post] = {}
-        """By number of the actor and, in the lower 16 bits, of the handler: of calls and streams that came before."""
+        """By number of the actor and, in the lower 16 bits, of the handler: of calls that came before."""
         self._session: Session | None = None
         self._watched: list[tuple[str, ActorRunner]] = []
         self._node_events = node_events
@@ -158,10 +157,6 @@ class Hosting:
         if cell is not None and arrival.handle is not None:
             cell.abandon(arrival.handle)
 
-    def demanded(self, arrival: Arrival) -> None:
-        if arrival.handle is not None:
-            arrival.handle.demanded()
-
     def loop_back(self, lane: Lane, data: bytes | bytearray) -> None:
         if self._session is not None:
             asyncio.get_running_loop().call_soon(self._session.received, LOOPBACK, lane, memoryview(data))
@@ -198,8 +193,6 @@ class Delivery(msgspec.Struct, eq=False):
     callee: str
     serving: Serving
     is_abandoned: bool = False
-    room: asyncio.Event | None = None
-    """Of a stream: its consumer asked for more."""
 
     def begin(self) -> msgspec.Struct:
         arrival = self.arrival
@@ -219,34 +212,6 @@ class Delivery(msgspec.Struct, eq=False):
 
     def fail(self, error: BaseException) -> None:
         self.serving.fail(self.arrival, error)
-
-    async def send_items(self, items: AsyncIterator[Any]) -> None:
-        arrival = self.arrival
-        room = self.room = asyncio.Event()
-        arrival.allowed = max(arrival.allowed, self.spec.declaration.window)
-        try:
-            async for value in items:
-                while arrival.num_items >= arrival.allowed:
-                    room.clear()
-                    await room.wait()
-                self._send_item(value)
-        finally:
-            close = getattr(items, "aclose", None)
-            if close is not None:
-                await close()
-        self.serving.end(arrival)
-
-    def _send_item(self, value: Any) -> None:
-        try:
-            body, frames = self.codecs.reply.encode(value)
-        except MyxaError as error:
-            raise self._cannot_travel(error) from error
-        self.serving.item(self.arrival, body, frames)
-
-    def demanded(self) -> None:
-        """The consumer asked for more."""
-        if self.room is not None:
-            self.room.set()
 
     def _cannot_travel(self, error: MyxaError) -> UserCodeError:
         return UserCodeError(f"{self.callee}.{self.spec.name} returned what cannot travel: {error}")

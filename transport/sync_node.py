@@ -21,7 +21,7 @@ import math
 import sys
 import threading
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, Required, Self, TypedDict, TypeVar, Unpack
 
@@ -72,13 +72,6 @@ class HomeCaller:
     async def request(self, target: str, spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None) -> Any:
         self._check(target, spec)
         return await self._node.caller.request(target, spec, request, deadline_s)
-
-    async def items(
-        self, target: str, spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None
-    ) -> AsyncIterator[Any]:
-        self._check(target, spec)
-        async for item in self._node.caller.items(target, spec, request, deadline_s):
-            yield item
 
     def spread(
         self, targets: Sequence[str], spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None
@@ -254,31 +247,6 @@ class NodeThread:
         except DeadlineExceeded as error:
             error.callee = error.callee or target
             raise
-
-    def items(
-        self, stream: Callable[P, AsyncIterator[T]], /, *args: P.args, **kwargs: P.kwargs
-    ) -> Generator[T, None, None]:
-        """The items of a stream: `for item in node.items(ref.batches, 64)`. Closing the iterator ends the stream."""
-        _called(stream)
-        items = stream(*args, **kwargs)
-
-        async def next_item() -> tuple[T, ...]:
-            try:
-                return (await anext(items),)
-            except StopAsyncIteration:
-                return ()
-
-        async def end() -> None:
-            close: Callable[[], Awaitable[None]] | None = getattr(items, "aclose", None)
-            if close is not None:
-                await close()
-
-        try:
-            while item := self.run(next_item, math.inf):
-                yield item[0]
-        finally:
-            with contextlib.suppress(NotSent):  # the node was closed, and the stream with it
-                self.run(end, SLACK_S)
 
     # -- actors
 

@@ -22,7 +22,7 @@ from myxa.core.errors import (
     PeerDied,
     RemoteError,
 )
-from myxa.core.handlers import call, cast, stream
+from myxa.core.handlers import call, cast
 from myxa.transport.node import InprocNetwork, Node
 from myxa.transport.registry.registry import RegistryContract
 
@@ -44,10 +44,6 @@ class RankContract(Actor):
 
     @cast
     async def note(self, text: str) -> None:
-        raise NotImplementedError
-
-    @stream()
-    def numbers(self) -> AsyncIterator[int]:
         raise NotImplementedError
 
 
@@ -74,9 +70,6 @@ class Rank(RankContract):
 
     async def note(self, text: str) -> None:
         self.log.append(text)
-
-    async def numbers(self) -> AsyncIterator[int]:
-        yield 1
 
 
 class Scene:
@@ -138,8 +131,6 @@ async def test_nobody_and_wrong_methods_are_refused_before_anything_is_sent(scen
         await scene.near.group(RankContract, "trainer").all(RankContract.step, 1)
     with pytest.raises(NoSuchActor, match="no members"):
         await scene.near.group(RankContract, []).all(RankContract.step, 1)
-    with pytest.raises(BadRequest, match="cannot call 'numbers': it is a stream"):
-        await scene.group.all(RankContract.numbers)  # pyright: ignore[reportArgumentType]
     with pytest.raises(BadRequest, match="is none of its handlers"):
         await scene.group.all(RankContract.on_start)
     with pytest.raises(GatherError, match=r"rank/0: rank/0\.step"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -26,7 +25,6 @@ from myxa.core.handlers import (
     handlers_of,
     leave_scope,
     remaining_s,
-    stream,
 )
 from myxa.core.refs import Ref, make_ref, with_deadline
 
@@ -43,10 +41,6 @@ class Contract(Actor):
 
     @cast
     async def note(self, text: str) -> None:
-        raise NotImplementedError
-
-    @stream(window=4)
-    def count(self, n: int) -> AsyncIterator[int]:
         raise NotImplementedError
 
     @durable_put(key="point.x")
@@ -74,18 +68,12 @@ class Recorder:
     async def request(self, target, spec, request, deadline_s):
         self.asked.append((target, spec.name, msgspec.structs.astuple(request), deadline_s))
 
-    async def items(self, target, spec, request, deadline_s):
-        self.asked.append((target, spec.name, msgspec.structs.astuple(request), deadline_s))
-        yield 1
-
 
 def test_a_role_inherits_the_declarations_of_its_contract():
     specs = handlers_of(Role).by_name
-    assert sorted(specs) == ["add", "count", "note", "put"]
+    assert sorted(specs) == ["add", "note", "put"]
     assert specs["add"].declaration.deadline_s == 7
     assert specs["add"].declaration.is_reentrant
-    assert specs["count"].declaration.window == 4
-    assert specs["count"].reply is int
     assert specs["put"].declaration.is_idempotent
     assert not specs["put"].declaration.is_cancellable
     assert handlers_of(Role).schema == handlers_of(Contract).schema
@@ -106,7 +94,7 @@ def test_the_contracts_of_the_house_compile(contract):
 
 
 def broken(body: str, **names: Any) -> type:
-    space = {"Actor": Actor, "call": call, "cast": cast, "stream": stream, "durable_put": durable_put, **names}
+    space = {"Actor": Actor, "call": call, "cast": cast, "durable_put": durable_put, **names}
     exec(compile(f"class Bad(Actor):\n{body}", "<bad>", "exec", dont_inherit=True), space)
     return space["Bad"]
 
@@ -121,7 +109,6 @@ def broken(body: str, **names: Any) -> type:
         ("  @call()\n  async def f(self, *, a: int) -> int: ...", "plain one"),
         ("  @call()\n  async def f(self, a: list[int] | tuple[int, ...]) -> int: ...", "cannot travel"),
         ("  @cast\n  async def f(self) -> int: ...", "a cast returns nothing"),
-        ("  @stream()\n  def f(self) -> int: ...", "AsyncIterator"),
         ("  @durable_put(key='b.c')\n  async def f(self, a: int) -> int: ...", "does not start with a parameter"),
     ],
 )
@@ -140,8 +127,6 @@ def test_an_override_with_other_parameters_is_refused():
 
 
 def test_decorators_need_sense():
-    with pytest.raises(ValueError, match="window"):
-        stream(window=0)
     with pytest.raises(ValueError, match="key"):
         durable_put(key="")
     with pytest.raises(TypeError, match="positional"):
@@ -181,13 +166,11 @@ async def test_references_bind_arguments_as_the_method_would():
     await ref.add(1, b=5)
     await with_deadline(ref, 0.5).add(a=3)
     await ref.note("x")
-    assert [i async for i in ref.count(2)] == [1]
     assert recorder.asked == [
         ("role/0", "add", (1, 2), 7),
         ("role/0", "add", (1, 5), 7),
         ("role/0", "add", (3, 2), 0.5),
         ("role/0", "note", ("x",), 30.0),
-        ("role/0", "count", (2,), None),
     ]
     untyped: Any = ref
     for args, kwargs in (((), {}), ((1, 2, 3), {}), ((), {"c": 1})):

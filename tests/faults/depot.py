@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from myxa.core.actor import Actor, MailboxPolicy
 from myxa.core.errors import LedgerError
-from myxa.core.handlers import call, cast, durable_put, stream
+from myxa.core.handlers import call, cast, durable_put
 from myxa.transport.node import JobKey, Node
 
 U8 = npt.NDArray[np.uint8]
@@ -39,10 +39,6 @@ class DepotContract(Actor):
 
     @cast(reentrant=True)
     async def note(self, token: str) -> None:
-        raise NotImplementedError
-
-    @stream(window=4)
-    def count(self, token: str, num_items: int, pause_s: float) -> AsyncIterator[int]:
         raise NotImplementedError
 
     @durable_put(key="crate.name", deadline=10, reentrant=True)
@@ -107,12 +103,6 @@ class Depot(DepotContract):
 
     async def note(self, token: str) -> None:
         self._write("cast", token)
-
-    async def count(self, token: str, num_items: int, pause_s: float) -> AsyncIterator[int]:
-        self._write("stream", token)
-        for number in range(num_items):
-            yield number
-            await asyncio.sleep(pause_s)
 
     async def store(self, crate: Crate, seconds: float) -> int:
         if crate.name not in self._kept:

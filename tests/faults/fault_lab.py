@@ -70,7 +70,7 @@ class LabReport:
             self.effects |= effects(stock)
 
 
-NOTED = ("call", "idempotent", "cast", "stream")
+NOTED = ("call", "idempotent", "cast")
 """Operations whose handlers write down that they begin."""
 BEGIN_S = 5.0
 

@@ -16,7 +16,6 @@ OPERATIONS = {
     "call": "`@call`",
     "idempotent": "`@call(idempotent=True)`",
     "cast": "`@cast`",
-    "stream": "`@stream`",
     "put": "`@durable_put`",
     "bulk": "call with 2.5 MiB",
     "join": "joining",
@@ -83,12 +82,11 @@ def never(*outcomes: str, within_s: float) -> Cell:
 
 HASTY = Plan(deadline_s=1.2, bulk_s=1.2, patient_s=8.0, join_s=1.2)
 """Calls give up while the hole is open; what the runtime repeats outlives it."""
-UNDER_WAY = Plan(busy_s=0.6, deadline_s=4.0, bulk_s=2.5, num_items=200, join_s=10.0)
+UNDER_WAY = Plan(busy_s=0.6, deadline_s=4.0, bulk_s=2.5, join_s=10.0)
 
 _HOLE_S = 2.0
 _LATE = Cell(("DeadlineExceeded",), 1.5, (0, 1))
 _NO_JOIN = never("LaunchError", within_s=2.0)
-_BROKEN = maybe("StreamBroken", within_s=2.0)
 
 _PATIENT = Plan(deadline_s=60.0, bulk_s=60.0, patient_s=60.0, join_s=10.0)
 _GIVEN_UP = cells(
@@ -96,7 +94,6 @@ _GIVEN_UP = cells(
     call=maybe("PeerDied", within_s=12.0),
     idempotent=repeated(35.0),
     cast=maybe("done", within_s=1.0),
-    stream=maybe("StreamBroken", within_s=12.0),
     bulk=maybe("PeerDied", within_s=12.0),
     join=never("LaunchError", within_s=12.0),
 )
@@ -115,7 +112,6 @@ NETWORK: dict[str, Fault] = {
         cells(
             3.0,
             idempotent=repeated(3.0),
-            stream=_BROKEN,
             bulk=never("DeadlineExceeded", within_s=3.0),
             join=once("done", within_s=6.0),
         ),
@@ -124,7 +120,7 @@ NETWORK: dict[str, Fault] = {
     ),
     "reset of answers": Fault(
         "RST on the connection that carries answers",
-        cells(3.0, idempotent=repeated(3.0), stream=_BROKEN, join=None),
+        cells(3.0, idempotent=repeated(3.0), join=None),
         UNDER_WAY,
         strikes=True,
     ),
@@ -133,7 +129,6 @@ NETWORK: dict[str, Fault] = {
         cells(
             3.0,
             idempotent=repeated(3.0),
-            stream=_BROKEN,
             bulk=never("DeadlineExceeded", within_s=3.0),
             join=once("done", within_s=6.0),
         ),
@@ -145,7 +140,6 @@ NETWORK: dict[str, Fault] = {
         cells(
             3.0,
             idempotent=repeated(3.0),
-            stream=_BROKEN,
             bulk=never("DeadlineExceeded", within_s=3.0),
             join=once("done", within_s=6.0),
         ),
@@ -154,7 +148,7 @@ NETWORK: dict[str, Fault] = {
     ),
     "hole for requests": Fault(
         "black hole for requests, 2 s",
-        cells(4.0, call=_LATE, stream=_LATE, bulk=_LATE, cast=maybe("done", within_s=1.0), join=_NO_JOIN),
+        cells(4.0, call=_LATE, bulk=_LATE, cast=maybe("done", within_s=1.0), join=_NO_JOIN),
         HASTY,
         lasts_s=_HOLE_S,
     ),
@@ -163,7 +157,6 @@ NETWORK: dict[str, Fault] = {
         cells(
             4.0,
             call=once("DeadlineExceeded", within_s=1.5),
-            stream=once("DeadlineExceeded", within_s=1.5),
             bulk=once("DeadlineExceeded", within_s=1.5),
             cast=once("done", within_s=1.0),
             join=None,
@@ -173,7 +166,7 @@ NETWORK: dict[str, Fault] = {
     ),
     "hole": Fault(
         "black hole both ways, 2 s",
-        cells(4.0, call=_LATE, stream=_LATE, bulk=_LATE, cast=maybe("done", within_s=1.0), join=_NO_JOIN),
+        cells(4.0, call=_LATE, bulk=_LATE, cast=maybe("done", within_s=1.0), join=_NO_JOIN),
         HASTY,
         lasts_s=_HOLE_S,
     ),
@@ -183,7 +176,7 @@ NETWORK: dict[str, Fault] = {
 
 _LOST_S = 0.6
 _LOST = Plan(deadline_s=1.2, bulk_s=1.2, patient_s=8.0)
-_SLOW = Plan(busy_s=1.5, deadline_s=0.6, bulk_s=0.6, patient_s=0.6, num_items=100, pause_s=0.02)
+_SLOW = Plan(busy_s=1.5, deadline_s=0.6, bulk_s=0.6, patient_s=0.6)
 _SLOW_CELL = once("DeadlineExceeded", within_s=0.8)
 
 RPC: dict[str, Fault] = {
@@ -193,7 +186,6 @@ RPC: dict[str, Fault] = {
             4.0,
             call=never("DeadlineExceeded", within_s=1.5),
             cast=never("done", within_s=1.0),
-            stream=never("StreamBroken", within_s=1.0),
             bulk=never("DeadlineExceeded", within_s=1.5),
             join=None,
         ),
@@ -206,7 +198,6 @@ RPC: dict[str, Fault] = {
             4.0,
             call=once("DeadlineExceeded", within_s=1.5),
             idempotent=Cell(("done",), 4.0, (2, 2)),
-            stream=once("StreamBroken", within_s=1.0),
             bulk=once("DeadlineExceeded", within_s=1.5),
             join=None,
         ),
@@ -215,22 +206,19 @@ RPC: dict[str, Fault] = {
     ),
     "slow": Fault(
         "it is executed, but slower than the deadline",
-        cells(
-            0.8, call=_SLOW_CELL, idempotent=_SLOW_CELL, stream=_SLOW_CELL, put=_SLOW_CELL, bulk=_SLOW_CELL, join=None
-        ),
+        cells(0.8, call=_SLOW_CELL, idempotent=_SLOW_CELL, put=_SLOW_CELL, bulk=_SLOW_CELL, join=None),
         _SLOW,
     ),
 }
 
-DYING = Plan(busy_s=2.5, deadline_s=20.0, patient_s=30.0, bulk_s=20.0, num_items=2000, join_s=1.5)
-FROZEN = Plan(busy_s=1.0, deadline_s=20.0, patient_s=20.0, bulk_s=20.0, join_s=20.0, num_items=100)
+DYING = Plan(busy_s=2.5, deadline_s=20.0, patient_s=30.0, bulk_s=20.0, join_s=1.5)
+FROZEN = Plan(busy_s=1.0, deadline_s=20.0, patient_s=20.0, bulk_s=20.0, join_s=20.0)
 
 _DIES = cells(
     20.0,
     call=once("PeerDied", within_s=2.0),
     idempotent=repeated(20.0),
     cast=once("done", within_s=1.0),
-    stream=once("StreamBroken", within_s=2.0),
     bulk=once("PeerDied", within_s=2.0),
     join=never("LaunchError", within_s=2.0),
 )
@@ -268,11 +256,10 @@ PROCESS: dict[str, Fault] = {
             35.0,
             idempotent=repeated(35.0),
             call=maybe("DeadlineExceeded", within_s=15.5),
-            stream=maybe("DeadlineExceeded", within_s=15.5),
             bulk=maybe("DeadlineExceeded", within_s=15.5),
             join=never("LaunchError", within_s=12.0),
         ),
-        Plan(busy_s=1.0, deadline_s=15.0, bulk_s=15.0, patient_s=60.0, join_s=10.0, num_items=500),
+        Plan(busy_s=1.0, deadline_s=15.0, bulk_s=15.0, patient_s=60.0, join_s=10.0),
         strikes=True,
         lasts_s=30.0,
         is_soak=True,
@@ -280,7 +267,7 @@ PROCESS: dict[str, Fault] = {
     "long interpreter lock": Fault(
         "a handler holds the interpreter lock for 30 s",
         cells(35.0, join=None),
-        Plan(busy_s=1.0, deadline_s=60.0, bulk_s=60.0, patient_s=60.0, num_items=100),
+        Plan(busy_s=1.0, deadline_s=60.0, bulk_s=60.0, patient_s=60.0),
         strikes=True,
         lasts_s=30.0,
         is_soak=True,
@@ -304,7 +291,6 @@ ADVICE = (
         "The callee's process ended meanwhile: it may have run.",
         "As above; the supervisor starts the process again, `ctx.watch` reports when.",
     ),
-    ("`StreamBroken`", "Items up to `.last_seq` came, without a gap.", "Open it again, from there if the handler can."),
     (
         "`LedgerError` and other errors of the tree",
         "The handler ran and said no.",

@@ -27,8 +27,6 @@ class Plan:
     patient_s: float = 8.0
     """Deadline of the kinds that the runtime repeats: idempotent calls and puts."""
     bulk_s: float = 8.0
-    num_items: int = 20
-    pause_s: float = 0.01
     join_s: float = 8.0
 
 
@@ -62,14 +60,6 @@ async def judged(token: str, work: Coroutine[None, None, object]) -> Result:
     return Result(outcome, time.monotonic() - began, token, cause)
 
 
-async def _stream(depot: DepotContract, token: str, plan: Plan) -> None:
-    due = 0
-    async for number in depot.count(token, plan.num_items, plan.pause_s):
-        assert number == due, f"item {number} came when {due} was due: a gap"
-        due += 1
-    assert due == plan.num_items, f"a stream ended well after {due} of {plan.num_items} items"
-
-
 async def _bulk(depot: DepotContract, token: str, plan: Plan) -> None:
     assert await depot.weigh(token, np.zeros(BULK_BYTES, np.uint8), plan.busy_s) == BULK_BYTES
 
@@ -94,8 +84,6 @@ def begin(kind: str, node: Node, target: str, token: str, plan: Plan) -> asyncio
         work = patient.look(token, plan.busy_s)
     elif kind == "cast":
         work = hasty.note(token)
-    elif kind == "stream":
-        work = _stream(hasty, token, plan)
     elif kind == "put":
         work = _put(patient, token, plan)
     else:
@@ -103,5 +91,5 @@ def begin(kind: str, node: Node, target: str, token: str, plan: Plan) -> asyncio
     return asyncio.get_running_loop().create_task(judged(token, work), name=f"{kind} {token}")
 
 
-CALLING = ("call", "idempotent", "cast", "stream", "put", "bulk")
+CALLING = ("call", "idempotent", "cast", "put", "bulk")
 """All columns but joining, which needs no depot."""

@@ -79,14 +79,17 @@ def test_every_socket_is_made_with_our_options():
 async def test_nothing_is_sent_on_a_router_that_receives(tmp_path, monkeypatch):
     """A ROUTER drops silently what it cannot route, and sending on a polled socket eats wake-ups."""
     sent: set[tuple[int, bool]] = set()
-    original = zmq.Socket.send
 
-    def watched(self, *args, **kwargs):
-        endpoint = self.get_string(zmq.LAST_ENDPOINT) if not self.closed else ""
-        sent.add((self.type, endpoint.startswith("inproc://zeromq.zap")))
-        return original(self, *args, **kwargs)
+    def watched(original):
+        def send(self, *args, **kwargs):
+            endpoint = self.get_string(zmq.LAST_ENDPOINT) if not self.closed else ""
+            sent.add((self.type, endpoint.startswith("inproc://zeromq.zap")))
+            return original(self, *args, **kwargs)
 
-    monkeypatch.setattr(zmq.Socket, "send", watched)
+        return send
+
+    monkeypatch.setattr(zmq.Socket, "send", watched(zmq.Socket.send))
+    monkeypatch.setattr(zmq_sockets, "_send", watched(zmq_sockets._send))
     async with pair(tmp_path, tcp=True) as (near, _):
         for _ in range(20):
             await near.ref(DepotContract, "depot").whoami()

@@ -6,7 +6,6 @@ import functools
 import inspect
 import typing
 from collections import Counter
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -15,7 +14,7 @@ import numpy.typing as npt
 from tests.fuzz.typed_values import fits, learn
 
 from myxa.core.actor import Actor, MailboxPolicy
-from myxa.core.handlers import call, cast, durable_put, handlers_of, stream
+from myxa.core.handlers import call, cast, durable_put, handlers_of
 
 executed: Counter[str] = Counter()
 """Handler -> how often it ran."""
@@ -57,10 +56,6 @@ class MixedContract(Actor):
     async def note(self, text: str) -> None:
         raise NotImplementedError
 
-    @stream(window=8)
-    def count(self, first: int, last: int) -> AsyncIterator[Item]:
-        raise NotImplementedError
-
     @durable_put(key="item.name", deadline=10)
     async def put(self, item: Item, attempt: int) -> None:
         raise NotImplementedError
@@ -68,33 +63,25 @@ class MixedContract(Actor):
 
 @functools.cache
 def stub_of(contract: type[Actor]) -> type[Actor]:
-    """A class whose handlers check their arguments, count and return nothing (streams: end at once)."""
+    """A class whose handlers check their arguments, count and return nothing."""
     methods: dict[str, Any] = {"mailbox": MailboxPolicy(size=4096)}
     for spec in handlers_of(contract).specs:
         declared = getattr(contract, spec.name)
-        methods[spec.name] = _stub(f"{contract.__name__}.{spec.name}", declared, spec.declaration.kind == "stream")
+        methods[spec.name] = _stub(f"{contract.__name__}.{spec.name}", declared)
     return type(f"Fuzzed{contract.__name__}", (contract,), methods)
 
 
-def _stub(place: str, declared: Any, is_stream: bool) -> Any:
+def _stub(place: str, declared: Any) -> Any:
     hints = typing.get_type_hints(declared, include_extras=True)
     for kind in hints.values():
         learn(kind, set())
     kinds = [hints[name] for name in list(inspect.signature(declared).parameters)[1:]]
 
-    def note(args: tuple[Any, ...]) -> None:
+    async def called(self: Actor, *args: Any) -> None:
         executed[place] += 1
         if len(args) != len(kinds) or not all(map(fits, args, kinds)):
             misfits.append(f"{place}{args!r}"[:500])
 
-    async def called(self: Actor, *args: Any) -> None:
-        note(args)
-
-    async def streamed(self: Actor, *args: Any) -> Any:
-        note(args)
-        return
-        yield
-
-    stub = streamed if is_stream else called
+    stub: Any = called
     stub.__signature__ = inspect.signature(declared)
     return stub

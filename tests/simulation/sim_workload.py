@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,8 +20,8 @@ from tests.simulation.sim_network import Net
 from tests.simulation.simulator import Nemesis, Sim, carry_out
 
 from myxa.core.actor import Actor
-from myxa.core.errors import CallError, NotExecuted, NotSent, OutcomeUnknown, RemoteError, StreamBroken, WouldDeadlock
-from myxa.core.handlers import call, cast, durable_put, stream
+from myxa.core.errors import CallError, NotExecuted, NotSent, OutcomeUnknown, RemoteError, WouldDeadlock
+from myxa.core.handlers import call, cast, durable_put
 from myxa.core.refs import with_deadline
 from myxa.transport.session import credit
 
@@ -57,10 +57,6 @@ class TellerContract(Actor):
     async def note(self, sender: str, lane: str, number: int, pad: str) -> None:
         raise NotImplementedError
 
-    @stream(window=4)
-    def count(self, token: str, until: int, pause_s: float) -> AsyncIterator[int]:
-        raise NotImplementedError
-
     @durable_put(key="item.key", deadline=30)
     async def put(self, item: Item) -> Receipt:
         raise NotImplementedError
@@ -81,7 +77,6 @@ class Op:
     ended_s: float | None = None
     outcome: Any = None
     num_ends: int = 0
-    items: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -121,13 +116,6 @@ class Teller(TellerContract):
             self._books.wrong.append(f"{key}: {number} came after {self._books.heard[key]}")
         self._books.heard[key] = number
 
-    async def count(self, token: str, until: int, pause_s: float) -> AsyncIterator[int]:
-        self._books.executed[token].append((self.ctx.name, self.ctx.epoch))
-        for number in range(until):
-            yield number
-            if pause_s:
-                await asyncio.sleep(pause_s)
-
     async def put(self, item: Item) -> Receipt:
         receipt = self._receipt(f"put {item.key}")
         if item.key not in self._disk:  # its own ledger: once in effect over restarts
@@ -160,7 +148,7 @@ class Customer(Actor):
         loop, rng = asyncio.get_running_loop(), self._rng
         while loop.time() < self._until_s:
             await asyncio.sleep(rng.random() ** 2 * 0.6)
-            kind = rng.choice(("once", "once", "ask", "relay", "note", "note", "count", "put", "put", "hurried"))
+            kind = rng.choice(("once", "once", "ask", "relay", "note", "note", "put", "put", "hurried"))
             await getattr(self, f"_{kind}")(target)
         self.num_busy -= 1
 
@@ -232,19 +220,6 @@ class Customer(Actor):
                 await self._ref(target).note(sender, lane, self._sent[target, lane], BULK if is_bulk else "")
             except CallError:
                 return
-
-    async def _count(self, target: str) -> None:
-        op = self._begin("count", target, None)
-        until = self._rng.choice((1, 5, 12))
-        try:
-            async for number in self._ref(target).count(op.token, until, self._rng.choice((0.0, 0.05, 0.3))):
-                op.items.append(number)
-                if self._rng.random() < 0.03:
-                    self._end(op, "left")
-                    return
-            self._end(op, until)
-        except CallError as error:
-            self._end(op, error)
 
 
 def check(books: Books, disks: dict[str, Counter[str]]) -> list[str]:
@@ -320,25 +295,8 @@ def _check_put(op: Op, runs: list[tuple[str, int]], books: Books) -> list[str]:
     return wrong
 
 
-def _check_count(op: Op, runs: list[tuple[str, int]], books: Books) -> list[str]:
-    wrong: list[str] = []
-    if op.items != list(range(len(op.items))):
-        wrong.append(f"items {op.items}")
-    if len(runs) > 1:
-        wrong.append(f"executed {len(runs)} times")
-    if isinstance(op.outcome, int):
-        if len(op.items) != op.outcome:
-            wrong.append(f"ended after {len(op.items)} of {op.outcome} items")
-    elif isinstance(op.outcome, StreamBroken):
-        if op.outcome.last_seq >= 0 and op.outcome.last_seq + 1 != len(op.items):
-            wrong.append(f"{op.outcome!r} after {len(op.items)} items")
-    elif op.outcome != "left" and not isinstance(op.outcome, NotSent | NotExecuted | OutcomeUnknown):
-        wrong.append(f"ended with {op.outcome!r}")
-    return wrong
-
-
 _CHECKS = {
-    "once": _check_once, "ask": _check_ask, "relay": _check_relay, "put": _check_put, "count": _check_count,
+    "once": _check_once, "ask": _check_ask, "relay": _check_relay, "put": _check_put,
 }  # fmt: skip
 
 

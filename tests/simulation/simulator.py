@@ -9,8 +9,8 @@
 node is never crashed. `Nemesis` draws a schedule of faults from a seed: a value that can be printed, shortened by hand
 and carried out again. Every fault of a schedule ends, so the system must work again afterwards.
 
-`Audit` checks every run. While it runs, neither side exceeds its credit, so memory is bounded. At the end no call, put
-or stream is under way. After closing, no task and no timer of a process is left. A workload checks what only it can
+`Audit` checks every run. While it runs, neither side exceeds its credit, so memory is bounded. At the end no call or
+put is under way. After closing, no task and no timer of a process is left. A workload checks what only it can
 know (executed twice, lost, out of order) and reports it by `audit.find`.
 """
 
@@ -77,7 +77,7 @@ class Audit:
         self.findings += self.under_way()
 
     def under_way(self) -> list[str]:
-        """Calls, puts and streams that have not ended, on either side; without the registry's own."""
+        """Calls and puts that have not ended, on either side; without the registry's own."""
         found: list[str] = []
         for node in self._sim.nodes.values():
             if node.current is None:

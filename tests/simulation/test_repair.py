@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -12,8 +12,7 @@ from tests.simulation.sim_network import SimNetwork
 from tests.simulation.simulator import Sim, run
 
 from myxa.core.actor import Actor
-from myxa.core.errors import StreamBroken
-from myxa.core.handlers import call, cast, durable_put, stream
+from myxa.core.handlers import call, cast, durable_put
 from myxa.core.refs import with_deadline
 from myxa.transport.session import credit
 from myxa.transport.session.frames import Kind
@@ -32,11 +31,6 @@ class Depot(Actor):
     async def keep(self, parcel: Parcel) -> int:
         self.kept.append(parcel.key)
         return len(self.kept)
-
-    @stream(window=4)
-    async def count(self, until: int) -> AsyncIterator[int]:
-        for number in range(until):
-            yield number
 
     @call(deadline=None, reentrant=True)
     async def brood(self) -> None:
@@ -92,39 +86,6 @@ def test_a_put_is_sent_again_and_has_one_effect(monkeypatch: pytest.MonkeyPatch,
     async def body(sim: Sim, depot: Depot, ref: Depot) -> None:
         assert await sim.spawn("a", ref.keep(Parcel("x"))) == 1
         assert depot.kept == ["x"]
-
-    between(body)
-
-
-@pytest.mark.parametrize(("kind", "skip"), [(Kind.ITEM, 5), (Kind.ITEM, 11), (Kind.END, 0), (Kind.CALL, 0)])
-def test_a_stream_that_lost_something_breaks(monkeypatch: pytest.MonkeyPatch, kind: Kind, skip: int) -> None:
-    lossy(monkeypatch, kind, skip=skip)
-
-    async def body(sim: Sim, depot: Depot, ref: Depot) -> float:
-        got: list[int] = []
-
-        async def read() -> None:
-            async for number in ref.count(12):
-                got.append(number)
-
-        before = asyncio.get_running_loop().time()
-        with pytest.raises(StreamBroken):
-            await sim.spawn("a", read())
-        assert got == list(range(skip if kind is Kind.ITEM else len(got)))
-        await sim.quiet(30.0)
-        return asyncio.get_running_loop().time() - before
-
-    assert between(body) < 20.0
-
-
-def test_a_lost_demand_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    lossy(monkeypatch, Kind.CREDIT)
-
-    async def body(sim: Sim, depot: Depot, ref: Depot) -> None:
-        async def read() -> list[int]:
-            return [number async for number in ref.count(40)]
-
-        assert await sim.spawn("a", read()) == list(range(40))
 
     between(body)
 

@@ -22,7 +22,7 @@ REPRO = "python -m pytest tests/simulation -k"
 
 @pytest.mark.timeout(400)
 def test_messages_keep_their_promises() -> None:
-    """Calls, casts, streams and puts between 2 to 4 nodes: 100 seeds."""
+    """Calls, casts and puts between 2 to 4 nodes: 100 seeds."""
     sweep(scenario, seeds(100, os.environ), repro=f"{REPRO} messages_keep")
 
 

@@ -25,7 +25,6 @@ from myxa.core.errors import (
     NotSent,
     OutcomeUnknown,
     RemoteError,
-    StreamBroken,
 )
 from myxa.core.ids import PeerKey
 from myxa.transport.session.credit import WINDOW_UNITS
@@ -34,7 +33,6 @@ from myxa.transport.session.pending import CallOrder, Route
 from myxa.transport.wire import Lane
 
 BIG = b" " * 300_000
-WINDOW = 4
 
 
 # -- the reference model
@@ -51,17 +49,9 @@ class Asked:
     corr: int = 0
     runs: Counter[int] = field(default_factory=Counter)
     """Epoch of the callee -> how often it ran there."""
-    items: list[int] = field(default_factory=list)
-    num_made: int | None = None
-    """Items the callee made, once it has ended the stream."""
     is_over: bool = False
     has_failed: bool = False
     """The handler raised."""
-
-    def item(self, envelope: Envelope) -> None:
-        assert not self.is_over
-        self.items.append(int(bytes(envelope.body)))
-        assert self.items == list(range(len(self.items))), self
 
     def done(self, outcome: Any) -> None:
         assert not self.is_over, f"{self.name} ended twice"
@@ -88,16 +78,6 @@ class Asked:
             assert self.model.disk[self.name] == 1, f"{self.name} was acked, {self.model.disk[self.name]} times there"
         else:
             assert isinstance(outcome, NotSent | NotExecuted | OutcomeUnknown | RemoteError), outcome
-
-    def _stream_ended(self, outcome: Any) -> None:
-        assert self.runs.total() <= 1
-        if isinstance(outcome, Envelope):
-            assert outcome.kind is Kind.END
-            assert len(self.items) == self.num_made
-        else:
-            assert isinstance(outcome, NotSent | NotExecuted | OutcomeUnknown | RemoteError), outcome
-            if isinstance(outcome, StreamBroken) and outcome.last_seq >= 0:
-                assert outcome.last_seq == len(self.items) - 1
 
 
 @dataclass
@@ -161,7 +141,6 @@ class Party(End):
     """Transport and host of one session."""
 
     def deliver(self, arrival: Any) -> None:
-        arrival.allowed = max(arrival.allowed, WINDOW)
         self.arrivals.append(arrival)
 
     def abandon(self, arrival: Any) -> None:
@@ -183,7 +162,6 @@ class SessionMachine(RuleBasedStateMachine):
         self.wire = Wire(self.clock)
         self.caller = Party(self.wire, PeerKey(2, 1))
         self.callee = Party(self.wire, PeerKey(3, 1))
-        self.streams: list[Any] = []
 
     # intents of the caller
 
@@ -191,7 +169,7 @@ class SessionMachine(RuleBasedStateMachine):
         order = CallOrder(
             target="callee", method="do", schema="x", kind=asked.kind, body=body, deadline_at=asked.deadline_at,  # pyright: ignore[reportArgumentType]
             is_resendable=asked.kind == "put", key=asked.name.encode().ljust(16) if asked.kind == "put" else b"",
-            window=WINDOW if asked.kind == "stream" else 0, is_plain=asked.kind == "call",
+            is_plain=asked.kind == "call",
         )  # fmt: skip
         asked.corr = self.caller.session.calls.submit(order, self.route(), asked)
 
@@ -207,17 +185,6 @@ class SessionMachine(RuleBasedStateMachine):
     def put(self, deadline_s: float | None) -> None:
         asked = self.model.ask("put", deadline_s)
         self.submit(asked, asked.name.encode())
-
-    @rule()
-    def open_stream(self) -> None:
-        asked = self.model.ask("stream", None)
-        self.submit(asked, asked.name.encode())
-
-    @precondition(lambda self: any(one.kind == "stream" for one in self.model.open))
-    @rule(data=st.data())
-    def stream_demand(self, data: st.DataObject) -> None:
-        asked = data.draw(st.sampled_from([one for one in self.model.open if one.kind == "stream"]))
-        self.caller.session.calls.demand(asked.corr, len(asked.items) + WINDOW)
 
     @precondition(lambda self: self.model.open)
     @rule(data=st.data())
@@ -277,31 +244,15 @@ class SessionMachine(RuleBasedStateMachine):
         if not is_well:
             asked.has_failed = True
             serving.fail(arrival, ValueError("the handler raised"))
-        elif asked.kind == "stream":
-            self.streams.append(arrival)
         else:
             big = BIG if len(arrival.envelope.body) > len(BIG) else b""
             serving.reply(arrival, f"{name} by {self.callee.key.epoch}".encode() + big, ())
-
-    @precondition(lambda self: self.streams)
-    @rule(place=st.integers(0, 50), count=st.integers(1, 6), is_end=st.booleans())
-    def produce(self, place: int, count: int, is_end: bool) -> None:
-        serving = self.callee.session.serving
-        arrival = self.streams[place % len(self.streams)]
-        for _ in range(count):
-            if arrival.num_items < arrival.allowed and not arrival.is_answered:
-                serving.item(arrival, b"%d" % arrival.num_items + (BIG if count == 6 else b""), ())
-        if is_end:
-            self.streams.remove(arrival)
-            self.model.asked[bytes(arrival.envelope.body).decode()].num_made = arrival.num_items
-            serving.end(arrival)
 
     @rule()
     def restart(self) -> None:
         self.model.num_faults += 1
         old = self.callee
         del self.wire.ends[str(old.key)]
-        self.streams.clear()
         self.callee = Party(self.wire, PeerKey(3, old.key.epoch + 1))
         self.caller.session.peer_over(old.key, "it was killed")
         self.caller.session.calls.on_located("callee", lambda order: self.route())
@@ -342,8 +293,6 @@ class SessionMachine(RuleBasedStateMachine):
                 self.wire.deliver(busy[0])
             while self.callee.arrivals:
                 self.reply(0, True)
-            while self.streams:
-                self.produce(0, 1, True)
             if self.wire.busy():
                 continue
             if not self.model.open:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,7 +16,7 @@ from tests.simulation.simulator import VERBS, Nemesis, ProcessCrashed, Sim, carr
 
 from myxa.core.actor import Actor
 from myxa.core.errors import ConfigError, OutcomeUnknown, PeerDied
-from myxa.core.handlers import call, cast, stream
+from myxa.core.handlers import call, cast
 from myxa.core.refs import with_deadline
 
 
@@ -36,11 +36,6 @@ class Clerk(Actor):
     @cast
     async def note(self, number: int) -> None:
         self.notes.append(number)
-
-    @stream(window=4)
-    async def count(self, until: int) -> AsyncIterator[int]:
-        for number in range(until):
-            yield number
 
 
 async def clerk(node: Any) -> None:

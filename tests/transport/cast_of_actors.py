@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import os
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -17,7 +16,7 @@ from tests.transport.keepers import Keeper
 
 from myxa.core.actor import Actor, MailboxPolicy, PeerEvent
 from myxa.core.errors import EngineError
-from myxa.core.handlers import call, cast, durable_put, stream
+from myxa.core.handlers import call, cast, durable_put
 
 F32 = npt.NDArray[np.float32]
 
@@ -59,10 +58,6 @@ class EchoContract(Actor):
 
     @cast
     async def note(self, text: str) -> None:
-        raise NotImplementedError
-
-    @stream(window=8)
-    def count(self, first: int, last: int) -> AsyncIterator[Item]:
         raise NotImplementedError
 
     @durable_put(key="item.name", deadline=10)
@@ -124,15 +119,6 @@ class Echo(EchoContract):
         if text == "bad":
             raise EngineError("a note that kills")
         self.log.append(text)
-
-    async def count(self, first: int, last: int) -> AsyncIterator[Item]:
-        try:
-            for i in range(first, last):
-                self.log.append(f"made {i}")
-                size = 200_000 if i % 5 == 4 else 3
-                yield Item(name=str(i), values=np.full(size, i, np.float32))
-        finally:
-            self.log.append("stream over")
 
     async def put(self, item: Item, attempt: int) -> int:
         await self.gate.wait()

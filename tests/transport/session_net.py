@@ -122,9 +122,6 @@ class End:
     def abandon(self, arrival):
         self.abandoned.append(arrival.envelope.corr)
 
-    def demanded(self, arrival):
-        pass
-
     def unreachable(self, key, why):
         pass
 

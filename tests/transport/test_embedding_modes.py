@@ -33,7 +33,6 @@ def calls(node, name="echo"):
     ref = node.ref(EchoContract, name)
     for _ in range(20):
         node.call(ref.ping)
-    assert [item.name for item in node.items(ref.count, 0, 20)] == [str(i) for i in range(20)]
     try:
         node.call(ref.fail, "engine")
     except MyxaError as error:

@@ -80,7 +80,7 @@ async def test_what_makes_no_sense_is_reported_and_ends_no_connection(lab: Lab):
         client.send(data)
     client.send_multipart([sole(GREETING), sole(GREETING)])
     client.send(sole(GREETING))
-    await until(lambda: len(sink.came) == 1)
+    await until(lambda: len(sink.came) == 2)
     assert len(sink.wrong) == len(wrong) + 1
 
 

@@ -22,14 +22,13 @@ from myxa.core.errors import (
     Overloaded,
     PeerDied,
     ProtocolMismatch,
-    StreamBroken,
 )
 from myxa.core.ids import PeerKey
 from myxa.transport.session import handshake, session
 from myxa.transport.session.pending import CallOrder, Route
 from myxa.transport.wire import Lane
 
-KINDS = ("call", "cast", "idempotent", "put", "stream")
+KINDS = ("call", "cast", "idempotent", "put")
 MOMENTS = ("queued", "on the way", "arrived", "running", "answered")
 """How far the call has come when it happens: still in our queue, sent, in the callee's mailbox, begun, answered."""
 DEADLINE_S = 10.0
@@ -65,13 +64,10 @@ class Party(End):
 
 class Sink:
     def __init__(self):
-        self.outcomes, self.items = [], []
+        self.outcomes = []
 
     def done(self, outcome):
         self.outcomes.append(outcome)
-
-    def item(self, envelope):
-        self.items.append(envelope.actor)
 
 
 class Scene:
@@ -102,7 +98,7 @@ class Scene:
     def submit(self):
         order = CallOrder(
             target="actor3", method="do", schema="x", body=b"[7]", key=b"k" * 16 if self.kind == "put" else b"",
-            kind="call" if self.kind == "idempotent" else self.kind, window=8,
+            kind="call" if self.kind == "idempotent" else self.kind,
             deadline_at=self.clock.monotonic() + DEADLINE_S, is_resendable=self.kind in ("idempotent", "put"),
             is_plain=self.kind in ("call", "idempotent"),
         )  # fmt: skip
@@ -110,23 +106,17 @@ class Scene:
         self.one.session.calls.submit(order, route, self.sink)
 
     def begin(self):
-        """The callee's handlers start; that of a stream yields two items."""
+        """The callee's handlers start."""
         arrivals, self.two.arrivals = self.two.arrivals, []
         for arrival in arrivals:
             self.two.session.serving.take_up(arrival)
             self.two.effects[self.kind] += 1
             self.begun.append(arrival)
-            if self.kind == "stream":
-                for _ in range(2):
-                    self.two.session.serving.item(arrival, b"[0]", ())
 
     def answer(self):
         serving = self.two.session.serving
         for arrival in self.begun:
-            if self.kind == "stream":
-                serving.end(arrival)
-            else:
-                serving.reply(arrival, b"[8]", ())
+            serving.reply(arrival, b"[8]", ())
         self.begun.clear()
 
     def settle(self):
@@ -204,9 +194,6 @@ class Scene:
         if not self.sink.outcomes:
             return "waits"
         (outcome,) = self.sink.outcomes
-        if isinstance(outcome, StreamBroken):
-            assert outcome.last_seq == len(self.sink.items) - 1, "it says which item was the last"
-            return "broken"
         for kind, word in ((NotSent, "not sent"), (NotExecuted, "not executed"), (OutcomeUnknown, "unknown")):
             if isinstance(outcome, kind):
                 assert outcome.callee == "actor3"
@@ -224,33 +211,33 @@ class Scene:
             assert effects <= 1, "at most once"
 
 
-def row(call, cast, again, stream):
-    return {"call": call, "cast": cast, "idempotent": again, "put": again, "stream": stream}
+def row(call, cast, again):
+    return {"call": call, "cast": cast, "idempotent": again, "put": again}
 
 
-AWAY = row("unknown", "done", "waits", "broken")
+AWAY = row("unknown", "done", "waits")
 """A cast is done when it has left; what may be sent again waits for the callee's next incarnation."""
-NEVER_LEFT = row("not sent", "done", "waits", "not sent")
-LATE = row("unknown", "done", "unknown", "unknown")
+NEVER_LEFT = row("not sent", "done", "waits")
+LATE = row("unknown", "done", "unknown")
 
 TABLE = {
     "callee_dies": dict.fromkeys(MOMENTS[1:], AWAY) | {"queued": NEVER_LEFT},
     "connection_breaks": {
-        "queued": row("done", "done", "done", "done"),
-        "on the way": row("waits", "done", "done", "broken"),  # a call is never sent twice: it waits for its deadline
-        "arrived": row("done", "done", "done", "broken"),
-        "running": row("done", "done", "done", "broken"),
-        "answered": row("waits", "done", "done", "broken"),
+        "queued": row("done", "done", "done"),
+        "on the way": row("waits", "done", "done"),  # a call is never sent twice: it waits for its deadline
+        "arrived": row("done", "done", "done"),
+        "running": row("done", "done", "done"),
+        "answered": row("waits", "done", "done"),
     },
-    "deadline_passes": dict.fromkeys(MOMENTS[1:], LATE) | {"queued": row("not sent", "done", "not sent", "not sent")},
-    "we_close": dict.fromkeys(MOMENTS[1:], row("unknown", "done", "unknown", "broken"))
-    | {"queued": row("not sent", "done", "not sent", "not sent")},
+    "deadline_passes": dict.fromkeys(MOMENTS[1:], LATE) | {"queued": row("not sent", "done", "not sent")},
+    "we_close": dict.fromkeys(MOMENTS[1:], row("unknown", "done", "unknown"))
+    | {"queued": row("not sent", "done", "not sent")},
     "actor_ends": {
-        "queued": row("not executed", "done", "waits", "not executed"),
-        "on the way": row("not executed", "done", "waits", "not executed"),
-        "arrived": row("not executed", "done", "waits", "not executed"),
+        "queued": row("not executed", "done", "waits"),
+        "on the way": row("not executed", "done", "waits"),
+        "arrived": row("not executed", "done", "waits"),
         "running": AWAY,
-        "answered": row("done", "done", "done", "done"),
+        "answered": row("done", "done", "done"),
     },
     "actor_ends_and_its_words_are_lost": dict.fromkeys(MOMENTS[1:], AWAY) | {"queued": NEVER_LEFT},
 }

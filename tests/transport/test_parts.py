@@ -165,7 +165,6 @@ def test_every_class_of_the_tree_arrives_as_itself(kind):
     ("error", "detail"),
     [
         (errors.Overloaded("full", retry_after_s=0.7), "retry_after_s"),
-        (errors.StreamBroken("cut", last_seq=5), "last_seq"),
         (errors.MemberFailed("no", kind="sandbox"), "kind"),
     ],
 )

@@ -12,8 +12,8 @@ alive when it died counts as alive until it had time to come back.
 `join` gets an epoch for a process that has none. It speaks under a provisional identity (a random number, epoch 0),
 which may only register.
 
-The mirror subscribes to the registry's stream of changes. When the stream breaks, the mirror stays as it is, a new
-stream is opened from its version, and calls continue.
+The mirror asks the registry for changes, again and again; the registry answers when there are some. While it does not
+answer, the mirror stays as it is and calls continue.
 """
 
 from __future__ import annotations
@@ -344,7 +344,7 @@ class Mirror:
             raise RuntimeError("the mirror has no caller yet")
         return make_ref(self._caller, RegistryContract, REGISTRY)
 
-    # -- the stream
+    # -- updates
 
     async def follow(self) -> None:
         """Keep the mirror up to date until cancelled."""
@@ -391,10 +391,11 @@ class Mirror:
         await self.wait_until(lambda: self.directory.version >= version, SEEN_S)
 
     async def _follow_once(self) -> None:
-        async for update in self.registry.updates(self.directory.version, self.directory.history):
-            if not self._take(update):
-                self.directory.version = -1
-                return
+        while self._member_of == self._place.key:
+            for update in await self.registry.updates(self.directory.version, self.directory.history):
+                if not self._take(update):
+                    self.directory.version = -1
+                    return
 
     def _take(self, update: DirectoryUpdate) -> bool:
         changes = self.directory.apply(update)

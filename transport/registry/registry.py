@@ -15,13 +15,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 
 import msgspec
 
 from ...core.actor import Actor
 from ...core.errors import LaunchError, NotPermitted, StaleEpoch
-from ...core.handlers import call, current_caller, stream
+from ...core.handlers import call, current_caller
 from ...core.ids import PeerKey, check_name
 from ...core.supervision import describe_status
 from ..session.guard import ANYBODY, ROLES, KeyRights, PeerGuard, is_provisional
@@ -33,6 +33,8 @@ REGISTRY = "registry"
 REJOIN_S = 20.0
 """How long a restarted registry waits for a process that its last incarnation knew. On its host they notice within
 about a second, on others within ten."""
+UPDATES_S = 3.0
+"""How long a node's question for updates is held back when there are none. An answer that is lost costs 3 s more."""
 
 _log = logging.getLogger("myxa.transport")
 
@@ -88,9 +90,9 @@ class RegistryContract(Actor):
         """Living incarnations whose node name starts with `prefix`."""
         raise NotImplementedError
 
-    @stream(window=64, safe=True)
-    def updates(self, after: int, history: int = 0) -> AsyncIterator[DirectoryUpdate]:
-        """Everything that happened after version `after` (-1: a snapshot first), then what happens, for ever.
+    @call(deadline=UPDATES_S + 3.0, reentrant=True, safe=True)
+    async def updates(self, after: int, history: int, wait_s: float = UPDATES_S) -> tuple[DirectoryUpdate, ...]:
+        """What happened after version `after` (-1: a snapshot), once something has; none after `wait_s`.
 
         `history`: of which incarnation of the registry that version is; for another one a snapshot comes first.
         """
@@ -316,14 +318,11 @@ class RegistryActor(RegistryContract):
     async def list_nodes(self, prefix: str = "") -> tuple[NodeRecord, ...]:
         return self.state.nodes(prefix)
 
-    async def updates(self, after: int, history: int = 0) -> AsyncIterator[DirectoryUpdate]:
-        version = after
-        while True:
-            for update in self.state.since(version, history):
-                yield update
-                version, history = update.version, update.history
-            if version == self.state.version:
-                await self._sleep(None)
+    async def updates(self, after: int, history: int, wait_s: float = UPDATES_S) -> tuple[DirectoryUpdate, ...]:
+        found = self.state.since(after, history)
+        if not found and await self._sleep(wait_s):
+            found = self.state.since(after, history)
+        return found
 
     async def on_start(self) -> None:
         """Give those whom the last incarnation knew their time."""
@@ -364,8 +363,8 @@ class RegistryActor(RegistryContract):
         except LaunchError as error:
             _log.error("%s", error)
 
-    async def _sleep(self, timeout_s: float | None) -> bool:
-        """Until something changes; False after `timeout_s`. A subscriber's wait ends with its stream."""
+    async def _sleep(self, timeout_s: float) -> bool:
+        """Until something changes; False after `timeout_s`."""
         changed = asyncio.Event()
         self._sleepers[changed] = None
         try:

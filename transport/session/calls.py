@@ -27,7 +27,6 @@ from ...core.errors import (
     Overloaded,
     PeerDied,
     StaleEpoch,
-    StreamBroken,
 )
 from ..wire import Lane
 from . import credit
@@ -86,7 +85,7 @@ class Wheel:
 
 
 LAST_WORDS_S = 1.0  # grace for replies that arrive after the actor's end was reported
-_CALL, _CAST, _REPLY, _END = Kind.CALL, Kind.CAST, Kind.REPLY, Kind.END
+_CALL, _CAST, _REPLY = Kind.CALL, Kind.CAST, Kind.REPLY
 _SENT, _PARKED, _ENDED = CallState.SENT, CallState.PARKED, CallState.ENDED  # members of an Enum are looked up in Python
 _TRY_ELSEWHERE = (Draining, NoSuchActor, StaleEpoch, PeerDied)
 """Answers to a resendable call that only mean: not from this incarnation."""
@@ -183,14 +182,6 @@ class Calls:
             self._withdraw(call)
             self._end(call, None, tell=False)
 
-    def demand(self, corr: int, total: int) -> None:
-        """A stream's consumer can take `total` items in all."""
-        call = self._pending.get(corr)
-        link = self._links.find(call.peer) if call is not None else None
-        if call is not None and link is not None:
-            call.demanded = total
-            self._links.send_plain(link, Kind.CREDIT, corr, actor=total)
-
     def expire(self) -> None:
         """End every call whose deadline has passed."""
         self._enrol()
@@ -220,13 +211,13 @@ class Calls:
     # -- answers
 
     def on_answer(self, link: Link, _lane: Lane, envelope: Envelope, _num_bytes: int) -> None:
-        """REPLY, ERROR, NACK or END. Of a stream: once all items sent before it have come."""
+        """REPLY, ERROR or NACK."""
         corr = envelope.corr
         call = link.pending.get(corr)
         if call is None:
             self._on_late(link, envelope)
             return
-        if envelope.kind is _REPLY and not envelope.actor:  # nearly always: here in brief what `_end` does
+        if envelope.kind is _REPLY:  # nearly always: here in brief what `_end` does
             call.state = _ENDED
             del link.pending[corr]
             self._pending.pop(corr, None)
@@ -234,36 +225,12 @@ class Calls:
                 self._wheel.clear(corr)
             call.sink.done(envelope)
             return
-        if call.order.kind == "stream" and envelope.actor > call.next_item:
-            call.last = envelope  # it overtook items on the other lane
-            return
-        if envelope.kind is _REPLY or envelope.kind is _END:
-            self._end(call, envelope)
-            return
         is_refusal = envelope.kind is Kind.NACK
         error = decode_fault(envelope.body, call.order.target, call.order.method, is_refusal=is_refusal)
         if call.order.is_resendable and isinstance(error, _TRY_ELSEWHERE):
             self._park(link, call)
-        elif call.order.kind == "stream" and isinstance(error, PeerDied):
-            self._break(call, error.message)
         else:
             self._end(call, error)
-
-    def on_item(self, link: Link, _lane: Lane, envelope: Envelope, _num_bytes: int) -> None:
-        call = link.pending.get(envelope.corr)
-        if call is None or call.order.kind != "stream":
-            self.num_late += 1
-            return
-        seq = envelope.actor
-        if seq < call.next_item:
-            self.num_late += 1  # a copy
-            return
-        if seq >= call.next_item + 2 * call.order.window + 2:
-            self._break(call, f"item {seq} came when {call.next_item} was due")
-            return
-        call.take_item(seq, envelope)
-        if call.last is not None:
-            self.on_answer(link, Lane.CONTROL, call.last, 0)
 
     def _on_late(self, link: Link, envelope: Envelope) -> None:
         self.num_late += 1
@@ -286,14 +253,8 @@ class Calls:
         """A connection broke and is there again: what was under way on it may be lost. Our requests, if it was ours to
         send on `lane`; answers to anything, if it was theirs (None)."""
         for call in list(link.pending.values()):
-            if call.state is not CallState.SENT or not call.was_sent:
-                continue
-            is_of_it = lane in (None, call.lane) or (call.order.kind == "stream" and lane is Lane.CONTROL)
-            if not is_of_it:
-                continue
-            if call.order.kind == "stream":
-                self.give_up_stream(call, "the connection broke")
-            elif call.order.is_resendable:
+            is_under_way = call.state is CallState.SENT and call.was_sent and lane in (None, call.lane)
+            if is_under_way and call.order.is_resendable:
                 self.send_again(link, call)
 
     def send_again(self, link: Link, call: PendingCall) -> None:
@@ -301,11 +262,6 @@ class Calls:
         call.parcel = None
         call.state = CallState.WAITING
         self._push(link, call)
-
-    def give_up_stream(self, call: PendingCall, why: str) -> None:
-        """Not all of its items will ever come."""
-        self._withdraw(call)
-        self._break(call, why)
 
     def on_refused(self, link: Link, error: NotExecuted) -> None:
         """The other side takes nothing from us, and never did."""
@@ -335,8 +291,6 @@ class Calls:
         """Its callee is over."""
         if not call.may_have_run:
             self._end(call, NotSent(f"{call}: {why} before the call was sent"))
-        elif call.order.kind == "stream":
-            self._break(call, why)
         else:
             self._end(call, PeerDied(f"{call}: {why} while the call was pending"))
 
@@ -430,10 +384,6 @@ class Calls:
             parked.remove(call)
             if not parked:
                 del self._parked[call.order.target]
-
-    def _break(self, call: PendingCall, why: str) -> None:
-        last = call.next_item - 1
-        self._end(call, StreamBroken(f"{call} broke after item {last}: {why}", last_seq=last))
 
     def _end(self, call: PendingCall, outcome: Envelope | MyxaError | None, *, tell: bool = True) -> None:
         if call.state is _PARKED:

@@ -24,7 +24,6 @@ from ...core.errors import (
     OutcomeUnknown,
     Overloaded,
     RemoteError,
-    StreamBroken,
     WouldDeadlock,
 )
 from ..codec import Buffer
@@ -54,7 +53,6 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The class that was really raised."""
     traceback: str = ""
     retry_after_s: float = 0.0
-    last_seq: int = -1
     blame: FailureKind = "environment"
     """Of a MemberFailed."""
 
@@ -73,7 +71,6 @@ def fault_of(error: BaseException) -> Fault:
         remote_type=remote_type,
         traceback="" if isinstance(error, NotExecuted) else _traceback(error),
         retry_after_s=error.retry_after_s if isinstance(error, Overloaded | Draining) else 0.0,
-        last_seq=error.last_seq if isinstance(error, StreamBroken) else -1,
         blame=error.kind if isinstance(error, MemberFailed) else "environment",
     )
 
@@ -107,8 +104,6 @@ def _error_of(fault: Fault, callee: str, method: str) -> MyxaError:
         return RemoteError(message, remote_type=fault.remote_type, remote_traceback=fault.traceback)
     if issubclass(kind, Overloaded | Draining):
         return kind(fault.message, retry_after_s=fault.retry_after_s, remedy=fault.remedy)
-    if issubclass(kind, StreamBroken):
-        return StreamBroken(fault.message, last_seq=fault.last_seq, remedy=fault.remedy)
     if issubclass(kind, MemberFailed):
         return kind(fault.message, kind=fault.blame, remedy=fault.remedy)
     error = kind(fault.message, remedy=fault.remedy)

@@ -92,19 +92,15 @@ class Kind(IntEnum):
     CAST = 3
     REPLY = 4
     ERROR = 5
-    """The handler raised; of a stream, `actor` is how many items there were."""
+    """The handler raised."""
     NACK = 6
     """Refused before it ran."""
-    ITEM = 7
-    """Of a stream; `actor` is its number."""
-    END = 8
-    """Of a stream; `actor` is how many items there were."""
-    CANCEL = 9
-    CREDIT = 10
-    """corr 0: only the piggybacked counters; else demand of a stream: `actor` is how many items may come in all."""
-    PING = 11
-    PONG = 12
-    GOODBYE = 13
+    CANCEL = 7
+    CREDIT = 8
+    """Counters in the header; `method` may ask a question (see `session.Question`)."""
+    PING = 9
+    PONG = 10
+    GOODBYE = 11
 
     __hash__ = int.__hash__  # Enum's own is written in Python, and every envelope is dispatched by its kind
 

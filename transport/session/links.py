@@ -312,9 +312,6 @@ class Arrival(msgspec.Struct, eq=False):
     handle: Any = None
     """For the host's use, until it is answered: it refers back to this, and a cycle for every call would be left to the
     garbage collector."""
-    allowed: int = 0
-    """Items of a stream that may be sent in all."""
-    num_items: int = 0
 
     @property
     def peer(self) -> PeerKey:

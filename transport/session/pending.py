@@ -36,23 +36,18 @@ class CallOrder(msgspec.Struct, frozen=True, gc=False):
     deadline_at: float | None = None
     is_resendable: bool = False
     is_plain: bool = False
-    """A call (no cast, put or stream) without options and arrays: `Calls.submit` is quick with it."""
+    """A call (no cast or put) without options and arrays: `Calls.submit` is quick with it."""
     frames: tuple[Buffer, ...] = ()
     key: bytes = b""
     chain: tuple[str, ...] = ()
     trace: bytes = b""
-    window: int = 0
 
 
 class CallSink(Protocol):
     """Who waits for a call. Called at most once with `done`, and never after it."""
 
     def done(self, outcome: Envelope | MyxaError | None) -> None:
-        """The reply (END for a stream), the error, or None for a cast that is on its way."""
-        ...
-
-    def item(self, envelope: Envelope) -> None:
-        """Next item of a stream, in order."""
+        """The reply, the error, or None for a cast that is on its way."""
         ...
 
 
@@ -86,17 +81,10 @@ class PendingCall(msgspec.Struct, eq=False):
     whole: Envelope | None = None
     """... unless it has options or arrays: then this is encoded when there is credit for it."""
     lane: Lane = Lane.CONTROL
-    next_item: int = 0
-    demanded: int = 0
-    """Items of a stream that may come in all, as the consumer said last; 0: it said nothing, the window holds."""
-    early: dict[int, Envelope] | None = None
-    """Items of a stream that overtook others on another lane."""
     is_timed: bool = False
     """Its deadline is on the wheel."""
     doom: str = ""
     """Why there will be no answer, if it is not on its way already."""
-    last: Envelope | None = None
-    """The end, or the error, that overtook items."""
 
     def address(self, route: Route, own: PeerKey, limits: FrameLimits) -> None:
         """It goes there. Raises MessageTooLarge."""
@@ -115,16 +103,6 @@ class PendingCall(msgspec.Struct, eq=False):
                 f"{self}: {num_bytes} bytes are over the limit of {limits.message} (body: {limits.body})",
                 remedy="send it in parts",
             )
-
-    def take_item(self, seq: int, envelope: Envelope) -> None:
-        """An item of a stream came: hand it over with those that it held up, or keep it until its turn."""
-        early = self.early
-        if early is None:
-            early = self.early = {}
-        early[seq] = envelope
-        while (ready := early.pop(self.next_item, None)) is not None:
-            self.next_item += 1
-            self.sink.item(ready)
 
     def __str__(self) -> str:
         return f"{self.order.target}.{self.order.method}"

@@ -23,7 +23,6 @@ from ...core.errors import (
     NoSuchActor,
     NoSuchMethod,
     NotPermitted,
-    StreamBroken,
 )
 from ..wire import Lane
 from . import credit
@@ -45,10 +44,6 @@ class Host(Protocol):
 
     def abandon(self, arrival: Arrival) -> None:
         """The caller does not wait for the answer any more."""
-        ...
-
-    def demanded(self, arrival: Arrival) -> None:
-        """A stream's consumer asks for more: `arrival.allowed` has grown."""
         ...
 
 
@@ -111,12 +106,6 @@ class Serving:
         arrival = link.served.pop(envelope.corr, None)
         if arrival is not None:
             self._drop(arrival)
-
-    def on_demand(self, link: Link, _lane: Lane, envelope: Envelope, _num_bytes: int) -> None:
-        arrival = link.served.get(envelope.corr)
-        if arrival is not None and envelope.actor > arrival.allowed:
-            arrival.allowed = envelope.actor
-            self._host.demanded(arrival)
 
     def on_gone(self, link: Link) -> None:
         """The caller is over; its calls need no answer."""
@@ -195,21 +184,8 @@ class Serving:
         waiting = self._replay.failed(arrival.envelope.key) if arrival.envelope.key else [arrival]
         for waiter in waiting:
             if not waiter.is_cast or is_refusal:
-                self._answer(waiter, kind, body, actor=waiter.num_items)
+                self._answer(waiter, kind, body)
         self._settle(arrival)
-
-    def item(self, arrival: Arrival, body: Buffer, frames: tuple[Buffer, ...]) -> None:
-        """Next item of a stream; the host has seen that `num_items < allowed`. Raises MessageTooLarge."""
-        link = self._link_to(arrival)
-        if arrival.is_answered or link is None:
-            return
-        self._check_size(body, frames)
-        self._send(link, arrival, Kind.ITEM, body, frames, actor=arrival.num_items)
-        arrival.num_items += 1
-
-    def end(self, arrival: Arrival) -> None:
-        """No more items."""
-        self._answer(arrival, Kind.END, actor=arrival.num_items)
 
     def refuse_unread(self, link: Link, corr: int, error: CallError) -> None:
         """Refuse a message that could not even be taken as a call."""
@@ -220,21 +196,10 @@ class Serving:
         )  # fmt: skip
         self._links.send(link, Lane.CONTROL, encode(envelope))
 
-    def refuse_unknown_stream(self, link: Link, corr: int) -> None:
-        """A consumer waits for items of a stream that is not there (any more): its end was lost on the way."""
-        own = self._links.own
-        envelope = Envelope(
-            kind=Kind.ERROR, src_node=own.node_id, src_epoch=own.epoch, dst_epoch=link.key.epoch, corr=corr,
-            body=encode_fault(StreamBroken("it ended, and its end was lost on the way")),
-        )  # fmt: skip
-        self._links.send(link, Lane.CONTROL, encode(envelope))
-
-    def _answer(
-        self, arrival: Arrival, kind: Kind, body: Buffer = b"", frames: tuple[Buffer, ...] = (), *, actor: int = 0
-    ) -> None:
+    def _answer(self, arrival: Arrival, kind: Kind, body: Buffer = b"", frames: tuple[Buffer, ...] = ()) -> None:
         link = self._link_to(arrival)
         if link is not None and not arrival.is_answered:
-            self._send(link, arrival, kind, body, frames, actor=actor)
+            self._send(link, arrival, kind, body, frames)
         arrival.is_answered = True
         self._settle(arrival)
 
@@ -248,16 +213,14 @@ class Serving:
         if link is not None and link.served.get(arrival.envelope.corr) is arrival:
             del link.served[arrival.envelope.corr]
 
-    def _send(
-        self, link: Link, arrival: Arrival, kind: Kind, body: Buffer, frames: tuple[Buffer, ...], *, actor: int
-    ) -> None:
+    def _send(self, link: Link, arrival: Arrival, kind: Kind, body: Buffer, frames: tuple[Buffer, ...]) -> None:
         corr = arrival.envelope.corr
         if not frames and len(body) <= self._small_body:
-            self._links.send_plain(link, kind, corr, body, actor)
+            self._links.send_plain(link, kind, corr, body)
             return
         own = self._links.own
         envelope = Envelope(
-            kind=kind, src_node=own.node_id, src_epoch=own.epoch, dst_epoch=arrival.peer.epoch, corr=corr, actor=actor,
+            kind=kind, src_node=own.node_id, src_epoch=own.epoch, dst_epoch=arrival.peer.epoch, corr=corr,
             body=body, frames=frames,
         )  # fmt: skip
         data = encode(envelope)
