@@ -75,7 +75,7 @@ from ..core.weight_channel import (
 class KnobsContract(Actor):
     """An actor with live knobs: buffer, rollout actors, trainer ranks (rank 0 speaks for all), the coordinator."""
 
-    @call(deadline=10, reentrant=True, safe=True)
+    @call(deadline=10, reentrant=True)
     async def knobs(self) -> KnobSheet:
         """Declarations and values in force."""
         raise NotImplementedError
@@ -104,7 +104,7 @@ class ConductContract(Actor):
         """Change knobs, all or none; one change at a time."""
         raise NotImplementedError
 
-    @call(deadline=30, reentrant=True, safe=True)
+    @call(deadline=30, reentrant=True)
     async def knob_table(self) -> KnobTable:
         """All knobs of all owners."""
         raise NotImplementedError
@@ -115,7 +115,7 @@ class ConductContract(Actor):
         the later change, when a knob was changed again since."""
         raise NotImplementedError
 
-    @call(deadline=30, reentrant=True, safe=True)
+    @call(deadline=30, reentrant=True)
     async def history(self, limit: int) -> tuple[AuditRecord, ...]:
         """The newest records of the audit log, oldest first."""
         raise NotImplementedError
@@ -279,7 +279,7 @@ class BufferContract(KnobsContract):
         the version that the trainer will rest at: `until_step`, or the first step without a claim if that is later."""
         raise NotImplementedError
 
-    @call(deadline=30, reentrant=True, safe=True)
+    @call(deadline=30, reentrant=True)
     async def recent(self, num_groups: int) -> tuple[RecentGroup, ...]:
         """The groups that were finished last, newest first, and then as many at most that the trainer has scored; no
         more than that in all, fewer if they are long."""
@@ -296,7 +296,7 @@ class BufferContract(KnobsContract):
         Answered at once. Refused while an earlier one is not whole yet, unless `num_groups` is 0, which ends that."""
         raise NotImplementedError
 
-    @call(deadline=10, reentrant=True, safe=True)
+    @call(deadline=10, reentrant=True)
     async def dumps(self) -> tuple[DumpReport, ...]:
         """The newest dumps that this process of the buffer was asked for, oldest first."""
         raise NotImplementedError
@@ -349,12 +349,12 @@ class CoordinatorContract(KnobsContract, ConductContract):
         this call only informs a restarted coordinator."""
         raise NotImplementedError
 
-    @call(deadline=60, reentrant=True, safe=True)
+    @call(deadline=60, reentrant=True)
     async def live_knobs(self) -> LiveKnobs:
         """What was decided during the run: what a checkpoint holds of the knobs."""
         raise NotImplementedError
 
-    @call(deadline=60, reentrant=True, safe=True)
+    @call(deadline=60, reentrant=True)
     async def knobs_in_force(self, owner: str) -> KnobsInForce:
         """What a restarted owner must use before it gets, or gives, any work."""
         raise NotImplementedError
@@ -427,7 +427,7 @@ class MonitorContract(KnobsContract):
         """Latest values per source, and time shares per actor under `time/<actor>`."""
         raise NotImplementedError
 
-    @call(deadline=10, reentrant=True, safe=True)
+    @call(deadline=10, reentrant=True)
     async def shares(self, window_s: float) -> dict[str, dict[str, float]]:
         """Actor -> kind of activity, or "kind/name", -> share of its time over the last `window_s` seconds."""
         raise NotImplementedError
@@ -451,12 +451,12 @@ class RolloutContract(TenantContract, KnobsContract):
         """Phase 2: the next token is stamped with `version`."""
         raise NotImplementedError
 
-    @call(deadline=5, reentrant=True, safe=True)
+    @call(deadline=5, reentrant=True)
     async def weight_progress(self) -> WeightProgress:
         """How far an adoption that is under way is."""
         raise NotImplementedError
 
-    @call(deadline=10, reentrant=True, safe=True)
+    @call(deadline=10, reentrant=True)
     async def judge_channel(self, channel: WeightChannel, host: str) -> str:
         """Why weights that a trainer on `host` (its boot id) publishes by that channel cannot reach this engine; empty:
         they can."""

@@ -51,8 +51,6 @@ class Declaration:
     """The runtime may send it again within the deadline."""
     is_cancellable: bool = True
     """The handler is cancelled when its caller waits no more; else only its reply is lost."""
-    is_safe: bool = False
-    """Changes nothing; observers may call it."""
     key: str = ""
     """Durable puts: path of the request that names what is put, e.g. "group.prompt.group_id"."""
 
@@ -70,13 +68,9 @@ def call(
     reentrant: bool = False,
     idempotent: bool = False,
     cancellable: bool = True,
-    safe: bool = False,
 ) -> Callable[[F], F]:
-    """Request and reply. `deadline` in seconds is the default and may be shortened or stretched per call.
-
-    `safe`: it changes nothing, so that processes that may only look may call it.
-    """
-    declaration = Declaration("call", deadline, reentrant, idempotent, cancellable, is_safe=safe)
+    """Request and reply. `deadline` in seconds is the default and may be shortened or stretched per call."""
+    declaration = Declaration("call", deadline, reentrant, idempotent, cancellable)
     return lambda fn: _mark(fn, declaration)
 
 

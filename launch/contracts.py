@@ -235,12 +235,12 @@ class AgentContract(Actor):
         """Send SIGKILL, SIGSTOP or SIGCONT to these and all that they started; the names of those that are here."""
         raise NotImplementedError
 
-    @call(deadline=30, reentrant=True, safe=True)
+    @call(deadline=30, reentrant=True)
     async def read_log(self, request: LogRequest) -> LogChunk:
         """Read a log file of this node."""
         raise NotImplementedError
 
-    @call(deadline=60, reentrant=True, safe=True)
+    @call(deadline=60, reentrant=True)
     async def stacks_from_outside(self, name: str, py_spy: bool) -> StackReply:
         """Where a process is that need not answer: by a signal that makes it write its stacks down, or by py-spy."""
         raise NotImplementedError
@@ -259,12 +259,12 @@ class AgentContract(Actor):
 class ProcessContract(Actor):
     """What every actor's process answers beside its actor, under the name `process_name` gives."""
 
-    @call(deadline=10, reentrant=True, safe=True)
+    @call(deadline=10, reentrant=True)
     async def stacks(self) -> StackReply:
         """Stacks of all threads and all asyncio tasks."""
         raise NotImplementedError
 
-    @call(deadline=10, reentrant=True, safe=True)
+    @call(deadline=10, reentrant=True)
     async def facts(self) -> ProcessFacts:
         """How much it holds."""
         raise NotImplementedError

@@ -15,7 +15,6 @@ from ..core.errors import (
     MyxaError,
     NoSuchActor,
     NoSuchMethod,
-    NotPermitted,
     UserCodeError,
 )
 from ..core.failure_detector import Verdict
@@ -24,7 +23,6 @@ from ..core.ids import PeerKey
 from .actor_runner import ActorRunner
 from .codec import Codecs, UndecodableError
 from .registry.directory import HostedActor
-from .session.guard import PeerGuard
 from .session.links import Arrival
 from .session.serving import Serving
 from .session.session import LOOPBACK, Session
@@ -55,8 +53,6 @@ class Hosting:
         self._session: Session | None = None
         self._watched: list[tuple[str, ActorRunner]] = []
         self._node_events = node_events
-        self.guard: PeerGuard | None = None
-        """Knows who may only look."""
         self.retry_after_s: float | None = None
         """Set: this process is shutting down, calls of others are refused with this advice."""
         self._num_delivered = 0
@@ -108,13 +104,7 @@ class Hosting:
     def deliver(self, arrival: Arrival) -> None:
         envelope = arrival.envelope
         post = self._posts.get(envelope.actor << 16 | envelope.method)
-        if (
-            post is None
-            or arrival.is_cast
-            or envelope.key
-            or self.retry_after_s is not None
-            or (self.guard is not None and self.guard.observers)
-        ):
+        if post is None or arrival.is_cast or envelope.key or self.retry_after_s is not None:
             post = self._post_for(arrival)
         cell, spec, codecs, serving = post
         delivery = arrival.handle = Delivery(
@@ -139,11 +129,6 @@ class Hosting:
         if arrival.is_cast != (kind == "cast") or bool(envelope.key) != (kind == "put"):
             sent = "cast" if arrival.is_cast else "call"
             raise BadRequest(f"{cell.name}.{spec.name} is a {kind}, not a {sent}")
-        if self.guard is not None and not declaration.is_safe and self.guard.is_observer(arrival.peer):
-            raise NotPermitted(
-                f"{cell.name}.{spec.name} changes something, and the caller joined as an observer",
-                remedy="observers may call handlers declared safe=True",
-            )
         if self.retry_after_s is not None and arrival.peer != self._session.own:
             why = f"{cell.name}: its process is shutting down and takes no {spec.name}"
             raise Draining(why, retry_after_s=self.retry_after_s)

@@ -73,7 +73,6 @@ class Node:
         self._session = Session(
             own=key, name=name, transport=opened.transport, host=self._hosting, clock=clock, door=opened.door
         )
-        self._hosting.guard = opened.guard
         self._hosting.serve_with(self._session)
         self._mirror = Mirror(place, self._session, clock, self._hosting.tell, self.node_failed, self._describe)
         self.turn = opened.turn

@@ -12,7 +12,6 @@ from tests.harness.waiting import until
 from tests.transport.cast_of_actors import Echo, EchoContract
 
 from myxa.core.errors import LaunchError, NotPermitted, StaleEpoch
-from myxa.core.handlers import call
 from myxa.core.ids import PeerKey
 from myxa.transport.node import JobKey, KeyPair, Node
 from myxa.transport.registry.directory import NodeRecord
@@ -177,8 +176,6 @@ async def test_the_registry_hears_of_a_node_only_from_itself_and_from_launchers(
     assert await other.registry.process_exited("nobody", 1, 0) is False  # it joined with the job's key
     with pytest.raises(NotPermitted, match="no public key"):
         await other.registry.expect("trainer/0", "short")
-    with pytest.raises(NotPermitted, match="no role"):
-        await other.registry.expect("trainer/0", own.public, "king")
     with pytest.raises(LaunchError, match="registry itself"):
         await world.join("launcher/0", timeout_s=2)
 
@@ -288,40 +285,6 @@ async def test_a_hello_with_a_nonsensical_address_or_key_hurts_nobody(world):
 
 
 # -- roles
-
-
-class PanelContract(EchoContract):
-    @call(deadline=5, safe=True)
-    async def look(self) -> int:
-        raise NotImplementedError
-
-
-class Panel(Echo, PanelContract):
-    async def look(self) -> int:
-        return len(self.log)
-
-
-async def test_an_observer_may_only_look(world):
-    far = await world.join("far")
-    await far.start(Panel(), "panel")
-    own = KeyPair.generate()
-    await world.host.registry.expect("observer/0", own.public, "observer")
-    node = await Node.attach(name="observer/0", rdzv=world.host.rendezvous, key=own, node_rank=5)
-    world.nodes.append(node)
-    await node.wait_for("panel", timeout_s=5)
-    panel = node.ref(PanelContract, "panel")
-    assert await panel.look() == 0
-    assert "panel" in [a.name for record in await node.registry.list_nodes() for a in record.actors]
-    with pytest.raises(NotPermitted, match="observer"):
-        await panel.ping()
-    with pytest.raises(NotPermitted):
-        await node.registry.process_exited("far", 1, 0)
-    with pytest.raises(NotPermitted):
-        await node.start(Echo(), "mine")
-    await panel.note("a cast")
-    await until(lambda: node.counters()["casts_refused"])
-    assert await far.ref(PanelContract, "panel").seen() == []
-    await node.registry.leave("observer/0", node.epoch, "done")  # of itself it may speak
 
 
 # -- the guard alone

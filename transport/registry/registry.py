@@ -24,7 +24,7 @@ from ...core.errors import LaunchError, NotPermitted, StaleEpoch
 from ...core.handlers import call, current_caller
 from ...core.ids import PeerKey, check_name
 from ...core.supervision import describe_status
-from ..session.guard import ANYBODY, ROLES, KeyRights, PeerGuard, is_provisional
+from ..session.guard import ANYBODY, KeyRights, PeerGuard, is_provisional
 from ..wire import Endpoints, is_public_key
 from .directory import DirectoryUpdate, EndedNode, HostedActor, NodeRecord
 from .journal import JournalLine, NodeEnded, NodeEntry, RegistryJournal
@@ -58,7 +58,7 @@ class RegistryContract(Actor):
         """All actors of a node; `reasons`: why some that were there are not. Returns the directory's version."""
         raise NotImplementedError
 
-    @call(deadline=10, reentrant=True, safe=True)
+    @call(deadline=10, reentrant=True)
     async def leave(self, node: str, epoch: int, reason: str) -> None:
         """A process leaves cleanly; only itself may say so."""
         raise NotImplementedError
@@ -73,24 +73,22 @@ class RegistryContract(Actor):
         raise NotImplementedError
 
     @call(deadline=10, reentrant=True)
-    async def expect(self, node: str, public_key: str, role: str = "node") -> None:
+    async def expect(self, node: str, public_key: str) -> None:
         """A process of that name will join over tcp with that key and with no other; only launchers may announce it.
-
-        `role`: see `guard.Role`. A later announcement of the same name replaces this one.
-        """
+        A later announcement of the same name replaces this one."""
         raise NotImplementedError
 
-    @call(deadline=30, reentrant=True, safe=True)
+    @call(deadline=30, reentrant=True)
     async def resolve(self, name: str, wait_s: float) -> NodeRecord | None:
         """The node that hosts actor `name`, waiting for it to come up to `wait_s`."""
         raise NotImplementedError
 
-    @call(deadline=10, reentrant=True, safe=True)
+    @call(deadline=10, reentrant=True)
     async def list_nodes(self, prefix: str = "") -> tuple[NodeRecord, ...]:
         """Living incarnations whose node name starts with `prefix`."""
         raise NotImplementedError
 
-    @call(deadline=UPDATES_S + 3.0, reentrant=True, safe=True)
+    @call(deadline=UPDATES_S + 3.0, reentrant=True)
     async def updates(self, after: int, history: int, wait_s: float = UPDATES_S) -> tuple[DirectoryUpdate, ...]:
         """What happened after version `after` (-1: a snapshot), once something has; none after `wait_s`.
 
@@ -294,8 +292,8 @@ class RegistryActor(RegistryContract):
         self._rights.to_speak_for(node, current_caller())
         self._depart(node, epoch, reason)
 
-    async def expect(self, node: str, public_key: str, role: str = "node") -> None:
-        self._rights.to_expect(check_name(node), public_key, role, current_caller())
+    async def expect(self, node: str, public_key: str) -> None:
+        self._rights.to_expect(check_name(node), public_key, current_caller())
 
     async def process_exited(self, node: str, epoch: int, status: int, pid: int = 0) -> bool:
         self._rights.to_keep("report the end of another process", current_caller())
@@ -438,14 +436,13 @@ class RegistryRights:
         if record is not None and record.role != "keeper":
             raise self._refusal(f"{record.name} may not {what}")
 
-    def to_expect(self, name: str, public_key: str, role: str, caller: PeerKey | None) -> None:
+    def to_expect(self, name: str, public_key: str, caller: PeerKey | None) -> None:
         """Announce a key; notes it."""
         self.to_keep("announce keys", caller)
-        found = ROLES.get(role)
-        if found is None or not is_public_key(public_key):
-            raise self._refusal(f"there is no role {role!r}" if found is None else "that is no public key")
+        if not is_public_key(public_key):
+            raise self._refusal("that is no public key")
         if self._guard is not None:
-            self._guard.expect(KeyRights(name, found, public_key))
+            self._guard.expect(KeyRights(name, "node", public_key))
 
     def _record(self, caller: PeerKey | None) -> NodeRecord | None:
         """Of a member; None: within the process. A process that has not joined may only call `register`."""

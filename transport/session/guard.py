@@ -19,10 +19,9 @@ from ..registry.directory import NodeRecord
 K = TypeVar("K")
 V = TypeVar("V")
 
-Role = Literal["keeper", "node", "observer"]
+Role = Literal["keeper", "node"]
 """keeper: joined with the job's key, or is on the registry's host: may admit others and report their ends.
-node: may do everything in its own name. observer: may only call handlers that are declared safe."""
-ROLES: dict[str, Role] = {"keeper": "keeper", "node": "node", "observer": "observer"}
+node: joined with an announced key: may do everything in its own name."""
 
 PROVISIONAL = 1 << 31
 """Set in the number of a process that has not joined yet; its epoch is 0."""
@@ -71,8 +70,6 @@ class PeerGuard:
         self._candidates: OrderedDict[str, KeyRights] = OrderedDict()
         self._strangers: OrderedDict[PeerKey, KeyRights] = OrderedDict()
         self._banned: OrderedDict[str, float] = OrderedDict()
-        self.observers: frozenset[PeerKey] = frozenset()
-        """They may only call handlers that are declared safe."""
         self.on_change: Callable[[], None] | None = None
         """Called when keys became known."""
 
@@ -87,7 +84,6 @@ class PeerGuard:
                 _remember(self._past, key, node.name, MAX_PAST)
         for key in self._members:
             self._past.pop(key, None)
-        self.observers = frozenset(node.key for node in self._members.values() if node.role == "observer")
         self._changed()
 
     def expect(self, badge: KeyRights) -> None:
@@ -149,10 +145,6 @@ class PeerGuard:
     def expected(self, key: str) -> KeyRights | None:
         """Of a key that was announced in advance."""
         return self._candidates.get(key)
-
-    def is_observer(self, peer: PeerKey) -> bool:
-        """It may only call handlers that are declared safe."""
-        return peer in self.observers
 
     def _changed(self) -> None:
         if self.on_change is not None:
