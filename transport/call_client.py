@@ -110,9 +110,6 @@ class CallClient:
         if left_s is not None and left_s <= 0:
             raise _named(NotSent(f"{target}.{spec.name}: no time is left of the call that makes it"), target)
         body, frames = codecs_of(spec).request.encode(request)
-        if scope is NO_SCOPE and kind == "call" and not frames:  # nearly always
-            deadline_at = None if left_s is None else now + left_s
-            return CallOrder(target, spec.name, spec.schema, kind, body, deadline_at, declaration.is_idempotent, True)
         if declaration.is_idempotent:  # it may be sent again much later: the caller's arrays may have changed by then
             frames = tuple(bytes(frame) for frame in frames)
         return CallOrder(
@@ -270,5 +267,4 @@ def _redirected(order: CallOrder, target: str) -> CallOrder:
     return CallOrder(
         target=target, method=order.method, schema=order.schema, kind=order.kind, body=order.body,
         deadline_at=order.deadline_at, is_resendable=order.is_resendable, chain=order.chain, trace=order.trace,
-        is_plain=order.is_plain,
     )  # fmt: skip

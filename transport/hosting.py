@@ -28,9 +28,6 @@ from .session.serving import Serving
 from .session.session import LOOPBACK, Session
 from .wire import Lane
 
-Post = tuple[ActorRunner, HandlerSpec, Codecs, Serving]
-"""What handles a call."""
-
 
 class NodeEvents(Protocol):
     """What the node does with events that concern all of it."""
@@ -48,8 +45,6 @@ class Hosting:
     def __init__(self, node_events: NodeEvents) -> None:
         self._cells: dict[int, ActorRunner] = {}
         self._next_index = 0
-        self._posts: dict[int, Post] = {}
-        """By number of the actor and, in the lower 16 bits, of the handler: of calls that came before."""
         self._session: Session | None = None
         self._watched: list[tuple[str, ActorRunner]] = []
         self._node_events = node_events
@@ -72,7 +67,6 @@ class Hosting:
 
     def remove(self, cell: ActorRunner) -> None:
         self._cells = {index: other for index, other in self._cells.items() if other is not cell}
-        self._posts = {numbers: post for numbers, post in self._posts.items() if post[0] is not cell}
         self._watched = [(prefix, other) for prefix, other in self._watched if other is not cell]
 
     def cells(self) -> tuple[ActorRunner, ...]:
@@ -102,40 +96,27 @@ class Hosting:
     # -- calls
 
     def deliver(self, arrival: Arrival) -> None:
-        envelope = arrival.envelope
-        post = self._posts.get(envelope.actor << 16 | envelope.method)
-        if post is None or arrival.is_cast or envelope.key or self.retry_after_s is not None:
-            post = self._post_for(arrival)
-        cell, spec, codecs, serving = post
-        delivery = arrival.handle = Delivery(
-            spec, envelope.chain, arrival.deadline_at, envelope.trace, arrival.link.key, arrival, codecs, cell.name,
-            serving,
-        )  # fmt: skip
-        cell.accept(delivery)
-        self._num_delivered += 1
-
-    def _post_for(self, arrival: Arrival) -> Post:
-        """Who handles it; raises what speaks against that."""
-        envelope = arrival.envelope
+        envelope, session = arrival.envelope, self._session
         cell = self._cells.get(envelope.actor)
-        if cell is None or self._session is None:
+        if cell is None or session is None:
             raise NoSuchActor(f"there is no actor {envelope.actor} in this process (any more)")
         specs, method = cell.table.specs, envelope.method
         if method >= len(specs):
             raise NoSuchMethod(f"{cell.name} has no handler {method}")
         spec = specs[method]
-        declaration = spec.declaration
-        kind = declaration.kind
+        kind = spec.declaration.kind
         if arrival.is_cast != (kind == "cast") or bool(envelope.key) != (kind == "put"):
             sent = "cast" if arrival.is_cast else "call"
             raise BadRequest(f"{cell.name}.{spec.name} is a {kind}, not a {sent}")
-        if self.retry_after_s is not None and arrival.peer != self._session.own:
+        if self.retry_after_s is not None and arrival.peer != session.own:
             why = f"{cell.name}: its process is shutting down and takes no {spec.name}"
             raise Draining(why, retry_after_s=self.retry_after_s)
-        post = cell, spec, cell.codecs[method], self._session.serving
-        if kind not in ("cast", "put"):
-            self._posts[envelope.actor << 16 | method] = post
-        return post
+        delivery = arrival.handle = Delivery(
+            spec, envelope.chain, arrival.deadline_at, envelope.trace, arrival.link.key, arrival, cell.codecs[method],
+            cell.name, session.serving,
+        )  # fmt: skip
+        cell.accept(delivery)
+        self._num_delivered += 1
 
     def abandon(self, arrival: Arrival) -> None:
         cell = self._cells.get(arrival.envelope.actor)

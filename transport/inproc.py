@@ -8,7 +8,6 @@ can be reached and when a broken connection is noticed are the network's to say:
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 from collections import deque
 from collections.abc import Callable
@@ -137,9 +136,6 @@ class InprocTransport:
         outlet.queues[lane].append(parcel)
         if outlet.connections[lane] is not None:
             self._flush(outlet, lane)
-
-    def outlet(self, peer: PeerKey) -> Callable[[Parcel], None]:
-        return functools.partial(self.send, peer, Lane.CONTROL)
 
     def flush(self) -> None:
         """Nothing waits here for a turn of the loop."""

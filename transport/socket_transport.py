@@ -21,7 +21,6 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -211,9 +210,6 @@ class SocketTransport:
         known = self._peers.get(peer)
         if known is not None:
             (known.outboxes[lane] or self._outbox(peer, known, lane)).send(parcel)
-
-    def outlet(self, peer: PeerKey) -> Callable[[Parcel], None]:
-        return self._outbox(peer, self._peers[peer], Lane.CONTROL).send
 
     def flush(self) -> None:
         until = time.monotonic() + SETTLE_S

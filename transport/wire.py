@@ -7,7 +7,6 @@ with the session's greeting, and says when connections come and go. It does not 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from enum import IntEnum
 from typing import Protocol
 
@@ -129,10 +128,6 @@ class Transport(Protocol):
 
     def send(self, peer: PeerKey, lane: Lane, parcel: Parcel) -> None:
         """Queue; parcels of one lane leave in order. A peer that is not connected (any more): silently not sent."""
-        ...
-
-    def outlet(self, peer: PeerKey) -> Callable[[Parcel], None]:
-        """`send` to that peer on the control lane, without looking it up each time; until `disconnect`."""
         ...
 
     def flush(self) -> None:

@@ -169,7 +169,6 @@ class SessionMachine(RuleBasedStateMachine):
         order = CallOrder(
             target="callee", method="do", schema="x", kind=asked.kind, body=body, deadline_at=asked.deadline_at,  # pyright: ignore[reportArgumentType]
             is_resendable=asked.kind == "put", key=asked.name.encode().ljust(16) if asked.kind == "put" else b"",
-            is_plain=asked.kind == "call",
         )  # fmt: skip
         asked.corr = self.caller.session.calls.submit(order, self.route(), asked)
 
@@ -235,11 +234,10 @@ class SessionMachine(RuleBasedStateMachine):
         name = bytes(arrival.envelope.body).decode().strip()
         asked = self.model.asked[name]
         try:
-            serving.check_deadline(arrival)
+            serving.begin(arrival)
         except CallError as error:
             serving.fail(arrival, error)
             return
-        serving.take_up(arrival)
         self.model.run(name, self.callee.key.epoch)
         if not is_well:
             asked.has_failed = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter, deque
 from typing import Any
 
@@ -93,9 +92,6 @@ class End:
         self.sent_units[peer, lane] += parcel.cost
         self.net.flying.append((connection, str(peer), lane, bytes(parcel.data)))
 
-    def outlet(self, peer):
-        return functools.partial(self.send, peer, Lane.CONTROL)
-
     def flush(self):
         self.num_flushes += 1
 
@@ -147,7 +143,6 @@ class End:
         order = CallOrder(
             target=f"actor{other.key.node_id}", method="do", schema="x", kind="put" if key else "call", body=body, key=key,
             deadline_at=None if deadline_s is None else now + deadline_s, is_resendable=bool(key),
-            is_plain=not key,
         )  # fmt: skip
         route = Route(peer=other.key, endpoints=other.endpoints, actor=0, method=0)
         return self.session.calls.submit(order, route, sink)

@@ -100,7 +100,6 @@ class Scene:
             target="actor3", method="do", schema="x", body=b"[7]", key=b"k" * 16 if self.kind == "put" else b"",
             kind="call" if self.kind == "idempotent" else self.kind,
             deadline_at=self.clock.monotonic() + DEADLINE_S, is_resendable=self.kind in ("idempotent", "put"),
-            is_plain=self.kind in ("call", "idempotent"),
         )  # fmt: skip
         route = Route(peer=self.two.key, endpoints=self.two.endpoints, actor=0, method=0)
         self.one.session.calls.submit(order, route, self.sink)

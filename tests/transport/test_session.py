@@ -34,7 +34,7 @@ def test_the_callee_sees_the_time_that_is_left(pair, clock):
     assert arrival.deadline_at == pytest.approx(clock.monotonic() + 5, abs=0.01)  # relative: clocks need not agree
     clock.advance(6)
     with pytest.raises(DeadlineExceeded, match="not executed"):
-        two.session.serving.check_deadline(arrival)
+        two.session.serving.begin(arrival)
 
 
 def test_a_call_meant_for_another_epoch_is_refused(pair):

@@ -29,10 +29,8 @@ from ...core.errors import (
     StaleEpoch,
 )
 from ..wire import Lane
-from . import credit
-from .credit import UNIT_BYTES
 from .faults import decode_fault
-from .frames import HEADER_BYTES, LIMITS, NO_TTL, Envelope, FrameLimits, Kind, encode
+from .frames import LIMITS, Envelope, FrameLimits, Kind, encode
 from .links import Link, Links
 from .pending import CallOrder, CallSink, CallState, PendingCall, Route, RouteOf, ttl_ms_of
 
@@ -104,7 +102,6 @@ class Calls:
         self._next_corr = 1
         self._next_enrolled = 1
         """Calls from this number on were begun since the last tick: most end before the next, and are never timed."""
-        self._small_body = min(limits.bulk_from, UNIT_BYTES, limits.body, limits.message) - HEADER_BYTES
         self._casts = RefusedCasts()
         self.num_late = 0
         """Answers to calls that had ended already."""
@@ -120,8 +117,6 @@ class Calls:
 
     def submit(self, order: CallOrder, route: Route, sink: CallSink) -> int:
         """Begin a call; returns its number. If it raises (too large, overloaded, draining, no way), it never began."""
-        if order.is_plain and (corr := self._send_at_once(order, route, sink)):
-            return corr
         now = self._now()
         if order.kind == "cast":
             self._casts.check(order.target, now)
@@ -142,31 +137,6 @@ class Calls:
         self._pending[call.corr] = call
         self._push(link, call)
         return call.corr
-
-    def _send_at_once(self, order: CallOrder, route: Route, sink: CallSink) -> int:
-        """What happens to nearly every call, in one: it is small, its callee is known, and there is credit for it.
-        0: not so."""
-        links, body, peer = self._links, order.body, route.peer
-        link = links.find(peer)
-        if link is None or link.drains_until or link.waiting[0] or links.is_closed or len(body) > self._small_body:
-            return 0
-        window = link.windows[0]
-        num_sent = window.num_sent
-        if (num_sent - window.num_back & 0xFFFF) >= credit.WINDOW_UNITS:
-            return 0
-        window.num_sent = num_sent + 1 & 0xFFFF  # here in brief what `spend` does
-        corr = self._next_corr
-        self._next_corr = corr + 1
-        call = PendingCall(corr, order, sink, _SENT, peer, route, 1, 1)
-        self._pending[corr] = link.pending[corr] = call
-        due_at = order.deadline_at
-        ttl_ms = NO_TTL
-        if due_at is not None and not 0 <= (ttl_ms := int((due_at - self._now()) * 1000)) < NO_TTL:
-            ttl_ms = ttl_ms_of(order, self._now())
-        call.parcel = links.send_plain(
-            link, _CALL, corr, body, route.actor, route.method, order.is_resendable, 1, ttl_ms
-        )
-        return corr
 
     def submit_later(self, order: CallOrder, sink: CallSink) -> int:
         """Begin a resendable call to an absent actor: it is sent when `on_located` says where."""
@@ -217,13 +187,8 @@ class Calls:
         if call is None:
             self._on_late(link, envelope)
             return
-        if envelope.kind is _REPLY:  # nearly always: here in brief what `_end` does
-            call.state = _ENDED
-            del link.pending[corr]
-            self._pending.pop(corr, None)
-            if call.is_timed:
-                self._wheel.clear(corr)
-            call.sink.done(envelope)
+        if envelope.kind is _REPLY:
+            self._end(call, envelope)
             return
         is_refusal = envelope.kind is Kind.NACK
         error = decode_fault(envelope.body, call.order.target, call.order.method, is_refusal=is_refusal)

@@ -47,11 +47,9 @@ _CHUNK = struct.Struct("<c3xIQQ")
 
 HEADER_BYTES = _HEADER.size
 _HEADS = struct.Struct("<IHHIQ12sIIII")  # the same bytes, with fewer words
-read_head = _HEADS.unpack_from
-"""First word (see `WORDS`), flags, method, actor, corr, address (see `address_of`), ttl_ms, number of frames, length
-of body, credit."""
 pack_head = _HEADS.pack
-"""The same: with the body behind it an envelope without key, trace, chain and arrays, stamped at once."""
+"""First word (see `WORDS`), flags, method, actor, corr, address (see `address_of`), ttl_ms, number of frames, length of
+body, credit: with the body behind it an envelope without key, trace, chain and arrays."""
 CHUNK_HEADER_BYTES = _CHUNK.size
 
 

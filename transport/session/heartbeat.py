@@ -22,7 +22,7 @@ from ...core.failure_detector import DEFAULT_POLICY, DetectorPolicy, FailureDete
 from ...core.ids import PeerKey
 from ..wire import Lane
 from .calls import TICK_S
-from .frames import Envelope, Kind, encode
+from .frames import Envelope, Kind
 from .links import Link, Links, LinkState
 
 LOOK_S = 0.25
@@ -270,9 +270,4 @@ class Heartbeat:
         return link.state is LinkState.UP and link is not self._links.itself
 
     def _send(self, link: Link, kind: Kind) -> None:
-        own = self._links.own
-        envelope = Envelope(
-            kind=kind, src_node=own.node_id, src_epoch=own.epoch, dst_epoch=link.key.epoch,
-            body=msgspec.json.encode(self._vitals()),
-        )  # fmt: skip
-        self._links.send(link, Lane.CONTROL, encode(envelope))
+        self._links.send_plain(link, kind, 0, msgspec.json.encode(self._vitals()))

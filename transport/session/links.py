@@ -7,7 +7,6 @@ OPENING --connected--> UP --lost--> LOST --connected--> UP
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
@@ -37,12 +36,7 @@ if TYPE_CHECKING:
 
 STRANGER_LINGER_S = 1.0
 _WORDS = WORDS
-_CONTROL_LANE = Lane.CONTROL
 _CONTROL, _BULK, _BOTH = (Lane.CONTROL,), (Lane.BULK,), (Lane.CONTROL, Lane.BULK)
-
-
-def _nowhere(_parcel: Parcel) -> None:
-    """There is no connection; as `Transport.send` to a peer that is not known."""
 
 
 class LinkState(Enum):
@@ -73,15 +67,9 @@ class Link:
 
     def __init__(self, key: PeerKey, endpoints: Endpoints, own: PeerKey) -> None:
         self.key = key
-        self._address_in = address_of(key, own)
-        self.address_in = self._address_in
-        """In the header of what it sends to us; otherwise it is not meant for this incarnation, or not from that one.
-        Of one that is down: nothing, for it is looked at closely."""
         self.address_out = address_of(own, key)
         """In the header of what we send to it."""
         self.endpoints = endpoints
-        self.outlet: Callable[[Parcel], object] = _nowhere
-        """By which small envelopes leave for it."""
         self.state = LinkState.OPENING
         self.is_down = False
         """In state DOWN."""
@@ -110,9 +98,6 @@ class Link:
         """Move to the next state; an event that the table does not know in this state is a bug."""
         self.state = _TRANSITIONS[self.state, event]
         self.is_down = self.state is LinkState.DOWN
-        self.address_in = b"" if self.is_down else self._address_in
-        if self.is_down:
-            self.outlet = _nowhere
 
     def reopen(self) -> None:
         """It was given up and is tried again: what we send begins again, what it sends continues where it was."""
@@ -138,13 +123,7 @@ class Link:
         """Apply the other side's counters; the lanes that gained room and have a use for it."""
         changed = word ^ self.last_word
         self.last_word = word
-        window, counter = self.windows[0], word & 0xFFFF
-        if changed <= 0xFFFF and not self.waiting[0]:
-            num_back = window.num_back  # nearly always: here in brief what `released` does
-            if 0 < (counter - num_back & 0xFFFF) <= (window.num_sent - num_back & 0xFFFF):
-                window.num_back = counter
-                return ()
-        has_gained = window.released(counter)
+        has_gained = self.windows[0].released(word & 0xFFFF)
         if changed > 0xFFFF and self.windows[1].released(word >> 16):
             return _BOTH if has_gained else _BULK
         return _CONTROL if has_gained else ()
@@ -171,7 +150,6 @@ class Links:
         self.itself = Link(own, transport.endpoints, own)
         """The way to ourselves: always up, no transport between."""
         self.itself.on("connected")
-        self.itself.outlet = functools.partial(self._hand_over, self.itself, _CONTROL_LANE)
         self._links[own] = self.itself
 
     def all(self) -> list[Link]:
@@ -205,7 +183,6 @@ class Links:
             if given_up is not None:
                 link.endpoints = endpoints
                 link.reopen()
-            link.outlet = self._transport.outlet(key)
         return link
 
     def learn(self, link: Link, endpoints: Endpoints) -> None:
@@ -261,7 +238,7 @@ class Links:
         stamp(data, ttl_ms, link.credit_word())
         return self._hand_over(link, lane, Parcel(data, cost))
 
-    def send_plain(
+    def send_plain(  # noqa: PLR0913  # the fields of a header, and nearly all have a default
         self,
         link: Link,
         kind: Kind,
@@ -272,20 +249,14 @@ class Links:
         is_idempotent: bool = False,
         cost: int = 0,
         ttl_ms: int = NO_TTL,
+        lane: Lane = Lane.CONTROL,
     ) -> Parcel:
-        """The same for an envelope of the control lane without options and arrays, which is made here and now."""
-        control, bulk = link.grants  # here in brief what `credit_word` does
-        word = control.announced = control.released
-        if bulk.released or bulk.announced:
-            bulk.announced = bulk.released
-            word |= bulk.released << 16
+        """The same for an envelope without options and arrays, which is made here and now."""
         header = pack_head(
             _WORDS[kind], IDEMPOTENT if is_idempotent else 0, method, actor, corr, link.address_out, ttl_ms,
-            0, len(body), word,
+            0, len(body), link.credit_word(),
         )  # fmt: skip
-        parcel = Parcel(header + body, cost)
-        link.outlet(parcel)
-        return parcel
+        return self._hand_over(link, lane, Parcel(header + body, cost))
 
     def _hand_over(self, link: Link, lane: Lane, parcel: Parcel) -> Parcel:
         if link is self.itself:

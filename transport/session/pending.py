@@ -35,8 +35,6 @@ class CallOrder(msgspec.Struct, frozen=True, gc=False):
     body: Buffer
     deadline_at: float | None = None
     is_resendable: bool = False
-    is_plain: bool = False
-    """A call (no cast or put) without options and arrays: `Calls.submit` is quick with it."""
     frames: tuple[Buffer, ...] = ()
     key: bytes = b""
     chain: tuple[str, ...] = ()

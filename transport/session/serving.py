@@ -25,8 +25,7 @@ from ...core.errors import (
     NotPermitted,
 )
 from ..wire import Lane
-from . import credit
-from .credit import UNIT_BYTES, cost_of
+from .credit import cost_of
 from .faults import encode_fault
 from .frames import HEADER_BYTES, LIMITS, NO_TTL, Buffer, Envelope, FrameLimits, Kind, encode
 from .links import Arrival, Link, Links
@@ -82,9 +81,9 @@ class Serving:
             newest[lane] = corr
         now, ttl_ms = self._now(), envelope.ttl_ms
         deadline_at = None if ttl_ms == NO_TTL else now + ttl_ms / 1000
-        is_cast, cost = envelope.kind is _CAST, 1 if num_bytes <= UNIT_BYTES else cost_of(num_bytes)
+        is_cast, cost = envelope.kind is _CAST, cost_of(num_bytes)
         arrival = Arrival(link, lane, envelope, cost, deadline_at, is_cast)
-        link.grants[lane].held += cost
+        link.grants[lane].take(cost)
         if not is_cast:
             link.served[corr] = arrival
         if envelope.key and not self._is_first(arrival, now):
@@ -132,23 +131,9 @@ class Serving:
 
     def begin(self, arrival: Arrival) -> None:
         """Its handler begins. Raises DeadlineExceeded if its time was over before: then it is not executed."""
-        deadline_at, link = arrival.deadline_at, arrival.link
-        if deadline_at is not None and self._now() > deadline_at:
-            self.check_deadline(arrival)
-        if link.is_down:
-            self.take_up(arrival)
-        elif not arrival.is_taken_up:  # the same, in brief
-            arrival.is_taken_up = True
-            grant, cost = link.grants[arrival.lane], arrival.cost
-            grant.held -= cost
-            grant.released = released = grant.released + cost & 0xFFFF
-            if (released - grant.announced & 0xFFFF) >= credit.DUE_UNITS:
-                self._links.send_plain(link, _CREDIT, 0)
-
-    def check_deadline(self, arrival: Arrival) -> None:
-        """Raises DeadlineExceeded if its time was over before it began: then it is not executed."""
-        if arrival.deadline_at is not None and self._clock.monotonic() > arrival.deadline_at:
+        if arrival.deadline_at is not None and self._now() > arrival.deadline_at:
             raise DeadlineExceeded("its deadline passed before it was executed", remedy="it was not executed")
+        self.take_up(arrival)
 
     def left_s(self, arrival: Arrival) -> float | None:
         """Of its caller's patience; None: no limit."""
@@ -156,14 +141,6 @@ class Serving:
 
     def reply(self, arrival: Arrival, body: Buffer, frames: tuple[Buffer, ...]) -> None:
         """The handler's result. Raises MessageTooLarge: then it is still unanswered."""
-        envelope, link = arrival.envelope, arrival.link
-        is_plain = not (frames or envelope.key or arrival.is_cast or arrival.is_answered or link.is_down)
-        if is_plain and len(body) <= self._small_body:
-            arrival.is_answered = True
-            arrival.handle = None
-            link.served.pop(envelope.corr, None)
-            self._links.send_plain(link, _REPLY, envelope.corr, body)
-            return
         if arrival.is_answered or arrival.is_cast:
             self._settle(arrival)
             return
@@ -189,12 +166,7 @@ class Serving:
 
     def refuse_unread(self, link: Link, corr: int, error: CallError) -> None:
         """Refuse a message that could not even be taken as a call."""
-        own = self._links.own
-        envelope = Envelope(
-            kind=Kind.NACK, src_node=own.node_id, src_epoch=own.epoch, dst_epoch=link.key.epoch, corr=corr,
-            body=encode_fault(error),
-        )  # fmt: skip
-        self._links.send(link, Lane.CONTROL, encode(envelope))
+        self._links.send_plain(link, Kind.NACK, corr, encode_fault(error))
 
     def _answer(self, arrival: Arrival, kind: Kind, body: Buffer = b"", frames: tuple[Buffer, ...] = ()) -> None:
         link = self._link_to(arrival)

@@ -16,10 +16,9 @@ from one that is over, has no effect.
 Other lost calls and answers end by their deadline. Repair runs every `EVERY_S`, only on calls that make no progress,
 and is not on the path of a call. All its questions are CREDIT envelopes, distinguished by `method`.
 
-`InboundRouter` decides what a received envelope is for. Nearly all are small, have neither options nor arrays, and come
-from a known peer: the first word of the header, one comparison of addresses, and lengths that add up show that. All
-others are examined, counted, and refused or dropped. `ProtocolViolations` bans a connection with too many violations
-within a minute, for a while. Its memory is bounded: the oldest entries are forgotten first.
+`InboundRouter` decides what a received envelope is for: what comes from a known peer for this incarnation goes to the
+handler of its kind, all else is counted, and refused or dropped. `ProtocolViolations` bans a connection with too many
+violations within a minute, for a while. Its memory is bounded: the oldest entries are forgotten first.
 """
 
 from __future__ import annotations
@@ -38,10 +37,8 @@ from .calls import Calls
 from .credit import cost_of
 from .faults import decode_fault, encode_fault
 from .frames import (
-    HEADER_BYTES,
     LIMITS,
     VERSION,
-    WORDS,
     Buffer,
     Envelope,
     FrameLimits,
@@ -50,7 +47,6 @@ from .frames import (
     decode,
     encode,
     peek,
-    read_head,
 )
 from .handshake import PROTOCOL, Handshake, Hello, read_goodbye, read_hello, write_goodbye, write_hello
 from .heartbeat import Heartbeat, HeartbeatHost
@@ -60,7 +56,7 @@ from .serving import Host, Serving
 
 LOOPBACK = b"self"
 """Source of what a process sends to itself."""
-_HELLO, _LEAST = Kind.HELLO, HEADER_BYTES  # members of an Enum are looked up in Python
+_HELLO = Kind.HELLO  # members of an Enum are looked up in Python
 
 Handler = Callable[[Link, Lane, Envelope, int], None]
 """Of one kind of envelope; the number is its length in bytes."""
@@ -86,17 +82,12 @@ class InboundRouter:
         self._serving = serving
         self._clock = clock
         self._limits = (limits.of_control(), limits)
-        self._plain_bytes = min(limits.bulk_from, limits.control_body, limits.body, limits.message)
         self._door = door
         self._counters = counters
         self._session = session
         self._handlers = handlers
-        self._plain = {WORDS[kind]: (kind, handle) for kind, handle in handlers.items()}
-        """The same by the first word of an envelope."""
         self._epoch = links.own.epoch
         self._violations = ProtocolViolations()
-        self._is_wary = False
-        """Examine everything: a source is banned, or this process is closing."""
         self._sources: tuple[dict[bytes, Link], dict[bytes, Link]] = ({}, {})
         for sources in self._sources:
             sources[LOOPBACK] = links.itself
@@ -128,39 +119,11 @@ class InboundRouter:
                 self._sources[lane].pop(source, None)
                 self._violations.forgive(source)
 
-    def look_closely(self) -> None:
-        """At everything, from now on: this process is closing."""
-        self._is_wary = True
-
     # -- what comes
 
     def received(self, source: bytes, lane: Lane, data: memoryview) -> None:
-        link, size = self._sources[lane].get(source), len(data)
-        if link is None or not _LEAST <= size <= self._plain_bytes or self._is_wary:
-            self._examine(source, lane, data)
-            return
-        word, flags, method, actor, corr, address, ttl_ms, num_frames, body_len, credit = read_head(data)
-        found = self._plain.get(word)
-        if found is None or address != link.address_in or body_len != size - _LEAST or num_frames or flags:
-            self._examine(source, lane, data)
-            return
-        if credit != link.last_word and (gained := link.take_credit(credit)):
-            self._make_use_of(link, gained)
-        kind, handle = found
-        node_id, epoch = link.key
-        body = data[_LEAST:]
-        handle(link, lane, Envelope(kind, node_id, epoch, self._epoch, corr, actor, method, ttl_ms, credit, body), size)
-
-    def _make_use_of(self, link: Link, gained: tuple[Lane, ...]) -> None:
-        for room in gained:
-            if link.waiting[room]:
-                self._calls.on_room(link, room)
-
-    def _examine(self, source: bytes, lane: Lane, data: memoryview) -> None:
-        """The same for any message from any source."""
         if self._links.is_closed or (self._violations.has_bans and self._is_banned(source)):
             return
-        self._is_wary = self._violations.has_bans
         envelope = decode(data, self._limits[lane])
         link = self._sources[lane].get(source)
         if (
@@ -174,7 +137,9 @@ class InboundRouter:
             self._on_irregular(source, lane, link, envelope)
             return
         if envelope.credit != link.last_word:
-            self._make_use_of(link, link.take_credit(envelope.credit))
+            for room in link.take_credit(envelope.credit):
+                if link.waiting[room]:
+                    self._calls.on_room(link, room)
         self._handlers[envelope.kind](link, lane, envelope, len(data))
 
     def _on_irregular(self, source: bytes, lane: Lane, link: Link | None, envelope: Envelope | Malformed) -> None:
@@ -199,7 +164,6 @@ class InboundRouter:
         self._counters["malformed"] += 1
         if source != LOOPBACK and self._violations.record(source, self._clock.monotonic()):
             self._counters["banned"] += 1
-            self._is_wary = True
             self._sources[lane].pop(source, None)
             if self._door is not None:
                 self._door.ban(source, lane)
@@ -322,10 +286,10 @@ class Repair:
     def on_credit(self, link: Link, lane: Lane, envelope: Envelope, _num_bytes: int) -> None:
         """CREDIT: its counters have been taken already; perhaps it is a question."""
         if envelope.method == Question.STILL_WANTED and envelope.corr not in link.pending:
-            self._send(link, Lane.CONTROL, Kind.CANCEL, envelope.corr)  # it has not heard the first
+            self._links.send_plain(link, Kind.CANCEL, envelope.corr)  # it has not heard the first
         elif envelope.method == Question.SENT:
             link.grants[lane].resync(envelope.actor)
-            self._send(link, Lane.CONTROL, Kind.CREDIT, 0)
+            self._links.send_plain(link, Kind.CREDIT, 0)
 
     # -- looking
 
@@ -343,7 +307,7 @@ class Repair:
             key = ("served", link.key, corr)
             if self._stood_still_s(key, arrival, now) >= STILL_WANTED_S:
                 self._seen[key] = (arrival, now)
-                self._send(link, Lane.CONTROL, Kind.CREDIT, corr, Question.STILL_WANTED)
+                self._links.send_plain(link, Kind.CREDIT, corr, method=Question.STILL_WANTED)
 
     def _look_at_credit(self, link: Link, now: float) -> None:
         for lane in Lane:
@@ -352,7 +316,7 @@ class Repair:
             is_short = link.waiting[lane] or not window.has_room(credit.WINDOW_UNITS // 2)
             if is_short and self._stood_still_s(key, window.counters, now) >= PATIENCE_S:
                 self._seen[key] = (window.counters, now)
-                self._send(link, lane, Kind.CREDIT, 0, Question.SENT, window.counters[0])
+                self._links.send_plain(link, Kind.CREDIT, 0, actor=window.num_sent, method=Question.SENT, lane=lane)
 
     def _stood_still_s(self, key: Hashable, mark: object, now: float) -> float:
         """For how long it has been seen with that mark."""
@@ -361,14 +325,6 @@ class Repair:
             known = (mark, now)
         self._seen[key] = known
         return now - known[1]
-
-    def _send(self, link: Link, lane: Lane, kind: Kind, corr: int, method: int = 0, number: int = 0) -> None:
-        own = self._links.own
-        envelope = Envelope(
-            kind=kind, src_node=own.node_id, src_epoch=own.epoch, dst_epoch=link.key.epoch, corr=corr, method=method,
-            actor=number,
-        )  # fmt: skip
-        self._links.send(link, lane, encode(envelope))
 
 
 ANOTHER = "asked for another incarnation than"
@@ -509,17 +465,15 @@ class Session:
         """Tell everybody that new calls are not taken any more; those under way are finished."""
         for link in self._links.all():
             if link.key != self.own:
-                body = write_goodbye(retry_after_s)
-                self._links.send(link, Lane.CONTROL, encode(self._envelope(Kind.GOODBYE, link.key, body=body)))
+                self._links.send_plain(link, Kind.GOODBYE, 0, write_goodbye(retry_after_s))
 
     def close(self) -> None:
         """Say goodbye to everybody; calls that are still pending end now."""
         self.calls.fail_all("this process is closing")
         self._links.is_closed = True
-        self._router.look_closely()
         for link in self._links.all():
             if link.key != self.own:
-                self._links.send(link, Lane.CONTROL, encode(self._envelope(Kind.GOODBYE, link.key)))
+                self._links.send_plain(link, Kind.GOODBYE, 0)
                 self._down(link, "this process is closing", GOODBYE_LINGER_S)
 
     # -- peers
