@@ -37,6 +37,7 @@ STAGES = {
     "both: sockets, on its way out and taken in": (
         "transport/socket_transport.py",
         "transport/outbox.py",
+        "transport/zeromq.py",
     ),
     "both: whose it is, what it is": ("transport/session/session.py", "transport/session/frames.py"),
     "callee: arrival, answer": ("transport/session/serving.py", "transport/hosting.py"),

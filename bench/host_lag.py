@@ -28,7 +28,7 @@ from pathlib import Path
 from answerer import Answerer, AnswererContract
 
 from myxa.transport.node import Node, Rendezvous
-from myxa.transport.outbox import TURN_S
+from myxa.transport.zeromq import TURN_S
 
 TICK_S = 0.001
 QUIET, ATTACHED, UNBOUNDED = "nobody calls", f"attached, {1000 * TURN_S:g} ms a turn", "attached, no bound"

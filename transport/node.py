@@ -35,7 +35,6 @@ from .address import Rendezvous
 from .call_client import CallClient
 from .hosting import Hosting
 from .inproc import InprocNetwork
-from .outbox import TURN_S, TurnBudget
 from .registry.bootstrap import Mirror, RegistryLocation, RegistryLock, claim_registry, host_registry, join
 from .registry.directory import NodeRecord
 from .registry.registry import REGISTRY, RegistryActor, RegistryContract
@@ -43,6 +42,7 @@ from .security import JobKey, KeyPair
 from .session.calls import TICK_S
 from .session.session import Session
 from .socket_transport import Opened, open_transport
+from .zeromq import TURN_S, TurnBudget
 
 A = TypeVar("A")
 

@@ -1,15 +1,13 @@
-r"""The sending half of every wire: one connection at a time to one peer on one lane, kept up as long as the peer is
-wanted. It decides what leaves when, and when to reconnect; `zeromq.py` carries it out.
+r"""The sending half of the wire: one connection at a time to one peer on one lane, kept up while the peer is wanted. A
+send-only DEALER for each connection, watched by its monitor. libzmq's own reconnecting is off: it would send our next
+message, not our HELLO, to the new listener.
 
 The first envelope of a burst leaves at once, the rest of the turn of the loop leaves together (if the last turn had
-several, all of them together). While messages are taken in, their answers are held and leave together
-(`WriteCoalescing`): a message of the network costs as much as several of ours. Large ones go in chunks, a few per turn.
+several, all of them together). Answers to what is being taken in leave together (`WriteCoalescing`). Large ones go in
+chunks, one per turn.
 
     CONNECTING --ready--> READY --broken--> BACKOFF --timer--> CONNECTING
          \--refused, timer--> BACKOFF           any --close--> CLOSED (may linger in CONNECTING to say what is queued)
-
-`TurnBudget` bounds how much a node takes in before the loop's other work runs. The inboxes of a node share it: a burst
-of thousands of messages would otherwise hold the host's loop up for tens of milliseconds.
 """
 
 from __future__ import annotations
@@ -17,24 +15,37 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
 from typing import Protocol
 
-from ..core.errors import ConfigError, LaunchError
+import zmq
+from zmq.backend import Socket as SocketBase
+
+from ..core.errors import LaunchError
 from .session.frames import LIMITS, batch, fill_chunk, sole
 from .wire import Parcel
+from .zeromq import MONITORED, STATUS_OVER, Pump, Socket, WriteCoalescing, read_event
 
 BACKOFF_S = (0.05, 2.0)
 MAX_BACKDATED_S = 5.0
 BATCH_BYTES = 512 * 1024
-CHUNKS_PER_TURN = 1
 BURST_S = 50e-6
 """What is sent so soon after another one, with nothing taken in between, is of one burst with it; what follows on an
 answer is not, however soon that came. To ask for a call in the next turn of the loop, for each that leaves alone, would
 cost half as much as sending it."""
+REACH_LIMIT_S = 1.5
+"""For the other side's kernel to take the connection."""
+HANDSHAKE_LIMIT_S = 4.0
+"""For the other side's process to answer; below libzmq's own limit, so that it is known who ran out of patience."""
+AGAIN_S = 0.005
+
+_HELLO = 1
+"""`frames.Kind.HELLO` in the fourth byte of an envelope."""
+_DONTWAIT = int(zmq.DONTWAIT)
+_send = SocketBase.send
+"""Without pyzmq's own layer, which takes as long again: it serves what else can be sent than bytes."""
 
 
 class OutboxState(Enum):
@@ -46,27 +57,37 @@ class OutboxState(Enum):
     CLOSED = "closed"
 
 
-_MAX_BATCH, _CHUNK = LIMITS.batch, LIMITS.chunk
+_CHUNK, _MAX_BATCH = LIMITS.chunk, LIMITS.batch
 _READY = OutboxState.READY  # members of an Enum are looked up in Python
-_HELLO = 1
-"""`frames.Kind.HELLO` in the fourth byte of an envelope."""
 
 
-class Outbox(ABC):
+class Outbox:
     """One connection at a time to one peer on one lane."""
 
-    def __init__(self, events: OutboxEvents, coalescing: WriteCoalescing | None = None) -> None:
-        """Begins to connect: whatever `_open` needs is there before."""
+    def __init__(
+        self,
+        endpoint: str,
+        make_socket: Callable[[], Socket],
+        events: OutboxEvents,
+        coalescing: WriteCoalescing | None = None,
+    ) -> None:
+        """Begins to connect."""
+        self._endpoint = endpoint
+        self._make_socket = make_socket
         self._coalescing = coalescing or WriteCoalescing()
         self._events = events
         self._loop = asyncio.get_running_loop()
+        self._socket: Socket | None = None
+        self._monitor: Socket | None = None
+        self._pump: Pump | None = None
         self._state = OutboxState.CLOSED
         self._queue: deque[Parcel] = deque()
         self._chunked: tuple[Parcel, int] | None = None
+        """A large envelope, of which so many bytes have left."""
         self._scratch = bytearray()
         self._sent_units = 0
         self._is_turn_taken = False
-        """The next flush is due already."""
+        """The next departure is due already."""
         self._is_held = False
         """Nothing can leave before there is room for it; `_on_room` will be called then."""
         self._is_hot = False
@@ -79,36 +100,6 @@ class Outbox(ABC):
         self._backoff_s = BACKOFF_S[0]
         self._timer: asyncio.Handle | None = None
         self._connect()
-
-    # -- how it is sent
-
-    @abstractmethod
-    def _open(self) -> None:
-        """Begin to connect; `_on_ready` or `_on_broken` says what came of it. Raises LaunchError if nothing can."""
-
-    @abstractmethod
-    def _put(self, message: bytes | memoryview) -> bool:
-        """One message of ours on its way, never called while `_is_held`. False: it has to wait.
-
-        Where it, or a part of it, waits for room: calls `_hold`, and sees to it that `_on_room` is called.
-        """
-
-    def _put_sole(self, envelope: bytes | bytearray) -> bool:
-        """The same for a message of one envelope."""
-        return self._put(sole(envelope))
-
-    @abstractmethod
-    def _await_room(self, until: float) -> bool:
-        """Wait, blocking, for room, until that moment of `time.monotonic` at most, and put there what waits for it.
-        False: there was none."""
-
-    @abstractmethod
-    def _settle(self, until: float) -> None:
-        """Wait, blocking, for a connection that is just being made, until that moment of `time.monotonic` at most."""
-
-    @abstractmethod
-    def _release(self, linger_s: float) -> None:
-        """Drop the connection, if there is one. What it has taken already may leave for so long."""
 
     @property
     def _is_unfinished(self) -> bool:
@@ -129,10 +120,7 @@ class Outbox(ABC):
             self._take_turn()
         else:
             self._left_at, self._left_after = now, num_intakes
-            if self._is_only_one():
-                self._send_sole(parcel)
-            elif self._flush() and self._is_unfinished:
-                self._take_turn()
+            self._depart()
 
     def flush(self, until: float) -> None:
         """Send what is queued now, whatever the turn, for the loop may be blocked next. Waits, blocking, for a
@@ -163,69 +151,24 @@ class Outbox(ABC):
         if self._is_held:
             return
         self._is_turn_taken = False
-        if self._is_only_one():
-            self._send_sole(self._queue[0])
-        elif self._flush() and self._is_unfinished:
-            self._take_turn()
-
-    def _is_only_one(self) -> bool:
-        """One that is not large is all that waits: nearly always, to a loop at leisure."""
-        queue = self._queue
-        if len(queue) != 1 or self._chunked is not None or self._is_closing or self._state is not _READY:
-            return False
-        return len(queue[0].data) <= _CHUNK
-
-    def _flush(self) -> bool:
-        """Send what is queued, of large envelopes a few pieces; False if it was not the time for it."""
         if self._state is not _READY:
-            return False
-        while not self._is_held and (self._queue or self._chunked is not None):
-            if self._chunked is not None or len(self._queue[0].data) > LIMITS.chunk:
-                if not self._send_chunks():
-                    break
-            elif not self._send_batch():
-                break
-        if self._is_closing and not self._is_unfinished:
+            return
+        queue = self._queue
+        while queue or self._chunked is not None:
+            is_large = self._chunked is not None or len(queue[0].data) > _CHUNK
+            if not (self._send_chunk() if is_large else self._send_batch()):
+                self._take_turn()
+                return
+        if self._is_closing:
             self._finish()
-            return False
-        return True
 
     def _take_turn(self) -> None:
         if not self._is_turn_taken:  # nor held back: a turn of the loop makes no room
             self._is_turn_taken = True
             self._loop.call_soon(self._flush_in_turn)
 
-    def _send_sole(self, parcel: Parcel) -> bool:
-        """One message of the only one that waits; False if it has to wait."""
-        if not parcel.is_withdrawn:
-            if not self._put_sole(parcel.data):
-                return False
-            parcel.is_sent = True
-            self._sent_units += parcel.cost
-        self._queue.clear()
-        return True
-
     def _send_batch(self) -> bool:
-        """One message; False if it has to wait."""
-        queue = self._queue
-        if len(queue) == 1:
-            return self._send_sole(queue[0])
-        datas = [parcel.data for parcel in queue if not parcel.is_withdrawn]
-        if 0 < len(datas) <= _MAX_BATCH and sum(map(len, datas)) <= BATCH_BYTES:  # nearly always
-            if not self._put(batch(datas)):
-                return False
-            num_units = 0
-            for parcel in queue:
-                if not parcel.is_withdrawn:
-                    parcel.is_sent = True
-                    num_units += parcel.cost
-            self._sent_units += num_units
-            queue.clear()
-            return True
-        return self._send_part()
-
-    def _send_part(self) -> bool:
-        """As many of those that wait as fit into one message."""
+        """As many of those that wait as fit into one message; False if it has to wait."""
         queue = self._queue
         parcels: list[Parcel] = []
         num_bytes = num_taken = 0
@@ -237,8 +180,10 @@ class Outbox(ABC):
             if not parcel.is_withdrawn:
                 num_bytes += size
                 parcels.append(parcel)
-        if parcels and not self._put(batch([p.data for p in parcels])):
-            return False
+        if parcels:
+            message = sole(parcels[0].data) if len(parcels) == 1 else batch([parcel.data for parcel in parcels])
+            if not self._put(message):
+                return False
         for _ in range(num_taken):
             queue.popleft()
         for parcel in parcels:
@@ -246,28 +191,51 @@ class Outbox(ABC):
             self._sent_units += parcel.cost
         return True
 
-    def _send_chunks(self) -> bool:
-        """A few pieces of a large envelope; False if the rest has to wait for the next turn."""
+    def _send_chunk(self) -> bool:
+        """A piece of a large envelope; False if the rest has to wait for the next turn."""
         if self._chunked is None:
             parcel, offset = self._queue.popleft(), 0
             if parcel.is_withdrawn:
                 return True
-        else:
-            parcel, offset = self._chunked
-        total = len(parcel.data)
-        self._chunked = parcel, offset
-        for _ in range(CHUNKS_PER_TURN):
-            if not self._put(fill_chunk(self._scratch, parcel.data, offset)):
-                return False
-            if offset == 0:
-                parcel.is_sent = True
-                self._sent_units += parcel.cost
-            offset += LIMITS.chunk
             self._chunked = parcel, offset
-            if offset >= total:
-                self._chunked = None
+        parcel, offset = self._chunked
+        if not self._put(fill_chunk(self._scratch, parcel.data, offset)):
+            return False
+        if offset == 0:
+            parcel.is_sent = True
+            self._sent_units += parcel.cost
+        offset += LIMITS.chunk
+        self._chunked = (parcel, offset) if offset < len(parcel.data) else None
+        return self._chunked is None
+
+    def _put(self, message: bytes | memoryview) -> bool:
+        """One message on its way, never called while `_is_held`. False: it has to wait."""
+        socket = self._socket
+        if socket is None:
+            return False
+        for _ in range(2):
+            try:
+                _send(socket, message, _DONTWAIT)
+            except zmq.Again:
+                # The new connection may not have been noticed yet by this side of the socket: looking makes it so.
+                socket.getsockopt(zmq.EVENTS)
+            else:
                 return True
+        self._hold()
+        self._loop.call_later(AGAIN_S, self._look_again, socket)
         return False
+
+    def _look_again(self, socket: Socket) -> None:
+        if self._is_held and self._socket is socket:
+            self._on_room()
+
+    def _await_room(self, until: float) -> bool:
+        """Wait, blocking, for room, until that moment of `time.monotonic` at most. False: there was none."""
+        socket = self._socket
+        if socket is None or not socket.poll(max(0, int((until - time.monotonic()) * 1000)), zmq.POLLOUT):
+            return False
+        self._on_room()
+        return True
 
     # -- the connection
 
@@ -281,6 +249,66 @@ class Outbox(ABC):
             self._open()
         except LaunchError as error:  # no descriptors are left, or a drill
             self._loop.call_soon(self._on_broken, str(error))
+
+    def _open(self) -> None:
+        self._socket = self._make_socket()
+        self._monitor = self._socket.get_monitor_socket(MONITORED)
+        self._pump = Pump(self._monitor, self._watch, 16)
+        self._set_timer(self._loop.call_later(REACH_LIMIT_S, self._on_unreached))
+        try:
+            self._socket.connect(self._endpoint)
+        except zmq.ZMQError as error:
+            self._on_broken(f"cannot connect: {error}")
+
+    def _settle(self, until: float) -> None:
+        """Wait, blocking, for a connection that is just being made, until that moment of `time.monotonic` at most."""
+        while self._state is OutboxState.CONNECTING and self._monitor is not None:
+            left_s = until - time.monotonic()
+            if left_s <= 0 or not self._monitor.poll(int(left_s * 1000) + 1):
+                return
+            while self._watch():
+                pass
+
+    def _watch(self) -> bool:
+        monitor = self._monitor
+        if monitor is None:
+            return False
+        try:
+            event, value, _ = read_event(monitor)
+        except zmq.Again:
+            return False
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._on_ready()
+        elif event == zmq.EVENT_CONNECTED:
+            self._set_timer(self._loop.call_later(HANDSHAKE_LIMIT_S, self._on_no_answer))
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and value == STATUS_OVER:
+            why = "the other side says that this incarnation is over"
+            self._on_broken(why)
+            self._events.turned_away(why)
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            self._on_broken("the other side does not admit our key")
+        elif event == zmq.EVENT_CLOSED:
+            self._on_broken("no process listens there")
+        elif event == zmq.EVENT_DISCONNECTED and self._state is OutboxState.CONNECTING:
+            self._on_broken("the other side ended the handshake; has it another job key?")
+        else:
+            self._on_broken("the connection broke")
+        return self._monitor is monitor
+
+    def _on_unreached(self) -> None:
+        if not self._has_moved_on():
+            self._on_broken("its host does not answer")
+
+    def _on_no_answer(self) -> None:
+        if not self._has_moved_on():
+            self._on_stuck("no answer to the handshake")
+
+    def _has_moved_on(self) -> bool:
+        """Time is up, but this loop may have been held up longer than the other side: see what has come meanwhile."""
+        timer = self._timer
+        while self._watch():
+            pass
+        return self._timer is not timer or self._state is not OutboxState.CONNECTING
 
     def _on_ready(self) -> None:
         if self._state is not OutboxState.CONNECTING:
@@ -350,6 +378,17 @@ class Outbox(ABC):
         self._release(self._linger_s)
         self._events.closed()
 
+    def _release(self, linger_s: float) -> None:
+        """Drop the connection, if there is one. What it has taken already may leave for so long."""
+        if self._pump is not None:
+            self._pump.stop()
+        if self._socket is not None:
+            self._socket.disable_monitor()
+            self._socket.close(linger=int(linger_s * 1000))
+        if self._monitor is not None:
+            self._monitor.close(linger=0)
+        self._pump = self._socket = self._monitor = None
+
     def _set_timer(self, timer: asyncio.Handle | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
@@ -380,73 +419,3 @@ class OutboxEvents(Protocol):
         ...
 
     def closed(self) -> None: ...
-
-
-class WriteCoalescing:
-    """Shared by the inboxes and outboxes of a process."""
-
-    __slots__ = ("due", "is_holding", "num_intakes")
-
-    def __init__(self) -> None:
-        self.is_holding = False
-        """Messages are being taken in now."""
-        self.num_intakes = 0
-        """How often messages were taken in; counts on while they are."""
-        self.due: list[Callable[[], None]] = []
-        """To be called when the messages have been taken in."""
-
-    def hold(self) -> None:
-        """From now on senders call `add` instead."""
-        self.is_holding = True
-        self.num_intakes += 1
-
-    def add(self, flush: Callable[[], None]) -> None:
-        """Call it when the messages have been taken in."""
-        self.due.append(flush)
-
-    def release(self) -> None:
-        """They have, or enough of them."""
-        self.is_holding = False
-        while self.due:
-            flush = self.due.pop()
-            try:
-                flush()
-            except BaseException:
-                self.release()  # one that fails must not keep the others' answers back
-                raise
-
-
-_monotonic = time.monotonic
-TURN_S = 0.001
-"""Default: what a host that streams tokens does not notice."""
-
-
-class TurnBudget:
-    """Asked after each message; when it is over, the rest waits for the next turn of the loop."""
-
-    __slots__ = ("_num_inboxes", "is_spent", "turn_s", "until")
-
-    def __init__(self, turn_s: float = TURN_S) -> None:
-        """`turn_s`: of one turn of the loop, for all inboxes together. Raises ConfigError if nothing fits into it."""
-        if not turn_s > 0:
-            raise ConfigError(f"in a turn of {turn_s} s no message is taken in", remedy="turn_budget_s is above 0")
-        self.turn_s = turn_s
-        self.is_spent = False
-        """The current inbox has to stop, as of the last look at the clock."""
-        self._num_inboxes = 0
-        self.until = 0.0
-        """When the part of the inbox whose turn it is ends."""
-
-    def add_inbox(self) -> None:
-        """One more shares the time; each overruns its part by one message at most."""
-        self._num_inboxes += 1
-
-    def begin(self) -> None:
-        """An inbox begins its part of the turn."""
-        self.until = time.monotonic() + self.turn_s / max(1, self._num_inboxes)
-        self.is_spent = False
-
-    def look(self) -> bool:
-        """Something was taken in. True: the turn is over, the current inbox has to stop."""
-        self.is_spent = is_spent = _monotonic() >= self.until
-        return is_spent

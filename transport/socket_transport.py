@@ -38,12 +38,22 @@ from .address import (
     socket_paths,
 )
 from .inproc import InprocNetwork
-from .outbox import Outbox, TurnBudget, WriteCoalescing
+from .outbox import Outbox
 from .registry.registry import REGISTRY_NODE_ID
 from .security import CurveKeys, JobKey, KeyPair
 from .session.guard import PeerGuard
 from .wire import ConnectionGuard, Endpoints, InboundSink, Lane, Parcel, Transport
-from .zeromq import HandshakeWatch, Socket, ZapHandler, ZmqInbox, ZmqOutbox, make_context, make_inbox, make_outbox
+from .zeromq import (
+    HandshakeWatch,
+    Inbox,
+    Socket,
+    TurnBudget,
+    WriteCoalescing,
+    ZapHandler,
+    make_context,
+    make_inbox,
+    make_outbox,
+)
 
 UNREACHABLE_S = 6.0
 """So long after the last sign of its host a peer is given up, at the first attempt to reach it that fails then."""
@@ -95,7 +105,7 @@ class SocketTransport:
         self._looking: asyncio.TimerHandle | None = None
         self._were_gone = False
         self._context = make_context()
-        self._inboxes: list[tuple[Lane, ZmqInbox]] = []
+        self._inboxes: list[tuple[Lane, Inbox]] = []
         self._zap_handler: ZapHandler | None = None
         self._watches: list[HandshakeWatch] = []
         self._paths: list[Path] = []
@@ -127,7 +137,7 @@ class SocketTransport:
 
     def _bind(self, lane: Lane, endpoint: str, key: KeyPair | None) -> str:
         socket = make_inbox(self._context, lane, key)
-        self._inboxes.append((lane, ZmqInbox(socket, lane, self._turn, self._coalescing)))
+        self._inboxes.append((lane, Inbox(socket, lane, self._turn, self._coalescing)))
         if key is not None:
             self._watches.append(HandshakeWatch(socket, self.counters, self._note))
         try:
@@ -241,7 +251,7 @@ class SocketTransport:
             events = _Events(self, peer, lane)
             endpoint = self._address(peer, known.endpoints, lane)
             make = functools.partial(self._make_outbox, endpoint, peer, known, lane)
-            outbox = known.outboxes[lane] = events.outbox = ZmqOutbox(endpoint, make, events, self._coalescing)
+            outbox = known.outboxes[lane] = events.outbox = Outbox(endpoint, make, events, self._coalescing)
         return outbox
 
     def _make_outbox(self, endpoint: str, peer: PeerKey, known: _Peer, lane: Lane) -> Socket:

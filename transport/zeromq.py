@@ -1,4 +1,4 @@
-"""ZeroMQ sockets: receiving and sending. All options are here; `docs/walk-call.md` has the reasons.
+"""ZeroMQ sockets, receiving, and who may come in (`outbox.py` sends). All options are here, with `docs/walk-call.md`.
 
 Receiving: one ROUTER that is only read, pumped by the loop's own reader. `zmq.asyncio` was considered and measured: 4
 times the latency and 20 times the CPU. Rules of the pump: the file descriptor is only a hint and edge-like, so look
@@ -6,8 +6,9 @@ once after registering it; take messages until there are none, at most `BUDGET` 
 the node's turn may take, even within a batch; never send on a socket that is polled; never wait. `HandshakeWatch`
 counts failed connections to a bound tcp endpoint: no key, no ZeroMQ at all, dropped half-way.
 
-Sending: a send-only DEALER for each connection, watched by its monitor. libzmq's own reconnecting is off: it would send
-our next message, not our HELLO, to the new listener. `outbox.py` decides when a message leaves.
+While messages are taken in, their answers are held and leave together (`WriteCoalescing`): a message of ZeroMQ costs as
+much as several of ours. `TurnBudget` bounds how much a node takes in before the loop's other work runs. The inboxes
+of a node share it: a burst of thousands of messages would otherwise hold the host's loop up for tens of milliseconds.
 
 Admission of tcp keys (ZeroMQ's RFC 27) is answered in our own pump. The guard decides; a change of its list takes
 effect with the next connection. An unknown key waits for a moment, because a process may connect before the directory
@@ -27,12 +28,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import zmq
-from zmq.backend import Socket as SocketBase
 from zmq.utils import z85
 
-from ..core.errors import LaunchError
+from ..core.errors import ConfigError, LaunchError
 from .descriptors import check_room
-from .outbox import Outbox, OutboxEvents, OutboxState, TurnBudget, WriteCoalescing
 from .security import KeyPair
 from .session.frames import CHUNK_HEADER_BYTES, LIMITS, SOLE_BYTES, Unwrapping, is_sole
 from .session.guard import KeyVerdict
@@ -154,6 +153,75 @@ def _common(socket: Socket, lane: Lane, *, has_network: bool) -> None:
         socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TTL_MS)
 
 
+class WriteCoalescing:
+    """Shared by the inboxes and outboxes of a process."""
+
+    __slots__ = ("due", "is_holding", "num_intakes")
+
+    def __init__(self) -> None:
+        self.is_holding = False
+        """Messages are being taken in now."""
+        self.num_intakes = 0
+        """How often messages were taken in; counts on while they are."""
+        self.due: list[Callable[[], None]] = []
+        """To be called when the messages have been taken in."""
+
+    def hold(self) -> None:
+        """From now on senders call `add` instead."""
+        self.is_holding = True
+        self.num_intakes += 1
+
+    def add(self, flush: Callable[[], None]) -> None:
+        """Call it when the messages have been taken in."""
+        self.due.append(flush)
+
+    def release(self) -> None:
+        """They have, or enough of them."""
+        self.is_holding = False
+        while self.due:
+            flush = self.due.pop()
+            try:
+                flush()
+            except BaseException:
+                self.release()  # one that fails must not keep the others' answers back
+                raise
+
+
+TURN_S = 0.001
+"""Default: what a host that streams tokens does not notice."""
+
+
+class TurnBudget:
+    """Asked after each message; when it is over, the rest waits for the next turn of the loop."""
+
+    __slots__ = ("_num_inboxes", "is_spent", "turn_s", "until")
+
+    def __init__(self, turn_s: float = TURN_S) -> None:
+        """`turn_s`: of one turn of the loop, for all inboxes together. Raises ConfigError if nothing fits into it."""
+        if not turn_s > 0:
+            raise ConfigError(f"in a turn of {turn_s} s no message is taken in", remedy="turn_budget_s is above 0")
+        self.turn_s = turn_s
+        self.is_spent = False
+        """The current inbox has to stop, as of the last look at the clock."""
+        self._num_inboxes = 0
+        self.until = 0.0
+        """When the part of the inbox whose turn it is ends."""
+
+    def add_inbox(self) -> None:
+        """One more shares the time; each overruns its part by one message at most."""
+        self._num_inboxes += 1
+
+    def begin(self) -> None:
+        """An inbox begins its part of the turn."""
+        self.until = time.monotonic() + self.turn_s / max(1, self._num_inboxes)
+        self.is_spent = False
+
+    def look(self) -> bool:
+        """Something was taken in. True: the turn is over, the current inbox has to stop."""
+        self.is_spent = is_spent = time.monotonic() >= self.until
+        return is_spent
+
+
 BUDGET = 256
 BULK_BUDGET = 8
 """Of 1 MiB chunks: about a millisecond."""
@@ -207,7 +275,7 @@ class Pump:
             self._loop.call_soon(self._drain)
 
 
-class ZmqInbox:
+class Inbox:
     """One bound endpoint of one lane."""
 
     def __init__(
@@ -376,133 +444,8 @@ class HandshakeWatch:
         return True
 
 
-REACH_LIMIT_S = 1.5
-"""For the other side's kernel to take the connection."""
-HANDSHAKE_LIMIT_S = 4.0
-"""For the other side's process to answer; below libzmq's own limit, so that it is known who ran out of patience."""
-AGAIN_S = 0.005
 STATUS_OVER = 500
 """Of ZeroMQ's authentication: the key was good once (see `ZapHandler`)."""
-
-_DONTWAIT = int(zmq.DONTWAIT)
-_send = SocketBase.send
-"""Without pyzmq's own layer, which takes as long again: it serves what else can be sent than bytes."""
-
-
-class ZmqOutbox(Outbox):
-    """One DEALER and its monitor."""
-
-    def __init__(
-        self,
-        endpoint: str,
-        make_socket: Callable[[], Socket],
-        events: OutboxEvents,
-        coalescing: WriteCoalescing | None = None,
-    ) -> None:
-        self._endpoint = endpoint
-        self._make_socket = make_socket
-        self._socket: Socket | None = None
-        self._monitor: Socket | None = None
-        self._pump: Pump | None = None
-        super().__init__(events, coalescing)
-
-    def _put(self, message: bytes | memoryview) -> bool:
-        socket = self._socket
-        if socket is None:
-            return False
-        for _ in range(2):
-            try:
-                _send(socket, message, _DONTWAIT)
-            except zmq.Again:
-                # The new connection may not have been noticed yet by this side of the socket: looking makes it so.
-                socket.getsockopt(zmq.EVENTS)
-            else:
-                return True
-        self._hold()
-        self._loop.call_later(AGAIN_S, self._look_again, socket)
-        return False
-
-    def _look_again(self, socket: Socket) -> None:
-        if self._is_held and self._socket is socket:
-            self._on_room()
-
-    def _await_room(self, until: float) -> bool:
-        socket = self._socket
-        if socket is None or not socket.poll(max(0, int((until - time.monotonic()) * 1000)), zmq.POLLOUT):
-            return False
-        self._on_room()
-        return True
-
-    def _settle(self, until: float) -> None:
-        while self._state is OutboxState.CONNECTING and self._monitor is not None:
-            left_s = until - time.monotonic()
-            if left_s <= 0 or not self._monitor.poll(int(left_s * 1000) + 1):
-                return
-            while self._watch():
-                pass
-
-    def _open(self) -> None:
-        self._socket = self._make_socket()
-        self._monitor = self._socket.get_monitor_socket(MONITORED)
-        self._pump = Pump(self._monitor, self._watch, 16)
-        self._set_timer(self._loop.call_later(REACH_LIMIT_S, self._on_unreached))
-        try:
-            self._socket.connect(self._endpoint)
-        except zmq.ZMQError as error:
-            self._on_broken(f"cannot connect: {error}")
-
-    def _watch(self) -> bool:
-        monitor = self._monitor
-        if monitor is None:
-            return False
-        try:
-            event, value, _ = read_event(monitor)
-        except zmq.Again:
-            return False
-        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._on_ready()
-        elif event == zmq.EVENT_CONNECTED:
-            self._set_timer(self._loop.call_later(HANDSHAKE_LIMIT_S, self._on_no_answer))
-        elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and value == STATUS_OVER:
-            why = "the other side says that this incarnation is over"
-            self._on_broken(why)
-            self._events.turned_away(why)
-        elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            self._on_broken("the other side does not admit our key")
-        elif event == zmq.EVENT_CLOSED:
-            self._on_broken("no process listens there")
-        elif event == zmq.EVENT_DISCONNECTED and self._state is OutboxState.CONNECTING:
-            self._on_broken("the other side ended the handshake; has it another job key?")
-        else:
-            self._on_broken("the connection broke")
-        return self._monitor is monitor
-
-    def _on_unreached(self) -> None:
-        if not self._has_moved_on():
-            self._on_broken("its host does not answer")
-
-    def _on_no_answer(self) -> None:
-        if not self._has_moved_on():
-            self._on_stuck("no answer to the handshake")
-
-    def _has_moved_on(self) -> bool:
-        """Time is up, but this loop may have been held up longer than the other side: see what has come meanwhile."""
-        timer = self._timer
-        while self._watch():
-            pass
-        return self._timer is not timer or self._state is not OutboxState.CONNECTING
-
-    def _release(self, linger_s: float) -> None:
-        if self._pump is not None:
-            self._pump.stop()
-        if self._socket is not None:
-            self._socket.disable_monitor()
-            self._socket.close(linger=int(linger_s * 1000))
-        if self._monitor is not None:
-            self._monitor.close(linger=0)
-        self._pump = self._socket = self._monitor = None
-
-
 ENDPOINT = "inproc://zeromq.zap.01"
 NUM_REQUEST_FRAMES = 9
 """Routing id, delimiter, version, request id, domain, address, identity, mechanism, credentials."""

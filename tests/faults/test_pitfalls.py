@@ -21,6 +21,7 @@ from tests.faults.growth import check_flat, held
 
 from myxa.core.errors import CallError
 from myxa.core.refs import with_deadline
+from myxa.transport import outbox
 from myxa.transport import zeromq as zmq_sockets
 from myxa.transport.node import JobKey, Node
 from myxa.transport.wire import Lane
@@ -89,7 +90,7 @@ async def test_nothing_is_sent_on_a_router_that_receives(tmp_path, monkeypatch):
         return send
 
     monkeypatch.setattr(zmq.Socket, "send", watched(zmq.Socket.send))
-    monkeypatch.setattr(zmq_sockets, "_send", watched(zmq_sockets._send))
+    monkeypatch.setattr(outbox, "_send", watched(outbox._send))
     async with pair(tmp_path, tcp=True) as (near, _):
         for _ in range(20):
             await near.ref(DepotContract, "depot").whoami()

@@ -11,10 +11,10 @@ from typing import Any
 import zmq
 from tests.harness.waiting import until
 
-from myxa.transport.outbox import TurnBudget, WriteCoalescing
+from myxa.transport.outbox import Outbox
 from myxa.transport.session.frames import Envelope, Kind, encode, split
 from myxa.transport.wire import Lane, Parcel
-from myxa.transport.zeromq import Socket, ZmqInbox, ZmqOutbox, make_inbox, make_outbox
+from myxa.transport.zeromq import Inbox, Socket, TurnBudget, WriteCoalescing, make_inbox, make_outbox
 
 GREETING = encode(Envelope(kind=Kind.HELLO, body=b"{}"))
 
@@ -87,20 +87,20 @@ class Lab:
     def __init__(self, path: Path) -> None:
         self.context: zmq.Context[Socket] = zmq.Context()
         self.endpoint = f"ipc://{path}"
-        self._inboxes: list[ZmqInbox] = []
-        self._outboxes: list[ZmqOutbox] = []
+        self._inboxes: list[Inbox] = []
+        self._outboxes: list[Outbox] = []
         self._raw: list[Socket] = []
 
-    def inbox(self, sink: Sink, turn: TurnBudget | None = None, lane: Lane = Lane.CONTROL) -> ZmqInbox:
+    def inbox(self, sink: Sink, turn: TurnBudget | None = None, lane: Lane = Lane.CONTROL) -> Inbox:
         socket = make_inbox(self.context, lane, None)
         socket.bind(self.endpoint)
-        made = ZmqInbox(socket, lane, turn or TurnBudget(), WriteCoalescing())
+        made = Inbox(socket, lane, turn or TurnBudget(), WriteCoalescing())
         made.start(sink)  # pyright: ignore[reportArgumentType]
         self._inboxes.append(made)
         return made
 
-    def outbox(self, events: Events, coalescing: WriteCoalescing | None = None) -> ZmqOutbox:
-        made = ZmqOutbox(self.endpoint, lambda: make_outbox(self.context, Lane.CONTROL, None), events, coalescing)
+    def outbox(self, events: Events, coalescing: WriteCoalescing | None = None) -> Outbox:
+        made = Outbox(self.endpoint, lambda: make_outbox(self.context, Lane.CONTROL, None), events, coalescing)
         self._outboxes.append(made)
         return made
 

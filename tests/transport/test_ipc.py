@@ -28,9 +28,9 @@ from tests.transport.lane_parts import GREETING, Events, Lab, Sink, envelopes, l
 from myxa.core.errors import LaunchError, NotSent
 from myxa.core.refs import with_deadline
 from myxa.transport.address import check_owner
-from myxa.transport.outbox import TurnBudget
 from myxa.transport.session.credit import UNIT_BYTES, WINDOW_UNITS
 from myxa.transport.session.frames import LIMITS, Envelope, Kind, batch, chunk_header, encode, sole
+from myxa.transport.zeromq import TurnBudget
 
 pytestmark = [pytest.mark.timeout(60)]
 

@@ -13,9 +13,9 @@ from myxa.core.actor import Actor, MailboxPolicy
 from myxa.core.handlers import call
 from myxa.transport import outbox as outbox_module
 from myxa.transport.node import Node
-from myxa.transport.outbox import WriteCoalescing
+from myxa.transport.outbox import Outbox
 from myxa.transport.session.frames import split
-from myxa.transport.zeromq import ZmqOutbox
+from myxa.transport.zeromq import WriteCoalescing
 
 
 def test_all_leave_at_the_release_also_if_one_fails():
@@ -48,14 +48,14 @@ class Echo(Actor):
 
 async def test_under_load_messages_travel_together_and_alone_they_leave_at_once(monkeypatch: pytest.MonkeyPatch):
     sizes: list[int] = []
-    put = ZmqOutbox._put
+    put = Outbox._put
 
-    def counted(self: ZmqOutbox, message: bytes | memoryview) -> bool:
+    def counted(self: Outbox, message: bytes | memoryview) -> bool:
         parts = split(memoryview(message))
         sizes.append(len(parts) if isinstance(parts, list) else 0)
         return put(self, message)
 
-    monkeypatch.setattr(ZmqOutbox, "_put", counted)
+    monkeypatch.setattr(Outbox, "_put", counted)
     near = await Node.attach(name="near")
     far = await Node.attach(name="far", rdzv=near.rendezvous)
     await far.start(Echo(), "echo")
