@@ -1,7 +1,7 @@
 """Runs one hosted actor: its mailbox, the order of its handlers, its background tasks, its end.
 
 Serial handlers run one after another, re-entrant ones beside them. A handler's first step runs at once; a handler that
-suspends becomes a task, which can be cancelled alone. Knows messages only as `Inbound`; never sees a socket.
+suspends becomes a task, which can be cancelled alone. Knows messages only as `Delivery`; never sees a socket.
 
     NEW -> STARTING -> RUNNING -> DRAINING -> STOPPED       (also STARTING | RUNNING | DRAINING -> STOPPED by failure)
 
@@ -21,15 +21,17 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from enum import Enum
 from types import FrameType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from ..core.actor import Actor, Mailbox, PeerEvent
-from ..core.errors import CallError, Draining, PeerDied, WouldDeadlock
+from ..core.errors import BadRequest, CallError, Draining, MyxaError, PeerDied, UserCodeError, WouldDeadlock
 from ..core.handlers import NO_SCOPE, CallScope, HandlerSpec, enter_scope, fresh_context, handlers_of
 from ..core.ids import PeerKey
-from .codec import codecs_of
+from .codec import Codecs, UndecodableError, codecs_of
+from .session.links import Arrival
+from .session.serving import Serving
 
 T = TypeVar("T")
 
@@ -58,24 +60,43 @@ NEXT: dict[RunnerState, tuple[RunnerState, ...]] = {
 }
 
 
-class Inbound(Protocol):
-    """A message for a handler, as the transport hands it over. Exactly one of reply and fail."""
+class Delivery(msgspec.Struct, eq=False):
+    """A call that arrived for a handler; it ends by exactly one of `reply` and `fail`."""
 
     spec: HandlerSpec
     chain: tuple[str, ...]
     deadline_at: float | None
     trace: bytes
     caller: PeerKey
-    is_abandoned: bool
+    arrival: Arrival
+    codecs: Codecs
+    callee: str
+    serving: Serving
+    is_abandoned: bool = False
     """The caller does not wait for the answer any more."""
 
     def begin(self) -> msgspec.Struct:
         """It leaves the mailbox: its credit goes back, its request is decoded. Raises BadRequest, DeadlineExceeded."""
-        ...
+        arrival = self.arrival
+        self.serving.begin(arrival)
+        envelope = arrival.envelope
+        try:
+            return self.codecs.request.decode(envelope.body, envelope.frames)
+        except UndecodableError as error:
+            raise BadRequest(f"{self.callee}.{self.spec.name}: {error}", remedy="see the handler's types") from error
 
-    def reply(self, value: Any) -> None: ...
+    def reply(self, value: Any) -> None:
+        try:
+            body, frames = self.codecs.reply.encode(value)
+        except MyxaError as error:
+            raise self._cannot_travel(error) from error
+        self.serving.reply(self.arrival, body, frames)
 
-    def fail(self, error: BaseException) -> None: ...
+    def fail(self, error: BaseException) -> None:
+        self.serving.fail(self.arrival, error)
+
+    def _cannot_travel(self, error: MyxaError) -> UserCodeError:
+        return UserCodeError(f"{self.callee}.{self.spec.name} returned what cannot travel: {error}")
 
 
 _RUNNING = RunnerState.RUNNING  # members of an Enum are looked up in Python
@@ -99,7 +120,7 @@ class ActorRunner:
         self.error: BaseException | None = None
         self._log = log
         self._on_failed = on_failed
-        self._mailbox: Mailbox[Inbound | PeerEvent] = Mailbox(name, actor.mailbox)
+        self._mailbox: Mailbox[Delivery | PeerEvent] = Mailbox(name, actor.mailbox)
         self._running: dict[int, _Turn] = {}
         """Handlers that wait for something."""
         self._num_begun = 0
@@ -231,7 +252,7 @@ class ActorRunner:
 
     # -- messages
 
-    def accept(self, inbound: Inbound) -> None:
+    def accept(self, inbound: Delivery) -> None:
         """Take a message; raises Draining, Overloaded or WouldDeadlock and then will not touch it again."""
         state, chain, is_serial = self.state, inbound.chain, not inbound.spec.declaration.is_reentrant
         if state is not _RUNNING and state in _REFUSES:
@@ -256,7 +277,7 @@ class ActorRunner:
             self._mailbox.put_event(event)
             self._turn_soon()
 
-    def abandon(self, inbound: Inbound) -> None:
+    def abandon(self, inbound: Delivery) -> None:
         """The caller does not wait any more: drop the message, or cancel its handler if that may be cancelled."""
         inbound.is_abandoned = True
         if not inbound.spec.declaration.is_cancellable:
@@ -295,7 +316,7 @@ class ActorRunner:
         if len(self._mailbox):
             self._turn_soon()
 
-    def _run(self, inbound: Inbound, is_serial: bool) -> None:
+    def _run(self, inbound: Delivery, is_serial: bool) -> None:
         """Let its handler begin."""
         chain = inbound.chain
         if is_serial:
@@ -314,11 +335,11 @@ class ActorRunner:
         if task is not None:
             self._note_running(event, task)
 
-    def _note_running(self, item: Inbound | PeerEvent, task: asyncio.Task[Any]) -> None:
+    def _note_running(self, item: Delivery | PeerEvent, task: asyncio.Task[Any]) -> None:
         task.set_name(f"{self.name}: {_label(item)}")
         self._running[id(item)] = _Turn(item, task)
 
-    def _finish(self, item: Inbound | PeerEvent, is_serial: bool) -> None:
+    def _finish(self, item: Delivery | PeerEvent, is_serial: bool) -> None:
         """Its handler has ended."""
         if self._running:
             self._running.pop(id(item), None)
@@ -348,7 +369,7 @@ class ActorRunner:
         finally:
             self._finish(event, True)
 
-    async def _serve(self, inbound: Inbound, is_serial: bool, scope: CallScope) -> None:
+    async def _serve(self, inbound: Delivery, is_serial: bool, scope: CallScope) -> None:
         enter_scope(scope)  # the context is this coroutine's own
         spec = inbound.spec
         try:
@@ -372,7 +393,7 @@ class ActorRunner:
         finally:
             self._finish(inbound, is_serial)
 
-    def _cut_short(self, inbound: Inbound) -> None:
+    def _cut_short(self, inbound: Delivery) -> None:
         if not inbound.is_abandoned:
             inbound.fail(PeerDied(f"{self.name} stopped while it ran {inbound.spec.name}"))
 
@@ -381,11 +402,11 @@ class ActorRunner:
 class _Turn:
     """One message whose handler waits for something."""
 
-    item: Inbound | PeerEvent
+    item: Delivery | PeerEvent
     task: asyncio.Task[Any]
 
 
-def _label(item: Inbound | PeerEvent) -> str:
+def _label(item: Delivery | PeerEvent) -> str:
     return f"on_peer {item.name}" if isinstance(item, PeerEvent) else item.spec.name
 
 

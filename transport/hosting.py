@@ -1,11 +1,9 @@
-"""The actors of this process: their numbers, the calls that arrive for them (`Delivery`), the events they watch."""
+"""The actors of this process: their numbers, the calls that arrive for them, the events they watch."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Protocol
-
-import msgspec
+from typing import Protocol
 
 from ..core.actor import PeerEvent
 from ..core.errors import (
@@ -15,16 +13,12 @@ from ..core.errors import (
     MyxaError,
     NoSuchActor,
     NoSuchMethod,
-    UserCodeError,
 )
 from ..core.failure_detector import Verdict
-from ..core.handlers import HandlerSpec
 from ..core.ids import PeerKey
-from .actor_runner import ActorRunner
-from .codec import Codecs, UndecodableError
+from .actor_runner import ActorRunner, Delivery
 from .registry.directory import HostedActor
 from .session.links import Arrival
-from .session.serving import Serving
 from .session.session import LOOPBACK, Session
 from .wire import Lane
 
@@ -144,40 +138,3 @@ class Hosting:
 
     def crashed(self, error: BaseException) -> None:
         self._node_events.node_failed(error)
-
-
-class Delivery(msgspec.Struct, eq=False):
-    """Implements `cell.Inbound` over one `Arrival`."""
-
-    spec: HandlerSpec
-    chain: tuple[str, ...]
-    deadline_at: float | None
-    trace: bytes
-    caller: PeerKey
-    arrival: Arrival
-    codecs: Codecs
-    callee: str
-    serving: Serving
-    is_abandoned: bool = False
-
-    def begin(self) -> msgspec.Struct:
-        arrival = self.arrival
-        self.serving.begin(arrival)
-        envelope = arrival.envelope
-        try:
-            return self.codecs.request.decode(envelope.body, envelope.frames)
-        except UndecodableError as error:
-            raise BadRequest(f"{self.callee}.{self.spec.name}: {error}", remedy="see the handler's types") from error
-
-    def reply(self, value: Any) -> None:
-        try:
-            body, frames = self.codecs.reply.encode(value)
-        except MyxaError as error:
-            raise self._cannot_travel(error) from error
-        self.serving.reply(self.arrival, body, frames)
-
-    def fail(self, error: BaseException) -> None:
-        self.serving.fail(self.arrival, error)
-
-    def _cannot_travel(self, error: MyxaError) -> UserCodeError:
-        return UserCodeError(f"{self.callee}.{self.spec.name} returned what cannot travel: {error}")

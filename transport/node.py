@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from ..core.actor import CLOSED, FAILED, Actor, PeerEvent
 from ..core.clock import Clock, SystemClock
@@ -375,29 +375,11 @@ __all__ = ["InprocNetwork", "JobKey", "KeyPair", "Node", "PeerEvent", "Rendezvou
 T = TypeVar("T")
 
 
-class Services(Protocol):
-    """What a node does for its actors."""
-
-    @property
-    def clock(self) -> Clock: ...
-
-    @property
-    def caller(self) -> GroupRequestSender: ...
-
-    def peers(self, prefix: str) -> tuple[str, ...]: ...
-
-    def watch(self, cell: ActorRunner, prefix: str) -> None: ...
-
-    async def wait_for(self, *names: str, timeout_s: float) -> None: ...
-
-    def busy(self, name: str, limit_s: float, why: str) -> AbstractContextManager[None]: ...
-
-
 class NodeContext:
     """`ActorContext` of an actor hosted by a node."""
 
-    def __init__(self, services: Services, cell: ActorRunner, epoch: int, log: logging.Logger) -> None:
-        self._services = services
+    def __init__(self, node: Node, cell: ActorRunner, epoch: int, log: logging.Logger) -> None:
+        self._node = node
         self._cell = cell
         self._epoch = epoch
         self._log = log
@@ -412,17 +394,17 @@ class NodeContext:
 
     @property
     def clock(self) -> Clock:
-        return self._services.clock
+        return self._node.clock
 
     @property
     def log(self) -> logging.Logger:
         return self._log
 
     def ref(self, contract: type[A], name: str) -> A:
-        return make_ref(self._services.caller, contract, name)
+        return make_ref(self._node.caller, contract, name)
 
     def group(self, contract: type[A], members: str | Sequence[str]) -> ActorGroup[A]:
-        return ActorGroup(self._services.caller, contract, members, self._services.peers)
+        return ActorGroup(self._node.caller, contract, members, self._node.peers)
 
     def spawn(self, coro: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:
         return self._cell.spawn(coro, name)
@@ -431,19 +413,19 @@ class NodeContext:
         self._cell.fail(error)
 
     def peers(self, prefix: str) -> tuple[str, ...]:
-        return self._services.peers(prefix)
+        return self._node.peers(prefix)
 
     def watch(self, prefix: str) -> None:
-        self._services.watch(self._cell, prefix)
+        self._node.watch(self._cell, prefix)
 
     async def wait_for(self, *names: str, timeout_s: float) -> None:
-        await self._services.wait_for(*names, timeout_s=timeout_s)
+        await self._node.wait_for(*names, timeout_s=timeout_s)
 
     def deadline(self) -> float | None:
-        return remaining_s(None, self._services.clock.monotonic())
+        return remaining_s(None, self._node.clock.monotonic())
 
     def busy(self, limit_s: float, why: str) -> AbstractContextManager[None]:
-        return self._services.busy(self._cell.name, limit_s, why)
+        return self._node.busy(self._cell.name, limit_s, why)
 
 
 def failure_counters(opened: Opened, session: Session, registry: RegistryActor | None) -> dict[str, int]:

@@ -18,17 +18,19 @@ import time
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
-from typing import Protocol
 
 import zmq
 from zmq.backend import Socket as SocketBase
 
 from ..core.errors import LaunchError
+from ..core.ids import PeerKey
 from .session.frames import LIMITS, batch, fill_chunk, sole
-from .wire import Parcel
+from .wire import InboundSink, Lane, Parcel
 from .zeromq import MONITORED, STATUS_OVER, Pump, Socket, WriteCoalescing, read_event
 
 BACKOFF_S = (0.05, 2.0)
+UNREACHABLE_S = 6.0
+"""So long after the last sign of its host a peer is given up, at the first attempt to reach it that fails then."""
 MAX_BACKDATED_S = 5.0
 BATCH_BYTES = 512 * 1024
 BURST_S = 50e-6
@@ -68,14 +70,19 @@ class Outbox:
         self,
         endpoint: str,
         make_socket: Callable[[], Socket],
-        events: OutboxEvents,
+        peer: PeerKey,
+        lane: Lane,
+        sink_of: Callable[[], InboundSink],
+        on_closed: Callable[[Outbox], None],
         coalescing: WriteCoalescing | None = None,
     ) -> None:
-        """Begins to connect."""
+        """Begins to connect. `sink_of`: whom to report to now; it changes when this process has joined."""
         self._endpoint = endpoint
         self._make_socket = make_socket
         self._coalescing = coalescing or WriteCoalescing()
-        self._events = events
+        self._peer, self._lane = peer, lane
+        self._sink_of = sink_of
+        self._on_closed = on_closed
         self._loop = asyncio.get_running_loop()
         self._socket: Socket | None = None
         self._monitor: Socket | None = None
@@ -284,7 +291,7 @@ class Outbox:
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and value == STATUS_OVER:
             why = "the other side says that this incarnation is over"
             self._on_broken(why)
-            self._events.turned_away(why)
+            self._sink_of().turned_away(self._peer, why)
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self._on_broken("the other side does not admit our key")
         elif event == zmq.EVENT_CLOSED:
@@ -316,8 +323,8 @@ class Outbox:
         self._set_timer(None)
         self._state = _READY
         self._down_since = None
-        self._queue.appendleft(Parcel(self._events.greeting(self._sent_units)))
-        self._events.ready()
+        self._queue.appendleft(Parcel(self._sink_of().greeting(self._peer, self._lane, self._sent_units)))
+        self._sink_of().connected(self._peer, self._lane)
         self._depart()
 
     def _on_stuck(self, why: str) -> None:
@@ -339,15 +346,16 @@ class Outbox:
         now = self._loop.time()
         if self._down_since is None:
             # A connection that broke for want of heartbeats was silent before; one more attempt it has, whatever.
-            self._down_since = now - min(self._events.silence_s(), MAX_BACKDATED_S)
+            self._down_since = now - min(self._sink_of().silence_s(self._peer), MAX_BACKDATED_S)
         if was_ready:
             self._backoff_s = BACKOFF_S[0]
         pause_s = self._backoff_s * random.uniform(0.5, 1.0)
         self._backoff_s = min(2 * self._backoff_s, BACKOFF_S[1])
         self._set_timer(self._loop.call_later(pause_s, self._connect))
         if was_ready:
-            self._events.broken(why)
-        self._events.failing(why, now - self._down_since)
+            self._sink_of().lost(self._peer, self._lane, why)
+        if self._lane is Lane.CONTROL and now - self._down_since >= UNREACHABLE_S:
+            self._sink_of().unreachable(self._peer, why)
 
     # -- the end
 
@@ -376,7 +384,7 @@ class Outbox:
         self._queue.clear()
         self._set_timer(None)
         self._release(self._linger_s)
-        self._events.closed()
+        self._on_closed(self)
 
     def _release(self, linger_s: float) -> None:
         """Drop the connection, if there is one. What it has taken already may leave for so long."""
@@ -393,29 +401,3 @@ class Outbox:
         if self._timer is not None:
             self._timer.cancel()
         self._timer = timer
-
-
-class OutboxEvents(Protocol):
-    """What an outbox reports."""
-
-    def greeting(self, sent_units: int) -> bytearray: ...
-
-    def ready(self) -> None: ...
-
-    def turned_away(self, why: str) -> None:
-        """The other side holds this incarnation to be over."""
-        ...
-
-    def broken(self, why: str) -> None:
-        """A connection that was ready is gone."""
-        ...
-
-    def failing(self, why: str, since_s: float) -> None:
-        """An attempt failed; there has been no connection, and no sign of the other side's host, for `since_s`."""
-        ...
-
-    def silence_s(self) -> float:
-        """How long ago the peer should have been heard; 0: unknown."""
-        ...
-
-    def closed(self) -> None: ...

@@ -55,8 +55,6 @@ from .zeromq import (
     make_outbox,
 )
 
-UNREACHABLE_S = 6.0
-"""So long after the last sign of its host a peer is given up, at the first attempt to reach it that fails then."""
 SETTLE_S = 0.25
 """How long `flush` waits for connections that are just being made, where a handshake takes a few milliseconds, and for
 room on those that are full."""
@@ -248,10 +246,11 @@ class SocketTransport:
     def _outbox(self, peer: PeerKey, known: _Peer, lane: Lane) -> Outbox:
         outbox = known.outboxes[lane]
         if outbox is None:
-            events = _Events(self, peer, lane)
             endpoint = self._address(peer, known.endpoints, lane)
             make = functools.partial(self._make_outbox, endpoint, peer, known, lane)
-            outbox = known.outboxes[lane] = events.outbox = Outbox(endpoint, make, events, self._coalescing)
+            outbox = known.outboxes[lane] = Outbox(
+                endpoint, make, peer, lane, lambda: self.sink, self._on_closed, self._coalescing
+            )
         return outbox
 
     def _make_outbox(self, endpoint: str, peer: PeerKey, known: _Peer, lane: Lane) -> Socket:
@@ -332,7 +331,7 @@ class SocketTransport:
             return
         thread.join()
 
-    def on_closed(self, outbox: Outbox) -> None:
+    def _on_closed(self, outbox: Outbox) -> None:
         self._lingering.discard(outbox)
         if not self._lingering:
             self._all_closed.set()
@@ -342,39 +341,6 @@ class SocketTransport:
         if self._sink is None:
             raise RuntimeError("the transport was not started")
         return self._sink
-
-
-class _Events:
-    """Reports of one outbox, with the peer's name on them."""
-
-    def __init__(self, transport: SocketTransport, peer: PeerKey, lane: Lane) -> None:
-        self._transport = transport
-        self._peer = peer
-        self._lane = lane
-        self.outbox: Outbox | None = None
-
-    def greeting(self, sent_units: int) -> bytearray:
-        return self._transport.sink.greeting(self._peer, self._lane, sent_units)
-
-    def ready(self) -> None:
-        self._transport.sink.connected(self._peer, self._lane)
-
-    def turned_away(self, why: str) -> None:
-        self._transport.sink.turned_away(self._peer, why)
-
-    def broken(self, why: str) -> None:
-        self._transport.sink.lost(self._peer, self._lane, why)
-
-    def silence_s(self) -> float:
-        return self._transport.sink.silence_s(self._peer)
-
-    def failing(self, why: str, since_s: float) -> None:
-        if self._lane is Lane.CONTROL and since_s >= UNREACHABLE_S:
-            self._transport.sink.unreachable(self._peer, why)
-
-    def closed(self) -> None:
-        if self.outbox is not None:
-            self._transport.on_closed(self.outbox)
 
 
 NICE = 5

@@ -25,7 +25,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import zmq
 from zmq.utils import z85
@@ -34,7 +33,7 @@ from ..core.errors import ConfigError, LaunchError
 from .descriptors import check_room
 from .security import KeyPair
 from .session.frames import CHUNK_HEADER_BYTES, LIMITS, SOLE_BYTES, Unwrapping, is_sole
-from .session.guard import KeyVerdict
+from .session.guard import KeyVerdict, PeerGuard
 from .wire import InboundSink, Lane
 
 ZAP_DOMAIN = b"myxa"
@@ -476,15 +475,6 @@ Note = Callable[[str, str, str], None]
 """What was refused, whom, remedy: to be reported once."""
 
 
-class KeyAdmission(Protocol):
-    """Who decides: the guard of the job's processes, or a list of keys."""
-
-    on_change: Callable[[], None] | None
-    """Called by it when keys became known; set by the zap_handler."""
-
-    def verdict(self, key: str, now: float) -> KeyVerdict: ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Question:
     """Of libzmq."""
@@ -500,7 +490,7 @@ class _Question:
 class ZapHandler:
     """Of one context."""
 
-    def __init__(self, context: zmq.Context[Socket], guard: KeyAdmission, counters: Counter[str], note: Note) -> None:
+    def __init__(self, context: zmq.Context[Socket], guard: PeerGuard, counters: Counter[str], note: Note) -> None:
         self._guard = guard
         self._note = note
         self._socket = context.socket(zmq.ROUTER)

@@ -14,7 +14,7 @@ from tests.faults.depot import DepotContract, pair
 from myxa.actors.ledger.ledger import Ledger
 from myxa.actors.ledger.states import State
 from myxa.core.errors import RemoteError
-from myxa.transport.hosting import Delivery
+from myxa.transport.actor_runner import Delivery
 
 pytestmark = [pytest.mark.timeout(60)]
 

@@ -11,6 +11,7 @@ from typing import Any
 import zmq
 from tests.harness.waiting import until
 
+from myxa.core.ids import PeerKey
 from myxa.transport.outbox import Outbox
 from myxa.transport.session.frames import Envelope, Kind, encode, split
 from myxa.transport.wire import Lane, Parcel
@@ -49,36 +50,31 @@ class Sink:
 
 
 class Events:
-    """Remembers what an outbox says; implements `OutboxEvents`."""
+    """Remembers what an outbox says; implements `wire.InboundSink` as far as an outbox reports to it."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
         self.why: list[str] = []
-        self.since: list[float] = []
 
-    def greeting(self, sent_units: int) -> bytearray:
+    def greeting(self, peer: PeerKey, lane: Lane, sent_units: int) -> bytearray:
         self.said.append(f"greeting {sent_units}")
         return bytearray(GREETING)
 
-    def ready(self) -> None:
+    def connected(self, peer: PeerKey, lane: Lane) -> None:
         self.said.append("ready")
 
-    def turned_away(self, why: str) -> None:
+    def turned_away(self, peer: PeerKey, why: str) -> None:
         raise AssertionError(why)
 
-    def broken(self, why: str) -> None:
+    def lost(self, peer: PeerKey, lane: Lane, why: str) -> None:
         self.said.append("broken")
         self.why.append(why)
 
-    def failing(self, why: str, since_s: float) -> None:
+    def unreachable(self, peer: PeerKey, why: str) -> None:
         self.why.append(why)
-        self.since.append(since_s)
 
-    def silence_s(self) -> float:
+    def silence_s(self, peer: PeerKey) -> float:
         return 0.0
-
-    def closed(self) -> None:
-        self.said.append("closed")
 
 
 class Lab:
@@ -100,7 +96,11 @@ class Lab:
         return made
 
     def outbox(self, events: Events, coalescing: WriteCoalescing | None = None) -> Outbox:
-        made = Outbox(self.endpoint, lambda: make_outbox(self.context, Lane.CONTROL, None), events, coalescing)
+        sink: Any = events
+        made = Outbox(
+            self.endpoint, lambda: make_outbox(self.context, Lane.CONTROL, None), PeerKey(2, 1), Lane.CONTROL,
+            lambda: sink, lambda _: events.said.append("closed"), coalescing,
+        )  # fmt: skip
         self._outboxes.append(made)
         return made
 

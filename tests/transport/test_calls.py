@@ -24,7 +24,7 @@ from myxa.core.errors import (
 )
 from myxa.core.handlers import call
 from myxa.core.refs import with_deadline
-from myxa.transport.hosting import Delivery
+from myxa.transport.actor_runner import Delivery
 from myxa.transport.session.links import Arrival
 from myxa.transport.session.pending import PendingCall
 

@@ -16,7 +16,7 @@ from tests.transport.cast_of_actors import Echo, EchoContract, Item, Watcher
 
 from myxa.core.errors import CallError, DeadlineExceeded, EngineError, LaunchError, NoSuchActor, PeerDied, StaleEpoch
 from myxa.core.refs import with_deadline
-from myxa.transport import socket_transport
+from myxa.transport import outbox as outbox_module
 from myxa.transport.address import Rendezvous
 from myxa.transport.node import JobKey, Node
 
@@ -75,7 +75,7 @@ async def test_a_killed_callee_fails_its_calls_as_soon_as_its_exit_is_reported(w
 
 
 async def test_a_killed_callee_is_noticed_without_a_report(world, monkeypatch):
-    monkeypatch.setattr(socket_transport, "UNREACHABLE_S", 0.5)
+    monkeypatch.setattr(outbox_module, "UNREACHABLE_S", 0.5)
     near = await world.join("near")
     child = await world.child("far")
     await near.wait_for("far", timeout_s=20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from typing import Protocol
 
@@ -116,10 +117,8 @@ class PendingCall(msgspec.Struct, eq=False):
         return self.num_sent > (1 if is_unsent else 0)
 
 
-class RouteOf(Protocol):
-    """Finds where an order has to go now."""
-
-    def __call__(self, order: CallOrder) -> Route | CallError | None: ...
+RouteOf = Callable[[CallOrder], Route | CallError | None]
+"""Finds where an order has to go now."""
 
 
 def envelope_of(call: PendingCall, order: CallOrder, route: Route, own: PeerKey) -> Envelope:
