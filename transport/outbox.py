@@ -178,21 +178,20 @@ class Outbox:
         """As many of those that wait as fit into one message; False if it has to wait."""
         queue = self._queue
         parcels: list[Parcel] = []
-        num_bytes = num_taken = 0
-        for parcel in queue:
-            size = len(parcel.data)
-            if num_taken and (num_bytes + size > BATCH_BYTES or num_taken >= _MAX_BATCH):
+        num_bytes = 0
+        while queue:
+            size = len(queue[0].data)
+            if parcels and (num_bytes + size > BATCH_BYTES or len(parcels) >= _MAX_BATCH):
                 break
-            num_taken += 1
+            parcel = queue.popleft()
             if not parcel.is_withdrawn:
                 num_bytes += size
                 parcels.append(parcel)
-        if parcels:
-            message = sole(parcels[0].data) if len(parcels) == 1 else batch([parcel.data for parcel in parcels])
-            if not self._put(message):
-                return False
-        for _ in range(num_taken):
-            queue.popleft()
+        if not parcels:
+            return True
+        if not self._put(sole(parcels[0].data) if len(parcels) == 1 else batch([parcel.data for parcel in parcels])):
+            queue.extendleft(reversed(parcels))
+            return False
         for parcel in parcels:
             parcel.is_sent = True
             self._sent_units += parcel.cost

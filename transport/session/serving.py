@@ -169,10 +169,8 @@ class Serving:
         self._links.send_plain(link, Kind.NACK, corr, encode_fault(error))
 
     def _answer(self, arrival: Arrival, kind: Kind, body: Buffer = b"", frames: tuple[Buffer, ...] = ()) -> None:
-        link = self._link_to(arrival)
-        if link is not None and not arrival.is_answered:
+        if not arrival.is_answered and (link := self._link_to(arrival)) is not None:
             self._send(link, arrival, kind, body, frames)
-        arrival.is_answered = True
         self._settle(arrival)
 
     def _link_to(self, arrival: Arrival) -> Link | None:
@@ -180,6 +178,7 @@ class Serving:
         return self._links.find(arrival.peer) if arrival.link.is_down else arrival.link
 
     def _settle(self, arrival: Arrival) -> None:
+        arrival.is_answered = True
         arrival.handle = None
         link = self._link_to(arrival)
         if link is not None and link.served.get(arrival.envelope.corr) is arrival:
