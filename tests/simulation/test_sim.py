@@ -153,6 +153,7 @@ def test_a_crash_fails_the_call_and_runs_no_finally() -> None:
         await asyncio.sleep(200)
         assert ended == []  # a killed process says nothing
         await sim.restart("b")
+        await sim.spawn("a", sim.nodes["a"].node.wait_for("clerk/b", timeout_s=5))
         assert await sim.spawn("a", ref(sim, "a", "b").work(0.0)) == 2
 
     simulated(body)
