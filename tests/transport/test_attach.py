@@ -127,8 +127,6 @@ async def test_a_process_that_closes_finishes_what_it_has_and_says_when_to_come_
     near, far = await world.pair(Echo())
     ref = near.ref(EchoContract, "callee")
     under_way = asyncio.ensure_future(ref.sleep(1.0))
-    items = ref.count(0, 3)
-    assert (await anext(items)).name == "0"
     put = Item(name="a", values=np.zeros(3, np.float32))
     async with asyncio.timeout(10):
         while "asleep" not in await ref.seen():
@@ -142,7 +140,6 @@ async def test_a_process_that_closes_finishes_what_it_has_and_says_when_to_come_
     with pytest.raises(NotSent):  # a put waits for the next incarnation, and there is none
         await with_deadline(ref, 0.3).put(put, 1)
     assert await under_way == pytest.approx(10, abs=2), "what was accepted is finished"
-    assert [item.name async for item in items] == ["1", "2"]
     await closing
     world.nodes.remove(far)
     with pytest.raises(NoSuchActor, match="not there any more"):

@@ -67,7 +67,6 @@ async def guest():
     await node.start(Echo(), "echo")
     ref = other.ref(EchoContract, "echo")
     await asyncio.gather(*(ref.ping() for _ in range(200)))
-    assert [i.name async for i in ref.count(0, 20)] == [str(i) for i in range(20)]
     await other.close()
     await node.close()
 
