@@ -35,7 +35,7 @@ _LAST_WORDS = ("run-ended", "run-finished", "run-failed")
 class Asks(Protocol):
     """The part of `ControlClient` that is needed here."""
 
-    def ask(self, verb: str, timeout_s: float = 30.0, **arguments: Any) -> Any: ...
+    def ask(self, verb: str, timeout_s: float | None = None, **arguments: Any) -> Any: ...
 
 
 class _Files:
@@ -44,9 +44,10 @@ class _Files:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
 
-    def ask(self, verb: str, timeout_s: float = 30.0, **arguments: Any) -> Any:
+    def ask(self, verb: str, timeout_s: float | None = None, **arguments: Any) -> Any:
         if verb == "samples":
-            wanted = SampleQuery(**{name: arguments[name] for name in ("step", "held_out") if name in arguments})
+            names = SampleQuery.__dataclass_fields__
+            wanted = SampleQuery(**{name: arguments[name] for name in names if name in arguments})
             return {"groups": read_samples(self._run_dir, wanted, arguments.get("num_groups", 4)), "num_left_out": 0}
         raise LaunchError("the run is over", remedy="`myxa report RUN` shows how it went")
 
@@ -54,11 +55,21 @@ class _Files:
 class Feed:
     """One run as it looks from outside. Not thread-safe, but `set` and `ask` may be called beside `look`."""
 
-    def __init__(self, client: Asks, is_live: Callable[[], bool], run_dir: Path, *, reader_only: bool = False) -> None:
+    def __init__(
+        self,
+        client: Asks,
+        is_live: Callable[[], bool],
+        run_dir: Path,
+        *,
+        reader_only: bool = False,
+        socket: str = "",
+    ) -> None:
         self._client = client
         self._is_live = is_live
         self.run_dir = run_dir
         self.reader_only = reader_only
+        self.socket = socket
+        """Of the run; empty: its files answer."""
         self._answers: dict[str, VerbAnswer] = {}
         self._num_looks = 0
         self._last: RunView | None = None
@@ -78,7 +89,7 @@ class Feed:
         """Of the run that left this note."""
         only_view = only_view or not os.access(note.control, os.W_OK)
         client = ControlClient(note, view=only_view)
-        return cls(client, lambda: note.is_live, client.run_dir, reader_only=only_view)
+        return cls(client, lambda: note.is_live, client.run_dir, reader_only=only_view, socket=client.path)
 
     @classmethod
     def of_files(cls, run_dir: Path) -> Feed:

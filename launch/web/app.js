@@ -234,7 +234,7 @@ async function doVerb(button) {
 }
 
 async function operate(verb, body) {
-  const answer = await fetch(`/api/operate/${verb}`, { method: "POST", headers: { "Content-Type": "application/json", "X-Myxa-Token": token }, body: JSON.stringify(body) });
+  const answer = await fetch(`/api/verbs/${verb}`, { method: "POST", headers: { "Content-Type": "application/json", "X-Myxa-Token": token }, body: JSON.stringify(body) });
   return opened(answer);
 }
 
@@ -243,7 +243,7 @@ async function opened(answer) {
   let reply = null;
   try { reply = JSON.parse(words); } catch { throw new Error(words.trim() || `status ${answer.status}`); }
   if (reply.error) throw new Error(reply.error.remedy ? `${reply.error.message} -- ${reply.error.remedy}` : reply.error.message);
-  return reply.result;
+  return reply;
 }
 
 // -- events and samples ----------------------------------------------------------------------------------------------
@@ -259,7 +259,9 @@ function drawEvents() {
 async function loadSamples() {
   $("more-samples").disabled = true;
   try {
-    setGroups(await opened(await fetch(`/api/view/samples?num_groups=12&step=${encodeURIComponent($("sample-step").value.trim())}${$("sample-held-out").checked ? "&held_out=1" : ""}`)));
+    const step = $("sample-step").value.trim();
+    const wanted = `${step ? `&step=${encodeURIComponent(step)}` : ""}${$("sample-held-out").checked ? "&held_out=1" : ""}`;
+    setGroups(await opened(await fetch(`/api/verbs/samples?num_groups=12${wanted}`)));
   } catch (error) {
     $("sample-list").replaceChildren(el("p", { class: "empty" }, error.message));
   } finally {

@@ -1,9 +1,10 @@
-"""The dashboard's web server: pages, live state by server-sent events and, with `--operate`, knobs. Loopback only.
+"""The dashboard's web server: pages, live state by server-sent events, and the run's verbs. Loopback only.
 
-It asks the run only while a page is open. `DashboardGuard` judges each request by its headers: host, origin and site
-as `actors/http_guard.py` does, and a proof that it knows the secret of the printed URL. A request that changes the run
-must carry the secret itself in a header: cookies are shared by all ports of a host, and the dashboard's cookie only
-opens what shows. `run_dashboard` serves a read-only dashboard inside the launcher.
+`/api/verbs/<verb>` passes a request on to the run's control socket (without `--operate` the read-only one), and its
+answer back: GET to see, POST to change. It asks the run only while a page is open. `DashboardGuard` judges each request
+by its headers: host, origin and site as `actors/http_guard.py` does, and a proof that it knows the secret of the URL it
+printed. A request that changes the run must carry the secret itself in a header: cookies are shared by all ports of
+a host, and the dashboard's cookie only opens what shows. `run_dashboard` serves one inside the launcher.
 """
 
 from __future__ import annotations
@@ -18,17 +19,24 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+from urllib.parse import quote
 
+import aiohttp
+import msgspec
 import orjson
 from aiohttp import web
 
+from ...actors.http_client import stream_timeout
 from ...actors.http_guard import Head, Refusal, elsewhere, same
-from ...core.errors import ConfigError, MyxaError
+from ...core.errors import ConfigError, LaunchError, MyxaError
+from ...core.knobs import Operator
 from ..control.client import ControlNote
+from ..control.verbs import BY_NAME, find_verb
+from ..control.verbs import HOST as CONTROL_HOST
+from ..control.wire import arguments_from_query, encode, error_answer
 from ..tui.feed import Feed
 from .history import History
 from .state import history_table, state_table
@@ -84,7 +92,7 @@ class DashboardGuard:
 
     def _refusal_to_operate(self, ask: PageRequest) -> Refusal | None:
         if not self.may_operate:
-            return Refusal(403, "this dashboard only shows: start it with --operate to turn knobs here")
+            return Refusal(403, "this dashboard only shows: start it with --operate to change the run here")
         if ask.method != "POST":
             return Refusal(405, "only POST changes anything")
         if not same(ask.header_token, self.token):
@@ -93,14 +101,15 @@ class DashboardGuard:
 
 
 HOST = "127.0.0.1"
+JSON = {"Content-Type": "application/json"}
 LOOK_EVERY_S = 1.0
 KEEP_ALIVE_S = 15.0
 MAX_WATCHERS = 16
 MAX_ASKS = 8
 """Questions of pages to the run at a time."""
 ASK_S = 60.0
+"""For the run to begin its answer."""
 MAX_BODY_BYTES = 64 * 1024
-MAX_GROUPS = 16
 CLOSE_S = 2.0
 ASSETS = {
     "style.css": "text/css",
@@ -109,12 +118,6 @@ ASSETS = {
     "samples.js": "text/javascript",
     "icon.svg": "image/svg+xml",
 }
-VIEW_VERBS = ("samples",)
-OPERATE_VERBS = ("set", "undo", "pause", "resume", "step")
-"""All that the page can do to a run, and only with `--operate`."""
-
-_RESERVED = frozenset({"verb", "timeout_s", "self"})
-"""Names of the client's own parameters, which no verb has."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -138,8 +141,7 @@ class Dashboard:
         self._is_closing = False
         # Not the loop's own threads: in the launcher, the verbs that are asked for need those for their answers.
         self._looker = ThreadPoolExecutor(1, thread_name_prefix="dashboard-look")
-        self._askers = ThreadPoolExecutor(MAX_ASKS, thread_name_prefix="dashboard-ask")
-        self._asks: set[asyncio.Future[Any]] = set()
+        self._num_asks = 0
 
     @property
     def url(self) -> str:
@@ -156,11 +158,13 @@ class Dashboard:
                 web.get("/assets/{name}", self._asset),
                 web.get("/api/state", self._once),
                 web.get("/api/live", self._live),
-                web.get("/api/view/{verb}", self._view),
-                web.post("/api/operate/{verb}", self._operate),
+                web.get("/api/verbs/{verb}", self._verb),
+                web.post("/api/verbs/{verb}", self._verb),
             ]
         )
-        runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=CLOSE_S)
+        runner = web.AppRunner(
+            app, access_log=None, handle_signals=False, shutdown_timeout=CLOSE_S, handler_cancellation=True
+        )
         await runner.setup()
         look = None
         try:
@@ -178,10 +182,7 @@ class Dashboard:
                 look.cancel()
                 await asyncio.gather(look, return_exceptions=True)
             await runner.cleanup()
-            for asking in list(self._asks):
-                asking.cancel()  # its thread ends when the run answers, or does not in time
             self._looker.shutdown(wait=False, cancel_futures=True)
-            self._askers.shutdown(wait=False, cancel_futures=True)
 
     # -- looking -----------------------------------------------------------------------------------------------
 
@@ -268,57 +269,52 @@ class Dashboard:
                 newer = self._changed.wait_for(lambda: self._num_looks > seen or self._is_closing)
                 await asyncio.wait_for(newer, KEEP_ALIVE_S)
 
-    async def _view(self, request: web.Request) -> web.Response:
-        verb = request.match_info["verb"]
-        if verb not in VIEW_VERBS:
-            raise web.HTTPNotFound
-        arguments: dict[str, Any] = {}
-        if (num := request.query.get("num_groups", "")).isdecimal():
-            arguments["num_groups"] = min(int(num[:9]), MAX_GROUPS)
-        if (step := request.query.get("step", "")).isdecimal():
-            arguments["step"] = int(step[:9])
-        if request.query.get("held_out") == "1":
-            arguments["held_out"] = True
-        return await self._asked(verb, arguments)
-
-    async def _operate(self, request: web.Request) -> web.Response:
-        verb = request.match_info["verb"]
-        if verb not in OPERATE_VERBS:
-            raise web.HTTPNotFound
-        if request.content_type != "application/json":
+    async def _verb(self, request: web.Request) -> web.StreamResponse:
+        """Pass the request on to the run's own socket, which checks it, and its answer back."""
+        if request.method == "POST" and request.content_type != "application/json":
             raise web.HTTPUnsupportedMediaType(text="send JSON")
-        try:
-            arguments: Any = orjson.loads(await request.read())
-        except orjson.JSONDecodeError:
-            raise web.HTTPBadRequest(text="the body is no JSON") from None
-        if not isinstance(arguments, dict):
-            raise web.HTTPBadRequest(text="the body must be an object of arguments")
-        answer = await self._asked(verb, cast("dict[str, Any]", arguments))
-        self._feed.wake()
-        return answer
-
-    async def _asked(self, verb: str, arguments: dict[str, Any]) -> web.Response:
-        """The run's answer, or its error with the remedy: both are for the page to show."""
-        if _RESERVED & arguments.keys():
-            raise web.HTTPBadRequest(text=f"{verb} takes no {', '.join(_RESERVED & arguments.keys())}")
-        if len(self._asks) >= MAX_ASKS:
+        if self._num_asks >= MAX_ASKS:
             raise web.HTTPServiceUnavailable(text=f"{MAX_ASKS} questions wait for the run's answers: try again")
-        ask = partial(self._feed.ask, verb, timeout_s=ASK_S, **arguments)
-        asking = asyncio.get_running_loop().run_in_executor(self._askers, ask)
-        self._asks.add(asking)
-        asking.add_done_callback(self._asked_once)
+        self._num_asks += 1
         try:
-            result = await asyncio.shield(asking)
-        except MyxaError as error:
-            facts = {"type": type(error).__name__, "message": error.message, "remedy": error.remedy}
-            return web.Response(status=409, body=orjson.dumps({"error": facts}), content_type="application/json")
-        return web.Response(body=orjson.dumps({"result": result}, default=str), content_type="application/json")
+            return await self._passed_on(request)
+        except (OSError, aiohttp.ClientError) as error:
+            gone = LaunchError(f"the run does not answer: {error}", remedy="`myxa report RUN` shows how it ended")
+            return _answer(503, {"error": error_answer(gone)})
+        finally:
+            self._num_asks -= 1
+            if request.method == "POST":
+                self._feed.wake()
 
-    def _asked_once(self, asking: asyncio.Future[Any]) -> None:
-        """Free its place only when the thread is done, also if the page is gone."""
-        self._asks.discard(asking)
-        if not asking.cancelled():
-            asking.exception()  # the page has the error, if it is still there
+    async def _passed_on(self, request: web.Request) -> web.StreamResponse:
+        verb, pairs = request.match_info["verb"], [pair for pair in request.query.items() if pair[0] != "token"]
+        if not self._feed.socket:
+            return await self._from_files(verb, pairs)
+        url = f"http://{CONTROL_HOST}/{quote(verb, safe='')}"
+        connector = aiohttp.UnixConnector(self._feed.socket)
+        async with aiohttp.ClientSession(connector=connector, timeout=stream_timeout()) as session:
+            asked = session.request(request.method, url, params=pairs, data=await request.read() or None, headers=JSON)
+            async with asyncio.timeout(ASK_S) as waiting, asked as answer:
+                response = web.StreamResponse(status=answer.status, headers=SECURITY_HEADERS)
+                response.content_type = answer.content_type
+                await response.prepare(request)
+                waiting.reschedule(None)
+                try:
+                    async for chunk in answer.content.iter_any():
+                        await response.write(chunk)
+                except (OSError, aiohttp.ClientError):  # one of the two went away in the middle
+                    if request.transport is not None:
+                        request.transport.abort()
+        return response
+
+    async def _from_files(self, verb: str, pairs: list[tuple[str, str]]) -> web.StreamResponse:
+        """For a run that is over."""
+        try:
+            arguments = arguments_from_query(find_verb(verb, BY_NAME), pairs, Operator())
+            answer = await asyncio.to_thread(self._feed.ask, verb, **msgspec.to_builtins(arguments))
+        except MyxaError as error:
+            return _answer(409, {"error": error_answer(error)})
+        return _answer(200, answer)
 
     # -- the guard ---------------------------------------------------------------------------------------------
 
@@ -355,6 +351,10 @@ class Dashboard:
         if refusal is not None:
             return web.Response(status=refusal.status, text=refusal.text + "\n")
         return await handler(request)
+
+
+def _answer(status: int, answer: Any) -> web.Response:
+    return web.Response(status=status, body=encode(answer), content_type="application/json")
 
 
 def _listening(port: int) -> socket.socket:
