@@ -26,6 +26,7 @@ from myxa.core.errors import ConfigError, DeadlineExceeded
 from myxa.core.knobs import (
     AuditRecord,
     ChangeReply,
+    ChangeRequest,
     KnobMove,
     KnobSheet,
     KnobState,
@@ -35,11 +36,11 @@ from myxa.core.knobs import (
     Tunable,
 )
 from myxa.core.messages import BufferStats, EngineStatus, RunStatus
+from myxa.launch.control import verbs
 from myxa.launch.control.client import ControlNote
-from myxa.launch.control.dispatcher import Dispatcher
+from myxa.launch.control.context import VerbContext
 from myxa.launch.control.look_verbs import StatusReply
-from myxa.launch.control.server import ControlServer
-from myxa.launch.control.verb import Arguments, Verb, VerbContext, VerbTable
+from myxa.launch.control.server import ControlServer, Handler
 
 HOSTILE = "<script>window.hacked = true</script><img src=x onerror='window.hacked=true'> \u202egnirts"
 
@@ -68,38 +69,6 @@ ACTORS = ("coordinator", "buffer", "trainer/0", "trainer/1", "rollout/0", "rollo
 OWNERS = {"trainer": ("trainer/0",), "rollout": ACTORS[4:7], "process": ACTORS}
 
 
-class SetArguments(Arguments, frozen=True):
-    """As the real verb takes them."""
-
-    values: dict[str, bool | int | float | str]
-    reason: str = ""
-    target: str = ""
-    expect: dict[str, bool | int | float | str] = {}
-    for_steps: int = 0
-    for_s: float = 0.0
-    dry_run: bool = False
-    force: bool = False
-
-
-class ActorArguments(Arguments, frozen=True):
-    """One actor."""
-
-    target: str = ""
-    num_lines: int = 100
-
-
-class SamplesArguments(Arguments, frozen=True):
-    """How many groups."""
-
-    num_groups: int = 4
-
-
-class ListArguments(Arguments, frozen=True):
-    """How many."""
-
-    limit: int = 20
-
-
 class PlantedSeat:
     """The state behind the planted verbs."""
 
@@ -117,26 +86,23 @@ class PlantedSeat:
         self.started = time.time() - 233
         self.rng = random.Random(3)
 
-    def verbs(self) -> VerbTable:
-        """All of them."""
-        plain = {"status": self.status, "ps": self.ps, "get": self.get, "why": self.why}
-        table: list[Verb[Any]] = [self._view(name, Arguments, answer) for name, answer in plain.items()]
-        table.append(self._view("history", ListArguments, self.history))
-        table.append(self._view("samples", SamplesArguments, self.samples))
-        table.append(self._view("logs", ActorArguments, self.logs))
-        table.append(self._view("stack", ActorArguments, self.stack))
-        table.append(Verb("set", "operate", SetArguments, "set", run=self.set))
-        return VerbTable(table)
+    def handlers(self) -> dict[verbs.Verb[Any], Handler]:
+        """Of all verbs that it answers."""
+        plain = {
+            verbs.STATUS: self.status, verbs.PS: self.ps, verbs.GET: self.get, verbs.WHY: self.why,
+            verbs.HISTORY: self.history, verbs.SAMPLES: self.samples, verbs.LOGS: self.logs, verbs.STACK: self.stack,
+        }  # fmt: skip
+        return {verb: self._read(verb.name, answer) for verb, answer in plain.items()} | {verbs.SET: self.set}
 
-    def _view(self, name: str, arguments: type[Arguments], answer: Any) -> Verb[Any]:
+    def _read(self, name: str, answer: Any) -> Handler:
         async def run(context: VerbContext, given: Any, who: Operator) -> Any:
             if name in self.silent:
                 raise DeadlineExceeded(f"{name} was not answered in time", remedy="ask again")
             return answer(given)
 
-        return Verb(name, "view", arguments, name, run=run)
+        return run
 
-    def status(self, given: Arguments) -> StatusReply:
+    def status(self, given: verbs.Arguments) -> StatusReply:
         rng, names = self.rng, ("trainer/0", "trainer/1", "rollout/0", "rollout/1", "rollout/2")
         snapshot: dict[str, dict[str, float]] = {
             "metrics": {
@@ -181,14 +147,14 @@ class PlantedSeat:
             snapshot=snapshot,
         )  # fmt: skip
 
-    def ps(self, given: Arguments) -> list[dict[str, Any]]:
+    def ps(self, given: verbs.Arguments) -> list[dict[str, Any]]:
         return [
             {"name": name, "role": name.partition("/")[0], "node": int(name == "rollout/2"), "pid": 4000 + n,
              "attempt": 0, "host": "worker-b" if name == "rollout/2" else "worker-a", "state": "up"}
             for n, name in enumerate(ACTORS)
         ]  # fmt: skip
 
-    def get(self, given: Arguments) -> KnobTable:
+    def get(self, given: verbs.Arguments) -> KnobTable:
         sheets = {owner: list[KnobState]() for owner in ACTORS}
         for knob in KNOBS:
             for owner in OWNERS.get(knob.owner, (knob.owner,)):
@@ -196,25 +162,25 @@ class PlantedSeat:
         told = tuple(KnobSheet(owner=owner, knobs=tuple(states)) for owner, states in sheets.items() if states)
         return KnobTable(sheets=told, epoch=len(self.records), reverts={"temperature": "at step 160"})
 
-    def why(self, given: Arguments) -> dict[str, Any]:
+    def why(self, given: verbs.Arguments) -> dict[str, Any]:
         return {
             "sentence": "trainer/0 waits for data 54 % of the time: generation is the bottleneck "
             "(3 rollout actors compute 93 %)",
             "remedy": "more rollout actors (roles.rollout.count), a smaller rollout.max_new_tokens, or a faster engine",
         }
 
-    def history(self, given: ListArguments) -> list[AuditRecord]:
+    def history(self, given: verbs.HistoryArguments) -> list[AuditRecord]:
         return self.records[-given.limit :]
 
-    def logs(self, given: ActorArguments) -> dict[str, Any]:
+    def logs(self, given: verbs.LogsArguments) -> dict[str, Any]:
         lines = [f"12:00:{n % 60:02d} info {given.target}: line {n} \x1b[31mred\x1b[0m" for n in range(given.num_lines)]
         return {"actor": given.target, "lines": lines}
 
-    def stack(self, given: ActorArguments) -> dict[str, Any]:
+    def stack(self, given: verbs.StackArguments) -> dict[str, Any]:
         text = 'Thread 1 (MainThread):\n  File "trainer.py", line 12 in step\n    loss.backward()'
         return {"actor": given.target, "text": text}
 
-    def samples(self, given: SamplesArguments) -> dict[str, Any]:
+    def samples(self, given: verbs.SamplesArguments) -> dict[str, Any]:
         return {"groups": [self._group(1000 + n) for n in range(min(given.num_groups, 6))], "num_left_out": 0}
 
     def _group(self, number: int) -> dict[str, Any]:
@@ -263,7 +229,7 @@ class PlantedSeat:
             "loss_mask": [0 if token == "\n" else 1 for token in tokens], "train_logprobs": [],
         }  # fmt: skip
 
-    async def set(self, context: VerbContext, given: SetArguments, who: Operator) -> ChangeReply:
+    async def set(self, context: VerbContext, given: ChangeRequest, who: Operator) -> ChangeReply:
         known = {knob.name: knob for knob in KNOBS}
         moves: list[KnobMove] = []
         for name, raw in given.values.items():
@@ -297,9 +263,8 @@ async def serving(seat: PlantedSeat) -> AsyncIterator[ControlNote]:
     """The control socket of a planted seat, until the block ends."""
     with tempfile.TemporaryDirectory(prefix="seat-") as folder:
         context: Any = SimpleNamespace(node=SimpleNamespace(clock=SimpleNamespace(wall=time.time)))
-        dispatcher = Dispatcher(context, seat.verbs(), lambda record: None)
         control, view = Path(folder) / "control.sock", Path(folder) / "view.sock"
-        server = ControlServer(dispatcher, control, view)
+        server = ControlServer(context, seat.handlers(), lambda record: None, control, view)
         await server.open()
         note = ControlNote(run_dir=str(seat.run_dir), control=str(control), view=str(view), pid=os.getpid())
         note.save(seat.run_dir)

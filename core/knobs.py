@@ -7,10 +7,12 @@ nowhere. Each change has an epoch; samples, metrics, the trace and checkpoints c
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from .errors import ConfigError
-from .messages import Record
+from .record import Record, argument
 
 KnobValue = bool | int | float | str
 KnobKind = Literal["float", "int", "bool", "text", "choice"]
@@ -162,25 +164,38 @@ class Operator(Record, frozen=True):
     """"socket", "http", "auto" (an expiry, a resumed run)."""
 
 
-class ChangeRequest(Record, frozen=True):
-    """Change knobs, all or none."""
+MAX_KNOB_VALUES = 64
+"""Of one request."""
+Reason = Annotated[str, argument("your own words, for the audit log", "WHY", short="-m", max_length=1000)]
+KnobName = Annotated[str, Meta(min_length=1, max_length=128)]
+KnobValues = Annotated[
+    dict[KnobName, bool | Annotated[int, Meta(ge=1 - 2**63)] | float | Annotated[str, Meta(max_length=4096)]],
+    Meta(max_length=MAX_KNOB_VALUES),
+]
 
-    values: dict[str, KnobValue]
-    who: Operator
-    reason: str = ""
-    target: str = ""
-    """Only these owners: an actor name or "role/*"; empty: every owner of the knob."""
-    expect: dict[str, KnobValue] = {}
-    """Compare and set: refuse unless these knobs have these values now."""
-    for_steps: int = 0
-    """Go back by itself after so many training steps; 0: stay."""
-    for_s: float = 0.0
-    """Go back by itself after so many seconds; 0: stay."""
-    not_before: int = 0
-    """Knobs with a numbered boundary: at this number or, if an owner has passed it, at the next that all can take."""
-    dry_run: bool = False
-    """Ask the owners, change nothing."""
-    force: bool = False
+
+class ChangeRequest(Record, frozen=True, kw_only=True):
+    """Change knobs, all or none: the arguments of `set`, from which its flags are made."""
+
+    values: Annotated[
+        KnobValues, argument("such as lr=1e-4; values as in the run file", "NAME=VALUE", is_word=True, min_length=1)
+    ]
+    who: Operator = Operator()
+    """Filled in by the control server."""
+    reason: Reason = ""
+    target: Annotated[
+        str, argument("only these owners: rollout, rollout/3, rollout/*, node:1", "WHO", max_length=128)
+    ] = ""
+    expect: Annotated[
+        KnobValues, argument("only if that knob has that value now; may be repeated", "NAME=VALUE", flag="--if")
+    ] = {}
+    for_steps: Annotated[int, argument("go back by itself after so many steps", flag="", ge=0, le=10_000_000)] = 0
+    for_s: Annotated[float, argument("go back by itself after so many seconds", flag="", ge=0, le=30 * 86400.0)] = 0.0
+    not_before: Annotated[
+        int, argument("not before boundary number N (training step, version)", "N", flag="--at", ge=0)
+    ] = 0
+    dry_run: Annotated[bool, argument("ask the owners, change nothing")] = False
+    force: Annotated[bool, argument("also beyond a guard, such as ten times the file's lr")] = False
 
 
 class KnobMove(Record, frozen=True):

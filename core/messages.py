@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from .record import Record
 from .samples import F32, Group, Prompt, Sample
 
 
@@ -47,10 +48,6 @@ ActivityKind = Literal[
 ]
 WeightChannel = Literal["shm", "disk", "nccl", "cuda_ipc"]
 RunPhase = Literal["starting", "running", "draining", "finished", "failed"]
-
-
-class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all control-plane records."""
 
 
 NO_TOP_K = -1

@@ -19,19 +19,15 @@ from typing import NoReturn, TextIO
 
 from .. import __version__
 from ..core.errors import ConfigError, MyxaError
-from .commands import data, history, knobs, offline, processes, run_life, runs, views
+from .commands import completion, data, knobs, offline, processes, run_life, runs, views
 from .commands.parser import Parser, mistaken_command, mistaken_flag
 
 COMMANDS = (
-    run_life.add_up, run_life.add_launch, run_life.add_demo,
-    offline.add_plan, offline.add_schema, offline.add_doctor, offline.add_convert, offline.add_engine,
-    runs.add_ls, runs.add_compare, views.add_ps, views.add_top, views.add_dashboard, views.add_why,
-    knobs.add_get, knobs.add_set, knobs.add_explain, knobs.add_undo,
-    history.add_history,
-    run_life.add_pause, run_life.add_resume, run_life.add_fork, run_life.add_ckpt,
-    processes.add_scale, processes.add_drain, processes.add_restart, processes.add_kill,
-    processes.add_logs, processes.add_stack, processes.add_profile, views.add_trace, views.add_grafana,
-    data.add_dump, data.add_samples, views.add_mem, views.add_report, processes.add_control,
+    run_life.UP, run_life.LAUNCH, run_life.DEMO,
+    offline.PLAN, offline.SCHEMA, offline.DOCTOR, offline.CONVERT, offline.ENGINE,
+    runs.LS, runs.COMPARE, views.PS, views.TOP, views.DASHBOARD_COMMAND, views.WHY,
+    *knobs.COMMANDS, *run_life.COMMANDS, *processes.COMMANDS, views.TRACE, views.GRAFANA,
+    *data.COMMANDS, views.MEM, views.REPORT, processes.CONTROL, completion.COMPLETION,
 )  # fmt: skip
 """In the order in which `myxa --help` lists them."""
 
@@ -51,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options, unknown = parser.parse_known_args(arguments)
         if unknown:
             raise ConfigError(mistaken_flag(parser, arguments, unknown))
-        options.words = arguments
+        options.words, options.parser = arguments, parser
         return options.run(options)
     except MyxaError as error:
         return _tell(error, is_json=is_json)
@@ -73,9 +69,7 @@ def make_parser() -> Parser:
         "130 Ctrl-C, 143 SIGTERM before the end",
     )
     parser.add_argument("--version", action="version", version=f"myxa {__version__}")
-    verbs = parser.add_commands()
-    for add in COMMANDS:
-        add(verbs)
+    parser.add_commands(COMMANDS)
     return parser
 
 

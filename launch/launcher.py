@@ -32,9 +32,9 @@ from ..core.process import adopting_orphans
 from ..transport.descriptors import raise_limit
 from .contracts import SUPERVISOR, AgentContract, RunDescription, agent_name
 from .control.client import NOTE, ControlNote
-from .control.dispatcher import Dispatcher, all_verbs
+from .control.context import VerbContext
+from .control.handlers import HANDLERS
 from .control.server import ControlServer
-from .control.verb import VerbContext
 from .frozen_code import freeze
 from .nodes.agent import Agent
 from .nodes.follower import follow, follow_late
@@ -66,7 +66,7 @@ async def open_control(context: VerbContext, runtime: Path) -> AsyncGenerator[Co
     if not context.config.control.socket:
         yield None
         return
-    dispatcher = Dispatcher(context, all_verbs(), AuditLog(context.run_dir.path / AUDIT_FILE).append)
+    append = AuditLog(context.run_dir.path / AUDIT_FILE).append
     with contextlib.ExitStack() as stack:
         gid, view_folder = _view_place(context.config, runtime, stack)
         note = ControlNote(
@@ -75,15 +75,19 @@ async def open_control(context: VerbContext, runtime: Path) -> AsyncGenerator[Co
             view=str(view_folder / VIEW_SOCKET),
             pid=os.getpid(),
         )
-        server = ControlServer(dispatcher, Path(note.control), Path(note.view), view_gid=gid)
+        server = ControlServer(context, HANDLERS, append, Path(note.control), Path(note.view), view_gid=gid)
         try:
             await server.open()
             for folder in (runtime, context.run_dir.path):
                 note.save(folder)
+            link = context.run_dir.path / CONTROL_SOCKET
+            link.unlink(missing_ok=True)
+            link.symlink_to(note.control)  # the path of a Unix socket is short: callers name it from their own folder
             async with _dashboard(note, context.config.control.dashboard_port) as url:
                 yield msgspec.structs.replace(note, dashboard=url)  # not in the file: the URL holds a secret
         finally:
-            (context.run_dir.path / NOTE).unlink(missing_ok=True)
+            for name in (NOTE, CONTROL_SOCKET):
+                (context.run_dir.path / name).unlink(missing_ok=True)
             await server.close()
 
 

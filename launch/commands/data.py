@@ -9,38 +9,28 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .output import Verbs, add_run_flags, client_of, client_or_folder, show, table
-from .parser import at_least
+from ..control import verbs
+from .output import ask, show, table, verb_command
+from .parser import Parser, at_least
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-DUMP_S = 1815.0
-
-
-def add_dump(verbs: Verbs) -> None:
-    """The command and its flags."""
-    dump = verbs.add_parser("dump", help="write groups with their tokens into a file of the run")
-    what = dump.add_mutually_exclusive_group()
+def _add_dump(parser: Parser) -> None:
+    what = parser.add_mutually_exclusive_group()
     what.add_argument("--next", type=at_least(1), default=0, metavar="N", dest="next_groups",
                       help="the next N that are claimed for training (all that was not trained yet)")  # fmt: skip
-    what.add_argument("--end", action="store_true", help="end an earlier --next before it has all its groups")
+    what.add_argument("--end", action="store_const", const=-1, dest="next_groups",
+                      help="end an earlier --next before it has all its groups")  # fmt: skip
     what.add_argument("--list", action="store_true", help="files that were written, or are being written")
-    dump.add_argument(
-        "--max-mb", type=at_least(1), default=1024, metavar="MB", help="largest file, in MiB (%(default)s)"
-    )
-    dump.set_defaults(run=_dump)
-    add_run_flags(dump)
 
 
 def _dump(options: argparse.Namespace) -> int:
     if options.list:
-        show(options, client_of(options).ask("dumps"), _files)
-        return 0
-    client = client_of(options, changes=True)
-    wanted = -1 if options.end else options.next_groups
-    show(options, client.ask("dump", DUMP_S, next_groups=wanted, max_mb=options.max_mb), _dump_sentence)
+        show(options, ask(options, verbs.DUMPS), _files)
+    else:
+        show(options, ask(options, verbs.DUMP), _dump_sentence)
     return 0
 
 
@@ -54,54 +44,20 @@ def _files(facts: list[dict[str, Any]]) -> RenderableType:
     return table(("file", "groups", "bytes", ""), rows, right=("groups", "bytes"))
 
 
-def add_samples(verbs: Verbs) -> None:
-    """The command and its flags."""
-    samples = verbs.add_parser(
-        "samples",
-        help="prompt, answers, rewards: of the newest groups, of any step, of held-out prompts",
-        description="Of a live run: the newest finished groups, token by token. With --step or --eval, and of an ended "
-        "run: what samples.jsonl kept of each step.",
-    )
-    samples.add_argument(
-        "num_groups", nargs="?", type=at_least(1), default=4, metavar="N", help="how many (%(default)s)"
-    )
-    samples.add_argument("--tokens", type=at_least(1), default=512, metavar="T", dest="max_tokens",
-                         help="tokens of each answer at most (%(default)s)")  # fmt: skip
-    samples.add_argument("--step", type=at_least(0), default=-1, metavar="S",
-                         help="of this step, as the curves count them (any)")  # fmt: skip
-    samples.add_argument("--eval", nargs="?", const="", default=None, metavar="SET", dest="eval_set",
-                         help="answers to held-out prompts, of one set of [eval.sets] or of all")  # fmt: skip
-    samples.set_defaults(run=_samples)
-    add_run_flags(samples)
+def _add_samples(parser: Parser) -> None:
+    parser.add_argument("--eval", nargs="?", const="", default=None, metavar="SET",
+                        help="answers to held-out prompts, of one set of [eval.sets] or of all")  # fmt: skip
 
 
-def _samples(options: argparse.Namespace) -> int:
-    found = client_or_folder(options, view=True)
-    wanted: dict[str, Any] = {
-        "step": options.step,
-        "held_out": options.eval_set is not None,
-        "eval_set": options.eval_set or "",
-    }
-    if isinstance(found, Path):
-        from ..views.run_files import SampleQuery, read_samples
-
-        facts = {"groups": read_samples(found, SampleQuery(**wanted), options.num_groups), "num_left_out": 0}
-    else:
-        facts = found.ask("samples", num_groups=options.num_groups, max_tokens=options.max_tokens, **wanted)
-    is_kept = isinstance(found, Path) or options.step >= 0 or options.eval_set is not None
-    show(options, facts, _draw_kept if is_kept else _draw)
-    return 0
+def _held_out(options: argparse.Namespace) -> dict[str, Any]:
+    return {"held_out": options.eval is not None, "eval_set": options.eval or ""}
 
 
-def _draw_kept(facts: dict[str, Any]) -> RenderableType:
-    """Groups as `samples.jsonl` has them."""
-    from rich.text import Text
+def _samples_from_files(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    from ..views.run_files import SampleQuery, read_samples
 
-    lines = [line for group in facts["groups"] for line in _kept_group(group)]
-    return Text(
-        "\n".join(lines)
-        or "samples.jsonl holds no such group: monitor.samples_per_step says how many of each step it gets"
-    )
+    wanted = SampleQuery(step=options.step, **_held_out(options))
+    return {"groups": read_samples(folder, wanted, options.num_groups), "num_left_out": 0}
 
 
 def _kept_group(group: dict[str, Any]) -> Iterator[str]:
@@ -123,10 +79,15 @@ def _kept_group(group: dict[str, Any]) -> Iterator[str]:
 
 
 def _draw(facts: dict[str, Any]) -> RenderableType:
+    """Groups of the buffer, or as `samples.jsonl` has them."""
     from rich.text import Text
 
-    lines = [line for group in facts["groups"] for line in _group(group)]
-    return Text("\n".join(lines) or "no group was finished yet")
+    groups = facts["groups"]
+    lines = [line for group in groups for line in (_kept_group if "answers" in group else _group)(group)]
+    return Text(
+        "\n".join(lines)
+        or "there is no such group: of a step, samples.jsonl gets as many as monitor.samples_per_step says"
+    )
 
 
 def _group(group: dict[str, Any]) -> Iterator[str]:
@@ -153,3 +114,20 @@ def _gap(sample: dict[str, Any]) -> str:
     if not gaps:
         return ""
     return f", trainer and engine differ by {sum(gaps) / len(gaps):.2g} nats a token, at most {max(gaps):.2g}"
+
+
+SAMPLES_WORDS = (
+    "Of a live run: the newest finished groups, token by token. With --step or --eval, and of an ended run: what "
+    "samples.jsonl kept of each step."
+)
+COMMANDS = (
+    verb_command(verbs.DUMP, _dump_sentence, add=_add_dump, run=_dump),
+    verb_command(
+        verbs.SAMPLES,
+        _draw,
+        add=_add_samples,
+        more=_held_out,
+        from_files=_samples_from_files,
+        description=SAMPLES_WORDS,
+    ),
+)

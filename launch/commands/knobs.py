@@ -1,4 +1,4 @@
-"""Knobs of a live run: `get`, `set`, `explain`, `undo`; how knobs are written and shown."""
+"""Knobs of a run: `get`, `set`, `explain`, `undo`, `history`; how knobs are written and shown."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from datetime import datetime
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...core.errors import ConfigError
-from .output import Verbs, add_run_flags, client_of, show, table
-from .parser import at_least
+from ...core.errors import ConfigError, LedgerError
+from ..control import verbs
+from .output import ask, folder_of, show, table, verb_command
+from .parser import Parser
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -23,21 +26,15 @@ QUIET = "process"
 """Owner of knobs that every process has; they are many and alike, and only shown when asked for."""
 
 
-def add_get(verbs: Verbs) -> None:
-    """The command and its flags."""
-    parser = verbs.add_parser("get", help="knobs with their values, limits and owners")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="knobs; none: all but those of every process")
+def _add_get(parser: Parser) -> None:
     parser.add_argument("--all", action="store_true", help="every knob of every actor")
     parser.add_argument("--toml", action="store_true",
                         help="what differs from the run file, as a second run file for `myxa up`")  # fmt: skip
-    add_run_flags(parser)
-    parser.set_defaults(run=_get)
 
 
 def _get(options: argparse.Namespace) -> int:
-    found = client_of(options).ask("get", names=options.names)
-    every = options.all or bool(options.names)
-    show(options, found, toml_text if options.toml else lambda facts: _get_page(facts, every=every))
+    page = toml_text if options.toml else partial(_get_page, every=options.all or bool(options.names))
+    show(options, ask(options, verbs.GET), page)
     return 0
 
 
@@ -64,7 +61,7 @@ def _toml_line(key: str, name: str, values: list[Any]) -> str:
     return f"{key} = {words[0]}"
 
 
-def _get_page(found: dict[str, Any], *, every: bool) -> RenderableType:
+def _get_page(found: dict[str, Any], *, every: bool = False) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
@@ -104,29 +101,14 @@ def range_text(knob: dict[str, Any]) -> str:
     return msgspec.convert(knob, Tunable).range_text()
 
 
-CHANGE_S = 75.0
+def _add_set(parser: Parser) -> None:
+    parser.add_argument("--for", dest="lasting", default="", metavar="TIME",
+                        help="go back by itself after 50steps, 30s, 10min, 2h")  # fmt: skip
 
 
-def add_set(verbs: Verbs) -> None:
-    """The command and its flags."""
-    parser = verbs.add_parser(
-        "set",
-        help="change knobs, all or none",
-        description="Change knobs of a live run. All owners of all knobs agree, or nothing is changed; each "
-        "knob takes effect at its boundary (`myxa explain NAME`).",
-    )
-    parser.add_argument("values", nargs="+", metavar="NAME=VALUE", help="such as lr=1e-4; values as in the run file")
-    add_change_flags(parser)
-    add_run_flags(parser)
-    parser.set_defaults(run=_set)
-
-
-def _set(options: argparse.Namespace) -> int:
-    arguments = change_arguments(options, assignments(options.values, "set"))
-    reply = client_of(options, changes=True).ask("set", CHANGE_S, **arguments)
-    check_reply(reply)
-    show(options, reply, change_text)
-    return 0
+def _changes(options: argparse.Namespace) -> dict[str, Any]:
+    values, expect = assignments(options.values, "set"), assignments(options.expect, "--if")
+    return {"values": values, "expect": expect, **(lasting(options.lasting) if options.lasting else {})}
 
 
 BOUNDARIES = {
@@ -136,20 +118,6 @@ BOUNDARIES = {
     "step": "for a training step, all owners at the same one",
     "weights": "for a weight version, all owners at the same one",
 }
-
-
-def add_explain(verbs: Verbs) -> None:
-    """The command and its flags."""
-    parser = verbs.add_parser("explain", help="everything about one knob, with its history")
-    parser.add_argument("name", metavar="NAME", help="a knob; `myxa get --all` lists them")
-    add_run_flags(parser)
-    parser.set_defaults(run=_explain)
-
-
-def _explain(options: argparse.Namespace) -> int:
-    found = client_of(options).ask("explain", name=options.name)
-    show(options, found, lambda facts: "\n".join(_explain_lines(facts)))
-    return 0
 
 
 def _explain_lines(found: dict[str, Any]) -> Iterator[str]:
@@ -197,22 +165,6 @@ def _asked(record: dict[str, Any]) -> str:
     return ", ".join(f"{name}={found}" for name, found in asked.items())
 
 
-def add_undo(verbs: Verbs) -> None:
-    """The command and its flags."""
-    parser = verbs.add_parser("undo", help="take the newest change of knobs back, or that of an epoch")
-    parser.add_argument("--epoch", type=at_least(1), default=0, metavar="N", help="which change (the newest)")
-    parser.add_argument("-m", "--reason", default="", metavar="WHY", help="your own words, for the audit log")
-    add_run_flags(parser)
-    parser.set_defaults(run=_undo)
-
-
-def _undo(options: argparse.Namespace) -> int:
-    reply = client_of(options, changes=True).ask("undo", CHANGE_S, epoch=options.epoch, reason=options.reason)
-    check_reply(reply)
-    show(options, reply, change_text)
-    return 0
-
-
 _BARE = re.compile(r"[A-Za-z_][A-Za-z0-9_.:/*,-]*|\d+,(\d+,)*\d*")
 _WORDS = {"True": "true", "False": "false"}
 _LASTING = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>steps?|s|min|h)")
@@ -258,35 +210,6 @@ def lasting(text: str) -> dict[str, Any]:
     return {"for_s": float(found["number"]) * _LASTING_SECONDS[found["unit"]]}
 
 
-def add_change_flags(parser: argparse.ArgumentParser) -> None:
-    """What every command that changes knobs takes."""
-    parser.add_argument("-m", "--reason", default="", metavar="WHY", help="your own words, for the audit log")
-    parser.add_argument("--for", dest="lasting", default="", metavar="TIME",
-                        help="go back by itself after 50steps, 30s, 10min, 2h")  # fmt: skip
-    parser.add_argument("--if", dest="expect", action="append", default=[], metavar="NAME=VALUE",
-                        help="only if that knob has that value now; may be repeated")  # fmt: skip
-    parser.add_argument("--target", default="", metavar="WHO",
-                        help="only these owners: rollout, rollout/3, rollout/*, node:1")  # fmt: skip
-    parser.add_argument("--at", type=at_least(0), default=0, metavar="N", dest="not_before",
-                        help="not before boundary number N (training step, version)")  # fmt: skip
-    parser.add_argument("--dry-run", action="store_true", help="ask the owners, change nothing")
-    parser.add_argument("--force", action="store_true", help="also beyond a guard, such as ten times the file's lr")
-
-
-def change_arguments(options: argparse.Namespace, values: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of the verb `set`."""
-    return {
-        "values": values,
-        "reason": options.reason,
-        "target": options.target,
-        "expect": assignments(options.expect, "--if"),
-        "not_before": options.not_before,
-        "dry_run": options.dry_run,
-        "force": options.force,
-        **(lasting(options.lasting) if options.lasting else {}),
-    }
-
-
 def shown(found: Any) -> str:
     """A value as TOML has it."""
     if isinstance(found, bool):
@@ -314,10 +237,12 @@ def _boundary(move: dict[str, Any], at: int) -> str:
     return {"now": "at once", "request": "from the next request on"}.get(kind, f"at {kind} {at}")
 
 
-def check_reply(reply: dict[str, Any]) -> None:
+def check_reply(options: argparse.Namespace, reply: dict[str, Any]) -> int:
     """Raises ConfigError for a change that was refused."""
+    del options
     if reply["refused"]:
         raise ConfigError(reply["refused"], remedy="nothing was changed")
+    return 0
 
 
 def change_words(reason: dict[str, Any]) -> str:
@@ -325,3 +250,59 @@ def change_words(reason: dict[str, Any]) -> str:
     if reason["command"]:
         return str(reason["command"])
     return f"in the run file: {reason['key']} = {reason['new']}" if reason["key"] else ""
+
+
+# -- history -----------------------------------------------------------------------------------------------------------
+
+
+def _add_history(parser: Parser) -> None:
+    parser.add_argument("--verify", action="store_true", help="check the chain of digests of the whole log")
+
+
+def _history(options: argparse.Namespace) -> int:
+    """From the audit log itself, so it works after the run, too."""
+    import msgspec
+
+    from ...actors.coordinator.audit import AUDIT_FILE, read_audit
+
+    run: Path | None = options.run_path
+    path = (run if run is not None and run.is_dir() else folder_of(options)) / AUDIT_FILE
+    if options.verify:
+        return _verify(options, path)
+    records = msgspec.to_builtins(read_audit(path, options.limit))
+    show(options, records, lambda found: "\n".join(map(change_line, found)) or "nothing was changed")
+    return 0
+
+
+def _verify(options: argparse.Namespace, path: Path) -> int:
+    from dataclasses import asdict
+
+    from ...actors.coordinator.audit import verify_audit
+
+    verdict = verify_audit(path)
+    if verdict.complaint:
+        raise LedgerError(
+            f"{path}: {verdict.complaint}; {verdict.num_records} records before it hold",
+            remedy="the file was edited, or the disk lost a part of it",
+        )
+    show(options, asdict(verdict), _verdict_text)
+    return 0
+
+
+def _verdict_text(facts: dict[str, Any]) -> str:
+    torn = "; the last line was never finished and does not count" if facts["is_torn"] else ""
+    head = f"; digest {facts['head']['digest']}" if facts["head"] else ""
+    return f"{facts['num_records']} records, the chain holds{torn}{head}"
+
+
+SET_WORDS = (
+    "Change knobs of a live run. All owners of all knobs agree, or nothing is changed; each knob takes effect at its "
+    "boundary (`myxa explain NAME`)."
+)
+COMMANDS = (
+    verb_command(verbs.GET, _get_page, add=_add_get, run=_get),
+    verb_command(verbs.SET, change_text, add=_add_set, more=_changes, check=check_reply, description=SET_WORDS),
+    verb_command(verbs.EXPLAIN, lambda facts: "\n".join(_explain_lines(facts))),
+    verb_command(verbs.UNDO, change_text, check=check_reply),
+    verb_command(verbs.HISTORY, change_line, add=_add_history, run=_history),
+)

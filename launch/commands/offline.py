@@ -8,13 +8,13 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from ...core.errors import ConfigError
 from ...core.files import read_regular
 from ...transport.descriptors import raise_limit
-from .output import Verbs, add_json_flag, show
-from .parser import Parser
+from .output import show
+from .parser import Command, Parser, add_json_flag
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -22,14 +22,7 @@ if TYPE_CHECKING:
     from ...actors.engines.http_server import ServedEngine
 
 
-def add_plan(verbs: Verbs) -> None:
-    """The command and its flags."""
-    plan = verbs.add_parser(
-        "plan",
-        help="what a run file comes to, and all that is wrong with it; starts nothing",
-        description="Placement, memory of each device, batch, staleness, disk, commands: without a GPU, without "
-        "starting anything. Exit status 2 if the run could not start.",
-    )
+def _add_plan(plan: Parser) -> None:
     plan.add_argument("file", nargs="+", metavar="RUN.TOML", help="run file; of several, later ones win key by key")
     plan.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides",
                       help="overrule a value of the file; may be repeated")  # fmt: skip
@@ -41,7 +34,6 @@ def add_plan(verbs: Verbs) -> None:
                       "interpreters, devices, ports and disk")  # fmt: skip
     plan.add_argument("--brief", action="store_true", help="leave commands, ports and files out")
     add_json_flag(plan)
-    plan.set_defaults(run=_plan)
 
 
 def _positive(text: str) -> int:
@@ -86,12 +78,6 @@ def _plan_coloured(text: str) -> Text:
     return Text("\n").join(Text(line, style=style) for line, style in styled_lines(text))
 
 
-def add_schema(verbs: Verbs) -> None:
-    """The command."""
-    text = "print the JSON Schema of the run file, for editors"
-    verbs.add_parser("schema", help=text, description=text).set_defaults(run=_schema)
-
-
 def _schema(_: argparse.Namespace) -> int:
     from ...core.config.reference import json_schema
 
@@ -102,17 +88,9 @@ def _schema(_: argparse.Namespace) -> int:
 STYLES = {"FAIL": "bold red", "warn": "yellow"}
 
 
-def add_doctor(verbs: Verbs) -> None:
-    """The command and its flags."""
-    doctor = verbs.add_parser(
-        "doctor",
-        help="what of this machine will bite",
-        description="Python, driver, packages, memory, limits, ports, rights, leftovers of earlier runs; each with "
-        "what to do. Exit status 1 if something must be mended.",
-    )
+def _add_doctor(doctor: Parser) -> None:
     doctor.add_argument("--dir", default="runs", metavar="DIR", help="where run directories will be made (%(default)s)")
     add_json_flag(doctor)
-    doctor.set_defaults(run=_doctor)
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -138,22 +116,14 @@ def _doctor_coloured(text: str) -> Text:
 RUN_FILE = "config.toml"
 
 
-def add_convert(verbs: Verbs) -> None:
-    """The command and its flags."""
-    verb = verbs.add_parser(
-        "convert",
-        help="write a checkpoint as a HuggingFace folder",
-        description="Write the weights of a checkpoint, of either trainer and any layout, as a HuggingFace folder. "
-        "Needs no GPU and no megatron-core. (Trainers load HuggingFace folders by themselves.)",
-    )
-    verb.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="its folder, or a run's: the newest is taken")
-    verb.add_argument("folder", type=Path, metavar="FOLDER", help="where the model goes; empty, or not there yet")
-    verb.add_argument("--model", type=Path, default=None, metavar="DIR",
-                      help="folder that the run started from (model.path of the run's own config.toml)")  # fmt: skip
-    verb.add_argument("--dtype", default="", choices=("", "float32", "bfloat16", "float16"), metavar="TYPE",
-                      help="float32, bfloat16 or float16 (as in the checkpoint)")  # fmt: skip
-    add_json_flag(verb)
-    verb.set_defaults(run=_convert)
+def _add_convert(parser: Parser) -> None:
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="its folder, or a run's: the newest")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the model goes; empty, or not there yet")
+    parser.add_argument("--model", type=Path, default=None, metavar="DIR",
+                        help="folder that the run started from (model.path of the run's own config.toml)")  # fmt: skip
+    parser.add_argument("--dtype", default="", choices=("", "float32", "bfloat16", "float16"), metavar="TYPE",
+                        help="float32, bfloat16 or float16 (as in the checkpoint)")  # fmt: skip
+    add_json_flag(parser)
 
 
 def _convert(options: argparse.Namespace) -> int:
@@ -190,16 +160,12 @@ def _model_of_run(checkpoint: Path) -> Path:
 MAX_KEY_BYTES = 4096
 
 
-def add_engine(verbs: Verbs) -> None:
-    """The command, its sub-command and flags."""
-    engine = cast(Parser, verbs.add_parser("engine", help="rollout engines by themselves"))
-    serve = engine.add_commands().add_parser("serve", help="serve a model folder over HTTP, with SGLang's routes")
+def _add_serve(serve: Parser) -> None:
     serve.add_argument("folder", type=Path, metavar="DIR", help="HuggingFace model folder")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     serve.add_argument("--port", type=port, default=30000, help="port to listen on, 0 = any (%(default)s)")
     serve.add_argument("--key-env", default="", metavar="NAME", help="variable that holds the key to ask for")
     serve.add_argument("--key-file", type=Path, metavar="FILE", help="file that holds the key to ask for")
-    serve.set_defaults(run=_engine_serve)
 
 
 def port(text: str) -> int:
@@ -249,3 +215,23 @@ def _engine_serve(options: argparse.Namespace) -> int:
 
     asyncio.run(serve_engine(options.folder, options.host, options.port, key=key, on_ready=ready))
     return 0
+
+
+PLAN = Command(
+    "plan", "what a run file comes to, and all that is wrong with it; starts nothing", _plan, _add_plan,
+    "Placement, memory of each device, batch, staleness, disk, commands: without a GPU, without starting anything. "
+    "Exit status 2 if the run could not start.",
+)  # fmt: skip
+SCHEMA = Command("schema", "print the JSON Schema of the run file, for editors", _schema, lambda parser: None)
+DOCTOR = Command(
+    "doctor", "what of this machine will bite", _doctor, _add_doctor,
+    "Python, driver, packages, memory, limits, ports, rights, leftovers of earlier runs; each with what to do. Exit "
+    "status 1 if something must be mended.",
+)  # fmt: skip
+CONVERT = Command(
+    "convert", "write a checkpoint as a HuggingFace folder", _convert, _add_convert,
+    "Write the weights of a checkpoint, of either trainer and any layout, as a HuggingFace folder. Needs no GPU and no "
+    "megatron-core. (Trainers load HuggingFace folders by themselves.)",
+)  # fmt: skip
+SERVE = Command("serve", "serve a model folder over HTTP, with SGLang's routes", _engine_serve, _add_serve)
+ENGINE = Command("engine", "rollout engines by themselves", _engine_serve, _add_serve, parts=(SERVE,))

@@ -1,4 +1,4 @@
-"""What the commands have in common: which run they speak to, `--json`, and how an answer is shown."""
+"""What the commands have in common: which run they speak to, how a verb is asked, and how an answer is shown."""
 
 from __future__ import annotations
 
@@ -8,29 +8,15 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from ...core.errors import LaunchError
 from ..control.client import CONFIG, RUNS, ControlClient, ControlNote, SeveralLiveRuns, find_run
+from ..control.verbs import Verb, argument_names
+from .parser import Command, Parser, add_arguments, add_run_flags
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-
-Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # pyright: ignore[reportPrivateUsage] - argparse has no public name for it
-"""What `add(verbs)` of a command's module gets."""
-
-
-def add_run_flags(parser: argparse.ArgumentParser) -> None:
-    """`--run RUN` and `--json`."""
-    parser.add_argument("--run", type=Path, default=None, metavar="RUN", dest="run_path",
-                        help="run directory (the only live run)")  # fmt: skip
-    add_json_flag(parser)
-
-
-def add_json_flag(parser: argparse.ArgumentParser) -> None:
-    """`--json` alone, for commands that speak to no run."""
-    parser.add_argument("--json", action="store_true", help="the answer for programs; errors too")
 
 
 _to_say: list[str] = []
@@ -122,3 +108,52 @@ def folder_of(options: argparse.Namespace) -> Path:
 
 def _command(options: argparse.Namespace) -> str:
     return shlex.join(["myxa", *getattr(options, "words", ())])
+
+
+Page = Callable[[Any], "RenderableType | str"]
+"""An answer for people."""
+
+
+def verb_command(
+    verb: Verb[Any],
+    page: Page,
+    *,
+    add: Callable[[Parser], None] | None = None,
+    more: Callable[[argparse.Namespace], dict[str, Any]] | None = None,
+    run: Callable[[argparse.Namespace], int] | None = None,
+    from_files: Callable[[Path, argparse.Namespace], Any] | None = None,
+    check: Callable[[argparse.Namespace, Any], int] | None = None,
+    description: str = "",
+) -> Command:
+    """The command of a verb: asks it and shows the answer as `page`. `add`: flags beside those of the verb's arguments,
+    `more`: arguments made from these. `from_files`: the answer for a run that is over. `check`: exit status of an
+    answer. `run`: instead of all that."""
+
+    def add_flags(parser: Parser) -> None:
+        add_arguments(parser, verb)
+        if add is not None:
+            add(parser)
+        add_run_flags(parser)
+
+    def ask_and_show(options: argparse.Namespace) -> int:
+        if from_files is not None and isinstance(found := client_or_folder(options), Path):
+            answer = from_files(found, options)
+        else:
+            answer = ask(options, verb, **(more(options) if more is not None else {}))
+        status = 0 if check is None else check(options, answer)
+        show(options, answer, page)
+        return status
+
+    return Command(verb.name, verb.help, run or ask_and_show, add_flags, description)
+
+
+def ask(options: argparse.Namespace, verb: Verb[Any], **instead: Any) -> Any:
+    """The run's answer to the verb, with the arguments that the command line gave. `instead`: of its own flags."""
+    client = client_of(options, changes=verb.effect == "change")
+    return client.ask(verb.name, **arguments_of(options, verb, **instead))
+
+
+def arguments_of(options: argparse.Namespace, verb: Verb[Any], **instead: Any) -> dict[str, Any]:
+    """What the command line gave of the verb's arguments."""
+    given = {name: getattr(options, name) for name in argument_names(verb) if hasattr(options, name)}
+    return given | instead

@@ -1,4 +1,5 @@
-"""The command line's parser: argparse that knows its sub-commands and suggests the nearest one; argument types.
+"""The command line's parser: argparse that knows its sub-commands and suggests the nearest one; flags of a verb, from
+its declaration; argument types.
 
 click and typer were considered: argparse is in the standard library, imports in a few milliseconds and suffices.
 """
@@ -8,10 +9,19 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import msgspec
 
 from ...core.errors import ConfigError
 from ...core.suggestion import nearest
+from ..control.verbs import WHO, Verb
+
+if TYPE_CHECKING:
+    from msgspec.inspect import Field
 
 OTHER_WORDS: Mapping[str, str] = {
     "status": "ps", "info": "ps", "list": "ls", "runs": "ls", "diff": "compare",
@@ -30,20 +40,52 @@ FORMER: Mapping[str, str] = {
 """Commands that are gone -> what to do instead."""
 
 
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One command. `add` gives its parser flags, only when it is used."""
+
+    name: str
+    help: str
+    run: Callable[[argparse.Namespace], int]
+    add: Callable[[Parser], None]
+    description: str = ""
+    parts: tuple[Command, ...] = ()
+    """Sub-commands, of which one must be given; a command with parts has no `run` and no flags of its own."""
+
+
 class Parser(argparse.ArgumentParser):
     """One command, or the whole line. Its sub-commands are parsers of the same class."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, command: Command | None = None, **kwargs: Any) -> None:
         # An abbreviated flag would change its meaning when another flag is added.
         super().__init__(*args, allow_abbrev=False, **kwargs)
+        self._command = command
+        self._is_ready = command is None
         self.commands: dict[str, Parser] = {}
         """By name; empty for a command without sub-commands."""
 
-    def add_commands(self) -> argparse._SubParsersAction[argparse.ArgumentParser]:  # pyright: ignore[reportPrivateUsage] - argparse has no public name for it
-        """Room for sub-commands, of which one must be given."""
+    def add_commands(self, commands: Sequence[Command]) -> None:
+        """Sub-commands, of which one must be given."""
         made: Any = self.add_subparsers(title="commands", metavar="COMMAND", required=True)
+        for each in commands:
+            made.add_parser(each.name, help=each.help, description=each.description or None, command=each)
         self.commands = made.choices
-        return made
+
+    def ready(self) -> Parser:
+        """With its flags."""
+        if not self._is_ready and self._command is not None:
+            self._is_ready = True
+            if self._command.parts:
+                self.add_commands(self._command.parts)
+            else:
+                self._command.add(self)
+                self.set_defaults(run=self._command.run)
+        return self
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+        """As argparse; a sub-command gets its flags only now."""
+        self.ready()
+        return super().parse_known_args(*args, **kwargs)
 
     def error(self, message: str) -> NoReturn:
         """Raises as every other mistake does, so that `--json` applies; argparse would print its usage and exit."""
@@ -56,13 +98,13 @@ class Parser(argparse.ArgumentParser):
     @property
     def flags(self) -> tuple[str, ...]:
         """Every `--flag` of this command."""
-        return tuple(name for name in self._option_string_actions if name.startswith("--"))
+        return tuple(name for name in self.ready()._option_string_actions if name.startswith("--"))
 
 
 def path_of(parser: Parser, words: Sequence[str]) -> Iterator[tuple[Parser, str]]:
     """The parsers that the words lead through, each with the word that is looked for in it; ends at a flag."""
     for word in words:
-        if not parser.commands or word.startswith("-"):
+        if not parser.ready().commands or word.startswith("-"):
             return
         yield parser, word
         if word not in parser.commands:
@@ -98,6 +140,58 @@ def mistaken_flag(parser: Parser, words: Sequence[str], unknown: Sequence[str]) 
     return f"{' '.join(name) or 'myxa'} does not take {' '.join(unknown)} -- {hint}"
 
 
+def add_arguments(parser: argparse.ArgumentParser, verb: Verb[Any]) -> None:
+    """A flag, or a word, for every argument of the verb."""
+    about: Any = msgspec.inspect.type_info(verb.arguments)
+    for field in about.fields:
+        _add_argument(parser, field)
+
+
+def _add_argument(parser: argparse.ArgumentParser, field: Field) -> None:
+    about: Any = field.type  # Metadata(type, extra_json_schema, extra)
+    way: dict[str, Any] = getattr(about, "extra", None) or {}
+    if field.name == WHO or way["flag"] == "":
+        return
+    how: dict[str, Any] = {"help": about.extra_json_schema["description"]}
+    if way["metavar"]:
+        how["metavar"] = way["metavar"]
+    kind = type(about.type).__name__
+    if way["is_time"]:
+        how["type"] = partial(stretch_s, most=about.type.le)
+    elif kind == "IntType":
+        how["type"] = at_least(about.type.ge)
+    elif kind == "FloatType":
+        how["type"] = float
+    elif kind == "LiteralType":
+        how["choices"] = about.type.values
+    if way["is_word"]:
+        many = "*" if kind == "VarTupleType" else "+" if kind == "DictType" else None if field.required else "?"
+        how |= {} if many is None else {"nargs": many}
+        how |= {} if field.required or many == "*" else {"default": field.default}
+        parser.add_argument(field.name, **how)
+        return
+    if kind == "BoolType":
+        how["action"] = "store_false" if field.default else "store_true"
+    elif kind == "DictType":
+        how |= {"action": "append", "default": []}
+    else:
+        how["default"] = field.default
+    flag = way["flag"] or f"--{field.name.replace('_', '-')}"
+    parser.add_argument(*filter(None, (way["short"], flag)), dest=field.name, **how)
+
+
+def add_run_flags(parser: argparse.ArgumentParser) -> None:
+    """`--run RUN` and `--json`."""
+    parser.add_argument("--run", type=Path, default=None, metavar="RUN", dest="run_path",
+                        help="run directory (the only live run)")  # fmt: skip
+    add_json_flag(parser)
+
+
+def add_json_flag(parser: argparse.ArgumentParser) -> None:
+    """`--json` alone, for commands that speak to no run."""
+    parser.add_argument("--json", action="store_true", help="the answer for programs; errors too")
+
+
 def at_least(least: int) -> Callable[[str], int]:
     """For argparse: what reads such a number. Raises ArgumentTypeError."""
 
@@ -117,10 +211,12 @@ _STRETCH = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>s|sec|m|min|h)?")
 _SECONDS = {None: 1.0, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
-def stretch_s(text: str) -> float:
-    """Seconds. For argparse: raises ArgumentTypeError."""
+def stretch_s(text: str, most: float | None = None) -> float:
+    """Seconds, at most `most`. For argparse: raises ArgumentTypeError."""
     found = _STRETCH.fullmatch(text.strip())
     seconds = float(found["number"]) * _SECONDS[found["unit"]] if found is not None else 0.0
     if seconds <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no stretch of time; write 60s, 5min or 1h")
+    if most is not None and seconds > most:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than {most / 60:g}min")
     return seconds

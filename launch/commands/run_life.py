@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import ConfigError, LaunchError
+from ..control import verbs
 from ..control.client import CONFIG, RUNS, ControlClient, ControlNote, NoLiveRun, find_run
 from ..run_dir import is_run_folder
 from ..supervisor.timeouts import RunTimeouts
-from .output import Verbs, add_json_flag, add_run_flags, client_of, note_of, show, table
-from .parser import at_least
+from .output import ask, note_of, show, table, verb_command
+from .parser import Command, Parser, add_json_flag, at_least
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -29,20 +30,13 @@ if TYPE_CHECKING:
 PATIENCE = RunTimeouts()
 
 
-def add_up(verbs: Verbs) -> None:
-    """The command and its flags."""
-    up = verbs.add_parser("up", help="run on this machine", description="Run everything on this machine.")
-    add_start_flags(up)
-    up.set_defaults(run=_up)
-
-
-def add_start_flags(parser: argparse.ArgumentParser, files: str = "+") -> None:
+def add_start_flags(parser: Parser, files: str = "+") -> None:
     """The run file, and how the run is started. `files`: how many there must be, as argparse says it."""
     parser.add_argument("file", nargs=files, metavar="RUN.TOML", help="run file; of several, later ones win key by key")
     add_common_flags(parser)
 
 
-def add_common_flags(parser: argparse.ArgumentParser) -> None:
+def add_common_flags(parser: Parser) -> None:
     """How a run is started, whatever is known of it."""
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides",
                         help="overrule a value of the file; may be repeated")  # fmt: skip
@@ -93,21 +87,13 @@ def _up(options: argparse.Namespace) -> int:
     return start(options, LaunchOptions(place=find_place(1, 0, None, {})))
 
 
-def add_launch(verbs: Verbs) -> None:
-    """The command and its flags."""
-    spread = verbs.add_parser(
-        "launch",
-        help="run on several machines: this command on each of them",
-        description="Run on several machines: the same command on each. Flags that are left out come from torchrun's "
-        "(PET_*) or Slurm's variables.",
-    )
-    add_start_flags(spread, files="*")
-    add_node_flags(spread)
-    _add_join_flags(spread)
-    spread.set_defaults(run=_launch)
+def _add_launch(parser: Parser) -> None:
+    add_start_flags(parser, files="*")
+    add_node_flags(parser)
+    _add_join_flags(parser)
 
 
-def add_node_flags(spread: argparse.ArgumentParser) -> None:
+def add_node_flags(spread: Parser) -> None:
     """Which of several machines this is, and how they meet."""
     spread.add_argument("--nnodes", type=_num_nodes, metavar="N[:MAX]",
                         help="number of machines; N:MAX: others may come later, up to so many")  # fmt: skip
@@ -123,7 +109,7 @@ def add_node_flags(spread: argparse.ArgumentParser) -> None:
                         help="secret that lets machines join, the same on all; node 0 makes a missing one")  # fmt: skip
 
 
-def _add_join_flags(spread: argparse.ArgumentParser) -> None:
+def _add_join_flags(spread: Parser) -> None:
     spread.add_argument("--join", nargs="?", const="", metavar="WHERE",
                         help="lend this machine to a live run: its directory, HOST:PORT or --rdzv-file; "
                         "without a run file, that of the run is taken")  # fmt: skip
@@ -188,15 +174,12 @@ def _join(options: argparse.Namespace) -> int:
     return launch_late(config, chosen_by(options, base)).exit_code
 
 
-def add_demo(verbs: Verbs) -> None:
-    """The command and its flags."""
-    demo = verbs.add_parser("demo", help="train a small model from nothing, in minutes, on the CPU")
+def _add_demo(demo: Parser) -> None:
     demo.add_argument("--dir", type=Path, metavar="DIR", dest="folder", help="where everything goes (runs/demo-<time>)")
     demo.add_argument("--seed", type=int, default=0, metavar="N", help="seed of model, data and sampling (%(default)s)")
     demo.add_argument("--engines", type=at_least(1), default=1, metavar="N", help="rollout engines (%(default)s)")
     demo.add_argument("--ranks", type=at_least(1), default=1, metavar="N", help="trainer ranks (%(default)s)")
     demo.add_argument("--quiet", action="store_true", help="print only how the runs ended")
-    demo.set_defaults(run=_demo)
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -217,23 +200,12 @@ FIRST_OF_SIGNALS = 128
 """Exit statuses from here on name the signal that ended the run."""
 
 
-def add_resume(verbs: Verbs) -> None:
-    """The command and its flags."""
-    parser = verbs.add_parser(
-        "resume",
-        help="continue a paused run, or restart an ended or dead one from its newest checkpoint",
-        description="Continues a live run after a pause. A run that has ended, or died, is started again in its own "
-        "directory from its newest whole checkpoint.",
-    )
+def _add_resume(parser: Parser) -> None:
     parser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN", help="run directory; the same as --run")
-    parser.add_argument("-m", "--reason", default="", metavar="WHY",
-                        help="your own words, for the audit log of a live run")  # fmt: skip
     add_point_flags(parser)
-    add_run_flags(parser)
-    parser.set_defaults(run=_resume)
 
 
-def add_point_flags(parser: argparse.ArgumentParser) -> None:
+def add_point_flags(parser: Parser) -> None:
     """From which checkpoint, and how the run is started."""
     parser.add_argument("--from", type=at_least(0), default=None, metavar="VERSION", dest="version",
                         help="of the checkpoint (the newest whole one)")  # fmt: skip
@@ -253,7 +225,7 @@ def _resume(options: argparse.Namespace) -> int:
             f"the run in {note.run_dir} is live: --from and --set are for one that has ended",
             remedy="turn knobs with `myxa set`, or start a copy with `myxa fork`, or end it first with `myxa down`",
         )
-    answer = ControlClient(note).ask("resume", PAUSE_S, reason=options.reason)
+    answer = ControlClient(note).ask("resume", reason=options.reason)
     show(options, answer, lambda _: "the run continues")
     return 0
 
@@ -342,13 +314,7 @@ def _resume_launch(run_dir: RunDir, point: ResumePoint | None, options: argparse
     return ending.exit_code
 
 
-def add_fork(verbs: Verbs) -> None:
-    """The command and its flags."""
-    parser = verbs.add_parser(
-        "fork",
-        help="a new run from a checkpoint of another one, which may live",
-        description="Make a new run directory with a checkpoint of RUN, and continue from there. RUN stays as it is.",
-    )
+def _add_fork(parser: Parser) -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="run directory; the run may live")
     parser.add_argument("--name", default="", metavar="NAME", help="of the new run (that of RUN)")
     parser.add_argument(
@@ -356,7 +322,6 @@ def add_fork(verbs: Verbs) -> None:
     )
     add_point_flags(parser)
     add_json_flag(parser)
-    parser.set_defaults(run=_fork)
 
 
 def _fork(options: argparse.Namespace) -> int:
@@ -402,62 +367,15 @@ def _check_of(options: argparse.Namespace) -> Callable[[RunConfig], None]:
     return check
 
 
-PAUSE_S = 45.0
-"""More than the run waits for its own parts, so that it can say which of them did not answer."""
-
-
-def add_pause(verbs: Verbs) -> None:
-    """The commands and their flags."""
-    pause = verbs.add_parser("pause", help="no new work and no new step; the current step ends")
-    pause.set_defaults(run=_pause)
-    step = verbs.add_parser("step", help="so many training steps, then pause")
-    step.add_argument("num_steps", nargs="?", type=at_least(1), default=1, metavar="N", help="how many (%(default)s)")
-    step.set_defaults(run=_step)
-    for parser in (pause, step):
-        parser.add_argument("-m", "--reason", default="", metavar="WHY", help="your own words, for the audit log")
-        add_run_flags(parser)
-
-
-def _pause(options: argparse.Namespace) -> int:
-    answer = client_of(options, changes=True).ask("pause", PAUSE_S, reason=options.reason)
-    show(options, answer, lambda facts: f"paused: the trainer rests at version {facts['rests_at']}")
-    return 0
-
-
-def _step(options: argparse.Namespace) -> int:
-    answer = client_of(options, changes=True).ask("step", PAUSE_S, reason=options.reason, num_steps=options.num_steps)
-    show(options, answer, lambda reply: f"the run continues to version {reply['pauses_at']}, then pauses")
-    return 0
-
-
-CHECKPOINT_S = 1815.0
-EVALUATION_S = 615.0
-
-
-def add_ckpt(verbs: Verbs) -> None:
-    """The commands and their flags."""
-    ckpt = verbs.add_parser("ckpt", help="a checkpoint at the next step boundary")
-    ckpt.add_argument("--export", action="store_true", help="a HuggingFace folder instead of a checkpoint")
-    ckpt.add_argument("--list", action="store_true", dest="is_list",
-                      help="write none; check every byte of those that are there (also when it is over)")  # fmt: skip
-    ckpt.set_defaults(run=_ckpt)
-    evaluation = verbs.add_parser("eval", help="held-out reward now, beside training")
-    evaluation.add_argument("eval_set", nargs="?", default="", metavar="SET",
-                            help="one of [eval.sets] (left out: all of them)")  # fmt: skip
-    evaluation.set_defaults(run=_eval)
-    down = verbs.add_parser("down", help="end the run cleanly, as Ctrl-C does")
-    down.set_defaults(run=_down)
-    for parser in (ckpt, evaluation, down):
-        parser.add_argument("-m", "--reason", default="", metavar="WHY", help="your own words, for the audit log")
-        add_run_flags(parser)
+def _add_ckpt(parser: Parser) -> None:
+    parser.add_argument("--list", action="store_true", dest="is_list",
+                        help="write none; check every byte of those that are there (also when it is over)")  # fmt: skip
 
 
 def _ckpt(options: argparse.Namespace) -> int:
     if options.is_list:
         return _ckpt_list(options)
-    client = client_of(options, changes=True)
-    answer = client.ask("ckpt", CHECKPOINT_S, reason=options.reason, export=options.export)
-    show(options, answer, lambda facts: facts["folder"])
+    show(options, ask(options, verbs.CKPT), lambda facts: facts["folder"])
     return 0
 
 
@@ -474,18 +392,36 @@ def _ckpt_page(rows: list[dict[str, Any]]) -> RenderableType:
     return table(("version", "folder", "stays", "it is"), cells, right=("version",))
 
 
-def _eval(options: argparse.Namespace) -> int:
-    answer = client_of(options, changes=True).ask("eval", EVALUATION_S, reason=options.reason, name=options.eval_set)
-    show(options, answer, _eval_page)
-    return 0
-
-
 def _eval_page(facts: dict[str, float]) -> str:
     lines = [f"  {key.removeprefix('eval/')} {value:.4g}" for key, value in facts.items() if key != "eval_reward"]
     return "\n".join([f"held-out reward {facts['eval_reward']:.4g}", *lines])
 
 
-def _down(options: argparse.Namespace) -> int:
-    answer = client_of(options, changes=True).ask("down", reason=options.reason)
-    show(options, answer, lambda facts: f"the run ends: {facts['ending']}")
-    return 0
+UP = Command("up", "run on this machine", _up, add_start_flags, "Run everything on this machine.")
+LAUNCH = Command(
+    "launch", "run on several machines: this command on each of them", _launch, _add_launch,
+    "Run on several machines: the same command on each. Flags that are left out come from torchrun's (PET_*) or "
+    "Slurm's variables.",
+)  # fmt: skip
+DEMO = Command("demo", "train a small model from nothing, in minutes, on the CPU", _demo, _add_demo)
+RESUME = replace(
+    verb_command(
+        verbs.RESUME, str, add=_add_resume, run=_resume,
+        description="Continues a live run after a pause. A run that has ended, or died, is started again in its own "
+        "directory from its newest whole checkpoint.",
+    ),
+    help="continue a paused run, or restart an ended or dead one from its newest checkpoint",
+)  # fmt: skip
+FORK = Command(
+    "fork", "a new run from a checkpoint of another one, which may live", _fork, _add_fork,
+    "Make a new run directory with a checkpoint of RUN, and continue from there. RUN stays as it is.",
+)  # fmt: skip
+COMMANDS = (
+    verb_command(verbs.PAUSE, lambda facts: f"paused: the trainer rests at version {facts['rests_at']}"),
+    verb_command(verbs.STEP, lambda reply: f"the run continues to version {reply['pauses_at']}, then pauses"),
+    RESUME,
+    FORK,
+    verb_command(verbs.CKPT, str, add=_add_ckpt, run=_ckpt),
+    verb_command(verbs.EVAL, _eval_page),
+    verb_command(verbs.DOWN, lambda facts: f"the run ends: {facts['ending']}"),
+)

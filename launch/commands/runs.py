@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .output import Verbs, add_json_flag, show, table
+from .output import show, table
+from .parser import Command, Parser, add_json_flag
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -15,13 +16,10 @@ if TYPE_CHECKING:
     from ..views.compare import ComparedMetric
 
 
-def add_ls(verbs: Verbs) -> None:
-    """The command and its flags."""
-    parser = verbs.add_parser("ls", help="the runs of a folder: state, step, reward")
+def _add_ls(parser: Parser) -> None:
     parser.add_argument("folder", type=Path, nargs="?", default=Path("runs"), metavar="FOLDER",
                         help="folder of runs (%(default)s)")  # fmt: skip
     add_json_flag(parser)
-    parser.set_defaults(run=_ls)
 
 
 def _ls(options: argparse.Namespace) -> int:
@@ -44,20 +42,12 @@ def _ls_page(runs: list[dict[str, Any]]) -> RenderableType | str:
     return table(("run", "state", "step", "reward", "held-out", "started"), cells, right=("step", "reward", "held-out"))
 
 
-def add_compare(verbs: Verbs) -> None:
-    """The command and its flags."""
-    parser = verbs.add_parser(
-        "compare",
-        help="last values and curves of several runs, side by side",
-        description="Without --metric: reward, evaluation, loss, entropy, lag, lengths, speed. The page of --html has "
-        "all metrics and needs no network.",
-    )
+def _add_compare(parser: Parser) -> None:
     parser.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="run directory; two or more")
     parser.add_argument("--metric", action="append", default=[], metavar="PATTERN", dest="metrics",
                         help="such as 'reward/*'; may be given several times")  # fmt: skip
     parser.add_argument("--html", type=Path, default=None, metavar="FILE", help="write a page with charts")
     add_json_flag(parser)
-    parser.set_defaults(run=_compare)
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -90,3 +80,11 @@ def _compare_page(names: list[str], found: list[ComparedMetric]) -> RenderableTy
         cells = (f"{short(last):>8}  {line}" for last, line in zip(each.last, lines, strict=True))
         rows.append((clean(each.metric), *cells))
     return table(("metric", *(clean(name) for name in names)), rows)
+
+
+LS = Command("ls", "the runs of a folder: state, step, reward", _ls, _add_ls)
+COMPARE = Command(
+    "compare", "last values and curves of several runs, side by side", _compare, _add_compare,
+    "Without --metric: reward, evaluation, loss, entropy, lag, lengths, speed. The page of --html has all metrics and "
+    "needs no network.",
+)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Commands that look at a run: `ps`, `top`, `dashboard`, `why`, `watch`, `report`, `mem`, `trace`, `grafana`."""
+"""Commands that look at a run: `ps`, `top`, `dashboard`, `why`, `report`, `mem`, `trace`, `grafana`."""
 
 from __future__ import annotations
 
@@ -14,19 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import ConfigError, LaunchError
+from ..control import verbs
 from .knobs import change_words
-from .output import (
-    Verbs,
-    add_json_flag,
-    add_run_flags,
-    client_of,
-    client_or_folder,
-    folder_of,
-    note_of,
-    show,
-    table,
-)
-from .parser import stretch_s
+from .output import client_or_folder, folder_of, note_of, show, table, verb_command
+from .parser import Command, Parser, add_json_flag, add_run_flags, stretch_s
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -37,35 +28,17 @@ if TYPE_CHECKING:
 COLUMNS = ("actor", "state", "pid", "node", "host", "attempt", "epoch", "up", "memory", "doing")
 
 
-def add_ps(verbs: Verbs) -> None:
-    """The command and its flags."""
-    parser = verbs.add_parser("ps", help="every actor, where it runs and what it does")
-    add_run_flags(parser)
-    parser.set_defaults(run=_ps)
-
-
-def _ps(options: argparse.Namespace) -> int:
-    found = client_or_folder(options)
-    show(options, _ps_from_files(found) if isinstance(found, Path) else found.ask("ps"), _ps_page)
-    return 0
-
-
-def _ps_from_files(folder: Path) -> list[dict[str, Any]]:
+def _ps_from_files(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The actors of a run that is over, and what each did most."""
-    import msgspec
-
-    from ..control.look_verbs import ActorRow, doing
+    from ..control.look_verbs import doing
     from ..views.run_files import load_run
 
+    del options
+    ended = {"state": "ended", "pid": 0, "node": 0, "host": "", "attempt": 0, "epoch": 0, "uptime_s": 0.0}
     return [
-        msgspec.to_builtins(
-            ActorRow(
-                name=name, role=name.partition("/")[0], node=0, host="", state="ended", pid=0, attempt=0, epoch=0,
-                restarts_left=0, devices=(), uptime_s=0.0, memory_bytes=0, doing=doing(shares),
-            )
-        )
+        {"name": name, "role": name.partition("/")[0], **ended, "memory_bytes": 0, "doing": doing(shares)}
         for name, shares in sorted(load_run(folder).shares().items())
-    ]  # fmt: skip
+    ]
 
 
 def _ps_page(rows: list[dict[str, Any]]) -> RenderableType:
@@ -89,17 +62,10 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 20):.0f} MiB" if num_bytes else ""
 
 
-def add_top(verbs: Verbs) -> None:
-    """Add the command."""
-    top = verbs.add_parser(
-        "top",
-        help="the run in a terminal: look at it and turn its knobs",
-        description="Nodes, actors, queues, staleness, engines, knobs, history, logs and stacks of a live run.",
-    )
-    top.add_argument("--run", type=Path, default=None, metavar="RUN", dest="run_path",
-                     help="run directory (the only live run)")  # fmt: skip
-    top.add_argument("--read-only", action="store_true", help="look only: no knob can be turned by mistake")
-    top.set_defaults(run=_top)
+def _add_top(parser: Parser) -> None:
+    parser.add_argument("--run", type=Path, default=None, metavar="RUN", dest="run_path",
+                        help="run directory (the only live run)")  # fmt: skip
+    parser.add_argument("--read-only", action="store_true", help="look only: no knob can be turned by mistake")
 
 
 def _top(options: argparse.Namespace) -> int:
@@ -122,18 +88,10 @@ def _make_lossy() -> None:
             stream.reconfigure(errors="replace")
 
 
-def add_dashboard(verbs: Verbs) -> None:
-    """Add the command."""
-    parser = verbs.add_parser(
-        "dashboard",
-        help="the run in a browser of this machine",
-        description="Serves a dashboard of the run on 127.0.0.1 until Ctrl-C and prints its URL, which holds a secret: "
-        "everyone who has the URL may look. Of an ended run it shows what its files hold.",
-    )
+def _add_dashboard(parser: Parser) -> None:
     add_run_flags(parser)
     parser.add_argument("--port", type=int, default=0, metavar="PORT", help="port on 127.0.0.1 (any free one)")
-    parser.add_argument("--operate", action="store_true", help="let everyone who has the URL turn knobs, too")
-    parser.set_defaults(run=_dashboard)
+    parser.add_argument("--operate", action="store_true", help="let everyone who has the URL change the run, too")
 
 
 def _dashboard(options: argparse.Namespace) -> int:
@@ -163,40 +121,19 @@ async def _dashboard_serve(feed: Feed, options: argparse.Namespace) -> int:
         if options.json:
             print(json.dumps({"url": url, "run_dir": str(feed.run_dir), "operate": options.operate}), flush=True)
         else:
-            can = "look, and turn knobs" if options.operate else "look"
+            can = "look, and change the run" if options.operate else "look"
             print(f"{url}\nWhoever has this URL may {can}. Ctrl-C ends it.", flush=True)
         await asyncio.Event().wait()
     return 0
 
 
-def add_why(verbs: Verbs) -> None:
-    """The command and its flags."""
-    parser = verbs.add_parser("why", help="what holds the run back, and the knob to turn")
-    parser.add_argument("target", nargs="?", default="", metavar="TARGET",
-                        help="actor: rollout/1, rollout, trainer/0 (the run as a whole)")  # fmt: skip
-    parser.add_argument("--window", type=stretch_s, default=60.0, metavar="T", dest="window_s",
-                        help="the last so many seconds, at most 10min (60s)")  # fmt: skip
-    add_run_flags(parser)
-    parser.set_defaults(run=_why)
-
-
-def _why(options: argparse.Namespace) -> int:
-    found = client_or_folder(options)
-    if isinstance(found, Path):
-        reason = _why_from_files(found, options.target)
-    else:
-        reason = found.ask("why", target=options.target, window_s=options.window_s)
-    show(options, reason, _why_page)
-    return 0
-
-
-def _why_from_files(folder: Path, target: str) -> dict[str, Any]:
+def _why_from_files(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Of a run that is over, over all of it."""
     import msgspec
 
     from ..views.why import explain_files
 
-    return msgspec.to_builtins(explain_files(folder, target))
+    return msgspec.to_builtins(explain_files(folder, options.target))
 
 
 def _why_page(reason: dict[str, Any]) -> RenderableType:
@@ -222,15 +159,12 @@ def _percent(kinds: dict[str, float], kind: str) -> str:
     return f"{share * 100:.0f} %" if share >= 0.005 else ("" if kinds else "?")
 
 
-def add_report(verbs: Verbs) -> None:
-    """The command and its flags."""
-    report = verbs.add_parser("report", help="write report.html of a run")
-    report.add_argument("folder", type=Path, nargs="?", metavar="RUN",
+def _add_report(parser: Parser) -> None:
+    parser.add_argument("folder", type=Path, nargs="?", metavar="RUN",
                         help="run directory (the only live run, else the newest of this folder)")  # fmt: skip
-    report.add_argument("--run", type=Path, default=None, metavar="RUN", dest="run_path", help="the same")
-    report.add_argument("--out", type=Path, default=None, metavar="FILE", help="write there (RUN/report.html)")
-    add_json_flag(report)
-    report.set_defaults(run=_report)
+    parser.add_argument("--run", type=Path, default=None, metavar="RUN", dest="run_path", help="the same")
+    parser.add_argument("--out", type=Path, default=None, metavar="FILE", help="write there (RUN/report.html)")
+    add_json_flag(parser)
 
 
 def _report(options: argparse.Namespace) -> int:
@@ -242,19 +176,13 @@ def _report(options: argparse.Namespace) -> int:
     return 0
 
 
-def add_mem(verbs: Verbs) -> None:
-    """The command and its flags."""
-    mem = verbs.add_parser("mem", help="which actor holds which device memory in a live run")
-    mem.add_argument("folder", type=Path, nargs="?", metavar="RUN", help="the same as --run")
-    add_run_flags(mem)
-    mem.set_defaults(run=_mem)
+def _add_mem(parser: Parser) -> None:
+    parser.add_argument("folder", type=Path, nargs="?", metavar="RUN", help="the same as --run")
 
 
-def _mem(options: argparse.Namespace) -> int:
+def _named(options: argparse.Namespace) -> dict[str, Any]:
     options.run_path = options.run_path or options.folder
-    view = client_of(options).ask("mem")
-    show(options, view, _mem_page)
-    return 0
+    return {}
 
 
 def _mem_page(view: Any) -> str:
@@ -265,15 +193,11 @@ def _mem_page(view: Any) -> str:
     return memory_text(msgspec.convert(view, MemoryView)).rstrip("\n")
 
 
-def add_trace(verbs: Verbs) -> None:
-    """The command and its flags."""
-    parser = verbs.add_parser("trace", help="the timeline up to now, for ui.perfetto.dev")
+def _add_trace(parser: Parser) -> None:
     parser.add_argument("--last", type=stretch_s, default=None, metavar="T", dest="last_s",
                         help="only the last so many seconds: 60s, 5min (everything)")  # fmt: skip
     parser.add_argument("-o", type=Path, default=Path("trace.json"), metavar="FILE", dest="to",
                         help="where to write it (%(default)s)")  # fmt: skip
-    add_run_flags(parser)
-    parser.set_defaults(run=_trace)
 
 
 def _trace(options: argparse.Namespace) -> int:
@@ -320,13 +244,10 @@ DASHBOARD = "dashboard.json"
 SCRAPE = "prometheus.yml"
 
 
-def add_grafana(verbs: Verbs) -> None:
-    """The command and its flags."""
-    parser = verbs.add_parser("grafana", help="a Grafana dashboard and a Prometheus configuration for a run")
+def _add_grafana(parser: Parser) -> None:
     parser.add_argument("-o", type=Path, default=Path("grafana"), metavar="DIR", dest="to",
                         help="folder to write them to (%(default)s)")  # fmt: skip
     add_run_flags(parser)
-    parser.set_defaults(run=_grafana)
 
 
 def _grafana(options: argparse.Namespace) -> int:
@@ -481,3 +402,20 @@ def _arrow(event: TraceEvent) -> tuple[str, str, int]:
 
 def _end_us(event: TraceEvent) -> int:
     return int(event.get("ts", 0)) + int(event.get("dur", 0))
+
+
+PS = verb_command(verbs.PS, _ps_page, from_files=_ps_from_files)
+TOP = Command(
+    "top", "the run in a terminal: look at it and turn its knobs", _top, _add_top,
+    "Nodes, actors, queues, staleness, engines, knobs, history, logs and stacks of a live run.",
+)  # fmt: skip
+DASHBOARD_COMMAND = Command(
+    "dashboard", "the run in a browser of this machine", _dashboard, _add_dashboard,
+    "Serves a dashboard of the run on 127.0.0.1 until Ctrl-C and prints its URL, which holds a secret: everyone who "
+    "has the URL may look. Of an ended run it shows what its files hold.",
+)  # fmt: skip
+WHY = verb_command(verbs.WHY, _why_page, from_files=_why_from_files)
+TRACE = verb_command(verbs.TRACE, _trace_words, add=_add_trace, run=_trace)
+GRAFANA = Command("grafana", "a Grafana dashboard and a Prometheus configuration for a run", _grafana, _add_grafana)
+MEM = verb_command(verbs.MEM, _mem_page, add=_add_mem, more=_named)
+REPORT = Command("report", "write report.html of a run", _report, _add_report)

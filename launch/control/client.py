@@ -1,19 +1,19 @@
 """The command line's side of the control socket: finds the run, asks a verb, follows a stream. Synchronous.
 
-A run is found by the note `control.json` that each launcher leaves. Knows the protocol (newline JSON), not
-what verbs mean. Imports neither zmq nor asyncio: commands start fast.
+A run is found by the note `control.json` that each launcher leaves. Imports neither zmq nor asyncio: commands start
+fast.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import shlex
 import socket
 import stat
 import time
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from ...core import errors
 from ...core.errors import DeadlineExceeded, LaunchError, MyxaError, PeerDied
 from ..run_dir import is_run_folder
 from ..runtime_dir import PREFIX, short_base
+from .verbs import BY_NAME, HOST, SPARE_S
 
 RUNS = Path("runs")
 """Where run directories are looked for first when none is named."""
@@ -155,13 +156,16 @@ CHUNK_BYTES = 1 << 16
 
 
 class ControlClient:
-    """Asks one run. Each call has its own connection, so a client may be kept for any time."""
+    """Asks one run. Each call has its own connection, so a client may be kept for any time.
+
+    Speaks HTTP/1.0, where an answer ends with its connection: the standard library's client takes longer to import than
+    a command takes to run.
+    """
 
     def __init__(self, note: ControlNote, *, view: bool = False) -> None:
         self.note = note
-        self.may_operate = not view
+        self.path = note.view if view else note.control
         """`view`: use the read-only socket, not the one that takes changes."""
-        self._path = note.view if view else note.control
 
     @classmethod
     def of(cls, run: Path | None, *, view: bool = False) -> ControlClient:
@@ -173,78 +177,104 @@ class ControlClient:
         """Of the run."""
         return Path(self.note.run_dir)
 
-    def ask(self, verb: str, timeout_s: float = 30.0, **arguments: Any) -> Any:
+    def ask(self, verb: str, timeout_s: float | None = None, **arguments: Any) -> Any:
         """The verb's answer, as JSON types. Raises the error that the run answered, with its remedy and exit code;
-        DeadlineExceeded when it took longer, PeerDied when the run ended meanwhile."""
-        deadline = time.monotonic() + timeout_s
-        with self._answers(verb, arguments, deadline) as lines:
-            for line in lines:
-                return _opened(line)["result"]
-        raise PeerDied(f"the run ended before it answered {verb}", remedy="`myxa report RUN` shows how it ended")
+        DeadlineExceeded when it took longer than `timeout_s` (None: as long as the verb may take), PeerDied when the
+        run ended meanwhile."""
+        if timeout_s is None:
+            timeout_s = BY_NAME[verb].patience_s(arguments) if verb in BY_NAME else SPARE_S
+        with self._asked(verb, arguments, time.monotonic() + timeout_s) as (status, chunks):
+            answer = msgspec.json.decode(b"".join(chunks))
+        if status != OK:
+            raise error_of(answer["error"])
+        return answer
 
     def follow(self, verb: str, **arguments: Any) -> Generator[Any]:
         """The verb's items as they come, until it ends or the run does. Close the iterator to stop."""
-        with self._answers(verb, arguments, None) as lines:
-            for line in lines:
-                answer = _opened(line)
-                if answer.get("end"):
-                    return
-                yield answer["item"] if "item" in answer else answer["result"]
+        with self._asked(verb, arguments, None) as (_, chunks):
+            for line in _lines(chunks):
+                item: Any = msgspec.json.decode(line)
+                if list(item) == ["error"]:
+                    raise error_of(item["error"])
+                yield item
 
     @contextmanager
-    def _answers(self, verb: str, arguments: dict[str, Any], deadline: float | None) -> Generator[Iterator[bytes]]:
-        """The lines that come back, until the other side closes."""
-        request = json.dumps({"id": 1, "verb": verb, "args": arguments}).encode()
-        with self._connected(verb, request + b"\n") as link:
-            yield _lines(link, deadline, verb)
+    def _asked(
+        self, verb: str, arguments: dict[str, Any], deadline: float | None
+    ) -> Generator[tuple[int, Iterator[bytes]]]:
+        """Status and body, as it comes."""
+        body = msgspec.json.encode(arguments)
+        head = f"POST /{verb} HTTP/1.0\r\nHost: {HOST}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        with self._connected(verb, head.encode() + b"\r\n\r\n" + body) as link:
+            chunks = _chunks(link, deadline, verb)
+            found = bytearray()
+            while (end := found.find(b"\r\n\r\n")) < 0:
+                chunk = next(chunks, b"")
+                if not chunk:
+                    raise _ended(verb)
+                found += chunk
+            length = _LENGTH.search(found, 0, end)
+            body = bytes(found[end + 4 :])
+            yield int(found.split(maxsplit=2)[1]), _whole(body, chunks, verb, int(length[1]) if length else None)
 
     @contextmanager
     def _connected(self, verb: str, request: bytes) -> Generator[socket.socket]:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
             link.settimeout(CONNECT_S)
             try:
-                link.connect(self._path)
+                link.connect(self.path)
             except OSError as error:
                 raise LaunchError(
-                    f"the run in {self.note.run_dir} does not answer at {self._path}: {error.strerror or error}",
+                    f"the run in {self.note.run_dir} does not answer at {self.path}: {error.strerror or error}",
                     remedy="is it over? sockets belong to the user that started the run",
                 ) from error
-            try:
+            with suppress(OSError):  # it may have answered without reading everything
                 link.sendall(request)
-            except OSError as error:
-                raise PeerDied(f"the run ended while it was asked to {verb}: {error.strerror or error}") from error
             yield link
 
 
-def _lines(link: socket.socket, deadline: float | None, verb: str) -> Iterator[bytes]:
-    """Whole lines until the other side closes."""
-    kept = bytearray()
+OK = 200
+_LENGTH = re.compile(rb"^Content-Length: *(\d+)", re.IGNORECASE | re.MULTILINE)
+
+
+def _chunks(link: socket.socket, deadline: float | None, verb: str) -> Iterator[bytes]:
+    """What comes until the other side closes."""
     while True:
         try:
             link.settimeout(None if deadline is None else max(0.001, deadline - time.monotonic()))
             chunk = link.recv(CHUNK_BYTES)
         except TimeoutError:
-            raise too_late(verb) from None
+            raise DeadlineExceeded(
+                f"the run did not answer {verb} in time; it may still do it", remedy="see `myxa history`"
+            ) from None
         except ConnectionError:
             return
         if not chunk:
             return
-        kept += chunk
-        *whole, rest = kept.split(b"\n") if b"\n" in chunk else (kept,)
-        kept = bytearray(rest)
-        yield from (bytes(line) for line in whole if line)
+        yield chunk
 
 
-def too_late(verb: str) -> DeadlineExceeded:
-    """The error of a call that passed its deadline."""
-    return DeadlineExceeded(f"the run did not answer {verb} in time; it may still do it", remedy="see `myxa history`")
+def _whole(first: bytes, chunks: Iterator[bytes], verb: str, length: int | None) -> Iterator[bytes]:
+    """A body; raises PeerDied where it is shorter than its head said."""
+    got = len(first)
+    yield first
+    for chunk in chunks:
+        got += len(chunk)
+        yield chunk
+    if length is not None and got < length:
+        raise _ended(verb)
 
 
-def _opened(line: bytes) -> dict[str, Any]:
-    answer: dict[str, Any] = json.loads(line)
-    if answer.get("ok"):
-        return answer
-    raise error_of(answer.get("error", {}))
+def _ended(verb: str) -> PeerDied:
+    return PeerDied(f"the run ended before it answered {verb}", remedy="`myxa report RUN` shows how it ended")
+
+
+def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    kept = b""
+    for chunk in chunks:
+        *whole, kept = (kept + chunk).split(b"\n")
+        yield from filter(None, whole)
+    yield from filter(None, (kept,))
 
 
 def error_of(facts: dict[str, Any]) -> MyxaError:

@@ -8,115 +8,46 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
 import numpy as np
 
 from ...actors.contracts import BufferContract
 from ...core.knobs import Operator
-from ...core.messages import DumpReport, RecentGroup, Record
+from ...core.messages import DumpReport, RecentGroup
 from ...core.protocols import Tokenizer
 from ...core.refs import with_deadline
 from ...core.samples import F32, Sample
 from ..views.run_files import SampleQuery, read_samples
-from .verb import Arguments, Verb, VerbContext
+from . import verbs
+from .context import VerbContext
+from .server import Handler
 
-ASK_S = 20.0
-DUMP_S = 1800.0
 MIB = 1 << 20
-MAX_GROUPS = 64
-MAX_TOKENS = 1 << 16
-"""Tokens of all samples in one answer."""
 NOT_A_CHARACTER = "\ufffd"
 NOT_SCORED: F32 = np.zeros(0, dtype=np.float32)
 
 
-class DumpArguments(Arguments, frozen=True, kw_only=True):
-    """Of `dump`."""
-
-    next_groups: Annotated[int, msgspec.Meta(ge=-1, le=1_000_000)] = 0
-    """0: all that was not trained yet, now; more: the next groups that are claimed for training; -1: end that."""
-    max_mb: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 1024
-    """Largest file, in MiB."""
-
-
-class SamplesArguments(Arguments, frozen=True, kw_only=True):
-    """Of `samples`."""
-
-    num_groups: Annotated[int, msgspec.Meta(ge=1, le=MAX_GROUPS)] = 4
-    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)] = 512
-    """Of the response of each sample; what comes after is left out."""
-    step: Annotated[int, msgspec.Meta(ge=-1)] = -1
-    """Of this step, as `samples.jsonl` has it; -1: of any."""
-    held_out: bool = False
-    """Answers to held-out prompts, as `samples.jsonl` has them."""
-    eval_set: Annotated[str, msgspec.Meta(max_length=200)] = ""
-    """Of this set alone."""
-
-
-class ShownSample(Record, frozen=True):
-    """One sample; `tokens`, `logprobs`, `versions` and `loss_mask` have the same length."""
-
-    index: int
-    text: str
-    reward: float
-    reward_parts: dict[str, float]
-    finish: str
-    num_turns: int
-    temperature: float
-    num_tokens: int
-    """Of the whole response."""
-    tokens: tuple[str, ...]
-    """Text of each token of the response; empty where the token continues a character of the one before."""
-    logprobs: tuple[float, ...]
-    """When they were drawn, nats."""
-    train_logprobs: tuple[float, ...]
-    """The trainer's own, in the step that trained it, 0 where the mask is 0; of the first groups of each step that
-    differ in reward, else empty."""
-    versions: tuple[int, ...]
-    loss_mask: tuple[int, ...]
-
-
-class ShownGroup(Record, frozen=True):
-    """One group that was finished a while ago."""
-
-    group_id: int
-    prompt: str
-    label: str
-    outcome: str
-    """"kept" or "left out"."""
-    reason: str
-    state: str
-    """Where the group is now, by the ledger."""
-    step: int
-    knobs: int
-    """Epoch of the knobs that it was dispatched under."""
-    rollout: str
-    wall_s: float
-    samples: tuple[ShownSample, ...]
-
-
-async def _dump(context: VerbContext, arguments: DumpArguments, who: Operator) -> DumpReport:
+async def _dump(context: VerbContext, arguments: verbs.DumpArguments, who: Operator) -> DumpReport:
     del who
     max_bytes = arguments.max_mb * MIB
     if arguments.next_groups:
-        return await _buffer(context, ASK_S).dump_next(max(arguments.next_groups, 0), max_bytes)
-    return await _buffer(context, DUMP_S).dump(max_bytes)
+        return await _buffer(context, verbs.SAMPLES.ask_s).dump_next(max(arguments.next_groups, 0), max_bytes)
+    return await _buffer(context, verbs.DUMP.ask_s).dump(max_bytes)
 
 
-async def _dumps(context: VerbContext, arguments: Arguments, who: Operator) -> tuple[DumpReport, ...]:
+async def _dumps(context: VerbContext, arguments: verbs.Arguments, who: Operator) -> tuple[DumpReport, ...]:
     del arguments, who
-    return await _buffer(context, ASK_S).dumps()
+    return await _buffer(context, verbs.SAMPLES.ask_s).dumps()
 
 
-async def _samples(context: VerbContext, arguments: SamplesArguments, who: Operator) -> dict[str, Any]:
+async def _samples(context: VerbContext, arguments: verbs.SamplesArguments, who: Operator) -> dict[str, Any]:
     del who
     if arguments.step >= 0 or arguments.held_out:
         wanted = SampleQuery(arguments.step, arguments.held_out, arguments.eval_set)
         kept = await asyncio.to_thread(read_samples, context.run_dir.path, wanted, arguments.num_groups)
         return {"groups": kept, "num_left_out": 0}
-    found = await _buffer(context, ASK_S).recent(arguments.num_groups)
+    found = await _buffer(context, verbs.SAMPLES.ask_s).recent(arguments.num_groups)
     folder = context.config.model.path
     groups = await asyncio.to_thread(lambda: _shown(found, _tokenizer(folder), arguments.max_tokens))
     return {"groups": groups, "num_left_out": len(found) - len(groups)}
@@ -134,9 +65,9 @@ def _tokenizer(folder: str) -> Tokenizer:
     return load_tokenizer(folder, PlainText())
 
 
-def _shown(found: Sequence[RecentGroup], tokenizer: Tokenizer, max_tokens: int) -> list[ShownGroup]:
-    groups: list[ShownGroup] = []
-    left = MAX_TOKENS
+def _shown(found: Sequence[RecentGroup], tokenizer: Tokenizer, max_tokens: int) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = []
+    left = verbs.MAX_SHOWN_TOKENS
     for recent in found:
         left -= sum(min(len(sample.response_ids), max_tokens) for sample in recent.group.samples)
         if left < 0 and groups:
@@ -145,47 +76,44 @@ def _shown(found: Sequence[RecentGroup], tokenizer: Tokenizer, max_tokens: int) 
     return groups
 
 
-def _shown_group(recent: RecentGroup, tokenizer: Tokenizer, max_tokens: int) -> ShownGroup:
+def _shown_group(recent: RecentGroup, tokenizer: Tokenizer, max_tokens: int) -> dict[str, Any]:
     group = recent.group
     parts = group.reward_parts or tuple({} for _ in group.samples)
     scores = recent.train_logprobs or tuple(NOT_SCORED for _ in group.samples)
-    return ShownGroup(
-        group_id=group.group_id,
-        prompt="\n".join(f"{message.role}: {message.content}" for message in group.prompt.messages),
-        label=group.prompt.label,
-        outcome=recent.outcome,
-        reason=recent.reason,
-        state=recent.state,
-        step=recent.step,
-        knobs=group.knobs,
-        rollout=recent.rollout,
-        wall_s=recent.wall_s,
-        samples=tuple(
-            _shown_sample(sample, float(reward), of, trained, tokenizer, max_tokens)
+    return {
+        "group_id": group.group_id,
+        "prompt": "\n".join(f"{message.role}: {message.content}" for message in group.prompt.messages),
+        "label": group.prompt.label,
+        "outcome": recent.outcome,
+        "reason": recent.reason,
+        "state": recent.state,
+        "step": recent.step,
+        "knobs": group.knobs,
+        "rollout": recent.rollout,
+        "wall_s": recent.wall_s,
+        "samples": [
+            {**_shown_sample(sample, tokenizer, max_tokens), "reward": float(reward), "reward_parts": of,
+             "train_logprobs": trained[:max_tokens].tolist()}
             for sample, reward, of, trained in zip(group.samples, group.rewards, parts, scores, strict=True)
-        ),
-    )
+        ],
+    }  # fmt: skip
 
 
-def _shown_sample(
-    sample: Sample, reward: float, parts: dict[str, float], scores: F32, tokenizer: Tokenizer, max_tokens: int
-) -> ShownSample:
-    ids = sample.response_ids[:max_tokens].tolist()
-    return ShownSample(
-        index=sample.index,
-        text=sample.text,
-        reward=reward,
-        reward_parts=parts,
-        finish=sample.finish,
-        num_turns=sample.num_turns,
-        temperature=sample.temperature,
-        num_tokens=len(sample.response_ids),
-        tokens=token_texts(ids, tokenizer),
-        logprobs=tuple(sample.logprobs[:max_tokens].tolist()),
-        train_logprobs=tuple(scores[:max_tokens].tolist()),
-        versions=tuple(sample.versions[:max_tokens].tolist()),
-        loss_mask=tuple(sample.loss_mask[:max_tokens].tolist()),
-    )
+def _shown_sample(sample: Sample, tokenizer: Tokenizer, max_tokens: int) -> dict[str, Any]:
+    """Lists of a number for each token have the same length; `train_logprobs`, the trainer's own in the step that
+    trained it, may be empty: only the first groups of each step that differ in reward have them."""
+    return {
+        "index": sample.index,
+        "text": sample.text,
+        "finish": sample.finish,
+        "num_turns": sample.num_turns,
+        "temperature": sample.temperature,
+        "num_tokens": len(sample.response_ids),
+        "tokens": token_texts(sample.response_ids[:max_tokens].tolist(), tokenizer),
+        "logprobs": sample.logprobs[:max_tokens].tolist(),
+        "versions": sample.versions[:max_tokens].tolist(),
+        "loss_mask": sample.loss_mask[:max_tokens].tolist(),
+    }
 
 
 def token_texts(ids: Sequence[int], tokenizer: Tokenizer) -> tuple[str, ...]:
@@ -210,8 +138,4 @@ def token_texts(ids: Sequence[int], tokenizer: Tokenizer) -> tuple[str, ...]:
     return tuple(texts)
 
 
-DATA_VERBS: tuple[Verb[Any], ...] = (
-    Verb("dump", "operate", DumpArguments, "write groups with their tokens into a file of the run", run=_dump),
-    Verb("dumps", "view", Arguments, "files that `dump` wrote, or is writing", run=_dumps),
-    Verb("samples", "view", SamplesArguments, "the newest finished groups, token by token", run=_samples),
-)
+DATA_HANDLERS: dict[verbs.Verb[Any], Handler] = {verbs.DUMP: _dump, verbs.DUMPS: _dumps, verbs.SAMPLES: _samples}

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 import psutil
@@ -34,68 +34,35 @@ from ..contracts import (
 )
 from ..run_watch import RunWatch
 from ..supervisor.run_actors import ActorStatus
-from .verb import Arguments, Verb, VerbContext, find_targets
+from . import verbs
+from .context import VerbContext, answer_or_none, find_targets
+from .server import Answer, Handler
 
+C = TypeVar("C")
 T = TypeVar("T")
 
 LIVE_S = 2.0
 """How long a process may take to report its own stacks."""
 FOLLOW_S = 0.5
 """Between two looks at a log that is followed."""
-SPARE_S = 60.0
+WRITE_S = 60.0
 """A profile may take so much longer than it lasts, to be written."""
-ENGINE_SPARE_S = 80.0
+ENGINE_WRITE_S = 80.0
 """The same of a server: it is waited for to begin (20 s at most), and to write (50 s)."""
 LAUNCHER = "launcher"
-
-Target = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
-
-
-class LogsArguments(Arguments, frozen=True, kw_only=True):
-    """Arguments of `logs`."""
-
-    target: Target
-    """As everywhere, or "launcher", "launcher/1"."""
-    num_lines: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 100
-    grep: Annotated[str, msgspec.Meta(max_length=200)] = ""
-    """Only lines that hold this text."""
-    engine: bool = False
-    """Of the server that the actor launched."""
-
-
-class StackArguments(Arguments, frozen=True, kw_only=True):
-    """Arguments of `stack`."""
-
-    target: Target
-    py_spy: bool = False
-    """By py-spy, from outside."""
-
-
-class TargetArguments(Arguments, frozen=True, kw_only=True):
-    """Arguments of `facts`."""
-
-    target: Target
-
-
-class ProfileArguments(Arguments, frozen=True, kw_only=True):
-    """Arguments of `profile`."""
-
-    target: Target
-    kind: Literal["stacks", "memory", "torch"] = "stacks"
-    for_s: Annotated[float, msgspec.Meta(gt=0, le=600)] = 10.0
-    interval_s: Annotated[float, msgspec.Meta(ge=0.001, le=1)] = 0.01
-    engine: bool = True
-    """Also of the servers behind rollout actors, by their own profiler; never with "memory"."""
-
 
 # -- logs --------------------------------------------------------------------------------------------------------------
 
 
-async def _logs(context: VerbContext, arguments: LogsArguments, who: Operator) -> list[LogChunk]:
+def _logs(context: VerbContext, arguments: verbs.LogsArguments, who: Operator) -> Answer:
+    return _follow(context, arguments) if arguments.follow else _tails(context, arguments)
+
+
+async def _tails(context: VerbContext, arguments: verbs.LogsArguments) -> list[LogChunk]:
     return [chunk for _, chunk in await _first_chunks(context, arguments)]
 
 
-async def _follow(context: VerbContext, arguments: LogsArguments, who: Operator) -> AsyncIterator[LogChunk]:
+async def _follow(context: VerbContext, arguments: verbs.LogsArguments) -> AsyncIterator[LogChunk]:
     """The last lines, then what is added, until the caller goes away."""
     held = dict(await _first_chunks(context, arguments))
     for chunk in held.values():
@@ -120,7 +87,7 @@ async def _follow(context: VerbContext, arguments: LogsArguments, who: Operator)
             await asyncio.sleep(FOLLOW_S)
 
 
-async def _first_chunks(context: VerbContext, arguments: LogsArguments) -> list[tuple[tuple[int, str], LogChunk]]:
+async def _first_chunks(context: VerbContext, arguments: verbs.LogsArguments) -> list[tuple[tuple[int, str], LogChunk]]:
     meant = _log_owners(context, arguments.target)
     requests = [
         context.supervisor.agent(node).read_log(
@@ -154,36 +121,37 @@ def _log_owners(context: VerbContext, target: str) -> list[tuple[int, str]]:
 # -- stacks and facts --------------------------------------------------------------------------------------------------
 
 
-async def _stack(context: VerbContext, arguments: StackArguments, who: Operator) -> list[StackReply]:
+async def _stack(context: VerbContext, arguments: verbs.StackArguments, who: Operator) -> list[StackReply]:
     meant = find_targets(arguments.target, context.supervisor.statuses())
-    looks = [_stack_of(context, record.name, record.node, py_spy=arguments.py_spy) for record in meant]
-    return await _all_answers(looks, [record.name for record in meant])
+    looks = [(record, _stack_of(context, record, py_spy=arguments.py_spy)) for record in meant]
+    return await _of_several(looks, lambda record, why: StackReply(name=record.name, pid=0, text=why, how="refused"))
 
 
-async def _stack_of(context: VerbContext, name: str, node: int, *, py_spy: bool) -> StackReply:
+async def _stack_of(context: VerbContext, record: ActorStatus, *, py_spy: bool) -> list[StackReply]:
     if not py_spy:
         try:
-            return await with_deadline(_process(context, name), LIVE_S).stacks()
+            return [await with_deadline(_process(context, record.name), LIVE_S).stacks()]
         except CallError as error:
-            context.supervisor.ctx.log.info("%s does not report its own stacks: %s", name, error)
-    return await context.supervisor.agent(node).stacks_from_outside(name, py_spy)
+            context.supervisor.ctx.log.info("%s does not report its own stacks: %s", record.name, error)
+    return [await context.supervisor.agent(record.node).stacks_from_outside(record.name, py_spy)]
 
 
-async def _all_answers(looks: Sequence[Awaitable[StackReply]], names: list[str]) -> list[StackReply]:
-    """Of several, one that cannot be looked at says why in its place; a single one raises."""
-    answers = await asyncio.gather(*looks, return_exceptions=len(looks) > 1)
-    replies: list[StackReply] = []
-    for name, answer in zip(names, answers, strict=True):
-        if isinstance(answer, MyxaError):
-            replies.append(StackReply(name=name, pid=0, text=str(answer), how="refused"))
-        elif isinstance(answer, BaseException):
-            raise answer
-        else:
-            replies.append(answer)
+async def _of_several(
+    looks: Sequence[tuple[ActorStatus, Awaitable[list[T]]]], refusal: Callable[[ActorStatus, str], T]
+) -> list[T]:
+    """Of several, one that refuses says why in its place; raises if all of them do."""
+    answers = await asyncio.gather(*(look for _, look in looks), return_exceptions=True)
+    errors = [answer for answer in answers if isinstance(answer, BaseException)]
+    for error in errors:
+        if not isinstance(error, MyxaError) or len(errors) == len(answers):
+            raise error
+    replies: list[T] = []
+    for (record, _), answer in zip(looks, answers, strict=True):
+        replies += [refusal(record, str(answer))] if isinstance(answer, BaseException) else answer
     return replies
 
 
-async def _facts(context: VerbContext, arguments: TargetArguments, who: Operator) -> list[ProcessFacts]:
+async def _facts(context: VerbContext, arguments: verbs.TargetArguments, who: Operator) -> list[ProcessFacts]:
     meant = find_targets(arguments.target, context.supervisor.statuses())
     return list(await asyncio.gather(*(_asked(r.name, _process(context, r.name).facts()) for r in meant)))
 
@@ -191,7 +159,7 @@ async def _facts(context: VerbContext, arguments: TargetArguments, who: Operator
 # -- profile -----------------------------------------------------------------------------------------------------------
 
 
-async def _profile(context: VerbContext, arguments: ProfileArguments, who: Operator) -> list[ProfileReply]:
+async def _profile(context: VerbContext, arguments: verbs.ProfileArguments, who: Operator) -> list[ProfileReply]:
     """Of several, one that refuses says why in its place; raises if all of them do."""
     meant = find_targets(arguments.target, context.supervisor.statuses())
     order = ProfileOrder(kind=arguments.kind, duration_s=arguments.for_s, interval_s=arguments.interval_s)
@@ -201,30 +169,19 @@ async def _profile(context: VerbContext, arguments: ProfileArguments, who: Opera
         for record in meant
         for look in ((_own_profile, _engine_profiles) if is_served and record.role == "rollout" else (_own_profile,))
     ]
-    answers = await asyncio.gather(*(look for _, look in looks), return_exceptions=True)
-    replies: list[ProfileReply] = []
-    errors: list[MyxaError] = []
-    for (record, _), answer in zip(looks, answers, strict=True):
-        if isinstance(answer, MyxaError):
-            errors.append(answer)
-            replies.append(_refusal(record.name, record.node, str(answer).removeprefix(f"{record.name}: ")))
-        elif isinstance(answer, BaseException):
-            raise answer
-        else:
-            replies += answer
-    if len(errors) == len(replies):
-        raise errors[0]
-    return replies
+    return await _of_several(
+        looks, lambda record, why: _refusal(record.name, record.node, why.removeprefix(f"{record.name}: "))
+    )
 
 
 async def _own_profile(context: VerbContext, record: ActorStatus, order: ProfileOrder) -> list[ProfileReply]:
-    ref = with_deadline(_process(context, record.name), order.duration_s + SPARE_S)
+    ref = with_deadline(_process(context, record.name), order.duration_s + WRITE_S)
     return [await _asked(record.name, ref.profile(order))]
 
 
 async def _engine_profiles(context: VerbContext, record: ActorStatus, order: ProfileOrder) -> list[ProfileReply]:
     """Never raises for a server: the profile of the actor's own process is kept."""
-    ref = with_deadline(context.node.ref(RolloutContract, record.name), order.duration_s + ENGINE_SPARE_S)
+    ref = with_deadline(context.node.ref(RolloutContract, record.name), order.duration_s + ENGINE_WRITE_S)
     try:
         traces = await ref.profile_engine(order.duration_s)
     except CallError as error:
@@ -255,90 +212,36 @@ def _process(context: VerbContext, name: str) -> ProcessContract:
     return context.node.ref(ProcessContract, process_name(name))
 
 
-LOOK_VERBS: tuple[Verb[Any], ...] = (
-    Verb("logs", "view", LogsArguments, "the last lines of an actor's log, on whatever node", run=_logs),
-    Verb("logs-follow", "view", LogsArguments, "the same, and what is added", stream=_follow),
-    Verb("stack", "view", StackArguments, "where an actor's process is: threads and tasks", run=_stack),
-    Verb("facts", "view", TargetArguments, "what an actor's process holds: memory, descriptors, threads", run=_facts),
-    Verb("profile", "operate", ProfileArguments, "where an actor's process spends its time", run=_profile),
-)
-
-
 PS_ASK_S = 2.0
 TIME_PREFIX = "time/"
 
 
-class ActorRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One actor."""
-
-    name: str
-    role: str
-    node: int
-    host: str
-    state: str
-    """Of the supervision: waiting, starting, up, hung, draining, ending, exited, backing-off, failed, stopped."""
-    pid: int
-    """0: it has no process now."""
-    attempt: int
-    """0 is the first start."""
-    epoch: int
-    """Of its process in the registry; 0: it is not registered."""
-    restarts_left: int
-    """How often it may fail and be started again now."""
-    devices: tuple[int, ...]
-    """GPU numbers on its node."""
-    uptime_s: float
-    """Of its process; 0: it has none."""
-    memory_bytes: int
-    """Resident memory, of processes of this host; 0: not known."""
-    doing: str
-    """What it spent most of the last minute with, such as "wait-data 62 %"."""
-    note: str = ""
-    """Why it waits now, where a person must act: its disk."""
-
-
-async def _ps(context: VerbContext, arguments: Arguments, who: Operator) -> list[ActorRow]:
-    roster = context.supervisor.statuses()
-    now = context.node.clock.wall()
-    here = socket.gethostname()
-    shares, disk = await asyncio.gather(_shares(context), _disk(context))
+async def _ps(context: VerbContext, arguments: verbs.Arguments, who: Operator) -> list[dict[str, Any]]:
+    """`ActorStatus` of each, and what it takes and does."""
+    now, here = context.node.clock.wall(), socket.gethostname()
+    told, stats = await asyncio.gather(
+        _asked_if_there(context, MonitorContract, "monitor", lambda monitor: monitor.snapshot()),
+        _asked_if_there(context, BufferContract, "buffer", lambda buffer: buffer.stats()),
+    )
+    shares, disk = told or {}, stats.disk if stats is not None else ""
     return [
-        ActorRow(
-            name=actor.name,
-            role=actor.role,
-            node=actor.node,
-            host=actor.host,
-            state=actor.state,
-            pid=actor.pid,
-            attempt=actor.attempt,
-            epoch=actor.epoch,
-            uptime_s=max(0.0, now - actor.started_wall_s) if actor.pid and actor.started_wall_s else 0.0,
-            restarts_left=actor.restarts_left,
-            devices=actor.devices,
-            memory_bytes=_memory(actor.pid) if actor.pid and actor.host in ("", here) else 0,
-            doing=doing(shares.get(f"{TIME_PREFIX}{actor.name}", {})),
-            note=disk if actor.name == "buffer" else "",
-        )
-        for actor in roster
+        {
+            **msgspec.to_builtins(actor),
+            "uptime_s": max(0.0, now - actor.started_wall_s) if actor.pid and actor.started_wall_s else 0.0,
+            "memory_bytes": _memory(actor.pid) if actor.pid and actor.host in ("", here) else 0,
+            "doing": doing(shares.get(f"{TIME_PREFIX}{actor.name}", {})),
+            "note": disk if actor.name == "buffer" else "",
+        }
+        for actor in context.supervisor.statuses()
     ]
 
 
-async def _shares(context: VerbContext) -> Mapping[str, Mapping[str, float]]:
-    if not context.node.peers("monitor"):
-        return {}
-    try:
-        return await with_deadline(context.node.ref(MonitorContract, "monitor"), PS_ASK_S).snapshot()
-    except CallError:
-        return {}
-
-
-async def _disk(context: VerbContext) -> str:
-    if not context.node.peers("buffer"):
-        return ""
-    try:
-        return (await with_deadline(context.node.ref(BufferContract, "buffer"), PS_ASK_S).stats()).disk
-    except CallError:
-        return ""
+async def _asked_if_there(
+    context: VerbContext, contract: type[C], name: str, question: Callable[[C], Awaitable[T]]
+) -> T | None:
+    if not context.node.peers(name):
+        return None
+    return await answer_or_none(question(with_deadline(context.node.ref(contract, name), PS_ASK_S)))
 
 
 def _memory(pid: int) -> int:
@@ -358,11 +261,6 @@ def doing(shares: Mapping[str, float]) -> str:
     return f"{max(parts, key=lambda name: parts[name]) if parts else kind} {kinds[kind] * 100:.0f} %"
 
 
-PS_VERBS: tuple[Verb[Any], ...] = (
-    Verb("ps", "view", Arguments, "every actor, where it runs and what it does", run=_ps),
-)
-
-
 class StatusReply(Record, frozen=True):
     """One look at the run; an actor that did not answer in time is None or empty."""
 
@@ -376,7 +274,7 @@ class StatusReply(Record, frozen=True):
     """Monitor: see `MonitorContract.snapshot`."""
 
 
-async def _run_status(context: VerbContext, arguments: Arguments, who: Operator) -> StatusReply:
+async def _run_status(context: VerbContext, arguments: verbs.Arguments, who: Operator) -> StatusReply:
     del arguments, who
     state = await RunWatch(context.node, context.node.clock).look()
     return StatusReply(
@@ -389,28 +287,15 @@ async def _run_status(context: VerbContext, arguments: Arguments, who: Operator)
     )
 
 
-STATUS_VERBS = (
-    Verb(
-        name="status",
-        access="view",
-        arguments=Arguments,
-        help="phase, step, engines, buffer and newest metrics in one answer",
-        run=_run_status,
-    ),
-)
-
-
-FLUSH_S = 20.0
-
-
-async def _trace(context: VerbContext, arguments: Arguments, who: Operator) -> dict[str, Any]:
+async def _trace(context: VerbContext, arguments: verbs.Arguments, who: Operator) -> dict[str, Any]:
     if not context.config.monitor.trace:
         raise ConfigError("this run writes no trace", remedy="set monitor.trace = true in the run file")
-    await with_deadline(context.node.ref(MonitorContract, "monitor"), FLUSH_S).finish()
+    await with_deadline(context.node.ref(MonitorContract, "monitor"), verbs.TRACE.ask_s).finish()
     path = context.run_dir.path.resolve() / TRACE_FILE
     return {"file": str(path), "num_bytes": path.stat().st_size}
 
 
-TRACE_VERBS: tuple[Verb[Any], ...] = (
-    Verb("trace", "view", Arguments, "write the trace up to now; the file opens in ui.perfetto.dev", run=_trace),
-)
+LOOK_HANDLERS: dict[verbs.Verb[Any], Handler] = {
+    verbs.PS: _ps, verbs.STATUS: _run_status, verbs.LOGS: _logs, verbs.STACK: _stack, verbs.FACTS: _facts,
+    verbs.PROFILE: _profile, verbs.TRACE: _trace,
+}  # fmt: skip

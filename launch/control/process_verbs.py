@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal
-
-import msgspec
+from typing import Any
 
 from ...core.config import RoleName
 from ...core.errors import ConfigError, MyxaError
@@ -18,62 +16,18 @@ from ...core.suggestion import suggest
 from ..actor_spec import ActorSpec
 from ..supervisor.placement import START_ORDER, check_leaver, staff
 from ..supervisor.run_actors import ActorStatus
-from .verb import Arguments, Verb, VerbContext, find_targets, node_of
+from . import verbs
+from .context import VerbContext, find_targets, node_of
+from .server import Handler
 
 LOOK_S = 0.1
-MAX_ACTORS = 4096
 BACK_S = 600.0
 """How long a restarted actor may take before the next one is restarted."""
-
-Target = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
-Reason = Annotated[str, msgspec.Meta(max_length=1000)]
-
-
-class ScaleArguments(Arguments, frozen=True, kw_only=True):
-    """How many actors of a role the run is to have."""
-
-    role: Annotated[str, msgspec.Meta(max_length=64)]
-    count: Annotated[int, msgspec.Meta(ge=0, le=MAX_ACTORS)]
-    devices: Annotated[str, msgspec.Meta(max_length=200)] = ""
-    """Unused GPUs of each node, for new actors: "4-7"."""
-    attach: Annotated[str, msgspec.Meta(max_length=10_000)] = ""
-    """Servers for new actors, where the run's are attached ones: "http://host:port,..."."""
-    wait_s: Seconds = 0.0
-    """Answer when all is done, after so long at the latest; 0: at once."""
-    reason: Reason = ""
-
-
-class DrainArguments(Arguments, frozen=True, kw_only=True):
-    """Which actors to end for good."""
-
-    target: Target
-    wait_s: Seconds = 0.0
-    reason: Reason = ""
-
-
-class RestartArguments(Arguments, frozen=True, kw_only=True):
-    """Which actors to restart."""
-
-    target: Target
-    force: bool = False
-    """Also where the run is known to end by it."""
-    wait_s: Seconds = 0.0
-    reason: Reason = ""
-
-
-class KillArguments(Arguments, frozen=True, kw_only=True):
-    """Arguments of `kill`."""
-
-    target: Target
-    signal: Literal["KILL", "STOP", "CONT"] = "KILL"
-    reason: Reason = ""
-
 
 # -- scale -------------------------------------------------------------------------------------------------------------
 
 
-async def _scale(context: VerbContext, arguments: ScaleArguments, who: Operator) -> dict[str, Any]:
+async def _scale(context: VerbContext, arguments: verbs.ScaleArguments, who: Operator) -> dict[str, Any]:
     supervisor = context.supervisor
     role = _role(arguments.role)
     wish = arguments.devices, arguments.attach
@@ -108,7 +62,7 @@ def _role(name: str) -> RoleName:
 # -- drain -------------------------------------------------------------------------------------------------------------
 
 
-async def _drain(context: VerbContext, arguments: DrainArguments, who: Operator) -> dict[str, Any]:
+async def _drain(context: VerbContext, arguments: verbs.DrainArguments, who: Operator) -> dict[str, Any]:
     supervisor = context.supervisor
     node = node_of(arguments.target)
     is_node = node is not None and node != 0 and node in supervisor.nodes
@@ -138,7 +92,7 @@ def _runs_on(context: VerbContext, node: int | None) -> bool:
 # -- restart -----------------------------------------------------------------------------------------------------------
 
 
-async def _restart(context: VerbContext, arguments: RestartArguments, who: Operator) -> dict[str, Any]:
+async def _restart(context: VerbContext, arguments: verbs.RestartArguments, who: Operator) -> dict[str, Any]:
     meant = find_targets(arguments.target, context.supervisor.statuses())
     if not arguments.force:
         for record in meant:
@@ -197,7 +151,7 @@ def _is_back(context: VerbContext, name: str, before: int) -> bool:
 # -- kill --------------------------------------------------------------------------------------------------------------
 
 
-async def _kill(context: VerbContext, arguments: KillArguments, who: Operator) -> dict[str, Any]:
+async def _kill(context: VerbContext, arguments: verbs.KillArguments, who: Operator) -> dict[str, Any]:
     supervisor = context.supervisor
     meant = [record for record in find_targets(arguments.target, supervisor.statuses()) if record.pid]
     if not meant:
@@ -224,9 +178,6 @@ async def _until(is_so: Callable[[], bool], wait_s: float) -> bool:
     return True
 
 
-PROCESS_VERBS: tuple[Verb[Any], ...] = (
-    Verb("scale", "operate", ScaleArguments, "have so many rollout actors", run=_scale),
-    Verb("drain", "operate", DrainArguments, "hand an actor's work back and end it for good", run=_drain),
-    Verb("restart", "operate", RestartArguments, "end an actor cleanly and start it again", run=_restart),
-    Verb("kill", "operate", KillArguments, "send SIGKILL, SIGSTOP or SIGCONT to an actor's processes", run=_kill),
-)
+PROCESS_HANDLERS: dict[verbs.Verb[Any], Handler] = {
+    verbs.SCALE: _scale, verbs.DRAIN: _drain, verbs.RESTART: _restart, verbs.KILL: _kill,
+}  # fmt: skip

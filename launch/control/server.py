@@ -1,14 +1,14 @@
 """The control sockets of a run, in the launcher of node 0: they answer even when the coordinator hangs or is dead.
 
     control.sock   0600, in a folder that only this user enters: every verb
-    view.sock      verbs that only show; with `control.view_group` in its own folder, which the group may enter
+    view.sock      verbs that only read; with `control.view_group` in its own folder, which the group may enter
+
+HTTP by aiohttp, whose limits are used as they are: POST /<verb> with a JSON body, GET /<verb>?name=value for verbs
+that only read. An answer is JSON; one that is a stream is a line of JSON for each item. One request a connection.
 
 The kernel keeps other users out. The user of each connection is checked again (this user, root, or of the group), and
-its name goes into the audit log.
-
-A request is a line of JSON and gets a line of JSON, in order; a stream has its connection for itself. asyncio's
-stream reader does the buffering and stops reading at its limit. aiohttp has no such framing, and gRPC or JSON-RPC
-libraries would keep `nc -U` from being a client. `http.py` serves the same requests as HTTP.
+its name goes into the audit log. Forwarded by `ssh -L`, a socket can be reached by web pages, so host, origin and
+content type are checked as at every HTTP door.
 """
 
 from __future__ import annotations
@@ -17,198 +17,164 @@ import asyncio
 import contextlib
 import logging
 import os
+import pwd
 import socket
+import struct
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from ...core.errors import ConfigError, LaunchError, MyxaError, Overloaded
-from ...core.knobs import Operator
-from .connection import LINES, ConnectionLimits, ControlConnection, Peer
-from .dispatcher import Dispatcher, VerbCall, VerbCaller
-from .http import HttpServer
-from .wire import MAX_REQUEST_BYTES, Request, decode_request, encode, error_answer
+import msgspec
+from aiohttp import web
 
+from ...actors.http_guard import Head, HttpAccess
+from ...core.errors import CallError, ConfigError, DeadlineExceeded, LaunchError, MyxaError, NotExecuted, Overloaded
+from ...core.knobs import AuditRecord, Operator
+from ...core.record import Record
+from .context import VerbContext
+from .verbs import HOST, Verb, find_verb
+from .wire import arguments_from_body, arguments_from_query, encode, error_answer
+
+USAGE = "POST /<verb> with a JSON body, or GET /<verb>?name=value for verbs that only read; GET /verbs lists them"
+MAX_BODY_BYTES = 1 << 20
+MAX_NOTED_CHARS = 2000
+"""Of a request's arguments, in the audit log."""
+BACKLOG = 64
+LOOK_EVERY_S = 0.5
 _log = logging.getLogger("myxa.control")
 
-
-class LineServer:
-    """Serves one connection at a time per call of `protocol`; keeps the tasks."""
-
-    def __init__(self, dispatcher: Dispatcher, caller: VerbCaller) -> None:
-        self._dispatcher = dispatcher
-        self._caller = caller
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def protocol(self, connection: ControlConnection) -> asyncio.Protocol:
-        """A protocol for that connection."""
-        reader = asyncio.StreamReader(limit=MAX_REQUEST_BYTES)
-
-        def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            task = asyncio.get_running_loop().create_task(self._serve(connection, reader, writer))
-            self._tasks.add(task)  # the loop alone would not keep it
-            task.add_done_callback(self._tasks.discard)
-
-        return asyncio.StreamReaderProtocol(reader, connected)
-
-    async def close(self) -> None:
-        """End all connections' tasks."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _serve(
-        self, connection: ControlConnection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        try:
-            while line := await self._line(reader, writer):
-                if line.isspace():
-                    continue
-                connection.begin()
-                try:
-                    if not await self._serve_line(line, connection.peer.operator("socket"), reader, writer):
-                        return
-                finally:
-                    connection.end()
-        except OSError as error:
-            _log.info("a caller went away: %s", error)
-        finally:
-            writer.close()
-
-    async def _line(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-        """The next line, or the rest of one at the end; empty at the end."""
-        try:
-            return await reader.readuntil(b"\n")
-        except asyncio.IncompleteReadError as error:
-            return error.partial
-        except asyncio.LimitOverrunError:
-            self._dispatcher.counters["malformed"] += 1
-            error = ConfigError(f"the request is longer than {MAX_REQUEST_BYTES} bytes", remedy="say it in several")
-            writer.write(_refusal(None, error))
-            return b""
-
-    async def _serve_line(
-        self, line: bytes, who: Operator, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> bool:
-        """Whether the connection stays open."""
-        try:
-            request = decode_request(line)
-        except ConfigError as error:
-            self._dispatcher.counters["malformed"] += 1
-            return await _send(writer, _refusal(None, error))
-        order = await self._order(request, who, writer)
-        if order is None:
-            return True
-        if order.verb.stream is not None:
-            await self._stream(order, request, reader, writer)
-            return False
-        return await _send(writer, await self._answer(order, request))
-
-    async def _order(self, request: Request, who: Operator, writer: asyncio.StreamWriter) -> VerbCall | None:
-        try:
-            return self._dispatcher.understand(request.verb, request.args, who, self._caller)
-        except MyxaError as error:
-            await self._dispatcher.refuse(request.verb, who, self._caller, error)
-            await _send(writer, _refusal(request.id, error))
-            return None
-
-    async def _answer(self, order: VerbCall, request: Request) -> bytes:
-        try:
-            result = await self._dispatcher.answer(order)
-            return encode({"id": request.id, "ok": True, "result": result})
-        except Exception as error:  # noqa: BLE001 - the dispatcher logged it; the caller must hear of it, whatever it is
-            return _refusal(request.id, error)
-
-    async def _stream(
-        self, order: VerbCall, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        """Streams until the verb ends, the caller leaves, or the caller sends anything."""
-        try:
-            async with (
-                self._dispatcher.items(order) as items,
-                contextlib.aclosing(until_heard(items, reader)) as until_left,
-            ):
-                async for item in until_left:
-                    await _send(writer, encode({"id": request.id, "ok": True, "item": item}))
-            await _send(writer, encode({"id": request.id, "ok": True, "end": True}))
-        except OSError:
-            raise
-        except Exception as error:  # noqa: BLE001 - as above
-            if not isinstance(error, MyxaError):
-                _log.exception("%s failed", order.verb.name)
-            await _send(writer, _refusal(request.id, error))
+Answer = Awaitable[Any] | AsyncIterator[Any]
+Handler = Callable[[VerbContext, Any, Operator], Answer]
+"""Carries a verb out: answers with JSON types or msgspec structs, or yields them; raises MyxaError."""
 
 
-async def until_heard(items: AsyncGenerator[Any], reader: asyncio.StreamReader) -> AsyncGenerator[Any]:
-    """The items, until there is something to read, or the end of it."""
-    loop = asyncio.get_running_loop()
-    heard = loop.create_task(reader.read(1))
-    pending: asyncio.Task[Any] | None = None
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """What callers of one socket may cost."""
+
+    num_connections: int = 256
+    """One more takes the place of the oldest that is not being served."""
+    num_requests: int = 64
+    """That are carried out at the same time, also for callers that left."""
+    request_s: float = 20.0
+    """From the connection to the request's last byte."""
+    read_s: float = 30.0
+    """For the caller of a stream to take an item."""
+    close_s: float = 1.0
+    """For running requests to end when the run ends."""
+
+
+def caller_of(request: web.Request) -> Operator:
+    """The user and process that opened the connection: by the kernel, whatever the caller claims. Raises
+    ConnectionError if it is gone already."""
+    link = request.transport.get_extra_info("socket") if request.transport is not None else None
     try:
-        while True:
-            pending = loop.create_task(_next(items))
-            await asyncio.wait({pending, heard}, return_when=asyncio.FIRST_COMPLETED)
-            if heard.done():
-                return
-            item = pending.result()
-            if item is _NO_MORE:
-                return
-            yield item
-    finally:
-        ended = [task for task in (heard, pending) if task is not None]
-        for task in ended:
-            task.cancel()
-        await asyncio.gather(*ended, return_exceptions=True)
+        if link is None:
+            raise OSError("not connected")
+        raw = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    except OSError as error:
+        raise ConnectionResetError("the caller is gone") from error
+    pid, uid, _ = _CREDENTIALS.unpack(raw)
+    return Operator(user=_user(uid), uid=uid, pid=pid, host=socket.gethostname(), via="http")
 
 
-_NO_MORE = object()
+def is_ours(who: Operator) -> bool:
+    """Whether it is the user of this process, or root."""
+    return who.uid in (os.getuid(), 0)
 
 
-async def _next(items: AsyncGenerator[Any]) -> Any:
-    return await anext(items, _NO_MORE)
+_CREDENTIALS = struct.Struct("3i")
 
 
-def _refusal(number: int | str | None, error: BaseException) -> bytes:
-    return encode({"id": number, "ok": False, "error": error_answer(error)})
+@cache
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
 
 
-async def _send(writer: asyncio.StreamWriter, line: bytes) -> bool:
-    writer.write(line)
-    await writer.drain()  # its connection's limits cut off a caller that does not read
-    return True
+class AuditNotes:
+    """Writes changes that the coordinator does not write itself into the audit log, one after another."""
+
+    def __init__(self, wall: Callable[[], float], append: Callable[[AuditRecord], object]) -> None:
+        self._wall = wall
+        self._append = append
+        # Not the loop's own threads: verbs that only read may keep all of those busy.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="audit")
+
+    async def note(self, verb: Verb[Any], who: Operator, arguments: Record | None, result: str, detail: str) -> None:
+        """Log what the audit log does not take: the caller gets the verb's own outcome."""
+        asked = {} if arguments is None else _noted_arguments(arguments)
+        record = AuditRecord(
+            number=0, wall_s=self._wall(), verb=verb.name, who=who, arguments=asked, result=result,
+            detail=detail[:MAX_NOTED_CHARS], reason=str(asked.get("reason", "")),
+        )  # fmt: skip
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._append, record)
+        except (OSError, MyxaError) as error:
+            _log.error("the audit log did not take %s: %s", verb.name, error)
+
+    def close(self) -> None:
+        """Take no more."""
+        self._thread.shutdown(wait=False)
 
 
-LOOK_EVERY_S = 0.5
-BACKLOG = 64
+def _noted_arguments(arguments: Record) -> dict[str, Any]:
+    table = msgspec.to_builtins(arguments)
+    table.pop("who", None)
+    text = msgspec.json.encode(table)
+    return table if len(text) <= MAX_NOTED_CHARS else {"cut": text[:MAX_NOTED_CHARS].decode(errors="replace")}
 
 
-class Listener:
-    """One listening socket."""
+class VerbDoor:
+    """One listening socket, and the verbs that are served on it."""
 
     def __init__(
-        self, dispatcher: Dispatcher, path: Path, caller: VerbCaller, *, gid: int = -1, limits: ConnectionLimits
+        self,
+        context: VerbContext,
+        handlers: Mapping[Verb[Any], Handler],
+        audit: AuditNotes,
+        path: Path,
+        *,
+        may_change: bool,
+        gid: int = -1,
+        limits: ServerLimits,
+        counters: Counter[str],
     ) -> None:
         """`gid`: a group that may come in too; -1: none."""
         self.path = path
-        self._dispatcher = dispatcher
+        self._context = context
+        self._handlers = handlers
+        self._verbs = {verb.name: verb for verb in handlers}
+        self._audit = audit
+        self._may_change = may_change
         self._gid = gid
         self._limits = limits
-        self._lines = LineServer(dispatcher, caller)
-        self._http = HttpServer(dispatcher, caller)
-        self._connections: set[ControlConnection] = set()
+        self._counters = counters
+        self._access = HttpAccess(host=HOST)
+        self._running: set[asyncio.Task[Any]] = set()
+        self._served: set[Any] = set()
+        """Connections whose request is being carried out."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guarded])
+        app.router.add_get("/{verb}", self._verb)
+        app.router.add_post("/{verb}", self._verb)
+        self._runner = web.AppRunner(
+            app, handle_signals=False, access_log=None, handler_cancellation=True, auto_decompress=False,
+            logger=_CountedLogger(counters), keepalive_timeout=limits.request_s,
+            lingering_time=limits.close_s, shutdown_timeout=limits.close_s,
+        )  # fmt: skip
         self._server: asyncio.Server | None = None
+
+    # -- the socket ----------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
         """Listen. Raises LaunchError."""
-        await self._http.start()
-        await self._listen()
-
-    async def open_again(self) -> None:
-        """Its file is gone: callers come in by a new one; those that are in stay. Raises LaunchError."""
-        former, self._server = self._server, None
-        if former is not None:
-            former.close()
+        await self._runner.setup()
         await self._listen()
 
     async def _listen(self) -> None:
@@ -219,8 +185,9 @@ class Listener:
                 f"the control socket {self.path} cannot be made: {error.strerror or error}",
                 remedy="set control.socket = false to run without it",
             ) from error
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(lambda: _Greeted(self), sock=link, backlog=BACKLOG)
+        if self._server is not None:
+            self._server.close()  # callers that are in stay
+        self._server = await asyncio.get_running_loop().create_unix_server(self._protocol, sock=link, backlog=BACKLOG)
 
     def _bound(self) -> socket.socket:
         link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -237,127 +204,250 @@ class Listener:
             os.umask(before)
         return link
 
+    async def look(self) -> None:
+        """Listen again where the socket's file was removed."""
+        if not self.path.exists() and self.path.parent.is_dir():  # the launcher makes the folder again
+            with contextlib.suppress(LaunchError):  # the next look tries again
+                await self._listen()
+
     async def close(self) -> None:
-        """Stops serving."""
+        """Stop serving; cancel what is being carried out."""
         if self._server is not None:
             self._server.close()
-        await self._lines.close()
-        await self._http.close()
-        for connection in list(self._connections):
-            connection.abort()
+        for task in self._running:
+            task.cancel()
+        await self._runner.cleanup()
+        if self._running:
+            await asyncio.wait(self._running, timeout=self._limits.close_s)
         self.path.unlink(missing_ok=True)
 
-    def look(self, now: float) -> None:
-        """Close connections that passed a limit."""
-        for connection in list(self._connections):
-            connection.look(now)
+    def _protocol(self) -> asyncio.Protocol:
+        server: Any = self._runner.server
+        connections: list[Any] = server.connections
+        if len(connections) >= self._limits.num_connections:  # half-open ones must keep no others out
+            oldest = next((each for each in connections if each not in self._served and each.transport), None)
+            if oldest is not None:
+                self._counters["shown_out"] += 1
+                oldest.transport.abort()
+        return server()
 
-    def greet(self, connection: ControlConnection, link: object) -> None:
-        """Serve the connection, or close it."""
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: Any) -> web.StreamResponse:
         try:
-            connection.peer = Peer.of(link)
-        except OSError:
-            connection.abort()
+            response = await self._judged(request, handler)
+        except web.HTTPException as error:
+            response = self._malformed(error.status, f"{error.text}: {request.method} {request.path[:100]}")
+        response.force_close()
+        return response
+
+    async def _judged(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        who = caller_of(request)
+        if not (is_ours(who) or self._gid >= 0):
+            self._counters["strangers"] += 1
+            _log.warning("uid %d (pid %d) was kept out of %s", who.uid, who.pid, self.path)
+            return _error(403, LaunchError("this socket is for the user that started the run"))
+        if refused := self._access.refusal(Head.of(request.method, request.headers), request.path):
+            return self._malformed(refused.status, refused.text)
+        try:
+            async with asyncio.timeout(self._limits.request_s):
+                await request.read()
+        except TimeoutError:
+            return self._malformed(408, f"the request was not whole within {self._limits.request_s:g} s")
+        except ValueError as error:  # a chunked or declared body that does not add up
+            return self._malformed(400, f"the body cannot be read: {error}")
+        self._served.add(request.protocol)
+        try:
+            return await handler(request)
+        finally:
+            self._served.discard(request.protocol)
+
+    async def _verb(self, request: web.Request) -> web.StreamResponse:
+        name, who = request.match_info["verb"], caller_of(request)
+        verb = self._verbs.get(name)
+        try:
+            verb = find_verb(name, self._verbs)
+            self._check_effect(verb, request.method)
+            if request.method == "POST":
+                arguments = arguments_from_body(verb, (await request.read()).strip() or b"{}", who)
+            else:
+                arguments = arguments_from_query(verb, list(request.query.items()), who)
+            self._check_room()
+        except MyxaError as error:
+            self._counters["refused"] += 1
+            # A caller that may only read must not be able to make the audit log grow.
+            if verb is not None and verb.effect == "change" and self._may_change:
+                await self._audit.note(verb, who, None, "refused", str(error))
+            return _error(404 if verb is None else _status(error), error)
+        answer = self._handlers[verb](self._context, arguments, who)
+        if isinstance(answer, AsyncIterator):
+            return await self._stream(request, answer)
+        try:
+            result = await self._to_its_end(self._carried_out(verb, arguments, who, answer))
+        except Exception as error:  # noqa: BLE001 - it is in the log; every error is an answer to the caller
+            return _error(_status(error), error)
+        return _response(200, result)
+
+    def _check_effect(self, verb: Verb[Any], method: str) -> None:
+        if verb.effect == "read":
             return
-        if not (connection.peer.is_ours or self._gid >= 0):
-            self._dispatcher.counters["strangers"] += 1
-            _log.warning("uid %d (pid %d) was kept out of %s", connection.peer.uid, connection.peer.pid, self.path)
-            connection.abort()
-        elif not self._has_room():
-            self._dispatcher.counters["too_many"] += 1
-            many = Overloaded(f"{len(self._connections)} connections are open", remedy="close some")
-            connection.close(encode({"id": None, "ok": False, "error": error_answer(many)}))
-        else:
-            self._connections.add(connection)
+        if not self._may_change:
+            raise ConfigError(
+                f"{verb.name} changes the run, and this socket only shows", remedy="use the control socket"
+            )
+        if method != "POST":
+            raise ConfigError(f"{verb.name} changes the run, and GET only shows", remedy="POST it")
 
-    def _has_room(self) -> bool:
-        """Whether there is room; if not, closes the longest silent connection: half-open ones must block no others."""
-        if len(self._connections) < self._limits.num_connections:
-            return True
-        silent = [(each.silence, each) for each in self._connections if each.silence is not None]
-        if not silent:
-            return False
-        _, oldest = min(silent, key=lambda pair: pair[0] or (True, 0.0))
-        self._connections.discard(oldest)
-        oldest.make_room()
-        return True
+    def _check_room(self) -> None:
+        if len(self._running) >= self._limits.num_requests:
+            raise Overloaded(
+                f"{self._limits.num_requests} requests are being served", remedy="wait for the answers of earlier ones"
+            )
 
-    def choose(self, connection: ControlConnection, data: bytes) -> asyncio.Protocol:
-        """The protocol that its first byte asks for."""
-        return (self._lines if data.startswith(LINES) else self._http).protocol(connection)
+    async def _carried_out(self, verb: Verb[Any], arguments: Record, who: Operator, answer: Awaitable[Any]) -> Any:
+        is_change = verb.effect == "change"
+        is_noted_here = is_change and not verb.by
+        try:
+            result = await answer
+        except MyxaError as error:
+            self._counters["failed"] += 1
+            # The coordinator notes what it refuses, but not what never reached it.
+            if is_noted_here or (is_change and isinstance(error, CallError)):
+                outcome = "refused" if error.exit_code == ConfigError.exit_code else "failed"
+                await self._audit.note(verb, who, arguments, outcome, str(error))
+            raise
+        except Exception as error:
+            self._counters["bug"] += 1
+            _log.exception("%s failed", verb.name)
+            if is_change:
+                await self._audit.note(verb, who, arguments, "failed", f"{type(error).__name__}: {error}")
+            raise
+        if is_noted_here:
+            await self._audit.note(verb, who, arguments, "done", "" if result is None else encode(result).decode())
+        return result
 
-    def gone(self, connection: ControlConnection) -> None:
-        """It is over."""
-        if connection.closed_for:
-            self._dispatcher.counters[connection.closed_for] += 1
-        self._connections.discard(connection)
-        self._http.forget(connection)
+    async def _to_its_end(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """In its own task: a caller that goes away must not leave a change half made."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+        return await asyncio.shield(task)
 
-    @property
-    def limits(self) -> ConnectionLimits:
-        """Of each connection."""
-        return self._limits
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            task.exception()  # the caller has the error, if it is still there
+
+    async def _stream(self, request: web.Request, items: Any) -> web.StreamResponse:
+        """A line for each item, until the verb ends or the caller goes (aiohttp cancels this then)."""
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson", "Cache-Control": "no-store"})
+        task: Any = asyncio.current_task()
+        self._running.add(task)
+        try:
+            async with contextlib.aclosing(items):
+                first = await anext(items, None)  # its error has a status
+                await response.prepare(request)
+                if first is not None:
+                    await self._send(response, first)
+                async for item in items:
+                    await self._send(response, item)
+        except (ConnectionError, TimeoutError):
+            self._counters["slow_reader"] += 1
+            if request.transport is not None:
+                request.transport.abort()
+        except Exception as error:  # noqa: BLE001 - every error is an answer to the caller
+            if not isinstance(error, MyxaError):
+                _log.exception("%s failed", request.path)
+            if not response.prepared:
+                return _error(_status(error), error)
+            await response.write(encode({"error": error_answer(error)}))
+        finally:
+            self._running.discard(task)
+        return response
+
+    async def _send(self, response: web.StreamResponse, item: Any) -> None:
+        async with asyncio.timeout(self._limits.read_s):
+            await response.write(encode(item))
+
+    def _malformed(self, status: int, what: str) -> web.Response:
+        self._counters["malformed"] += 1
+        return _error(status, ConfigError(what, remedy=USAGE))
 
 
-class _Greeted(ControlConnection):
-    """A connection that is looked at before it is served."""
+def _error(status: int, error: BaseException) -> web.Response:
+    return _response(status, {"error": error_answer(error)})
 
-    def __init__(self, listener: Listener) -> None:
-        super().__init__(listener.limits, listener.choose, listener.gone)
-        self._listener = listener
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        self._listener.greet(self, transport.get_extra_info("socket"))
+def _response(status: int, answer: Any) -> web.Response:
+    return web.Response(status=status, body=encode(answer), content_type="application/json")
+
+
+def _status(error: BaseException) -> int:
+    """For clients that look at nothing else; the body has the error itself."""
+    if isinstance(error, DeadlineExceeded):
+        return 504
+    if isinstance(error, NotExecuted | CallError):
+        return 503
+    return 400 if isinstance(error, MyxaError) and error.exit_code == ConfigError.exit_code else 500
+
+
+class _CountedLogger(logging.Logger):
+    """aiohttp logs each malformed request with a traceback: they are counted instead. Its real errors are kept."""
+
+    def __init__(self, counters: Counter[str]) -> None:
+        super().__init__("myxa.control.http", logging.DEBUG)
+        self._counters = counters
+
+    def handle(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, Exception) and type(error).__module__.startswith("aiohttp"):
+            self._counters["malformed"] += 1
+        elif record.levelno >= logging.ERROR:
+            self._counters["bug"] += 1
+            _log.handle(record)
 
 
 class ControlServer:
-    """Both sockets of one run. `open`, then `close`."""
+    """Both sockets of one run. `open`, then `close`. `append` writes into the audit log, in a thread of its own."""
 
     def __init__(
         self,
-        dispatcher: Dispatcher,
+        context: VerbContext,
+        handlers: Mapping[Verb[Any], Handler],
+        append: Callable[[AuditRecord], object],
         control: Path,
         view: Path,
         *,
         view_gid: int = -1,
-        limits: ConnectionLimits | None = None,
+        limits: ServerLimits | None = None,
     ) -> None:
-        limits = limits or ConnectionLimits()
-        self._dispatcher = dispatcher
-        self._listeners = (
-            Listener(dispatcher, control, VerbCaller("control", may_operate=True), limits=limits),
-            Listener(dispatcher, view, VerbCaller("view", may_operate=False), gid=view_gid, limits=limits),
-        )
+        self.counters: Counter[str] = Counter()
+        """Absent in a healthy run: "malformed", "refused", "failed", "bug", "strangers", "shown_out", "slow_reader"."""
+        self._audit = AuditNotes(context.node.clock.wall, append)
+        limits = limits or ServerLimits()
+        door = partial(VerbDoor, context, handlers, self._audit, limits=limits, counters=self.counters)
+        self._doors = (door(control, may_change=True), door(view, may_change=False, gid=view_gid))
         self._watch: asyncio.Task[None] | None = None
-
-    @property
-    def counters(self) -> Counter[str]:
-        """What was refused, and what connections were closed for."""
-        return self._dispatcher.counters
 
     async def open(self) -> None:
         """Listen on both sockets. Raises LaunchError."""
-        for listener in self._listeners:
-            await listener.open()
+        for door in self._doors:
+            await door.open()
         self._watch = asyncio.get_running_loop().create_task(self._keep_looking())
 
     async def close(self) -> None:
         """Close both sockets, cancel what is still being served."""
         if self._watch is not None:
             self._watch.cancel()
-        for listener in self._listeners:
-            await listener.close()
-        await self._dispatcher.close()
-        if self._dispatcher.counters:
+        for door in self._doors:
+            await door.close()
+        self._audit.close()
+        if self.counters:
             _log.info("control sockets: %s", ", ".join(f"{name} {n}" for name, n in sorted(self.counters.items())))
 
     async def _keep_looking(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            for listener in self._listeners:
-                listener.look(loop.time())
-                if not listener.path.exists() and listener.path.parent.is_dir():  # the launcher makes the folder again
-                    with contextlib.suppress(LaunchError):  # the next look tries again
-                        await listener.open_again()
+            for door in self._doors:
+                await door.look()

@@ -1,22 +1,18 @@
 """The verb `why`: what holds the run back, and which knob may help.
 
-`gather_evidence` asks the run for shares, gauges and knobs. An actor that does not answer is left out: without the
+It asks the run for shares, gauges and knobs. An actor that does not answer is left out: without the
 coordinator there is still a verdict, only no knob to turn.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar, get_args
-
-import msgspec
+from collections.abc import Mapping
+from typing import Any, get_args
 
 from ...actors.contracts import BufferContract, CoordinatorContract, MonitorContract
-from ...actors.monitor.latest import LONGEST_WINDOW_S
 from ...core.config import RoleName, RunConfig
-from ...core.errors import CallError, ConfigError, LaunchError
+from ...core.errors import ConfigError, LaunchError
 from ...core.knobs import KnobState, KnobTable, Operator
 from ...core.messages import BufferStats
 from ...core.refs import with_deadline
@@ -25,48 +21,39 @@ from ..supervisor.placement import Present, staff
 from ..views.advice import Facts, most_on_cores, num_cores
 from ..views.bottleneck import Filtered, engines_look_full
 from ..views.why import Reason, actors_of, explain, explain_actors
-from .verb import Arguments, Verb, VerbContext
+from . import verbs
+from .context import VerbContext, answer_or_none
+from .server import Handler
 
-T = TypeVar("T")
 ASK_S = 5.0
 _LOOK_UP_TO = 4
 """No move makes a number more than so many times what it was."""
 
 
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """One look at a run."""
-
-    shares: Mapping[str, Mapping[str, float]]
-    facts: Facts
-    engines_are_full: bool
-    filtered: Filtered
-    disk: str = ""
-    """Why the ledger cannot be written."""
-
-
-async def gather_evidence(context: VerbContext, window_s: float) -> Evidence:
-    """Ask monitor, coordinator and buffer at the same time. Raises LaunchError when the monitor does not answer."""
-    node = context.node
+async def _why(context: VerbContext, arguments: verbs.WhyArguments, who: Operator) -> Reason:
+    """Asks monitor, coordinator and buffer at the same time."""
+    node, window_s = context.node, arguments.window_s
     monitor = with_deadline(node.ref(MonitorContract, "monitor"), ASK_S)
     coordinator = with_deadline(node.ref(CoordinatorContract, "coordinator"), ASK_S)
     buffer = with_deadline(node.ref(BufferContract, "buffer"), ASK_S)
     shares, snapshot, table, stats = await asyncio.gather(
-        _answer(monitor.shares(window_s)),
-        _answer(monitor.snapshot()),
-        _answer(coordinator.knob_table()),
-        _answer(buffer.stats()),
+        answer_or_none(monitor.shares(window_s)),
+        answer_or_none(monitor.snapshot()),
+        answer_or_none(coordinator.knob_table()),
+        answer_or_none(buffer.stats()),
     )
     if shares is None or snapshot is None:
         raise LaunchError("the monitor does not answer: the time shares are not known", remedy="`myxa ps`")
     facts = facts_of(context, table, stats, num_rollouts=sum(name.startswith("rollout/") for name in shares))
-    return Evidence(
-        shares=shares,
-        facts=facts,
-        engines_are_full=are_full(snapshot, facts),
-        filtered=Filtered.of(snapshot),
-        disk=stats.disk if stats is not None else "",
-    )
+    seen: dict[str, Any] = {
+        "window_s": window_s,
+        "engines_are_full": are_full(snapshot, facts),
+        "filtered": Filtered.of(snapshot),
+        "disk": stats.disk if stats is not None else "",
+    }
+    if not arguments.target:
+        return explain(shares, facts, **seen)
+    return explain_actors(actors_of(arguments.target, shares), shares, facts, **seen)
 
 
 def facts_of(context: VerbContext, table: KnobTable | None, stats: BufferStats | None, *, num_rollouts: int) -> Facts:
@@ -144,38 +131,4 @@ def are_full(snapshot: Mapping[str, Mapping[str, float]], facts: Facts) -> bool:
     return int(concurrency.value) * facts.num_samples >= context
 
 
-async def _answer(question: Awaitable[T]) -> T | None:
-    try:
-        return await question
-    except CallError:
-        return None
-
-
-SHORTEST_WINDOW_S = 1.0
-MAX_CHARS = 128
-
-Window = Annotated[float, msgspec.Meta(ge=SHORTEST_WINDOW_S, le=LONGEST_WINDOW_S)]
-Name = Annotated[str, msgspec.Meta(max_length=MAX_CHARS)]
-
-
-class WhyArguments(Arguments, frozen=True, kw_only=True):
-    """Of `why`."""
-
-    target: Name = ""
-    """`role`, `role/3`, `role/*`; empty: the run."""
-    window_s: Window = 60.0
-
-
-async def _why(context: VerbContext, arguments: WhyArguments, who: Operator) -> Reason:
-    evidence = await gather_evidence(context, arguments.window_s)
-    window_s, full, filtered = arguments.window_s, evidence.engines_are_full, evidence.filtered
-    shares, facts, disk = evidence.shares, evidence.facts, evidence.disk
-    if not arguments.target:
-        return explain(shares, facts, window_s=window_s, engines_are_full=full, filtered=filtered, disk=disk)
-    names = actors_of(arguments.target, shares)
-    return explain_actors(names, shares, facts, window_s=window_s, engines_are_full=full, filtered=filtered, disk=disk)
-
-
-WHY_VERBS: tuple[Verb[Any], ...] = (
-    Verb("why", "view", WhyArguments, "what holds the run back, and the knob to turn", run=_why),
-)
+WHY_HANDLERS: dict[verbs.Verb[Any], Handler] = {verbs.WHY: _why}

@@ -1,4 +1,4 @@
-"""What goes over the control socket: requests, answers and errors as JSON, with their limits. Sans-IO.
+"""Requests and answers of the control sockets as JSON. Sans-IO.
 
 Nothing here is executed: a request names a verb of a closed table, and its arguments are decoded into the types which
 that verb declares.
@@ -7,34 +7,25 @@ that verb declares.
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from ...core.errors import ConfigError, MyxaError
+from ...core.knobs import Operator
+from ...core.record import Record
 from ...core.suggestion import suggest
-from .verb import Arguments
+from .verbs import WHO, Verb, argument_names
 
-MAX_REQUEST_BYTES = 1 << 20
-"""Of one line, or one HTTP body."""
 MAX_DEPTH = 32
 """Of nested arrays and objects in a request."""
 MAX_QUOTED_CHARS = 200
 """Of what a caller sent, in an answer to it."""
-NO_ARGUMENTS = msgspec.Raw(b"{}")
 
 _STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-_UNKNOWN_FIELD = re.compile(r"unknown field `([^`]*)`")
-
-
-class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One line of the newline protocol."""
-
-    verb: str
-    id: int | str | None = None
-    """Comes back with the answer."""
-    args: msgspec.Raw = NO_ARGUMENTS
+_BEYOND = re.compile(r"Expected `(?:int|float)` ([<>]=?) (\S+) - at `\$\.(\w+)`")
+_RELATIONS = {">=": "at least", "<=": "at most", ">": "above", "<": "below"}
 
 
 class ErrorAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,67 +37,55 @@ class ErrorAnswer(msgspec.Struct, frozen=True, kw_only=True):
     exit_code: int
 
 
-def decode_request(line: bytes | bytearray) -> Request:
-    """Raises ConfigError saying what is wrong with the line."""
-    check_depth(line)
-    try:
-        return _REQUESTS.decode(line)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"that is no request: {error}", remedy='write one line: {"id": 1, "verb": "ps", "args": {}}'
-        ) from None
-
-
-_BEYOND = re.compile(r"Expected `(?:int|float)` ([<>]=?) (\S+) - at `\$\.(\w+)`")
-_RELATIONS = {">=": "at least", "<=": "at most", ">": "above", "<": "below"}
-
-
-def check_depth(text: bytes | bytearray) -> None:
+def check_depth(text: bytes) -> None:
     """Raises ConfigError if the JSON nests too deeply; before it is decoded, in time linear in its length."""
     depth = 0
-    for byte in _STRINGS.sub(b"", bytes(text)).translate(None, _NOT_BRACKETS):
+    for byte in _STRINGS.sub(b"", text).translate(None, _NOT_BRACKETS):
         depth += 1 if byte in b"[{" else -1
         if depth > MAX_DEPTH:
             raise ConfigError(f"the request nests more than {MAX_DEPTH} levels", remedy="no verb needs that")
 
 
-def decode_arguments(verb: str, kind: type[Arguments], raw: msgspec.Raw | bytes) -> Arguments:
-    """The verb's arguments, types checked. Raises ConfigError with a hint."""
+def arguments_from_body(verb: Verb[Any], body: bytes, who: Operator) -> Record:
+    """The verb's arguments from JSON, types checked. Raises ConfigError with a hint."""
+    check_depth(body)
     try:
-        return msgspec.json.decode(raw, type=kind)
+        table: Any = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise _wrong_arguments(verb, kind, error) from None
+        raise ConfigError(f"{verb.name}: that is no JSON: {error}", remedy=_taken(verb)) from None
+    if not isinstance(table, dict):
+        raise ConfigError(f"{verb.name}: the body must be an object of arguments", remedy=_taken(verb))
+    return _arguments(verb, cast("dict[str, Any]", table), who, strict=True)
 
 
-def arguments_from_text(verb: str, kind: type[Arguments], pairs: list[tuple[str, str]]) -> Arguments:
+def arguments_from_query(verb: Verb[Any], pairs: list[tuple[str, str]], who: Operator) -> Record:
     """The same from the text of a URL's query: a key that is given again makes a list longer."""
-    lists = {field.encode_name for field in msgspec.structs.fields(kind) if _is_list(field.type)}
+    lists = {field.name for field in msgspec.structs.fields(verb.arguments) if isinstance(field.default, tuple)}
     table: dict[str, Any] = {}
     for name, text in pairs:
         if name in lists:
             table.setdefault(name, []).append(text)
         else:
             table[name] = text
+    return _arguments(verb, table, who, strict=False)
+
+
+def _arguments(verb: Verb[Any], table: dict[str, Any], who: Operator, *, strict: bool) -> Record:
+    known = argument_names(verb)
+    for name in (name for name in table if name not in known):
+        hint = suggest(name[:MAX_QUOTED_CHARS], known) if known else _taken(verb)
+        raise ConfigError(f"{verb.name}: it takes no {name[:MAX_QUOTED_CHARS]!r}", remedy=hint)
+    if WHO in verb.arguments.__struct_fields__:
+        table = {**table, WHO: who}
     try:
-        return msgspec.convert(table, kind, strict=False)
+        return msgspec.convert(table, verb.arguments, strict=strict)
     except msgspec.ValidationError as error:
-        raise _wrong_arguments(verb, kind, error) from None
+        raise ConfigError(f"{verb.name}: {_in_words(str(error))[:MAX_QUOTED_CHARS]}", remedy=_taken(verb)) from None
 
 
-def _is_list(annotation: Any) -> bool:
-    while hasattr(annotation, "__metadata__"):  # Annotated
-        annotation = annotation.__origin__
-    return getattr(annotation, "__origin__", annotation) in (tuple, list)
-
-
-def _wrong_arguments(verb: str, kind: type[Arguments], error: Exception) -> ConfigError:
-    known = [field.encode_name for field in msgspec.structs.fields(kind)]
-    unknown = _UNKNOWN_FIELD.search(str(error))
-    if unknown and known:
-        hint = suggest(unknown[1][:MAX_QUOTED_CHARS], known)
-    else:
-        hint = f"it takes {', '.join(known)}" if known else "it takes no arguments"
-    return ConfigError(f"{verb}: {_in_words(str(error))[:MAX_QUOTED_CHARS]}", remedy=hint)
+def _taken(verb: Verb[Any]) -> str:
+    names = argument_names(verb)
+    return f"it takes {', '.join(names)}" if names else "it takes no arguments"
 
 
 def _in_words(text: str) -> str:
@@ -128,10 +107,9 @@ def error_answer(error: BaseException) -> ErrorAnswer:
     )
 
 
-def encode(answer: dict[str, Any]) -> bytes:
+def encode(answer: Any) -> bytes:
     """One line."""
     return _ENCODER.encode(answer) + b"\n"
 
 
-_REQUESTS = msgspec.json.Decoder(Request)
 _ENCODER = msgspec.json.Encoder(enc_hook=str)

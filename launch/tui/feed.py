@@ -30,19 +30,27 @@ SLOW_EVERY = 3
 class Asks(Protocol):
     """The part of `ControlClient` that is needed here."""
 
-    def ask(self, verb: str, timeout_s: float = 30.0, **arguments: Any) -> Any: ...
+    def ask(self, verb: str, timeout_s: float | None = None, **arguments: Any) -> Any: ...
 
 
 class Feed:
     """One run as it looks from outside. Not thread-safe, but `set` and `ask` may be called beside `look`."""
 
     def __init__(
-        self, client: Asks | None, is_live: Callable[[], bool], run_dir: Path, *, reader_only: bool = False
+        self,
+        client: Asks | None,
+        is_live: Callable[[], bool],
+        run_dir: Path,
+        *,
+        reader_only: bool = False,
+        socket: str = "",
     ) -> None:
         """`client`: None for a run that is over."""
         self.run_dir = run_dir
         self.past = RunFiles(run_dir)
         self.reader_only = reader_only
+        self.socket = socket
+        """Of the run; empty: its files answer."""
         self.is_closed = False
         """No more looks are wanted."""
         self._client = client
@@ -64,7 +72,7 @@ class Feed:
         """Of the run that left this note."""
         only_view = only_view or not os.access(note.control, os.W_OK)
         client = ControlClient(note, view=only_view)
-        return cls(client, lambda: note.is_live, client.run_dir, reader_only=only_view)
+        return cls(client, lambda: note.is_live, client.run_dir, reader_only=only_view, socket=client.path)
 
     @classmethod
     def of_files(cls, run_dir: Path) -> Feed:

@@ -312,8 +312,8 @@ async function doVerb(button) {
   }
 }
 
-async function operate(verb, arguments_) {
-  const answer = await fetch(`/api/operate/${verb}`, { method: "POST", headers: { "Content-Type": "application/json", "X-Myxa-Token": token }, body: JSON.stringify(arguments_) });
+async function operate(verb, body) {
+  const answer = await fetch(`/api/verbs/${verb}`, { method: "POST", headers: { "Content-Type": "application/json", "X-Myxa-Token": token }, body: JSON.stringify(body) });
   return opened(answer);
 }
 
@@ -322,7 +322,7 @@ async function opened(answer) {
   let reply = null;
   try { reply = JSON.parse(words); } catch { throw new Error(words.trim() || `status ${answer.status}`); }
   if (reply.error) throw new Error(reply.error.remedy ? `${reply.error.message} -- ${reply.error.remedy}` : reply.error.message);
-  return reply.result;
+  return reply;
 }
 
 // -- events, configuration, samples ----------------------------------------------------------------------------------
@@ -353,8 +353,16 @@ async function loadSamples() {
   }
   $("more-samples").disabled = true;
   try {
-    const query = new URLSearchParams({ num_groups: words ? "64" : "12", step, held_out: set, search: words });
-    setGroups(await opened(await fetch(`/api/view/samples?${query}`)));
+    let found;
+    if (words || set === "all")
+      found = await fetch(`/api/samples?${new URLSearchParams({ num_groups: "64", step, held_out: set, search: words })}`);
+    else {
+      const query = new URLSearchParams({ num_groups: "12" });
+      if (step) query.set("step", step);
+      if (set === "held-out") query.set("held_out", "true");
+      found = await fetch(`/api/verbs/samples?${query}`);
+    }
+    setGroups(await opened(found));
   } catch (error) {
     $("sample-list").replaceChildren(el("p", { class: "empty" }, error.message));
   } finally {
@@ -365,7 +373,7 @@ async function loadSamples() {
 // What became of one prompt: the mean reward of its groups over the steps, and the groups.
 async function showPrompt(prompt) {
   const groups = kept ? kept.samples.filter((g) => g.prompt === prompt)
-    : (await opened(await fetch(`/api/view/samples?${new URLSearchParams({ num_groups: "200", prompt: [...String(prompt)].slice(0, 300).join("") })}`))).groups;
+    : (await opened(await fetch(`/api/samples?${new URLSearchParams({ num_groups: "200", prompt: [...String(prompt)].slice(0, 300).join("") })}`))).groups;
   const sorted = [...groups].sort((a, b) => a.step - b.step);
   const mean = (g) => g.answers.reduce((sum, a) => sum + a.reward, 0) / Math.max(1, g.answers.length);
   const line = { source: "", steps: sorted.map((g) => g.step), walls: sorted.map((g) => g.wall_s - (past?.startWall ?? 0)), mean: sorted.map(mean) };

@@ -1,9 +1,10 @@
-"""The dashboard's web server: pages, live state by server-sent events and, with `--operate`, knobs. Loopback only.
+"""The dashboard's web server: pages, live state by server-sent events, and the run's verbs. Loopback only.
 
-It asks the run only while a page is open. `DashboardGuard` judges each request by its headers: host, origin and site
-as `actors/http_guard.py` does, and a proof that it knows the secret of the printed URL. A request that changes the run
-must carry the secret itself in a header: cookies are shared by all ports of a host, and the dashboard's cookie only
-opens what shows. `run_dashboard` serves a read-only dashboard inside the launcher.
+`/api/verbs/<verb>` passes a request on to the run's control socket (without `--operate` the read-only one), and its
+answer back: GET to see, POST to change. It asks the run only while a page is open. `DashboardGuard` judges each request
+by its headers: host, origin and site as `actors/http_guard.py` does, and a proof that it knows the secret of the URL it
+printed. A request that changes the run must carry the secret itself in a header: cookies are shared by all ports of
+a host, and the dashboard's cookie only opens what shows. `run_dashboard` serves one inside the launcher.
 """
 
 from __future__ import annotations
@@ -15,19 +16,24 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+from urllib.parse import quote
 
+import aiohttp
 import orjson
 from aiohttp import web
 
+from ...actors.http_client import stream_timeout
 from ...actors.http_guard import Head, Refusal, elsewhere, same
-from ...core.errors import ConfigError, MyxaError
+from ...core.errors import ConfigError, LaunchError, MyxaError
 from ..control.client import ControlNote
+from ..control.verbs import HOST as CONTROL_HOST
+from ..control.wire import encode, error_answer
 from ..tui.feed import Feed
 from ..views.compare import runs_of
 from ..views.page_data import past_table, state_table
@@ -85,7 +91,7 @@ class DashboardGuard:
 
     def _refusal_to_operate(self, ask: PageRequest) -> Refusal | None:
         if not self.may_operate:
-            return Refusal(403, "this dashboard only shows: start it with --operate to turn knobs here")
+            return Refusal(403, "this dashboard only shows: start it with --operate to change the run here")
         if ask.method != "POST":
             return Refusal(405, "only POST changes anything")
         if not same(ask.header_token, self.token):
@@ -94,6 +100,7 @@ class DashboardGuard:
 
 
 HOST = "127.0.0.1"
+JSON = {"Content-Type": "application/json"}
 LOOK_EVERY_S = 1.0
 CHARTS_EVERY_S = 2.0
 KEEP_ALIVE_S = 15.0
@@ -101,8 +108,8 @@ MAX_WATCHERS = 16
 MAX_ASKS = 8
 """Questions of pages to the run at a time."""
 ASK_S = 60.0
+"""For the run to begin its answer."""
 MAX_BODY_BYTES = 64 * 1024
-MAX_GROUPS = 16
 MAX_KEPT_GROUPS = 200
 """Of samples.jsonl, which have no tokens."""
 CLOSE_S = 2.0
@@ -115,11 +122,6 @@ ASSETS = {
     "app.js": "text/javascript",
     "icon.svg": "image/svg+xml",
 }
-OPERATE_VERBS = ("set", "undo", "pause", "resume", "step")
-"""All that the page can do to a run, and only with `--operate`."""
-
-_RESERVED = frozenset({"verb", "timeout_s", "self"})
-"""Names of the client's own parameters, which no verb has."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -143,8 +145,7 @@ class Dashboard:
         self._is_closing = False
         # Not the loop's own threads: in the launcher, the verbs that are asked for need those for their answers.
         self._looker = ThreadPoolExecutor(1, thread_name_prefix="dashboard-look")
-        self._askers = ThreadPoolExecutor(MAX_ASKS, thread_name_prefix="dashboard-ask")
-        self._asks: set[asyncio.Future[Any]] = set()
+        self._num_asks = 0
 
     @property
     def url(self) -> str:
@@ -161,13 +162,16 @@ class Dashboard:
                 web.get("/assets/{name}", self._asset),
                 web.get("/api/state", self._once),
                 web.get("/api/live", self._live),
-                web.get("/api/view/samples", self._samples),
+                web.get("/api/samples", self._samples),
                 web.get("/api/runs", self._runs),
                 web.get("/api/run", self._run),
-                web.post("/api/operate/{verb}", self._operate),
+                web.get("/api/verbs/{verb}", self._verb),
+                web.post("/api/verbs/{verb}", self._verb),
             ]
         )
-        runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=CLOSE_S)
+        runner = web.AppRunner(
+            app, access_log=None, handle_signals=False, shutdown_timeout=CLOSE_S, handler_cancellation=True
+        )
         await runner.setup()
         look = None
         try:
@@ -185,10 +189,7 @@ class Dashboard:
                 look.cancel()
                 await asyncio.gather(look, return_exceptions=True)
             await runner.cleanup()
-            for asking in list(self._asks):
-                asking.cancel()  # its thread ends when the run answers, or does not in time
             self._looker.shutdown(wait=False, cancel_futures=True)
-            self._askers.shutdown(wait=False, cancel_futures=True)
 
     # -- looking -----------------------------------------------------------------------------------------------
 
@@ -280,76 +281,94 @@ class Dashboard:
                 await asyncio.wait_for(newer, KEEP_ALIVE_S)
 
     async def _samples(self, request: web.Request) -> web.Response:
-        """Token by token from the run itself; what was searched for from samples.jsonl."""
-        asked = request.query
+        """From samples.jsonl: of a step, what holds some words, or all answers to a prompt."""
+        return await self._kept_samples(request.query)
+
+    async def _kept_samples(self, asked: Mapping[str, str]) -> web.Response:
         num = int(asked.get("num_groups", "")[:9]) if asked.get("num_groups", "").isdecimal() else 4
         step = int(asked.get("step", "")[:9]) if asked.get("step", "").isdecimal() else -1
-        held_out = {"held-out": True, "all": None}.get(asked.get("held_out", ""), False)
-        if asked.get("search") or asked.get("prompt") or held_out is None or self._feed.is_over:
-            is_any = "prompt" in asked or held_out is None
-            wanted = SampleQuery(
-                step, None if is_any else held_out, search=asked.get("search", ""), prompt=asked.get("prompt", "")
-            )
-            num = min(num, MAX_KEPT_GROUPS)
-            read = partial(read_samples, self._feed.run_dir, wanted, num)
-            return await self._answered(lambda: {"groups": read(), "num_left_out": 0})
-        arguments: dict[str, Any] = {"num_groups": min(num, MAX_GROUPS)}
-        arguments |= {"step": step} if step >= 0 else {}
-        arguments |= {"held_out": True} if held_out else {}
-        return await self._asked("samples", arguments)
+        kinds: dict[str, bool | None] = {"held-out": True, "true": True, "1": True, "all": None}
+        held_out = None if "prompt" in asked else kinds.get(asked.get("held_out", ""), False)
+        wanted = SampleQuery(step, held_out, search=asked.get("search", ""), prompt=asked.get("prompt", ""))
+        read = partial(read_samples, self._feed.run_dir, wanted, min(num, MAX_KEPT_GROUPS))
+        return await self._read(lambda: {"groups": read(), "num_left_out": 0})
 
     async def _runs(self, request: web.Request) -> web.Response:
         """The runs of the same folder."""
-        return await self._answered(lambda: [run.facts() for run in runs_of(self._feed.run_dir.parent)])
+        return await self._read(lambda: [run.facts() for run in runs_of(self._feed.run_dir.parent)])
 
     async def _run(self, request: web.Request) -> web.Response:
         """The past of another run of the same folder."""
         name, folder = request.query.get("name", ""), self._feed.run_dir.parent
-        if name not in {run.name for run in await asyncio.to_thread(runs_of, folder)}:
+
+        def past() -> Any:
+            known = {run.name for run in runs_of(folder)}
+            return past_table(load_run(folder / name)) if name in known else None
+
+        return await self._read(past)
+
+    async def _read(self, read: Callable[[], Any]) -> web.Response:
+        """What files say, by the thread that looks."""
+        with self._asking():
+            try:
+                found = await asyncio.get_running_loop().run_in_executor(self._looker, read)
+            except MyxaError as error:
+                return _answer(409, {"error": error_answer(error)})
+        if found is None:
             raise web.HTTPNotFound
-        return await self._answered(lambda: past_table(load_run(folder / name)))
+        return web.Response(body=orjson.dumps(found, default=str), content_type="application/json")
 
-    async def _operate(self, request: web.Request) -> web.Response:
-        verb = request.match_info["verb"]
-        if verb not in OPERATE_VERBS:
-            raise web.HTTPNotFound
-        if request.content_type != "application/json":
-            raise web.HTTPUnsupportedMediaType(text="send JSON")
-        try:
-            arguments: Any = orjson.loads(await request.read())
-        except orjson.JSONDecodeError:
-            raise web.HTTPBadRequest(text="the body is no JSON") from None
-        if not isinstance(arguments, dict):
-            raise web.HTTPBadRequest(text="the body must be an object of arguments")
-        answer = await self._asked(verb, cast("dict[str, Any]", arguments))
-        self._feed.wake()
-        return answer
-
-    async def _asked(self, verb: str, arguments: dict[str, Any]) -> web.Response:
-        """The run's answer, or its error with the remedy: both are for the page to show."""
-        if _RESERVED & arguments.keys():
-            raise web.HTTPBadRequest(text=f"{verb} takes no {', '.join(_RESERVED & arguments.keys())}")
-        return await self._answered(partial(self._feed.ask, verb, timeout_s=ASK_S, **arguments))
-
-    async def _answered(self, ask: Callable[[], Any]) -> web.Response:
-        """What a thread finds out."""
-        if len(self._asks) >= MAX_ASKS:
+    @contextlib.contextmanager
+    def _asking(self) -> Generator[None]:
+        if self._num_asks >= MAX_ASKS:
             raise web.HTTPServiceUnavailable(text=f"{MAX_ASKS} questions wait for the run's answers: try again")
-        asking = asyncio.get_running_loop().run_in_executor(self._askers, ask)
-        self._asks.add(asking)
-        asking.add_done_callback(self._asked_once)
+        self._num_asks += 1
         try:
-            result = await asyncio.shield(asking)
-        except MyxaError as error:
-            facts = {"type": type(error).__name__, "message": error.message, "remedy": error.remedy}
-            return web.Response(status=409, body=orjson.dumps({"error": facts}), content_type="application/json")
-        return web.Response(body=orjson.dumps({"result": result}, default=str), content_type="application/json")
+            yield
+        finally:
+            self._num_asks -= 1
 
-    def _asked_once(self, asking: asyncio.Future[Any]) -> None:
-        """Free its place only when the thread is done, also if the page is gone."""
-        self._asks.discard(asking)
-        if not asking.cancelled():
-            asking.exception()  # the page has the error, if it is still there
+    async def _verb(self, request: web.Request) -> web.StreamResponse:
+        """Pass the request on to the run's own socket, which checks it, and its answer back."""
+        if request.method == "POST" and request.content_type != "application/json":
+            raise web.HTTPUnsupportedMediaType(text="send JSON")
+        verb, pairs = request.match_info["verb"], [pair for pair in request.query.items() if pair[0] != "token"]
+        if not self._feed.socket:
+            return await self._of_files(verb, dict(pairs))
+        with self._asking():
+            try:
+                return await self._passed_on(request, verb, pairs)
+            except (OSError, aiohttp.ClientError) as error:
+                gone = LaunchError(f"the run does not answer: {error}", remedy="`myxa report RUN` shows how it ended")
+                return _answer(503, {"error": error_answer(gone)})
+            finally:
+                if request.method == "POST":
+                    self._feed.wake()
+
+    async def _of_files(self, verb: str, asked: Mapping[str, str]) -> web.Response:
+        """Of a run that is over."""
+        if verb == "samples":
+            return await self._kept_samples(asked)
+        over = LaunchError("the run is over", remedy="`myxa report RUN` shows how it went")
+        return _answer(409, {"error": error_answer(over)})
+
+    async def _passed_on(self, request: web.Request, verb: str, pairs: list[tuple[str, str]]) -> web.StreamResponse:
+        url = f"http://{CONTROL_HOST}/{quote(verb, safe='')}"
+        connector = aiohttp.UnixConnector(self._feed.socket)
+        async with aiohttp.ClientSession(connector=connector, timeout=stream_timeout()) as session:
+            asked = session.request(request.method, url, params=pairs, data=await request.read() or None, headers=JSON)
+            async with asyncio.timeout(ASK_S) as waiting, asked as answer:
+                response = web.StreamResponse(status=answer.status, headers=SECURITY_HEADERS)
+                response.content_type = answer.content_type
+                await response.prepare(request)
+                waiting.reschedule(None)
+                try:
+                    async for chunk in answer.content.iter_any():
+                        await response.write(chunk)
+                except (OSError, aiohttp.ClientError):  # one of the two went away in the middle
+                    if request.transport is not None:
+                        request.transport.abort()
+        return response
 
     # -- the guard ---------------------------------------------------------------------------------------------
 
@@ -386,6 +405,10 @@ class Dashboard:
         if refusal is not None:
             return web.Response(status=refusal.status, text=refusal.text + "\n")
         return await handler(request)
+
+
+def _answer(status: int, answer: Any) -> web.Response:
+    return web.Response(status=status, body=encode(answer), content_type="application/json")
 
 
 def _listening(port: int) -> socket.socket:

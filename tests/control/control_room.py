@@ -16,14 +16,13 @@ import msgspec
 from myxa.core.clock import SystemClock
 from myxa.core.errors import ConfigError, DeadlineExceeded
 from myxa.core.knobs import AuditRecord, Operator
-from myxa.launch.control.connection import ConnectionLimits
-from myxa.launch.control.dispatcher import Dispatcher
-from myxa.launch.control.server import ControlServer
-from myxa.launch.control.verb import Arguments, Verb, VerbContext, VerbTable
+from myxa.launch.control.context import VerbContext
+from myxa.launch.control.server import ControlServer, Handler, ServerLimits
+from myxa.launch.control.verbs import COORDINATOR, Arguments, Verb
 
 
 class Place:
-    """What the dispatcher needs of a node."""
+    """What the server needs of a node."""
 
     clock = SystemClock()
 
@@ -44,6 +43,7 @@ class Put(Arguments, frozen=True, kw_only=True):
 class Count(Arguments, frozen=True, kw_only=True):
     until: int = 3
     bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 22)] = 0
+    fails: bool = False
 
 
 @dataclass
@@ -53,7 +53,6 @@ class Bench:
     control: Path
     view: Path
     server: ControlServer
-    dispatcher: Dispatcher
     audit: list[AuditRecord]
     value: int = 0
     streams: int = 0
@@ -61,13 +60,12 @@ class Bench:
     entered: asyncio.Event = field(default_factory=asyncio.Event)
     leave: asyncio.Event = field(default_factory=asyncio.Event)
 
+    @property
+    def noted(self) -> list[tuple[str, str]]:
+        return [(record.verb, record.result) for record in self.audit]
 
-@asynccontextmanager
-async def control_bench(folder: Path, limits: ConnectionLimits | None = None, gid: int = -1) -> AsyncGenerator[Bench]:
-    """Open in `folder`."""
-    audit: list[AuditRecord] = []
-    bench = cast(Bench, None)
 
+def handlers_of(bench: Bench) -> dict[Verb[Any], Handler]:
     async def echo(context: VerbContext, arguments: Echo, who: Operator) -> Any:
         return {**msgspec.to_builtins(arguments), "who": who}
 
@@ -98,46 +96,49 @@ async def control_bench(folder: Path, limits: ConnectionLimits | None = None, gi
     async def count(context: VerbContext, arguments: Count, who: Operator) -> AsyncIterator[Any]:
         bench.streams += 1
         try:
-            number = 0
-            while number < arguments.until:
+            for number in range(arguments.until):
                 yield {"number": number, "fill": "x" * arguments.bytes}
-                number += 1
                 await asyncio.sleep(0 if arguments.until < 1000 else 0.01)
+            if arguments.fails:
+                raise ConfigError("no more", remedy="stop")
         finally:
             bench.streams -= 1
 
-    verbs: list[Verb[Any]] = [
-        Verb("echo", "view", Echo, "says it again", run=echo),
-        Verb("put", "operate", Put, "sets the value", run=put),
-        Verb("refuse", "operate", Put, "says no", run=refuse),
-        Verb("elsewhere", "operate", Put, "noted elsewhere", run=put, is_noted_elsewhere=True),
-        Verb("elsewhere-refuse", "operate", Put, "noted elsewhere", run=refuse, is_noted_elsewhere=True),
-        Verb("elsewhere-unsure", "operate", Put, "noted elsewhere", run=unsure, is_noted_elsewhere=True),
-        Verb("crash", "view", Arguments, "has a bug", run=crash),
-        Verb("slow", "operate", Put, "waits", run=slow),
-        Verb("gaze", "view", Arguments, "looks for long", run=gaze),
-        Verb("count", "view", Count, "counts", stream=count),
-    ]
+    return {
+        Verb("echo", "read", Echo, "says it again"): echo,
+        Verb("put", "change", Put, "sets the value"): put,
+        Verb("refuse", "change", Put, "says no"): refuse,
+        Verb("elsewhere", "change", Put, "noted elsewhere", by=COORDINATOR): put,
+        Verb("elsewhere-refuse", "change", Put, "noted elsewhere", by=COORDINATOR): refuse,
+        Verb("elsewhere-unsure", "change", Put, "noted elsewhere", by=COORDINATOR): unsure,
+        Verb("crash", "read", Arguments, "has a bug"): crash,
+        Verb("slow", "change", Put, "waits"): slow,
+        Verb("gaze", "read", Arguments, "looks for long"): gaze,
+        Verb("count", "read", Count, "counts"): count,
+    }
+
+
+@asynccontextmanager
+async def control_bench(folder: Path, limits: ServerLimits | None = None, gid: int = -1) -> AsyncGenerator[Bench]:
+    """Open in `folder`."""
+    bench = Bench(folder / "control.sock", folder / "view.sock", cast(ControlServer, None), [])
     context = cast(Any, VerbContext)(Place(), None, None, None, 0.0)
-    dispatcher = Dispatcher(context, VerbTable(verbs), audit.append)
-    control, view = folder / "control.sock", folder / "view.sock"
-    server = ControlServer(dispatcher, control, view, view_gid=gid, limits=limits)
-    bench = Bench(control, view, server, dispatcher, audit)
-    await server.open()
+    bench.server = ControlServer(
+        context, handlers_of(bench), bench.audit.append, bench.control, bench.view, view_gid=gid, limits=limits
+    )
+    await bench.server.open()
     try:
         yield bench
     finally:
         bench.leave.set()
-        await server.close()
+        await bench.server.close()
 
 
-async def speak(path: Path, data: bytes, *, ends: bool = True, timeout_s: float = 20.0) -> bytes:
-    """Send bytes, optionally say that there are no more, and read until the other side closes."""
+async def speak(path: Path, data: bytes, *, timeout_s: float = 20.0) -> bytes:
+    """Send bytes and read until the other side closes."""
     reader, writer = await asyncio.open_unix_connection(str(path))
     try:
         writer.write(data)
-        if ends:
-            writer.write_eof()
         return await asyncio.wait_for(reader.read(), timeout_s)
     except ConnectionError:
         return b""
@@ -145,26 +146,23 @@ async def speak(path: Path, data: bytes, *, ends: bool = True, timeout_s: float 
         writer.close()
 
 
-async def ask(path: Path, verb: str, timeout_s: float = 20.0, **args: Any) -> dict[str, Any]:
-    """One request by lines."""
-    line = json.dumps({"id": 7, "verb": verb, "args": args}).encode() + b"\n"
-    answer = await speak(path, line, timeout_s=timeout_s)
-    return json.loads(answer.splitlines()[0])
+def request(head: str, body: bytes = b"", *headers: str, host: str = "myxa") -> bytes:
+    """One request as bytes."""
+    lines = [f"{head} HTTP/1.1", f"Host: {host}", *headers, *([f"Content-Length: {len(body)}"] if body else [])]
+    return "\r\n".join([*lines, "", ""]).encode() + body
 
 
-async def http(path: Path, head: str, body: bytes = b"", *, ends: bool = False) -> tuple[int, Any]:
-    """One request by HTTP: status and decoded body."""
-    extra = f"Content-Length: {len(body)}\r\n" if body else ""
-    data = f"{head} HTTP/1.1\r\nHost: x\r\n{extra}\r\n".encode() + body
-    answer = await speak(path, data, ends=ends)
-    if not answer:
-        return 0, None
+async def http(path: Path, head: str, body: bytes = b"", *headers: str, host: str = "myxa") -> tuple[int, Any]:
+    """One request: status (0: closed without an answer) and decoded body."""
+    answer = await speak(path, request(head, body, *headers, host=host))
     top, _, rest = answer.partition(b"\r\n\r\n")
-    status = int(top.split()[1])
-    try:
-        return status, json.loads(rest)
-    except ValueError:
-        return status, rest
+    return int(top.split()[1]) if top else 0, json.loads(rest) if rest else None
+
+
+async def ask(path: Path, verb: str, **arguments: Any) -> Any:
+    """A verb's answer, or its error."""
+    _, answer = await http(path, f"POST /{verb}", json.dumps(arguments).encode())
+    return answer
 
 
 def connect(path: Path) -> socket.socket:

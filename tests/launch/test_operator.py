@@ -292,7 +292,7 @@ def test_logs_are_read_and_followed_over_attempts(lively):
     got: list[str] = []
 
     def follow() -> None:
-        for chunk in client.follow("logs-follow", target="rollout/1", num_lines=1):
+        for chunk in client.follow("logs", target="rollout/1", num_lines=1, follow=True):
             got.extend(chunk["lines"])
 
     reader = threading.Thread(target=follow, daemon=True)  # the stream ends with the run

@@ -31,10 +31,10 @@ def test_f6_a_hub_name_is_told_with_the_command_that_downloads_it(
 
 
 def test_f6_defaults_are_known_by_key() -> None:
-    assert default_at(RunConfig, "async.max_staleness") == RunConfig.model_fields["asynchrony"].default.max_staleness
-    assert default_at(RunConfig, "roles.rollout.count") == 1
-    assert default_at(RunConfig, "model.path") is None
-    assert default_at(RunConfig, "nothing.at.all") is None
+    assert default_at("async.max_staleness") == RunConfig.model_fields["asynchrony"].default.max_staleness
+    assert default_at("roles.rollout.count") == 1
+    assert default_at("model.path") is None
+    assert default_at("nothing.at.all") is None
 
 
 def knob_of(name: str, key: str) -> KnobTable:

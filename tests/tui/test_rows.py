@@ -15,7 +15,7 @@ from rich.console import Console
 from myxa.core.activity import ACTIVITY_KINDS
 from myxa.core.errors import ConfigError
 from myxa.core.knobs import ChangeReply, KnobMove, KnobSheet, KnobState, KnobTable, Tunable
-from myxa.launch.control.verb import Arguments
+from myxa.launch.control.verbs import Arguments, HistoryArguments
 from myxa.launch.tui import pages
 from myxa.launch.tui.pages import log_text, stack_text
 from myxa.launch.views import knob_table
@@ -44,7 +44,7 @@ def view(seat, planting: ModuleType) -> RunView:
         "ps": VerbAnswer(seat.ps(nothing)),
         "get": VerbAnswer(builtins(seat.get(nothing))),
         "why": VerbAnswer(seat.why(nothing)),
-        "history": VerbAnswer(builtins(seat.history(planting.ListArguments()))),
+        "history": VerbAnswer(builtins(seat.history(HistoryArguments()))),
     }
     return run_view_of(answers, 0.0)
 

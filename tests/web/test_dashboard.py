@@ -7,7 +7,6 @@ import contextlib
 import json
 import re
 import shutil
-import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,13 +19,13 @@ import pytest
 
 from myxa.core.errors import ConfigError
 from myxa.launch.cli import main
-from myxa.launch.control.verb import Verb, VerbTable
+from myxa.launch.control.server import Handler
+from myxa.launch.control.verbs import LOGS, SAMPLES, Verb
 from myxa.launch.tui.feed import Feed
 from myxa.launch.web.dashboard import (
     ASSETS,
     MAX_ASKS,
     MAX_WATCHERS,
-    OPERATE_VERBS,
     SECURITY_HEADERS,
     TOKEN_HEADER,
     Dashboard,
@@ -123,24 +122,23 @@ async def test_what_it_shows_is_what_the_run_says(planting, seat) -> None:
         }  # fmt: skip
         assert [change["number"] for change in history["changes"]] == [1, 2, 3, 4, 5]
         assert {"reward/raw_mean", "rollout/tokens_per_s"} <= {row[0] for row in history["series"]}
-        status, text = await visit.get("/api/view/samples?num_groups=99")
-        groups = json.loads(text)["result"]["groups"]
+        status, text = await visit.get("/api/verbs/samples?num_groups=12")
+        groups = json.loads(text)["groups"]
         assert (status, len(groups)) == (200, 6)
         assert planting.HOSTILE in groups[0]["prompt"], "as data: the page shows it as text"
         seat.silent = {"samples"}
-        status, text = await visit.get("/api/view/samples")
-        assert (status, json.loads(text)["error"]["remedy"]) == (409, "ask again")
+        status, text = await visit.get("/api/verbs/samples")
+        assert (status, json.loads(text)["error"]["remedy"]) == (504, "ask again")
 
 
 async def test_without_operate_or_by_the_read_only_socket_nothing_changes(planting, seat) -> None:
     async with served(planting, seat) as (visit, _):
-        for verb in OPERATE_VERBS:
-            assert (await visit.post(f"/api/operate/{verb}", {"values": {"lr": 1e-5}}))[0] == 403
-            assert (await visit.get(f"/api/view/{verb}"))[0] == 404
-            assert (await visit.get(f"/api/operate/{verb}"))[0] == 405
+        assert (await visit.post("/api/verbs/set", {"values": {"lr": 1e-5}}))[0] == 403
+        assert (await visit.get("/api/verbs/set"))[0] == 400
+        assert (await visit.get("/api/verbs/ps", token=False))[0] == 401
     async with served(planting, seat, operate=True, only_view=True) as (visit, _):
-        status, told = await visit.post("/api/operate/set", {"values": {"lr": 1e-5}})
-        assert (status, told["error"]["type"]) == (409, "ConfigError")
+        status, told = await visit.post("/api/verbs/set", {"values": {"lr": 1e-5}})
+        assert (status, told["error"]["type"]) == (400, "ConfigError")
         assert "this socket only shows" in told["error"]["message"]
         assert not (await visit.state())["state"]["mayOperate"]
         assert seat.values == planting.FIRST
@@ -149,20 +147,20 @@ async def test_without_operate_or_by_the_read_only_socket_nothing_changes(planti
 
 async def test_with_operate_and_the_secret_a_knob_is_turned(planting, seat) -> None:
     async with served(planting, seat, operate=True) as (visit, _):
-        assert (await visit.post("/api/operate/set", {"values": {"lr": 5e-5}}, X_Myxa_Token="wrong"))[0] == 401
-        assert (await visit.post("/api/operate/set", {"values": {"lr": 5e-5}}, Origin="http://evil.example"))[0] == 403
-        assert (await visit.post("/api/operate/set", {"values": {"lr": 5e-5}}, Content_Type="text/plain"))[0] == 415
+        assert (await visit.post("/api/verbs/set", {"values": {"lr": 5e-5}}, X_Myxa_Token="wrong"))[0] == 401
+        assert (await visit.post("/api/verbs/set", {"values": {"lr": 5e-5}}, Origin="http://evil.example"))[0] == 403
+        assert (await visit.post("/api/verbs/set", {"values": {"lr": 5e-5}}, Content_Type="text/plain"))[0] == 415
         assert seat.values["lr"] == 1e-4
-        status, told = await visit.post("/api/operate/set", {"values": {"lr": 5e-5}, "reason": "noisy"})
-        assert (status, told["result"]["moves"][0]["new"], seat.values["lr"]) == (200, 5e-5, 5e-5)
+        status, told = await visit.post("/api/verbs/set", {"values": {"lr": 5e-5}, "reason": "noisy"})
+        assert (status, told["moves"][0]["new"], seat.values["lr"]) == (200, 5e-5, 5e-5)
         assert seat.records[-1].reason == "noisy"
-        status, told = await visit.post("/api/operate/set", {"values": {"lr": -1}})
-        assert (status, told["error"]["remedy"]) == (409, "lr takes above 0")
+        status, told = await visit.post("/api/verbs/set", {"values": {"lr": -1}})
+        assert (status, told["error"]["remedy"]) == (400, "lr takes above 0")
         for odd in (b"", b"[", b"[]", b"3", b'{"verb": "down", "values": {}}', b'{"timeout_s": 1e9}', b'{"x": 1}'):
-            status, _ = await visit.post("/api/operate/set", odd)
-            assert status in (400, 409), odd
-        assert (await visit.post("/api/operate/down", {}))[0] == 404
-        assert (await visit.post("/api/operate/set", b"{" + b" " * 100_000 + b"}"))[0] == 413
+            status, _ = await visit.post("/api/verbs/set", odd)
+            assert status == 400, odd
+        assert (await visit.get("/api/verbs/set?values=1"))[0] == 400, "a link changes nothing"
+        assert (await visit.post("/api/verbs/set", b"{" + b" " * 100_000 + b"}"))[0] == 413
         assert seat.values == {**planting.FIRST, "lr": 5e-5}
 
 
@@ -216,7 +214,10 @@ async def test_a_run_that_ends_stays_on_show(planting, seat) -> None:
 async def test_a_run_of_yesterday_is_shown_from_its_files(seat) -> None:
     dashboard = Dashboard(Feed.of_files(seat.run_dir), DashboardGuard(TOKEN))
     async with dashboard.serving(0) as url, aiohttp.ClientSession() as session:
-        told = await Visit(session, url).state()
+        visit = Visit(session, url)
+        told = await visit.state()
+        assert json.loads((await visit.get("/api/verbs/samples?num_groups=2"))[1])["num_left_out"] == 0
+        assert (await visit.get("/api/verbs/ps"))[0] == 409, "it is over"
     assert told["state"]["hasEnded"]
     assert told["state"]["name"] == "sort-planted"
     assert "trainer/0 waits for data" in told["state"]["why"]
@@ -255,37 +256,56 @@ async def test_in_the_launcher_it_takes_no_thread_that_the_answers_need(planting
     class Seat:
         run_dir = seat.run_dir
 
-        def verbs(self) -> VerbTable:
-            others = [verb for verb in seat.verbs() if verb.name != "samples"]
-            arguments = next(verb.arguments for verb in seat.verbs() if verb.name == "samples")
-            return VerbTable([*others, Verb("samples", "view", arguments, "newest groups", run=read)])
+        def handlers(self) -> dict[Verb[Any], Handler]:
+            return seat.handlers() | {SAMPLES: read}
 
     threads = ThreadPoolExecutor(1)
     asyncio.get_running_loop().set_default_executor(threads)
     async with served(planting, Seat()) as (visit, _), asyncio.timeout(PATIENCE_S):
-        answers = await asyncio.gather(*(visit.get("/api/view/samples") for _ in range(4)))
-        assert answers == [(200, '{"result":{"groups":[]}}')] * 4
+        answers = await asyncio.gather(*(visit.get("/api/verbs/samples") for _ in range(4)))
+        assert answers == [(200, '{"groups":[]}\n')] * 4
         assert (await visit.state())["state"]["phase"] == "running"
 
 
-async def test_questions_to_a_run_that_does_not_answer_are_limited(seat) -> None:
-    is_over = threading.Event()
+async def test_questions_to_a_run_that_does_not_answer_are_limited(planting, seat) -> None:
+    is_over = asyncio.Event()
 
-    class Silent:
-        def ask(self, verb: str, timeout_s: float = 30.0, **arguments: Any) -> Any:
-            assert is_over.wait(PATIENCE_S)
-            return {}
+    async def wait(*_: Any) -> dict[str, Any]:
+        await asyncio.wait_for(is_over.wait(), PATIENCE_S)
+        return {}
 
-    dashboard = Dashboard(Feed(Silent(), lambda: True, seat.run_dir), DashboardGuard(TOKEN))
-    async with dashboard.serving(0) as url, aiohttp.ClientSession() as session:
-        visit = Visit(session, url)
-        asking = [asyncio.create_task(visit.get("/api/view/samples")) for _ in range(MAX_ASKS + 1)]
+    class Seat:
+        run_dir = seat.run_dir
+
+        def handlers(self) -> dict[Verb[Any], Handler]:
+            return seat.handlers() | {SAMPLES: wait}
+
+    async with served(planting, Seat()) as (visit, _):
+        asking = [asyncio.create_task(visit.get("/api/verbs/samples")) for _ in range(MAX_ASKS + 1)]
         try:
             done, _ = await asyncio.wait(asking, timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
             assert [task.result()[0] for task in done] == [503]
         finally:
             is_over.set()
         assert sorted(status for status, _ in await asyncio.gather(*asking)) == [200] * MAX_ASKS + [503]
+
+
+async def test_a_stream_of_the_run_is_passed_on_as_it_comes(planting, seat) -> None:
+    async def lines(*_: Any) -> AsyncIterator[Any]:
+        yield {"lines": ["first"]}
+        await asyncio.Event().wait()
+
+    class Seat:
+        run_dir = seat.run_dir
+
+        def handlers(self) -> dict[Verb[Any], Handler]:
+            return seat.handlers() | {LOGS: lines}
+
+    async with served(planting, Seat()) as (visit, _), asyncio.timeout(PATIENCE_S):  # noqa: SIM117 - the URL comes first
+        async with visit.session.get(
+            visit.base + "/api/verbs/logs", params={**visit.query, "target": "all", "follow": "true"}
+        ) as answer:
+            assert json.loads(await answer.content.readline()) == {"lines": ["first"]}
 
 
 def test_scripts_make_no_markup_out_of_text() -> None:

@@ -1,7 +1,4 @@
-"""What a verb of the control socket is, what it may use, which actors a target names, and how a verb calls the
-coordinator.
-
-The server knows only this; verbs know no sockets.
+"""What the handlers of verbs may use, which actors a target names, and how they call the coordinator.
 
 A coordinator that died is back within seconds, so a call waits that long for it. A coordinator that dies during a
 call may have carried it out; the error says so.
@@ -10,17 +7,14 @@ call may have carried it out; the error says so.
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
-
-import msgspec
+from typing import TYPE_CHECKING, TypeVar
 
 from ...actors.contracts import CoordinatorContract
 from ...core.config import RunConfig
-from ...core.errors import ConfigError, LaunchError, NoSuchActor, NotSent, PeerDied
-from ...core.knobs import Operator
+from ...core.errors import CallError, ConfigError, LaunchError, NoSuchActor, NotSent, PeerDied
 from ...core.refs import with_deadline
 from ...core.suggestion import nearest
 from ...transport.node import Node
@@ -31,15 +25,7 @@ if TYPE_CHECKING:
     from ..supervisor.run_supervisor import RunSupervisor
 
 
-Access = Literal["view", "operate"]
-"""view: changes nothing, also served on the read-only socket; operate: on the control socket only, and audited."""
-
-
-class Arguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of a verb's arguments: decoded from JSON, types checked, unknown names refused."""
-
-
-A = TypeVar("A", bound=Arguments)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,47 +39,6 @@ class VerbContext:
     """As the run was started."""
     supervisor: RunSupervisor
     started_wall_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Verb(Generic[A]):
-    """One verb. `run` answers with JSON types or msgspec structs and raises MyxaError; `stream` yields such answers
-    until the caller goes away. Exactly one of the two is given."""
-
-    name: str
-    access: Access
-    arguments: type[A]
-    help: str
-    """One line, as `myxa --help` shows it."""
-    run: Callable[[VerbContext, A, Operator], Awaitable[Any]] | None = None
-    stream: Callable[[VerbContext, A, Operator], AsyncIterator[Any]] | None = None
-    is_noted_elsewhere: bool = False
-    """Of "operate" verbs: the coordinator, which carries it out, writes it into the audit log; else the dispatcher
-    does."""
-
-
-class VerbTable:
-    """All verbs by name."""
-
-    def __init__(self, verbs: Sequence[Verb[Any]]) -> None:
-        self._verbs = {verb.name: verb for verb in verbs}
-        if len(self._verbs) != len(verbs):
-            raise ValueError("two verbs have the same name")
-
-    def __iter__(self) -> Iterator[Verb[Any]]:
-        return iter(self._verbs.values())
-
-    def find(self, name: str, *, may_operate: bool) -> Verb[Any]:
-        """The verb. Raises ConfigError: unknown (did you mean), or not for a reader."""
-        verb = self._verbs.get(name)
-        if verb is None:
-            near = nearest(name, tuple(self._verbs))
-            raise ConfigError(
-                f"{name[:64]!r} is no verb", remedy=f"did you mean {near!r}?" if near else "ask for the verb `verbs`"
-            )
-        if verb.access == "operate" and not may_operate:
-            raise ConfigError(f"{name} changes the run, and this socket only shows", remedy="use the control socket")
-        return verb
 
 
 SHAPES = 'a role ("rollout"), an actor ("rollout/1"), "rollout/*", "node:0" or "all"'
@@ -129,6 +74,14 @@ def _names_actor(record: ActorStatus, word: str) -> bool:
     if (node := node_of(word)) is not None:
         return record.node == node
     return word in ("all", "*", record.name, record.role, f"{record.role}/*")
+
+
+async def answer_or_none(question: Awaitable[T]) -> T | None:
+    """None where the actor does not answer."""
+    try:
+        return await question
+    except CallError:
+        return None
 
 
 NAME = "coordinator"

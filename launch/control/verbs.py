@@ -1,0 +1,315 @@
+"""Every verb of a run, declared once: name, effect, help, and arguments as a struct whose fields have their own help.
+
+Flags of the command line, checks of the HTTP door, `myxa completion` and the table in docs/control.md are made from
+these declarations. Handlers (`handlers.py`) and pages (`commands/`) refer to them. Light to import: every command does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, Literal, TypeVar
+
+import msgspec
+
+from ...core.errors import ConfigError
+from ...core.knobs import MAX_KNOB_VALUES, ChangeRequest, KnobName, Reason
+from ...core.record import Record, argument
+from ...core.suggestion import nearest
+
+Effect = Literal["read", "change"]
+"""read: also on the read-only socket and by GET; change: on the control socket only, and audited."""
+
+HOST = "myxa"
+"""Of requests. Any name would do on a Unix socket; web pages cannot have this one."""
+MAX_SHOWN_TOKENS = 1 << 16
+"""Of all samples in one answer."""
+
+
+class Arguments(Record, frozen=True, kw_only=True):
+    """Base of the verbs' arguments, and those of a verb that takes none."""
+
+
+COORDINATOR = "coordinator"
+A = TypeVar("A", bound=Record)
+
+
+@dataclass(frozen=True, slots=True)
+class Verb(Generic[A]):
+    """One verb."""
+
+    name: str
+    effect: Effect
+    arguments: type[A]
+    help: str
+    """One line."""
+    ask_s: float = 15.0
+    """How long the run may take over it."""
+    lasts: str = ""
+    """The argument, in seconds, by which it takes longer."""
+    by: str = ""
+    """Who carries a change out and writes it into the audit log; empty: the control server."""
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def patience_s(self, arguments: dict[str, Any]) -> float:
+        """How long a caller waits: longer than the run, whose own error names the actor that did not answer."""
+        return self.ask_s + float(arguments.get(self.lasts, 0.0)) + SPARE_S
+
+
+SPARE_S = 15.0
+
+Target = Annotated[
+    str, argument("rollout/1, rollout, rollout/*, node:1, all", "TARGET", is_word=True, min_length=1, max_length=200)
+]
+Wait = Annotated[
+    float,
+    argument("answer when it is done, after so many seconds at most (at once)", "S", flag="--wait", ge=0, le=3600),
+]
+
+
+class WithReason(Arguments, frozen=True, kw_only=True):
+    """Arguments of a verb that takes only a reason."""
+
+    reason: Reason = ""
+
+
+# -- the run as a whole ------------------------------------------------------------------------------------------------
+
+
+class StepArguments(WithReason, frozen=True, kw_only=True):
+    """Of `step`."""
+
+    num_steps: Annotated[int, argument("how many (1)", "N", is_word=True, ge=1, le=1_000_000)] = 1
+
+
+class CheckpointArguments(WithReason, frozen=True, kw_only=True):
+    """Of `ckpt`."""
+
+    export: Annotated[bool, argument("a HuggingFace folder instead of a checkpoint")] = False
+
+
+class EvalArguments(WithReason, frozen=True, kw_only=True):
+    """Of `eval`."""
+
+    name: Annotated[str, argument("one of [eval.sets] (left out: all of them)", "SET", is_word=True, max_length=64)] = (
+        ""
+    )
+
+
+VERBS = Verb("verbs", "read", Arguments, "every verb with a JSON schema of its arguments")
+MEM = Verb("mem", "read", Arguments, "which actor holds which device memory")
+PAUSE = Verb("pause", "change", WithReason, "no new work and no new step; the current step ends", 30.0, by=COORDINATOR)
+RESUME = Verb("resume", "change", WithReason, "continue after a pause", 30.0, by=COORDINATOR)
+STEP = Verb("step", "change", StepArguments, "so many training steps, then pause", 30.0, by=COORDINATOR)
+CKPT = Verb("ckpt", "change", CheckpointArguments, "a checkpoint at the next step boundary", 1800.0, by=COORDINATOR)
+EVAL = Verb("eval", "change", EvalArguments, "held-out reward now, beside training", 600.0, by=COORDINATOR)
+DOWN = Verb("down", "change", WithReason, "end the run cleanly, as Ctrl-C does")
+
+# -- knobs -------------------------------------------------------------------------------------------------------------
+
+
+class GetArguments(Arguments, frozen=True, kw_only=True):
+    """Of `get`."""
+
+    names: Annotated[
+        tuple[KnobName, ...],
+        argument("knobs; none: all but those of every process", "NAME", is_word=True, max_length=MAX_KNOB_VALUES),
+    ] = ()
+
+
+class ExplainArguments(Arguments, frozen=True, kw_only=True):
+    """Of `explain`."""
+
+    name: Annotated[KnobName, argument("a knob; `myxa get --all` lists them", "NAME", is_word=True)]
+
+
+class UndoArguments(WithReason, frozen=True, kw_only=True):
+    """Of `undo`."""
+
+    epoch: Annotated[int, argument("which change (the newest)", "N", ge=0)] = 0
+
+
+class HistoryArguments(Arguments, frozen=True, kw_only=True):
+    """Of `history`."""
+
+    limit: Annotated[int, argument("newest N records (50)", "N", short="-n", ge=1, le=10_000)] = 50
+
+
+GET = Verb("get", "read", GetArguments, "knobs with their values, limits and owners", 20.0)
+EXPLAIN = Verb("explain", "read", ExplainArguments, "everything about one knob, with its history", 20.0)
+SET = Verb("set", "change", ChangeRequest, "change knobs, all or none", 60.0, by=COORDINATOR)
+UNDO = Verb(
+    "undo", "change", UndoArguments, "take the newest change of knobs back, or that of an epoch", 60.0, by=COORDINATOR
+)
+HISTORY = Verb("history", "read", HistoryArguments, "what was changed, by whom and why")
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+class ScaleArguments(WithReason, frozen=True, kw_only=True):
+    """Of `scale`."""
+
+    role: Annotated[str, argument("role to scale", flag="", max_length=64)]
+    count: Annotated[int, argument("how many actors of it", flag="", ge=0, le=4096)]
+    devices: Annotated[str, argument("unused GPUs of each node for new actors, e.g. 4-7", "GPUS", max_length=200)] = ""
+    attach: Annotated[
+        str, argument("attached servers for new actors, http://host:port,...", "URLS", max_length=10_000)
+    ] = ""
+    wait_s: Wait = 0.0
+
+
+class DrainArguments(WithReason, frozen=True, kw_only=True):
+    """Of `drain`."""
+
+    target: Target
+    wait_s: Wait = 0.0
+
+
+class RestartArguments(DrainArguments, frozen=True, kw_only=True):
+    """Of `restart`."""
+
+    force: Annotated[bool, argument("also where the run is known to end by it")] = False
+
+
+class KillArguments(WithReason, frozen=True, kw_only=True):
+    """Of `kill`."""
+
+    target: Target
+    signal: Annotated[Literal["KILL", "STOP", "CONT"], argument("which (KILL)")] = "KILL"
+
+
+SCALE = Verb("scale", "change", ScaleArguments, "more or fewer rollout actors", lasts="wait_s")
+DRAIN = Verb("drain", "change", DrainArguments, "hand a rollout actor's work back and end it for good", lasts="wait_s")
+RESTART = Verb("restart", "change", RestartArguments, "end an actor cleanly and start it again", lasts="wait_s")
+KILL = Verb("kill", "change", KillArguments, "send an actor's processes SIGKILL, SIGSTOP or SIGCONT")
+
+# -- looking -----------------------------------------------------------------------------------------------------------
+
+
+class TargetArguments(Arguments, frozen=True, kw_only=True):
+    """Of `facts`."""
+
+    target: Target
+
+
+class WhyArguments(Arguments, frozen=True, kw_only=True):
+    """Of `why`."""
+
+    target: Annotated[
+        str,
+        argument("actor: rollout/1, rollout, trainer/0 (the run as a whole)", "TARGET", is_word=True, max_length=128),
+    ] = ""
+    window_s: Annotated[
+        float,
+        argument("the last so many seconds, at most 10min (60s)", "T", flag="--window", is_time=True, ge=1, le=600),
+    ] = 60.0
+
+
+class LogsArguments(TargetArguments, frozen=True, kw_only=True):
+    """Of `logs`. Targets are also "launcher" and "launcher/1"."""
+
+    num_lines: Annotated[
+        int, argument("so many of the last lines (100)", "N", flag="--lines", short="-n", ge=0, le=10_000)
+    ] = 100
+    follow: Annotated[bool, argument("also what is added, until the caller leaves (Ctrl-C)", short="-f")] = False
+    grep: Annotated[str, argument("only lines that hold this text", "TEXT", max_length=200)] = ""
+    engine: Annotated[bool, argument("of the server that the actor launched")] = False
+
+
+class StackArguments(TargetArguments, frozen=True, kw_only=True):
+    """Of `stack`."""
+
+    py_spy: Annotated[bool, argument("by py-spy, where it is installed and may look")] = False
+
+
+class ProfileArguments(TargetArguments, frozen=True, kw_only=True):
+    """Of `profile`."""
+
+    kind: Annotated[Literal["stacks", "memory", "torch"], argument("of what", flag="")] = "stacks"
+    for_s: Annotated[
+        float, argument("how long: 10s, 2min; at most 10min (10s)", "TIME", flag="--for", is_time=True, gt=0, le=600)
+    ] = 10.0
+    interval_s: Annotated[float, argument("between two looks", flag="", ge=0.001, le=1)] = 0.01
+    engine: Annotated[bool, argument("not of the SGLang server behind a rollout actor", flag="--no-engine")] = True
+
+
+PS = Verb("ps", "read", Arguments, "every actor, where it runs and what it does")
+STATUS = Verb("status", "read", Arguments, "phase, step, engines, buffer and newest metrics in one answer")
+WHY = Verb("why", "read", WhyArguments, "what holds the run back, and the knob to turn")
+LOGS = Verb("logs", "read", LogsArguments, "an actor's log, on whatever node it is")
+STACK = Verb("stack", "read", StackArguments, "where an actor's process is, also of one that hangs", 45.0)
+FACTS = Verb("facts", "read", TargetArguments, "what an actor's process holds: memory, descriptors, threads")
+PROFILE = Verb(
+    "profile", "change", ProfileArguments, "where an actor's process spends its time, or its memory", 75.0, "for_s"
+)
+TRACE = Verb("trace", "read", Arguments, "the timeline up to now, for ui.perfetto.dev", 20.0)
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+
+class DumpArguments(Arguments, frozen=True, kw_only=True):
+    """Of `dump`."""
+
+    next_groups: Annotated[
+        int, argument("the next N that are claimed for training; 0: what was not trained yet; -1: end that", flag="",
+                      ge=-1, le=1_000_000),
+    ] = 0  # fmt: skip
+    max_mb: Annotated[int, argument("largest file, in MiB (1024)", "MB", ge=1, le=1 << 20)] = 1024
+
+
+class SamplesArguments(Arguments, frozen=True, kw_only=True):
+    """Of `samples`."""
+
+    num_groups: Annotated[int, argument("how many (4)", "N", is_word=True, ge=1, le=64)] = 4
+    max_tokens: Annotated[
+        int, argument("tokens of each answer at most (512)", "T", flag="--tokens", ge=1, le=MAX_SHOWN_TOKENS)
+    ] = 512
+    step: Annotated[int, argument("of this step, as the curves count them (any)", "S", ge=-1)] = -1
+    held_out: Annotated[bool, argument("answers to held-out prompts", flag="")] = False
+    eval_set: Annotated[str, argument("of this set of [eval.sets]", flag="", max_length=200)] = ""
+
+
+DUMP = Verb("dump", "change", DumpArguments, "write groups with their tokens into a file of the run", 1800.0)
+DUMPS = Verb("dumps", "read", Arguments, "files that `dump` wrote, or is writing", 20.0)
+SAMPLES = Verb(
+    "samples", "read", SamplesArguments, "prompt, answers, rewards: of the newest groups, or of a step", 20.0
+)
+
+ALL: tuple[Verb[Any], ...] = (
+    PS, STATUS, WHY, GET, SET, EXPLAIN, UNDO, HISTORY, PAUSE, RESUME, STEP, CKPT, EVAL, DOWN, SCALE, DRAIN, RESTART,
+    KILL, LOGS, STACK, FACTS, PROFILE, TRACE, DUMP, DUMPS, SAMPLES, MEM, VERBS,
+)  # fmt: skip
+BY_NAME: dict[str, Verb[Any]] = {verb.name: verb for verb in ALL}
+
+
+def find_verb(name: str, known: dict[str, Verb[Any]]) -> Verb[Any]:
+    """Raises ConfigError for an unknown name, with the nearest one."""
+    if name in known:
+        return known[name]
+    near = nearest(name, tuple(known))
+    raise ConfigError(
+        f"{name[:64]!r} is no verb", remedy=f"did you mean {near!r}?" if near else "ask for the verb `verbs`"
+    )
+
+
+WHO = "who"
+"""The field of arguments that the control server fills in: the user that the kernel names."""
+
+
+def argument_names(verb: Verb[Any]) -> list[str]:
+    """Of the arguments that a caller gives."""
+    return [name for name in verb.arguments.__struct_fields__ if name != WHO]
+
+
+def describe(verb: Verb[Any]) -> dict[str, Any]:
+    """For people and programs: name, effect, help, arguments as a JSON schema."""
+    schema = msgspec.json.schema(verb.arguments)["$defs"][verb.arguments.__name__]
+    given = {name: facts for name, facts in schema.get("properties", {}).items() if name != WHO}
+    return {
+        "name": verb.name,
+        "effect": verb.effect,
+        "help": verb.help,
+        "arguments": given,
+        "required": [name for name in schema.get("required", []) if name != WHO],
+    }
