@@ -24,12 +24,10 @@ from ..core.knobs import (
     AuditRecord,
     ChangeReply,
     ChangeRequest,
-    KnobChange,
-    KnobCommit,
     KnobSheet,
-    KnobsInForce,
     KnobTable,
-    KnobVote,
+    KnobValue,
+    KnobVerdict,
     LiveKnobs,
     Operator,
 )
@@ -81,18 +79,15 @@ class KnobsContract(Actor):
         raise NotImplementedError
 
     @call(deadline=10, reentrant=True)
-    async def prepare_knobs(self, change: KnobChange) -> KnobVote:
-        """Judge a change and hold it. A newer epoch replaces one that was prepared and not decided."""
+    async def judge_knobs(self, values: dict[str, KnobValue], at: int) -> KnobVerdict:
+        """Whether the owner can use these values of its own knobs, which are within their ranges, from number `at` on.
+        Changes nothing."""
         raise NotImplementedError
 
     @call(deadline=10, reentrant=True)
-    async def commit_knobs(self, commit: KnobCommit) -> None:
-        """It is decided. Answered once the values are sure to be used at the boundary, not once they are in force."""
-        raise NotImplementedError
-
-    @call(deadline=10, reentrant=True)
-    async def abort_knobs(self, epoch: int) -> None:
-        """Forget what was prepared under that epoch. Idempotent."""
+    async def knobs_decided(self, epoch: int) -> None:
+        """There are decisions up to `epoch`. The owner asks for what it does not have (`knobs_in_force`); answered once
+        it uses the values, or is sure to use them at their number."""
         raise NotImplementedError
 
 
@@ -355,8 +350,9 @@ class CoordinatorContract(KnobsContract, ConductContract):
         raise NotImplementedError
 
     @call(deadline=60, reentrant=True)
-    async def knobs_in_force(self, owner: str) -> KnobsInForce:
-        """What a restarted owner must use before it gets, or gives, any work."""
+    async def knobs_in_force(self, owner: str, after: int, number: int) -> LiveKnobs:
+        """What concerns an owner of the decisions after epoch `after`; 0: of all. `number`: of the boundary that the
+        owner is about to pass, for which a change that is undecided is waited for; -1: of none."""
         raise NotImplementedError
 
     @call(deadline=30, reentrant=True)

@@ -48,7 +48,7 @@ KNOBS = (
     Tunable(name="lr", kind="float", boundary="step", owner="trainer", help="Step size of the optimizer.",
             key="optimizer.lr", low=0, is_low_open=True, guard_factor=10),
     Tunable(name="clip_low", kind="float", boundary="step", owner="trainer", help="Lower clip of the ratio.", low=0),
-    Tunable(name="max_staleness", kind="int", boundary="batch", owner="buffer", unit="versions",
+    Tunable(name="max_staleness", kind="int", boundary="request", owner="buffer", unit="versions",
             key="async.max_staleness", help="Largest lag of any trained token.", low=0, high=64),
     Tunable(name="policy", kind="choice", boundary="now", owner="buffer", choices=("pace", "wait", "drop"),
             help="What is done with groups that get too old."),

@@ -1,13 +1,15 @@
 """Live knobs: how a value that may be changed in a live run is declared, requested, changed and shown.
 
-A knob is declared where it is used (`Tunable`); the actor that uses it is its owner. A change of one or several knobs,
-with one owner or many, is made by the coordinator: prepare (every owner judges), then commit at one boundary, or
-nowhere. Each change has an epoch; samples, metrics, the trace and checkpoints carry the epoch they were made under.
+A knob is declared where it is used (`Tunable`); the actor that uses it is its owner. The coordinator decides a change
+of one or several knobs and writes it into the audit log (`AuditRecord` with a `Decision`), all or none. Owners ask for
+what was decided (`LiveKnobs`) and use it at their boundary. Each change has an epoch; samples, metrics, the trace and
+checkpoints carry the epoch they were made under.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -16,13 +18,13 @@ from .record import Record, argument
 
 KnobValue = bool | int | float | str
 KnobKind = Literal["float", "int", "bool", "text", "choice"]
-Boundary = Literal["now", "request", "batch", "step", "weights"]
-"""When a committed value is used: at once; for the next work handed out; for the batch, the step or the weight version
-of the number that the coordinator chose."""
+Boundary = Literal["now", "request", "step", "weights"]
+"""When a decided value is used: at once; for the next work handed out; for the step or the weight version of the number
+that the coordinator chose."""
 
 MAX_NUMBER = 2.0**63
 """Numbers are below it in size, which keeps out infinities and what no float or 64-bit integer holds."""
-NUMBERED: tuple[Boundary, ...] = ("batch", "step", "weights")
+NUMBERED: tuple[Boundary, ...] = ("step", "weights")
 """Boundaries that have a number (the version that is trained from); the others are passed all the time."""
 
 
@@ -48,6 +50,8 @@ class Tunable(Record, frozen=True):
     """Kind "choice": the values there are."""
     guard_factor: float = 0.0
     """A value above so many times the run file's needs `force`; 0: no such guard."""
+    is_judged: bool = False
+    """Whether the owner is asked before a change, for it may refuse, or remark on, a value for what only it knows."""
 
     def check(self, value: KnobValue, *, first: KnobValue | None = None, force: bool = False) -> KnobValue:
         """`value` in the knob's own type. `first`: the run file's value. Raises ConfigError naming knob and limits."""
@@ -94,6 +98,16 @@ class Tunable(Record, frozen=True):
         return ConfigError(f"{self.name} = {value!r}: {why}", remedy=f"{self.name} takes {self.range_text()}")
 
 
+def knob_maker(owner: str, boundary: Boundary) -> Callable[..., Tunable]:
+    """A function that makes the declarations of one owner: of name, kind, key of the run file, help, and limits."""
+
+    def make(name: str, kind: KnobKind, key: str, text: str, **more: Any) -> Tunable:
+        given: dict[str, Any] = {"boundary": boundary, **more}
+        return Tunable(name=name, kind=kind, key=key, help=text, owner=owner, **given)
+
+    return make
+
+
 def _limit_text(limit: float) -> str:
     """Short, but never rounded."""
     short = f"{limit:g}"
@@ -109,7 +123,7 @@ class KnobState(Record, frozen=True):
     first: KnobValue
     """What the run file said."""
     pending: KnobValue | None = None
-    """Committed, but its boundary is still to come."""
+    """Decided, but its boundary is still to come."""
 
 
 class KnobSheet(Record, frozen=True):
@@ -122,35 +136,17 @@ class KnobSheet(Record, frozen=True):
     """Of the newest change that is in force here; 0: none yet."""
     past_epoch: int = 0
     """Newest epoch that work kept by this owner carries, also from the run that this one continues."""
+    passed: dict[Boundary, int] = {}
+    """Number of the newest boundary that this owner passed, or asked to pass."""
 
 
-class KnobChange(Record, frozen=True):
-    """What an owner is asked to prepare: only its own knobs."""
+class KnobVerdict(Record, frozen=True):
+    """What an owner says of values that it is to get."""
 
-    epoch: int
-    values: dict[str, KnobValue]
-    force: bool = False
-
-
-class KnobVote(Record, frozen=True):
-    """An owner's answer to a `KnobChange`. An owner that accepted holds the change, and stops before it would pass a
-    numbered boundary that the change might be meant for, until it hears commit or abort."""
-
-    owner: str
-    accepted: bool
-    reason: str = ""
-    """Why not; of an accepted change: what the operator should know of it."""
-    earliest: int = 0
-    """First number at which this owner can use the values, for numbered boundaries; 0 for the others."""
-
-
-class KnobCommit(Record, frozen=True):
-    """The decision: use what was prepared under `epoch`, at `at` where the knob's boundary is numbered. An owner that
-    was restarted since gets `values` and needs no preparation. Idempotent."""
-
-    epoch: int
-    at: int
-    values: dict[str, KnobValue]
+    refusal: str = ""
+    """Empty: it can use them."""
+    remark: str = ""
+    """What the operator should know although they are accepted."""
 
 
 class Operator(Record, frozen=True):
@@ -240,30 +236,41 @@ class LiveKnob(Record, frozen=True):
     name: str
     target: str
     """An actor name, "role/*", or empty: every owner of the knob."""
-    value: KnobValue
+    value: KnobValue | None
+    """None: the owner's first value again; never in a checkpoint."""
     first: KnobValue
     """What the run file said. When it says something else by the time the run is resumed, that is the newer word."""
     epoch: int
     at: int
-    """Number at which it came into force, for numbered boundaries; it may be still to come. 0 for the others."""
+    """Number at which it comes into force, for numbered boundaries. 0 for the others."""
 
 
 class LiveKnobs(Record, frozen=True):
-    """What a checkpoint holds of the knobs."""
+    """What was decided: all of it for a checkpoint, or what concerns one owner since it last asked."""
 
     epoch: int = 0
-    """Of the newest change that was decided; the resumed run counts on from it."""
+    """Of the newest change that was decided; a resumed run counts on from it."""
     knobs: tuple[LiveKnob, ...] = ()
 
 
-class KnobsInForce(Record, frozen=True):
-    """What a restarted owner has to know before its first work."""
+class Decision(Record, frozen=True):
+    """The part of an audit record by which the coordinator knows, after a restart, what it decided."""
 
-    commits: tuple[KnobCommit, ...] = ()
-    """In the order of their epochs."""
-    is_paused: bool = False
-    until_step: int | None = None
-    """As in `BufferContract.set_paused`."""
+    launch: str
+    """Names the launcher; decisions of another one are void."""
+    target: str = ""
+    values: dict[str, KnobValue | None] = {}
+    """None: this change takes the value of change `undoes` back."""
+    first: dict[str, KnobValue] = {}
+    """What the run file says."""
+    numbered: tuple[str, ...] = ()
+    """Knobs whose boundary has numbers."""
+    live: tuple[LiveKnob, ...] = ()
+    """Of a checkpoint that the run resumed from, in the order of their changes; `values` only says so."""
+    undoes: int = 0
+    """Epoch."""
+    for_steps: int = 0
+    for_s: float = 0.0
 
 
 class AuditRecord(Record, frozen=True):
@@ -273,7 +280,8 @@ class AuditRecord(Record, frozen=True):
     """From 1, without gaps."""
     wall_s: float
     verb: str
-    """Such as set, undo, pause, scale, kill; "resume" with `who.via` "auto": a resumed run took values over."""
+    """Such as set, undo, pause, scale, kill. With `who.via` "auto": expire, resume (values of a checkpoint), rewind
+    (the trainer went back to an older version, where later values are in force at once)."""
     who: Operator
     arguments: dict[str, object]
     """What was asked for."""
@@ -287,6 +295,7 @@ class AuditRecord(Record, frozen=True):
     version: int = 0
     """Weight version of the run then."""
     moves: tuple[KnobMove, ...] = ()
+    decision: Decision | None = None
     previous: str = ""
     """Digest of the line before; empty for the first."""
     digest: str = ""

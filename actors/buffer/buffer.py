@@ -195,8 +195,6 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             filters=tuple(self._filters.by_name),
             limits=self._limits,
             retune=partial(self._retune, store),  # also while it is not in use yet: it catches up first
-            last_boundary=lambda: ledger.next_step - 1,
-            clock=clock,
             telemetry=self._telemetry,
         )
         knobs.add(process_knobs(self._pace))
@@ -205,7 +203,6 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
 
     def _begin_with(self, books: _Books) -> None:
         self._books, self._refused = books, None
-        self.knob_owner = books.knobs
         self._recent.ledger = books.ledger
         self._book_waiting()
         self._polls.ring()
@@ -233,6 +230,10 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
     def _store(self) -> BufferStore:
         """Raises DiskRefused while the ledger is closed."""
         return self._open_books.store
+
+    @property
+    def knob_owner(self) -> BufferKnobs:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._open_books.knobs
 
     @property
     def _versions(self) -> EngineVersions:

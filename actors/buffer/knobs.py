@@ -3,22 +3,20 @@
 All are used at once ("request": the next draw; "now": the next finished group). Values that only make sense together
 (bound, policy and window; group size and filter) are judged together and come into force together. The ledger keeps
 them before the first group is dispatched under them: a buffer that starts again never goes back to older values.
-
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from ...algos.staleness import POLICIES, Admission, make_policy
 from ...core.activity import TelemetryBuffer
-from ...core.clock import Clock
 from ...core.config.data import MAX_SKIPS
-from ...core.errors import BadRequest, ConfigError
-from ...core.knobs import KnobChange, KnobCommit, KnobSheet, KnobValue, KnobVote, Tunable
+from ...core.errors import ConfigError
+from ...core.knobs import KnobSheet, KnobValue, KnobVerdict, Tunable, knob_maker
 from ..knobs.owner import Knob, KnobOwner
 from .difficulty import NO_WINDOW, Window
 from .settings import MAX_ID, NO_IDS, BufferValues, LiveSettings, stop_ids
@@ -69,8 +67,6 @@ class BufferKnobs(KnobOwner):
         filters: Sequence[str],
         limits: BufferLimits,
         retune: Callable[[dict[str, KnobValue], int], None],
-        last_boundary: Callable[[], int],
-        clock: Clock,
         telemetry: TelemetryBuffer | None = None,
     ) -> None:
         """`filters`: names of the group filters that were loaded. `retune(values, epoch)`: keep these values, and use
@@ -81,63 +77,36 @@ class BufferKnobs(KnobOwner):
         self._vocab_size = limits.vocab_size
         self._only_temperature = limits.only_temperature
         self._sources = settings.first.sources
-        self._staged: dict[str, KnobValue] = {}
-        knobs = [self._knob(tunable) for tunable in buffer_tunables(filters, limits, self._sources)]
-        super().__init__(name, knobs, last_boundary=last_boundary, clock=clock, telemetry=telemetry)
+        super().__init__(name, (self._knob(t) for t in buffer_tunables(filters, limits, self._sources)), telemetry)
         self.took_up(settings.epochs)
         self._past_epoch = settings.newest_epoch_kept()
 
     def _knob(self, tunable: Tunable) -> Knob:
         name = tunable.name
-
-        def use(value: KnobValue) -> None:
-            self._staged[name] = value
-
         return Knob(
-            tunable=tunable,
+            tunable,
             read=lambda: getattr(self._settings.values, name),
-            use=use,
-            judge=self._as_served if name == "temperature" else _JUDGES.get(name),
+            use=lambda value: None,  # all together, in `_put`
             first=getattr(self._settings.first, name),
         )
-
-    def _as_served(self, value: KnobValue) -> str:
-        only = self._only_temperature
-        if only is not None and value != only:
-            return f"temperature = {value:g}: the servers of algo.ref_urls give log-probs at temperature {only:g} only"
-        return _warm_enough(value)
 
     def sheet(self) -> KnobSheet:
         """As any owner's, and what groups from before this process carry."""
         return msgspec.structs.replace(super().sheet(), past_epoch=self._past_epoch)
 
-    def prepare(self, change: KnobChange) -> KnobVote:
+    def judge(self, values: Mapping[str, KnobValue], at: int) -> KnobVerdict:
         """As any owner does, and what only holds for all values together."""
-        vote = super().prepare(change)
-        if not vote.accepted:
-            return vote
-        new = self._together(change.values)
-        if complaint := self._contradiction(new):
-            self.abort(change.epoch)
-            return KnobVote(owner=self.owner, accepted=False, reason=complaint)
-        return msgspec.structs.replace(vote, reason=self._consequence(new))
+        new = msgspec.structs.replace(self._settings.values, **self._mine(values))
+        refusal = super().judge(values, at).refusal or self._contradiction(new)
+        return KnobVerdict(refusal=refusal, remark=self._consequence(new) if not refusal else "")
 
-    def commit(self, commit: KnobCommit) -> None:
-        """All values at once. Raises BadRequest, and changes nothing, where they contradict each other."""
-        values = {name: self._fitting(name, value) for name, value in commit.values.items()}
-        fresh = {name: value for name, value in values.items() if commit.epoch > self._used.get(name, 0)}
-        if complaint := self._contradiction(self._together(fresh)):  # others are overtaken, and judged no more
-            raise BadRequest(f"{self.owner}: {complaint}", remedy="commit only what an owner has prepared")
-        self._staged.clear()
-        super().commit(commit)
-        mine = {name: value for name, value in self._staged.items() if name in commit.values}
-        if mine:
-            self._retune(mine, commit.epoch)
+    def _put(self, values: Mapping[str, KnobValue], epoch: int) -> None:
+        super()._put(values, epoch)
+        if mine := self._mine(values):
+            self._retune(mine, epoch)
 
-    def _together(self, values: dict[str, KnobValue]) -> BufferValues:
-        """How the buffer's values would be then; names and types were judged before, or will be."""
-        mine = {name: value for name, value in values.items() if name in BufferValues.__struct_fields__}
-        return msgspec.structs.replace(self._settings.values, **mine)
+    def _mine(self, values: Mapping[str, KnobValue]) -> dict[str, KnobValue]:
+        return {name: value for name, value in values.items() if name in BufferValues.__struct_fields__}
 
     def _contradiction(self, new: BufferValues) -> str:
         try:
@@ -146,6 +115,15 @@ class BufferKnobs(KnobOwner):
             return f"{error.message} -- {error.remedy}"
         if new.num_samples < 2 and new.group_filter == "zero_variance":
             return 'group_filter = "zero_variance" would leave out every group of one sample: set group_filter too'
+        if new.top_k == 0:
+            return "top_k = 0: must be -1 (no limit) or at least 1"
+        if self._only_temperature not in (None, new.temperature):
+            only = f"{self._only_temperature:g}"
+            served = f"the servers of algo.ref_urls give log-probs at temperature {only} only"
+            return f"temperature = {new.temperature:g}: {served}"
+        return self._of_stops(new) or self._of_draws(new)
+
+    def _of_stops(self, new: BufferValues) -> str:
         try:
             ids = stop_ids(new.stop_token_ids)
         except ValueError as error:
@@ -154,7 +132,7 @@ class BufferKnobs(KnobOwner):
             return f"stop_token_ids: {len(ids)} of them, but at most {MAX_STOPS} are allowed"
         if ids and max(ids) >= self._vocab_size:
             return f"stop_token_ids: {max(ids)} is no token of the model, which has {self._vocab_size}"
-        return self._of_draws(new)
+        return ""
 
     def _of_draws(self, new: BufferValues) -> str:
         if new.difficulty_low > new.difficulty_high:
@@ -178,207 +156,71 @@ class BufferKnobs(KnobOwner):
         )
 
 
-def _warm_enough(value: KnobValue) -> str:
-    if float(value) < COLDEST:
-        return f"temperature = {value:g}: engines draw greedily below {COLDEST:g}, and equal samples teach nothing"
-    return ""
-
-
-def _top_k_means_something(value: KnobValue) -> str:
-    return "" if value else "top_k = 0: must be -1 (no limit) or at least 1"
-
-
-_JUDGES: dict[str, Callable[[KnobValue], str]] = {"top_k": _top_k_means_something}
-
 _FROM_NOW_ON = "Groups dispatched from now on; those under way keep theirs, also when another engine continues them."
+_knob = knob_maker(OWNER, "request")
 
 
+# fmt: off
 def buffer_tunables(filters: Sequence[str], limits: BufferLimits, sources: Sequence[str] = ()) -> tuple[Tunable, ...]:
     """What the buffer declares. `filters`: names of the group filters that there are; `sources`: where there are
     several, theirs."""
     return (
-        *_admission_tunables(),
-        *_sampling_tunables(),
-        *_size_tunables(limits),
-        _filter_tunable(filters),
-        *_draw_tunables(is_mixed=bool(sources), has_rewards=limits.has_rewards),
+        *_ADMISSION,
+        _knob("temperature", "float", "rollout.temperature",
+              f"Sampling temperature; the trainer scores each sample at its own. {_FROM_NOW_ON}",
+              low=COLDEST, high=100.0, is_judged=limits.only_temperature is not None),
+        *_SAMPLING,
+        _knob("max_new_tokens", "int", "rollout.max_new_tokens",
+              "Longest model turn. Evaluation keeps the run file's value, and so does the divisor of "
+              f'algo.reduction = "constant". {_FROM_NOW_ON}',
+              low=1, high=limits.max_new_tokens, guard_factor=8, unit="tokens"),
+        _knob("num_samples", "int", "rollout.num_samples",
+              "Samples of a group. A step still takes algo.batch_size groups, for some time of both sizes. "
+              f"{_FROM_NOW_ON}",
+              low=limits.min_samples, high=limits.max_samples, guard_factor=8, unit="samples", is_judged=True),
+        _knob("group_filter", "choice", "algo.group_filter",
+              "Which finished groups are left out: a built-in, or the run file's own function. Judges groups that are "
+              "finished from now on, whenever they were dispatched; groups that were kept stay.",
+              boundary="now", choices=tuple(filters), is_judged=True),
+        *((_MIX,) if sources else ()),
+        *(_WINDOW if limits.has_rewards else ()),
     )
 
 
-def _admission_tunables() -> tuple[Tunable, ...]:
-    return (
-        Tunable(
-            name="max_staleness",
-            kind="int",
-            boundary="request",
-            owner=OWNER,
-            key="async.max_staleness",
-            low=0,
-            high=1000,
-            unit="steps",
-            help="eta: steps that the weights behind any token may be old when it is trained on; 0 = on-policy. "
-            "Lowered, what is too old already is dropped and its prompt drawn again.",
-        ),
-        Tunable(
-            name="on_stale",
-            kind="choice",
-            boundary="request",
-            owner=OWNER,
-            key="async.policy",
-            choices=POLICIES,
-            help="How the staleness bound is kept: pace (work is handed out so that nothing grows too old), wait (the "
-            "trainer waits for the oldest), drop (too old groups are thrown away; favours short answers).",
-        ),
-        Tunable(
-            name="window",
-            kind="int",
-            boundary="request",
-            owner=OWNER,
-            key="async.window",
-            low=0,
-            high=1 << 20,
-            unit="groups",
-            help="Groups among which a step may choose under the policy pace; 0 = by the rule of docs/walk-prompt.md. "
-            "Has to fit max_staleness: set both where it does not.",
-        ),
-    )
-
-
-def _sampling_tunables() -> tuple[Tunable, ...]:
-    return (
-        Tunable(
-            name="temperature",
-            kind="float",
-            boundary="request",
-            owner=OWNER,
-            key="rollout.temperature",
-            low=0.0,
-            is_low_open=True,
-            high=100.0,
-            help=f"Sampling temperature; the trainer scores each sample at its own. {_FROM_NOW_ON}",
-        ),
-        Tunable(
-            name="top_p",
-            kind="float",
-            boundary="request",
-            owner=OWNER,
-            key="rollout.top_p",
-            low=0.0,
-            is_low_open=True,
-            high=1.0,
-            help=f"Only the likeliest tokens that together have this probability are drawn. {_FROM_NOW_ON}",
-        ),
-        Tunable(
-            name="top_k",
-            kind="int",
-            boundary="request",
-            owner=OWNER,
-            key="rollout.top_k",
-            low=-1,
-            high=1 << 20,
-            unit="tokens",
-            help=f"Only so many of the likeliest tokens are drawn; -1 = no limit. {_FROM_NOW_ON}",
-        ),
-        Tunable(  # without a key: there it is a list
-            name="stop_token_ids",
-            kind="text",
-            boundary="request",
-            owner=OWNER,
-            help="Token ids that end a turn besides the model's own: 13,198 (13, for one alone) or none; in the run "
-            f"file rollout.stop_token_ids. {_FROM_NOW_ON}",
-        ),
-    )
-
-
-def _size_tunables(limits: BufferLimits) -> tuple[Tunable, ...]:
-    return (
-        Tunable(
-            name="max_new_tokens",
-            kind="int",
-            boundary="request",
-            owner=OWNER,
-            key="rollout.max_new_tokens",
-            low=1,
-            high=limits.max_new_tokens,
-            guard_factor=8,
-            unit="tokens",
-            help="Longest model turn. Evaluation keeps the run file's value, and so does the divisor of "
-            f'algo.reduction = "constant". {_FROM_NOW_ON}',
-        ),
-        Tunable(
-            name="num_samples",
-            kind="int",
-            boundary="request",
-            owner=OWNER,
-            key="rollout.num_samples",
-            low=limits.min_samples,
-            high=limits.max_samples,
-            guard_factor=8,
-            unit="samples",
-            help="Samples of a group. A step still takes algo.batch_size groups, for some time of both sizes. "
-            f"{_FROM_NOW_ON}",
-        ),
-    )
-
-
-def _filter_tunable(filters: Sequence[str]) -> Tunable:
-    return Tunable(
-        name="group_filter",
-        kind="choice",
-        boundary="now",
-        owner=OWNER,
-        key="algo.group_filter",
-        choices=tuple(filters),
-        help="Which finished groups are left out: a built-in, or the run file's own function. Judges groups that are "
-        "finished from now on, whenever they were dispatched; groups that were kept stay.",
-    )
-
-
-def _draw_tunables(*, is_mixed: bool, has_rewards: bool) -> tuple[Tunable, ...]:
-    """`is_mixed`: there are several sources. `has_rewards`: prompts can be judged by them."""
-    return (*((_mix_tunable(),) if is_mixed else ()), *(_window_tunables() if has_rewards else ()))
-
-
-def _mix_tunable() -> Tunable:
-    return Tunable(  # without a key: there each source has its own
-        name="mix",
-        kind="text",
-        boundary="request",
-        owner=OWNER,
-        help="Shares of the sources among the prompts that are drawn from now on: math:0.7,code:0.3, every source "
-        "named, 0 = none for now; in the run file data.sources.NAME.weight.",
-    )
-
-
-def _window_tunables() -> tuple[Tunable, ...]:
-    return (
-        Tunable(
-            name="difficulty_low",
-            kind="float",
-            boundary="request",
-            owner=OWNER,
-            key="data.difficulty_low",
-            help="A prompt whose newest finished group has a mean reward below this is passed over when it comes up "
-            "again; equal to difficulty_high = no window. Set both where one does not fit the other.",
-        ),
-        Tunable(
-            name="difficulty_high",
-            kind="float",
-            boundary="request",
-            owner=OWNER,
-            key="data.difficulty_high",
-            help="The same for mean rewards above this. Both ends are inside the window.",
-        ),
-        Tunable(
-            name="difficulty_skips",
-            kind="int",
-            boundary="request",
-            owner=OWNER,
-            key="data.difficulty_skips",
-            low=0,
-            high=MAX_SKIPS,
-            unit="passes",
-            help="Passes in a row that a prompt outside the window is passed over at most, after which it is tried "
-            "again; 0 = never again.",
-        ),
-    )
+_ADMISSION = (
+    _knob("max_staleness", "int", "async.max_staleness",
+          "eta: steps that the weights behind any token may be old when it is trained on; 0 = on-policy. Lowered, what "
+          "is too old already is dropped and its prompt drawn again.", low=0, high=1000, unit="steps", is_judged=True),
+    _knob("on_stale", "choice", "async.policy",
+          "How the staleness bound is kept: pace (work is handed out so that nothing grows too old), wait (the trainer "
+          "waits for the oldest), drop (too old groups are thrown away; favours short answers).",
+          choices=POLICIES, is_judged=True),
+    _knob("window", "int", "async.window",
+          "Groups among which a step may choose under the policy pace; 0 = by the rule of docs/walk-prompt.md. Has to "
+          "fit max_staleness: set both where it does not.", low=0, high=1 << 20, unit="groups", is_judged=True),
+)
+_SAMPLING = (
+    _knob("top_p", "float", "rollout.top_p",
+          f"Only the likeliest tokens that together have this probability are drawn. {_FROM_NOW_ON}",
+          low=0.0, is_low_open=True, high=1.0),
+    _knob("top_k", "int", "rollout.top_k",
+          f"Only so many of the likeliest tokens are drawn; -1 = no limit. {_FROM_NOW_ON}",
+          low=-1, high=1 << 20, unit="tokens", is_judged=True),
+    _knob("stop_token_ids", "text", "",  # without a key: there it is a list
+          "Token ids that end a turn besides the model's own: 13,198 (13, for one alone) or none; in the run file "
+          f"rollout.stop_token_ids. {_FROM_NOW_ON}", is_judged=True),
+)
+_MIX = _knob("mix", "text", "",  # without a key: there each source has its own
+    "Shares of the sources among the prompts that are drawn from now on: math:0.7,code:0.3, every source named, 0 = "
+    "none for now; in the run file data.sources.NAME.weight.", is_judged=True)
+_WINDOW = (
+    _knob("difficulty_low", "float", "data.difficulty_low",
+          "A prompt whose newest finished group has a mean reward below this is passed over when it comes up again; "
+          "equal to difficulty_high = no window. Set both where one does not fit the other.", is_judged=True),
+    _knob("difficulty_high", "float", "data.difficulty_high",
+          "The same for mean rewards above this. Both ends are inside the window.", is_judged=True),
+    _knob("difficulty_skips", "int", "data.difficulty_skips",
+          "Passes in a row that a prompt outside the window is passed over at most, after which it is tried again; 0 = "
+          "never again.", low=0, high=MAX_SKIPS, unit="passes"),
+)
+# fmt: on

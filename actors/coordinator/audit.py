@@ -1,4 +1,5 @@
-"""The audit log `audit.jsonl`: one line for everything that a person or a rule changed or tried to change.
+"""The audit log `audit.jsonl`: one line for everything that a person or a rule changed or tried to change. It is also
+the journal of live knobs: a decision that is in it is made.
 
 Append-only. Each line holds the digest of the line before it and its own, so that a changed, removed or exchanged line
 shows. Such a chain cannot show a tail that was cut off cleanly, or a file that was rewritten as a whole (any process
@@ -226,10 +227,6 @@ def _write_all(descriptor: int, data: bytes, position: int) -> None:
         data, position = data[count:], position + count
 
 
-NUM_LOOKED_AT = 1000
-"""Newest records among which one that may be missing is looked for."""
-
-
 class AuditWriter:
     """Where the coordinator records what operators and rules change: the log, written off the loop."""
 
@@ -239,26 +236,13 @@ class AuditWriter:
         self._version = version
         self._clock = clock
 
-    def stamp(self, record: AuditRecord) -> AuditRecord:
-        """With time and version of this moment."""
-        return msgspec.structs.replace(record, wall_s=self._clock.wall(), version=self._version())
-
     async def write(self, record: AuditRecord) -> AuditRecord:
-        """As `append`, stamped."""
-        return await self.append(self.stamp(record))
+        """As `append`, with time and version of this moment."""
+        return await self.append(msgspec.structs.replace(record, wall_s=self._clock.wall(), version=self._version()))
 
     async def append(self, record: AuditRecord) -> AuditRecord:
         """Durable once this returns. Raises as `AuditLog.append` does."""
         return await in_daemon_thread(lambda: self._log.append(record), "audit")
-
-    async def complete(self, record: AuditRecord) -> bool:
-        """Append a record, with its time as it is, unless an earlier incarnation came to that; returns whether it was
-        missing. Raises as `AuditLog.append` and `read_audit` do."""
-        there = await self.newest(NUM_LOOKED_AT)
-        if any(msgspec.structs.replace(each, number=0, previous="", digest="") == record for each in there):
-            return False
-        await self.append(record)
-        return True
 
     async def newest(self, limit: int) -> tuple[AuditRecord, ...]:
         """The newest records, oldest first."""

@@ -3,10 +3,11 @@
 It moves no data and admits no sample: rollout, buffer and trainer work without it, up to the admission limit. The
 phases of a run are in `run_state`; the launcher reads them here, and ends the processes of a run that is over.
 
-It may die at any time. What only it knows (phase, knobs, pause) is in its journal before it takes effect. The trainer's
-version and the engines' versions are reported to its next incarnation, which continues in the same phase:
+It may die at any time. What only it knows (phase, pause) is in its journal before it takes effect; what it decided
+about knobs is in the audit log. The trainer's version and the engines' versions are reported to its next incarnation,
+which continues in the same phase:
 
-    start -> journal -> owners and buffer get what is decided -> trainer and engines report in -> as before
+    start -> journal, audit log -> owners and buffer hear what is decided -> trainer and engines report in -> as before
 
 Its parts: `adopter`, `evaluator`, `knob_conductor` (live knobs), `run_control` (pause, steps, checkpoints), `rejoin`.
 """
@@ -20,21 +21,30 @@ from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import ActorContext, MailboxPolicy, PeerEvent
 from ...core.clock import Clock
 from ...core.errors import LedgerError, MyxaError
-from ...core.knobs import AuditRecord, ChangeReply, ChangeRequest, KnobsInForce, KnobTable, LiveKnobs, Operator
+from ...core.knobs import (
+    AuditRecord,
+    ChangeReply,
+    ChangeRequest,
+    KnobTable,
+    KnobValue,
+    KnobVerdict,
+    LiveKnobs,
+    Operator,
+)
 from ...core.messages import CanaryAnswers, EngineStatus, EvalResult, RunPhase, RunStatus, StepReport, WeightManifest
 from ..contracts import CoordinatorContract, MonitorContract
 from ..knobs.owner import KnobOwner, OwnsKnobs
 from ..knobs.process import process_knobs
 from ..telemetry import ReportPace, report_forever
 from ..weights.rollout_update import Adopter, Adoption, AdoptionLimits
-from .audit import AuditWriter
+from .audit import AuditWriter, read_audit
 from .engine_fleet import EngineFleet
 from .evaluator import Evaluator
 from .journal import CoordinatorJournal, Kept
 from .knob_conductor import KnobConductor, restore
 from .knobs import LiveOptions, coordinator_knobs
 from .options import CoordinatorOptions
-from .rejoin import OTHER_OWNERS, LeaderControl, OwnerRejoin, Rejoin
+from .rejoin import OTHER_OWNERS, LeaderControl, Rejoin
 from .run_control import RunControl
 from .run_state import NextPhase, RunState
 
@@ -61,7 +71,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
     # -- start and end
 
     async def on_start(self) -> None:
-        """Raises ConfigError for a journal that was damaged."""
+        """Raises ConfigError for a journal that was damaged, LedgerError for an audit log that cannot be read."""
         self.meter = ActivityMeter(self.ctx.name, self._clock)
         self._telemetry = TelemetryBuffer(self.ctx.name, self._clock, meter=self.meter)
         self.meter.switch("other", "start")
@@ -77,14 +87,13 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
             coordinator_knobs(
                 self._live, age_s=self._wall.age_s, on_wall_clock=self._wall.move, adoption=self._adoption
             ),
-            last_boundary=lambda: self._state.version,
-            clock=self._clock,
-            telemetry=self._telemetry,
+            self._telemetry,
         )
         self.knob_owner.add(process_knobs(pace))
         self._journal.make, self._journal.tell = self._to_keep, self._event
         if kept is not None:
             self._take_up(kept)
+        self._take_up_knobs(is_anew=kept is not None)
         if ignored:
             self._event("journal-ignored", ignored)
         for prefix in ("rollout/", *OTHER_OWNERS):
@@ -101,9 +110,9 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         self.conductor = KnobConductor(
             self.ctx,
             audit,
-            journal,
             self._telemetry,
             self._clock,
+            launch=options.launch,
             own=self,
             engines=engines,
             version=self._version,
@@ -147,14 +156,13 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
             meter=self.meter,
             telemetry=self._telemetry,
         )
-        self._owners = OwnerRejoin(self.ctx, self.conductor, self._event, self._owner_is_broken)
-        self._leader = LeaderControl(self.ctx, state, self._owners, self._clock)
-        self._rejoin = Rejoin(self.ctx, state, self._owners, self.control, self._event)
+        self._leader = LeaderControl(self.ctx, state, self._clock)
+        self._rejoin = Rejoin(self.ctx, state, self.conductor, self.control, self._event)
 
     async def on_peer(self, event: PeerEvent) -> None:
         if event.name.startswith(OTHER_OWNERS):
             if event.kind in ("up", "restarted"):
-                self.ctx.spawn(self._owners.send_values(event.name), name=f"knobs-for-{event.name}")
+                self.ctx.spawn(self.conductor.joined(event.name), name=f"knobs-for-{event.name}")
                 if event.name == "buffer" and self.control.must_tell:
                     self.ctx.spawn(self.control.tell_again(), name="pause-for-buffer")
         elif event.kind in ("down", "restarted"):
@@ -180,7 +188,6 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
             launch=self._options.launch,
             run=self._phases.kept(),
             pause=self.control.kept(),
-            knobs=self.conductor.kept(),
         )
 
     async def _keep(self) -> None:
@@ -193,11 +200,20 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
     def _take_up(self, kept: Kept) -> None:
         state = self._state
         self._event("coordinator-restarted", f"the run is {state.phase}, version {state.version}")
-        self.conductor.take_up(kept.knobs)
         self.control.take_up(kept.pause)
-        self.knob_owner.take_over(self.conductor.commits_for(self.ctx.name))
         if state.has_stale_engines:
             self._adoption.rewound()
+
+    def _take_up_knobs(self, *, is_anew: bool) -> None:
+        """What an earlier incarnation decided. Raises LedgerError for an audit log that cannot be read."""
+        self.conductor.decisions.continue_from(self._state.past_epoch)
+        try:
+            self.conductor.decisions.replay(read_audit(self._options.audit_path))
+        except LedgerError as error:
+            if is_anew:
+                raise
+            self._event("audit-incomplete", str(error))
+        self.knob_owner.take(self.conductor.decisions.news(self.ctx.name, 0))
 
     def _continue_run(self) -> None:
         """An evaluation that the end of an earlier incarnation cut off; at start and end it comes anyway."""
@@ -244,8 +260,8 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
             self._changed.clear()
             await self._changed.wait()
         if self._state.phase == "starting" and not self._state.has_restored:
-            await restore(self.conductor, self._restored, self._state.version, self._event)
-            self._state.has_restored = True
+            restored = await restore(self.conductor, self._restored, self._state.version, self._event)
+            self._state.past_epoch, self._state.has_restored = restored, True
             await self._keep()
 
     def _version(self) -> int:
@@ -314,7 +330,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         version that was published since."""
         before, self._state.version = self._state.version, version
         self.fleet.rewound()
-        self.conductor.rewound(before, version)
+        await self.conductor.rewound(before, version)
         self.evaluator.rewound()
         is_back = version != before or self._trainer_is_up.is_set()
         self._event(
@@ -401,13 +417,16 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         return await self.conductor.table()
 
     async def live_knobs(self) -> LiveKnobs:
-        await self.conductor.until_decided()
-        return self.conductor.live()
+        return await self.conductor.live()
 
-    async def knobs_in_force(self, owner: str) -> KnobsInForce:
-        await self.conductor.until_decided()
-        commits = self.conductor.commits_for(owner)
-        return KnobsInForce(commits=commits, is_paused=self.control.is_paused, until_step=self.control.until_step)
+    async def knobs_in_force(self, owner: str, after: int, number: int) -> LiveKnobs:
+        return await self.conductor.news(owner, after, number)
+
+    async def judge_knobs(self, values: dict[str, KnobValue], at: int) -> KnobVerdict:
+        return self.knob_owner.judge(values, at)
+
+    async def knobs_decided(self, epoch: int) -> None:
+        self.knob_owner.take(self.conductor.decisions.news(self.ctx.name, self.knob_owner.heard))
 
     async def history(self, limit: int) -> tuple[AuditRecord, ...]:
         return await self.control.history(limit)

@@ -43,20 +43,15 @@ class EngineFleet:
         self._keep = keep
         self._tell = tell
         self._on_change = on_change
-        self._reporting: dict[str, int] = {}
-        """Name -> incarnation whose report waits for an undecided change of knobs."""
         self._epochs: dict[str, int] = {}
         """Name -> incarnation that is present."""
 
     async def ready(self, status: EngineStatus, epoch: int) -> None:
         """An actor reports in; with a version if an earlier incarnation had it serve one."""
         name = status.rollout
-        self._reporting[name] = epoch
-        await self._conductor.until_decided()
-        if self._reporting.get(name) != epoch or epoch < self._epochs.get(name, epoch):
-            return  # it ended meanwhile, or its successor was faster
-        del self._reporting[name]
-        self.present[name], self._epochs[name] = status, epoch  # from here on it is asked about every change
+        if epoch < self._epochs.get(name, epoch):
+            return  # its successor was faster
+        self.present[name], self._epochs[name] = status, epoch  # from here on it hears of every change
         await self._conductor.joined(name)
         if self._epochs.get(name) != epoch:
             return  # it ended meanwhile
@@ -83,8 +78,6 @@ class EngineFleet:
     def gone(self, event: PeerEvent) -> None:
         """An incarnation of one ended; the next one may have reported in before this was heard."""
         name, ended = event.name, event.epoch - 1 if event.kind == "restarted" else event.epoch
-        if self._reporting.get(name, ended + 1) <= ended:
-            del self._reporting[name]
         if name in self.present and self._epochs[name] <= ended:
             self._tell("engine-gone", f"{name} (epoch {self._epochs[name]}): {event.reason}")
             self._adoption.gone(name, ended)

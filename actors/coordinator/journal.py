@@ -3,8 +3,9 @@
     coordinator.journal     digest of the rest, end of line, one JSON record
 
 The file is replaced as a whole and made durable before its content takes effect, by one writer at a time; a write
-completes even if its caller is gone. Everything else (the trainer's version, what engines serve) the actors report to
-the new coordinator themselves. A journal of an earlier launch in the same directory is not used.
+completes even if its caller is gone. What was decided about knobs is in the audit log. Everything else (the trainer's
+version, what engines serve) the actors report to the new coordinator themselves. A journal of an earlier launch in the
+same directory is not used.
 
 Written by hand: `sqlitedict` or `diskcache` keep a database, where one record that is replaced is all that is needed.
 """
@@ -22,10 +23,8 @@ import msgspec
 
 from ...core.errors import ConfigError, LedgerError
 from ...core.files import Tell, until_written
-from ...core.knobs import AuditRecord, LiveKnob
 from ...core.messages import Record
 from ..daemon_thread import in_daemon_thread
-from .knob_decisions import Decided, Expiry
 from .run_state import RunState
 
 JOURNAL_FILE = "coordinator.journal"
@@ -41,23 +40,6 @@ class PauseKept(Record, frozen=True):
     reason: str = ""
 
 
-class KnobsKept(Record, frozen=True):
-    """Decisions about knobs."""
-
-    asked: int = 0
-    """Newest epoch that owners may have been asked about."""
-    undecided: str = ""
-    """In words, what they were asked about while it was open; empty: nothing is open."""
-    epoch: int = 0
-    """Of the newest change that was decided."""
-    past: tuple[Decided, ...] = ()
-    live: tuple[LiveKnob, ...] = ()
-    reverts: tuple[Expiry, ...] = ()
-    """`due_s` is wall time here."""
-    record: AuditRecord | None = None
-    """Of the newest decision: it may not have come into the audit log any more."""
-
-
 class Kept(Record, frozen=True):
     """All of it."""
 
@@ -65,7 +47,6 @@ class Kept(Record, frozen=True):
     """Names the launcher of this run: another one's journal is no word of this run."""
     run: RunState = msgspec.field(default_factory=RunState)
     pause: PauseKept = PauseKept()
-    knobs: KnobsKept = KnobsKept()
 
 
 class CoordinatorJournal:

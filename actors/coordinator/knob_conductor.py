@@ -1,176 +1,98 @@
-"""The coordinator's half of live knobs: one change at a time, recorded, sent to all owners, reverted when it is due.
+"""The coordinator's half of live knobs: one change at a time, decided, recorded, used by its owners.
 
-    request -> owners and their values -> plan -> prepare -> journal, then audit log -> commit
+    request -> draft -> owners with own judgement are asked -> audit log (decided) -> owners hear of it, ask, use it
 
-`KnobConductor` runs the changes. A change that has begun runs to its end, even if its caller has died. Owners that join
-receive what is in force before their first work, and wait while a change is undecided.
+The audit log is also the journal: a decision that is in it is made, whichever process dies, and a restarted coordinator
+reads them all. A change that has begun runs to its end, even if its caller has died. Values for the numbered boundaries
+are decided for the first number that no owner has passed: an owner that asks before it passes one waits while a change
+is undecided. Changes for a time go back by a change of their own; numbered ones when an owner asks for that number.
 
-`DecisionLog` makes decisions durable. The number of a change is in the journal before any owner hears of it, so it is
-never used twice. A decision that is in the journal is valid; if the audit log lacks it, the next incarnation adds it. A
-change that an earlier incarnation had not decided is void.
-
-`restore` puts the values of a checkpoint in force before a resumed run's first work: one change for each target, the
-widest first. A value that was changed in the run file since wins over the checkpoint's.
+`restore` decides the values of a checkpoint again, in one change, before a resumed run's first work. A value that was
+changed in the run file since wins over the checkpoint's.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
 
 from ...core.activity import TelemetryBuffer
 from ...core.actor import ActorContext
 from ...core.clock import Clock
-from ...core.errors import CallError, ConfigError, LaunchError, LedgerError, MyxaError
+from ...core.errors import (
+    ConfigError,
+    LaunchError,
+    LedgerError,
+    MyxaError,
+    NoSuchActor,
+    PeerDied,
+    RemoteError,
+)
 from ...core.knobs import (
     AuditRecord,
     ChangeReply,
     ChangeRequest,
-    KnobCommit,
+    Decision,
+    KnobSheet,
     KnobTable,
     KnobValue,
+    KnobVerdict,
     LiveKnob,
     LiveKnobs,
     Operator,
 )
 from ..contracts import KnobsContract
 from .audit import AuditWriter
-from .journal import CoordinatorJournal, KnobsKept
-from .knob_change import AUTO, ChangeMachine, Delivered, Gone, KnobOrder, pairs
-from .knob_decisions import Decisions, Expiries, Expiry
-from .knob_messenger import KnobMessenger
-from .knob_plan import MANY, ChangePlan, OwnerStates, breadth, fits, plan_change, plan_restored
+from .knob_decisions import ChangeDraft, Decisions, Due, OwnerStates, draft_change, draft_restored, fits
 
-
-class DecisionLog:
-    """See the module's head."""
-
-    def __init__(
-        self, audit: AuditWriter, journal: CoordinatorJournal, clock: Clock, fail: Callable[[BaseException], None]
-    ) -> None:
-        """`fail`: ends this incarnation of the coordinator."""
-        self.decisions = Decisions()
-        self.expiries = Expiries()
-        self.void = 0
-        """Changes up to this epoch that are not in `decisions` are void: owners that an earlier incarnation asked
-        learn that. 0: there was none."""
-        self._audit = audit
-        self._journal = journal
-        self._clock = clock
-        self._fail = fail
-        self._asked = 0
-        """Newest epoch that owners were asked about; those of aborted changes are not used again."""
-        self._undecided = ""
-        self._record: AuditRecord | None = None
-
-    # -- one change
-
-    async def ask(self, words: str) -> int:
-        """The epoch of a change that owners are about to be asked for. Raises LedgerError."""
-        self._asked += 1
-        self._undecided = words
-        try:
-            await self._journal.keep()
-        except MyxaError:
-            self._undecided = ""
-            raise
-        return self._asked
-
-    async def decide(self, order: KnobOrder, plan: ChangePlan, epoch: int, at: int, version: int) -> AuditRecord:
-        """The point of no return: from here on the change is made, whichever process dies. `version`: the run's.
-        Raises MyxaError when the decision could not be made durable; then it is not made."""
-        before = self.kept()
-        record = self._audit.stamp(order.done(plan, epoch, at))
-        self._enter(order, plan, epoch, at, version)
-        self._undecided, self._record = "", record
-        try:
-            await self._journal.keep()
-        except MyxaError:
-            self._take(before)
-            raise
-        try:
-            return await self._audit.append(record)
-        except MyxaError:
-            self._take(before)
-            await self._take_back()
-            raise
-
-    async def _take_back(self) -> None:
-        """The journal has a decision that is none. While it has, this incarnation must not say so: the next one would
-        say otherwise."""
-        try:
-            await self._journal.until_kept()
-        except MyxaError as error:
-            self._fail(error)
-            raise
-
-    async def give_up(self) -> None:
-        """The change that owners were asked for is not made. Raises LedgerError; then the next incarnation will say
-        that it was not decided, which is true."""
-        self._undecided = ""
-        await self._journal.keep()
-
-    def _enter(self, order: KnobOrder, plan: ChangePlan, epoch: int, at: int, version: int) -> None:
-        is_restored = order.verb == "resume"
-        decided = self.decisions.decide(epoch, at, version, plan, undoes=order.undoes, is_restored=is_restored)
-        for ended in self.expiries.ended_by(plan):
-            self.decisions.lapse(ended.epoch, ended.names)
-        now_s = self._clock.monotonic()
-        self.expiries.add(decided, for_steps=order.for_steps, for_s=order.for_s, version=version, now_s=now_s)
-
-    def continue_from(self, epoch: int) -> None:
-        """A resumed run counts on from the newest epoch that its checkpoint or its groups carry."""
-        self._asked = max(self._asked, epoch)
-        self.decisions.continue_from(epoch)
-
-    async def until_disk(self) -> None:
-        """Until the journal can be written. Raises LedgerError if it is not the disk that is in its way."""
-        await self._journal.until_kept()
-
-    # -- from one incarnation to the next
-
-    def kept(self) -> KnobsKept:
-        """For the journal."""
-        return KnobsKept(
-            asked=self._asked,
-            undecided=self._undecided,
-            epoch=self.decisions.epoch,
-            past=self.decisions.past(),
-            live=self.decisions.live().knobs,
-            reverts=self.expiries.kept(self._ahead_s()),
-            record=self._record,
-        )
-
-    def _take(self, kept: KnobsKept) -> None:
-        self._asked, self._undecided, self._record = kept.asked, kept.undecided, kept.record
-        self.decisions.restore(kept.epoch, kept.past, kept.live)
-        self.expiries.restore(kept.reverts, self._ahead_s())
-
-    def take_up(self, kept: KnobsKept) -> str:
-        """Continue from what an earlier incarnation kept; returns in words what it had not decided."""
-        self._take(kept)
-        self._undecided = ""
-        self.void = kept.asked
-        return kept.undecided and f"change {kept.asked} ({kept.undecided})"
-
-    async def complete_audit(self) -> bool:
-        """Have the newest decision in the audit log; returns whether it was missing there. Raises as `AuditWriter`."""
-        return self._record is not None and await self._audit.complete(self._record)
-
-    def _ahead_s(self) -> float:
-        return self._clock.wall() - self._clock.monotonic()
-
-
+AUTO = Operator(via="auto")
+"""No operator: an expiry, a resumed run."""
 TURN_S = 20.0
 """How long a request waits for the change before it."""
+ASK_S = 5.0
+JUDGE_S = 10.0
 CONFIRM_S = 10.0
-"""How long a reply waits until all owners confirmed; after that it says who has not."""
-DECIDED_RETRY_S = 1.0
-MAX_RETRIES = 60
+"""How long a reply waits until all owners use the change, or wait for its number; after that it names the others."""
+TELL_S = 5.0
+JOIN_S = 15.0
+"""How long an actor that has joined may be out of reach; less than `rollout_ready` has."""
+RETRY_S = 0.2
+TELL_TRIES = 4
+"""How often an owner may fail to use what was decided."""
+TELL_AGAIN_S = 1.0
+ALONE = ("buffer", "monitor")
+"""Owners that there is one of."""
 
-Planner = Callable[[], Awaitable[tuple[KnobOrder, ChangePlan]]]
+ASKED = ("values", "target", "expect", "for_steps", "for_s", "force", "not_before")
+"""Fields of a request that the audit log has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A change that is to be made."""
+
+    verb: str
+    request: ChangeRequest
+    drafter: Callable[[OwnerStates], ChangeDraft]
+    """Says what it is, or raises ConfigError."""
+    asked: Mapping[str, object]
+    """For the audit log."""
+    at: int = 0
+    """The very number that it is for; 0: the first possible one."""
+    is_recorded: bool = True
+    """Whether a refusal goes into the audit log."""
+
+    def record(self, result: str, **more: Any) -> AuditRecord:
+        """Of what became of it, for the audit log."""
+        return AuditRecord(
+            number=0, wall_s=0.0, verb=self.verb, who=self.request.who, arguments=dict(self.asked), result=result,
+            reason=self.request.reason, **more,
+        )  # fmt: skip
 
 
 class KnobConductor:
@@ -180,143 +102,141 @@ class KnobConductor:
         self,
         ctx: ActorContext,
         audit: AuditWriter,
-        journal: CoordinatorJournal,
         telemetry: TelemetryBuffer,
         clock: Clock,
         *,
+        launch: str,
         own: KnobsContract,
         engines: Collection[str],
         version: Callable[[], int],
         on_broken: Callable[[str, str], Awaitable[None]],
     ) -> None:
-        """`own`: the coordinator as an owner of knobs. `engines`: the rollout actors that reported in, as they change.
-        `version`: the run's version now. `on_broken`: called with name and reason of an owner that could not use what
-        it had agreed to."""
+        """`launch`: names the launcher. `own`: the coordinator as an owner of knobs. `engines`: the rollout actors that
+        reported in, as they change; others get what was decided when they report in. `version`: the run's version now.
+        `on_broken`: called with name and reason of an owner that could not use what was decided."""
+        self.decisions = Decisions(launch)
         self._ctx = ctx
-        self._version = version
-        self._on_broken = on_broken
         self._audit = audit
         self._telemetry = telemetry
         self._clock = clock
-        self._messenger = KnobMessenger(ctx, own, engines)
-        self._book = DecisionLog(audit, journal, clock, ctx.fail)
+        self._own = own
+        self._engines = engines
+        self._version = version
+        self._on_broken = on_broken
         self._turn = asyncio.Lock()
         self._is_attached = asyncio.Event()
         """Whether owners that an earlier incarnation knew have reported in, or had the time to."""
         self._is_decided = asyncio.Event()
-        """Cleared while it is open whether a change is made, and for whom."""
+        """Cleared while it is open whether a change is made."""
         self._is_decided.set()
-        self._unconfirmed: set[str] = set()
-        """Owners that have not heard yet how the change before ended."""
         self._news = asyncio.Event()
-
-    # -- start and end
-
-    def kept(self) -> KnobsKept:
-        """For the journal."""
-        return self._book.kept()
-
-    def take_up(self, kept: KnobsKept) -> None:
-        """Continue from what an earlier incarnation kept; `joined` brings it to the owners, this actor included."""
-        if void := self._book.take_up(kept):
-            self._tell("knob-void", f"{void} was not decided when the coordinator ended: it is void")
+        self._late: set[tuple[int, frozenset[str]]] = set()
+        """Ways back that were refused, and are tried again."""
 
     def begin(self) -> None:
         """Changes may be made, and go back by themselves, from here on."""
         self._is_attached.set()
-        self._ctx.spawn(self._complete_audit(), name="knobs-audit")
         self._ctx.spawn(self._expire_forever(), name="knobs-expire")
-
-    async def _complete_audit(self) -> None:
-        try:
-            if await self._book.complete_audit():
-                self._tell("audit-completed", "the newest decision about knobs was written into the audit log late")
-        except MyxaError as error:
-            self._tell("audit-incomplete", f"the newest decision about knobs may be missing in the audit log: {error}")
-
-    def rewound(self, old_version: int, version: int) -> None:
-        """The trainer was thrown back: what was in force by the older number stays in force."""
-        self._book.decisions.rewound(old_version, version)
 
     # -- asked by operators
 
     async def change(self, request: ChangeRequest) -> ChangeReply:
         """All or none. A refusal is an answer, not an error."""
-        order = KnobOrder.of(request)
-
-        async def plan() -> tuple[KnobOrder, ChangePlan]:
-            planned = plan_change(request, await self.roster(request.target))
-            self._book.expiries.check(planned, self._clock.monotonic())
-            return order, planned
-
-        return await self.make(order, plan)
+        asked = {n: v for n in ASKED if (v := getattr(request, n)) or n in ("values", "target")}
+        return await self.make(
+            Order("set", request, lambda roster: draft_change(request, roster, self.decisions), asked)
+        )
 
     async def undo(self, who: Operator, reason: str, epoch: int) -> ChangeReply:
         """Take a change back; 0: the newest."""
-        return await self._undo(KnobOrder("undo", who, reason, {"epoch": epoch}), epoch)
+        request = ChangeRequest(values={}, who=who, reason=reason)
+        return await self.make(self._undoing("undo", request, Due(epoch, frozenset())))
 
     async def table(self) -> KnobTable:
         """All knobs of all owners."""
         roster = await self.roster()
         return KnobTable(
             sheets=tuple(roster.sheets),
-            epoch=self._book.decisions.epoch,
-            reverts=self._book.expiries.words(self._clock.monotonic()),
+            epoch=self.decisions.epoch,
+            reverts=self.decisions.reverts(self._clock.wall()),
             silent=tuple(f"{name}: {why}" for name, why in roster.silent.items()),
         )
 
     async def roster(self, target: str = "") -> OwnerStates:
-        """All owners that fit the target, with their knobs."""
-        return await self._messenger.roster(target)
+        """Every owner that fits the target, with its knobs; those that do not answer within `ASK_S` are silent."""
+        there = [name for name in ALONE if name in self._ctx.peers(name)]
+        owners = [self._ctx.name, *there, *self._ctx.peers("trainer/"), *sorted(self._engines)]
+        names = [name for name in owners if not target or fits(name, target) or fits(name, f"{target}/*")]
+        names = names or owners  # no owner fits: all of them, for a suggestion
+        answers = await asyncio.gather(*(self._sheet(name) for name in names))
+        silent = {name: a for name, a in zip(names, answers, strict=True) if isinstance(a, str)}
+        return OwnerStates(sheets=[a for a in answers if isinstance(a, KnobSheet)], silent=silent)
+
+    async def _sheet(self, name: str) -> KnobSheet | str:
+        """Of an owner, or why there is none."""
+        try:
+            async with asyncio.timeout(ASK_S):
+                return await self._ref(name).knobs()
+        except TimeoutError:
+            return f"no answer within {ASK_S:g} s"
+        except NoSuchActor:
+            return "it is not there"
+        except RemoteError as error:
+            return KnobSheet(owner=name, knobs=()) if error.remote_type == "NotImplementedError" else error.message
+        except MyxaError as error:
+            return error.message
+
+    def _ref(self, name: str) -> KnobsContract:
+        return self._own if name == self._ctx.name else self._ctx.ref(KnobsContract, name)
 
     # -- asked by actors
 
-    async def until_decided(self) -> None:
-        """While it is open whether a change is made: half a minute at most."""
-        await self._is_decided.wait()
+    async def news(self, owner: str, after: int, number: int) -> LiveKnobs:
+        """What concerns an owner of the decisions after epoch `after`. `number`: of the boundary that the owner is
+        about to pass, for which no more is decided after this; -1: of none."""
+        if number >= 0:
+            await self._is_decided.wait()
+            for due in self.decisions.due(0, 0.0, number):
+                await self._go_back(due)
+        return self.decisions.news(owner, after)
 
-    def live(self) -> LiveKnobs:
+    async def live(self) -> LiveKnobs:
         """For a checkpoint."""
-        return self._book.decisions.live()
-
-    def commits_for(self, owner: str) -> tuple[KnobCommit, ...]:
-        """What an owner that starts must use."""
-        return self._book.decisions.commits_for(owner)
+        await self._is_decided.wait()
+        return self.decisions.live(self._version())
 
     def newest(self, name: str, default: KnobValue) -> KnobValue:
-        """What was decided last for a knob with one owner."""
-        return self._book.decisions.newest(name, default)
+        """What was decided last for a knob of the trainer, in force or not."""
+        found = self.decisions.latest("trainer/0", name)
+        return default if found is None else found
 
-    async def joined(self, owner: str) -> None:
-        """An owner (re)started: once this returns, it uses what is in force or is gone again. Raises CallError when it
-        does not."""
-        commits = self._book.decisions.commits_for(owner)
-        if not commits and not self._book.void:
+    async def rewound(self, old_version: int, version: int) -> None:
+        """The trainer was thrown back: what was in force by the older number stays in force."""
+        if not self.decisions.has_due(version, old_version):
             return
-        outcome = await self._messenger.bring_up_to_date(owner, commits, self._book.void)
-        if isinstance(outcome, Delivered):
-            if commits:
-                self._tell("knobs-joined", f"{owner} uses what is in force by change {commits[-1].epoch}", owner=owner)
-        elif not isinstance(outcome, Gone):
-            raise CallError(f"{owner} could not be given the knobs in force: {outcome.why}", remedy="see its log")
-
-    def continue_from(self, epoch: int) -> None:
-        """A resumed run counts on from the newest epoch that its checkpoint or its groups carry."""
-        self._book.continue_from(epoch)
+        asked: dict[str, object] = {"from": old_version, "to": version}
+        record = AuditRecord(
+            number=0, wall_s=self._clock.wall(), verb="rewind", who=AUTO, arguments=asked, result="done",
+            at=old_version, version=version, decision=Decision(launch=self.decisions.launch),
+        )  # fmt: skip
+        self.decisions.add(record)
+        try:
+            await self._audit.append(record)
+        except MyxaError as error:
+            self._tell("audit-incomplete", f"that the trainer went back to version {version} was not recorded: {error}")
 
     def version_made(self, old_version: int, version: int) -> bool:
         """The run came to another version: something may be due. Returns whether a numbered value came into force."""
         self._news.set()
-        return self._book.decisions.has_due(old_version, version)
+        return self.decisions.has_due(old_version, version)
 
     # -- one change
 
-    async def make(self, order: KnobOrder, plan: Planner, *, is_recorded: bool = True) -> ChangeReply:
-        """Make a change once the one before it is through. `is_recorded`: a refusal goes into the audit log."""
-        task = self._ctx.spawn(self._in_turn(order, plan, is_recorded=is_recorded), name=f"knobs-{order.verb}")
-        return await asyncio.shield(task)
+    async def make(self, order: Order) -> ChangeReply:
+        """Make a change once the one before it is decided."""
+        return await asyncio.shield(self._ctx.spawn(self._in_turn(order), name=f"knobs-{order.verb}"))
 
-    async def _in_turn(self, order: KnobOrder, plan: Planner, *, is_recorded: bool) -> ChangeReply:
+    async def _in_turn(self, order: Order) -> ChangeReply:
         try:
             async with asyncio.timeout(TURN_S):
                 await self._is_attached.wait()
@@ -324,12 +244,9 @@ class KnobConductor:
         except TimeoutError:
             return _refusal(f"another change, or a restart, has been under way for {TURN_S:g} s; ask again")
         self._is_decided.clear()
+        owners: Sequence[str] = ()
         try:
-            order, planned = await plan()
-            if planned.moves or order.verb == "resume":
-                reply = await self._carry_out(order, planned)
-            else:
-                reply = ChangeReply(epoch=0, at=0, moves=(), warnings=self._nothing_to_change(order))
+            reply, owners = await self._decide(order)
         except ConfigError as error:
             reply = _refusal(str(error))
         except LedgerError as error:
@@ -337,170 +254,155 @@ class KnobConductor:
         finally:
             self._is_decided.set()
             self._turn.release()
-        if reply.refused and is_recorded and not order.options.dry_run:
-            await self._record_refusal(order, reply.refused)
-        return reply
+        if reply.refused and order.is_recorded and not order.request.dry_run:
+            self._tell("knob-refused", f"{order.verb}: {reply.refused}", user=order.request.who.user)
+            try:
+                await self._audit.write(order.record("refused", detail=reply.refused))
+            except MyxaError:
+                self._ctx.log.exception("the refusal was not recorded")
+        return await self._until_used(reply, owners)
 
-    def _nothing_to_change(self, order: KnobOrder) -> tuple[str, ...]:
+    async def _decide(self, order: Order) -> tuple[ChangeReply, Sequence[str]]:
+        """The answer, and the owners that are to use it. Once the record is in the log, the change is made."""
+        request = order.request
+        roster = await self.roster(request.target)
+        draft = order.drafter(roster)
+        if not draft.moves and order.verb != "resume":
+            return ChangeReply(epoch=0, at=0, moves=(), warnings=self._nothing_to_change(request)), ()
+        not_before = request.not_before if draft.decision.numbered else 0
+        at = order.at or max(draft.earliest(roster, self._version()), not_before)
+        remarks = await self._judged(draft, at)
+        reply = ChangeReply(epoch=0, at=at, moves=draft.moves, warnings=remarks)
+        if request.dry_run:
+            return reply, ()
+        record = order.record("done", epoch=self.decisions.epoch + 1, at=at, moves=draft.moves, decision=draft.decision)
+        values = {name: value for name, value in draft.decision.values.items() if value is not None}
+        asked = {"target": draft.decision.target, "values": values, "undoes": draft.decision.undoes}
+        record = msgspec.structs.replace(record, arguments=record.arguments | {n: v for n, v in asked.items() if v})
+        record = await self._audit.write(record)
+        self.decisions.add(record)
+        self._news.set()
+        self._tell_moves(record)
+        return msgspec.structs.replace(reply, epoch=record.epoch), list(draft.wanted)
+
+    def _nothing_to_change(self, request: ChangeRequest) -> tuple[str, ...]:
         """The warnings. A value that was requested again still reverts; the operator may expect it to stay."""
-        due = self._book.expiries.words(self._clock.monotonic())
-        named: Mapping[str, KnobValue] = order.arguments.get("values", {})
-        back = (
-            f"{name} still goes back {due[name]}: `myxa undo` it, then set it again" for name in named if name in due
-        )
+        due = self.decisions.reverts(self._clock.wall())
+        back = (f"{n} still goes back {due[n]}: `myxa undo` it, then set it again" for n in request.values if n in due)
         return ("nothing to change: these are the values", *back)
 
-    async def _carry_out(self, order: KnobOrder, plan: ChangePlan) -> ChangeReply:
-        if late := self._unconfirmed.intersection(plan.values):
-            raise ConfigError(f"{', '.join(sorted(late))} has not confirmed the change before", remedy="see its log")
-        options = order.options if plan.numbered else replace(order.options, not_before=0)
-        if not plan.values:
-            return await self._hold(order, plan, options.not_before)
-        epoch = await self._book.ask(f"{order.verb} {pairs(plan.common)}")
-        machine = ChangeMachine(epoch, plan.values, options)
-        is_through = asyncio.Event()
+    async def _judged(self, draft: ChangeDraft, at: int) -> tuple[str, ...]:
+        """What owners say that know more of their values than the declarations do. Raises ConfigError for a refusal."""
+        asked = draft.judged()
+        verdicts = await asyncio.gather(*(self._verdict(owner, values, at) for owner, values in asked.items()))
+        refusals = [
+            v.refusal if owner in v.refusal else f"{owner}: {v.refusal}"
+            for owner, v in zip(asked, verdicts, strict=True)
+            if v.refusal
+        ]
+        if refusals:
+            raise ConfigError("; ".join(refusals))
+        return tuple(f"{owner}: {v.remark}" for owner, v in zip(asked, verdicts, strict=True) if v.remark)
 
-        async def record(at: int) -> None:
-            await self._decide(order, plan, machine.epoch, at)
-
-        async def run() -> None:
-            self._unconfirmed.update(plan.values)
-            await self._messenger.carry_out(machine, record, on_decided=self._is_decided.set)
-            self._unconfirmed.difference_update(plan.values)
-            is_through.set()
-            if not machine.is_committed:
-                await self._give_up()
-            await self._mind_absent(order, machine)
-
-        self._ctx.spawn(run(), name=f"knobs-{machine.epoch}")
-        warnings = await self._until_confirmed(is_through, machine)
-        at = machine.at if plan.numbered else 0
-        if machine.is_committed:
-            return ChangeReply(epoch=machine.epoch, at=at, moves=plan.moves, warnings=warnings)
-        return ChangeReply(epoch=0, at=at, moves=plan.moves, refused=machine.reason, warnings=warnings)
-
-    async def _give_up(self) -> None:
+    async def _verdict(self, owner: str, values: dict[str, KnobValue], at: int) -> KnobVerdict:
         try:
-            await self._book.give_up()
-        except MyxaError:
-            self._ctx.log.exception("that a change of knobs is not made was not kept")
-
-    async def _hold(self, order: KnobOrder, plan: ChangePlan, at: int) -> ChangeReply:
-        """A change without a present owner: it is for owners that join."""
-        epoch = await self._book.ask(f"{order.verb} {pairs(plan.common)}")
-        try:
-            await self._decide(order, plan, epoch, at)
-        except MyxaError as error:
-            return _refusal(f"it could not be recorded: {error}")
-        return ChangeReply(epoch=epoch, at=at, moves=())
-
-    async def _decide(self, order: KnobOrder, plan: ChangePlan, epoch: int, at: int) -> None:
-        record = await self._book.decide(order, plan, epoch, at, self._version())
-        self._news.set()
-        self._tell_moves(order, record)
-
-    async def _until_confirmed(self, is_through: asyncio.Event, machine: ChangeMachine) -> tuple[str, ...]:
-        """Until every owner knows; what a person should know of it."""
-        await self._is_decided.wait()
-        said = tuple(f"{name}: {remark}" for name, remark in machine.remarks.items())
-        try:
-            async with asyncio.timeout(CONFIRM_S):
-                await is_through.wait()
+            async with asyncio.timeout(JUDGE_S):
+                return await self._ref(owner).judge_knobs(values, at)
         except TimeoutError:
-            names = ", ".join(sorted(machine.open))
-            return (*said, f"not confirmed within {CONFIRM_S:g} s by {names}: sent again until it is")
-        gone = [f"{name} died meanwhile ({why}); who takes its place uses it" for name, why in machine.gone.items()]
-        return (*said, *gone, *(f"{name} failed to use it: {why}" for name, why in machine.failed.items()))
+            return KnobVerdict(refusal=f"{owner} did not answer: not within {JUDGE_S:g} s")
+        except MyxaError as error:
+            return KnobVerdict(refusal=f"{owner} did not answer: {error.message}")
 
-    async def _mind_absent(self, order: KnobOrder, machine: ChangeMachine) -> None:
-        for name, why in machine.gone.items():
-            text = f"change {machine.epoch}: {name} died before it confirmed ({why}); it gets the values when it joins"
-            self._tell("knob-owner-gone", text, owner=name, epoch=machine.epoch)
-        for name, why in machine.failed.items():
-            self._tell("knob-not-used", f"change {machine.epoch}: {name} failed: {why}", owner=name)
-            await self._on_broken(name, f"it could not use change {machine.epoch} of the knobs: {why}")
+    # -- owners use it
 
-    async def _record_refusal(self, order: KnobOrder, why: str) -> None:
-        self._tell("knob-refused", f"{order.verb}: {why}", user=order.who.user)
-        try:
-            await self._audit.write(order.refused(why))
-        except MyxaError:
-            self._ctx.log.exception("the refusal was not recorded")
+    async def _until_used(self, reply: ChangeReply, owners: Sequence[str]) -> ChangeReply:
+        """The reply, with what a person should know of owners that do not use it yet."""
+        if not owners:
+            return reply
+        telling = {self._ctx.spawn(self.joined(name, 0.0), name=f"knobs-for-{name}"): name for name in owners}
+        done, late = await asyncio.wait(telling, timeout=CONFIRM_S)
+        warnings = [task.result() for task in telling if task in done and task.result()]
+        if late:
+            names = ", ".join(sorted(telling[task] for task in late))
+            warnings.append(f"not confirmed within {CONFIRM_S:g} s by {names}: told again until it is")
+        return msgspec.structs.replace(reply, warnings=(*reply.warnings, *warnings))
+
+    async def joined(self, owner: str, patience_s: float = JOIN_S) -> str:
+        """Have an owner use what was decided; told until it does or is gone. Returns what an operator should know.
+
+        `patience_s`: for one that the registry may not know yet, or know as its former incarnation. An owner that
+        answers and fails to use it is broken, since others rely on it; the monitor is an exception.
+        """
+        began_s, num_failed = self._clock.monotonic(), 0
+        while True:
+            epoch = self.decisions.epoch
+            try:
+                async with asyncio.timeout(TELL_S):
+                    await self._ref(owner).knobs_decided(epoch)
+            except (PeerDied, NoSuchActor) as error:
+                if self._clock.monotonic() - began_s >= patience_s:
+                    self._tell("knob-owner-gone", f"{owner} is gone: {error.message}", owner=owner, epoch=epoch)
+                    return f"{owner} died meanwhile ({error.message}); who takes its place uses it"
+            except RemoteError as error:
+                if error.remote_type == "NotImplementedError":
+                    return ""
+                num_failed += 1
+                self._tell("knob-not-used", f"{owner} could not use change {epoch}: {error.message}", owner=owner)
+                if num_failed >= TELL_TRIES:
+                    if owner != "monitor":
+                        await self._on_broken(owner, f"it could not use change {epoch} of the knobs: {error.message}")
+                    return f"{owner} failed to use it: {error.message}"
+                await asyncio.sleep(TELL_AGAIN_S)
+            except (MyxaError, TimeoutError) as error:
+                why = str(error) or f"no answer within {TELL_S:g} s"
+                self._ctx.log.warning("%s does not use change %d of the knobs: %s; told again", owner, epoch, why)
+            else:
+                return ""
+            await asyncio.sleep(RETRY_S)
 
     # -- taking back
 
-    async def _undo(
-        self,
-        order: KnobOrder,
-        epoch: int,
-        names: Iterable[str] | None = None,
-        *,
-        is_recorded: bool = True,
-    ) -> ChangeReply:
-        async def plan() -> tuple[KnobOrder, ChangePlan]:
-            undone, planned = self._book.decisions.plan_undo(epoch, await self.roster(), names)
-            return replace(order, undoes=undone), planned
-
-        return await self.make(order, plan, is_recorded=is_recorded)
-
     async def _expire_forever(self) -> None:
-        """Changes that were made for a time go back by themselves."""
-        retries: dict[Expiry, int] = {}
+        """Changes that were made for a time go back by themselves; one that cannot is tried again every second."""
         while True:
-            await self._until_due()
-            for expiry in self._book.expiries.due(self._version(), self._clock.monotonic()):
-                if await self._expire(expiry, retries.setdefault(expiry, 0)):
-                    retries.pop(expiry)
-                    self._book.expiries.done(expiry)
-                else:
-                    retries[expiry] += 1
+            next_s = self.decisions.next_s()
+            try:
+                async with asyncio.timeout(None if next_s is None else max(next_s - self._clock.wall(), 0.0)):
+                    await self._news.wait()
+            except TimeoutError:
+                pass
+            self._news.clear()
+            for due in self.decisions.due(self._version(), self._clock.wall()):
+                if not await self._go_back(due):
                     self._news.set()
-                    await asyncio.sleep(DECIDED_RETRY_S)
+                    await asyncio.sleep(TELL_AGAIN_S)
 
-    async def _until_due(self) -> None:
-        next_s = self._book.expiries.next_s()
-        try:
-            async with asyncio.timeout(None if next_s is None else max(next_s - self._clock.monotonic(), 0.0)):
-                await self._news.wait()
-        except TimeoutError:
-            return
-        self._news.clear()
+    async def _go_back(self, due: Due) -> bool:
+        """Whether it did; a refusal is recorded once."""
+        key = due.epoch, due.names
+        request = ChangeRequest(values={}, who=AUTO, reason=f"change {due.epoch} was made for a time")
+        reply = await self.make(self._undoing("expire", request, due, is_recorded=key not in self._late))
+        (self._late.add if reply.refused else self._late.discard)(key)
+        return not reply.refused
 
-    async def _expire(self, expiry: Expiry, num_retries: int) -> bool:
-        """Whether there is nothing more to do for it."""
-        with suppress(LedgerError):  # the order's own refusal is reported
-            await self._book.until_disk()
-        order = KnobOrder("expire", AUTO, f"change {expiry.epoch} was made for a time", {"epoch": expiry.epoch})
-        order = replace(order, options=replace(order.options, force=True, not_before=expiry.not_before))
-        reply = await self._undo(order, expiry.epoch, expiry.names, is_recorded=not num_retries)
-        if not reply.refused:
-            return True
-        if num_retries >= MAX_RETRIES:
-            text = f"change {expiry.epoch} does not go back: {reply.refused}"
-            self._tell("knob-not-reverted", text, epoch=expiry.epoch)
-            return True
-        return False
+    def _undoing(self, verb: str, request: ChangeRequest, due: Due, *, is_recorded: bool = True) -> Order:
+        def drafter(roster: OwnerStates) -> ChangeDraft:
+            return self.decisions.draft_undo(due.epoch, roster, due.names)
+
+        return Order(verb, request, drafter, {"epoch": due.epoch}, due.at, is_recorded=is_recorded)
 
     # -- telling
 
-    def _tell_moves(self, order: KnobOrder, record: AuditRecord) -> None:
+    def _tell_moves(self, record: AuditRecord) -> None:
+        more = {name: getattr(record, name) for name in ("epoch", "at", "version", "verb", "reason", "digest")}
         for move in record.moves:
             self._tell(
                 "knob",
-                f"{move.name} = {move.new} (was {move.old}) at {move.owner}, change {record.epoch}, by {order.verb}",
-                name=move.name,
-                owner=move.owner,
-                old=move.old,
-                new=move.new,
-                boundary=move.boundary,
-                epoch=record.epoch,
-                at=record.at,
-                version=record.version,
-                verb=order.verb,
-                reason=order.reason,
-                user=order.who.user or order.who.via,
+                f"{move.name} = {move.new} (was {move.old}) at {move.owner}, change {record.epoch}, by {record.verb}",
+                **msgspec.structs.asdict(move),
+                **more,
+                user=record.who.user or record.who.via,
                 audit=record.number,
-                digest=record.digest,
             )
 
     def _tell(self, kind: str, text: str, **data: object) -> None:
@@ -514,133 +416,55 @@ def _refusal(why: str) -> ChangeReply:
 
 APPEAR_S = 5.0
 """Limit for owners to appear; a knob without an owner delays a resumed run by so much."""
-ANSWER_S = 15.0
-"""How long owners that are there may take to send their knobs."""
 SURE = ("buffer", "trainer/0")
 """Owners that are up by then in every run."""
-RETRY_S = 0.2
-
-Tell = Callable[[str, str], None]
-"""An event, its kind and text."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """A value that is to be restored, and for whom."""
-
-    knob: LiveKnob
-    target: str
-    """"" for a knob that there is one of, however its change named the owner."""
-    due: int
-    """Number at which it is in force; that of the first step for all that were in force already."""
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        """Of values for one actor and number the one with the highest holds."""
-        return self.knob.epoch, breadth(self.knob.target)[0]
-
-    def is_overtaken_by(self, other: _Kept) -> bool:
-        """Whether the other value replaces this one everywhere."""
-        is_same = other.knob.name == self.knob.name and fits(self.target, other.target)
-        return is_same and other.rank > self.rank and other.due <= self.due
-
-
-async def restore(conductor: KnobConductor, live: LiveKnobs | None, version: int, tell: Tell) -> None:
-    """`live`: what the checkpoint holds, None for a run without one; `version`: of the first step.
-
-    Raises LaunchError for a value that its owner refuses.
+async def restore(
+    conductor: KnobConductor, live: LiveKnobs | None, version: int, tell: Callable[[str, str], None]
+) -> int:
+    """`live`: what the checkpoint holds, None for a run without one; `version`: of the first step; `tell`: an event,
+    its kind and text. Returns the epoch from which the run counts on. Raises LaunchError for a value that is refused.
     """
-    roster = await conductor.roster()
-    if live is None:
-        live = LiveKnobs()
-    else:
-        names = {knob.name for knob in live.knobs}
-        roster = await _patiently(conductor, lambda found: _is_whole(found, names), APPEAR_S)
-    known = [epoch for sheet in roster.sheets for epoch in (sheet.epoch, sheet.past_epoch)]
-    conductor.continue_from(max([live.epoch, *known]))
-    kept = [_keep(knob, roster, version) for knob in live.knobs if not _is_passed_over(knob, roster, tell)]
-    for part in _changes(kept):
-        await _restore_one(conductor, part, tell, is_due=part[0].due <= version)
-
-
-async def _patiently(conductor: KnobConductor, is_enough: Callable[[OwnerStates], bool], wait_s: float) -> OwnerStates:
-    """The knobs of all owners. Waits for those that the registry, whose news comes late, does not know yet."""
-    roster = await conductor.roster()
-    try:
-        async with asyncio.timeout(wait_s):
-            while not is_enough(roster):
-                await asyncio.sleep(RETRY_S)
-                roster = await conductor.roster()
-    except TimeoutError:
-        pass  # who is missing or silent is named for each value that it concerns
-    return roster
-
-
-def _is_whole(roster: OwnerStates, names: Iterable[str]) -> bool:
-    """Whether all that a resumed run surely has are there and answer, and each knob has an owner."""
-    there = {sheet.owner for sheet in roster.sheets}
-    return not roster.silent and there.issuperset(SURE) and all(roster.states(name, "") for name in names)
-
-
-def _is_answered(roster: OwnerStates) -> bool:
-    return not roster.silent
-
-
-def _is_passed_over(knob: LiveKnob, roster: OwnerStates, tell: Tell) -> bool:
-    states = list(roster.states(knob.name, "").values())
-    if not states:
-        tell("knobs-not-restored", f"{knob.name} = {knob.value}: no actor of this run has such a knob")
-        return True
-    if states[0].first != knob.first:
-        tell("knobs-not-restored", f"{knob.name} = {knob.value}: the run file was changed since ({states[0].first})")
-        return True
-    return False
-
-
-def _keep(knob: LiveKnob, roster: OwnerStates, version: int) -> _Kept:
-    role = next(iter(roster.states(knob.name, "").values())).tunable.owner
-    return _Kept(knob, knob.target if role in MANY else "", max(knob.at, version))
-
-
-def _changes(kept: Sequence[_Kept]) -> list[list[_Kept]]:
-    """What is to be restored together, in order."""
-    changes: dict[tuple[int, tuple[int, str]], list[_Kept]] = {}
-    for each in kept:
-        if not any(each.is_overtaken_by(other) for other in kept):
-            changes.setdefault((each.due, breadth(each.target)), []).append(each)
-    return [changes[key] for key in sorted(changes)]
-
-
-async def _restore_one(conductor: KnobConductor, part: Sequence[_Kept], tell: Tell, *, is_due: bool) -> None:
-    values: dict[str, KnobValue] = {each.knob.name: each.knob.value for each in part}
-    request = ChangeRequest(
-        values=values,
-        who=AUTO,
-        reason=f"in force by {_changes_text(each.knob.epoch for each in part)} when the checkpoint was written",
-        target=part[0].target,
-        force=True,
-        not_before=0 if is_due else part[0].due,
-    )
-    order = KnobOrder.of(request, verb="resume")
-    absent = False
-
-    async def plan() -> tuple[KnobOrder, ChangePlan]:
-        nonlocal absent
-        planned = plan_restored(request, await _patiently(conductor, _is_answered, ANSWER_S))
-        absent = not planned.values
-        return order, planned
-
-    reply = await conductor.make(order, plan)
+    roster = await _roster(conductor, live)
+    live = live or LiveKnobs()
+    conductor.decisions.continue_from(max([live.epoch, *(max(s.epoch, s.past_epoch) for s in roster.sheets)]))
+    before = conductor.decisions.epoch
+    kept: list[LiveKnob] = []
+    for knob in live.knobs:
+        firsts = [state.first for state in roster.states(knob.name).values()]
+        if firsts and firsts[0] == knob.first:
+            kept.append(knob)
+        else:
+            why = f"the run file was changed since ({firsts[0]})" if firsts else "no actor of this run has such a knob"
+            tell("knobs-not-restored", f"{knob.name} = {knob.value}: {why}")
+    if not kept:
+        return before
+    epochs = ", ".join(map(str, sorted({knob.epoch for knob in kept})))
+    why = f"in force by change {epochs} when the checkpoint was written"
+    drafter = partial(draft_restored, kept, decisions=conductor.decisions, version=version)
+    reply = await conductor.make(Order("resume", ChangeRequest(values={}, who=AUTO, reason=why), drafter, {}))
     if reply.refused:
         raise LaunchError(
             f"the checkpoint's knobs cannot be restored: {reply.refused}",
             remedy="write the value that you want into the run file: a value that was changed there wins; if it says "
             "so already, resume with the other keys as they were, and set the knob back first",
         )
-    later = f"; {request.target} is not there yet and gets it when it joins" if absent else ""
-    tell("knobs-restored", f"{pairs(values)}: {request.reason}{later}")
+    tell("knobs-restored", f"{', '.join(f'{knob.name} = {knob.value}' for knob in kept)}: {why}")
+    return before
 
 
-def _changes_text(epochs: Iterable[int]) -> str:
-    numbers = [str(epoch) for epoch in sorted(set(epochs))]
-    return f"change{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
+async def _roster(conductor: KnobConductor, live: LiveKnobs | None) -> OwnerStates:
+    """All owners. A resumed run waits for those that the registry, whose news comes late, does not know yet."""
+    roster = await conductor.roster()
+    try:
+        async with asyncio.timeout(APPEAR_S):
+            while live is not None and not (
+                {sheet.owner for sheet in roster.sheets}.issuperset({*SURE, *roster.silent})
+                and all(roster.states(knob.name) for knob in live.knobs)
+            ):
+                await asyncio.sleep(RETRY_S)
+                roster = await conductor.roster()
+    except TimeoutError:
+        pass  # an owner that is missing or silent asks for its values when it is there
+    return roster

@@ -1,334 +1,503 @@
-"""What was decided about the knobs during the run: for owners that join, for checkpoints, for undo and expiry. Sans-IO.
+"""What a request for a change means, and what was decided about the knobs during the run. Sans-IO.
 
-`Decisions` holds the changes and their values. Owners use only what they receive (`knobs/owner.py`). `Expiries` holds
-the changes that revert after a number of training steps or seconds. Steps are exact for knobs with numbered boundaries:
-their revert starts some versions early and is committed for the exact number. Other knobs revert at that version.
+`draft_change` and `Decisions.draft_undo` say whose knobs get which values, or why not. `Decisions` holds what was
+decided, as the audit log has it. One rule gives the value of a knob at an actor: that of the newest change that fits
+the actor, came to its number and was not ended (taken back, or for a time that is over); without one, the run file's.
+
+Targets are actor names ("rollout/3"), roles ("rollout/*", or just "rollout"), or empty: every owner of the knob. An
+actor that joins later and fits the target gets the same values.
 """
 
 from __future__ import annotations
 
-import math
-from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
 from ...core.errors import ConfigError
-from ...core.knobs import KnobCommit, KnobState, KnobValue, LiveKnob, LiveKnobs
-from .knob_plan import ChangePlan, OwnerStates, fits, make_plan, overlap
+from ...core.knobs import (
+    NUMBERED,
+    AuditRecord,
+    ChangeRequest,
+    Decision,
+    KnobMove,
+    KnobSheet,
+    KnobState,
+    KnobValue,
+    LiveKnob,
+    LiveKnobs,
+    Tunable,
+)
+from ...core.suggestion import suggest
 
-KEPT = 1000
-"""Changes that can be taken back."""
+MANY = ("rollout", "process")
+"""`Tunable.owner` of knobs that several actors have, each its own value; of any other knob there is one."""
+
+
+def fits(actor: str, target: str) -> bool:
+    """Whether the target means that actor, or the narrower target `actor`."""
+    if target.endswith("/*"):
+        return actor.startswith(target[:-1])
+    return target in ("", actor)
+
+
+def overlap(one: str, other: str) -> bool:
+    """Whether some actor fits both targets."""
+    return fits(one, other) or fits(other, one)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerStates:
+    """The owners and their knobs."""
+
+    sheets: Sequence[KnobSheet]
+    silent: Mapping[str, str]
+    """Owners that did not say: why."""
+
+    def states(self, name: str, target: str = "") -> dict[str, KnobState]:
+        """Owner -> that knob, for owners that fit the target."""
+        return {
+            sheet.owner: state
+            for sheet in self.sheets
+            if fits(sheet.owner, target)
+            for state in sheet.knobs
+            if state.tunable.name == name
+        }
+
+    def normal_target(self, target: str) -> str:
+        """A role alone means all its actors. Raises ConfigError when no actor fits."""
+        actors = {sheet.owner for sheet in self.sheets} | set(self.silent)
+        if target and target not in actors and any(fits(actor, f"{target}/*") for actor in actors):
+            target = f"{target}/*"
+        if not any(fits(actor, target) for actor in actors):
+            roles = {f"{actor.partition('/')[0]}/*" for actor in actors if "/" in actor}
+            raise ConfigError(f"no actor fits {target!r}", remedy=suggest(target, actors | roles))
+        return target
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeDraft:
+    """A change that may be decided."""
+
+    decision: Decision
+    wanted: Mapping[str, Mapping[str, KnobValue]]
+    """Owner that is there -> what it gets."""
+    moves: tuple[KnobMove, ...]
+    """What differs from before."""
+    tunables: Mapping[str, Tunable]
+
+    def judged(self) -> dict[str, dict[str, KnobValue]]:
+        """Owner that is to be asked -> what it gets."""
+        return {
+            owner: dict(values)
+            for owner, values in self.wanted.items()
+            if any(self.tunables[name].is_judged for name in values)
+        }
+
+    def earliest(self, roster: OwnerStates, version: int) -> int:
+        """First number that no owner has passed, of the boundaries of its knobs; 0 where none has numbers. `version`:
+        the run's."""
+        boundaries = {self.tunables[name].boundary for name in self.decision.numbered}
+        passed = [
+            number
+            for sheet in roster.sheets
+            if sheet.owner in self.wanted
+            for boundary, number in sheet.passed.items()
+            if boundary in boundaries
+        ]
+        return max(version, *(number + 1 for number in passed), 0) if boundaries else 0
+
+
+def draft_change(request: ChangeRequest, roster: OwnerStates, decisions: Decisions) -> ChangeDraft:
+    """Raises ConfigError with every reason to refuse it."""
+    if not request.values:
+        raise ConfigError("nothing to change", remedy="name a knob and its value, like lr=1e-6")
+    if request.for_s and request.for_steps:
+        raise ConfigError("both seconds and steps are given", remedy="say one of both")
+    target = roster.normal_target(request.target)
+    complaints: list[str] = []
+    common: dict[str, KnobValue] = {}
+    states: dict[str, dict[str, KnobState]] = {}
+    for name, value in request.values.items():
+        states[name] = roster.states(name, target)
+        complaints += _check_owners(name, target, states[name], roster)
+        for state in states[name].values():
+            try:
+                common[name] = state.tunable.check(value, first=state.first, force=request.force)
+            except ConfigError as error:
+                complaints.append(str(error))
+                break
+    complaints += _check_expected(request, roster, target, decisions)
+    if complaints:
+        raise ConfigError("; ".join(complaints))
+    decision = Decision(
+        launch=decisions.launch,
+        target=target,
+        values=dict(common),
+        first={name: next(iter(owners.values())).first for name, owners in states.items()},
+        numbered=_numbered(states),
+        for_steps=request.for_steps,
+        for_s=request.for_s,
+    )
+    draft = _draft(decision, states, decisions)
+    decisions.check_times(draft)
+    return draft
+
+
+def _draft(decision: Decision, states: Mapping[str, Mapping[str, KnobState]], decisions: Decisions) -> ChangeDraft:
+    wanted: dict[str, dict[str, KnobValue]] = {}
+    moves: list[KnobMove] = []
+    for name, new in decision.values.items():
+        for owner, state in states[name].items():
+            after = decisions.latest(owner, name, without=decision.undoes) if new is None else new
+            after = state.first if after is None else after
+            before = decisions.latest(owner, name)
+            before = state.first if before is None else before
+            wanted.setdefault(owner, {})[name] = after
+            if after != before:
+                moves.append(_move(name, owner, state, before, after))
+    return ChangeDraft(decision, wanted, tuple(moves), _tunables(states))
+
+
+def _move(name: str, owner: str, state: KnobState, old: KnobValue, new: KnobValue) -> KnobMove:
+    return KnobMove(name=name, owner=owner, old=old, new=new, boundary=state.tunable.boundary)
+
+
+def draft_restored(kept: Sequence[LiveKnob], roster: OwnerStates, decisions: Decisions, version: int) -> ChangeDraft:
+    """What decides the values of a checkpoint of `version` again, each the knob of some actor. Whom a target means may
+    be still to come. Raises ConfigError."""
+    states = {knob.name: roster.states(knob.name) for knob in kept}
+    tunables, numbered = _tunables(states), _numbered(states)
+    live: list[LiveKnob] = []
+    for knob in kept:
+        assert knob.value is not None
+        tunables[knob.name].check(knob.value, force=True)
+        target = knob.target if tunables[knob.name].owner in MANY else ""  # else there is one, however it was named
+        at = max(knob.at, version) if knob.name in numbered else 0
+        live.append(msgspec.structs.replace(knob, target=target, at=at))
+    values = {knob.name: knob.value for knob in live}
+    decision = Decision(launch=decisions.launch, values=values, numbered=numbered, live=tuple(live))
+    after = Decisions(decisions.launch)
+    after.add_live(decision, 1)
+    wanted: dict[str, dict[str, KnobValue]] = {}
+    moves: list[KnobMove] = []
+    for name, owners in states.items():
+        for owner, state in owners.items():
+            if (new := after.latest(owner, name)) is not None:
+                wanted.setdefault(owner, {})[name] = new
+                if new != state.first:
+                    moves.append(_move(name, owner, state, state.first, new))
+    return ChangeDraft(decision, wanted, tuple(moves), tunables)
+
+
+def _tunables(states: Mapping[str, Mapping[str, KnobState]]) -> dict[str, Tunable]:
+    return {name: next(iter(owners.values())).tunable for name, owners in states.items()}
+
+
+def _numbered(states: Mapping[str, Mapping[str, KnobState]]) -> tuple[str, ...]:
+    return tuple(
+        name for name, owners in states.items() if any(s.tunable.boundary in NUMBERED for s in owners.values())
+    )
+
+
+def _check_owners(name: str, target: str, states: Mapping[str, KnobState], roster: OwnerStates) -> list[str]:
+    """Is there an owner, and does every owner answer?"""
+    silent = {actor: f"{actor} ({why})" for actor, why in roster.silent.items() if fits(actor, target)}
+    if not states:
+        known = {state.tunable.name for sheet in roster.sheets for state in sheet.knobs if fits(sheet.owner, target)}
+        where = f" at {target}" if target else ""
+        unsaid = f"; no answer from {', '.join(silent.values())}" if silent else ""
+        return [f"there is no knob {name!r}{where}; {suggest(name, known)}{unsaid}"]
+    role = next(iter(states.values())).tunable.owner
+    concerned = [words for actor, words in silent.items() if role in ("process", actor.partition("/")[0])]
+    if not concerned:
+        return []
+    return [f"{name}: no answer from {', '.join(concerned)}, and all owners change it or none; name others as target"]
+
+
+def _check_expected(request: ChangeRequest, roster: OwnerStates, target: str, decisions: Decisions) -> list[str]:
+    complaints: list[str] = []
+    for name, expected in request.expect.items():
+        states = roster.states(name, target)
+        if not states:
+            complaints.append(f"there is no knob {name!r} to compare")
+        for owner, state in states.items():
+            now = decisions.latest(owner, name)
+            now = state.first if now is None else now
+            if now != expected or isinstance(now, bool) != isinstance(expected, bool):
+                complaints.append(f"{name} is {now} at {owner}, not {expected} as expected")
+                break
+    return complaints
 
 
 @dataclass(slots=True)
-class Decided:
-    """One change."""
+class _Made:
+    """A decision, and what became of it since."""
 
     epoch: int
+    decision: Decision
     at: int
-    plan: ChangePlan
-    undoes: int = 0
-    """Epoch of the change that it took back."""
-    is_restored: bool = False
-    """Taken over from a checkpoint."""
-    undone: set[str] = field(default_factory=set[str])
-    """Knobs of it that were taken back since."""
+    """As it was decided, or the version to which the trainer went back."""
+    made_at: tuple[int, int, float] = (0, 0, 0.0)
+    """As the record has them: number, the run's version, wall clock."""
+    ended: dict[str, int] = field(default_factory=dict[str, int])
+    """Knob -> number from which on its value of this change is not in force any more."""
 
     @property
     def standing(self) -> set[str]:
         """Knobs whose values still come from this change, unless a later one set them again."""
-        return set() if self.undoes else set(self.plan.common) - self.undone
+        return {name for name, value in self.decision.values.items() if value is not None} - self.ended.keys()
 
-    def value_for(self, owner: str, name: str) -> KnobValue | None:
-        """What it gave an owner; None: nothing."""
-        if name not in self.standing:
-            return None
-        if name in (own := self.plan.own.get(owner, {})):
-            return own[name]
-        return self.plan.common[name] if fits(owner, self.plan.target) else None
+    def at_of(self, name: str) -> int:
+        return self.at if name in self.decision.numbered else 0
+
+    def holds(self, name: str, number: int) -> bool:
+        """Whether its value is in force at that number, as far as no newer change comes before it."""
+        if self.decision.values.get(name) is None or self.at_of(name) > number:
+            return False
+        return name not in self.ended or self.ended[name] > number
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """Knobs of a change for a time that go back together."""
+
+    epoch: int
+    names: frozenset[str]
+    at: int = 0
+    """Number at which they go back; 0: as soon as possible."""
+
+
+LAST = 1 << 62
+"""A number after all others."""
 
 
 class Decisions:
     """See the module's head."""
 
-    def __init__(self) -> None:
+    def __init__(self, launch: str) -> None:
+        """`launch`: decisions of another launcher are void."""
+        self.launch = launch
         self.epoch = 0
         """Of the newest change that was decided."""
-        self._past: list[Decided] = []
-        self._live: dict[tuple[str, str], list[LiveKnob]] = {}
-        """(target, knob) -> values in the order of their epochs: the one in force and those whose number is to come."""
+        self._made: list[_Made] = []
 
     # -- deciding
 
-    def decide(
-        self, epoch: int, at: int, version: int, plan: ChangePlan, *, undoes: int = 0, is_restored: bool = False
-    ) -> Decided:
-        """Note a change. `version`: the run's newest."""
-        decided = Decided(epoch=epoch, at=at, plan=plan, undoes=undoes, is_restored=is_restored)
-        self.epoch = max(self.epoch, epoch)
-        self._past = [*self._past[1 - KEPT :], decided]
-        for name, value in plan.common.items():
-            self._put(plan.target, name, value, decided, version)
-        for owner, values in plan.own.items():
-            for name, value in values.items():
-                self._put(owner, name, value, decided, version)
-        if undoes and (original := self._find(undoes)) is not None:
-            original.undone.update(plan.common)
-        return decided
+    def replay(self, records: Iterable[AuditRecord]) -> None:
+        """As an earlier incarnation of the coordinator wrote them."""
+        for record in records:
+            if record.decision is not None and record.decision.launch == self.launch:
+                self.add(record)
+
+    def add(self, record: AuditRecord) -> None:
+        """It is in the audit log, so it is decided."""
+        decision = record.decision
+        assert decision is not None
+        if record.verb == "rewind":
+            self._rewind(record.at, record.version)
+            return
+        self.epoch = max(self.epoch, record.epoch)
+        if decision.live:
+            self.add_live(decision, record.epoch)
+            return
+        new = _Made(record.epoch, decision, record.at, (record.at, record.version, record.wall_s))
+        timed = [made for made in self._for_a_time() if overlap(made.decision.target, decision.target)]
+        for made in self._made:
+            if made.epoch == decision.undoes or made in timed:
+                made.ended |= {name: new.at_of(name) for name in made.standing & decision.values.keys()}
+        self._made.append(new)
+
+    def add_live(self, decision: Decision, epoch: int) -> None:
+        """Values of a checkpoint, all by that change."""
+        for knob in decision.live:
+            one = Decision(
+                launch=self.launch,
+                target=knob.target,
+                values={knob.name: knob.value},
+                first={knob.name: knob.first},
+                numbered=tuple({knob.name}.intersection(decision.numbered)),
+                live=decision.live,
+            )
+            self._made.append(_Made(epoch, one, knob.at))
 
     def continue_from(self, epoch: int) -> None:
         """Count on from a resumed run's epoch."""
         self.epoch = max(self.epoch, epoch)
 
-    def rewound(self, old_version: int, version: int) -> None:
-        """The trainer was thrown back from one version to another: what was in force stays so, at once, and what was
-        still to come keeps its number."""
-        for key, kept in self._live.items():
-            passed = [k for k in kept if k.at <= old_version]
-            now = [msgspec.structs.replace(k, at=min(k.at, version)) for k in passed[-1:]]
-            self._live[key] = [*now, *(k for k in kept if k.at > old_version)]
-
     def has_due(self, old_version: int, version: int) -> bool:
         """Whether a numbered value came into force between these versions."""
-        return any(old_version < k.at <= version for kept in self._live.values() for k in kept)
+        return any(old_version < made.at <= version for made in self._made)
 
-    # -- for the next incarnation
-
-    def past(self) -> tuple[Decided, ...]:
-        """All that is needed to take changes back, and no more; stays as it is when more is decided."""
-        return tuple(
-            replace(each, plan=replace(each.plan, values={}, moves=()), undone=set(each.undone)) for each in self._past
-        )
-
-    def restore(self, epoch: int, past: Iterable[Decided], live: Iterable[LiveKnob]) -> None:
-        """As `epoch`, `past()` and `live()` of an earlier incarnation, or moment, said."""
-        self.epoch = epoch
-        self._past = list(past)
-        self._live = {}
-        for knob in live:
-            self._live.setdefault((knob.target, knob.name), []).append(knob)
-
-    def _put(self, target: str, name: str, value: KnobValue, decided: Decided, version: int) -> None:
-        at = decided.at if name in decided.plan.numbered else 0
-        new = LiveKnob(
-            name=name, target=target, value=value, first=decided.plan.first[name], epoch=decided.epoch, at=at
-        )
-        kept = [*(k for k in self._live.get((target, name), []) if k.at < at), new]
-        passed = [k for k in kept if k.at <= version]
-        self._live[target, name] = [*passed[-1:], *(k for k in kept if k.at > version)]
+    def _rewind(self, old_version: int, version: int) -> None:
+        """What was in force stays so, at once, and what was still to come keeps its number."""
+        for made in self._made:
+            made.at = _back(made.at, old_version, version)
+            made.ended = {name: _back(at, old_version, version) for name, at in made.ended.items()}
 
     # -- asking
 
-    def live(self) -> LiveKnobs:
-        """For a checkpoint."""
-        knobs = sorted((k for kept in self._live.values() for k in kept), key=lambda k: (k.epoch, k.target, k.name))
-        return LiveKnobs(epoch=self.epoch, knobs=tuple(knobs))
+    def latest(self, owner: str, name: str, *, without: int = 0) -> KnobValue | None:
+        """What was decided last for a knob at an owner, in force or not; None: nothing. `without`: epoch of a change
+        that is left out."""
+        found = self._holder(owner, name, LAST, without)
+        return None if found is None else found.decision.values[name]
 
-    def commits_for(self, owner: str) -> tuple[KnobCommit, ...]:
-        """What a restarted owner must use, oldest first; knobs that it does not have are included."""
-        commits: dict[tuple[int, int], dict[str, KnobValue]] = {}
-        # A value of its own comes after the common one of the same change.
-        for knob in sorted(self.live().knobs, key=lambda k: (k.epoch, k.target == owner)):
-            if fits(owner, knob.target):
-                commits.setdefault((knob.epoch, knob.at), {})[knob.name] = knob.value
-        return tuple(KnobCommit(epoch=epoch, at=at, values=values) for (epoch, at), values in sorted(commits.items()))
+    def news(self, owner: str, after: int) -> LiveKnobs:
+        """What an owner needs that knows the decisions up to epoch `after`: of each knob that was decided since, all
+        values from now on."""
+        if after >= self.epoch:
+            return LiveKnobs(epoch=self.epoch)
+        names = {
+            name
+            for made in self._made
+            if made.epoch > after and fits(owner, made.decision.target)
+            for name in made.decision.values
+        }
+        return LiveKnobs(epoch=self.epoch, knobs=tuple(v for name in sorted(names) for v in self._course(owner, name)))
 
-    def newest(self, name: str, default: KnobValue) -> KnobValue:
-        """What was decided last for a knob with one owner, in force or not."""
-        found = [k for k in self.live().knobs if k.name == name]
-        return found[-1].value if found else default
+    def live(self, version: int) -> LiveKnobs:
+        """For a checkpoint of that version."""
+        found: list[LiveKnob] = []
+        for target, name in sorted(
+            {(made.decision.target, name) for made in self._made for name in made.decision.values}
+        ):
+            course = list(self._course(target, name))
+            passed = [value for value in course if value.at <= version]
+            is_own = False
+            for live in (*passed[-1:], *(value for value in course if value.at > version)):
+                if live.value is not None and live.target == target:
+                    found.append(live)
+                    is_own = True
+                elif is_own:  # what it goes back to
+                    value = live.first if live.value is None else live.value
+                    found.append(msgspec.structs.replace(live, target=target, value=value))
+        return LiveKnobs(epoch=self.epoch, knobs=tuple(sorted(found, key=lambda v: (v.epoch, v.target, v.name))))
+
+    def _course(self, owner: str, name: str) -> Iterator[LiveKnob]:
+        """The values of a knob at an owner, by the numbers from which on they are in force."""
+        mine = [made for made in self._made if name in made.decision.values and fits(owner, made.decision.target)]
+        before: tuple[int, KnobValue | None] | None = None
+        for at in sorted({made.at_of(name) for made in mine}):
+            epoch = max(made.epoch for made in mine if made.at_of(name) <= at)
+            holder = self._holder(owner, name, at)
+            value = None if holder is None else holder.decision.values[name]
+            if before != (epoch, value):
+                source = (holder or mine[0]).decision
+                yield LiveKnob(
+                    name=name, target=source.target, value=value, first=source.first[name], epoch=epoch, at=at
+                )
+            before = epoch, value
+
+    def _holder(self, owner: str, name: str, number: int, without: int = 0) -> _Made | None:
+        """The change that gives the value."""
+        for made in reversed(self._made):
+            if made.epoch != (without or -1) and made.holds(name, number) and fits(owner, made.decision.target):
+                return made
+        return None
 
     # -- taking back
 
-    def lapse(self, epoch: int, names: Iterable[str]) -> None:
-        """The time of a change is over: an undo never returns to it."""
-        if (decided := self._find(epoch)) is not None:
-            decided.undone.update(names)
-
-    def plan_undo(self, epoch: int, roster: OwnerStates, names: Iterable[str] | None = None) -> tuple[int, ChangePlan]:
-        """Epoch and plan that take a change back: the newest (0), or that of `epoch`; with `names` only these knobs.
+    def draft_undo(self, epoch: int, roster: OwnerStates, names: frozenset[str] = frozenset()) -> ChangeDraft:
+        """What takes a change back: the newest (0), or that of `epoch`; with `names` only these knobs.
 
         Raises ConfigError naming the obstacle.
         """
-        decided = self._newest() if not epoch else self._require(epoch)
-        wanted = decided.standing if names is None else decided.standing.intersection(names)
+        undone = self._newest() if not epoch else self._require(epoch)
+        wanted = undone.standing & names if names else undone.standing
+        target = undone.decision.target
         if not wanted:
-            raise ConfigError(
-                f"change {decided.epoch} was taken back before", remedy="`myxa history` lists the changes"
-            )
-        for later in self._past:
+            raise ConfigError(f"change {undone.epoch} was taken back before", remedy="`myxa history` lists the changes")
+        for later in self._made:
             touched = later.standing & wanted
-            if later.epoch > decided.epoch and touched and overlap(later.plan.target, decided.plan.target):
+            if later.epoch > undone.epoch and touched and overlap(later.decision.target, target):
                 raise ConfigError(
                     f"{', '.join(sorted(touched))} was changed again by change {later.epoch}",
                     remedy=f"undo change {later.epoch} first, or set the values",
                 )
-        return decided.epoch, self._plan_before(decided, sorted(wanted), roster)
-
-    def _plan_before(self, decided: Decided, names: list[str], roster: OwnerStates) -> ChangePlan:
-        target, first = decided.plan.target, decided.plan.first
-        states: dict[str, Mapping[str, KnobState]] = {name: roster.states(name, target) for name in names}
-        missing = [name for name in names if not states[name]]
-        if missing:
+        states = {name: roster.states(name, target) for name in sorted(wanted)}
+        if missing := [name for name in states if not states[name]]:
             raise ConfigError(
                 f"no owner of {', '.join(missing)} answers", remedy=f"silent are: {', '.join(roster.silent) or 'none'}"
             )
-        common = {name: self._before(decided.epoch, target, name, first[name]) for name in names}
-        wanted: dict[str, dict[str, KnobValue]] = {}
-        own: dict[str, dict[str, KnobValue]] = {}
-        for name in names:
-            for owner, state in states[name].items():
-                value = self._before(decided.epoch, owner, name, state.first)
-                wanted.setdefault(owner, {})[name] = value
-                if value != common[name]:
-                    own.setdefault(owner, {})[name] = value
-        return make_plan(target, common, wanted, states, own)
+        decision = Decision(
+            launch=self.launch,
+            target=target,
+            values=dict.fromkeys(states),
+            first={name: undone.decision.first[name] for name in states},
+            numbered=_numbered(states),
+            undoes=undone.epoch,
+        )
+        return _draft(decision, states, self)
 
-    def _before(self, epoch: int, target: str, name: str, first: KnobValue) -> KnobValue:
-        for decided in reversed(self._past):
-            if decided.epoch < epoch and (value := decided.value_for(target, name)) is not None:
-                return value
-        return first
-
-    def _newest(self) -> Decided:
-        for decided in reversed(self._past):
-            if decided.standing and not decided.is_restored:
-                return decided
+    def _newest(self) -> _Made:
+        for made in reversed(self._made):
+            if made.standing and not made.decision.live:
+                return made
         raise ConfigError("there is no change to take back", remedy="`myxa history` lists the changes")
 
-    def _find(self, epoch: int) -> Decided | None:
-        return next((decided for decided in self._past if decided.epoch == epoch), None)
-
-    def _require(self, epoch: int) -> Decided:
-        decided = self._find(epoch)
-        if decided is None:
+    def _require(self, epoch: int) -> _Made:
+        made = next((made for made in self._made if made.epoch == epoch), None)
+        if made is None:
             raise ConfigError(f"there is no change {epoch} in this run", remedy="`myxa history` lists the changes")
-        if decided.undoes:
-            raise ConfigError(
-                f"change {epoch} took change {decided.undoes} back", remedy="set the values again instead"
-            )
-        return decided
+        if made.decision.live:
+            raise ConfigError(f"change {epoch} took the values of a checkpoint over", remedy="set the values instead")
+        if undoes := made.decision.undoes:
+            raise ConfigError(f"change {epoch} took change {undoes} back", remedy="set the values again instead")
+        return made
 
+    # -- changes for a time
 
-AHEAD = 3
-"""Versions before its number at which the way back is begun, at least."""
-AHEAD_S = 1.0
-"""And so long before it, as fast as versions come: steps of milliseconds do not wait until all owners have answered."""
-PACE_OF = 16
-"""Number of the newest versions from which their rate is computed."""
-_AT_ONCE_S = 1e-9
-"""A time that is over: 0 means none."""
+    def _for_a_time(self) -> Iterator[_Made]:
+        return (m for m in self._made if m.standing and (m.decision.for_steps or m.decision.for_s))
 
+    def _ends(self) -> Iterator[tuple[_Made, str, str, float]]:
+        """Change, knob, what its end is counted in ("s": wall clock, "number": of its boundary, "version": of the run),
+        and where that is."""
+        for made in self._for_a_time():
+            (number, version, wall_s), decision = made.made_at, made.decision
+            for name in sorted(made.standing):
+                if decision.for_s:
+                    yield made, name, "s", wall_s + decision.for_s
+                elif name in decision.numbered:
+                    yield made, name, "number", number + decision.for_steps
+                else:
+                    yield made, name, "version", version + decision.for_steps
 
-@dataclass(frozen=True, slots=True)
-class Expiry:
-    """Knobs of one change that go back together."""
-
-    epoch: int
-    names: frozenset[str]
-    target: str
-    due_version: int = 0
-    due_s: float = 0.0
-    """Monotonic; 0: by version."""
-    not_before: int = 0
-    """Number at which the old values are to be in force; 0: at once."""
-
-
-class Expiries:
-    """See the module's head."""
-
-    def __init__(self) -> None:
-        self._open: list[Expiry] = []
-        self._seen: deque[tuple[int, float]] = deque(maxlen=PACE_OF)
-        """(version, monotonic seconds) of the newest ones."""
-
-    def add(self, decided: Decided, *, for_steps: int, for_s: float, version: int, now_s: float) -> None:
-        """That change is to go back. `version`: the run's newest."""
-        names, target = frozenset(decided.plan.common), decided.plan.target
-        if for_s > 0:
-            self._open.append(Expiry(decided.epoch, names, target, due_s=now_s + for_s))
-        if for_steps <= 0:
-            return
-        numbered = names & decided.plan.numbered
-        if numbered:
-            end = decided.at + for_steps
-            self._open.append(Expiry(decided.epoch, numbered, target, due_version=end - AHEAD, not_before=end))
-        if names - numbered:
-            self._open.append(Expiry(decided.epoch, names - numbered, target, due_version=version + for_steps))
-
-    def ended_by(self, plan: ChangePlan) -> list[Expiry]:
-        """A change sets knobs again, or takes them back: the time of what they had before is over. Returns what ended.
-
-        `check` has refused changes for some of the actors only.
-        """
-        ended: list[Expiry] = []
-        for expiry in list(self._open):
-            names = expiry.names.intersection(plan.common)
-            if not names or not overlap(expiry.target, plan.target):
-                continue
-            ended.append(replace(expiry, names=names))
-            self._open.remove(expiry)
-            if left := expiry.names - names:
-                self._open.append(replace(expiry, names=left))
-        return ended
-
-    def check(self, plan: ChangePlan, now_s: float) -> None:
+    def check_times(self, draft: ChangeDraft) -> None:
         """Raises ConfigError for a change of some of the actors that are to go back together."""
-        for expiry in self._open:
-            names = expiry.names & plan.shared
-            if names and overlap(expiry.target, plan.target) and not fits(expiry.target, plan.target):
-                when = self.words(now_s)
-                back = ", ".join(f"{name} goes back {when[name]}" for name in sorted(names))
+        target = draft.decision.target
+        shared = {name for name, tunable in draft.tunables.items() if tunable.owner in MANY}
+        for made in self._for_a_time():
+            theirs = made.decision.target
+            names = made.standing & shared & draft.decision.values.keys()
+            if names and overlap(theirs, target) and not fits(theirs, target):
                 raise ConfigError(
-                    f"{back} at {expiry.target or 'all its owners'} by change {expiry.epoch}",
-                    remedy=f"undo change {expiry.epoch} first, or set the value for all of them",
+                    f"{', '.join(sorted(names))} goes back by itself at {theirs or 'all its owners'} by change "
+                    f"{made.epoch}",
+                    remedy=f"undo change {made.epoch} first, or set the value for all of them",
                 )
 
-    def due(self, version: int, now_s: float) -> tuple[Expiry, ...]:
-        """What is to go back now; it stays listed until `done`. To be asked at every version."""
-        more = self._more_ahead(version, now_s)
-        return tuple(
-            e
-            for e in self._open
-            if (e.due_s <= now_s if e.due_s else e.due_version - (more if e.not_before else 0) <= version)
-        )
-
-    def _more_ahead(self, version: int, now_s: float) -> int:
-        """By how many versions more than `AHEAD` the way back is begun early."""
-        if self._seen and version < self._seen[-1][0]:
-            self._seen.clear()  # the run fell back to a checkpoint
-        if not self._seen or version > self._seen[-1][0]:
-            self._seen.append((version, now_s))
-        (first, began_s), (last, ended_s) = self._seen[0], self._seen[-1]
-        per_s = (last - first) / (ended_s - began_s) if ended_s > began_s else 0.0
-        return max(math.ceil(per_s * AHEAD_S) - AHEAD, 0)
-
-    def done(self, expiry: Expiry) -> None:
-        """It went back, or cannot any more."""
-        self._open = [e for e in self._open if (e.epoch, e.names) != (expiry.epoch, expiry.names)]
-
-    def kept(self, ahead_s: float) -> tuple[Expiry, ...]:
-        """For another process; `ahead_s`: by how much the wall clock is ahead of the monotonic one."""
-        return tuple(_shifted(e, ahead_s) for e in self._open)
-
-    def restore(self, kept: Iterable[Expiry], ahead_s: float) -> None:
-        """What an earlier process, or moment, kept; what was due meanwhile is due now."""
-        self._open = [_shifted(e, -ahead_s) for e in kept]
+    def due(self, version: int, now_s: float, number: int = -1) -> list[Due]:
+        """What is to go back now, of which numbered values for `number`, before that is passed. `now_s`: wall clock."""
+        reached, found = {"s": now_s, "version": version, "number": number}, dict[tuple[int, int], set[str]]()
+        for made, name, kind, end in self._ends():
+            if end <= reached[kind]:
+                found.setdefault((made.epoch, number if kind == "number" else 0), set()).add(name)
+        return [Due(epoch, frozenset(names), at) for (epoch, at), names in found.items()]
 
     def next_s(self) -> float | None:
-        """When the next one by time is due."""
-        return min((e.due_s for e in self._open if e.due_s), default=None)
+        """When the next one by time is due, wall clock."""
+        return min((end for _, _, kind, end in self._ends() if kind == "s"), default=None)
 
-    def words(self, now_s: float) -> dict[str, str]:
-        """Knob -> when it goes back."""
+    def reverts(self, now_s: float) -> dict[str, str]:
+        """Knob -> when it goes back by itself, in words."""
         return {
-            name: f"in {max(e.due_s - now_s, 0):.0f} s" if e.due_s else f"at version {e.not_before or e.due_version}"
-            for e in self._open
-            for name in e.names
+            name: f"in {max(end - now_s, 0):.0f} s" if kind == "s" else f"at version {end:.0f}"
+            for _, name, kind, end in self._ends()
         }
 
 
-def _shifted(expiry: Expiry, by_s: float) -> Expiry:
-    return replace(expiry, due_s=max(expiry.due_s + by_s, _AT_ONCE_S)) if expiry.due_s else expiry
+def _back(at: int, old_version: int, version: int) -> int:
+    return min(at, version) if at <= old_version else at

@@ -7,83 +7,33 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ...core.knobs import KnobValue, Tunable
+from ...core.knobs import KnobValue, Tunable, knob_maker
 from ...core.messages import SamplingParams
 from ..knobs.owner import Knob
 from ..weights.rollout_update import Adoption
 from .options import CoordinatorOptions
 
+_knob = knob_maker("coordinator", "now")
+
+# fmt: off
 COORDINATOR_TUNABLES: tuple[Tunable, ...] = (
-    Tunable(
-        name="eval_every",
-        kind="int",
-        boundary="now",
-        owner="coordinator",
-        key="eval.every",
-        unit="steps",
-        low=0,
-        help="Training steps between evaluations; 0: none.",
-    ),
-    Tunable(
-        name="eval_prompts",
-        kind="int",
-        boundary="now",
-        owner="coordinator",
-        key="eval.num_prompts",
-        unit="prompts",
-        low=1,
-        help="Held-out prompts of one evaluation.",
-    ),
-    Tunable(
-        name="eval_samples",
-        kind="int",
-        boundary="now",
-        owner="coordinator",
-        key="eval.num_samples",
-        unit="answers",
-        low=1,
-        high=1024,
-        help="Answers per held-out prompt.",
-    ),
-    Tunable(
-        name="eval_temperature",
-        kind="float",
-        boundary="now",
-        owner="coordinator",
-        key="eval.temperature",
-        low=0,
-        high=10,
-        help="Sampling temperature of evaluations; 0: greedy.",
-    ),
-    Tunable(
-        name="stop_reward",
-        kind="float",
-        boundary="now",
-        owner="coordinator",
-        key="run.stop_reward",
-        help="The run ends once an evaluation gives this mean reward; 0: it does not.",
-    ),
-    Tunable(
-        name="max_wall_s",
-        kind="float",
-        boundary="now",
-        owner="coordinator",
-        key="run.max_wall_s",
-        unit="s",
-        low=0,
-        help="The run ends after so much time; 0: it does not.",
-    ),
-    Tunable(
-        name="adopt_at_once",
-        kind="int",
-        boundary="now",
-        owner="coordinator",
-        key="weights.adopt_at_once",
-        unit="engines",
-        low=1,
-        help="Engines that bring a new weight version in at the same time; those that do already are left to it.",
-    ),
+    _knob("eval_every", "int", "eval.every", "Training steps between evaluations; 0: none.",
+          unit="steps", low=0, is_judged=True),
+    _knob("eval_prompts", "int", "eval.num_prompts", "Held-out prompts of one evaluation.",
+          unit="prompts", low=1, is_judged=True),
+    _knob("eval_samples", "int", "eval.num_samples", "Answers per held-out prompt.",
+          unit="answers", low=1, high=1024, is_judged=True),
+    _knob("eval_temperature", "float", "eval.temperature", "Sampling temperature of evaluations; 0: greedy.",
+          low=0, high=10, is_judged=True),
+    _knob("stop_reward", "float", "run.stop_reward",
+          "The run ends once an evaluation gives this mean reward; 0: it does not.", is_judged=True),
+    _knob("max_wall_s", "float", "run.max_wall_s", "The run ends after so much time; 0: it does not.",
+          unit="s", low=0, is_judged=True),
+    _knob("adopt_at_once", "int", "weights.adopt_at_once",
+          "Engines that bring a new weight version in at the same time; those that do already are left to it.",
+          unit="engines", low=1),
 )
+# fmt: on
 
 
 @dataclass(slots=True)

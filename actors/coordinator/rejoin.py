@@ -1,13 +1,13 @@
 """How actors and coordinator resume their work after one of them restarted.
 
-Owners of knobs and the buffer receive what is decided. Trainer and engines report in by themselves as soon as they see
-the new incarnation. The leader gets its orders. What an owner's failure means for the run the coordinator decides.
+Owners of knobs hear what is decided, the buffer whether the run is paused. Trainer and engines report in by themselves
+as soon as they see the new incarnation. The leader gets its orders.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Callable, Collection
 
 from ...core.actor import ActorContext
 from ...core.clock import Clock
@@ -23,48 +23,7 @@ REJOIN_S = 5.0
 LEADER = "trainer/0"
 OTHER_OWNERS = ("buffer", "monitor", "trainer/")
 """Owners of knobs beside the rollout actors, which report in."""
-TELL_TRIES = 4
-"""How often one of them may refuse what is in force."""
 TELL_AGAIN_S = 1.0
-
-
-class OwnerRejoin:
-    """Sends owners of knobs the values in force until they use them."""
-
-    def __init__(
-        self,
-        ctx: ActorContext,
-        conductor: KnobConductor,
-        tell: Callable[[str, str], None],
-        on_broken: Callable[[str, str], Awaitable[None]],
-    ) -> None:
-        """`tell`: an event, its kind and text. `on_broken`: an owner will not use them: name, why."""
-        self._ctx = ctx
-        self._conductor = conductor
-        self._tell = tell
-        self._on_broken = on_broken
-
-    async def send_values(self, owner: str) -> None:
-        """Bring the values in force to an owner. An owner that asked at its start gets them twice, which changes
-        nothing. An unreachable owner is tried until it answers or is gone. An owner that answers and refuses them has
-        failed, since others rely on it; the monitor is an exception."""
-        num_refused, why = 0, ""
-        while num_refused < TELL_TRIES:
-            await self._conductor.until_decided()
-            try:
-                return await self._conductor.joined(owner)
-            except CallError as err:
-                why = str(err)
-                self._tell("knob-not-used", why)
-            await asyncio.sleep(TELL_AGAIN_S)
-            if owner not in self._ctx.peers(owner):
-                return None  # its successor gets them when it joins
-            num_refused += owner not in (await self._conductor.roster(owner)).silent
-        return await self._on_broken(owner, why) if owner != "monitor" else None
-
-    def others(self) -> list[str]:
-        """Who is there now, of those that do not report in by themselves."""
-        return [name for prefix in OTHER_OWNERS for name in self._ctx.peers(prefix)]
 
 
 class Rejoin:
@@ -74,14 +33,14 @@ class Rejoin:
         self,
         ctx: ActorContext,
         state: RunState,
-        owners: OwnerRejoin,
+        conductor: KnobConductor,
         control: RunControl,
         tell: Callable[[str, str], None],
     ) -> None:
         """`tell`: an event, its kind and text."""
         self._ctx = ctx
         self._state = state
-        self._owners = owners
+        self._conductor = conductor
         self._control = control
         self._tell = tell
         self._wanted = set(state.engines)
@@ -98,8 +57,8 @@ class Rejoin:
     async def run(self, joined: Collection[str]) -> None:
         """Returns when the run can continue. `joined`: rollout actors that reported in, as it grows."""
         began_s = self._ctx.clock.monotonic()
-        for name in self._owners.others():
-            self._ctx.spawn(self._owners.send_values(name), name=f"knobs-for-{name}")
+        for name in (name for prefix in OTHER_OWNERS for name in self._ctx.peers(prefix)):
+            self._ctx.spawn(self._conductor.joined(name), name=f"knobs-for-{name}")
         self._ctx.spawn(self._control.tell_again(), name="pause-again")
         try:
             async with asyncio.timeout(REJOIN_S):
@@ -122,23 +81,21 @@ class LeaderControl:
 
     An order to an earlier gang is void: the new gang gets the next one when it reports in."""
 
-    def __init__(self, ctx: ActorContext, state: RunState, owners: OwnerRejoin, clock: Clock) -> None:
+    def __init__(self, ctx: ActorContext, state: RunState, clock: Clock) -> None:
         self._ctx = ctx
         self._state = state
-        self._owners = owners
         self._clock = clock
         self._leader = ctx.ref(TrainerContract, LEADER)
         self._starting: asyncio.Task[None] | None = None
         self._telling: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Have it begin or continue from the run's version, once it uses the knobs that were decided."""
+        """Have it begin or continue from the run's version."""
         if self._starting is not None:
             self._starting.cancel()
         self._starting = self._ctx.spawn(self._start(), name="run-leader")
 
     async def _start(self) -> None:
-        await self._owners.send_values(LEADER)
         if (telling := self.tell_stop()) is not None:
             await asyncio.shield(telling)  # before it makes a step too many; its successor gets the order too
         try:

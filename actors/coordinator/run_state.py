@@ -45,6 +45,8 @@ class RunState:
     """Rollout actors that reported in and did not leave, in an earlier incarnation too."""
     has_restored: bool = False
     """The knobs of the checkpoint that the run resumed from are among the decisions."""
+    past_epoch: int = 0
+    """Newest change of knobs of the runs that this one continues; it counts on from there."""
     has_stale_engines: bool = False
     """The trainer returned to an older version, and engines may still serve undone ones."""
 

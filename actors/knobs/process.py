@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-from ...core.knobs import KnobValue, Tunable
+from ...core.knobs import KnobValue, Tunable, knob_maker
 from ...core.suggestion import nearest
 from ..telemetry import ReportPace
 from .owner import Knob
@@ -25,34 +25,20 @@ MODULES = (
 one is refused."""
 NO_PARTS = "none"
 
-_LOG_LEVEL = Tunable(
-    name="log_level",
-    kind="choice",
-    boundary="now",
-    owner=OWNER,
-    choices=LEVELS,
-    help="The least important messages that this actor's process writes into its log.",
-)
-_LOG_MODULES = Tunable(
-    name="log_modules",
-    kind="text",
-    boundary="now",
-    owner=OWNER,
-    help="Parts of this process that log from another level on than log_level, such as transport:DEBUG,sglang:ERROR, "
-    f"or none. There are {', '.join(MODULES)}.",
-)
-_REPORT_S = Tunable(
-    name="report_s",
-    kind="float",
-    boundary="now",
-    owner=OWNER,
-    low=0.05,
-    high=60.0,
-    unit="s",
-    help="Seconds between two reports of this actor to the monitor: metrics, events, time accounting.",
-)
+_knob = knob_maker(OWNER, "now")
 
-TUNABLES: tuple[Tunable, ...] = (_LOG_LEVEL, _LOG_MODULES, _REPORT_S)
+# fmt: off
+TUNABLES: tuple[Tunable, ...] = (
+    _knob("log_level", "choice", "",
+          "The least important messages that this actor's process writes into its log.", choices=LEVELS),
+    _knob("log_modules", "text", "",
+          "Parts of this process that log from another level on than log_level, such as transport:DEBUG,sglang:ERROR, "
+          f"or none. There are {', '.join(MODULES)}.", is_judged=True),
+    _knob("report_s", "float", "",
+          "Seconds between two reports of this actor to the monitor: metrics, events, time accounting.",
+          low=0.05, high=60.0, unit="s"),
+)
+# fmt: on
 
 
 def process_knobs(pace: ReportPace) -> tuple[Knob, ...]:
@@ -61,10 +47,11 @@ def process_knobs(pace: ReportPace) -> tuple[Knob, ...]:
     def change_pace(value: KnobValue) -> None:
         pace.change(float(value))
 
+    level, modules, report = TUNABLES
     return (
-        Knob(tunable=_LOG_LEVEL, read=_level, use=_set_level),
-        Knob(tunable=_LOG_MODULES, read=_modules, use=_set_modules, judge=_judge_modules),
-        Knob(tunable=_REPORT_S, read=lambda: pace.every_s, use=change_pace),
+        Knob(level, _level, _set_level),
+        Knob(modules, _modules, _set_modules, _judge_modules),
+        Knob(report, lambda: pace.every_s, change_pace),
     )
 
 

@@ -69,9 +69,7 @@ class Monitor(OwnsKnobs, MonitorContract):
         self._own_told_s = self._clock.monotonic()
         self._pace = ReportPace()
         self._written_until_wall_s = written_until_wall_s
-        self.knob_owner = KnobOwner(
-            _NAME, process_knobs(self._pace), last_boundary=lambda: -1, clock=self._clock, telemetry=self._own
-        )
+        self.knob_owner = KnobOwner(_NAME, process_knobs(self._pace), self._own)
         self._sinks = SinkThread(sinks, run_dir=run_dir, run_name=self._run_name, clock=self._clock, settings=settings)
 
     async def on_start(self) -> None:

@@ -8,63 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast, get_args
+from typing import get_args
 
-from ...core.knobs import KnobValue, Tunable
+from ...core.knobs import KnobValue, Tunable, knob_maker
 from ...core.protocols import PauseMode
 from ..knobs.owner import Knob
 
 OWNER = "rollout"
+_knob = knob_maker(OWNER, "now")
 
-_CONCURRENCY = Tunable(
-    name="concurrency",
-    kind="int",
-    boundary="now",
-    owner=OWNER,
-    key="rollout.max_groups",
-    low=1,
-    high=65536,
-    unit="groups",
-    help="Groups in flight at one rollout actor. Raised, it asks for more at once; lowered, running groups end first. "
-    "Of their samples an engine decodes engine.max_running together, which is fixed when it starts (for SGLang "
-    "max_running_requests); the others wait inside it.",
+# fmt: off
+TUNABLES: tuple[Tunable, ...] = (
+    _knob("concurrency", "int", "rollout.max_groups",
+          "Groups in flight at one rollout actor. Raised, it asks for more at once; lowered, running groups end first. "
+          "Of their samples an engine decodes engine.max_running together, which is fixed when it starts (for SGLang "
+          "max_running_requests); the others wait inside it.", low=1, high=65536, unit="groups", is_judged=True),
+    _knob("workflow_timeout_s", "float", "rollout.timeout_s",
+          "How long a workflow may take for one sample; samples that are begun from now on. Code that blocks the event "
+          "loop is judged by the run file's value.", low=0.0, is_low_open=True, high=7 * 86400.0, unit="s"),
+    _knob("max_error_rate", "float", "reward.max_error_rate",
+          "Share of failed reward calls, and of groups lost to workflow or engine, above which the run ends; judged "
+          "again with the next failure.", low=0.0, high=1.0),
+    _knob("pause_mode", "choice", "rollout.pause_mode",
+          "What the next swap of weights does to running requests: in_place (they keep their KV cache), retract (it is "
+          "rebuilt under the new weights), abort (they end and are continued from their tokens).",
+          choices=get_args(PauseMode)),
 )
-_TIMEOUT = Tunable(
-    name="workflow_timeout_s",
-    kind="float",
-    boundary="now",
-    owner=OWNER,
-    key="rollout.timeout_s",
-    low=0.0,
-    is_low_open=True,
-    high=7 * 86400.0,
-    unit="s",
-    help="How long a workflow may take for one sample; samples that are begun from now on. Code that blocks the event "
-    "loop is judged by the run file's value.",
-)
-_ERROR_RATE = Tunable(
-    name="max_error_rate",
-    kind="float",
-    boundary="now",
-    owner=OWNER,
-    key="reward.max_error_rate",
-    low=0.0,
-    high=1.0,
-    help="Share of failed reward calls, and of groups lost to workflow or engine, above which the run ends; judged "
-    "again with the next failure.",
-)
-_PAUSE_MODE = Tunable(
-    name="pause_mode",
-    kind="choice",
-    boundary="now",
-    owner=OWNER,
-    key="rollout.pause_mode",
-    choices=get_args(PauseMode),
-    help="What the next swap of weights does to running requests: in_place (they keep their KV cache), retract (it is "
-    "rebuilt under the new weights), abort (they end and are continued from their tokens).",
-)
-
-TUNABLES: tuple[Tunable, ...] = (_CONCURRENCY, _TIMEOUT, _ERROR_RATE, _PAUSE_MODE)
+# fmt: on
 
 
 @dataclass(slots=True)
@@ -81,30 +51,16 @@ class RolloutLive:
 def rollout_knobs(live: RolloutLive, apply: Callable[[], None]) -> tuple[Knob, ...]:
     """The knobs over `live`. `apply` puts what it says into force, wherever that is."""
 
-    def concurrency(value: KnobValue) -> None:
-        live.concurrency = int(value)
-        apply()
+    def knob(tunable: Tunable) -> Knob:
+        name = tunable.name
 
-    def timeout(value: KnobValue) -> None:
-        live.workflow_timeout_s = float(value)
-        apply()
+        def use(value: KnobValue) -> None:
+            setattr(live, name, value)
+            apply()
 
-    def error_rate(value: KnobValue) -> None:
-        live.max_error_rate = float(value)
-        apply()
+        return Knob(tunable, lambda: getattr(live, name), use)
 
-    def pause_mode(value: KnobValue) -> None:
-        live.pause_mode = cast("PauseMode", value)
-        apply()
-
-    knobs = (
-        Knob(tunable=_CONCURRENCY, read=lambda: live.concurrency, use=concurrency),
-        Knob(tunable=_TIMEOUT, read=lambda: live.workflow_timeout_s, use=timeout),
-        Knob(tunable=_ERROR_RATE, read=lambda: live.max_error_rate, use=error_rate),
-    )
-    if live.pause_mode is None:
-        return knobs
-    return (*knobs, Knob(tunable=_PAUSE_MODE, read=lambda: live.pause_mode or "", use=pause_mode))
+    return tuple(knob(t) for t in TUNABLES if getattr(live, t.name) is not None)
 
 
 def crowding(concurrency: int, num_samples: int, max_running: int) -> str:

@@ -24,7 +24,7 @@ from ...core.actor import ActorContext, MailboxPolicy, PeerEvent
 from ...core.clock import Clock
 from ...core.device_memory import MemoryCommand, MemoryReply, TenantReport
 from ...core.errors import CallError, EngineError, EngineLied
-from ...core.knobs import KnobChange, KnobVote
+from ...core.knobs import KnobValue, KnobVerdict
 from ...core.messages import (
     CanaryAnswers,
     EngineStatus,
@@ -172,13 +172,7 @@ class Rollout(OwnsKnobs, RolloutContract):
     def _own_knobs(self) -> None:
         """Before the engine is up: an operator may ask at any time."""
         self._pace = ReportPace(self._options.report_s)
-        self.knob_owner = KnobOwner(
-            self.ctx.name,
-            rollout_knobs(self._live, self._apply),
-            last_boundary=lambda: self._version,
-            clock=self._clock,
-            telemetry=self._telemetry,
-        )
+        self.knob_owner = KnobOwner(self.ctx.name, rollout_knobs(self._live, self._apply), self._telemetry)
         self.knob_owner.add(process_knobs(self._pace))
 
     def _apply(self) -> None:
@@ -191,12 +185,12 @@ class Rollout(OwnsKnobs, RolloutContract):
         if live.pause_mode is not None and isinstance(self._engine, PausesByMode):
             self._engine.pause_mode = live.pause_mode
 
-    async def prepare_knobs(self, change: KnobChange) -> KnobVote:
-        vote = self.knob_owner.prepare(change)
-        wanted = change.values.get("concurrency")
-        if not vote.accepted or wanted is None:
-            return vote
-        return replace(vote, reason=crowding(int(wanted), self._pull.num_samples, self._max_running))
+    async def judge_knobs(self, values: dict[str, KnobValue], at: int) -> KnobVerdict:
+        verdict = await super().judge_knobs(values, at)
+        if "concurrency" not in values:
+            return verdict
+        remark = crowding(int(values["concurrency"]), self._pull.num_samples, self._max_running)
+        return KnobVerdict(refusal=verdict.refusal, remark=remark)
 
     async def _run(self) -> None:
         """Start the engine, report in, then pull work until it drains."""

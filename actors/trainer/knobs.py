@@ -11,178 +11,90 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from ...core.config import AlgoConfig, OptimizerConfig
-from ...core.knobs import Boundary, KnobKind, KnobSheet, KnobValue, Tunable
+from ...core.knobs import KnobSheet, KnobValue, Tunable, knob_maker
 from ...core.messages import WeightChannel
 from ..knobs.owner import Knob
 from .step_plan import StepPlanOptions
 
 OWNER = "trainer"
-
-
-def _knob(name: str, key: str, kind: KnobKind, text: str, *, boundary: Boundary = "step", **limits: Any) -> Tunable:
-    return Tunable(name=name, key=key, kind=kind, help=text, boundary=boundary, owner=OWNER, **limits)
-
-
+_knob = knob_maker(OWNER, "step")
 _ABOVE_0: dict[str, Any] = {"low": 0.0, "is_low_open": True}
+_FROM_0: dict[str, Any] = {"low": 0.0}
+_SHARE: dict[str, Any] = {"low": 0.0, "high": 1.0}
+_WITH_OTHERS: dict[str, Any] = {"is_judged": True}
+"""Judged by the training backend, together with the other values."""
 
+# fmt: off
 STEP_TUNABLES: tuple[Tunable, ...] = (
-    _knob("lr", "optimizer.lr", "float", "Learning rate at the top of the schedule.", guard_factor=10, **_ABOVE_0),
-    _knob("weight_decay", "optimizer.weight_decay", "float", "Decoupled weight decay of matrices.", low=0.0),
-    _knob(
-        "max_grad_norm",
-        "optimizer.max_grad_norm",
-        "float",
-        "Global gradient norm above which gradients are scaled down.",
-        **_ABOVE_0,
-    ),
-    _knob(
-        "min_lr_ratio",
-        "optimizer.min_lr_ratio",
-        "float",
-        "Share of lr at which the schedule ends; constant has no end.",
-        low=0.0,
-        high=1.0,
-    ),
-    _knob(
-        "decay_steps",
-        "optimizer.decay_steps",
-        "int",
-        "Optimizer updates at which the schedule ends; 0 = at the end of the run.",
-        unit="updates",
-        low=0,
-    ),
-    _knob("clip_low", "algo.clip_low", "float", "The ratio is clipped below at 1 - clip_low.", **_ABOVE_0),
-    _knob("clip_high", "algo.clip_high", "float", "The ratio is clipped above at 1 + clip_high.", **_ABOVE_0),
-    _knob(
-        "dual_clip",
-        "algo.dual_clip",
-        "float",
-        "Bound (above 1) on the loss of negative advantages, for the ppo and gspo losses; 0 = off.",
-        low=0.0,
-    ),
-    _knob(
-        "tis_cap",
-        "algo.tis_cap",
-        "float",
-        "Upper bound of the importance weight of tis, icepop and decoupled.",
-        **_ABOVE_0,
-    ),
-    _knob("tis_floor", "algo.tis_floor", "float", "Lower bound of the importance weight of tis; 0 = none.", low=0.0),
-    _knob("mis_low", "algo.mis_low", "float", "Lower bound of the importance weight of mis and icepop.", **_ABOVE_0),
-    _knob("mis_high", "algo.mis_high", "float", "Upper bound of the importance weight of mis.", **_ABOVE_0),
-    _knob(
-        "reject_low",
-        "algo.reject_low",
-        "float",
-        "Importance weight below which mis removes tokens or samples; needs reject_high.",
-        low=0.0,
-    ),
-    _knob(
-        "reject_high",
-        "algo.reject_high",
-        "float",
-        "Importance weight above which mis removes tokens or samples; 0 = none is rejected.",
-        low=0.0,
-    ),
-    _knob(
-        "veto",
-        "algo.veto",
-        "float",
-        "Importance weight of a token below which mis removes its whole sample; 0 = off.",
-        low=0.0,
-        high=1.0,
-    ),
-    _knob(
-        "opsm_delta",
-        "algo.opsm_delta",
-        "float",
-        "Mean of (behaviour - live) log-probs above which a sample of negative advantage loses its loss; 0 = off.",
-        unit="nats",
-        low=0.0,
-    ),
-    _knob(
-        "kl_coef",
-        "algo.kl_coef",
-        "float",
-        "Weight of the KL term towards the reference model; above 0 only in a run that began so and keeps that model.",
-        low=0.0,
-    ),
-    _knob("entropy_coef", "algo.entropy_coef", "float", "Weight of the entropy bonus; 0 = off.", low=0.0),
-    _knob(
-        "minibatches",
-        "algo.minibatches",
-        "int",
-        "Optimizer updates per step; divides algo.batch_size.",
-        unit="updates",
-        low=1,
-    ),
+    _knob("lr", "float", "optimizer.lr", "Learning rate at the top of the schedule.", guard_factor=10, **_ABOVE_0),
+    _knob("weight_decay", "float", "optimizer.weight_decay", "Decoupled weight decay of matrices.", **_FROM_0),
+    _knob("max_grad_norm", "float", "optimizer.max_grad_norm",
+          "Global gradient norm above which gradients are scaled down.", **_ABOVE_0),
+    _knob("min_lr_ratio", "float", "optimizer.min_lr_ratio",
+          "Share of lr at which the schedule ends; constant has no end.", **_SHARE),
+    _knob("decay_steps", "int", "optimizer.decay_steps",
+          "Optimizer updates at which the schedule ends; 0 = at the end of the run.",
+          unit="updates", low=0, **_WITH_OTHERS),
+    _knob("clip_low", "float", "algo.clip_low",
+          "The ratio is clipped below at 1 - clip_low.", **_ABOVE_0, **_WITH_OTHERS),
+    _knob("clip_high", "float", "algo.clip_high",
+          "The ratio is clipped above at 1 + clip_high.", **_ABOVE_0, **_WITH_OTHERS),
+    _knob("dual_clip", "float", "algo.dual_clip",
+          "Bound (above 1) on the loss of negative advantages, for the ppo and gspo losses; 0 = off.",
+          **_FROM_0, **_WITH_OTHERS),
+    _knob("tis_cap", "float", "algo.tis_cap",
+          "Upper bound of the importance weight of tis, icepop and decoupled.", **_ABOVE_0, **_WITH_OTHERS),
+    _knob("tis_floor", "float", "algo.tis_floor",
+          "Lower bound of the importance weight of tis; 0 = none.", **_FROM_0, **_WITH_OTHERS),
+    _knob("mis_low", "float", "algo.mis_low",
+          "Lower bound of the importance weight of mis and icepop.", **_ABOVE_0, **_WITH_OTHERS),
+    _knob("mis_high", "float", "algo.mis_high",
+          "Upper bound of the importance weight of mis.", **_ABOVE_0, **_WITH_OTHERS),
+    _knob("reject_low", "float", "algo.reject_low",
+          "Importance weight below which mis removes tokens or samples; needs reject_high.", **_FROM_0, **_WITH_OTHERS),
+    _knob("reject_high", "float", "algo.reject_high",
+          "Importance weight above which mis removes tokens or samples; 0 = none is rejected.",
+          **_FROM_0, **_WITH_OTHERS),
+    _knob("veto", "float", "algo.veto",
+          "Importance weight of a token below which mis removes its whole sample; 0 = off.", **_SHARE, **_WITH_OTHERS),
+    _knob("opsm_delta", "float", "algo.opsm_delta",
+          "Mean of (behaviour - live) log-probs above which a sample of negative advantage loses its loss; 0 = off.",
+          unit="nats", **_FROM_0, **_WITH_OTHERS),
+    _knob("kl_coef", "float", "algo.kl_coef",
+          "Weight of the KL term towards the reference model; above 0 only in a run that began so and keeps that "
+          "model.",
+          **_FROM_0, **_WITH_OTHERS),
+    _knob("entropy_coef", "float", "algo.entropy_coef",
+          "Weight of the entropy bonus; 0 = off.", **_FROM_0, **_WITH_OTHERS),
+    _knob("minibatches", "int", "algo.minibatches",
+          "Optimizer updates per step; divides algo.batch_size.", unit="updates", low=1, **_WITH_OTHERS),
 )
 """What ranks use in a step; names are those of the fields of the run file's sections."""
 
 LEADER_TUNABLES: tuple[Tunable, ...] = (
-    _knob(
-        "num_steps",
-        "run.num_steps",
-        "int",
-        "Training steps of the whole run; 0 = until the data ends or the run is stopped, where the run file says so. A "
-        "schedule's end does not move with it: see decay_steps.",
-        unit="steps",
-        low=0,
-    ),
-    _knob(
-        "max_tokens_per_microbatch",
-        "trainer.max_tokens_per_microbatch",
-        "int",
-        "Tokens (prompt and answer, all samples) in one forward pass; more is faster and takes more memory.",
-        unit="tokens",
-        low=1,
-    ),
-    _knob(
-        "checkpoint_every",
-        "trainer.checkpoint_every",
-        "int",
-        "Steps between checkpoints; 0 = none during the run.",
-        unit="steps",
-        low=0,
-    ),
-    _knob(
-        "keep_last",
-        "trainer.keep_last",
-        "int",
-        "Checkpoints kept; older ones are deleted when the next one is there.",
-        unit="checkpoints",
-        low=1,
-    ),
-    _knob(
-        "guard_every",
-        "guard.every",
-        "int",
-        "Weight versions between two comparisons of an engine with the trainer; 0 = never.",
-        unit="versions",
-        low=0,
-    ),
-    _knob(
-        "weights_every",
-        "",
-        "int",
-        "Steps between two weight versions that engines are given; the last one, and one without which nothing is "
-        "dispatched, is given whenever it is made. Samples grow older by up to so many steps less one.",
-        boundary="weights",
-        unit="steps",
-        low=1,
-        high=1000,
-    ),
-    _knob(
-        "weight_channel",
-        "",
-        "choice",
-        "How new weights get to the engines (docs/walk-weights.md); run file: weights.channel. What was published "
-        "before stays readable; the old channel's memory, folders and groups go once no engine needs them.",
-        boundary="weights",
-        choices=get_args(WeightChannel),
-    ),
+    _knob("num_steps", "int", "run.num_steps",
+          "Training steps of the whole run; 0 = until the data ends or the run is stopped, where the run file says so. "
+          "A schedule's end does not move with it: see decay_steps.", unit="steps", low=0, is_judged=True),
+    _knob("max_tokens_per_microbatch", "int", "trainer.max_tokens_per_microbatch",
+          "Tokens (prompt and answer, all samples) in one forward pass; more is faster and takes more memory.",
+          unit="tokens", low=1),
+    _knob("checkpoint_every", "int", "trainer.checkpoint_every",
+          "Steps between checkpoints; 0 = none during the run.", unit="steps", low=0, is_judged=True),
+    _knob("keep_last", "int", "trainer.keep_last",
+          "Checkpoints kept; older ones are deleted when the next one is there.", unit="checkpoints", low=1),
+    _knob("guard_every", "int", "guard.every",
+          "Weight versions between two comparisons of an engine with the trainer; 0 = never.", unit="versions", low=0),
+    _knob("weights_every", "int", "",
+          "Steps between two weight versions that engines are given; the last one, and one without which nothing is "
+          "dispatched, is given whenever it is made. Samples grow older by up to so many steps less one.",
+          boundary="weights", unit="steps", low=1, high=1000),
+    _knob("weight_channel", "choice", "",
+          "How new weights get to the engines (docs/walk-weights.md); run file: weights.channel. What was published "
+          "before stays readable; the old channel's memory, folders and groups go once no engine needs them.",
+          boundary="weights", choices=get_args(WeightChannel), is_judged=True),
 )
 """What the leader uses by itself."""
+# fmt: on
 
 TUNABLES = STEP_TUNABLES + LEADER_TUNABLES
 _OF_RANKS = frozenset(t.name for t in STEP_TUNABLES)

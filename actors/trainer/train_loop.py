@@ -40,7 +40,7 @@ from ...core.refs import ActorGroup
 from ...core.retry import until_answered
 from ...core.samples import Group, TrainShard
 from ..contracts import BufferContract, CoordinatorContract, TrainerContract
-from ..knobs.owner import KnobOwner
+from ..knobs.owner import KnobOwner, pull
 from ..ledger.states import State
 from ..tenancy.time_share import TimeShare
 from ..weights.publish import CHANNEL, ChannelChoice, Publisher
@@ -61,8 +61,6 @@ _RESTING = ("paused", "disk")
 MAX_SAMPLES_PER_MESSAGE = 8192
 """A message holds at most 65,536 arrays; a sample has five."""
 COORDINATOR = "coordinator"
-KNOBS_DECIDED_S = 60.0
-"""How long the coordinator may take to decide a change that was prepared here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +121,8 @@ class TrainLoop:
         knobs: TrainerKnobs,
         share: TimeShare | None = None,
     ) -> None:
-        """`owner` holds changes of `knobs` until their boundary. `share`: where the ranks and the engines have the
-        devices in turns."""
+        """`owner` puts changes of `knobs` into force at their boundary. `share`: where the ranks and the engines have
+        the devices in turns."""
         self._owner = owner
         self._knobs = knobs
         self._share = share
@@ -163,8 +161,6 @@ class TrainLoop:
         self._standby = Standby(options.standby, self._together, meter, telemetry, side.live_knobs)
         self._link = CoordinatorLink(ctx, self._publisher, self._ask)
         self._parts = PartMetrics()
-        self.last_boundary = -1
-        """Number of the boundary that was passed last; see `KnobOwner`."""
         self._may_go, self._has_order = False, asyncio.Event()  # set by whatever concerns a loop that has not begun
         self._refused = -1
         """Version that no engine could take as it was published."""
@@ -212,7 +208,7 @@ class TrainLoop:
     ) -> None:
         """From set-up to the end of the run. `live`: knobs as the checkpoint that it continues from holds them.
         `is_restart`: the gang was here before, so what was trained after `version` is undone."""
-        self.last_boundary, start_version = version - 1, version
+        start_version = version
         self.checkpoints.continue_from(version)
         await self._ctx.wait_for("coordinator", "buffer", *self._gang.names, timeout_s=self._options.setup_timeout_s)
         if version > 0 or is_restart:
@@ -351,13 +347,12 @@ class TrainLoop:
     async def _pass_step(self, version: int) -> None:
         """What was decided for the step from `version` is in force from here on."""
         with self._meter.during("wait-data", "knobs"):
-            used = await self._owner.pass_boundary("step", version, KNOBS_DECIDED_S)
+            used = await pull(self._ctx, self._owner, "step", version)
         if used:
             self.checkpoints.every = self._knobs.count("checkpoint_every")
             self.checkpoints.keep_last = self._knobs.count("keep_last")
             if self._options.publishes:
                 self._guard.every = self._knobs.count("guard_every")
-        self.last_boundary = version
 
     # -- weights
 
@@ -366,7 +361,7 @@ class TrainLoop:
         if not self._options.publishes:
             return None
         with self._meter.during("wait-weights", "knobs"):
-            await self._owner.pass_boundary("weights", made, KNOBS_DECIDED_S)
+            await pull(self._ctx, self._owner, "weights", made)
         is_due = made - self._publisher.newest >= self._knobs.count("weights_every", 1)
         return await self._publisher.publish(made) if is_due or made >= self._last else None
 

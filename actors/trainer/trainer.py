@@ -25,7 +25,7 @@ from ...core.clock import Clock
 from ...core.device_memory import MemoryCommand, MemoryReply, TenantReport
 from ...core.errors import NotReady, TrainError
 from ...core.files import naming_disk
-from ...core.knobs import KnobChange, KnobValue, KnobVote, LiveKnobs
+from ...core.knobs import KnobValue, KnobVerdict, LiveKnobs
 from ...core.messages import Scores, WeightChannel, WeightManifest
 from ...core.protocols import PendingSave, StepStats, TrainBackend
 from ...core.samples import TrainSample, TrainShard
@@ -124,9 +124,7 @@ class Trainer(OwnsKnobs, TrainerContract):
         owner = KnobOwner(
             self.ctx.name,
             () if self._options.rank else self._knobs.knobs(),
-            last_boundary=lambda: -1 if self._leader is None else self._leader.last_boundary,
-            clock=self._clock,
-            telemetry=self._telemetry,
+            self._telemetry,
         )
         owner.add(process_knobs(pace))
         return owner
@@ -348,20 +346,17 @@ class Trainer(OwnsKnobs, TrainerContract):
     async def stop_leader(self, reason: str) -> None:
         self._require_leader().stop(reason)
 
-    async def prepare_knobs(self, change: KnobChange) -> KnobVote:
-        vote = await super().prepare_knobs(change)
-        reason = self._refusal(change.values, vote.earliest) if vote.accepted else ""
-        if vote.accepted and not reason and CHANNEL in change.values:
-            reason = await refuses(self.ctx, change.values[CHANNEL], self._options.leader.refused_channels)
-        if not reason:
-            return vote
-        self.knob_owner.abort(change.epoch)
-        return KnobVote(owner=self.ctx.name, accepted=False, reason=reason)
+    async def judge_knobs(self, values: dict[str, KnobValue], at: int) -> KnobVerdict:
+        verdict = await super().judge_knobs(values, at)
+        reason = verdict.refusal or self._refusal(values, at)
+        if not reason and CHANNEL in values:
+            reason = await refuses(self.ctx, values[CHANNEL], self._options.leader.refused_channels)
+        return KnobVerdict(refusal=reason)
 
-    def _refusal(self, values: dict[str, KnobValue], earliest: int) -> str:
-        """Why values do not go together, with one another or with what is in force or waits to be. `earliest`: the step
-        that would be the first to use them."""
-        if reason := self._knobs.refuses_end(values, earliest):
+    def _refusal(self, values: dict[str, KnobValue], at: int) -> str:
+        """Why values do not go together, with one another or with what is in force or waits to be. `at`: the step that
+        would be the first to use them."""
+        if reason := self._knobs.refuses_end(values, at):
             return reason
         saves = bool(values.get("checkpoint_every"))
         if not saves and not of_ranks(values):

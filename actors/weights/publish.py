@@ -162,7 +162,7 @@ class Publisher:
 
 
 ASK_S = 5.0
-"""For rollout actors to say whether a channel reaches them; less than a vote may take."""
+"""For rollout actors to say whether a channel reaches them; less than the coordinator waits for a verdict."""
 
 
 class ChannelChoice:
@@ -244,7 +244,7 @@ async def refuses(ctx: ActorContext, channel: KnobValue, refused: Mapping[Weight
     return "; ".join(f"{CHANNEL} = {wanted}: {name}: {why}" for name, why in answers.items() if why)
 
 
-def _refusal(channel: KnobValue, refused: Mapping[WeightChannel, str]) -> str:
+def _refusal(channel: KnobValue | None, refused: Mapping[WeightChannel, str]) -> str:
     reason = refused.get(cast(WeightChannel, channel), "")
     return f"{CHANNEL} = {channel}: {reason}" if reason else ""
 

@@ -15,7 +15,7 @@ from ...actors.rollout import knobs as rollout_knobs
 from ...actors.trainer import knobs as trainer_knobs
 from ...algos.filters import GROUP_FILTERS
 from ...core.errors import ConfigError
-from ...core.knobs import ChangeReply, KnobState, KnobTable, KnobValue, Tunable
+from ...core.knobs import NUMBERED, ChangeReply, KnobState, KnobTable, KnobValue, Tunable
 from .changes import value_text
 from .numbers import clean, name_order
 
@@ -171,7 +171,7 @@ def reply_text(reply: ChangeReply) -> str:
         f"{move.name} {value_text(move.old)} -> {value_text(move.new)} ({move.owner})" for move in reply.moves[:3]
     )
     more = f" and {len(reply.moves) - 3} more" if len(reply.moves) > 3 else ""
-    numbered = any(move.boundary in ("batch", "step", "weights") for move in reply.moves)
+    numbered = any(move.boundary in NUMBERED for move in reply.moves)
     place = f", in force from step {reply.at} on" if numbered else ", in force"
     warned = "".join(f"; {clean(warning)}" for warning in reply.warnings)
     return f"change {reply.epoch}: {clean(moves)}{more}{place}{warned}" if reply.moves else f"nothing to change{warned}"

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tests.harness.decider import Decider, Outcome
 from tests.harness.manifests import manifest_of
 from tests.harness.waiting import WAIT_S, until
 
 from myxa.actors.buffer.buffer import Buffer
 from myxa.actors.buffer.filters import load_group_filters
-from myxa.actors.contracts import BufferContract, CoordinatorContract, RolloutContract
+from myxa.actors.contracts import BufferContract, RolloutContract
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.actors.monitor.monitor import Monitor
@@ -24,7 +25,7 @@ from myxa.actors.rollout.rollout import Rollout, RolloutOptions
 from myxa.actors.workflows import named
 from myxa.algos.staleness import Admission
 from myxa.core.clock import SystemClock
-from myxa.core.knobs import KnobChange, KnobCommit, KnobsInForce, KnobValue, KnobVote
+from myxa.core.knobs import KnobValue
 from myxa.core.messages import EngineStatus, SamplingParams, WeightManifest
 from myxa.core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode
 from myxa.core.samples import Message, Prompt
@@ -129,17 +130,15 @@ class GateEngine:
     async def close(self) -> None: ...
 
 
-class ToyCoordinator(CoordinatorContract):
+class ToyCoordinator(Decider):
     """Hears who is ready."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.ready: set[str] = set()
 
     async def rollout_ready(self, status: EngineStatus, epoch: int) -> None:
         self.ready.add(status.rollout)
-
-    async def knobs_in_force(self, owner: str) -> KnobsInForce:
-        return KnobsInForce()
 
 
 @dataclass
@@ -183,12 +182,9 @@ class Floor:
         assert (await self.ref(name).prepare_weights(manifest)).accepted
         assert (await self.ref(name).commit_weights(version)).accepted
 
-    async def change(self, owner: str, epoch: int, **values: KnobValue) -> KnobVote:
+    async def change(self, owner: str, epoch: int, **values: KnobValue) -> Outcome:
         ref = self.buffer if owner == "buffer" else self.ref(owner)
-        vote = await ref.prepare_knobs(KnobChange(epoch=epoch, values=values))
-        if vote.accepted:
-            await ref.commit_knobs(KnobCommit(epoch=epoch, at=0, values=values))
-        return vote
+        return await self.coordinator.change(ref, epoch, **values)
 
     async def states(self) -> dict[str, int]:
         return (await self.buffer.stats()).states

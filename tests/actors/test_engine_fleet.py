@@ -19,16 +19,11 @@ NAME = "rollout/0"
 
 
 class Conductor:
-    """`decided` holds who asks whether anything is open, `gate` an actor that joins."""
+    """`gate` holds an actor that joins."""
 
     def __init__(self) -> None:
-        self.decided = asyncio.Event()
-        self.decided.set()
         self.gate = asyncio.Event()
         self.gate.set()
-
-    async def until_decided(self) -> None:
-        await self.decided.wait()
 
     async def joined(self, owner: str) -> None:
         await self.gate.wait()
@@ -100,16 +95,15 @@ async def test_what_an_old_one_brought_in_is_not_the_new_one_s() -> None:
 
 @each_news
 async def test_one_that_ends_before_its_report_is_heard_is_not_there_and_the_next_one_is(news: PeerEvent) -> None:
-    """Neither while it waits for an open decision, nor while it is given the knobs."""
+    """While it is given the knobs."""
     place = Place()
-    for held in (place.conductor.decided, place.conductor.gate):
-        held.clear()
-        joining = asyncio.create_task(place.ready(7))
-        await asyncio.sleep(0)
-        place.fleet.gone(news)
-        held.set()
-        await joining
-        assert not place.fleet.present and place.adoption.epoch_of(NAME) == -1
+    place.conductor.gate.clear()
+    joining = asyncio.create_task(place.ready(7))
+    await asyncio.sleep(0)
+    place.fleet.gone(news)
+    place.conductor.gate.set()
+    await joining
+    assert not place.fleet.present and place.adoption.epoch_of(NAME) == -1
     await place.ready(8)
     assert list(place.fleet.present) == [NAME] and place.adoption.epoch_of(NAME) == 8
 

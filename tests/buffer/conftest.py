@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.harness.decider import Decider, Outcome
 
 from myxa.actors.buffer.buffer import Buffer
 from myxa.actors.buffer.filters import GroupFilters
@@ -20,7 +21,7 @@ from myxa.actors.monitor.monitor import Monitor
 from myxa.algos.filters import GROUP_FILTERS, SampleFilter, keep_all, learn_from_all
 from myxa.algos.staleness import Admission
 from myxa.core.clock import Clock
-from myxa.core.knobs import KnobChange, KnobCommit, KnobState, KnobValue, KnobVote
+from myxa.core.knobs import KnobState, KnobValue
 from myxa.core.messages import Assignment, DrawBlock, DrawReply, DrawRequest, GroupReturned, PutResult, SamplingParams
 from myxa.core.samples import Group, Message, Prompt, Sample
 from myxa.transport.node import Node
@@ -93,6 +94,7 @@ class Desk:
     ref: BufferContract
     data: DataContract
     buffer: Buffer
+    decider: Decider
     seen: list[Assignment] = field(default_factory=list)
     lineage: int = 1
     """Epoch of the trainer's leader; engines that say nothing else serve what it made."""
@@ -134,12 +136,9 @@ class Desk:
         self.lineage += 1
         return await self.ref.rewind(version, self.lineage)
 
-    async def change(self, epoch: int, **values: KnobValue) -> KnobVote:
-        """Prepare and, if the buffer agrees, commit."""
-        vote = await self.ref.prepare_knobs(KnobChange(epoch=epoch, values=values))
-        if vote.accepted:
-            await self.ref.commit_knobs(KnobCommit(epoch=epoch, at=0, values=values))
-        return vote
+    async def change(self, epoch: int, **values: KnobValue) -> Outcome:
+        """If the buffer agrees."""
+        return await self.decider.change(self.ref, epoch, **values)
 
     async def knobs(self) -> dict[str, KnobState]:
         return {state.tunable.name: state for state in (await self.ref.knobs()).knobs}
@@ -207,8 +206,9 @@ class Shop:
         buffer = make_buffer(self.path, run=self.run, **options)
         try:
             await node.start(Monitor(self.path.parent, ()), name="monitor")
+            await node.start(decider := Decider(), name="coordinator")
             await node.start(buffer, name="buffer")
-            yield Desk(node, node.ref(BufferContract, "buffer"), node.ref(DataContract, "buffer"), buffer)
+            yield Desk(node, node.ref(BufferContract, "buffer"), node.ref(DataContract, "buffer"), buffer, decider)
         finally:
             await node.close(grace_s=0.3)
 

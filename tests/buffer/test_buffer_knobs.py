@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import pytest
 from tests.buffer.conftest import make_group, make_sample
+from tests.harness.decider import news
 
 from myxa.actors.buffer.knobs import BufferLimits
 from myxa.actors.contracts import MonitorContract
-from myxa.core.errors import BadRequest
-from myxa.core.knobs import KnobChange, KnobCommit
 from myxa.core.messages import GroupReturned, SamplingParams
 
 WAIT_S = 20.0
@@ -83,9 +81,9 @@ async def test_values_and_their_epochs_outlive_the_buffer(shop: Any, tmp_path: P
             "temperature": (0.5, 1.0), "max_staleness": (1, 4), "num_samples": (4, 2),
         }  # fmt: skip
         assert (knobs["group_filter"].value, sheet.epoch) == ("zero_variance", 5)
-        # What the coordinator pushes to a new process changes nothing; an older change that comes late neither.
-        await desk.ref.commit_knobs(KnobCommit(epoch=5, at=0, values={"num_samples": 4}))
-        await desk.ref.commit_knobs(KnobCommit(epoch=2, at=0, values={"temperature": 9.0}))
+        # What it has already changes nothing; an older change that comes late neither.
+        desk.buffer.knob_owner.take(news(5, num_samples=4))
+        desk.buffer.knob_owner.take(news(2, temperature=9.0))
         assert (await desk.knobs())["temperature"].value == 0.5
         await desk.change(6, temperature=0.6)
         assert (await desk.draw(max_groups=1)).assignments[0].knobs == 6
@@ -106,13 +104,11 @@ async def test_a_lower_bound_says_what_it_costs_before_it_is_in_force(shop: Any)
         for assignment in first[:4]:
             await desk.put(assignment)
         await desk.train(0)
-        vote = await desk.ref.prepare_knobs(KnobChange(epoch=1, values={"max_staleness": 0}))
-        assert vote.accepted
-        assert vote.reason.startswith("4 groups"), "what it would cost"
-        assert (await desk.ref.stats()).max_staleness == 2, "prepared only"
-        await desk.ref.abort_knobs(1)
+        verdict = await desk.ref.judge_knobs({"max_staleness": 0}, 0)
+        assert not verdict.refusal
+        assert verdict.remark.startswith("4 groups"), "what it would cost"
         stats = await desk.ref.stats()
-        assert (stats.max_staleness, stats.dropped) == (2, {})
+        assert (stats.max_staleness, stats.dropped) == (2, {}), "judged only"
 
 
 REFUSED: list[dict[str, Any]] = [
@@ -128,25 +124,21 @@ REFUSED: list[dict[str, Any]] = [
     {"top_p": 0.0, "temperature": 0.5},
     {"temprature": 0.5},
     *({"stop_token_ids": text} for text in ("", "13,,", ",", "13,-1", "13," + "9" * 5000, "1" + ",1" * 64, 0.5, "320")),
+    {"temperature": 1e-6},
+    {"top_k": 0},
+    {"num_samples": 17},
 ]
-NOT_PREPARED: list[dict[str, Any]] = [{"temperature": 1e-6}, {"top_k": 0}, {"num_samples": 17}]
-"""The declaration allows these, what the run is does not."""
 
 
 async def test_what_is_refused_changes_nothing(shop: Any) -> None:
     limits = BufferLimits(min_samples=2, max_new_tokens=64, vocab_size=320)
     async with shop.open(max_staleness=2, limits=limits) as desk:
         before = await desk.ref.knobs()
-        for epoch, values in enumerate(REFUSED + NOT_PREPARED, 1):
-            vote = await desk.ref.prepare_knobs(KnobChange(epoch=epoch, values=values))
-            assert not vote.accepted, values
-            assert any(name in vote.reason for name in values), (values, vote.reason)
-            if values not in NOT_PREPARED:
-                with pytest.raises(BadRequest):
-                    await desk.ref.commit_knobs(KnobCommit(epoch=epoch, at=0, values=values))
+        for epoch, values in enumerate(REFUSED, 1):
+            outcome = await desk.change(epoch, **values)
+            assert not outcome.accepted, values
+            assert any(name in outcome.reason for name in values), (values, outcome.reason)
             assert await desk.ref.knobs() == before
-        vote = await desk.ref.prepare_knobs(KnobChange(epoch=99, values={"temprature": 0.5}))
-        assert 'did you mean "temperature"' in vote.reason
 
 
 async def test_values_that_go_together_are_judged_and_used_together(shop: Any) -> None:

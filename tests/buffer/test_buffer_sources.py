@@ -15,7 +15,6 @@ from myxa.actors.buffer.difficulty import Window
 from myxa.actors.buffer.knobs import BufferLimits
 from myxa.core.config import RunConfig
 from myxa.core.errors import DataError
-from myxa.core.knobs import KnobChange
 from myxa.launch.program import buffer_limits
 
 WAIT_S = 20.0
@@ -55,8 +54,8 @@ async def test_the_mix_is_used_from_the_next_draw_on_and_outlives_the_process(sh
 async def test_a_run_with_one_source_has_no_mix(shop: Any) -> None:
     async with shop.open() as desk:
         assert "mix" not in await knobs_of(desk)
-        vote = await desk.ref.prepare_knobs(KnobChange(epoch=1, values={"mix": "math:1"}))
-        assert not vote.accepted and "has no knob 'mix'" in vote.reason
+        vote = await desk.change(1, mix="math:1")
+        assert not vote.accepted and "no knob 'mix'" in vote.reason
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -76,7 +75,7 @@ async def test_what_is_no_mix_and_no_window_is_refused(shop: Any) -> None:
     async with shop.open(rows=mixed(code=5, math=5)) as desk:
         before = await desk.ref.knobs()
         for epoch, (values, named) in enumerate(REFUSED, 1):
-            vote = await desk.ref.prepare_knobs(KnobChange(epoch=epoch, values=values))
+            vote = await desk.change(epoch, **values)
             assert not vote.accepted and named in vote.reason, (values, vote.reason)
             assert await desk.ref.knobs() == before
 
@@ -91,9 +90,9 @@ async def test_a_window_can_be_set_where_there_are_rewards(shop: Any, kind: str)
     async with shop.open(limits=limits) as desk:
         window = {"difficulty_low", "difficulty_high", "difficulty_skips"}
         assert window & set(await knobs_of(desk)) == (set() if kind == "sft" else window)
-        vote = await desk.ref.prepare_knobs(KnobChange(epoch=1, values={"difficulty_low": 0.2, "difficulty_high": 0.8}))
+        vote = await desk.change(1, difficulty_low=0.2, difficulty_high=0.8)
         assert vote.accepted is (kind != "sft")
-        assert vote.accepted or "has no knob 'difficulty_" in vote.reason
+        assert vote.accepted or "no knob 'difficulty_" in vote.reason
 
 
 async def test_a_window_is_looked_through_within_one_draw(shop: Any) -> None:

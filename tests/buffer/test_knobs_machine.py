@@ -16,18 +16,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.buffer.conftest import NumberedRows, make_group
+from tests.harness.decider import WHO, news
 
 from myxa.actors.buffer.filters import GroupFilters
 from myxa.actors.buffer.knobs import BufferKnobs, BufferLimits
 from myxa.actors.buffer.settings import BufferValues, LiveSettings
 from myxa.actors.buffer.store import BufferStore
+from myxa.actors.coordinator.knob_decisions import Decisions, OwnerStates, draft_change
 from myxa.actors.ledger.ledger import Ledger
 from myxa.actors.ledger.states import OPEN, State
 from myxa.algos.filters import GROUP_FILTERS
 from myxa.algos.staleness import Admission
-from myxa.core.clock import SystemClock
-from myxa.core.errors import BadRequest
-from myxa.core.knobs import KnobChange, KnobCommit
+from myxa.core.errors import ConfigError
+from myxa.core.knobs import ChangeRequest
 from myxa.core.messages import Assignment, DrawRequest, GroupReturned, SamplingParams
 
 BATCH = 2
@@ -74,8 +75,7 @@ class KnobsMachine(RuleBasedStateMachine):
         )  # fmt: skip
         self.knobs = BufferKnobs(
             "buffer", live, admission, filters=tuple(GROUP_FILTERS), limits=BufferLimits(),
-            retune=self.retune, last_boundary=lambda: self.step - 1,
-            clock=SystemClock(),
+            retune=self.retune,
         )  # fmt: skip
 
     def retune(self, values: Any, epoch: int) -> None:
@@ -93,27 +93,28 @@ class KnobsMachine(RuleBasedStateMachine):
         values = {name: data.draw(CHANGES[name], label=name) for name in names}
         self.epoch += 1
         before = self.store.settings.values
-        vote = self.knobs.prepare(KnobChange(epoch=self.epoch, values=values))
-        assert self.store.settings.values == before, "prepared only"
-        if not vote.accepted:
-            assert vote.reason
-            self.knobs.abort(self.epoch)
+        roster = OwnerStates([self.knobs.sheet()], {})
+        try:
+            draft = draft_change(ChangeRequest(values=values, who=WHO), roster, Decisions("none"))
+        except ConfigError:
             return
-        self.knobs.commit(KnobCommit(epoch=self.epoch, at=0, values=values))
+        verdict = self.knobs.judge(draft.wanted["buffer"], 0)
+        assert self.store.settings.values == before, "judged only"
+        if verdict.refusal:
+            return
+        self.knobs.take(news(self.epoch, **values))
         self.in_force |= values
         self.force_epochs |= dict.fromkeys(values, self.epoch)
 
     @rule(back=st.integers(1, 3), name=st.sampled_from(sorted(CHANGES)), data=st.data())
-    def late_commit(self, back: int, name: str, data: st.DataObject) -> None:
+    def late_news(self, back: int, name: str, data: st.DataObject) -> None:
         """One that a newer change of the same knob overtook has no effect."""
         epoch = self.force_epochs.get(name, 0) - back + 1
         if epoch < 1:
             return
         before = self.store.settings.values
-        try:
-            self.knobs.commit(KnobCommit(epoch=epoch, at=0, values={name: data.draw(CHANGES[name])}))
-        except BadRequest:
-            pass
+        if epoch < self.force_epochs[name] or not self.knobs.heard:
+            self.knobs.take(news(epoch, **{name: data.draw(CHANGES[name])}))
         assert self.store.settings.values == before
 
     @rule(ahead=st.one_of(st.none(), st.integers(0, 3)))

@@ -60,7 +60,7 @@ POINTS: dict[str, tuple[str, ...]] = {
     ),
     "coordinator.version_made": (f"before {_COORDINATOR}.version_made",),
     "coordinator.adopt": ("before actors.weights.rollout_update:Adopter._bring",),
-    "coordinator.knobs_decided": ("after actors.coordinator.knob_conductor:DecisionLog.decide",),
+    "coordinator.knobs_decided": ("after actors.coordinator.knob_conductor:KnobConductor._decide",),
     "monitor.telemetry": ("before actors.monitor.monitor:Monitor.telemetry",),
 }
 """Point -> functions of `myxa`, before or after which it is (after: only if they returned something)."""

@@ -13,7 +13,7 @@ from tests.integration.trainer_room import Conductor, Room, trainer_room
 
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.weights.channels.reader import ChannelReader
-from myxa.core.knobs import KnobChange, KnobCommit, KnobValue, LiveKnob, LiveKnobs
+from myxa.core.knobs import KnobValue, LiveKnob, LiveKnobs
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -48,15 +48,23 @@ async def test_a_learning_rate_is_used_from_its_step_on_and_says_so(model: Path,
         assert (steps[2]["knob/lr"], steps[2]["knob/weight_decay"]) == (5e-4, 0.1)
 
 
-async def test_a_change_that_is_prepared_holds_the_step_until_it_is_decided(model: Path, tmp_path: Path) -> None:
-    async with trainer_room(model, tmp_path) as room:
-        vote = await room.conductor.trainer.prepare_knobs(KnobChange(epoch=1, values={"lr": 2e-3}))
-        room.data.allow(1)
-        await asyncio.sleep(1.0)
-        assert not room.conductor.reports, "a step must not be made with a value that may be another one"
-        await room.conductor.trainer.commit_knobs(KnobCommit(epoch=1, at=vote.earliest + 1, values={"lr": 2e-3}))
+async def test_a_step_waits_for_the_coordinator_that_decides_what_it_uses(model: Path, tmp_path: Path) -> None:
+    class Deciding(Conductor):
+        may_answer = asyncio.Event()
+
+        async def knobs_in_force(self, owner: str, after: int, number: int) -> LiveKnobs:
+            if number >= 0:
+                await self.may_answer.wait()
+            return await super().knobs_in_force(owner, after, number)
+
+    conductor = Deciding()
+    async with trainer_room(model, tmp_path, conductor=conductor) as room:
         room.data.allow(2)
-        steps = await room.conductor.steps(2)
+        await asyncio.sleep(1.0)
+        assert not conductor.reports, "a step must not be made with a value that may be another one"
+        assert await conductor.change(1, lr=2e-3) == 1, "the number that it asked for is not given any more"
+        conductor.may_answer.set()
+        steps = await conductor.steps(2)
         assert [s["train/lr"] for s in steps] == pytest.approx([1e-3, 2e-3])
 
 
@@ -70,7 +78,6 @@ REFUSED: list[tuple[dict[str, KnobValue], str]] = [
     ({"clip_low": 1.5}, "must be at most 1"),
     ({"minibatches": 3}, "does not divide batch_size = 4"),
     ({"decay_steps": 2}, "must be above warmup_steps = 5"),
-    ({"learning_rate": 1e-3}, "no knob 'learning_rate'"),
     ({"lr": 2e-3, "mis_low": 3.0}, "mis_low: must be below mis_high"),
 ]
 
@@ -78,9 +85,7 @@ REFUSED: list[tuple[dict[str, KnobValue], str]] = [
 async def test_what_cannot_be_is_refused_with_its_reason_and_fails_no_step(model: Path, tmp_path: Path) -> None:
     async with trainer_room(model, tmp_path, optimizer={"warmup_steps": 5}) as room:
         for epoch, (values, why) in enumerate(REFUSED, 1):
-            vote = await room.conductor.trainer.prepare_knobs(KnobChange(epoch=epoch, values=values))
-            assert not vote.accepted, values
-            assert why in vote.reason
+            assert why in await room.conductor.refused(epoch, **values)
         room.data.allow(1)
         (step,) = await room.conductor.steps(1)
         assert step["train/lr"] == pytest.approx(1e-3 / 5), "not even the good half of a bad change"
@@ -94,8 +99,7 @@ async def test_values_are_judged_together_with_those_that_wait_for_their_step(mo
         room.data.allow(1)
         (step,) = await room.conductor.steps(1)
         assert (step["knob/mis_low"], step["knob/mis_high"], step["knobs/epoch"]) == (3.0, 5.0, 2)
-        vote = await room.conductor.trainer.prepare_knobs(KnobChange(epoch=3, values={"mis_high": 2.0}))
-        assert not vote.accepted
+        await room.conductor.refused(3, mis_high=2.0)
 
 
 # -- checkpoints
@@ -183,11 +187,8 @@ async def test_the_end_of_the_run_can_be_moved_to_a_step_that_is_still_to_come(m
     async with trainer_room(model, tmp_path, num_steps=100) as room:
         room.data.allow(3)
         await room.conductor.steps(3)
-        vote = await room.conductor.trainer.prepare_knobs(KnobChange(epoch=1, values={"num_steps": 3}))
-        assert not vote.accepted
-        assert "the trainer makes version 4 next" in vote.reason
-        vote = await room.conductor.trainer.prepare_knobs(KnobChange(epoch=2, values={"num_steps": 0}))
-        assert "never end" in vote.reason
+        assert "the trainer makes version 4 next" in await room.conductor.refused(1, num_steps=3)
+        assert "never end" in await room.conductor.refused(2, num_steps=0)
         await room.conductor.change(3, num_steps=4)
         room.data.allow(100)
         await finished(room)
@@ -195,31 +196,20 @@ async def test_the_end_of_the_run_can_be_moved_to_a_step_that_is_still_to_come(m
 
 
 async def test_the_end_can_be_moved_while_the_last_step_is_made_and_not_later(model: Path, tmp_path: Path) -> None:
-    """The change is prepared in the last step and decided only when that is over: the leader waits for it, and takes
-    version 2 for no last one. The step that ends the run then is one like any other."""
-    values: dict[str, KnobValue] = {"num_steps": 4}
+    """Version 2 is not taken for the last one. The step that ends the run then is one like any other."""
     async with trainer_room(model, tmp_path, num_steps=2) as room:
-        trainer = room.conductor.trainer
         await room.conductor.change(1, weights_every=10)
-
-        async def decide(at: int) -> None:
-            await asyncio.sleep(1.0)
-            await trainer.commit_knobs(KnobCommit(epoch=2, at=at, values=values))
 
         async def when_trained(step: int) -> None:
             if step == 1:
-                vote = await trainer.prepare_knobs(KnobChange(epoch=2, values=values))
-                assert (vote.accepted, vote.earliest) == (True, 2), vote
-                room.conductor.ctx.spawn(decide(vote.earliest), name="decide")
+                assert await room.conductor.change(2, num_steps=4) == 2
 
         room.data.when_trained = when_trained
         room.data.allow(9)
         await finished(room)
         assert [r.version for r in room.conductor.reports] == [1, 2, 3, 4]
         assert room.conductor.given == [0, 4], "version 2 was not published as the last one"
-        vote = await trainer.prepare_knobs(KnobChange(epoch=3, values={"num_steps": 9}))
-        assert not vote.accepted
-        assert "the last step is made" in vote.reason, "never accepted and ignored"
+        assert "the last step is made" in await room.conductor.refused(3, num_steps=9), "never accepted and ignored"
 
 
 async def test_a_run_that_had_ended_goes_on_when_its_end_was_moved(model: Path, tmp_path: Path) -> None:
@@ -287,11 +277,7 @@ async def test_weights_go_over_to_another_channel_and_nothing_of_the_old_one_is_
     run = tmp_path / "run"
     async with trainer_room(model, run) as room:
         for epoch, (channel, why) in enumerate([("cuda_ipc", "there is no GPU"), ("smoke", "must be one of")], 1):
-            vote = await room.conductor.trainer.prepare_knobs(
-                KnobChange(epoch=epoch, values={"weight_channel": channel})
-            )
-            assert not vote.accepted
-            assert why in vote.reason
+            assert why in await room.conductor.refused(epoch, weight_channel=channel)
         room.data.allow(1)
         await room.conductor.steps(1)
         assert await room.conductor.change(3, weight_channel="disk") == 2

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tests.harness.decider import Decider
 
 from myxa.actors.backends.rank_backend import RankSettings
 from myxa.actors.backends.torch_backend.backend import TorchBackend
-from myxa.actors.contracts import BufferContract, CoordinatorContract, TrainerContract
+from myxa.actors.contracts import BufferContract, TrainerContract
 from myxa.actors.trainer.canary import CanaryOptions
 from myxa.actors.trainer.checkpoints import CheckpointOptions
 from myxa.actors.trainer.knobs import step_values
@@ -28,7 +29,7 @@ from myxa.core.clock import SystemClock
 from myxa.core.config import AlgoConfig, OptimizerConfig
 from myxa.core.errors import EngineError
 from myxa.core.files import FileEntry, describe_file
-from myxa.core.knobs import KnobChange, KnobCommit, KnobValue, LiveKnobs
+from myxa.core.knobs import KnobValue, LiveKnobs
 from myxa.core.messages import BufferStats, CanaryAnswers, Claim, GroupMeta, StepReport, WeightManifest
 from myxa.core.process import boot_id
 from myxa.core.samples import Group, Message, Prompt, Sample, ScoredSample
@@ -114,11 +115,12 @@ class Data(BufferContract):
         )  # fmt: skip
 
 
-class Conductor(CoordinatorContract):
+class Conductor(Decider):
     """Lets the leader go, takes notes, releases what is older than the newest version."""
 
     def __init__(self, restored: dict[str, KnobValue] | None = None) -> None:
         """`restored`: knobs that are changed before the leader may go, as a resumed run's are."""
+        super().__init__()
         self._restored = restored or {}
         self.reports: list[StepReport] = []
         self.given: list[int] = []
@@ -141,7 +143,7 @@ class Conductor(CoordinatorContract):
         live: LiveKnobs | None = None,
         is_leading: bool = False,
     ) -> None:
-        self.resumed = live
+        self.resumed, self.first = live, version
         await self._given(manifest)
         self.ctx.spawn(self._start(version), name="go")
 
@@ -189,12 +191,19 @@ class Conductor(CoordinatorContract):
         await self.until(lambda: len(self.reports) >= count, f"step {count}")
         return [report.metrics for report in self.reports[:count]]
 
-    async def change(self, epoch: int, **values: KnobValue) -> int:
-        """Prepare and commit; returns the boundary's number. AssertionError with the trainer's reason if it refuses."""
-        vote = await self.trainer.prepare_knobs(KnobChange(epoch=epoch, values=values))
-        assert vote.accepted, vote.reason
-        await self.trainer.commit_knobs(KnobCommit(epoch=epoch, at=vote.earliest, values=values))
-        return vote.earliest
+    async def change(self, epoch: int, **values: KnobValue) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Returns the boundary's number. AssertionError with the trainer's reason if it refuses."""
+        version = self.reports[-1].version if self.reports else self.first
+        outcome = await super().change(self.trainer, epoch, -1, version, **values)
+        assert outcome.accepted, outcome.reason
+        return outcome.at
+
+    async def refused(self, epoch: int, **values: KnobValue) -> str:
+        """Why it refuses."""
+        version = self.reports[-1].version if self.reports else self.first
+        outcome = await super().change(self.trainer, epoch, -1, version, **values)
+        assert not outcome.accepted, values
+        return outcome.reason
 
 
 class Room:

@@ -19,7 +19,7 @@ from tests.knobs.knob_maker import Desk, make_desk
 from myxa.actors.contracts import CoordinatorContract, TrainerContract
 from myxa.actors.coordinator.coordinator import Coordinator
 from myxa.actors.coordinator.options import CoordinatorOptions
-from myxa.actors.knobs.owner import OwnsKnobs
+from myxa.actors.knobs.owner import OwnsKnobs, pull
 from myxa.actors.monitor.monitor import Monitor
 from myxa.core.clock import SystemClock
 from myxa.core.knobs import ChangeReply, ChangeRequest, KnobValue, LiveKnobs, Operator
@@ -43,8 +43,7 @@ class Trainer(OwnsKnobs, TrainerContract):
         self.may_step.set()
 
     async def on_start(self) -> None:
-        self.desk: Desk = make_desk(self.ctx.name, "lr", "clip", clock=SystemClock())
-        self.desk.number = self._version - 1
+        self.desk: Desk = make_desk(self.ctx.name, "lr", "clip")
         self.knob_owner = self.desk.owner
         self.ctx.spawn(self._report_in(), name="report-in")
 
@@ -59,8 +58,7 @@ class Trainer(OwnsKnobs, TrainerContract):
     async def _lead(self, version: int) -> None:
         while True:
             await self.may_step.wait()
-            await self.knob_owner.pass_boundary("step", version, 30)
-            self.desk.number = version
+            await pull(self.ctx, self.knob_owner, "step", version)
             self.steps[version] = dict(self.desk.values)
             await asyncio.sleep(STEP_S)
             version += 1

@@ -7,7 +7,6 @@ from typing import Any
 
 from myxa.actors.knobs.owner import Knob, KnobOwner
 from myxa.core.activity import TelemetryBuffer
-from myxa.core.clock import Clock, ManualClock
 from myxa.core.knobs import KnobValue, Tunable
 
 TUNABLES: dict[str, Tunable] = {
@@ -16,9 +15,9 @@ TUNABLES: dict[str, Tunable] = {
         Tunable(name="lr", kind="float", boundary="step", owner="trainer", help="", low=0, is_low_open=True,
                 guard_factor=10.0, key="optimizer.lr"),
         Tunable(name="clip", kind="float", boundary="step", owner="trainer", help="", low=0, high=1),
-        Tunable(name="filter", kind="choice", boundary="batch", owner="buffer", help="", choices=("a", "b")),
-        Tunable(name="eta", kind="int", boundary="request", owner="buffer", help="", low=0, high=64),
-        Tunable(name="room", kind="int", boundary="now", owner="rollout", help="", low=1),
+        Tunable(name="filter", kind="choice", boundary="now", owner="buffer", help="", choices=("a", "b")),
+        Tunable(name="eta", kind="int", boundary="request", owner="buffer", help="", low=0, high=64, is_judged=True),
+        Tunable(name="room", kind="int", boundary="now", owner="rollout", help="", low=1, is_judged=True),
         Tunable(name="level", kind="text", boundary="now", owner="process", help=""),
     )
 }  # fmt: skip
@@ -32,15 +31,11 @@ class Desk:
     owner: KnobOwner
     values: dict[str, KnobValue]
     uses: list[tuple[str, KnobValue]] = field(default_factory=list[Any])
-    number: int = -1
 
 
-def make_desk(
-    name: str, *names: str, clock: Clock | None = None, telemetry: TelemetryBuffer | None = None, **first: KnobValue
-) -> Desk:
+def make_desk(name: str, *names: str, telemetry: TelemetryBuffer | None = None, **first: KnobValue) -> Desk:
     """An owner called `name` with these knobs."""
     values = {each: first.get(each, FIRST[each]) for each in names}
-    clock = clock or ManualClock()
     desk: Desk
 
     def knob(each: str) -> Knob:
@@ -50,7 +45,7 @@ def make_desk(
 
         return Knob(TUNABLES[each], lambda: values[each], use, lambda v: "unlucky" if v == 13 else "")
 
-    owner = KnobOwner(name, (), last_boundary=lambda: desk.number, clock=clock, telemetry=telemetry)
+    owner = KnobOwner(name, (), telemetry)
     desk = Desk(owner, values)
     owner.add(knob(each) for each in names)
     return desk

@@ -1,7 +1,7 @@
 """A process with one owner of knobs, that may die at a planted point of a change.
 
-Arguments: rendezvous file, directory for sockets, actor name, file for what it uses, where to die ("", "before-vote",
-"before-use", "after-use"; "late-vote": its first vote does not come in time).
+Arguments: rendezvous file, directory for sockets, actor name, file for what it uses, where to die ("", "when-judging",
+"before-use", "after-use"; "judges-late": its first verdict does not come in time).
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from tests.knobs.knob_maker import Desk, make_desk
 from myxa.actors.knobs.owner import OwnsKnobs, catch_up
 from myxa.actors.rollout.rollout import CoordinatorReport
 from myxa.core.actor import PeerEvent
-from myxa.core.clock import SystemClock
-from myxa.core.knobs import KnobChange, KnobCommit, KnobVote
+from myxa.core.knobs import KnobValue, KnobVerdict
 from myxa.core.messages import EngineStatus
 from myxa.transport.node import Node, Rendezvous
 
@@ -37,7 +36,7 @@ class Child(OwnsKnobs):
 
     async def on_start(self) -> None:
         role = self.ctx.name.partition("/")[0]
-        self.desk: Desk = make_desk(self.ctx.name, *KNOBS[role], clock=SystemClock())
+        self.desk: Desk = make_desk(self.ctx.name, *KNOBS[role])
         self.knob_owner = self.desk.owner
         if role == "buffer":
             await catch_up(self.ctx, self.knob_owner)
@@ -66,17 +65,19 @@ class Child(OwnsKnobs):
         if self._dies == point:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    async def prepare_knobs(self, change: KnobChange) -> KnobVote:
-        self._die_at("before-vote")
-        if self._dies == "late-vote":
+    async def judge_knobs(self, values: dict[str, KnobValue], at: int) -> KnobVerdict:
+        self._die_at("when-judging")
+        if self._dies == "judges-late":
             self._dies = ""
             self._uses.with_suffix(".asked").touch()
             await asyncio.sleep(60)
-        return await super().prepare_knobs(change)
+        return await super().judge_knobs(values, at)
 
-    async def commit_knobs(self, commit: KnobCommit) -> None:
+    async def knobs_decided(self, epoch: int) -> None:
+        if not epoch:
+            return  # it has just joined
         self._die_at("before-use")
-        await super().commit_knobs(commit)
+        await super().knobs_decided(epoch)
         self._die_at("after-use")
 
 

@@ -20,14 +20,14 @@ OWNED = {"buffer": "eta", "rollout/0": "room", "rollout/1": "room", "trainer/0":
 
 
 async def test_owners_that_die_in_the_middle_of_a_change(tmp_path: Path) -> None:
-    """Before the vote; then one before it uses what was decided, and another right after."""
+    """When it is asked; then one before it uses what was decided, and another right after."""
     async with open_room(tmp_path) as room:
 
         async def hold(wanted: dict[str, KnobValue]) -> None:
             for owner, knob in OWNED.items():
                 assert (await room.values(owner))[knob] == wanted[knob], owner
 
-        plan = {"buffer": "before-vote", "rollout/0": "", "rollout/1": "after-use"}
+        plan = {"buffer": "when-judging", "rollout/0": "", "rollout/1": "after-use"}
         await asyncio.gather(*(room.start(name, point) for name, point in plan.items()))
         refused = await room.change(**NEW, reason="all at once")
         assert not refused.epoch and "buffer" in refused.refused

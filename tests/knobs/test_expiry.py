@@ -3,50 +3,49 @@
 from __future__ import annotations
 
 import pytest
+from tests.harness.decider import WHO, decided
 from tests.knobs.knob_maker import Desk, make_desk
 
-from myxa.actors.coordinator.knob_decisions import Decisions, Expiries, Expiry
-from myxa.actors.coordinator.knob_plan import ChangePlan, OwnerStates, plan_change
+from myxa.actors.coordinator.knob_decisions import ChangeDraft, Decisions, OwnerStates, draft_change
 from myxa.core.errors import ConfigError
-from myxa.core.knobs import ChangeRequest, KnobCommit, KnobValue, Operator
+from myxa.core.knobs import AuditRecord, ChangeRequest, KnobValue
 
 FILE = 8
 
 
 class Run:
-    """Two rollout actors and a buffer that use every change at once; time is told."""
+    """Two rollout actors, a buffer and a trainer; time is told."""
 
     def __init__(self) -> None:
-        self.decisions, self.expiries = Decisions(), Expiries()
+        self.log: list[AuditRecord] = []
+        self.decisions = Decisions("test")
         self.desks: dict[str, Desk] = {
             "rollout/0": make_desk("rollout/0", "room", "level"),
             "rollout/1": make_desk("rollout/1", "room", "level"),
             "buffer": make_desk("buffer", "eta", "level"),
+            "trainer/0": make_desk("trainer/0", "lr"),
         }
-        self.epoch = 0
         self.now_s = 0.0
 
     @property
     def roster(self) -> OwnerStates:
         return OwnerStates([desk.owner.sheet() for desk in self.desks.values()], {})
 
-    def set(self, target: str, for_s: float = 0.0, **values: KnobValue) -> int:
-        plan = plan_change(ChangeRequest(values=values, who=Operator(), target=target), self.roster)
-        self.expiries.check(plan, self.now_s)
-        return self._make(plan, for_s=for_s)
+    def set(self, target: str, for_s: float = 0.0, for_steps: int = 0, at: int = 0, **values: KnobValue) -> int:
+        request = ChangeRequest(values=values, who=WHO, target=target, for_s=for_s, for_steps=for_steps)
+        return self._make(draft_change(request, self.roster, self.decisions), at)
 
-    def undo(self, epoch: int) -> None:
-        undone, plan = self.decisions.plan_undo(epoch, self.roster)
-        self._make(plan, undoes=undone)
+    def undo(self, epoch: int, names: frozenset[str] = frozenset(), at: int = 0) -> None:
+        self._make(self.decisions.draft_undo(epoch, self.roster, names), at)
 
     def until(self, now_s: float) -> None:
-        """As the conductor does it, in the order of time."""
-        while (due_s := self.expiries.next_s()) is not None and due_s <= now_s:
+        """As the conductor does it, in the order of time; its process may be another one by then."""
+        self.decisions = Decisions("test")
+        self.decisions.replay(self.log)
+        while (due_s := self.decisions.next_s()) is not None and due_s <= now_s:
             self.now_s = due_s
-            for expiry in self.expiries.due(0, due_s):
-                undone, plan = self.decisions.plan_undo(expiry.epoch, self.roster, expiry.names)
-                self._make(plan, undoes=undone)
-                self.expiries.done(expiry)
+            for due in self.decisions.due(0, due_s):
+                self.undo(due.epoch, due.names)
         self.now_s = now_s
 
     def rooms(self) -> tuple[KnobValue, ...]:
@@ -57,18 +56,15 @@ class Run:
 
     def _of_joiner(self, name: str) -> KnobValue:
         anew = make_desk(name, "room", "level")
-        anew.owner.take_over(self.decisions.commits_for(name))
+        anew.owner.take(self.decisions.news(name, 0))
         return anew.values["room"]
 
-    def _make(self, plan: ChangePlan, *, undoes: int = 0, for_s: float = 0.0) -> int:
-        self.epoch += 1
-        for owner, values in plan.values.items():
-            self.desks[owner].owner.commit(KnobCommit(epoch=self.epoch, at=0, values=dict(values)))
-        decided = self.decisions.decide(self.epoch, 0, 0, plan, undoes=undoes)
-        for ended in self.expiries.ended_by(plan):
-            self.decisions.lapse(ended.epoch, ended.names)
-        self.expiries.add(decided, for_steps=0, for_s=for_s, version=0, now_s=self.now_s)
-        return self.epoch
+    def _make(self, draft: ChangeDraft, at: int) -> int:
+        self.log.append(decided(draft, self.decisions.epoch + 1, at, wall_s=self.now_s))
+        self.decisions.add(self.log[-1])
+        for name, desk in self.desks.items():
+            desk.owner.take(self.decisions.news(name, desk.owner.heard))
+        return self.decisions.epoch
 
 
 @pytest.mark.parametrize("target", ["", "rollout/*"])
@@ -77,7 +73,7 @@ def test_all_actors_go_back_each_to_its_own_value(target: str) -> None:
     run.set("rollout/1", room=5)
     run.set(target, for_s=10, room=2)
     assert run.rooms() == (2, 2, 2)
-    assert set(run.expiries.words(0)) == {"room"}
+    assert run.decisions.reverts(3.0) == {"room": "in 7 s"}
     run.until(10)
     assert run.rooms() == (FILE, 5, FILE)
 
@@ -86,11 +82,11 @@ def test_all_actors_go_back_each_to_its_own_value(target: str) -> None:
 def test_a_change_of_some_of_the_actors_is_refused_until_they_went_back(outer: str, inner: str) -> None:
     run = Run()
     first = run.set(outer, for_s=10, level="DEBUG")
-    with pytest.raises(ConfigError, match="level goes back in 10 s"):
+    with pytest.raises(ConfigError, match="level goes back by itself"):
         run.set(inner, level="ERROR")
     run.undo(first)
     run.set(inner, level="ERROR")
-    assert run.expiries.next_s() is None
+    assert run.decisions.next_s() is None
 
 
 @pytest.mark.parametrize("target", ["rollout/*", ""])
@@ -98,7 +94,7 @@ def test_all_are_set_again_and_none_goes_back(target: str) -> None:
     run = Run()
     run.set("rollout/*", for_s=10, room=2)
     again = run.set(target, room=3)
-    assert run.expiries.words(0) == {}
+    assert run.decisions.reverts(0) == {}
     run.until(10)
     assert run.rooms() == (3, 3, 3)
     run.undo(again)
@@ -114,16 +110,16 @@ def test_a_time_within_a_time_leaves_nothing_behind(outer_s: float, inner_s: flo
     assert run.rooms() == (2, 2, 2)
     run.until(inner_s)
     assert run.rooms() == (FILE, FILE, FILE)
-    assert run.expiries.next_s() is None
+    assert run.decisions.next_s() is None
 
 
 def test_one_that_is_taken_back_by_hand_does_not_go_back_again() -> None:
     run = Run()
     first = run.set("rollout/*", for_s=10, room=4, level="DEBUG")
     run.set("rollout/*", level="ERROR")
-    assert set(run.expiries.words(0)) == {"room"}
+    assert set(run.decisions.reverts(0)) == {"room"}
     run.undo(first)
-    assert run.expiries.next_s() is None
+    assert run.decisions.next_s() is None
     assert (run.rooms(), run.desks["rollout/0"].values["level"]) == ((FILE, FILE, FILE), "ERROR")
     with pytest.raises(ConfigError, match="taken back before"):
         run.undo(first)
@@ -137,11 +133,26 @@ def test_a_knob_of_one_owner_may_be_set_again_by_its_name() -> None:
     assert run.desks["buffer"].values["eta"] == 2
 
 
-@pytest.mark.parametrize(("step_s", "begun_at"), [(60.0, 197), (0.5, 197), (0.1, 190), (0.01, 100)])
-def test_the_way_back_to_a_number_is_begun_early_enough_for_fast_steps(step_s: float, begun_at: int) -> None:
-    expiries = Expiries()
-    expiries.restore([Expiry(1, frozenset({"lr"}), "", due_version=197, not_before=200)], 0.0)
-    asked = (version for version in range(20, 201) if expiries.due(version, version * step_s))
-    assert next(asked) == begun_at
-    assert not expiries.due(10, 500.0), "the run fell back, and its steps are slow while it comes again"
-    assert not expiries.due(11, 900.0)
+def test_a_numbered_value_goes_back_at_its_very_number_also_after_the_trainer_was_thrown_back() -> None:
+    run = Run()
+    first = run.set("", for_steps=5, at=12, lr=2e-3)
+    assert (run.decisions.due(0, 0, 16), run.decisions.due(99, 1e9)) == ([], [])
+    assert run.decisions.reverts(0) == {"lr": "at version 17"}
+    [due] = run.decisions.due(0, 0, 17)
+    assert (due.epoch, due.names, due.at) == (first, {"lr"}, 17)
+    back = AuditRecord(
+        number=0, wall_s=0, verb="rewind", who=WHO, arguments={}, result="done", at=14, version=10,
+        decision=run.log[0].decision,
+    )  # fmt: skip
+    run.decisions.add(back)
+    assert run.decisions.due(0, 0, 17) == [due]
+    anew = make_desk("trainer/0", "lr")
+    anew.owner.take(run.decisions.news("trainer/0", 0))
+    assert anew.owner.use_due("step", 10) == {"lr": 2e-3}, "it was in force"
+    run.undo(due.epoch, due.names, due.at)
+    anew.owner.take(run.decisions.news("trainer/0", anew.owner.heard))
+    assert anew.owner.use_due("step", 16) == {}
+    assert anew.owner.use_due("step", 17) == {"lr": 1e-3}
+    live = run.decisions.live(16)
+    assert [(k.name, k.value, k.at) for k in live.knobs] == [("lr", 2e-3, 10), ("lr", 1e-3, 17)]
+    assert run.decisions.live(17).knobs == ()

@@ -1,21 +1,16 @@
-"""docs/knobs.md: its table is what the actors declare. examples/own_knob.py works."""
+"""docs/knobs.md: its table is what the actors declare."""
 
 from __future__ import annotations
 
 import ast
-import runpy
 from pathlib import Path
-from typing import cast
 
 import pytest
 
-from myxa.actors.contracts import KnobsContract
 from myxa.core.config import RunConfig
 from myxa.core.config.section import walk
 from myxa.core.errors import ConfigError
-from myxa.core.knobs import KnobChange, KnobCommit
 from myxa.launch.views.knob_table import declared, render_table, renewed
-from myxa.transport.node import Node
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "knobs.md"
@@ -23,7 +18,7 @@ REMEDY = (
     'update it: python -c "from pathlib import Path; from myxa.launch.views.knob_table import renewed; '
     "p = Path('docs/knobs.md'); p.write_text(renewed(p.read_text()))\""
 )
-MAKERS = ("Tunable", "_knob")
+MAKERS = ("_knob",)
 
 
 def names_declared_in_the_source() -> list[str]:
@@ -58,23 +53,3 @@ def test_keys_are_keys_of_the_run_file() -> None:
 def test_a_page_without_a_place_is_refused() -> None:
     with pytest.raises(ConfigError):
         renewed("# Live knobs\n")
-
-
-async def test_the_example_is_an_owner() -> None:
-    space = runpy.run_path(str(ROOT / "examples" / "own_knob.py"))
-    node = await Node.attach(name="host")
-    try:
-        judge = space["Judge"]()
-        await node.start(judge, "judge")
-        ref = cast("KnobsContract", node.ref(KnobsContract, "judge"))
-        [state] = (await ref.knobs()).knobs
-        assert (state.tunable.name, state.value) == ("length_penalty", 0.1)
-        refused = await ref.prepare_knobs(KnobChange(epoch=1, values={"length_penalty": 2.0}))
-        assert not refused.accepted
-        assert "length_penalty" in refused.reason
-        assert (await ref.prepare_knobs(KnobChange(epoch=2, values={"length_penalty": 0.5}))).accepted
-        assert judge.length_penalty == 0.1
-        await ref.commit_knobs(KnobCommit(epoch=2, at=0, values={"length_penalty": 0.5}))
-        assert judge.length_penalty == 0.5
-    finally:
-        await node.close()

@@ -18,8 +18,6 @@ from myxa.actors.knobs.owner import OwnsKnobs
 from myxa.actors.monitor.monitor import Monitor
 from myxa.algos.filters import GROUP_FILTERS
 from myxa.algos.staleness import Admission
-from myxa.core.clock import SystemClock
-from myxa.core.knobs import KnobCommit
 from myxa.core.messages import RunStatus, SamplingParams
 from myxa.transport.node import Node
 
@@ -35,15 +33,16 @@ def options(folder: Path) -> dict[str, Any]:
 
 
 class BufferThatDies(Buffer):
-    """Agrees to a change, and never hears that it was decided."""
+    """Agrees to a change, and never asks what was decided."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         self.was_told = asyncio.Event()
 
-    async def commit_knobs(self, commit: KnobCommit) -> None:
-        self.was_told.set()
-        await asyncio.Event().wait()
+    async def knobs_decided(self, epoch: int) -> None:
+        if epoch:
+            self.was_told.set()
+            await asyncio.Event().wait()
 
 
 class BufferThatComesBack(Buffer):
@@ -138,14 +137,14 @@ class Stubborn(OwnsKnobs):
         self.left = num_failures
 
     async def on_start(self) -> None:
-        self.desk: Desk = make_desk(self.ctx.name, "level", clock=SystemClock())
+        self.desk: Desk = make_desk(self.ctx.name, "level")
         self.knob_owner = self.desk.owner
 
-    async def commit_knobs(self, commit: KnobCommit) -> None:
+    async def knobs_decided(self, epoch: int) -> None:
         if self.left:
             self.left -= 1
             raise RuntimeError("not today")
-        await super().commit_knobs(commit)
+        await super().knobs_decided(epoch)
 
 
 @pytest.mark.parametrize(("num_failures", "phase"), [(2, "running"), (1000, "failed")])

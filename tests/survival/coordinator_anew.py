@@ -16,6 +16,7 @@ from tests.harness.commands import Command
 from tests.knobs.coordinator_room import STEP_S, Room, Trainer, until
 
 from myxa.actors.contracts import CoordinatorContract
+from myxa.actors.knobs.owner import pull
 from myxa.actors.monitor.monitor import Monitor
 from myxa.core.actor import PeerEvent
 from myxa.core.clock import SystemClock
@@ -64,8 +65,7 @@ class SteadyTrainer(Trainer):
 
     async def _lead(self, version: int) -> None:
         while True:
-            await self.knob_owner.pass_boundary("step", version, 30)
-            self.desk.number = version
+            await pull(self.ctx, self.knob_owner, "step", version)
             self.steps[version] = dict(self.desk.values)
             await asyncio.sleep(STEP_S)
             version = self.version = version + 1

@@ -8,11 +8,12 @@ import asyncio
 from collections.abc import Awaitable
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.knobs.coordinator_room import until
 from tests.survival.coordinator_anew import Anew, SteadyTrainer, open_anew
 
-from myxa.actors.coordinator.audit import read_audit, verify_audit
+from myxa.actors.coordinator.audit import AuditLog, read_audit, verify_audit
 from myxa.core.errors import CallError
 from myxa.core.knobs import ChangeReply, Operator
 
@@ -48,28 +49,41 @@ def _check_chain(room: Anew) -> None:
     assert not verdict.complaint, verdict
 
 
-async def test_a_change_that_was_not_decided_is_void_and_holds_nobody_up(tmp_path: Path) -> None:
+async def test_a_change_that_was_not_decided_is_none_and_one_that_was_is_made(tmp_path: Path) -> None:
     async with open_anew(tmp_path) as room:
-        await room.start("rollout/2", "late-vote")
+        await room.start("rollout/2", "judges-late")
         change = asyncio.ensure_future(_outcome(room.change(**NEW)))
-        await until(lambda: room.trainer.knob_owner.holds("step", 1 << 30), "the trainer holds the change")
-        await until(room.uses_file("rollout/2").with_suffix(".asked").exists, "the one that votes late was asked")
+        await until(room.uses_file("rollout/2").with_suffix(".asked").exists, "the one that judges late was asked")
+        stood_at = max(room.trainer.steps)
+        await asyncio.sleep(0.5)
+        assert max(room.trainer.steps) <= stood_at + 1, "no step is made that the change may be meant for"
         await room.kill()
         assert await change is None
         await room.again()
         await _steps_on(room)
-        assert not room.trainer.knob_owner.holds("step", 1 << 30)
-        assert "knob-void: change 1 (set lr = 0.002, eta = 4, room = 3) was not decided" in room.said
         await _all_have(room, OLD)
         assert not [record for record in read_audit(room.audit) if record.result == "done"]
         reply = await room.change(**NEW)
-        assert reply.epoch == 2, "a number that owners have heard is not used again"
+        assert reply.epoch == 1
         await _all_have(room, NEW)
         undone = await room.ref.undo(WHO, "", 0)
-        assert not undone.refused and undone.epoch == 3
+        assert not undone.refused and undone.epoch == 2
         await _all_have(room, OLD)
+        await _decided_and_nobody_heard(room)
         await _changes_for_a_time_end_although_their_coordinator_is_gone(room)
         _check_chain(room)
+
+
+async def _decided_and_nobody_heard(room: Anew) -> None:
+    """As if it had been killed between the audit log and the first owner: the log alone has the change."""
+    await room.kill()
+    [made] = [record for record in read_audit(room.audit) if record.epoch == 1]
+    AuditLog(room.audit).append(msgspec.structs.replace(made, epoch=3, at=0))
+    await room.again()
+    await _all_have(room, NEW)
+    undone = await room.ref.undo(WHO, "", 3)
+    assert not undone.refused and undone.epoch == 4
+    await _all_have(room, OLD)
 
 
 async def _changes_for_a_time_end_although_their_coordinator_is_gone(room: Anew) -> None:

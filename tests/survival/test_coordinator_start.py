@@ -166,16 +166,10 @@ class Away:
         raise NoSuchActor("nobody is called trainer/0")
 
 
-class Owners:
-    async def send_values(self, owner: str) -> None:
-        """It uses what is in force."""
-
-
 def rein(leader_of: Callable[[ManualClock], Any]) -> tuple[LeaderControl, Surroundings]:
-    clock, owners = ManualClock(start_s=10.0), Owners()
+    clock = ManualClock(start_s=10.0)
     around: Any = Surroundings(leader_of(clock))
-    anything: Any = owners
-    return LeaderControl(around, RunState(phase="running"), anything, clock), around
+    return LeaderControl(around, RunState(phase="running"), clock), around
 
 
 async def test_a_gang_that_is_gone_is_not_the_coordinator_s_failure() -> None:

@@ -42,7 +42,7 @@ class Gang:
         ctx: Any = self
         ranks: Any = SimpleNamespace(all=self._publish)
         knobs = TrainerKnobs({"weight_channel": "nccl"})
-        owner = KnobOwner(self.name, knobs.knobs(), last_boundary=lambda: -1, clock=SystemClock())
+        owner = KnobOwner(self.name, knobs.knobs())
         telemetry = TelemetryBuffer(self.name, SystemClock())
         nothing: Any = None
         channels = ChannelChoice(owner, lambda: "nccl", "nccl", {}, nothing, telemetry)

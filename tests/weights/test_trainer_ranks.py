@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.harness.decider import Decider
 from tests.weights.model_tensors import arrays_of, tensors_of
 from tests.weights.weight_lab import CONTEXT, VOCAB, engine_of, greedy, own_answer, serving, started
 from torch import Tensor
 
 from myxa.actors.contracts import RolloutContract
 from myxa.actors.engines.sglang.engine import SglangEngine
+from myxa.actors.knobs.owner import pull
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.trainer.checkpoints import CheckpointOptions
 from myxa.actors.trainer.step_plan import StepPlanOptions
@@ -28,7 +30,6 @@ from myxa.actors.weights.receive import TrainerSenders, channel_refusal
 from myxa.core.actor import Actor
 from myxa.core.clock import SystemClock
 from myxa.core.errors import MyxaError
-from myxa.core.knobs import KnobChange, KnobCommit
 from myxa.core.messages import WeightChannel, WeightManifest
 from myxa.core.process import boot_id
 from myxa.core.protocols import NamedArray, StepStats
@@ -107,12 +108,13 @@ class Asker(RolloutContract):
         return channel_refusal(channel, host, self.run_dir)
 
 
-async def go_over(leader: Trainer, epoch: int, channel: WeightChannel, version: int) -> WeightManifest:
+async def go_over(
+    decider: Decider, leader: Trainer, epoch: int, channel: WeightChannel, version: int
+) -> WeightManifest:
     """Turn the knob, and publish the version that it was decided for."""
-    vote = await leader.prepare_knobs(KnobChange(epoch=epoch, values={"weight_channel": channel}))
-    assert vote.accepted, vote.reason
-    await leader.commit_knobs(KnobCommit(epoch=epoch, at=version, values={"weight_channel": channel}))
-    await leader.knob_owner.pass_boundary("weights", version, 5)
+    outcome = await decider.change(leader, epoch, version, weight_channel=channel)
+    assert outcome.accepted, outcome.reason
+    await pull(leader.ctx, leader.knob_owner, "weights", version)
     assert leader._leader is not None
     return await leader._leader._publisher.publish(version)
 
@@ -180,6 +182,7 @@ async def test_stages_publish_send_and_release_together_while_they_train_and_go_
     node = await Node.attach(name="launcher/0")
     try:
         with serving(folders[0]) as server:
+            await node.start(decider := Decider(), name="coordinator")
             await node.start(first, name="trainer/0")
             await node.start(second, name="trainer/1")
             await node.start(asker, name="rollout/0")
@@ -205,21 +208,20 @@ async def test_stages_publish_send_and_release_together_while_they_train_and_go_
                 await asyncio.gather(*training)
 
                 # Nobody goes over to what an engine cannot take, or does not say.
-                wishes = [KnobChange(epoch=epoch, values={"weight_channel": "disk"}) for epoch in (1, 2)]
                 await node.start(deaf := Actor(), name="rollout/1")
-                assert "rollout/1" in (await first.prepare_knobs(wishes[0])).reason
+                assert "rollout/1" in (await decider.change(first, 1, weight_channel="disk")).reason
                 await node.stop(deaf.ctx.name, grace_s=1)
                 with monkeypatch.context() as far:
                     far.setattr("myxa.actors.weights.receive.boot_id", lambda: "elsewhere")
                     asker.run_dir = str(tmp_path)
-                    vote = await first.prepare_knobs(wishes[1])
-                assert not vote.accepted and not first.knob_owner.holds("weights", 99)
+                    vote = await decider.change(first, 2, weight_channel="disk")
+                assert not vote.accepted
                 assert f"rollout/0: is on another host than trainer/0, and {tmp_path} is not on" in vote.reason
 
                 # To folders, while the version before can still be asked for.
                 for stage in stages:
                     stage.version = 0
-                folder = await go_over(first, 3, "disk", 2)
+                folder = await go_over(decider, first, 3, "disk", 2)
                 assert (folder.channel, Path(folder.location).parent) == ("disk", tmp_path / "weights")
                 assert (await senders.plan("trainer/1", PlanRequest(version=1))).buckets
                 read, expected = await serves(engine, folder), await own_answer(folders[0])
@@ -235,7 +237,7 @@ async def test_stages_publish_send_and_release_together_while_they_train_and_go_
                 # And back, through new groups.
                 for stage in stages:
                     stage.version = 1
-                again = await go_over(first, 4, "nccl", 3)
+                again = await go_over(decider, first, 4, "nccl", 3)
                 assert again.location == "trainer/0,trainer/1"
                 assert await serves(engine, again) == sent
                 await first.release_weights(2)
