@@ -94,21 +94,25 @@ class Command(subprocess.Popen[str]):
     def __init__(
         self, words: Sequence[str], folder: Path, *, is_merged: bool = True, has_session: bool = False,
         env: Mapping[str, str] | None = None, log: IO[str] | None = None, has_stand_by: bool = True,
-        program: Path | None = None, server: str = COMMANDS,
+        program: Path | None = None, server: str = COMMANDS, streams: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """`is_merged`: what it says of errors comes with the rest of its output, which is in `log`, if there is one.
         `has_stand_by`: a run that it starts gets its first fork server from us (standing_by.py). `program`: to be run
-        with these words in place of `myxa`."""
+        with these words in place of `myxa`. `streams`: its standard streams, if the caller has them."""
         self.args, self.returncode = list(words), None
         self.stdin, self.stdout, self.stderr = None, None, None
         self._said: dict[int, bytearray] = {}
-        if log is None:
+        if streams:
+            out_end = os.dup(streams[1])
+        elif log is None:
             out, out_end = os.pipe()
             self.stdout = os.fdopen(out, "r")
         else:
             out_end = os.dup(log.fileno())
         ends = [out_end, out_end]
-        if not is_merged:
+        if streams:
+            ends[1] = os.dup(streams[2])
+        elif not is_merged:
             err, ends[1] = os.pipe()
             self.stderr = os.fdopen(err, "r")
         report, report_end = os.pipe()
@@ -119,7 +123,7 @@ class Command(subprocess.Popen[str]):
         }  # fmt: skip
         with open(os.devnull) as nothing:
             ask_for_server(server)
-            _servers[server].start(request, [nothing.fileno(), *ends, report_end])
+            _servers[server].start(request, [*(streams[:1] or [nothing.fileno()]), *ends, report_end])
         for end in {*ends, report_end}:
             os.close(end)
         self._told = b""
