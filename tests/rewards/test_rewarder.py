@@ -17,6 +17,7 @@ import pytest
 from tests.harness.waiting import until_gone
 from tests.rewards.world import answer, failure, rewarder
 
+from myxa.actors.rewards import pool
 from myxa.actors.rewards import rewarder as rewarder_module
 from myxa.actors.rewards.guard import ErrorBudget
 from myxa.actors.rewards.pool import RewardWorker
@@ -144,6 +145,15 @@ async def test_own_functions_run_in_threads_the_loop_or_processes(code: str) -> 
         outcomes = await asyncio.gather(*(made.score(answer("pid")) for _ in range(8)))
         pids = {int(outcome.parts["pid"]) for outcome in outcomes}
         assert pids == set(made.worker_pids) and 1 <= len(pids) <= 2 and os.getpid() not in pids
+
+
+async def test_quick_calls_are_served_by_the_workers_that_are_there_while_others_start(
+    code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "STARTS_AT_ONCE", 1)
+    async with rewarder(f"{code}:act", workers=6) as made:
+        await asyncio.gather(*(made.score(answer("pid")) for _ in range(6)))
+        assert len(made.worker_pids) < 6
 
 
 async def test_named_arguments_and_pattern_reach_an_own_function(code: str) -> None:
