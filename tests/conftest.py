@@ -24,7 +24,8 @@ from types import ModuleType
 import psutil
 import pytest
 from hypothesis import HealthCheck, settings
-from tests.harness.commands import close_server
+from tests.harness.commands import close_servers, processes_below
+from tests.harness.forked_workers import WORKER, ForkedWorkers
 from tests.harness.own_segments import own_segments
 from tests.harness.pending_tasks import pending_tasks
 
@@ -32,9 +33,25 @@ MARK = "MYXA_TEST_SESSION"
 PATIENCE_S = 10.0
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 GPU = BENCH / "gpu"
-KEPT = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "command_server.py", "forked_ranks.py")
-"""Helpers of Python's, and those that commands and ranks are forked from: one of each per process, they end with it. A
-command that was forked looks like itself."""
+KEPT = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "command_server.py")
+"""Helpers of Python's, and those that commands are forked from, which end with the session. A command that was forked
+looks like itself."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--workers", type=int, default=0, help="forked processes that share the files of tests")
+
+
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    count = session.config.getoption("--workers")
+    if not count or session.config.option.collectonly or session.testsfailed:
+        return None
+    ForkedWorkers(session, make_temporary_folder, remove_temporary_folder).run(count)
+    return True
+
+
+def remove_temporary_folder() -> None:
+    shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -54,8 +71,12 @@ def pytest_configure(config: pytest.Config) -> None:
             signal.signal(sig, lambda *_: None)
     if not is_xdist_worker():
         os.environ[MARK] = uuid.uuid4().hex  # inherited by every process that a test starts
-    # Run-time folders of this process only; pytest's own folders stay where they are looked for after a failure.
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    make_temporary_folder()
+
+
+def make_temporary_folder() -> None:
+    """Of this process only; pytest's own folders stay where they are looked for after a failure."""
     folder = tempfile.mkdtemp(prefix="t-", dir=os.environ["PYTEST_DEBUG_TEMPROOT"])
     os.environ["TMPDIR"] = tempfile.tempdir = folder
 
@@ -83,16 +104,20 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
 
 def is_xdist_worker() -> bool:
     """One of several processes that share the files of tests among them (`make test`)."""
-    return "PYTEST_XDIST_WORKER" in os.environ
+    return WORKER in os.environ
 
 
 def left_processes() -> set[str]:
-    """Children of this process, zombies included."""
+    """Below this process, zombies included, and the commands that it had started, which a server forks."""
+    own = WORKER, os.environ.get(WORKER)
     left: set[str] = set()
-    for child in psutil.Process().children(recursive=True):
+    below = set(psutil.Process().children(recursive=True))
+    for child in below | set(processes_below(os.getppid()) if own[1] else []):
         try:
             line = " ".join(child.cmdline()) or child.name()
             state = child.status()
+            if child not in below and (state == psutil.STATUS_ZOMBIE or own not in child.environ().items()):
+                continue
         except psutil.NoSuchProcess:
             continue
         if not any(name in line for name in KEPT):
@@ -135,8 +160,8 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.hookimpl(trylast=True)  # after the workers have ended
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    close_server()
-    shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
+    close_servers()
+    remove_temporary_folder()
     if is_xdist_worker():
         return
     mark = f"{MARK}={os.environ[MARK]}".encode()

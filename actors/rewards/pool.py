@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -35,6 +36,8 @@ from .worker_messages import (
 )
 
 CAUSE_CHARS = 2000
+STARTS_AT_ONCE = os.cpu_count() or 1
+"""Reward workers that import at the same time."""
 
 
 class RewardWorker(UserProcess):
@@ -54,7 +57,8 @@ class RewardWorker(UserProcess):
 
 
 class RewardPool:
-    """At most `size` workers, started when they are first needed."""
+    """At most `size` workers, started when they are first needed; at most one a core starts at a time, for a start is
+    all imports: calls meanwhile wait for it, or for a worker that is done."""
 
     def __init__(self, size: int, spec: RewardWorkerSpec) -> None:
         self._spec = spec
@@ -62,8 +66,10 @@ class RewardPool:
         self._room = asyncio.Semaphore(size)
         self._workers: set[RewardWorker] = set()
         self._idle: list[RewardWorker] = []
+        self._num_starting = 0
+        self._changed = asyncio.Event()
+        """Set, and made anew, when a worker is idle or a start is over."""
         self._is_closed = False
-        self.num_started = 0
 
     async def score(self, answers: Answers, timeout_s: float) -> Outcomes:
         """Judge what belongs into one call. Raises BadReward if the function fails, hangs or ends its process twice;
@@ -93,6 +99,7 @@ class RewardPool:
         finally:
             if worker not in self._idle:
                 worker.kill()
+            self._tell_changed()
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -108,19 +115,31 @@ class RewardPool:
         self._workers.clear()
         self._idle.clear()
 
+    def _tell_changed(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
     async def _take(self) -> RewardWorker:
-        while self._idle:
-            worker = self._idle.pop()
-            if worker.is_alive:
-                return worker
-        return await self._start()
+        while True:
+            while self._idle:
+                worker = self._idle.pop()
+                if worker.is_alive:
+                    return worker
+            if self._num_starting < STARTS_AT_ONCE:
+                break
+            await self._changed.wait()
+        self._num_starting += 1
+        try:
+            return await self._start()
+        finally:
+            self._num_starting -= 1
+            self._tell_changed()
 
     async def _start(self) -> RewardWorker:
         if self._is_closed:
             raise BadReward("was called after the rewarder was closed")
         await self._forget_dead()
         worker = await RewardWorker.start()
-        self.num_started += 1
         if self._is_closed:  # while it was being started: no other code will wait for its end
             worker.kill()
             await worker.gone()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import select
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,13 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.harness.commands import MEGATRON, Command
 
 from myxa.actors.backends.torch_backend.backend import TorchBackend
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.launch.nodes.rendezvous import quiet_port
 
 PROGRAM = Path(__file__).with_name("gang_rank.py")
-FORKED = Path(__file__).with_name("forked_ranks.py")
+RANK_GANG = Path(__file__).with_name("rank_gang.py")
 SPEC = importlib.util.spec_from_file_location("gang_rank", PROGRAM)
 assert SPEC is not None
 assert SPEC.loader is not None
@@ -99,18 +98,12 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[tup
 
 
 @pytest.fixture(scope="session")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[tuple[int, str]]]]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[tuple[int, str]]]:
     """Runs that many ranks of a program to their end: [(exit status, output)]. All are forked from one process, which
     has imported what they need: importing Megatron takes longer than most gangs run."""
     scratch = tmp_path_factory.mktemp("ranks")
     # Megatron imports wandb where it is installed, which leaves folders
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(scratch)}
-    server = subprocess.Popen(
-        [sys.executable, str(FORKED)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
-    )
-    assert server.stdin is not None
-    assert server.stdout is not None
-    requests, answers = server.stdin, server.stdout
 
     def run_all(
         num_ranks: int, program: Path, *arguments: str, timeout_s: float = RANK_TIMEOUT_S
@@ -120,19 +113,16 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., li
             "program": str(program), "arguments": arguments, "num_ranks": num_ranks, "limit_s": timeout_s,
             "folder": str(folder),
         }  # fmt: skip
-        requests.write(json.dumps(request) + "\n")
-        requests.flush()
-        assert select.select([answers], [], [], timeout_s + LOAD_S)[0], f"{program.name} and its server do not end"
-        statuses = json.loads(answers.readline())
-        assert isinstance(statuses, list), f"{program.name} cannot be loaded:\n{statuses}"
+        gang = Command([json.dumps(request)], folder, is_merged=False, env=env, program=RANK_GANG, server=MEGATRON)
+        try:
+            statuses, said = gang.communicate(timeout=timeout_s + LOAD_S)
+        finally:
+            gang.kill()
+        assert gang.returncode == 0, f"{program.name} cannot be loaded:\n{said}"
         said = [(folder / f"rank{rank}.log").read_text(errors="replace") for rank in range(num_ranks)]
-        return list(zip(statuses, said, strict=True))
+        return list(zip(json.loads(statuses), said, strict=True))
 
-    yield run_all
-    requests.close()
-    answers.close()
-    server.kill()
-    server.wait()
+    return run_all
 
 
 @pytest.fixture(scope="session")

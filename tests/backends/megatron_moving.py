@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron_steps import as_program, preload, sibling  # noqa: F401 -- preload: for forked_ranks.py
+from megatron_steps import as_program, preload, sibling  # noqa: F401 -- preload: for rank_gang.py
 
 
 class Shelf:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import os
 import random
 import sys
 from pathlib import Path
@@ -96,5 +97,5 @@ async def main(order: dict) -> int:
 
 if __name__ == "__main__":
     told = json.loads(sys.argv[1])
-    die_with_parent(told["parent"])
+    die_with_parent(os.getppid())
     sys.exit(asyncio.run(main(told)))

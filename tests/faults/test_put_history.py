@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import shutil
-import sys
 import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 
 import pytest
 from tests.faults.put_history import History, faults_of
+from tests.harness.programs import Program, start_program
 
 from myxa.actors.contracts import BufferContract
 from myxa.core.errors import CallError
@@ -75,7 +74,7 @@ class Arena:
         self.seed = seed
         self.folder = folder
         self.sockets = tempfile.mkdtemp(prefix="h-")
-        self.processes: dict[str, asyncio.subprocess.Process] = {}
+        self.processes: dict[str, Program] = {}
         self.kills: dict[str, int] = dict.fromkeys(("buffer", *PRODUCERS), 0)
         self.history = History()
         self.step = 0
@@ -89,10 +88,8 @@ class Arena:
             await self.start(name)
 
     async def start(self, name: str) -> None:
-        order = {
-            "name": name, "folder": str(self.folder), "sockets": self.sockets, "seed": self.seed, "parent": os.getpid()
-        }  # fmt: skip
-        self.processes[name] = await asyncio.create_subprocess_exec(sys.executable, str(CHILD), json.dumps(order))
+        order = {"name": name, "folder": str(self.folder), "sockets": self.sockets, "seed": self.seed}
+        self.processes[name] = await start_program(CHILD, json.dumps(order))
 
     async def kill(self, name: str) -> None:
         """SIGKILL, the report that a launcher makes, and the next incarnation."""

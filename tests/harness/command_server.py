@@ -1,14 +1,15 @@
 """A process that has imported what `myxa` imports, and is forked into one command after the other: a program for the
 tests.
 
-    python command_server.py DESCRIPTOR ROOM
+    python command_server.py DESCRIPTOR ROOM [MODULE ...]
 
 A suite starts `myxa` hundreds of times, and most of what a short run computes is imports: the launcher's, and those of
 the fork server that its actors are forked from (torch). A request on the socket DESCRIPTOR is the words, folder and
 variables of one command as JSON, with its standard streams and a pipe. Each gets a process of its own, whose parent
 writes its process id and then its exit status into the pipe: what runs is `python -m myxa.launch` from its first line,
 on its own streams, signals and session; or a program of the tests that needs the same imports. What starts a run has a
-child that stands by to be its first fork server (standing_by.py). ROOM is overwritten by what a command looks like.
+child that stands by to be its first fork server (standing_by.py). ROOM is overwritten by what a command looks like;
+MODULEs are imported too.
 Ends when the socket is closed.
 """
 
@@ -24,8 +25,10 @@ import runpy
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import traceback
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,6 +96,7 @@ def fork(request: Request, tests: socket.socket, streams: list[int], report: int
     os.chdir(request.folder)
     os.environ.clear()
     os.environ.update(request.env)
+    tempfile.tempdir = None
     paths = request.env.get("PYTHONPATH", "").split(os.pathsep)
     own = [str(Path(request.program).parent), sys.path[0]] if request.program else [request.folder]
     sys.path[:1] = [*own, *(path for path in paths if path and path not in sys.path)]
@@ -135,6 +139,9 @@ def main() -> None:
         sys.path.append(str(BACKENDS))
         importlib.import_module("megatron_on_cpu").install()  # for runs with its trainer; nothing has imported it yet
         sys.path.remove(str(BACKENDS))
+    with warnings.catch_warnings(action="ignore"):
+        for module in sys.argv[3:]:
+            importlib.import_module(module)
     compile_loaded()
     make_parser()  # what it compiles at first is kept
     problem = unfit()

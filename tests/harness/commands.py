@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,6 +23,8 @@ import psutil
 from myxa.launch.worker_spec import server_env
 
 ROOM = 1024
+COMMANDS, MEGATRON = "commands", "megatron"
+"""Servers: of what `myxa` imports; of Megatron too, for gangs of its ranks."""
 SERVER = Path(__file__).with_name("command_server.py")
 FORK_S = 60.0
 """Time for the server's imports, on a machine that does much else, and for the fork."""
@@ -32,42 +34,50 @@ TOLD = 3000
 
 
 class _Server:
-    """Made when it is first needed, and again after it was closed."""
+    """One that commands are forked from. Begun when it is first needed; forked workers share it (forked_workers.py)."""
 
-    def __init__(self) -> None:
-        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def __init__(self, *modules: str) -> None:
+        self._ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._modules = modules
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def begin(self) -> None:
+        """Unless it runs. Requests that came before are read then."""
+        if self.process is not None and self.process.poll() is None:
+            return
         env = {**server_env(os.environ), "OPENBLAS_NUM_THREADS": "1"}  # what is forked has one thread
+        room = "." * (ROOM - sum(len(module) + 1 for module in self._modules))
         self.process = subprocess.Popen(
-            [sys.executable, str(SERVER), str(theirs.fileno()), "." * ROOM],
-            pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=env, cwd="/",
+            [sys.executable, str(SERVER), str(self._theirs.fileno()), room, *self._modules],
+            pass_fds=[self._theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=env, cwd="/",
         )  # fmt: skip
-        theirs.close()
 
     def start(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
         socket.send_fds(self._ours, [json.dumps(request).encode()], descriptors)
 
     def close(self) -> None:
-        self._ours.shutdown(socket.SHUT_RDWR)  # whoever else was forked from us has it too
+        if self.process is not None:
+            self._ours.shutdown(socket.SHUT_RDWR)  # whoever else was forked from us has it too
+            self.process.wait(FORK_S)
         self._ours.close()
-        self.process.wait(FORK_S)
+        self._theirs.close()
 
 
-_server: _Server | None = None
+_servers = {COMMANDS: _Server(), MEGATRON: _Server("myxa.actors.backends.megatron.backend")}
 
 
-def close_server() -> None:
-    """At the end of a session, or where it shall be made anew. Commands that still run are left alone, and found."""
-    global _server
-    if _server is not None:
-        _server.close()
-        _server = None
+def begin_server(kind: str) -> None:
+    _servers[kind].begin()
 
 
-def _running_server() -> _Server:
-    global _server
-    if _server is None or _server.process.poll() is not None:
-        _server = _Server()
-    return _server
+ask_for_server: Callable[[str], None] = begin_server
+"""Called before each request. A forked worker asks the first process, which begins the server for all."""
+
+
+def close_servers() -> None:
+    """At the end of a session. Commands that still run are left alone, and found."""
+    for server in _servers.values():
+        server.close()
 
 
 def processes_below(pid: int) -> list[psutil.Process]:
@@ -84,21 +94,25 @@ class Command(subprocess.Popen[str]):
     def __init__(
         self, words: Sequence[str], folder: Path, *, is_merged: bool = True, has_session: bool = False,
         env: Mapping[str, str] | None = None, log: IO[str] | None = None, has_stand_by: bool = True,
-        program: Path | None = None,
+        program: Path | None = None, server: str = COMMANDS, streams: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """`is_merged`: what it says of errors comes with the rest of its output, which is in `log`, if there is one.
         `has_stand_by`: a run that it starts gets its first fork server from us (standing_by.py). `program`: to be run
-        with these words in place of `myxa`."""
+        with these words in place of `myxa`. `streams`: its standard streams, if the caller has them."""
         self.args, self.returncode = list(words), None
         self.stdin, self.stdout, self.stderr = None, None, None
         self._said: dict[int, bytearray] = {}
-        if log is None:
+        if streams:
+            out_end = os.dup(streams[1])
+        elif log is None:
             out, out_end = os.pipe()
             self.stdout = os.fdopen(out, "r")
         else:
             out_end = os.dup(log.fileno())
         ends = [out_end, out_end]
-        if not is_merged:
+        if streams:
+            ends[1] = os.dup(streams[2])
+        elif not is_merged:
             err, ends[1] = os.pipe()
             self.stderr = os.fdopen(err, "r")
         report, report_end = os.pipe()
@@ -108,7 +122,8 @@ class Command(subprocess.Popen[str]):
             "has_session": has_session, "has_stand_by": has_stand_by, "program": str(program or ""),
         }  # fmt: skip
         with open(os.devnull) as nothing:
-            _running_server().start(request, [nothing.fileno(), *ends, report_end])
+            ask_for_server(server)
+            _servers[server].start(request, [*(streams[:1] or [nothing.fileno()]), *ends, report_end])
         for end in {*ends, report_end}:
             os.close(end)
         self._told = b""

@@ -41,7 +41,7 @@ class Sampler:
 
     def _look_forever(self) -> None:
         pids: dict[str, int] = {}
-        while not self._ends.wait(0.005):
+        while not self._ends.wait(0.01):
             for name in (*self.trainers, *self.rollouts):
                 if name not in pids and (found := _pids(self.launcher_pid, name)):
                     pids[name] = found[-1]

@@ -50,8 +50,8 @@ def steps_done(run_dir: Path) -> int:
 def test_launched_servers_are_profiled_and_replaced_and_never_serve_what_they_do_not_have(job: Job) -> None:
     env = f'{{PYTHONPATH="{STAND_IN}", TORCHINDUCTOR_CACHE_DIR="{job.folder / "cache"}"}}'  # torch's profiler makes one
     run = job.start(
-        *LAUNCHES, f"roles.rollout.env={env}", "run.num_steps=400", "roles.rollout.count=2", "guard.every=1",
-        *job.paced(),
+        *LAUNCHES, f"roles.rollout.env={env}", "run.num_steps=400", "roles.rollout.count=2",
+        *job.paced(2.0),
     )  # fmt: skip
     try:
         wait_until(lambda: (job.folder / "runs").exists() and any(job.run_dir().iterdir()), "a run directory")
@@ -68,7 +68,7 @@ def test_launched_servers_are_profiled_and_replaced_and_never_serve_what_they_do
         at_loss = steps_done(run_dir)
         wait_until(lambda: len(events(run_dir, "engine-joined")) == 3, "the server is replaced")
         wait_until(lambda: len([e for e in events(run_dir, "weights-adopted") if e["source"] == name]) > 1, "adoption")
-        wait_until(lambda: steps_done(run_dir) > at_loss + 5, "the run goes on")
+        wait_until(lambda: steps_done(run_dir) > at_loss + 2, "the run goes on")
     finally:
         run.send_signal(signal.SIGINT)
         text, _ = run.communicate(timeout=60)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.harness.programs import Program, start_program
 from tests.harness.waiting import until
 from tests.knobs.knob_maker import Desk, make_desk
 
@@ -75,7 +75,7 @@ class Room:
     node: Node
     coordinator: Coordinator
     trainer: Trainer
-    children: dict[str, asyncio.subprocess.Process] = field(default_factory=dict[str, Any])
+    children: dict[str, Program] = field(default_factory=dict[str, Program])
 
     @property
     def ref(self) -> CoordinatorContract:
@@ -93,8 +93,7 @@ class Room:
     async def start(self, name: str, dies: str = "") -> None:
         """A process with that owner, up and ready."""
         words = [str(self.folder / "rdzv.json"), self.sockets, name, str(self.uses_file(name)), dies]
-        script = str(Path(__file__).with_name("owner_child.py"))
-        self.children[name] = await asyncio.create_subprocess_exec(sys.executable, script, *words)
+        self.children[name] = await start_program(Path(__file__).with_name("owner_child.py"), *words)
         count = len(self.uses(name))
         await until(lambda: len(self.uses(name)) > count and name in self.node.peers(name), f"{name} at work")
 

@@ -88,10 +88,23 @@ class Room:
         return json.loads(path.read_text())
 
 
+SMALL_SETS = """
+import sys
+if "myxa.launch.nodes.fork_server" in sys.orig_argv:
+    from dataclasses import replace
+    from myxa.launch.nodes import preloads
+    small = {"light": ("myxa.launch.worker", "safetensors"), "torch": ("ssl",)}
+    sets = preloads.PRELOAD_SETS
+    preloads.PRELOAD_SETS = {name: replace(kit, modules=small.get(name, kit.modules)) for name, kit in sets.items()}
+"""
+"""Servers that import little, where what they import is not looked at."""
+
+
 @pytest.fixture
 def enter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(HERE)]))
     (tmp_path / "run.toml").write_text(RUN_TOML)
+    (tmp_path / "sitecustomize.py").write_text(SMALL_SETS)
 
     @asynccontextmanager
     async def open_room() -> AsyncIterator[Room]:
@@ -117,6 +130,7 @@ Enter = Callable[[], Any]
 @pytest.mark.usefixtures("null_device")
 async def test_a_forked_actor_is_as_a_fresh_interpreter(enter: Enter):
     async with enter() as room:
+        (room.folder / "sitecustomize.py").unlink()
         one, other = await room.forked(actor("rollout/0")), room.fresh(actor("rollout/1"))
         assert await one.wait(WAIT_S)
         assert await other.wait(WAIT_S)
@@ -162,6 +176,7 @@ async def an_exit_is_that_of_an_interpreter(room: Room, said: str, status: int, 
 
 async def test_forks_use_the_threads_of_their_role_and_draw_different_numbers(enter: Enter):
     async with enter() as room:
+        (room.folder / "sitecustomize.py").unlink()
         one, other = await room.forked(actor("rollout/0", threads=2), TORCH), room.fresh(actor("rollout/1", threads=2))
         sibling = await room.forked(actor("rollout/2"), TORCH)
         for child in (one, other, sibling):
@@ -232,11 +247,14 @@ async def test_who_is_not_wanted_any_more_does_not_begin(enter: Enter):
         assert await (await room.forked(actor("rollout/1"))).wait(WAIT_S), "the server goes on"
 
 
-STARTS_A_THREAD = """
-import sys, threading, time
+STARTS_A_THREAD = (
+    SMALL_SETS
+    + """
+import threading, time
 if "myxa.launch.nodes.fork_server" in sys.orig_argv:
     threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 """
+)
 SPOILT = {
     "an import started 1 threads": ("sitecustomize.py", STARTS_A_THREAD),
     "ImportError: none today": ("safetensors.py", 'raise ImportError("none today")'),
@@ -261,6 +279,7 @@ async def test_what_cannot_be_forked_is_not(enter: Enter, caplog: pytest.LogCapt
 async def test_a_kit_that_cannot_be_forked_leaves_its_base(enter: Enter, caplog: pytest.LogCaptureFixture):
     async with enter() as room:
         (room.folder / "torch.py").write_text('raise ImportError("none today")')
+        (room.folder / "sitecustomize.py").write_text(SMALL_SETS.replace("ssl", "torch"))
         for n in range(2):
             assert await (await room.forked(actor(f"rollout/{n}"), TORCH)).wait(WAIT_S)
         assert [end[0] for end in room.ends] == ["rollout/0", "rollout/1"]
@@ -269,11 +288,14 @@ async def test_a_kit_that_cannot_be_forked_leaves_its_base(enter: Enter, caplog:
     assert told == ["actors with preload set torch are not forked any more: ImportError: none today"]
 
 
-SLOW_LIGHT = """
-import sys, time
+SLOW_LIGHT = (
+    SMALL_SETS
+    + """
+import time
 if "myxa.launch.nodes.fork_server" in sys.orig_argv:
     time.sleep({seconds})
 """
+)
 
 
 async def test_a_kit_whose_base_is_slow_is_not_given_up(
@@ -282,7 +304,7 @@ async def test_a_kit_whose_base_is_slow_is_not_given_up(
     """Starts go without the server meanwhile, however often; when it is ready it is used."""
     impatient = {name: replace(kit, patience_s=0.1) for name, kit in fork_server_pool.PRELOAD_SETS.items()}
     async with enter() as room:
-        (room.folder / "sitecustomize.py").write_text(SLOW_LIGHT.format(seconds=2))
+        (room.folder / "sitecustomize.py").write_text(SLOW_LIGHT.replace("{seconds}", "2"))
         with monkeypatch.context() as patched:
             patched.setattr(fork_server_pool, "PRELOAD_SETS", impatient)
             for _ in range(fork_server_pool.MAX_ENDS + 1):

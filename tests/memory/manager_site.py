@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+from tests.harness.programs import Program, start_program
 from tests.memory.manager_toys import CAPACITY, TAGS, MortalAgent, MortalManager, ToyContract, node_of
 
 from myxa.actors.contracts import MemoryContract
@@ -32,7 +32,7 @@ class Site:
         self.node = node
         self.members = members
         """Actor name -> (gang, devices by commas)."""
-        self.children: dict[str, asyncio.subprocess.Process] = {}
+        self.children: dict[str, Program] = {}
         self.devices = sorted({device for _, devices in members.values() for device in devices.split(",")})
         self.managers = [f"memory/{node}" for node in sorted({0, *map(node_of, self.devices)})]
         """The manager, and its agents."""
@@ -41,14 +41,13 @@ class Site:
         self.peak_rss: dict[str, int] = dict.fromkeys(self.devices, 0)
         self.num_samples = 0
         self._is_sampling = False
-        self._spare: asyncio.subprocess.Process | None = None
+        self._spare: Program | None = None
 
     async def start(self, name: str) -> None:
         """As a process that was waiting for it; the next one begins to wait."""
         gang, device = self.members.get(name, ("memory", ",".join(self.devices)))
         child = self._spare or await self._spawn()
         self._spare = None
-        assert child.stdin is not None
         orders = (str(self.folder / "rdzv.json"), str(self.folder), name, gang, device)
         child.stdin.write(" ".join(orders).encode() + b"\n")
         await child.stdin.drain()
@@ -58,8 +57,8 @@ class Site:
         """Have one process wait."""
         self._spare = self._spare or await self._spawn()
 
-    async def _spawn(self) -> asyncio.subprocess.Process:
-        return await asyncio.create_subprocess_exec(sys.executable, str(TOYS), stdin=asyncio.subprocess.PIPE)
+    async def _spawn(self) -> Program:
+        return await start_program(TOYS)
 
     async def until_gone(self, name: str, timeout_s: float = 20.0) -> int:
         """The child has ended; tells the registry, as a launcher would."""
@@ -78,8 +77,6 @@ class Site:
                 child.kill()
         for child in self.children.values():
             await child.wait()
-            assert child.stdin is not None
-            child.stdin.close()
         await self.node.close(grace_s=0.5)
 
     @property

@@ -26,7 +26,6 @@ from myxa.memory.arenas.host_vmm import HostDevice, HostVmmDriver, device_bytes,
 from myxa.memory.arenas.tensors import empty_tensor, empty_tensors
 
 MIB = 1 << 20
-PID = os.getpid()
 SEED = 20261120
 
 
@@ -67,7 +66,7 @@ def backing(arena: Arena) -> dict[str, str]:
 
 
 def held(device: str = "host:7") -> int:
-    return device_bytes([PID], device)
+    return device_bytes([os.getpid()], device)
 
 
 def is_near(measured: int, wanted: int) -> bool:
@@ -85,18 +84,18 @@ def seeded(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def test_released_memory_is_really_gone_and_comes_back_the_same_at_the_same_place(arena: Arena):
-    before = rss_shmem(PID)
+    before = rss_shmem(os.getpid())
     wanted = seeded((16 * MIB,))
     tensor = empty_tensor(arena, "optimizer", (16 * MIB,), torch.float32)
     tensor.copy_(wanted)
     view = tensor[1000:2000].view(10, 100)
     address, digest = tensor.data_ptr(), arena.digest("optimizer")
     assert held() == 64 * MIB
-    assert is_near(rss_shmem(PID) - before, 64 * MIB)
+    assert is_near(rss_shmem(os.getpid()) - before, 64 * MIB)
     for _ in range(3):
         moved = arena.release(["optimizer"])
         assert held() == 0, "no page of it is in memory"
-        assert is_near(rss_shmem(PID), before)
+        assert is_near(rss_shmem(os.getpid()), before)
         assert moved.copied_bytes + moved.dropped_bytes == 64 * MIB
         assert arena.digest("optimizer") == digest, "of the host copy"
         assert arena.restore(["optimizer"]).copied_bytes == 64 * MIB
@@ -104,7 +103,7 @@ def test_released_memory_is_really_gone_and_comes_back_the_same_at_the_same_plac
         assert torch.equal(tensor, wanted)
         assert torch.equal(view.flatten(), wanted[1000:2000])
         assert arena.digest("optimizer") == digest
-        assert is_near(rss_shmem(PID) - before, 64 * MIB)
+        assert is_near(rss_shmem(os.getpid()) - before, 64 * MIB)
 
 
 TOUCH = """
@@ -164,7 +163,7 @@ def test_nothing_piles_up_over_many_cycles(arena: Arena):
 
 
 def test_close_leaves_nothing():
-    fds, threads, shmem = num_fds(), threading.active_count(), rss_shmem(PID)
+    fds, threads, shmem = num_fds(), threading.active_count(), rss_shmem(os.getpid())
     arena = make()
     tensors = empty_tensors(arena, "optimizer", [((MIB,), torch.float32)] * 4)
     empty_tensor(arena, "context", (MIB,), torch.float32)
@@ -174,7 +173,7 @@ def test_close_leaves_nothing():
     arena.close()
     arena.close()
     assert (num_fds(), threading.active_count()) == (fds, threads)
-    assert is_near(rss_shmem(PID), shmem)
+    assert is_near(rss_shmem(os.getpid()), shmem)
     with pytest.raises(MemoryFault, match="arena is closed"):
         arena.empty("optimizer", 1)
 
@@ -182,16 +181,16 @@ def test_close_leaves_nothing():
 def test_a_backup_moves_pages_from_shared_to_private(arena: Arena):
     tensor = empty_tensor(arena, "optimizer", (64 * MIB,), torch.uint8)
     tensor.fill_(7)
-    shmem, anon = rss_shmem(PID), rss_anon(PID)
+    shmem, anon = rss_shmem(os.getpid()), rss_anon(os.getpid())
     arena.release(["optimizer"])
-    assert is_near(rss_shmem(PID) - shmem, -64 * MIB)
-    assert 60 * MIB < rss_anon(PID) - anon < 72 * MIB, "the copy, and some noise of Python's own"
+    assert is_near(rss_shmem(os.getpid()) - shmem, -64 * MIB)
+    assert 60 * MIB < rss_anon(os.getpid()) - anon < 72 * MIB, "the copy, and some noise of Python's own"
     assert reports(arena)["optimizer"].host_bytes == 64 * MIB
     arena.restore(["optimizer"])
-    assert is_near(rss_shmem(PID), shmem)
+    assert is_near(rss_shmem(os.getpid()), shmem)
     arena.free(tensor.data_ptr())
-    assert is_near(rss_shmem(PID) - shmem, -64 * MIB)
-    assert abs(rss_anon(PID) - anon) < 8 * MIB, "the host copy went too"
+    assert is_near(rss_shmem(os.getpid()) - shmem, -64 * MIB)
+    assert abs(rss_anon(os.getpid()) - anon) < 8 * MIB, "the host copy went too"
 
 
 # -- C11: only what changed is copied, and it is told exactly ---------------------------------------------------------
@@ -492,7 +491,7 @@ def test_a_device_is_measured_over_processes_and_a_killed_one_gives_everything_b
             assert child.stdout is not None
             assert child.stdout.readline() == "ready\n"
         pids = [child.pid for child in children]
-        assert device.free_bytes([*pids, *pids, PID]) == 54 * MIB
+        assert device.free_bytes([*pids, *pids, os.getpid()]) == 54 * MIB
         assert is_near(rss_shmem(pids[0]), 5 * MIB)
         tell(children[0], "release")
         assert (device.free_bytes(pids), device.used_bytes(pids[:1])) == (59 * MIB, 0)
@@ -505,7 +504,7 @@ def test_a_device_is_measured_over_processes_and_a_killed_one_gives_everything_b
         assert (rss_shmem(pids[1]), rss_anon(pids[1])) == (0, 0)
         children[1].wait(10)
         assert device.free_bytes(pids) == 59 * MIB
-        full = HostVmmDriver("host:3", 64 * MIB, free=lambda: device.free_bytes([*pids, PID]))
+        full = HostVmmDriver("host:3", 64 * MIB, free=lambda: device.free_bytes([*pids, os.getpid()]))
         full.create(58 * MIB)
         with pytest.raises(OutOfDeviceMemory, match="2,097,152 bytes were asked for, 1,048,576 of 67,108,864 are free"):
             full.create(2 * MIB)  # what others hold counts

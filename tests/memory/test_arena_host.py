@@ -21,7 +21,6 @@ from myxa.memory.arenas.tensors import empty_tensor, empty_tensors, tensor_at
 
 PAGE = libc.PAGE_BYTES
 MIB = 1 << 20
-PID = os.getpid()
 
 
 @pytest.fixture
@@ -41,7 +40,7 @@ def arena() -> Iterator[Arena]:
 
 def test_memory_without_an_address_and_addresses_without_memory(driver: HostVmmDriver):
     handle = driver.create(4 * PAGE)
-    assert (device_bytes([PID], "host:2"), driver.free_bytes(), driver.capacity_bytes()) == (
+    assert (device_bytes([os.getpid()], "host:2"), driver.free_bytes(), driver.capacity_bytes()) == (
         4 * PAGE,
         12 * PAGE,
         16 * PAGE,
@@ -222,13 +221,13 @@ def test_the_limit_is_hard_and_told():
 
 
 def test_given_pages_go_back_to_the_system_unless_they_are_pinned():
-    before = rss_anon(PID)
+    before = rss_anon(os.getpid())
     pool = HostPool(64 * MIB)
     address = pool.take(64 * MIB)
     libc.zero(address, 64 * MIB)
-    assert rss_anon(PID) - before > 60 * MIB
+    assert rss_anon(os.getpid()) - before > 60 * MIB
     pool.give(address)
-    assert rss_anon(PID) - before < 8 * MIB
+    assert rss_anon(os.getpid()) - before < 8 * MIB
     pool.close()
     calls: list[tuple] = []
 

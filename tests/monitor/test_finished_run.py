@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from tests.harness.commands import run as run_command
 from tests.harness.run_job import events, make_job, metrics
 from tests.monitor.otlp_receiver import Received, receiver
 
@@ -18,7 +18,7 @@ from myxa.launch.views.bottleneck import START
 from myxa.launch.views.why import unattributed
 
 LEAST = 0.95
-NUM_STEPS = 20
+NUM_STEPS = 12
 ROLES = {"coordinator", "buffer", "trainer/0", "trainer/1", "rollout/0", "rollout/1", "monitor"}
 FAR_SINKS = [name for name in ("wandb", "mlflow") if find_spec(name)]
 
@@ -67,8 +67,7 @@ def finished(folder: Path, *overrides: str) -> Finished:
     own = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "MLFLOW_", "OTEL_"))}
     with receiver() as got:
         env = {**own, "HOME": str(folder), "TMPDIR": str(folder), "OTEL_EXPORTER_OTLP_ENDPOINT": got.url}
-        command = [*job.command(*overrides), "--quiet"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=folder, env=env, check=False)
+        done = run_command(*job.words(*overrides), "--quiet", folder=folder, timeout_s=240, env=env)
         assert done.returncode == 0, done.stdout + done.stderr
     return Finished(job.run_dir(), got)
 
@@ -82,10 +81,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Finished:
         "roles.trainer.count=2",
         "roles.rollout.count=2",
         "eval.data=data/heldout.jsonl",
-        "eval.every=10",
+        "eval.every=6",
         "eval.num_prompts=8",
-        "trainer.checkpoint_every=10",
-        "guard.every=10",
+        "trainer.checkpoint_every=6",
+        "guard.every=6",
         f"monitor.sinks={FAR_SINKS}".replace("'", '"'),
         *(['monitor.options.wandb={project="sorting"}'] if "wandb" in FAR_SINKS else []),
     )

@@ -108,7 +108,10 @@ async def test_a_call_that_ends_its_worker_twice_is_deadly(code: str, verb: str,
     async with rewarder(code) as made:
         error = await failure(made, verb)
         assert isinstance(error, DeadlyReward)
-        assert f"ended its worker process ({end}) (group 3, sample 1)" in str(error)
+        assert str(error) == (
+            f'reward function "{code}" ended its worker process ({end}) (group 3, sample 1) -- mend the function or the '
+            "row; reward.max_error_rate says how many failures a run bears"
+        )
         assert made.num_errors == 1
         assert (await made.score(answer("fine"))).value == 1.0
 

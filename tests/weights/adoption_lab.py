@@ -14,18 +14,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 import time
-from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from tests.harness.programs import Program, start_program
 from tests.weights.fault_cells import Channel
 from tests.weights.fingerprint import greedy
-from tests.weights.weight_lab import CONTEXT, ENVIRONMENT, VOCAB, SenderProcess, Server, sending, serving
+from tests.weights.weight_lab import CONTEXT, VOCAB, SenderProcess, Server, sending, serving
 
 from myxa.actors.contracts import RolloutContract, TrainerContract
 from myxa.actors.engines.sglang.device_weights import DeviceRouteOptions, device_routes
@@ -95,7 +94,7 @@ class LabEngine:
 class PipeEngine(LabEngine):
     """`engine_process.py`: reads shared memory and folders."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Program) -> None:
         self.process, self.pid = process, process.pid
         self._waiting: dict[int, asyncio.Future[Any]] = {0: asyncio.get_running_loop().create_future()}
         self._number = 0
@@ -105,7 +104,6 @@ class PipeEngine(LabEngine):
         return self.process.returncode is None
 
     async def _read(self) -> None:
-        assert self.process.stdout is not None
         async for line in self.process.stdout:
             reply = msgspec.json.decode(line)
             if "held" in reply:
@@ -126,7 +124,6 @@ class PipeEngine(LabEngine):
     async def _post(self, method: str, argument: Any) -> asyncio.Future[Any]:
         self._number += 1
         waiting = self._waiting[self._number] = asyncio.get_running_loop().create_future()
-        assert self.process.stdin is not None
         if self._reading.done():
             raise EngineError("the engine's process is dead")
         self.process.stdin.write(
@@ -168,7 +165,6 @@ class PipeEngine(LabEngine):
         self.signal(signal.SIGKILL)
         await self.process.wait()
         await self._reading
-        self.process._transport.close()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class HurtSenders:
@@ -391,10 +387,7 @@ class FaultLab:
     async def _engine(self, name: str) -> LabEngine:
         if self.channel != "nccl":
             script = Path(__file__).with_name("engine_process.py")
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, str(script), name, str(self.folders[0]), stdin=PIPE, stdout=PIPE, env=ENVIRONMENT
-            )
-            engine = PipeEngine(process)
+            engine = PipeEngine(await start_program(script, name, str(self.folders[0])))
             self._stack.push_async_callback(engine.close)
             async with asyncio.timeout(START_S):
                 await engine.started()

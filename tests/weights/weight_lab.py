@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
-import sys
-from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -15,6 +13,7 @@ from typing import Any
 
 import msgspec
 from tests.harness.commands import Command
+from tests.harness.programs import Program, start_program
 from tests.weights import fingerprint
 
 from myxa.actors.engines.embedded.engine import EmbeddedEngine
@@ -102,7 +101,7 @@ REPLIES = {
 class SenderProcess:
     """A sender in a process of its own, as a `WeightSenders` of one."""
 
-    process: Process
+    process: Program
     waiting: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
     number: int = 0
     is_dead: bool = False
@@ -111,7 +110,6 @@ class SenderProcess:
         self.number += 1
         answer = self.waiting[self.number] = asyncio.get_running_loop().create_future()
         order = {"number": self.number, "method": method, "argument": argument}
-        assert self.process.stdin is not None
         if self.is_dead:
             raise PeerDied("the sender's process is dead")
         self.process.stdin.write(msgspec.json.encode(order) + b"\n")
@@ -121,7 +119,6 @@ class SenderProcess:
         return msgspec.convert(reply["reply"], REPLIES[method])
 
     async def read(self) -> None:
-        assert self.process.stdout is not None
         async for line in self.process.stdout:
             reply = msgspec.json.decode(line)
             answer = self.waiting.pop(reply["number"])
@@ -157,9 +154,7 @@ class SenderProcess:
 async def sending(name: str, bucket_bytes: int, *rest: str) -> AsyncGenerator[SenderProcess, None]:
     """A sender in a process of its own; it is dead afterwards. `rest`: see `sender_process.py`."""
     script = Path(__file__).with_name("sender_process.py")
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, str(script), name, str(bucket_bytes), *rest, stdin=PIPE, stdout=PIPE, env=ENVIRONMENT
-    )
+    process = await start_program(script, name, str(bucket_bytes), *rest)
     made = SenderProcess(process)
     reading = asyncio.get_running_loop().create_task(made.read())
     try:
@@ -169,7 +164,6 @@ async def sending(name: str, bucket_bytes: int, *rest: str) -> AsyncGenerator[Se
             process.kill()
         await process.wait()
         await reading
-        process._transport.close()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 Hook = Callable[[int], Awaitable[None]]

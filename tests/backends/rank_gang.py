@@ -1,10 +1,12 @@
-"""A server that forks the ranks of programs, so that all gangs of a session share the time of their imports.
+"""The ranks of one gang, forked from a process that has their imports; a program for a command server (harness/commands).
 
-A request is a line of JSON on stdin: {"program", "arguments", "num_ranks", "limit_s", "folder"}. The program's module is
-loaded once, and its `preload()` called (imports only: torch's threads and process groups do not survive a fork). Then it
-runs as `__main__` in a child per rank, with the rank as last argument. What rank r says goes to FOLDER/rank<r>.log. A rank
-that is not done within `limit_s` says where it is and ends; when one fails, the others are given GRACE_S, for they may
-wait for it for ever. The answer is a line with all exit statuses, or with what went wrong as text.
+    python rank_gang.py REQUEST
+
+REQUEST is JSON: {"program", "arguments", "num_ranks", "limit_s", "folder"}. The program's module is loaded, and its
+`preload()` called (imports only: torch's threads and process groups do not survive a fork). Then it runs as `__main__` in
+a child per rank, with the rank as last argument. What rank r says goes to FOLDER/rank<r>.log. A rank that is not done
+within `limit_s` says where it is and ends; when one fails, the others are given GRACE_S, for they may wait for it for
+ever. What is printed is a line with all exit statuses.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ import os
 import runpy
 import signal
 import sys
-import traceback
 import warnings
 from pathlib import Path
 from typing import Any, NoReturn
@@ -51,8 +52,6 @@ def be_rank(program: Path, arguments: list[str], log: Path, parent: int, limit_s
 
 
 def load(program: Path) -> None:
-    if program.stem in sys.modules:
-        return
     sys.path.insert(0, str(program.parent))
     spec = importlib.util.spec_from_file_location(program.stem, program)
     assert spec is not None
@@ -93,12 +92,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what imports say is no answer
-    for line in sys.stdin:
-        try:
-            answer: object = run_gang(json.loads(line))
-        except Exception:
-            answer = traceback.format_exc()
-        print(json.dumps(answer), file=answers, flush=True)
+    print(json.dumps(run_gang(json.loads(sys.argv[1]))), file=answers, flush=True)
 
 
 if __name__ == "__main__":
