@@ -143,6 +143,7 @@ class Node:
             raise
         try:
             node._registry = registry
+            node._session.heartbeat.watches_all = registry is not None
             node._run()
             await (node._in_step(record.epoch, timeout_s) if registry is None else node.start(registry, REGISTRY))
         except BaseException:

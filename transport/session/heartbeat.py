@@ -96,6 +96,8 @@ class Heartbeat:
         self._counters = counters
         self._policy = policy
         self._hearts: dict[PeerKey, _Heart] = {}
+        self.watches_all = False
+        """Whether all peers are watched, as the registry's process does; else those that owe or await an answer."""
         self._busy: dict[int, tuple[float, str, str]] = {}
         self._numbers = itertools.count(1)
         now = clock.monotonic()
@@ -175,13 +177,14 @@ class Heartbeat:
             if link is self._links.itself:
                 continue
             heart = self._hearts.get(link.key)
+            is_watched = link.has_business or (self.watches_all and self._can_hear(link))
             if heart is None:
-                if not link.has_business:
+                if not is_watched:
                     continue
                 heart = self._heart_of(link.key, now)
-            if link.has_business and not heart.is_watched:
+            if is_watched and not heart.is_watched:
                 heart.detector.resume(now)
-            heart.is_watched = link.has_business
+            heart.is_watched = is_watched
             if pause_s:
                 heart.detector.forgive(now, pause_s)
             if heart.is_watched:
