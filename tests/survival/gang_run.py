@@ -52,6 +52,9 @@ class GangRun:
         (pid,) = worker_pids(self.launcher.pid, f"trainer/{number}")
         return pid
 
+    def ranks(self) -> set[int]:
+        return set(worker_pids(self.launcher.pid, "trainer/"))
+
     def engines(self) -> list[int]:
         return sorted(worker_pids(self.launcher.pid, "rollout/"))
 

@@ -236,12 +236,12 @@ async def test_kept_samples_and_other_runs_of_the_folder_are_shown(planting, sea
             file.write(json.dumps(group) + "\n")
     async with served(planting, seat) as (visit, _):
         for query, steps in (("search=FOUR", [1]), ("prompt=user", [2, 1]), ("held_out=all", [2, 1]), ("search=x", [])):
-            status, text = await visit.get(f"/api/view/samples?num_groups=9&{query}")
-            assert (status, [group["step"] for group in json.loads(text)["result"]["groups"]]) == (200, steps), query
+            status, text = await visit.get(f"/api/samples?num_groups=9&{query}")
+            assert (status, [group["step"] for group in json.loads(text)["groups"]]) == (200, steps), query
         status, text = await visit.get("/api/runs")
-        assert (status, {run["name"] for run in json.loads(text)["result"]}) == (200, {"sort-planted", "other"})
+        assert (status, {run["name"] for run in json.loads(text)}) == (200, {"sort-planted", "other"})
         status, text = await visit.get("/api/run?name=other")
-        assert (status, json.loads(text)["result"]["name"]) == (200, "other")
+        assert (status, json.loads(text)["name"]) == (200, "other")
         for name in ("secret", "..", "../sort-planted/../other", "", "/etc"):
             assert (await visit.get(f"/api/run?name={name}"))[0] == 404, name
         assert (await visit.get("/api/runs", headers={"Origin": "http://evil.example"}))[0] == 403

@@ -164,7 +164,7 @@ async def test_a_knob_is_turned_and_a_refusal_is_shown(planting, seat, page) -> 
         await page.says("#knob-table .changed", "5e-05")
         assert (seat.values["lr"], seat.records[-1].reason) == (5e-5, "noisy")
         assert not await page.run("$('turn').checkVisibility()")
-        assert [line for line in page.wrong if "409" not in line] == []  # the browser notes the refusal's status
+        assert [line for line in page.wrong if "400" not in line] == []  # the browser notes the refusal's status
 
 
 async def test_a_report_is_drawn_whatever_is_in_it(page, tmp_path: Path) -> None:
