@@ -150,7 +150,7 @@ class Insider:
             except zmq.Again:  # banned, and not let in again
                 client.close(linger=0)
                 return num_sent
-            client.close(linger=200)
+            client.close(linger=5000)  # a loaded machine takes its time
         return num_sent
 
     def _frames(self, num: int) -> Iterator[bytes]:
