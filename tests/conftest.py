@@ -24,8 +24,7 @@ from types import ModuleType
 import psutil
 import pytest
 from hypothesis import HealthCheck, settings
-from tests.harness.commands import close_servers, processes_below
-from tests.harness.forked_workers import WORKER, ForkedWorkers
+from tests.harness.commands import close_servers
 from tests.harness.own_segments import own_segments
 from tests.harness.pending_tasks import pending_tasks
 
@@ -36,22 +35,6 @@ GPU = BENCH / "gpu"
 KEPT = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "command_server.py")
 """Helpers of Python's, and those that commands are forked from, which end with the session. A command that was forked
 looks like itself."""
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--workers", type=int, default=0, help="forked processes that share the files of tests")
-
-
-def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    count = session.config.getoption("--workers")
-    if not count or session.config.option.collectonly or session.testsfailed:
-        return None
-    ForkedWorkers(session, make_temporary_folder, remove_temporary_folder).run(count)
-    return True
-
-
-def remove_temporary_folder() -> None:
-    shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -72,11 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not is_xdist_worker():
         os.environ[MARK] = uuid.uuid4().hex  # inherited by every process that a test starts
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
-    make_temporary_folder()
-
-
-def make_temporary_folder() -> None:
-    """Of this process only; pytest's own folders stay where they are looked for after a failure."""
+    # Run-time folders of this process only; pytest's own folders stay where they are looked for after a failure.
     folder = tempfile.mkdtemp(prefix="t-", dir=os.environ["PYTEST_DEBUG_TEMPROOT"])
     os.environ["TMPDIR"] = tempfile.tempdir = folder
 
@@ -104,20 +83,16 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
 
 def is_xdist_worker() -> bool:
     """One of several processes that share the files of tests among them (`make test`)."""
-    return WORKER in os.environ
+    return "PYTEST_XDIST_WORKER" in os.environ
 
 
 def left_processes() -> set[str]:
-    """Below this process, zombies included, and the commands that it had started, which a server forks."""
-    own = WORKER, os.environ.get(WORKER)
+    """Children of this process, zombies included."""
     left: set[str] = set()
-    below = set(psutil.Process().children(recursive=True))
-    for child in below | set(processes_below(os.getppid()) if own[1] else []):
+    for child in psutil.Process().children(recursive=True):
         try:
             line = " ".join(child.cmdline()) or child.name()
             state = child.status()
-            if child not in below and (state == psutil.STATUS_ZOMBIE or own not in child.environ().items()):
-                continue
         except psutil.NoSuchProcess:
             continue
         if not any(name in line for name in KEPT):
@@ -161,7 +136,7 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.hookimpl(trylast=True)  # after the workers have ended
 def pytest_sessionfinish(session: pytest.Session) -> None:
     close_servers()
-    remove_temporary_folder()
+    shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
     if is_xdist_worker():
         return
     mark = f"{MARK}={os.environ[MARK]}".encode()

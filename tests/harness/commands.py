@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,7 +34,7 @@ TOLD = 3000
 
 
 class _Server:
-    """One that commands are forked from. Begun when it is first needed; forked workers share it (forked_workers.py)."""
+    """One that commands are forked from. Begun when it is first needed."""
 
     def __init__(self, *modules: str) -> None:
         self._ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -57,21 +57,13 @@ class _Server:
 
     def close(self) -> None:
         if self.process is not None:
-            self._ours.shutdown(socket.SHUT_RDWR)  # whoever else was forked from us has it too
+            self._ours.shutdown(socket.SHUT_RDWR)
             self.process.wait(FORK_S)
         self._ours.close()
         self._theirs.close()
 
 
 _servers = {COMMANDS: _Server(), MEGATRON: _Server("myxa.actors.backends.megatron.backend")}
-
-
-def begin_server(kind: str) -> None:
-    _servers[kind].begin()
-
-
-ask_for_server: Callable[[str], None] = begin_server
-"""Called before each request. A forked worker asks the first process, which begins the server for all."""
 
 
 def close_servers() -> None:
@@ -122,7 +114,7 @@ class Command(subprocess.Popen[str]):
             "has_session": has_session, "has_stand_by": has_stand_by, "program": str(program or ""),
         }  # fmt: skip
         with open(os.devnull) as nothing:
-            ask_for_server(server)
+            _servers[server].begin()
             _servers[server].start(request, [*(streams[:1] or [nothing.fileno()]), *ends, report_end])
         for end in {*ends, report_end}:
             os.close(end)

@@ -53,10 +53,10 @@ class GangRun:
         return pid
 
     def ranks(self) -> set[int]:
-        return set(worker_pids(self.launcher.pid, "trainer/"))
+        return set(worker_pids(self.launcher.pid, "trainer"))
 
     def engines(self) -> list[int]:
-        return sorted(worker_pids(self.launcher.pid, "rollout/"))
+        return sorted(worker_pids(self.launcher.pid, "rollout"))
 
     def recovery_s(self, since_wall_s: float) -> float:
         """From a fault to the first step that was made after it."""
