@@ -124,13 +124,6 @@ class GroupLine:
         """Effective index that the next dispatched group gets."""
         return self.base + len(self._entries)
 
-    def index_of(self, group_id: int) -> int:
-        """Effective index of a group; walks the line."""
-        for index, key in enumerate(self._entries, self.base):
-            if key == group_id:
-                return index
-        raise StalenessError(f"group {group_id} is not in the line of the staleness policy")
-
     def append(self, entry: LineEntry) -> None:
         """A group starts. Ids must grow: dispatch order is id order, so the ledger can rebuild the line."""
         if self._entries and entry.group_id <= next(reversed(self._entries)):

@@ -365,9 +365,7 @@ class KnobConductor:
                 why = str(error) or f"no answer within {TELL_S:g} s"
                 self._ctx.log.warning("%s does not use change %d of the knobs: %s; told again", owner, epoch, why)
             else:
-                if epoch == self.decisions.epoch:
-                    return ""
-                continue
+                return "" if epoch == self.decisions.epoch else await self.joined(owner, patience_s)
             await asyncio.sleep(RETRY_S)
 
     # -- taking back

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 from ...core.knobs import AuditRecord, KnobMove, KnobValue
-from .numbers import duration, short
 
 KNOB_EVENT = "knob"
 """Kind of the event of a committed change."""
@@ -202,12 +201,6 @@ def stairs(changes: Sequence[RunChange], name: str, first: float, low: float, hi
             at = min(max(float(change.step), found[-1][0]), high)
             found += [(at, found[-1][1]), (at, float(new))]
     return [*found, (high, found[-1][1])]
-
-
-def when_text(change: RunChange, origin_s: float) -> str:
-    """`12 min 05 s, step 40`."""
-    since = duration(max(0.0, change.wall_s - origin_s))
-    return f"{since}, step {short(float(change.step), 7)}" if change.step >= 0 else since
 
 
 def clock_text(wall_s: float) -> str:
