@@ -83,7 +83,9 @@ import zlib
 
 def reward(completion):
     time.sleep(completion.group_id % 3 * 0.004)  # groups do not finish in the order in which they began
-    return float(zlib.crc32(completion.text.encode()) % 3 == 0)
+    # By prompt and member too: an answer that was right once is worth nothing to others.
+    answer = f"{completion.prompt}/{completion.index}/{completion.text}"
+    return float(zlib.crc32(answer.encode()) % 3 == 0)
 
 
 def record(groups):
