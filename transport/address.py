@@ -89,7 +89,7 @@ def check_socket_dir(folder: Path) -> Path:
 
 
 def check_owner(endpoint: str) -> None:
-    """Raises LaunchError if another user listens at an ipc endpoint; that nobody does is found by connecting."""
+    """Raises LaunchError if another user listens at an ipc endpoint; one without a listener is found by connecting."""
     try:
         owner = Path(endpoint.removeprefix("ipc://")).stat().st_uid
     except OSError:

@@ -68,7 +68,7 @@ class RewardPool:
         self._idle: list[RewardWorker] = []
         self._num_starting = 0
         self._changed = asyncio.Event()
-        """Set, and made anew, when a worker is idle or a start is over."""
+        """Set, and replaced by a new one, when a worker is idle or a start is over."""
         self._is_closed = False
 
     async def score(self, answers: Answers, timeout_s: float) -> Outcomes:

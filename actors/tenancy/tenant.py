@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 
 class Gate(Protocol):
-    """What stops an actor's use of its device, and lets it go on. Both may be called again in the same position."""
+    """What stops an actor's use of its device, and lets it continue. Both may be called again in the same position."""
 
     async def quiesce(self) -> None:
         """Admit nothing, finish what runs, synchronise. Cancelled at the deadline; then `resume` is called."""

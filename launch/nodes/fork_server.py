@@ -236,7 +236,7 @@ def be_actor(request: ForkRequest) -> int:
 
 
 def reseed() -> None:
-    """Seed this process's random numbers anew. Python's `random` reseeds itself after a fork."""
+    """Seed this process's random numbers again. Python's `random` reseeds itself after a fork."""
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed()
     if (torch := sys.modules.get("torch")) is not None:

@@ -94,7 +94,7 @@ class RunView:
     silent_s: float = 0.0
     """Seconds since the last answer."""
     is_of_files: bool = False
-    """Nobody was asked: it was made from the files of the run."""
+    """It was made from the files of the run; no actor was asked."""
 
     @property
     def metrics(self) -> Mapping[str, float]:

@@ -246,7 +246,7 @@ async def test_another_user_is_not_let_in(open_folder: Path):
 @as_root
 def test_nothing_is_said_to_another_user(open_folder: Path):
     path = open_folder / "s"
-    check_owner(f"ipc://{path}")  # that nobody listens is found by connecting
+    check_owner(f"ipc://{path}")  # a missing listener is found by connecting
     path.touch()
     check_owner(f"ipc://{path}")
     os.chown(path, 65534, 65534)
