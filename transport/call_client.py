@@ -1,18 +1,14 @@
 """Outgoing calls: finds the callee, hands the bytes to the session, and waits for the end.
 
-Implements `core.actor_group.GroupCaller`. Every wait here ends by the call's deadline, by the callee's end, or by
+Implements `core.refs.RequestSender`. Every wait here ends by the call's deadline, by the callee's end, or by
 cancellation.
-
-A request to several actors (`Calling`, a `core.actor_group.Spread`) is encoded once and has one deadline and no task.
-Each member is a separate call to the session, with its own number, credit, outcome and cancellation. The caller is
-woken when enough answers have come, not by each.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -80,26 +76,6 @@ class CallClient:
             waiter.forget()
             raise
         return None if envelope is None else _decoded(envelope, target, spec)
-
-    def spread(
-        self, targets: Sequence[str], spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None
-    ) -> Calling | None:
-        """Not for puts, whose key is each callee's own, and not with arrays or while it is not known where all are."""
-        if spec.declaration.kind not in ("call", "cast"):
-            return None
-        found = [self._finder.route(target, spec) for target in targets]
-        routes = [route for route in found if isinstance(route, Route)]
-        if len(routes) < len(found):
-            return None
-        try:
-            order = self._order(targets[0], spec, request, deadline_s)
-        except CallError:
-            return None
-        if order.frames:
-            return None
-        calling = Calling(self._calls, targets, lambda envelope, target: _decoded(envelope, target, spec))
-        calling.send(order, routes)
-        return calling
 
     def _order(self, target: str, spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None) -> CallOrder:
         declaration, now, scope = spec.declaration, self._now(), current_scope()
@@ -184,87 +160,3 @@ def _key(target: str, spec: HandlerSpec, request: msgspec.Struct, body: bytes, f
 def _named(error: CallError, target: str) -> CallError:
     error.callee = target
     return error
-
-
-Decode = Callable[[Envelope, str], Any]
-"""Value of an answer of the actor of that name; raises MyxaError."""
-
-
-class Calling:
-    """Calls of one request under way."""
-
-    def __init__(self, calls: Calls, targets: Sequence[str], decode: Decode) -> None:
-        self._calls = calls
-        self._targets = targets
-        self._decode = decode
-        self._loop = asyncio.get_running_loop()
-        self._corrs: list[int] = []
-        self._num_left = len(targets)
-        self._came: list[tuple[int, Envelope | Exception | None]] = []
-        self._has_error = False
-        self._num_wanted = 1
-        self._waiter: asyncio.Future[None] | None = None
-
-    def send(self, order: CallOrder, routes: Sequence[Route]) -> None:
-        """`order` is that of the first of them."""
-        submit, corrs = self._calls.submit, self._corrs
-        for place, (target, route) in enumerate(zip(self._targets, routes, strict=True)):
-            mine = order if place == 0 else _redirected(order, target)
-            try:
-                corrs.append(submit(mine, route, _Member(self, place)))
-            except MyxaError as error:
-                if isinstance(error, CallError):
-                    error.callee = target
-                corrs.append(0)
-                self.ended(place, error)
-
-    def cancel(self) -> None:
-        if self._num_left == 0:
-            return
-        for corr in self._corrs:
-            self._calls.cancel(corr)  # those that have ended are not known any more
-
-    async def take(self, num_wanted: int) -> list[tuple[int, Any]]:
-        while self._num_left and len(self._came) < num_wanted and not self._has_error:
-            self._num_wanted = num_wanted
-            waiter = self._waiter = self._loop.create_future()
-            await waiter
-        came, self._came, self._has_error = self._came, [], False
-        return [(place, self._value(place, outcome)) for place, outcome in came]
-
-    def _value(self, place: int, outcome: Envelope | Exception | None) -> Any:
-        if type(outcome) is not Envelope:
-            return outcome
-        try:
-            return self._decode(outcome, self._targets[place])
-        except MyxaError as error:
-            return error
-
-    def ended(self, place: int, outcome: Envelope | Exception | None) -> None:
-        """The call to the callee at that place has an outcome."""
-        if outcome is not None and type(outcome) is not Envelope:
-            self._has_error = True
-        self._came.append((place, outcome))
-        self._num_left = num_left = self._num_left - 1
-        waiter = self._waiter
-        is_enough = not num_left or self._has_error or len(self._came) >= self._num_wanted
-        if waiter is not None and is_enough and not waiter.done():
-            waiter.set_result(None)
-
-
-class _Member(msgspec.Struct, eq=False):
-    """Sink of one of the calls."""
-
-    calling: Calling
-    place: int
-
-    def done(self, outcome: Envelope | MyxaError | None) -> None:
-        self.calling.ended(self.place, outcome)
-
-
-def _redirected(order: CallOrder, target: str) -> CallOrder:
-    """The same for another callee. Written out: `structs.replace` takes three times as long."""
-    return CallOrder(
-        target=target, method=order.method, schema=order.schema, kind=order.kind, body=order.body,
-        deadline_at=order.deadline_at, is_resendable=order.is_resendable, chain=order.chain, trace=order.trace,
-    )  # fmt: skip

@@ -29,7 +29,7 @@ from ..core.errors import CallError, ConfigError, LaunchError, MyxaError, NoSuch
 from ..core.failure_detector import Verdict
 from ..core.handlers import remaining_s
 from ..core.ids import PeerKey, check_name
-from ..core.refs import ActorGroup, GroupRequestSender, make_ref, with_deadline
+from ..core.refs import ActorGroup, RequestSender, make_ref, with_deadline
 from .actor_runner import STOP_LIMIT_S, ActorRunner
 from .address import Rendezvous
 from .call_client import CallClient
@@ -288,7 +288,7 @@ class Node:
         return self._clock
 
     @property
-    def caller(self) -> GroupRequestSender:
+    def caller(self) -> RequestSender:
         return self._call_client
 
     @property

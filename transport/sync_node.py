@@ -31,7 +31,7 @@ import uvloop
 from ..core.clock import Clock
 from ..core.errors import CallError, DeadlineExceeded, LaunchError, NotSent, WouldDeadlock
 from ..core.handlers import HandlerSpec, handlers_of
-from ..core.refs import ActorGroup, Ref, Spread, make_ref
+from ..core.refs import ActorGroup, Ref, make_ref
 from .address import Rendezvous
 from .node import Node, guard, release
 from .security import KeyPair
@@ -63,28 +63,19 @@ class AttachOptions(TypedDict, total=False):
 
 class HomeCaller:
     """Carries the calls of a `NodeThread`'s references, and only from the node's own loop: a future of one loop that is
-    resolved on another thread is lost or wakes no task. Implements `core.actor_group.GroupCaller`."""
+    resolved on another thread is lost or wakes no task. Implements `core.refs.RequestSender`."""
 
     def __init__(self, node: Node, loop: asyncio.AbstractEventLoop) -> None:
         self._node = node
         self._loop = loop
 
     async def request(self, target: str, spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None) -> Any:
-        self._check(target, spec)
-        return await self._node.caller.request(target, spec, request, deadline_s)
-
-    def spread(
-        self, targets: Sequence[str], spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None
-    ) -> Spread | None:
-        self._check(targets[0], spec)
-        return self._node.caller.spread(targets, spec, request, deadline_s)
-
-    def _check(self, target: str, spec: HandlerSpec) -> None:
         if asyncio.get_running_loop() is not self._loop:
             raise LaunchError(
                 f"{target}.{spec.name}: this reference belongs to the loop of {self._node.name}, not to this one",
                 remedy=f"node.call(ref.{spec.name}, ...), or asyncio.wrap_future(node.submit(ref.{spec.name}, ...))",
             )
+        return await self._node.caller.request(target, spec, request, deadline_s)
 
 
 def _called(method: Callable[..., Any]) -> tuple[str, float | None]:

@@ -126,6 +126,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
     async def on_start(self) -> None:
         """Open the ledger. Raises LedgerError if it is in use, damaged or of another run or dataset, CallError when the
         coordinator of a running run does not say which knobs are in force."""
+        has_begun = self._ledger_path.exists()
         if self._resume_from is not None:
             continue_ledger(self._resume_from, self._ledger_path, self._run)
         clock = self.ctx.clock
@@ -153,7 +154,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
                 raise
             self._close_for(refused(self._ledger_path, error))
         else:
-            await catch_up(self.ctx, books.knobs)  # before the first draw: what was decided, but never came here
+            await catch_up(self.ctx, books.knobs, waits=has_begun)  # before the first draw
             self._begin_with(books)
         self.ctx.watch("rollout/")
         send = self.ctx.ref(MonitorContract, "monitor").telemetry
@@ -270,7 +271,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
                 self._refused = refused(self._ledger_path, error)
                 continue
             try:
-                await catch_up(self.ctx, books.knobs)
+                await catch_up(self.ctx, books.knobs, waits=True)
             except CallError as error:  # the coordinator is away too
                 self.ctx.log.warning("the ledger can be written again, but %s", error)
                 books.ledger.close()

@@ -1,8 +1,7 @@
 """The live knobs of the buffer: how prompts are drawn, admitted and judged from a moment on.
 
 All are used at once ("request": the next draw; "now": the next finished group). Values that only make sense together
-(bound, policy and window; group size and filter) are judged together and come into force together. The ledger keeps
-them before the first group is dispatched under them: a buffer that starts again never goes back to older values.
+(bound, policy and window; group size and filter) are judged together and come into force together.
 """
 
 from __future__ import annotations
@@ -69,16 +68,15 @@ class BufferKnobs(KnobOwner):
         retune: Callable[[dict[str, KnobValue], int], None],
         telemetry: TelemetryBuffer | None = None,
     ) -> None:
-        """`filters`: names of the group filters that were loaded. `retune(values, epoch)`: keep these values, and use
-        them from now on."""
+        """`filters`: names of the group filters that were loaded. `retune(values, epoch)`: use these values
+        from now on."""
         self._settings = settings
         self._admission = admission
         self._retune = retune
         self._vocab_size = limits.vocab_size
         self._only_temperature = limits.only_temperature
-        self._sources = settings.first.sources
+        self._sources = settings.values.sources
         super().__init__(name, (self._knob(t) for t in buffer_tunables(filters, limits, self._sources)), telemetry)
-        self.took_up(settings.epochs)
         self._past_epoch = settings.newest_epoch_kept()
 
     def _knob(self, tunable: Tunable) -> Knob:
@@ -87,7 +85,6 @@ class BufferKnobs(KnobOwner):
             tunable,
             read=lambda: getattr(self._settings.values, name),
             use=lambda value: None,  # all together, in `_put`
-            first=getattr(self._settings.first, name),
         )
 
     def sheet(self) -> KnobSheet:

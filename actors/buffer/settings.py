@@ -1,7 +1,6 @@
-"""Settings of a buffer that change during the run and outlive its process: its knobs, paused, stopping.
+"""Settings of a buffer that change during the run: its knobs, paused, stopping.
 
-A change is kept in the ledger beside the run file's value at that time, with its epoch: a restarted buffer keeps the
-change; a run file that was edited since wins over it. `knobs.py` decides who may change what, and when.
+The ledger keeps whether it is paused or stopping. A restarted buffer asks the coordinator for the knobs.
 """
 
 from __future__ import annotations
@@ -18,13 +17,11 @@ from ..ledger.ledger import Ledger
 from .difficulty import Window
 from .sources import mix_text
 
-_KNOBS, _PAUSED, _STOPPING = "knobs", "paused", "stopping"
+_PAUSED, _STOPPING = "paused", "stopping"
 NO_IDS = "none"
 MAX_ID = (1 << 31) - 1
 MAX_DIGITS = len(str(MAX_ID))
 _ADMISSION = ("max_staleness", "on_stale", "window")
-_TOGETHER = (_ADMISSION, ("num_samples", "group_filter"), ("difficulty_low", "difficulty_high"))
-"""Values that are judged together: an edit of one in the run file takes back the changes of all of them."""
 
 
 class BufferValues(Record, frozen=True):
@@ -110,55 +107,29 @@ class Terms(Record, frozen=True):
     sampling: SamplingParams
 
 
-class _Kept(msgspec.Struct, frozen=True, kw_only=True):
-    """The values in force, and those of the run file at that time."""
-
-    epochs: dict[str, int]
-    first: dict[str, KnobValue]
-    values: dict[str, KnobValue]
-
-
 class LiveSettings:
-    """The switches of one buffer. Applies what was set in an earlier process of this run."""
+    """The switches of one buffer."""
 
     def __init__(self, ledger: Ledger, admission: Admission, first: BufferValues, sampling: SamplingParams) -> None:
         """`first`: what the run file says; `sampling`: what of it no knob changes."""
         self._ledger = ledger
         self._admission = admission
         self._sampling = sampling
-        self.first = first
         self.values = first
         """In force now."""
-        self.epochs: dict[str, int] = {}
-        """Knob -> epoch of the change that made its value."""
+        self.epoch = 0
+        """Of the newest change of a knob; 0: none yet."""
         self.is_stopping = bool(ledger.recall(_STOPPING))
         """No new prompts are wanted."""
         paused = ledger.recall(_PAUSED)
         self.is_paused = bool(paused)
         """No work is handed out and no batch formed, but for steps below `until_step`."""
         self.until_step = int(paused) if paused.isdecimal() else None
-        self._recall_knobs(ledger.recall(_KNOBS))
-
-    def _recall_knobs(self, text: str) -> None:
-        if not text:
-            return
-        try:
-            kept = msgspec.json.decode(text, type=_Kept)
-            now = msgspec.structs.asdict(self.first)
-            edited = {name for name, value in now.items() if kept.first.get(name) != value}
-            edited.update(name for names in _TOGETHER for name in names if not edited.isdisjoint(names))
-            held = {name: value for name, value in kept.values.items() if name in now and name not in edited}
-            values = msgspec.convert(now | held, BufferValues)
-        except msgspec.MsgspecError as error:
-            raise LedgerError(f"the ledger's live settings are damaged: {error}") from error
-        self._admission.retune(max_staleness=values.max_staleness, policy=values.on_stale, window=values.window)
-        self.values = values
-        self.epochs = {name: kept.epochs.get(name, 0) for name in held}
 
     # ---- knobs
 
     def change(self, values: Mapping[str, KnobValue], epoch: int) -> tuple[Overdue, ...]:
-        """Other values from now on, kept before they are used; returns what is too old for a new bound.
+        """Other values from now on; returns what is too old for a new bound.
 
         Raises ConfigError, and changes nothing, for a bound, policy and window that do not go together.
         """
@@ -167,16 +138,8 @@ class LiveSettings:
         if any(getattr(new, name) != getattr(self.values, name) for name in _ADMISSION):
             overdue = self._admission.retune(max_staleness=new.max_staleness, policy=new.on_stale, window=new.window)
         self.values = new
-        self.epochs |= dict.fromkeys(values, epoch)
-        asdict = msgspec.structs.asdict
-        kept = _Kept(epochs=self.epochs, first=asdict(self.first), values=asdict(new))
-        self._ledger.remember(_KNOBS, msgspec.json.encode(kept).decode())
+        self.epoch = max(self.epoch, epoch)
         return overdue
-
-    @property
-    def epoch(self) -> int:
-        """Of the newest change of a knob; 0: none yet."""
-        return max(self.epochs.values(), default=0)
 
     def newest_epoch_kept(self) -> int:
         """Of the groups in the ledger, of earlier runs too. Raises LedgerError when it cannot be read."""

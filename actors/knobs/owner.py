@@ -32,8 +32,6 @@ class Knob:
     value has failed."""
     judge: Callable[[KnobValue], str] | None = None
     """A reason to refuse that only the owner knows, or nothing. Only for a knob that is declared `is_judged`."""
-    first: KnobValue | None = None
-    """The run file's value, where `read` already returns another one when the knob is added."""
 
 
 class KnobOwner:
@@ -63,12 +61,7 @@ class KnobOwner:
             if name in self._knobs:
                 raise ConfigError(f"{self.owner} declares the knob {name!r} twice", remedy="give one another name")
             self._knobs[name] = knob
-            self._first[name] = knob.read() if knob.first is None else knob.first
-
-    def took_up(self, epochs: Mapping[str, int]) -> None:
-        """An owner that keeps its values itself restarted: knob -> epoch of the value that it restored."""
-        self._used |= epochs
-        self.epoch = max(self.epoch, *epochs.values(), 0)
+            self._first[name] = knob.read()
 
     def sheet(self) -> KnobSheet:
         """All knobs with their present values."""
@@ -205,11 +198,12 @@ async def pull(
 JOIN_GIVE_UP_S = 60.0
 
 
-async def catch_up(ctx: ActorContext, owner: KnobOwner) -> None:
+async def catch_up(ctx: ActorContext, owner: KnobOwner, *, waits: bool = False) -> None:
     """Bring `owner` to what the coordinator decided so far. Called in `on_start`, before the first message.
 
     Without a coordinator, as at the start of a run, nothing was decided yet, and there is no wait: a coordinator that
-    comes up tells all owners to ask. Raises CallError when one is registered and does not answer.
+    comes up tells all owners to ask. `waits`: for the coordinator, where the run has begun. Raises CallError when it
+    does not answer.
     """
-    if "coordinator" in ctx.peers("coordinator"):
+    if waits or "coordinator" in ctx.peers("coordinator"):
         await pull(ctx, owner, give_up_s=JOIN_GIVE_UP_S)

@@ -2,7 +2,7 @@
 
 0.4
 0.5
-('judge/0', 0.1)
+{'judge/0': 0.1}
 no actor is called 'judge/9'
 """
 
@@ -18,7 +18,7 @@ with NodeThread(name="tool") as node:
     print(node.call(judge.score, "four"))  # blocks, by the call's deadline at the longest
     future = node.submit(judge.score, "seven")  # a concurrent.futures.Future
     print(future.result())
-    print(node.run(lambda: node.group(JudgeContract, "judge").first(JudgeContract.score, "x"), timeout_s=5))
+    print(node.run(lambda: node.group(JudgeContract, "judge").all(JudgeContract.score, "x"), timeout_s=5))
     try:
         node.call(with_deadline(node.ref(JudgeContract, "judge/9"), 0.5).score, "text")
     except NoSuchActor as error:

@@ -17,6 +17,7 @@ from myxa.actors.buffer.buffer import Buffer
 from myxa.actors.buffer.filters import GroupFilters
 from myxa.actors.buffer.knobs import BufferLimits
 from myxa.actors.contracts import BufferContract, DataContract
+from myxa.actors.coordinator.knob_decisions import Decisions
 from myxa.actors.monitor.monitor import Monitor
 from myxa.algos.filters import GROUP_FILTERS, SampleFilter, keep_all, learn_from_all
 from myxa.algos.staleness import Admission
@@ -199,6 +200,7 @@ class Shop:
 
     path: Path
     run: str = "run-1"
+    decisions: Decisions = field(default_factory=lambda: Decisions("test"))
 
     @asynccontextmanager
     async def open(self, *, clock: Clock | None = None, **options: Any) -> AsyncIterator[Desk]:
@@ -206,7 +208,7 @@ class Shop:
         buffer = make_buffer(self.path, run=self.run, **options)
         try:
             await node.start(Monitor(self.path.parent, ()), name="monitor")
-            await node.start(decider := Decider(), name="coordinator")
+            await node.start(decider := Decider(self.decisions), name="coordinator")
             await node.start(buffer, name="buffer")
             yield Desk(node, node.ref(BufferContract, "buffer"), node.ref(DataContract, "buffer"), buffer, decider)
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -160,9 +161,9 @@ async def test_a_window_that_leaves_nothing_ends_the_run_once_nothing_is_under_w
 
 @pytest.mark.parametrize("edited", [Window(low=0.1, high=0.1), Window(skips=4)])
 async def test_a_window_that_was_made_by_knobs_and_ended_the_run_is_taken_back_in_the_run_file(
-    shop: Any, edited: Window
+    shop: Any, edited: Window, tmp_path: Path
 ) -> None:
-    """As the error says."""
+    """As the error says; then the run is resumed."""
     rows = mixed(only=4).by_name["only"]
     async with shop.open(rows=rows, max_staleness=90) as desk:
         for assignment in (await desk.draw(max_groups=4)).assignments:
@@ -173,5 +174,7 @@ async def test_a_window_that_was_made_by_knobs_and_ended_the_run_is_taken_back_i
     async with shop.open(rows=rows, max_staleness=90) as desk:
         with pytest.raises(Exception, match="outside the difficulty window"):
             await desk.draw(max_groups=1)
-    async with shop.open(rows=rows, max_staleness=90, limits=BufferLimits(difficulty=edited)) as desk:
+    resumed = type(shop)(tmp_path / "resumed.sqlite", run="run-2")
+    limits = BufferLimits(difficulty=edited)
+    async with resumed.open(rows=rows, max_staleness=90, limits=limits, resume_from=shop.path) as desk:
         assert len((await desk.draw(max_groups=1, wait_s=WAIT_S)).assignments) == 1

@@ -28,7 +28,7 @@ from myxa.actors.ledger.states import OPEN, State
 from myxa.algos.filters import GROUP_FILTERS
 from myxa.algos.staleness import Admission
 from myxa.core.errors import ConfigError
-from myxa.core.knobs import ChangeRequest
+from myxa.core.knobs import ChangeRequest, LiveKnob, LiveKnobs
 from myxa.core.messages import Assignment, DrawRequest, GroupReturned, SamplingParams
 
 BATCH = 2
@@ -77,6 +77,9 @@ class KnobsMachine(RuleBasedStateMachine):
             "buffer", live, admission, filters=tuple(GROUP_FILTERS), limits=BufferLimits(),
             retune=self.retune,
         )  # fmt: skip
+        kept = ((name, value, self.force_epochs[name]) for name, value in self.in_force.items())
+        values = [LiveKnob(name=n, target="", value=value, first=0, epoch=epoch, at=0) for n, value, epoch in kept]
+        self.knobs.take(LiveKnobs(epoch=self.epoch, knobs=tuple(values)))
 
     def retune(self, values: Any, epoch: int) -> None:
         self.store.retune(values, epoch)

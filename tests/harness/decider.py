@@ -36,8 +36,8 @@ class Outcome:
 class Decider(CoordinatorContract):
     """See the module's head. Owners in the same test ask it as they ask the real one."""
 
-    def __init__(self) -> None:
-        self.decisions = Decisions("test")
+    def __init__(self, decisions: Decisions | None = None) -> None:
+        self.decisions = decisions or Decisions("test")
 
     async def knobs_in_force(self, owner: str, after: int, number: int) -> LiveKnobs:
         return self.decisions.news(owner, after)
