@@ -25,7 +25,6 @@ MyxaError
 │   └── LeaseRefused         the memory manager says no; it lists who holds what
 ├── SlabError                shared memory is gone, full, or was written while it was read
 ├── LaunchError              processes could not be started or did not meet             (exit code 3)
-│   └── BudgetSpent          an actor was restarted too often                           (exit code 4)
 └── CallError                a call to another actor did not end in a reply
     ├── NotSent              it never left this process; repeating it is safe
     ├── NotExecuted          the callee refused it; repeating it is safe
@@ -185,12 +184,6 @@ class LaunchError(MyxaError):
     """Processes could not be started or did not meet in time."""
 
     exit_code = 3
-
-
-class BudgetSpent(LaunchError):
-    """An actor was restarted more often than its policy allows."""
-
-    exit_code = 4
 
 
 class CallError(MyxaError):

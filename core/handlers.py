@@ -252,11 +252,7 @@ current_scope = _scope.get
 """The call being handled in this task, or `NO_SCOPE`."""
 
 enter_scope = _scope.set
-"""Make a scope the current one; give the token to `leave_scope`."""
-
-
-def leave_scope(token: contextvars.Token[CallScope]) -> None:
-    _scope.reset(token)
+"""Make a scope the current one."""
 
 
 def fresh_context(scope: CallScope = NO_SCOPE) -> contextvars.Context:

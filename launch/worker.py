@@ -26,8 +26,8 @@ from msgspec.structs import replace
 from ..core.actor import Actor
 from ..core.config import RunConfig, load_config
 from ..core.errors import ConfigError, LaunchError, MyxaError, UserCodeError
+from ..core.import_path import load_callable
 from ..core.process import die_with_parent
-from ..core.registry import load_callable
 from ..transport.descriptors import raise_limit
 from ..transport.node import CHOSEN_BY, keep_freed_memory
 from .actor_spec import ActorSpec

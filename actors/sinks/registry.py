@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...core.errors import ConfigError, UserCodeError
-from ...core.registry import load_callable
+from ...core.import_path import load_callable
 from ...core.sink import Sink
 from ...core.suggestion import suggest
 from ..monitor.sink_thread import BesideSink

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +9,7 @@ from hypothesis import strategies as st
 from myxa.core.actor import Mailbox, MailboxPolicy
 from myxa.core.errors import ConfigError, Overloaded
 from myxa.core.ids import PeerKey, check_name
-from myxa.core.registry import Registry, load_attr, load_callable
+from myxa.core.import_path import load_attr, load_callable
 
 
 @pytest.mark.parametrize("name", ["registry", "rollout/0", "launcher/12", "trainer/0/helper-1.x"])
@@ -94,20 +92,3 @@ def test_an_import_error_inside_the_module_is_its_own(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="no_such_dependency_y"):
         load_attr("broken_user_code:f", where="reward.fn")
-
-
-def test_a_registry_is_lazy_and_names_what_it_knows():
-    registry: Registry[object] = Registry("algo.kind", {"one": "wave:open", "two": len})
-    assert registry.names == ("one", "two")
-    assert registry.get("two") is len
-    import wave
-
-    assert registry.get("one") is wave.open
-    assert registry.get("math:floor")(2.5) == 2  # pyright: ignore[reportCallIssue]
-    with pytest.raises(ConfigError, match="there is no 'three' -- known: one, two"):
-        registry.get("three")
-    with pytest.raises(ConfigError, match="twice"):
-        registry.register("one", len)
-    registry.register("three", abs)
-    assert registry.get("three") is abs
-    assert "wave" in sys.modules

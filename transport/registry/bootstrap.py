@@ -275,9 +275,6 @@ class _Stranger:
     def abandon(self, arrival: Arrival) -> None:
         pass
 
-    def demanded(self, arrival: Arrival) -> None:
-        pass
-
     def unreachable(self, key: PeerKey, why: str) -> None:
         self.trouble = why
 
