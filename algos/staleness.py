@@ -195,7 +195,7 @@ class Policy(Protocol):
 
 
 def default_window(max_staleness: int, batch_size: int) -> int:
-    """W for `pace`, chosen by simulation (`staleness_sim.py`; the table is in docs/walk-prompt.md).
+    """W for `pace`, chosen by simulation (`tests/algos/staleness_sim.py`; the table is in docs/walk-prompt.md).
 
     Up to eta = 1 every place in the window costs a slot that is missed: W = 1. From eta = 2 on, a window of a quarter
     of a batch makes the trainer wait no longer, and the tokens are younger.

@@ -1,8 +1,8 @@
 """The prompts of a run: draw number in, prompt out, a pure function of data and seed. The cursor is the ledger's.
 
 `RowOrder` is the order in which a pass goes through the rows: a function of (seed, source, pass) alone, so nothing is
-saved. `PromptDataset` is one source, `MixedDataset` several by name (the buffer chooses the source of each draw), and
-`HeldOutSets` the prompts that evaluation uses. `open_data` opens what a run file names.
+saved. `PromptDataset` is one source, `MixedDataset` several by name (the buffer chooses the source of each draw).
+`open_data` opens what a run file names.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import logging
 import zlib
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import msgspec
@@ -63,43 +63,44 @@ DATA_SOURCE = "data_source"
 """Key of the metadata that names a prompt's source, as verl's rows do themselves."""
 
 
-class HeldOutSets:
-    """By name; the only one is called ""."""
+class Dataset:
+    """What training prompts of one source and of several have in common: rows that are left out, held-out sets."""
 
-    def __init__(self, by_name: Mapping[str, RowSet]) -> None:
-        self._by_name = dict(by_name)
+    fingerprint: str
+    """Equal exactly when every draw gives the same prompt (but for file names): a ledger belongs to one."""
+
+    def __init__(self, parts: Sequence[RowSet | Dataset], held_out: Mapping[str, RowSet]) -> None:
+        """`held_out`: by name; the only one is called ""."""
+        self._held_out = held_out
+        self._parts = (*parts, *held_out.values())
 
     @property
     def num_bad(self) -> int:
-        """Rows left out because they are bad."""
-        return sum(rows.num_bad for rows in self._by_name.values())
+        """Rows left out because they are bad, held-out ones too."""
+        return sum(rows.num_bad for rows in self._parts)
 
     @property
     def bad_rows(self) -> tuple[str, ...]:
-        """What is wrong with the first few of each set."""
-        return tuple(text for rows in self._by_name.values() for text in rows.bad_rows)
+        """What is wrong with the first few of each source and set."""
+        return tuple(text for rows in self._parts for text in rows.bad_rows)
 
-    def num_rows(self, name: str = "") -> int:
+    def num_held_out(self, name: str = "") -> int:
         """Good rows of a set; 0 of one that there is not."""
-        return len(self._by_name.get(name, ()))
+        return len(self._held_out.get(name, ()))
 
-    def prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
+    def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
         """The first of a set; none of one that there is not. Their group ids are -1, -2, ..., in every set, so that
         they are never taken for draws."""
-        rows = self._by_name.get(name)
+        rows = self._held_out.get(name)
         if rows is None:
             return ()
         return tuple(rows.prompt(row, group_id=-1 - row, pass_index=0) for row in range(min(limit, len(rows))))
 
 
-NO_SETS = HeldOutSets({})
-
-
-def open_held_out(config: RunConfig, limit: PromptLimit | None) -> HeldOutSets:
+def open_held_out(config: RunConfig, limit: PromptLimit | None) -> dict[str, RowSet]:
     """Open and check all sets of a run. `limit`: of prompts. Raises ConfigError for files that are not there, DataError
     for bad rows, and for more of them than a message holds."""
-    files = config.eval.files()
-    return HeldOutSets({name: _open(config, name, key, paths, limit) for name, (key, paths) in files.items()})
+    return {name: _open(config, name, key, paths, limit) for name, (key, paths) in config.eval.files().items()}
 
 
 def held_out_layout(config: RunConfig, name: str) -> RowLayout:
@@ -141,38 +142,23 @@ def _open(config: RunConfig, name: str, key: str, files: str | tuple[str, ...], 
     return rows
 
 
-class PromptDataset:
+class PromptDataset(Dataset):
     """Training prompts in draw order, and the held-out ones. One source, which has a name where there are several."""
 
     def __init__(
-        self, rows: RowSet, held_out: HeldOutSets, settings: DataSettings, seed: int, *, name: str = ""
+        self, rows: RowSet, held_out: Mapping[str, RowSet], settings: DataSettings, seed: int, *, name: str = ""
     ) -> None:
+        super().__init__([rows], held_out)
         self._rows = rows
-        self._held_out = held_out
         self._name = name
         self._max_passes = settings.max_passes
         self._order = RowOrder(len(rows), seed, is_shuffled=settings.shuffle, name=name)
         order = f"seed {seed}" if settings.shuffle else "file order"
-        self._fingerprint = hashlib.blake2b(f"{rows.digest} {order}".encode(), digest_size=16).hexdigest()
+        self.fingerprint = hashlib.blake2b(f"{rows.digest} {order}".encode(), digest_size=16).hexdigest()
 
     def __len__(self) -> int:
         """Rows in one pass."""
         return len(self._rows)
-
-    @property
-    def fingerprint(self) -> str:
-        """Equal exactly when every draw gives the same prompt (but for file names): a ledger belongs to one."""
-        return self._fingerprint
-
-    @property
-    def num_bad(self) -> int:
-        """Rows left out because they are bad."""
-        return self._rows.num_bad + self._held_out.num_bad
-
-    @property
-    def bad_rows(self) -> tuple[str, ...]:
-        """What is wrong with the first few of them."""
-        return (*self._rows.bad_rows, *self._held_out.bad_rows)
 
     @property
     def num_overlong(self) -> int:
@@ -215,14 +201,6 @@ class PromptDataset:
             return None
         return self._order.row(pass_index, at)
 
-    def num_held_out(self, name: str = "") -> int:
-        """Held-out rows of a set."""
-        return self._held_out.num_rows(name)
-
-    def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
-        """The first held-out prompts, see `HeldOutSets`."""
-        return self._held_out.prompts(limit, name)
-
 
 def named(prompt: Prompt, name: str) -> Prompt:
     """A prompt of one of several sources; its metadata name it, unless the row says something in that place."""
@@ -237,7 +215,7 @@ def open_prompts(config: RunConfig) -> PromptDataset:
 
 
 def open_source(
-    config: RunConfig, name: str, limit: PromptLimit | None, held_out: HeldOutSets = NO_SETS
+    config: RunConfig, name: str, limit: PromptLimit | None, held_out: Mapping[str, RowSet] | None = None
 ) -> PromptDataset:
     """Open and check one source of a run, which has that name. `limit`: of prompts. Raises as `open_prompts`."""
     part = config.data.parts()[name]
@@ -248,54 +226,25 @@ def open_source(
         skips_bad=part.on_bad_line == "skip",
         limit=limit,
     )
-    return PromptDataset(rows, held_out, part, config.run.seed, name=name)
+    return PromptDataset(rows, held_out or {}, part, config.run.seed, name=name)
 
 
-class MixedDataset:
+class MixedDataset(Dataset):
     """Training prompts of several sources, each in its own draw order, and the held-out ones."""
 
     def __init__(
-        self, by_name: Mapping[str, PromptDataset], weights: Mapping[str, float], held_out: HeldOutSets
+        self, by_name: Mapping[str, PromptDataset], weights: Mapping[str, float], held_out: Mapping[str, RowSet]
     ) -> None:
         """`weights`: of each, as the run file says. The sources themselves have no held-out rows."""
-        self._held_out = held_out
-        self._by_name = dict(sorted(by_name.items()))
-        self._weights = dict(weights)
-        text = " ".join(f"{name}={source.fingerprint}" for name, source in self._by_name.items())
-        self._fingerprint = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-    @property
-    def by_name(self) -> Mapping[str, PromptDataset]:
-        """In the order of names."""
-        return self._by_name
-
-    @property
-    def weights(self) -> Mapping[str, float]:
-        """Name -> share in proportion to the others'."""
-        return self._weights
-
-    @property
-    def fingerprint(self) -> str:
-        """Equal exactly when every draw from every source gives the same prompt, whatever the weights."""
-        return self._fingerprint
-
-    @property
-    def num_bad(self) -> int:
-        """Rows left out because they are bad."""
-        return sum(rows.num_bad for rows in self._parts)
-
-    @property
-    def bad_rows(self) -> tuple[str, ...]:
-        """What is wrong with the first few of each source."""
-        return tuple(text for rows in self._parts for text in rows.bad_rows)
-
-    @property
-    def _parts(self) -> tuple[PromptDataset | HeldOutSets, ...]:
-        return (*self._by_name.values(), self._held_out)
+        self.by_name = dict(sorted(by_name.items()))
+        self.weights = dict(weights)
+        super().__init__(list(self.by_name.values()), held_out)
+        text = " ".join(f"{name}={source.fingerprint}" for name, source in self.by_name.items())
+        self.fingerprint = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def check_batch(self, batch_size: int) -> None:
         """Raise DataError if all passes of all sources that have a weight are less than one batch."""
-        counts = [source.num_draws for name, source in self._by_name.items() if self._weights[name]]
+        counts = [source.num_draws for name, source in self.by_name.items() if self.weights[name]]
         known = [count for count in counts if count is not None]
         if len(known) == len(counts) and sum(known) < batch_size:
             raise DataError(
@@ -304,31 +253,18 @@ class MixedDataset:
                 remedy="lower algo.batch_size, or raise max_passes of the sources (0 = endless)",
             )
 
-    def num_held_out(self, name: str = "") -> int:
-        """Held-out rows of a set."""
-        return self._held_out.num_rows(name)
-
-    def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
-        """The first held-out prompts, which are of no source."""
-        return self._held_out.prompts(limit, name)
-
 
 def open_data(config: RunConfig) -> PromptDataset | MixedDataset:
     """Open and check all data of a run; bad rows that are skipped are logged. Raises ConfigError for files
     that are not there, DataError for bad rows."""
-    found = _opened(config)
+    if config.data.sources:
+        limit = limit_of(config)
+        by_name = {name: open_source(config, name, limit) for name in config.data.sources}
+        weights = {name: source.weight for name, source in config.data.sources.items()}
+        found = MixedDataset(by_name, weights, open_held_out(config, limit))
+    else:
+        found = open_prompts(config)
     if found.num_bad:
-        _log.warning(
-            "%d bad rows are left out; the first: %s", found.num_bad, "; ".join(found.bad_rows[:SHOWN_BAD_ROWS])
-        )
+        first = "; ".join(found.bad_rows[:SHOWN_BAD_ROWS])
+        _log.warning("%d bad rows are left out; the first: %s", found.num_bad, first)
     return found
-
-
-def _opened(config: RunConfig) -> PromptDataset | MixedDataset:
-    sources = config.data.sources
-    if not sources:
-        return open_prompts(config)
-    limit = limit_of(config)
-    by_name = {name: open_source(config, name, limit) for name in sources}
-    weights = {name: source.weight for name, source in sources.items()}
-    return MixedDataset(by_name, weights, open_held_out(config, limit))

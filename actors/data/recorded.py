@@ -18,7 +18,7 @@ import orjson
 
 from ...core.config import RunConfig
 from ...core.config.learning import RECORDED_REFERENCE
-from ...core.config.rollout import WORKFLOW_BUILTINS
+from ...core.config.run import WORKFLOW_BUILTINS
 from ...core.errors import DataError, ModelError
 from ...core.samples import Group, Sample, check_sample
 from ..buffer.dumps import DumpedGroup, group_of, read_header

@@ -95,6 +95,15 @@ def encode_item(item: Item) -> bytes:
     return encoded
 
 
+def chosen_rows(source: Source, file: RowFile) -> range:
+    """Raises DataError if there are none."""
+    rows = source.rows(file.num_rows)
+    if not rows:
+        size = f"{file.num_rows} row{'s' if file.num_rows > 1 else ''}"
+        raise DataError(f"{source}: the slice is empty; the file has {size}", remedy="mend the slice")
+    return rows
+
+
 class RowSet:
     """All good rows, in the order of files and rows."""
 
@@ -148,10 +157,7 @@ class RowSet:
             )  # fmt: skip
 
     def _add(self, source: Source, file: RowFile, *, skips_bad: bool) -> None:
-        rows = source.rows(file.num_rows)
-        if not rows:
-            size = f"{file.num_rows} row{'s' if file.num_rows > 1 else ''}"
-            raise DataError(f"{source}: the slice is empty; the file has {size}", remedy="mend the slice")
+        rows = chosen_rows(source, file)
         self._files.append(file)
         spool = None if file.is_random else self._spooled()
         for number, row in enumerate(rows):

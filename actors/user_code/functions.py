@@ -184,18 +184,36 @@ def _module_of_name(name: str, expected: Expected) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
             raise _raised(name, expected, error) from error
-        raise ConfigError(
-            f'{expected.key}: there is no module "{error.name}"',
-            remedy="install it, or name the file itself: path/to/file.py:function",
-        ) from error
+        raise no_module(expected.key, error.name) from error
     except Exception as error:
         raise _raised(name, expected, error) from error
 
 
-def _module_of_file(name: str, expected: Expected) -> ModuleType:
+def no_module(key: str, name: str) -> ConfigError:
+    remedy = "install it, or name the file itself: path/to/file.py:function"
+    return ConfigError(f'{key}: there is no module "{name}"', remedy=remedy)
+
+
+def file_of(name: str, key: str) -> Path:
+    """The file that a name says. Raises ConfigError."""
     path = Path(name).absolute()
     if not path.is_file():
-        raise ConfigError(f"{expected.key}: there is no file {path}", remedy="check the path before the colon")
+        raise ConfigError(f"{key}: there is no file {path}", remedy="check the path before the colon")
+    return path
+
+
+def import_raised(key: str, name: str, cause: str, place: str) -> UserCodeError:
+    remedy = "mend it; `python -c 'import ...'` shows more"
+    return UserCodeError(f"{key}: importing {name} raised {cause}{f' ({place})' if place else ''}", remedy=remedy)
+
+
+def no_attribute(key: str, where: str, attr: str, part: str, known: Iterable[str]) -> ConfigError:
+    names = [name for name in known if not name.startswith("_")]
+    return ConfigError(f'{key}: {where} has no "{attr}"', remedy=suggest(part, names))
+
+
+def _module_of_file(name: str, expected: Expected) -> ModuleType:
+    path = file_of(name, expected.key)
     digest = hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()
     unique = f"myxa_user_{path.stem}_{digest}"
     if unique in sys.modules:
@@ -239,22 +257,19 @@ def words_of(error: BaseException) -> str:
 
 def _raised(name: str, expected: Expected, error: Exception) -> UserCodeError:
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     if isinstance(error, SyntaxError):
-        place = f" ({error.filename}:{error.lineno})"
+        place = f"{error.filename}:{error.lineno}"
     cause = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else words_of(error)}"
-    return UserCodeError(
-        f"{expected.key}: importing {name} raised {cause}{place}", remedy="mend it; `python -c 'import ...'` shows more"
-    )
+    return import_raised(expected.key, name, cause, place)
 
 
 def _attribute(module: ModuleType, where: str, attr: str, expected: Expected) -> Callable[..., Any]:
     found: Any = module
     for part in attr.split("."):
         if not hasattr(found, part):
-            names: list[str] = dir(found)
-            known = [one for one in names if callable(getattr(found, one, None)) and not one.startswith("_")]
-            raise ConfigError(f'{expected.key}: {where} has no "{attr}"', remedy=suggest(part, known))
+            known = [one for one in dir(found) if callable(getattr(found, one, None))]
+            raise no_attribute(expected.key, where, attr, part, known)
         found = getattr(found, part)
     if not callable(found):
         raise ConfigError(

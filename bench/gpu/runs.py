@@ -17,7 +17,7 @@ from run_figures import lines, newest_run
 from run_looks import ends_of_logs, look, stands_still
 from servers import Server, running
 
-from myxa.core.config.rollout import EngineSettings
+from myxa.core.config.run import EngineSettings
 
 HERE = Path(__file__).resolve().parent
 AS_LAUNCHED = ("--incremental-streaming-output", "--stream-interval", "32")

@@ -2,52 +2,40 @@
 
 from __future__ import annotations
 
-from .data import DataSettings, EvalSetSettings, EvalSettings, RewardSettings, SourceSettings
+from .data import DataSettings, RewardSettings
 from .learning import (
     AlgoConfig,
     AlgoKind,
-    AsyncSettings,
     CriticConfig,
     MegatronSettings,
     OptimizerConfig,
     TrainerConfig,
 )
 from .loading import Inspected, dump_config, inspect_config, load_config
-from .rollout import EngineSettings, RolloutSettings
 from .root import RunConfig, channel_conflicts
 from .run import (
     GuardSettings,
-    MemorySettings,
     ModelSettings,
-    MonitorSettings,
     RestartPolicy,
     RoleName,
     RoleSettings,
     RolesSettings,
     RolloutRole,
+    RolloutSettings,
     RunSettings,
-    TrainerRole,
     WhenHung,
     parse_devices,
 )
-from .section import Conflict
 
 __all__ = [
     "AlgoConfig",
     "AlgoKind",
-    "AsyncSettings",
-    "Conflict",
     "CriticConfig",
     "DataSettings",
-    "EngineSettings",
-    "EvalSetSettings",
-    "EvalSettings",
     "GuardSettings",
     "Inspected",
     "MegatronSettings",
-    "MemorySettings",
     "ModelSettings",
-    "MonitorSettings",
     "OptimizerConfig",
     "RestartPolicy",
     "RewardSettings",
@@ -58,9 +46,7 @@ __all__ = [
     "RolloutSettings",
     "RunConfig",
     "RunSettings",
-    "SourceSettings",
     "TrainerConfig",
-    "TrainerRole",
     "WhenHung",
     "channel_conflicts",
     "dump_config",

@@ -66,34 +66,30 @@ def parse_source(text: str) -> Source:
     if not text:
         raise ValueError("must not be empty")
     match = SLICED.fullmatch(text)
-    if match is None:
-        if "@[" in text:
-            raise ValueError(FORM)
-        return Source(text)
-    if "-" in (match["start"], match["stop"]):
+    if (match is None and "@[" in text) or (match is not None and "-" in (match["start"], match["stop"])):
         raise ValueError(FORM)
-    start = int(match["start"]) if match["start"] else None
-    stop = int(match["stop"]) if match["stop"] else None
+    if match is None:
+        return Source(text)
+    start, stop = (int(match[end]) if match[end] else None for end in ("start", "stop"))
     return Source(match["path"], start, stop)
 
 
 def parse_sources(value: str | tuple[str, ...]) -> tuple[Source, ...]:
-    """One name or several; empty for an empty text. Raises ValueError."""
+    """One name or several; empty for an empty text. Raises ValueError, naming the one of several that is wrong."""
     if isinstance(value, str):
         return (parse_source(value),) if value else ()
-    return tuple(parse_source(one) for one in value)
+    found: list[Source] = []
+    for one in value:
+        try:
+            found.append(parse_source(one))
+        except ValueError as error:
+            raise ValueError(f'"{one}": {error}') from error
+    return tuple(found)
 
 
 def check_sources(value: str | tuple[str, ...]) -> str | tuple[str, ...]:
-    """The value itself if every name parses; raises ValueError naming the one that does not."""
-    if isinstance(value, tuple):
-        for one in value:
-            try:
-                parse_source(one)
-            except ValueError as error:
-                raise ValueError(f'"{one}": {error}') from error
-    else:
-        parse_sources(value)
+    """The value itself if every name parses; raises ValueError otherwise."""
+    parse_sources(value)
     return value
 
 
@@ -109,27 +105,32 @@ TEMPLATE_NAMES = ("messages", "tools", "documents", "add_generation_prompt")
 """What a chat template is given anyway."""
 
 
-class RowSource(Section, frozen=True):
+class RowColumns(Section, frozen=True):
+    """What is where in a row."""
+
+    prompt_key: str = ""
+    """Column with the prompt: text, or a list of messages. Dots reach into objects. Empty = the preset's."""
+    label_key: str = ""
+    """Column with the expected answer. Empty = the preset's."""
+    metadata_key: str = ""
+    """Column with an object handed to reward and workflow as it is. Empty = the preset's."""
+    messages_key: str = ""
+    """Column with the conversation of the `chat` preset. Empty = "messages"."""
+    answer_key: str = ""
+    """Column with the demonstration to be learnt by SFT. Empty = the preset's (chat: last assistant message)."""
+    tools_key: str = ""
+    """Column with a list of tools, handed to the chat template. Empty = the preset's (slime, chat: "tools")."""
+    system: str = ""
+    """System message put in front of conversations that have none; empty = none."""
+
+
+class RowSource(RowColumns, frozen=True):
     """A table with its own files, whose rows are read like `[data]` says but for what it says itself."""
 
     path: Annotated[SourceText, Field(min_length=1)]
     """JSONL or parquet file, or a list of them; `file@[10:100]` takes rows 10 to 99."""
     preset: Literal["", "slime", "verl", "chat", "plain", "recorded"] = ""
     """How rows are laid out; empty = as in `[data]`."""
-    prompt_key: str = ""
-    """Column with the prompt. Empty = as in `[data]`, or the preset's."""
-    label_key: str = ""
-    """Column with the expected answer. Empty = likewise."""
-    metadata_key: str = ""
-    """Column with an object handed to reward and workflow as it is. Empty = likewise."""
-    messages_key: str = ""
-    """Column with the conversation of the `chat` preset. Empty = likewise."""
-    answer_key: str = ""
-    """Column with the demonstration to be learnt by SFT. Empty = likewise."""
-    tools_key: str = ""
-    """Column with the tools that the model may call. Empty = likewise."""
-    system: str = ""
-    """System message put in front of conversations that have none; empty = as in `[data]`."""
 
 
 def _weight(value: float) -> float:
@@ -166,7 +167,7 @@ def _template_arguments(value: Table) -> Table:
     return check_json(value)
 
 
-class DataSettings(Section, frozen=True):
+class DataSettings(RowColumns, frozen=True):
     """The prompts that are trained on."""
 
     train: Annotated[SourceText, OrElse("sources")]
@@ -178,23 +179,9 @@ class DataSettings(Section, frozen=True):
     """How rows are laid out: slime (prompt, label, metadata), verl (prompt, reward_model, data_source, extra_info),
     chat (messages; the last assistant message is the demonstration), plain (prompt, label), recorded (the prompts of a
     dump that `myxa dump` wrote; the default where `roles.rollout.kind = "recorded"`)."""
-    prompt_key: str = ""
-    """Column with the prompt: text, or a list of messages. Dots reach into objects. Empty = the preset's."""
-    label_key: str = ""
-    """Column with the expected answer. Empty = the preset's."""
-    metadata_key: str = ""
-    """Column with an object handed to reward and workflow as it is. Empty = the preset's."""
-    messages_key: str = ""
-    """Column with the conversation of the `chat` preset. Empty = "messages"."""
-    answer_key: str = ""
-    """Column with the demonstration to be learnt by SFT. Empty = the preset's (chat: last assistant message)."""
-    tools_key: str = ""
-    """Column with a list of tools, handed to the chat template. Empty = the preset's (slime, chat: "tools")."""
     learn: Literal["all", "last"] = "all"
     """Which of the assistant's turns of a conversation of `preset = "chat"` SFT learns. A message of a row switches
     itself off or on with `train`, `weight`, `loss_mask`, `step_loss_mask` or `loss` (true, false, 1, 0)."""
-    system: str = ""
-    """System message put in front of conversations that have none; empty = none."""
     apply_chat_template: bool = True
     """Whether conversations are written by the model's chat template; false: a prompt is a text, which is encoded as it
     is, and so are replies. For base models."""
@@ -232,51 +219,44 @@ class DataSettings(Section, frozen=True):
 
     def conflicts(self) -> Iterator[Conflict]:
         """Columns that the preset does not look at, and sources that do not go together."""
-        is_chat = self.preset == "chat"
+        sources = self.sources
         yield from clashes(
-            (not (self.train or self.sources), "train", "must not be empty"),
-            (is_chat and self.prompt_key, "prompt_key preset", 'is not used by preset = "chat"; set messages_key'),
-            (not is_chat and self.messages_key, "messages_key preset",
-             f'is used by preset = "chat" only, not "{self.preset}"'),
+            (not (self.train or sources), "train", "must not be empty"),
             (self.difficulty_low > self.difficulty_high, "difficulty_low difficulty_high",
              f"is above difficulty_high = {self.difficulty_high:g}"),
             (self.max_prompt_tokens and self.overlong == "pass", "max_prompt_tokens overlong",
              'needs overlong = "refuse" or "drop"'),
-            (self.train and self.sources, "train sources",
+            (self.train and sources, "train sources",
              "does not go with [data.sources]: make it one of them, with a name"),
-            (len(self.sources) > MAX_SOURCES, "sources",
-             f"has {len(self.sources)} sources, but at most {MAX_SOURCES} are mixed"),
+            (len(sources) > MAX_SOURCES, "sources",
+             f"has {len(sources)} sources, but at most {MAX_SOURCES} are mixed"),
             *((not self.apply_chat_template and getattr(self, key), f"{key} apply_chat_template", _FOR_TEMPLATES)
               for key in ("chat_template_kwargs", "date")),
         )  # fmt: skip
-        yield from plain_conflicts(self, "", "apply_chat_template") if not self.apply_chat_template else ()
-        yield from self._source_conflicts()
+        for name in sources:
+            if not SOURCE_NAME.fullmatch(name):
+                cause = "a source's name is 1 to 64 letters, digits, '_' or '-', no sign first"
+                yield Conflict((f"sources.{name}",), cause)
+        if sources and not any(source.weight for source in sources.values()):
+            paths = tuple(f"sources.{name}.weight" for name in sources)
+            yield Conflict(paths, "so no source has a weight: give one of them more than 0")
+        named = [(f"sources.{name}.", source) for name, source in sources.items() if SOURCE_NAME.fullmatch(name)]
+        for place, rows in (("", self), *named):
+            preset = rows.preset or self.preset
+            yield from clashes(
+                (preset == "chat" and rows.prompt_key, f"{place}prompt_key {place}preset",
+                 'is not used by preset = "chat"; set messages_key'),
+                (preset != "chat" and rows.messages_key, f"{place}messages_key {place}preset",
+                 f'is used by preset = "chat" only, not "{preset}"'),
+            )  # fmt: skip
+            yield from plain_conflicts(rows, place, "apply_chat_template") if not self.apply_chat_template else ()
         for name, part in self.parts().items():
             place = f"sources.{name}." if name else ""
             for key in (*_COLUMN_KEYS, "system") if part.preset == "recorded" else ():
                 if getattr(part, key):
-                    own = place if name and getattr(self.sources[name], key) else ""
+                    own = place if name and getattr(sources[name], key) else ""
                     cause = 'is not used by preset = "recorded": dumped prompts are as they were read'
                     yield Conflict((f"{own}{key}", f"{place}preset"), cause)
-
-    def _source_conflicts(self) -> Iterator[Conflict]:
-        for name, source in self.sources.items():
-            if not SOURCE_NAME.fullmatch(name):
-                cause = "a source's name is 1 to 64 letters, digits, '_' or '-', no sign first"
-                yield Conflict((f"sources.{name}",), cause)
-                continue
-            preset = source.preset or self.preset
-            yield from clashes(
-                (preset == "chat" and source.prompt_key, f"sources.{name}.prompt_key",
-                 'is not used by preset = "chat"; set messages_key'),
-                (preset != "chat" and source.messages_key, f"sources.{name}.messages_key",
-                 f'is used by preset = "chat" only, not "{preset}"'),
-            )  # fmt: skip
-            if not self.apply_chat_template:
-                yield from plain_conflicts(source, f"sources.{name}.", "apply_chat_template")
-        if self.sources and not any(source.weight for source in self.sources.values()):
-            paths = tuple(f"sources.{name}.weight" for name in self.sources)
-            yield Conflict(paths, "so no source has a weight: give one of them more than 0")
 
     def parts(self) -> Mapping[str, Self]:
         """Each source by its name, as a complete section; the only one is called ""."""
@@ -292,16 +272,12 @@ class DataSettings(Section, frozen=True):
         return f"data.sources.{name}.path" if name else "data.train"
 
     def read_like(self, source: RowSource, max_passes: int = 0) -> Self:
-        """A complete section for rows that are read like `[data]` but for what `source` says
-        itself."""
-        own: dict[str, Any] = {"train": source.path, "sources": {}}
+        """A complete section for rows that are read like `[data]` but for what `source` says itself."""
         inherits = source.preset in ("", self.preset)
-        for key in _COLUMN_KEYS:
-            own[key] = getattr(source, key) or (getattr(self, key) if inherits else "")
-        own["preset"] = source.preset or self.preset
-        own["system"] = source.system or self.system
-        own["max_passes"] = max_passes
-        return self.model_copy(update=own)
+        columns = {key: getattr(source, key) or (getattr(self, key) if inherits else "") for key in _COLUMN_KEYS}
+        preset, system = source.preset or self.preset, source.system or self.system
+        own: dict[str, Any] = {"train": source.path, "sources": {}, "preset": preset, "system": system}
+        return self.model_copy(update={**own, **columns, "max_passes": max_passes})
 
 
 def plain_conflicts(rows: DataSettings | RowSource, place: str, switch: str) -> Iterator[Conflict]:

@@ -17,15 +17,20 @@ from .learning import (
     OptimizerConfig,
     TrainerConfig,
 )
-from .rollout import WORKFLOW_BUILTINS, ChannelName, EngineSettings, RolloutSettings, WeightSettings, owned_conflicts
 from .run import (
+    WORKFLOW_BUILTINS,
+    ChannelName,
     ControlSettings,
+    EngineSettings,
     GuardSettings,
     MemorySettings,
     ModelSettings,
     MonitorSettings,
     RolesSettings,
+    RolloutSettings,
     RunSettings,
+    WeightSettings,
+    owned_conflicts,
 )
 from .section import Conflict, Section, Table, as_table, clashes
 
@@ -38,45 +43,26 @@ class RunConfig(Section, frozen=True):
     """Everything a run needs to know. Made by `load_config`, or in Python; checked either way."""
 
     run: RunSettings = RunSettings()
-    """Name, folder, seed, when it ends."""
     model: ModelSettings
-    """The model that is trained."""
     data: DataSettings
-    """The prompts that are trained on."""
     eval: EvalSettings = EvalSettings()
-    """Evaluation on held-out prompts."""
     rollout: RolloutSettings = RolloutSettings()
-    """How answers are generated."""
     reward: RewardSettings = RewardSettings()
-    """How answers are judged."""
     algo: AlgoConfig = AlgoConfig()
-    """Algorithm and batch."""
     critic: CriticConfig = CriticConfig()
-    """A value model for PPO."""
     asynchrony: AsyncSettings = Field(default=AsyncSettings(), alias="async")
-    """How far generation may run ahead of training."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """AdamW and its schedule."""
     trainer: TrainerConfig = TrainerConfig()
-    """The training processes."""
     megatron: MegatronSettings = MegatronSettings()
-    """The Megatron trainer, if `roles.trainer.kind` is that."""
     engine: EngineSettings = EngineSettings()
-    """The rollout engine."""
     sglang: Table = {}
     """Arguments of launched SGLang servers, by the names of its ServerArgs fields."""
     weights: WeightSettings = WeightSettings()
-    """The way of new weights to the engines."""
     memory: MemorySettings = MemorySettings()
-    """Trainer and engine on the same devices."""
     guard: GuardSettings = GuardSettings()
-    """Comparison of engine and trainer."""
     monitor: MonitorSettings = MonitorSettings()
-    """Metrics, events, traces."""
     control: ControlSettings = ControlSettings()
-    """Watching and changing a live run."""
     roles: RolesSettings = RolesSettings()
-    """Which actors run where."""
 
     def data_files(self) -> Iterator[tuple[str, str | tuple[str, ...]]]:
         """Every key that names data files, and what it says."""

@@ -246,8 +246,9 @@ def named_section_of(field: FieldInfo) -> type[Section] | None:
 
 
 def keys_of(section: type[Section]) -> dict[str, FieldInfo]:
-    """The keys of a section as they are written in a file."""
-    return {field.alias or name: field for name, field in section.model_fields.items()}
+    """The keys of a section as they are written in a file; its own before those that it shares with others."""
+    fields = sorted(section.model_fields.items(), key=lambda one: one[0] not in section.__annotations__)
+    return {field.alias or name: field for name, field in fields}
 
 
 def walk(section: type[Section], prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, FieldInfo]]:

@@ -11,25 +11,24 @@ from typing import Any
 
 from ...core.config import RunConfig
 from ..actor_spec import ActorSpec
-from . import file_checks, node_checks, run_arithmetic
+from . import files, node, run_arithmetic
 from .check import Check, CheckedRun, Finding, run_checks
-from .machine import MachineFacts
-from .machine_checks import MACHINE_CHECKS
+from .machine import MACHINE_CHECKS, MachineFacts
 from .memory_estimate import memory_findings
 
 CHECKS: tuple[Check, ...] = (
-    Check("node", node_checks.packages),
-    Check("node", node_checks.launched_servers),
-    Check("node", node_checks.devices),
-    Check("named files", file_checks.model_folder),
-    Check("run file", file_checks.fit),
-    Check("named files", file_checks.resume),
-    Check("named files", file_checks.functions),
-    Check("named files", file_checks.data),
-    Check("node", node_checks.sinks),
-    Check("node", node_checks.attached_servers),
-    Check("node", node_checks.listened_ports),
-    Check("node", node_checks.run_folder),
+    Check("node", node.packages),
+    Check("node", node.launched_servers),
+    Check("node", node.devices),
+    Check("named files", files.model_folder),
+    Check("run file", files.fit),
+    Check("named files", files.resume),
+    Check("named files", files.functions),
+    Check("named files", files.data),
+    Check("node", node.sinks),
+    Check("node", node.attached_servers),
+    Check("node", node.listened_ports),
+    Check("node", node.run_folder),
     Check("estimate", run_arithmetic.amount_of_data),
     Check("estimate", run_arithmetic.sources),
     Check("estimate", run_arithmetic.schedules),
@@ -40,7 +39,7 @@ CHECKS: tuple[Check, ...] = (
     Check("estimate", memory_findings),
     *(Check("machine", look) for look in MACHINE_CHECKS),
 )
-RESUME_CHECKS = tuple(check for check in CHECKS if check.look is file_checks.resume)
+RESUME_CHECKS = tuple(check for check in CHECKS if check.look is files.resume)
 """Of what a run resumes from, on any machine."""
 ABSENT_S = 7.0
 """How long a run that is started waits for an attached server that is not there."""

@@ -1,9 +1,9 @@
-"""What this machine has and lets its user do: the facts that `machine_checks` judges. Uses no GPU, knows no run file.
+"""What this machine has and lets its user do, and the checks of it, for `myxa doctor`. Knows no run file.
 
-`gather` asks everything, for `myxa doctor`; parts are asked by other checks and by the launcher. Each question has its
-own deadline, and a failure becomes a fact; only `check_port` raises. Nothing is changed: ports are listened on for an
-instant, and a few child processes start (one loads a preloaded library). Earlier runs are found by what they left:
-runtime folders, workers' descriptions, command lines.
+`gather` asks everything; a failure becomes a fact, and a fact that could not be had is None or empty. The checks are
+pure: they judge `MachineFacts`. Nothing is changed: ports are listened on for an instant, and a few child processes
+start (one loads a preloaded library). Earlier runs are found by what they left: runtime folders, workers'
+descriptions, command lines. Versions that belong together follow the exact pins in the packages' own metadata.
 """
 
 from __future__ import annotations
@@ -21,26 +21,128 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from types import MappingProxyType
+from typing import Any
 
 import psutil
 
 from ... import __file__ as package_file
-from ...core.errors import LaunchError
+from ...core.errors import LaunchError, MyxaError
 from ...memory.host import CGROUP_ROOT, available_bytes
 from ..control.client import ControlNote
 from ..host import Gpus, free_at, listen_trouble, look_at_gpus, nearest_folder
+from ..memory_part import GIB, size_text
 from ..node_place import DEFAULT_PORT
 from ..runtime_dir import PREFIX, short_base
 from ..worker_spec import SPEC_VARIABLE, WORKER_MODULE, ProcessSpec, read_spec
-from .interpreters import has_module, module_folder
+from .check import Finding, Severity
+from .node import has_module, module_folder
+
+SHOWN = ("torch", "sglang", "megatron-core", "torch-memory-saver", "transformers", "flashinfer-python", "nvidia-ml-py")
+DISTRIBUTIONS = (*SHOWN, "nvidia-nccl-cu13", "nvidia-nccl-cu12", "pyzmq", "pydantic", "numpy")
+ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+VARIABLES = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", *ALLOCATORS, "LD_PRELOAD", "CUDA_VISIBLE_DEVICES")
+COMPILERS = ("c++", "g++", "clang++")
+"""As `memory/communicators/proxy_build.py`, which imports torch, looks for them."""
+CLOCK_SOURCE = "/sys/devices/system/clocksource/clocksource0/current_clocksource"
+LIMIT_FILES = ("memory.max", "memory/memory.limit_in_bytes")
+NO_LIMIT = 1 << 60
+"""What version 1 of control groups says for "none"."""
+CUDA_LINE = re.compile(r"^cuda\b[^=]*=\s*(?:'([^']*)'|\"([^\"]*)\"|None)", re.MULTILINE)
+
+
+# -- questions ---------------------------------------------------------------------------------------------------------
+
+
+def _text_of(path: str) -> str:
+    """Empty if it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _number(path: str) -> int | None:
+    text = _text_of(path).strip()
+    return int(text) if text.lstrip("-").isdecimal() else None
+
+
+def _os_name() -> str:
+    try:
+        return platform.freedesktop_os_release().get("PRETTY_NAME", "Linux")
+    except OSError:
+        return platform.system()
+
+
+def _kernel() -> tuple[int, int]:
+    release = [int(part) for part in re.findall(r"\d+", platform.release())[:2]]
+    return (release[0], release[1]) if len(release) == 2 else (0, 0)
+
+
+def installed_versions() -> dict[str, str]:
+    """Of the distributions that matter."""
+    versions: dict[str, str] = {}
+    for name in DISTRIBUTIONS:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _torch_cuda() -> str | None:
+    """From torch's own source text: importing it would take seconds."""
+    match = CUDA_LINE.search(_text_of(f"{module_folder('torch')}/version.py")) if has_module("torch") else None
+    return None if match is None else match[1] or match[2] or ""
+
+
+def _cgroup_limit() -> int | None:
+    limits = [_number(f"{CGROUP_ROOT}/{name}") for name in LIMIT_FILES]
+    return min((limit for limit in limits if limit is not None and limit < NO_LIMIT), default=None)
+
+
+def _shm_bytes() -> int | None:
+    try:
+        return shutil.disk_usage("/dev/shm").total
+    except OSError:
+        return None
+
+
+def _file_system(path: Path) -> str:
+    """Type of the file system that the path lies on: the longest mount point above it."""
+    lines = _text_of("/proc/self/mounts").splitlines()
+    mounts = [(Path(words[1].replace("\\040", " ")), words[2]) for line in lines if len(words := line.split()) > 2]
+    above = [(len(point.parts), kind) for point, kind in mounts if path == point or point in path.parents]
+    return max(above, default=(0, ""), key=lambda one: one[0])[1]
+
+
+def _addresses() -> tuple[str, ...]:
+    found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    return tuple(dict.fromkeys(str(one[4][0]) for one in found))
+
+
+def _trouble(ask: Callable[[], object]) -> str:
+    try:
+        found = ask()
+    except (OSError, AttributeError, LaunchError) as error:
+        return str(getattr(error, "message", "") or getattr(error, "strerror", "") or error)
+    if isinstance(found, int):
+        os.close(found)
+    return ""
+
+
+def _newest_file_s() -> float:
+    files = (Path(package_file).parent / "launch").glob("*.py")
+    return max((path.stat().st_mtime for path in files), default=0.0)
+
+
+# -- torch-memory-saver ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Preload:
     """torch-memory-saver's library in front of a process."""
 
-    library: str
+    library: str = ""
     """As its own resolver says; empty: it is not installed, or does not know."""
     trouble: str = ""
     """Why the resolver does not know."""
@@ -48,6 +150,47 @@ class Preload:
     """Exit status of /bin/true with it; None: not tried."""
     said: str = ""
     """What the loader said."""
+
+
+RESOLVE_S = 120.0
+"""torch-memory-saver's resolver imports torch."""
+TRY_S = 20.0
+RESOLVER = (
+    "from torch_memory_saver.utils import get_binary_path_from_package as find;"
+    "print(); print(find('torch_memory_saver_hook_mode_preload'))"
+)
+"""Its own: by file name one takes the library of another CUDA."""
+
+
+def preload_facts() -> Preload:
+    """What torch-memory-saver would preload, and whether a process starts with it."""
+    from ...actors.engines.sglang.memory import saver_env
+
+    if not has_module("torch_memory_saver"):
+        return Preload()
+    try:
+        done = _run([sys.executable, "-c", RESOLVER], dict(os.environ), RESOLVE_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        return Preload(trouble=f"its resolver could not be asked: {error}")
+    if done.returncode != 0:
+        return Preload(trouble=(done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1])
+    return try_preload(done.stdout.strip().splitlines()[-1], saver_env(os.environ))
+
+
+def try_preload(library: str, env: dict[str, str]) -> Preload:
+    """Start /bin/true with the library in front of it, in the environment that a server would get."""
+    try:
+        done = _run(["/bin/true"], {**env, "LD_PRELOAD": library}, TRY_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        return Preload(library, status=-1, said=str(error))
+    return Preload(library, status=done.returncode, said=" ".join(done.stderr.split()))
+
+
+def _run(command: list[str], env: dict[str, str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+# -- earlier runs and servers ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,289 +208,21 @@ class FoundRun:
     """Of its actors that are there."""
 
 
-@dataclass(frozen=True, slots=True)
-class Server:
-    """An SGLang server of this user."""
-
-    pid: int
-    host: str
-    has_key: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MachineFacts:
-    """Everything that is judged. A fact that could not be had is None or empty, and nothing is judged by it. Trouble is
-    an error's text; empty: it works."""
-
-    python: tuple[int, int, int]
-    executable: str
-    architecture: str
-    os_name: str
-    kernel: tuple[int, int]
-    libc: str
-    """Like "glibc 2.36"."""
-    versions: Mapping[str, str]
-    """Distribution -> version; what is missing is not installed."""
-    torch_cuda: str | None
-    """CUDA that torch was built for; "" = none; None: no torch."""
-    compiler: str
-    """Path of a C++ compiler."""
-    gpus: Gpus
-    preload: Preload
-    total_bytes: int
-    """MemTotal."""
-    available_bytes: int
-    """What may still be taken, control group included."""
-    cgroup_bytes: int | None
-    """The control group's limit; None: none."""
-    shm_bytes: int | None
-    """Size of /dev/shm; None: there is none."""
-    num_files: tuple[int, int]
-    """RLIMIT_NOFILE, soft and hard."""
-    overcommit: int | None
-    """vm.overcommit_memory."""
-    hostname: str
-    addresses: tuple[str, ...]
-    """That the hostname resolves to."""
-    hostname_trouble: str
-    loopback_trouble: str
-    """Of listening on 127.0.0.1."""
-    address_trouble: str
-    """Of listening on 0.0.0.0."""
-    ipv6_trouble: str
-    port_trouble: str
-    """Of `myxa launch`'s default port."""
-    folder: str
-    """Where run directories go."""
-    free_bytes: int | None
-    is_writable: bool
-    file_system: str
-    """Type, like "ext4"."""
-    ptrace_scope: int | None
-    """Yama's; None: no Yama."""
-    memfd_trouble: str
-    pidfd_trouble: str
-    socket_trouble: str
-    """Of making runtime folders."""
-    wall_s: float
-    newest_file_s: float
-    """When the newest file of this installation was written."""
-    clock_source: str
-    """The kernel's."""
-    runs: tuple[FoundRun, ...] = ()
-    servers: tuple[Server, ...] = ()
-    env: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Of this process: the variables that matter."""
-
-
-VARIABLES = (
-    *("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "LD_PRELOAD"),
-    "CUDA_VISIBLE_DEVICES",
-)
-COMPILERS = ("c++", "g++", "clang++")
-"""As `memory/communicators/proxy_build.py`, which imports torch, looks for them."""
-
-
-def gather(folder: str) -> MachineFacts:
-    """Everything about this machine, for runs whose directories are made in `folder`."""
-    versions = installed_versions()
-    release = [int(part) for part in re.findall(r"\d+", platform.release())[:2]]
-    hostname, (addresses, hostname_trouble) = socket.gethostname(), _addresses()
-    place = nearest_folder(folder)
-    newest = max((path.stat().st_mtime for path in (Path(package_file).parent / "launch").glob("*.py")), default=0.0)
-    return MachineFacts(
-        python=sys.version_info[:3],
-        executable=sys.executable,
-        architecture=platform.machine(),
-        os_name=_os_name(),
-        kernel=(release[0], release[1]) if len(release) == 2 else (0, 0),
-        libc=" ".join(platform.libc_ver()).strip() or "a C library that is not glibc",
-        versions=versions,
-        torch_cuda=_torch_cuda(),
-        compiler=next((path for name in COMPILERS if (path := shutil.which(name))), ""),
-        gpus=look_at_gpus(),
-        preload=preload_facts(is_installed="torch-memory-saver" in versions),
-        total_bytes=int(psutil.virtual_memory().total),
-        available_bytes=available_bytes(),
-        cgroup_bytes=_cgroup_limit(CGROUP_ROOT),
-        shm_bytes=_size_of(Path("/dev/shm")),
-        num_files=resource.getrlimit(resource.RLIMIT_NOFILE),
-        overcommit=_number(Path("/proc/sys/vm/overcommit_memory")),
-        hostname=hostname,
-        addresses=addresses,
-        hostname_trouble=hostname_trouble,
-        loopback_trouble=listen_trouble("127.0.0.1", 0),
-        address_trouble=listen_trouble("0.0.0.0", 0),  # for an instant, any port
-        ipv6_trouble=listen_trouble("::1", 0),
-        port_trouble=listen_trouble("0.0.0.0", DEFAULT_PORT),
-        folder=str(place),
-        free_bytes=free_at(folder),
-        is_writable=os.access(place, os.W_OK | os.X_OK),
-        file_system=_file_system(place),
-        ptrace_scope=_number(Path("/proc/sys/kernel/yama/ptrace_scope")),
-        memfd_trouble=_trouble(lambda: os.memfd_create("myxa-doctor")),
-        pidfd_trouble=_trouble(lambda: os.pidfd_open(os.getpid())),
-        socket_trouble=_socket_trouble(),
-        wall_s=time.time(),
-        newest_file_s=newest,
-        clock_source=_text_of(Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")).strip(),
-        runs=find_runs(),
-        servers=find_servers(),
-        env={name: os.environ[name] for name in VARIABLES if name in os.environ},
-    )
-
-
-def installed_versions() -> dict[str, str]:
-    """Of the distributions that matter."""
-    versions: dict[str, str] = {}
-    for name in DISTRIBUTIONS:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
-
-
-DISTRIBUTIONS = (
-    *("torch", "sglang", "megatron-core", "torch-memory-saver", "transformers", "flashinfer-python", "nvidia-ml-py"),
-    *("nvidia-nccl-cu13", "nvidia-nccl-cu12", "pyzmq", "pydantic", "numpy"),
-)
-LIMIT_FILES = ("memory.max", "memory/memory.limit_in_bytes")
-NO_LIMIT = 1 << 60
-"""What version 1 of control groups says for "none"."""
-CUDA_LINE = re.compile(r"^cuda\b[^=]*=\s*(?:'([^']*)'|\"([^\"]*)\"|None)", re.MULTILINE)
-
-
-def _os_name() -> str:
-    try:
-        return platform.freedesktop_os_release().get("PRETTY_NAME", "Linux")
-    except OSError:
-        return platform.system()
-
-
-def _text_of(path: Path) -> str:
-    """Empty if it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
-def _number(path: Path) -> int | None:
-    text = _text_of(path).strip()
-    return int(text) if text.lstrip("-").isdecimal() else None
-
-
-def _torch_cuda() -> str | None:
-    """From torch's own source text: importing it would take seconds."""
-    match = CUDA_LINE.search(_text_of(Path(module_folder("torch")) / "version.py")) if has_module("torch") else None
-    return None if match is None else match[1] or match[2] or ""
-
-
-def _cgroup_limit(root: Path) -> int | None:
-    limits = [limit for name in LIMIT_FILES if (limit := _number(root / name)) is not None and limit < NO_LIMIT]
-    return min(limits) if limits else None
-
-
-def _size_of(path: Path) -> int | None:
-    try:
-        return shutil.disk_usage(path).total
-    except OSError:
-        return None
-
-
-def _file_system(path: Path) -> str:
-    """Type of the file system that the path lies on: the longest mount point above it."""
-    lines = _text_of(Path("/proc/self/mounts")).splitlines()
-    mounts = [(Path(words[1].replace("\\040", " ")), words[2]) for line in lines if len(words := line.split()) > 2]
-    above = [(len(point.parts), kind) for point, kind in mounts if path == point or point in path.parents]
-    return max(above, default=(0, ""), key=lambda one: one[0])[1]
-
-
-def _addresses() -> tuple[tuple[str, ...], str]:
-    """That the hostname resolves to, and why it does not."""
-    try:
-        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-    except OSError as error:
-        return (), str(error.strerror or error)
-    return tuple(dict.fromkeys(str(one[4][0]) for one in found)), ""
-
-
-def _trouble(opens: Callable[[], int]) -> str:
-    try:
-        os.close(opens())
-    except (OSError, AttributeError) as error:
-        return str(error)
-    return ""
-
-
-def _socket_trouble() -> str:
-    try:
-        short_base()
-    except LaunchError as error:
-        return error.message
-    return ""
-
-
-RESOLVE_S = 120.0
-"""torch-memory-saver's resolver imports torch."""
-TRY_S = 20.0
-RESOLVER = (
-    "from torch_memory_saver.utils import get_binary_path_from_package as find;"
-    "print(); print(find('torch_memory_saver_hook_mode_preload'))"
-)
-"""Its own: by file name one takes the library of another CUDA."""
-
-
-def preload_facts(*, is_installed: bool) -> Preload:
-    """What torch-memory-saver would preload, and whether a process starts with it."""
-    from ...actors.engines.sglang.memory import saver_env
-
-    if not is_installed:
-        return Preload("")
-    try:
-        done = _run([sys.executable, "-c", RESOLVER], dict(os.environ), RESOLVE_S)
-    except (OSError, subprocess.SubprocessError) as error:
-        return Preload("", trouble=f"its resolver could not be asked: {error}")
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        return Preload("", trouble=last)
-    return try_preload(done.stdout.strip().splitlines()[-1], saver_env(os.environ))
-
-
-def try_preload(library: str, env: dict[str, str]) -> Preload:
-    """Start /bin/true with the library in front of it, in the environment that a server would get."""
-    try:
-        done = _run(["/bin/true"], {**env, "LD_PRELOAD": library}, TRY_S)
-    except (OSError, subprocess.SubprocessError) as error:
-        return Preload(library, status=-1, said=str(error))
-    return Preload(library, status=done.returncode, said=" ".join(done.stderr.split()))
-
-
-def _run(command: list[str], env: dict[str, str], timeout_s: float) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
-
-
-SERVER_MODULE = "sglang.launch_server"
-HOST_FLAG, KEY_FLAGS = "--host", ("--api-key", "--admin-api-key", "--config")
-"""myxa's own servers get their keys by a file, `--config`."""
-
-
 def find_runs() -> tuple[FoundRun, ...]:
     """Every run of this user that has a folder or a process here."""
     lines = _command_lines()
     workers = list(_workers(lines))
     # A shell waits for the launcher's end, to remove its folder then.
     guarded = {words[-1] for words in lines.values() if words[:2] == ["/bin/sh", "-c"]}
-    found: dict[str, FoundRun] = {}
-    for folder in {*_folders(), *(folder for _, folder, _ in workers)}:
+    found: list[FoundRun] = []
+    for folder in sorted({*_folders(), *(folder for _, folder, _ in workers)}, key=str):
         note = ControlNote.load(folder)
         mine = [(pid, spec) for pid, folder_of, spec in workers if folder_of == folder]
         launcher = note.pid if note is not None else mine[0][1].launcher_pid if mine else 0
         run_dir = note.run_dir if note is not None else mine[0][1].run_dir if mine else ""
         is_alive = str(folder) in guarded or (launcher > 0 and psutil.pid_exists(launcher))
-        found[str(folder)] = FoundRun(run_dir, str(folder), launcher, is_alive, tuple(pid for pid, _ in mine))
-    return tuple(found[name] for name in sorted(found))
+        found.append(FoundRun(run_dir, str(folder), launcher, is_alive, tuple(pid for pid, _ in mine)))
+    return tuple(found)
 
 
 def _command_lines() -> dict[int, list[str]]:
@@ -388,6 +263,20 @@ def _workers(lines: Mapping[int, list[str]]) -> Iterator[tuple[int, Path, Proces
             continue
 
 
+SERVER_MODULE = "sglang.launch_server"
+HOST_FLAG, KEY_FLAGS = "--host", ("--api-key", "--admin-api-key", "--config")
+"""myxa's own servers get their keys by a file, `--config`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """An SGLang server of this user."""
+
+    pid: int
+    host: str
+    has_key: bool
+
+
 def find_servers() -> tuple[Server, ...]:
     """SGLang servers of this user: what they listen on, and whether they ask for a key."""
     return tuple(server_of(pid, words) for pid, words in _command_lines().items() if SERVER_MODULE in words)
@@ -398,3 +287,373 @@ def server_of(pid: int, words: Sequence[str]) -> Server:
     flat = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
     host = next((flat[at + 1] for at, word in enumerate(flat[:-1]) if word == HOST_FLAG), "127.0.0.1")
     return Server(pid, host, any(flag in flat for flag in KEY_FLAGS))
+
+
+# -- the facts ---------------------------------------------------------------------------------------------------------
+
+
+def _ask(ask: Callable[[], Any]) -> Any:
+    """A field that is asked for where it is not given."""
+    return field(default_factory=ask)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineFacts:
+    """Everything that is judged. Trouble is an error's text; empty: it works."""
+
+    folder: str
+    """Where run directories go."""
+    free_bytes: int | None
+    is_writable: bool
+    file_system: str
+    """Type, like "ext4"."""
+    python: tuple[int, int, int] = _ask(lambda: sys.version_info[:3])
+    executable: str = sys.executable
+    architecture: str = _ask(platform.machine)
+    os_name: str = _ask(_os_name)
+    kernel: tuple[int, int] = _ask(_kernel)
+    libc: str = _ask(lambda: " ".join(platform.libc_ver()).strip() or "a C library that is not glibc")
+    versions: Mapping[str, str] = _ask(installed_versions)
+    """Distribution -> version; what is missing is not installed."""
+    torch_cuda: str | None = _ask(_torch_cuda)
+    """CUDA that torch was built for; "" = none; None: no torch."""
+    compiler: str = _ask(lambda: next((path for name in COMPILERS if (path := shutil.which(name))), ""))
+    """Path of a C++ compiler."""
+    gpus: Gpus = field(default_factory=look_at_gpus)
+    preload: Preload = field(default_factory=preload_facts)
+    total_bytes: int = _ask(lambda: int(psutil.virtual_memory().total))
+    available_bytes: int = _ask(available_bytes)
+    """What may still be taken, control group included."""
+    cgroup_bytes: int | None = _ask(_cgroup_limit)
+    """The control group's limit."""
+    shm_bytes: int | None = _ask(_shm_bytes)
+    """Size of /dev/shm; None: there is none."""
+    num_files: tuple[int, int] = _ask(lambda: resource.getrlimit(resource.RLIMIT_NOFILE))
+    """Soft and hard limit."""
+    overcommit: int | None = _ask(lambda: _number("/proc/sys/vm/overcommit_memory"))
+    hostname: str = _ask(socket.gethostname)
+    addresses: tuple[str, ...] = _ask(lambda: () if _trouble(_addresses) else _addresses())
+    """That the hostname resolves to."""
+    hostname_trouble: str = _ask(lambda: _trouble(_addresses))
+    loopback_trouble: str = _ask(lambda: listen_trouble("127.0.0.1", 0))
+    address_trouble: str = _ask(lambda: listen_trouble("0.0.0.0", 0))  # for an instant, any port
+    port_trouble: str = _ask(lambda: listen_trouble("0.0.0.0", DEFAULT_PORT))
+    """Of `myxa launch`'s default port."""
+    ptrace_scope: int | None = _ask(lambda: _number("/proc/sys/kernel/yama/ptrace_scope"))
+    """None: no Yama."""
+    memfd_trouble: str = _ask(lambda: _trouble(lambda: os.memfd_create("myxa-doctor")))
+    pidfd_trouble: str = _ask(lambda: _trouble(lambda: os.pidfd_open(os.getpid())))
+    socket_trouble: str = _ask(lambda: _trouble(short_base))
+    """Of making runtime folders."""
+    wall_s: float = _ask(time.time)
+    newest_file_s: float = _ask(_newest_file_s)
+    """When the newest file of this installation was written."""
+    clock_source: str = _ask(lambda: _text_of(CLOCK_SOURCE).strip())
+    runs: tuple[FoundRun, ...] = _ask(find_runs)
+    servers: tuple[Server, ...] = _ask(find_servers)
+    env: Mapping[str, str] = _ask(lambda: {name: os.environ[name] for name in VARIABLES if name in os.environ})
+
+
+def gather(folder: str) -> MachineFacts:
+    """Everything about this machine, for runs whose directories are made in `folder`."""
+    place = nearest_folder(folder)
+    return MachineFacts(
+        folder=str(place),
+        free_bytes=free_at(folder),
+        is_writable=os.access(place, os.W_OK | os.X_OK),
+        file_system=_file_system(place),
+    )
+
+
+# -- the checks --------------------------------------------------------------------------------------------------------
+
+Case = tuple[object, Severity, str, str]
+"""Condition, severity, what it means (added to what is there), what to do."""
+
+
+def first(name: str, text: str, *cases: Case) -> Iterator[Finding]:
+    """The first case that holds; without one, all is well with what is there."""
+    for holds, severity, meaning, remedy in cases:
+        if holds:
+            yield Finding(name, MyxaError(f"{text}{meaning}", remedy=remedy), severity)
+            return
+    yield Finding(name, MyxaError(text), "ok")
+
+
+def if_so(name: str, *cases: Case) -> Iterator[Finding]:
+    """The first case that holds, or nothing."""
+    return first(name, "", *cases) if any(case[0] for case in cases) else iter(())
+
+
+OLDEST_PYTHON, OLDEST_KERNEL = (3, 11), (5, 3)
+"""The kernel's for pidfd_open."""
+WHEEL_GLIBC = (2, 34)
+"""SGLang from 0.5.11 on publishes only manylinux_2_34 wheels."""
+FEW_FILES, ENOUGH_FILES = 1024, 4096
+"""A ZeroMQ without descriptors ends its process."""
+SMALL_SHM, LITTLE_MEMORY, LITTLE_DISK = 1 * GIB, 2 * GIB, 5 * GIB
+"""The first for NCCL and torch; myxa's own shared memory is anonymous and counts as memory."""
+NETWORK_DISKS = frozenset({"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "lustre", "gpfs", "beegfs", "ceph"})
+SLOW_CLOCKS = frozenset({"hpet", "acpi_pm", "refined-jiffies", "jiffies"})
+CLOCK_SLACK_S = 86400.0
+
+
+def system(facts: MachineFacts) -> Iterator[Finding]:
+    """Interpreter, kernel, memory, limits."""
+    is_old, is_glibc = facts.python[:2] < OLDEST_PYTHON, facts.libc.startswith("glibc")
+    note = "" if is_old or facts.python[:2] >= (3, 12) else "; megatron-core from 0.17 on needs 3.12"
+    text = f"{'.'.join(map(str, facts.python))} at {facts.executable}{note}"
+    yield from first("python", text, (is_old, "error", "", "use Python 3.11 or later"))
+    yield from first(
+        "system",
+        f"{facts.os_name}, kernel {'.'.join(map(str, facts.kernel))}, {facts.libc}, {facts.architecture}",
+        (facts.kernel < OLDEST_KERNEL, "error", "", "use Linux 5.3 or later: processes are watched by pidfd"),
+        (is_glibc and numbers(facts.libc.partition(" ")[2]) < WHEEL_GLIBC, "warning", "",
+         "SGLang's wheels need glibc 2.34: use Ubuntu 22.04, Debian 12, RHEL 9 or later for it"),
+        (not is_glibc, "warning", "", "torch and SGLang publish wheels for glibc only: use a system with glibc"),
+    )  # fmt: skip
+    text = f"{size_text(facts.available_bytes)} available of {size_text(facts.total_bytes)}"
+    if facts.cgroup_bytes is not None and facts.cgroup_bytes < facts.total_bytes:
+        text += f", but the control group allows {size_text(facts.cgroup_bytes)}: that counts, not MemTotal"
+    remedy = "close other programs, or raise the container's memory limit"
+    yield from first("memory", text, (facts.available_bytes < LITTLE_MEMORY, "warning", "", remedy))
+    meaning = "vm.overcommit_memory = 2: reserving addresses counts as memory, and arenas reserve many"
+    yield from if_so("overcommit", (facts.overcommit == 2, "warning", meaning, "sysctl vm.overcommit_memory=0"))
+    size, (soft, hard) = facts.shm_bytes, facts.num_files
+    yield from first(
+        "/dev/shm",
+        "there is none" if size is None else size_text(size),
+        (size is None, "warning", "", "mount a tmpfs there: NCCL and torch need it with several GPUs"),
+        (size is not None and size < SMALL_SHM, "warning", ": NCCL between GPUs of one host needs more",
+         "docker run --shm-size=8g (or --ipc=host); Kubernetes: an emptyDir with medium Memory"),
+    )  # fmt: skip
+    yield from first(
+        "open files",
+        f"{soft} open files, {hard} at most (launchers raise it themselves)",
+        (0 <= hard < FEW_FILES, "error", "",
+         "ulimit -Hn 65536; LimitNOFILE= of a unit; docker run --ulimit nofile=65536"),
+        (0 <= hard < ENOUGH_FILES, "warning", "", "raise the hard limit to 65536 for runs with many actors"),
+    )  # fmt: skip
+
+
+def disk_and_rights(facts: MachineFacts) -> Iterator[Finding]:
+    """Waits go by the monotonic clock; names of run directories, logs and TLS by the wall clock."""
+    free = size_text(facts.free_bytes) if facts.free_bytes is not None else "an unknown number of bytes"
+    kind = f" ({facts.file_system})" if facts.file_system else ""
+    yield from first(
+        "disk",
+        f"{free} free at {facts.folder}{kind}" if facts.is_writable else f"{facts.folder} cannot be written to",
+        (not facts.is_writable, "error", "", "go to a folder of yours, or set run.dir"),
+        (facts.free_bytes is not None and facts.free_bytes < LITTLE_DISK, "warning", "",
+         "set run.dir to another disk; `myxa plan RUN.TOML` says how much a run writes"),
+        (facts.file_system in NETWORK_DISKS, "warning",
+         ": SQLite's ledger is slow there, and locks of some network file systems do not hold",
+         "set run.dir to a local disk of node 0"),
+    )  # fmt: skip
+    scope = facts.ptrace_scope or 0
+    meaning = f"yama ptrace_scope = {scope}: stacks of an actor cannot be taken from outside"
+    yield from if_so("ptrace", (scope > 1, "warning", meaning, "sysctl kernel.yama.ptrace_scope=1"))
+    wider, path = "use a newer kernel, or a wider seccomp profile", "set TMPDIR to a short path that is writable"
+    for name, trouble, what, remedy in (
+        ("memfd_create", facts.memfd_trouble, "shared memory and stand-in devices need it", wider),
+        ("pidfd_open", facts.pidfd_trouble, "actors are watched by it", wider),
+        ("sockets", facts.socket_trouble, "launchers keep sockets there", path),
+    ):
+        yield from first(name, trouble or "works", (trouble, "error", f": {what}", remedy))
+    is_behind, is_slow = facts.wall_s + CLOCK_SLACK_S < facts.newest_file_s, facts.clock_source in SLOW_CLOCKS
+    text = f"the kernel's clock source is {facts.clock_source}: asking the time is slow" if is_slow else ""
+    text = "the wall clock is behind the files of this installation" if is_behind else text
+    yield from first(
+        "clock",
+        text or facts.clock_source or "set",
+        (is_behind, "warning", "", "set the clock (timedatectl set-ntp true): run directories are named by it"),
+        (is_slow, "warning", "", "use tsc or kvm-clock (/sys/devices/system/clocksource)"),
+    )
+
+
+TORCH_OF_SGLANG = (((0, 5, 22), "2.14.1"), ((0, 5, 18), "2.13.0"), ((0, 5, 11), "2.11.0"))
+"""From that SGLang on, this torch, newest first."""
+OLDEST_SGLANG = (0, 5, 17)
+"""With token ids on every reply."""
+OLDEST_MEGATRON = (0, 16)
+MEGATRON_PYTHON = ((0, 17), (3, 12))
+"""From that megatron-core on, this Python."""
+DRIVER_OF_CUDA: Mapping[int, int] = {13: 580, 12: 525}
+"""CUDA's major version -> oldest driver."""
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """The leading numbers: "2.11.0+cu130" -> (2, 11, 0)."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(piece) for piece in found[0].split(".")) if found else ()
+
+
+def packages(facts: MachineFacts) -> Iterator[Finding]:
+    """Which are there, and whether they go together."""
+    there = ", ".join(f"{name} {facts.versions[name]}" for name in SHOWN if name in facts.versions)
+    torch, sglang, megatron = (facts.versions.get(name, "") for name in ("torch", "sglang", "megatron-core"))
+    yield from first(
+        "packages",
+        there or "no torch: no trainer and no embedded engine can run in this interpreter",
+        (not torch, "warning", "",
+         "install an extra: pip install 'myxa[cpu]' or 'myxa[gpu]'; or set roles.<role>.python to one that has it"),
+    )  # fmt: skip
+    wanted = next((torch for since, torch in TORCH_OF_SGLANG if numbers(sglang) >= since), "")
+    is_old = numbers(sglang) < OLDEST_SGLANG
+    is_other = wanted and torch and not is_old and numbers(torch) != numbers(wanted)
+    text = f"{sglang}: myxa needs token ids on every reply" if is_old else f"{sglang} with torch {torch or 'elsewhere'}"
+    yield from (
+        first(
+            "sglang",
+            f"sglang {sglang} is built for torch {wanted}, here is torch {torch}" if is_other else text,
+            (is_old, "error", "", "install SGLang 0.5.17 or later"),
+            (is_other, "error", "", "give SGLang its own environment and name its interpreter in engine.python"),
+        )
+        if sglang
+        else ()
+    )
+    needs_newer = numbers(megatron) >= MEGATRON_PYTHON[0] and facts.python[:2] < MEGATRON_PYTHON[1]
+    yield from (
+        first(
+            "megatron-core",
+            megatron,
+            (numbers(megatron) < OLDEST_MEGATRON, "error", "", "install megatron-core 0.16 or later"),
+            (needs_newer, "error", " needs Python 3.12", "use Python 3.12, or megatron-core 0.16.1"),
+        )
+        if megatron
+        else ()
+    )
+
+
+def gpu(facts: MachineFacts) -> Iterator[Finding]:
+    """Torch's CUDA against the driver's, NVML, and whether a gang's communicators can leave a device."""
+    gpus, built = facts.gpus, facts.torch_cuda
+    if not gpus.source:
+        text = f"torch is built for CUDA {built}, and no driver can be seen ({gpus.trouble})"
+        remedy = "fine on a machine without GPUs; else pip install nvidia-ml-py and see nvidia-smi"
+        yield from first("gpu", text if built else "none: runs on the CPU", (built, "warning", "", remedy))
+        return
+    names = f"{len(gpus.found)} x {gpus.found[0].name}" if gpus.found else "none"
+    oldest = DRIVER_OF_CUDA.get(next(iter(numbers(built or "")), 0), 0)
+    have = next(iter(numbers(gpus.driver)), oldest)
+    yield from first(
+        "gpu",
+        f"{names}, driver {gpus.driver or 'unknown'} (by {gpus.source})",
+        (have < oldest, "error", f", torch is built for CUDA {built}, which needs driver r{oldest} or later",
+         f"update the driver, or install a torch for CUDA {'12' if oldest == 580 else '11'}"),
+        (built == "" and gpus.found, "warning", ", but torch is built without CUDA", "install torch's wheel for CUDA"),
+    )  # fmt: skip
+    remedy = 'pip install nvidia-ml-py: memory.share = "switch" needs it'
+    lacks_nvml = "nvidia-ml-py" not in facts.versions and gpus.found
+    yield from if_so("nvml", (lacks_nvml, "warning", "nvidia-ml-py is not installed", remedy))
+    if len(gpus.found) > 1 and "torch" in facts.versions:
+        remedy = 'install g++: with memory.share = "switch" they would stay on the device (0.65 GiB each)'
+        text = f"reloaded by a proxy that {facts.compiler} compiles once"
+        text = text if facts.compiler else "there is no C++ compiler to build the proxy of them"
+        yield from first("communicators", text, (not facts.compiler, "warning", "", remedy))
+
+
+def preload(facts: MachineFacts) -> Iterator[Finding]:
+    """A preload whose own libraries are missing ends the process before Python starts; where the loader only warns,
+    nothing could be paused."""
+    found, version = facts.preload, facts.versions.get("torch-memory-saver")
+    if version is None:
+        return
+    remedy = "put the folder of libcudart (<site-packages>/nvidia/cu13/lib) first in LD_LIBRARY_PATH of the role's env"
+    lacks_driver = "libcuda.so" in found.said and not facts.gpus.source
+    if not found.library:
+        text = f"{version}: {found.trouble}"
+    elif lacks_driver:
+        text = f"{version}, its library needs the driver (libcuda.so.1), and there is none here"
+    elif found.status:
+        text = f"/bin/true with LD_PRELOAD={found.library} ended with status {found.status}: {found.said}"
+    else:
+        text = f"{found.library} is not loaded: {found.said}" if found.said else f"{version}, {found.library} loads"
+    yield from first(
+        "torch-memory-saver",
+        text,
+        (not found.library, "warning", "", "install a torch for CUDA there, or leave it out"),
+        (lacks_driver, "warning", "", "fine on a machine without GPUs; else install the driver"),
+        (found.status or found.said, "error", "", remedy),
+    )
+
+
+def environment(facts: MachineFacts) -> Iterator[Finding]:
+    """Variables that every actor inherits."""
+    env = facts.env
+    rows: list[tuple[str, object, str, str]] = [
+        ("NCCL_CUMEM_ENABLE", env.get("NCCL_CUMEM_ENABLE", "") not in ("", "0"),
+         f"= {env.get('NCCL_CUMEM_ENABLE')} here; SGLang's servers set it to 0, and members of a group must agree",
+         "unset it, or set it alike for trainer and engines (roles.*.env)"),
+        *((name, "expandable_segments:true" in env.get(name, "").lower(),
+           "expandable_segments is on: torch-memory-saver refuses it, arenas do without",
+           'unset it for runs with memory.share = "switch"') for name in ALLOCATORS),
+        ("LD_PRELOAD", env.get("LD_PRELOAD"), f"= {env.get('LD_PRELOAD')}: every actor loads it",
+         "unset it unless you mean it"),
+        ("CUDA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES" in env,
+         f"= {env.get('CUDA_VISIBLE_DEVICES')!r}: actors get the GPUs of roles.*.devices, whatever it says",
+         "unset it, and name the GPUs in the run file"),
+    ]  # fmt: skip
+    for name, holds, meaning, remedy in rows:
+        yield from if_so(name, (holds, "warning", meaning, remedy))
+
+
+def network(facts: MachineFacts) -> Iterator[Finding]:
+    """The name that other nodes use, and what can be listened on."""
+    addresses = ", ".join(facts.addresses)
+    is_loopback = all(address.startswith("127.") or address == "::1" for address in facts.addresses)
+    yield from first(
+        "hostname",
+        facts.hostname if facts.hostname_trouble else f"{facts.hostname} resolves to {addresses}",
+        (facts.hostname_trouble, "warning", f" does not resolve: {facts.hostname_trouble}",
+         "add it to /etc/hosts with the address that other nodes reach; one machine alone does without"),
+        (facts.addresses and is_loopback, "warning", ": other nodes would call themselves",
+         "give it its real address in /etc/hosts, or name an address: --rdzv ADDRESS:PORT"),
+    )  # fmt: skip
+    trouble = f"0.0.0.0: {facts.address_trouble}" if facts.address_trouble else ""
+    trouble = f"127.0.0.1: {facts.loopback_trouble}" if facts.loopback_trouble else trouble
+    yield from first(
+        "ports",
+        trouble or "127.0.0.1 and 0.0.0.0 can be listened on",
+        (facts.loopback_trouble, "error", "", "bring the loopback interface up (ip link set lo up)"),
+        (trouble, "warning", "", "one machine alone does without; several need it"),
+    )
+    meaning = f"{facts.port_trouble}: `myxa launch` meets there by default"
+    remedy = "end what listens there (ss -ltnp), or give another one: --rdzv HOST:PORT"
+    yield from if_so("port 29400", (facts.port_trouble, "warning", meaning, remedy))
+
+
+LOCAL_HOSTS = frozenset({"", "127.0.0.1", "localhost", "::1"})
+
+
+def runs_and_servers(facts: MachineFacts) -> Iterator[Finding]:
+    """Live runs of this user on this host, what ended runs left, and SGLang servers: one without a key takes weights
+    from every client that reaches it."""
+    if alive := [run.run_dir for run in facts.runs if run.is_alive]:
+        yield from first("runs", f"{len(alive)} live: {', '.join(alive)}")
+    for run in facts.runs:
+        pids = " ".join(map(str, run.pids))
+        orphans = f"actors of {run.run_dir or run.folder} are there without their launcher: {pids}"
+        kill = f"they end by themselves within seconds; else: kill {pids}"
+        folder = f"{run.folder} was left by the run {run.run_dir or 'of a launcher that was killed'}"
+        yield from if_so(
+            "leftovers",
+            (not run.is_alive and pids, "warning", orphans, kill),
+            (not run.is_alive, "warning", folder, f"rm -r {run.folder}"),
+        )
+    yield from () if facts.runs else first("leftovers", "none of earlier runs")
+    for server in facts.servers:
+        is_far = server.host not in LOCAL_HOSTS
+        yield from if_so(
+            f"sglang {server.pid}",
+            (is_far and not server.has_key, "error",
+             f"listens on {server.host} without a key: every client that reaches it can load weights and stop it",
+             "start it with --admin-api-key and --host 127.0.0.1, and name the key in engine.key_env"),
+            (not server.has_key, "warning", "has no key: every user of this host can load weights",
+             "start it with --admin-api-key, and name the key in engine.key_env"),
+            (is_far, "warning", f"listens on {server.host}: its key travels in the clear",
+             "start it with --host 127.0.0.1, or keep it in a private network"),
+        )  # fmt: skip
+
+
+MACHINE_CHECKS = (system, disk_and_rights, packages, gpu, preload, environment, network, runs_and_servers)

@@ -1,12 +1,9 @@
 """Estimates the memory of a run on each kind of device: trainer ranks, engines, and both against its size. Pure.
 
-The estimate adds parts (`memory_part.Part`), each with the arithmetic it comes from. It reads configuration files of
-models, no weights. From top to bottom: how parallelism cuts the model, activations of a step, a trainer rank, an
-engine, then all devices in each phase of the run.
-
-With `memory.share = "switch"` a run has three phases: the trainer's turn (the engine keeps its context), the hand-over
-(weights of both and the staged version), the engine's turn (the trainer keeps its context). Otherwise everything is
-on the device at the same time.
+The estimate adds parts (`memory_part.Part`), each with the arithmetic it comes from. It reads the models' config files,
+no weights. With `memory.share = "switch"` a run has three phases: the trainer's turn (the engine keeps its context),
+the hand-over (weights of both and the staged version), the engine's turn (the trainer keeps its context). Otherwise
+everything is on the device at the same time.
 
 Not counted: fragments of the allocator, workspaces of libraries, activations of a prefill, attached servers.
 """
@@ -15,9 +12,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from ...actors.backends.megatron.layout import ParallelLayout
 from ...actors.models.model_config import ModelConfig
@@ -31,62 +27,38 @@ from ..composition.memory_parts import GRAPH_BYTES, takes_turns
 from ..composition.weight_channels import choose_channel, is_between_devices
 from ..memory_part import GIB, MIB, Part, count_text, size_text, total
 from .check import CheckedRun, Finding, looked, warnings
-from .node_checks import gpus
-from .run_arithmetic import num_micro_batches
+from .node import gpus
+from .run_arithmetic import longest_answer, num_micro_batches, trainer_layout
 
 # -- how parallelism cuts the model ------------------------------------------------------------------------------------
 #
 # Counted over the shapes of the model's tensors (`ModelConfig.tensor_shapes`), as Megatron-core cuts them: matrices by
-# tp, experts by ep and etp, vectors and routers whole; layers in equal runs over pipeline stages, the embedding on the
-# first stage, final norm and head on the last, which has a copy of a tied embedding.
+# tp, experts by ep and etp, vectors and routers whole. The first pipeline stage is the fullest: it has the most layers,
+# and the embedding, which is as large as the head of the last stage.
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 EMBEDDING = "model.embed_tokens.weight"
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineStage:
-    """A pipeline stage, and the parameters of one of its ranks."""
-
-    number: int
-    num_layers: int
-    is_last: bool
-    dense: int
-    """Shared by data parallelism over tp, pp and cp."""
-    expert: int
-    """Shared by data parallelism over ep, etp and pp."""
-
-    @property
-    def num_parameters(self) -> int:
-        """All of them."""
-        return self.dense + self.expert
-
-
-def stages(model: ModelConfig, layout: ParallelLayout) -> tuple[PipelineStage, ...]:
-    """All stages; layers that do not divide go to the first ones."""
-    share, extra = divmod(model.num_layers, layout.pp)
-    sizes = [share + (number < extra) for number in range(layout.pp)]
-    ends = list(accumulate(sizes))
-    return tuple(
-        _stage(model, layout, number, range(end - size, end))
-        for number, (size, end) in enumerate(zip(sizes, ends, strict=True))
-    )
-
-
-def _stage(model: ModelConfig, layout: ParallelLayout, number: int, layers: range) -> PipelineStage:
-    is_last = number == layout.pp - 1
-    has_embedding = number == 0 or (is_last and model.tie_word_embeddings)
+def rank_parameters(model: ModelConfig, layout: ParallelLayout) -> tuple[int, int]:
+    """Of a rank of the first stage: dense parameters, which data parallelism shares over tp, pp and cp, and those of
+    experts, which it shares over ep, etp and pp."""
     dense = expert = 0
     for name, shape in model.tensor_shapes().items():
         match, size = LAYER.match(name), math.prod(shape)
-        if not (int(match[1]) in layers if match else has_embedding if name == EMBEDDING else is_last):
+        if not (int(match[1]) < num_layers(model, layout) if match else name == EMBEDDING or layout.pp == 1):
             continue
         if ".experts." in name:
             expert += size // (layout.ep * layout.etp)
         else:
             is_cut = len(shape) == 2 and not name.endswith(".mlp.gate.weight")
             dense += size // layout.tp if is_cut else size
-    return PipelineStage(number, len(layers), is_last, dense, expert)
+    return dense, expert
+
+
+def num_layers(model: ModelConfig, layout: ParallelLayout) -> int:
+    """Of the first stage."""
+    return -(-model.num_layers // layout.pp)
 
 
 # -- activations of a step ---------------------------------------------------------------------------------------------
@@ -122,23 +94,20 @@ def layer_numbers(model: ModelConfig, kind: str, layout: ParallelLayout) -> floa
     return cut / layout.tp + (stream / layout.tp if layout.sequence_parallel else stream)
 
 
-def activation_parts(
-    config: RunConfig, model: ModelConfig, stage: PipelineStage, num_micro_batches: int, num_tokens: int
-) -> list[Part]:
-    """Activations of a rank of that stage for micro-batches of so many tokens, and what scoring takes on the last."""
+def pass_parts(config: RunConfig, model: ModelConfig, num_tokens: int, *, in_flight: int, is_last: bool) -> list[Part]:
+    """Activations of a stage for micro-batches of so many tokens, and what scoring takes on the last stage."""
     kind, layout, item = config.roles.trainer.kind, trainer_layout(config), ITEM_BYTES[config.trainer.dtype]
-    tokens = -(-num_tokens // layout.cp)
+    layers, tokens = num_layers(model, layout), -(-num_tokens // layout.cp)
     each = layer_numbers(model, kind, layout) * item
-    in_flight = max(1, min(layout.pp - stage.number, num_micro_batches))
     if config.trainer.activation_checkpointing or config.megatron.recompute == "full":
-        size = (stage.num_layers * model.hidden_size * item * in_flight + each) * tokens
-        how = f"{stage.num_layers} layers' inputs and one whole layer"
+        size = (layers * model.hidden_size * item * in_flight + each) * tokens
+        how = f"{layers} layers' inputs and one whole layer"
     else:
-        size = stage.num_layers * each * tokens * in_flight
-        how = f"{stage.num_layers} layers x {each / 1000:.1f} kB a token"
+        size = layers * each * tokens * in_flight
+        how = f"{layers} layers x {each / 1000:.1f} kB a token"
     how += f" x {count_text(tokens)} tokens" + (f" x {in_flight} micro-batches in flight" if in_flight > 1 else "")
     parts = [Part("activations", int(size), how)]
-    if stage.is_last:
+    if is_last:
         width, logit = model.vocab_size // layout.tp, LOGIT_BYTES[item]
         chunk = min(CHUNK_LOGITS["cuda" if config.roles.trainer.device_ids else "cpu"], tokens * width)
         head = width * model.hidden_size
@@ -163,44 +132,36 @@ def activation_parts(
 # a copy in the engine's number type for each version in flight. A CUDA context took 0.8 GiB, an NCCL group 0.65 GiB
 # where it was measured (docs/benchmarks.md, `memory_gang` and `memory_communicators`).
 
-CONTEXT_BYTES = int(0.8 * GIB)
+CONTEXT = Part("context", int(0.8 * GIB), "of CUDA, as measured")
 GROUP_BYTES = int(0.65 * GIB)
 SHARING_BUCKET_BYTES = 256 * MIB
 """Of the torch trainer's own gradient exchange (`torch_backend/parallel.py`)."""
 VERSIONS_IN_FLIGHT = 2
 
 
-def trainer_layout(config: RunConfig) -> ParallelLayout:
-    """How the model is cut; the torch trainer does not cut it."""
-    return ParallelLayout.of(config.megatron) if config.roles.trainer.kind == "megatron" else ParallelLayout()
-
-
 def trainer_memory(config: RunConfig, model: ModelConfig, world_size: int) -> tuple[Part, ...]:
     """Of the rank that needs most."""
-    ranks = [_rank_parts(config, model, world_size, stage) for stage in stages(model, trainer_layout(config))]
-    return max(ranks, key=total)
-
-
-def _rank_parts(config: RunConfig, model: ModelConfig, world_size: int, stage: PipelineStage) -> tuple[Part, ...]:
-    layout = trainer_layout(config)
-    states = _megatron_states if config.roles.trainer.kind == "megatron" else _torch_states
-    parts = states(config, model, world_size, stage)
-    tokens, context = config.trainer.max_tokens_per_microbatch, config.engine.context_length or model.context_length
+    layout, is_megatron = trainer_layout(config), config.roles.trainer.kind == "megatron"
+    parts = (_megatron_states if is_megatron else _torch_states)(config, model, world_size)
+    tokens = config.trainer.max_tokens_per_microbatch
     if config.algo.kind != "sft":  # one sample may be longer than the limit
-        tokens = max(tokens, min(context, config.rollout.max_new_tokens * config.rollout.max_turns))
-    counts = (num_micro_batches(config, model, world_size), tokens)
-    passes = [activation_parts(config, model, stage, *counts)]
-    passes += [activation_parts(config, one, stages(one, layout)[0], *counts) for one in _critic(config, model)]
+        tokens = max(tokens, longest_answer(config, model))
+    in_flight = max(1, min(layout.pp, num_micro_batches(config, model, world_size)))
+    passes = [pass_parts(config, model, tokens, in_flight=in_flight, is_last=layout.pp == 1)]
+    passes += [pass_parts(config, one, tokens, in_flight=1, is_last=True) for one in (model, *_critic(config, model))]
     parts += max(passes, key=total)
     if is_between_devices(choose_channel(config)):
         num, item = 1 if takes_turns(config) else VERSIONS_IN_FLIGHT, ITEM_BYTES[config.engine.dtype]
         how = f"{num} version{'s' if num > 1 else ''} x {item} B x {count_text(model.num_parameters)}"
         parts.append(Part("staged versions", num * item * model.num_parameters, how))
     if config.roles.trainer.device_ids:
-        groups = num_groups(layout, world_size) + (choose_channel(config) == "nccl")
-        parts.append(Part("communicators", groups * GROUP_BYTES, f"{groups} NCCL groups x 0.65 GiB"))
-        parts.append(Part("context", CONTEXT_BYTES, "of CUDA, as measured"))
+        parts += [_groups(_num_groups(layout, world_size) + (choose_channel(config) == "nccl")), CONTEXT]
     return tuple(part for part in parts if part.num_bytes)
+
+
+def _groups(number: int) -> Part:
+    how = f"{number} NCCL group{'s' if number > 1 else ''} x 0.65 GiB"
+    return Part("communicators", number * GROUP_BYTES, how)
 
 
 def _critic(config: RunConfig, model: ModelConfig) -> list[ModelConfig]:
@@ -211,21 +172,20 @@ def _critic(config: RunConfig, model: ModelConfig) -> list[ModelConfig]:
         return []
 
 
-def _torch_states(config: RunConfig, model: ModelConfig, world_size: int, stage: PipelineStage) -> list[Part]:
+def _torch_states(config: RunConfig, model: ModelConfig, world_size: int) -> list[Part]:
     num = model.num_parameters
     shards = world_size if config.trainer.strategy == "fsdp" else 1
     cut = f" / {shards} ranks" if shards > 1 else ""
     critic, kept = critic_parameters(config.critic, model), reference_parameters(config.algo, model)
-    rows = [
-        ("weights", 4, num, "float32 masters"),
-        ("gradients", 4, num, ""),
-        ("optimizer", 8, num, "AdamW's two moments"),
-        ("critic", 16, critic, "the same together"),
-        ("reference model", 4, kept, ""),
-    ]
     parts = [
         Part(name, each * count // shards, f"{what} {each} B x {count_text(count)}{cut}".strip())
-        for name, each, count, what in rows
+        for name, each, count, what in (
+            ("weights", 4, num, "float32 masters"),
+            ("gradients", 4, num, ""),
+            ("optimizer", 8, num, "AdamW's two moments"),
+            ("critic", 16, critic, "the same together"),
+            ("reference model", 4, kept, ""),
+        )
     ]
     if shards > 1:
         models = [model, *_critic(config, model)]
@@ -239,13 +199,14 @@ def _torch_states(config: RunConfig, model: ModelConfig, world_size: int, stage:
     return parts
 
 
-def _megatron_states(config: RunConfig, model: ModelConfig, world_size: int, stage: PipelineStage) -> list[Part]:
+def _megatron_states(config: RunConfig, model: ModelConfig, world_size: int) -> list[Part]:
     settings, layout = config.megatron, trainer_layout(config)
-    item, num = ITEM_BYTES[config.trainer.dtype], stage.num_parameters
+    item, (dense, expert) = ITEM_BYTES[config.trainer.dtype], rank_parameters(model, layout)
+    num = dense + expert
     dp = max(1, world_size // layout.model_size) * layout.cp if settings.distributed_optimizer else 1
     expert_dp = max(1, world_size // layout.expert_size) if settings.distributed_optimizer else 1
     state, words = (12, "masters and moments") if item == 2 else (8, "moments")
-    optimizer = int(state * (1.0 - settings.offload_optimizer) * (stage.dense / dp + stage.expert / expert_dp))
+    optimizer = int(state * (1.0 - settings.offload_optimizer) * (dense / dp + expert / expert_dp))
     shared = f" / {dp} replicas" if dp > 1 else ""
     return [
         Part("weights", item * num, f"{config.trainer.dtype} {item} B x {count_text(num)}"),
@@ -255,7 +216,7 @@ def _megatron_states(config: RunConfig, model: ModelConfig, world_size: int, sta
     ]
 
 
-def num_groups(layout: ParallelLayout, world_size: int) -> int:
+def _num_groups(layout: ParallelLayout, world_size: int) -> int:
     """Groups of more than one rank that a rank works in: the gang, and each kind of parallelism."""
     if world_size <= 1:
         return 0
@@ -288,11 +249,8 @@ class EngineEstimate:
     """Tokens that the cache holds."""
     context_length: int
     max_running: int
-
-    @property
-    def full_sequences(self) -> int:
-        """Sequences of the whole context that fit."""
-        return self.cache_tokens // self.context_length
+    full_sequences: int
+    """Sequences of the whole context that fit."""
 
 
 def token_bytes(model: ModelConfig, dtype: str, num_gpus: int = 1) -> int:
@@ -307,30 +265,29 @@ def server_memory(config: RunConfig, model: ModelConfig, num_gpus: int, capacity
     weights = item * model.num_parameters // num_gpus
     per_token = token_bytes(model, engine.dtype, num_gpus)
     context = engine.context_length or model.context_length
-    if capacity is not None:
-        share = float(config.sglang.get("mem_fraction_static", SGLANG_SHARE))
-        said = "about {:g}, SGLang's own choice,"
-        if "mem_fraction_static" in config.sglang:
-            said = "sglang.mem_fraction_static = {:g}"
-        cache = max(0, int(capacity * share) - weights)
-        tokens = f"{count_text(cache // per_token)} tokens x {per_token / 1000:.0f} kB"
-        how = f"{said.format(share)} of the device, less weights: {tokens}"
-    else:
+    if capacity is None:
         cache = engine.max_running * context * per_token
         how = f"at most {engine.max_running} sequences x {context} tokens x {per_token / 1000:.0f} kB"
+    else:
+        is_said = "mem_fraction_static" in config.sglang
+        share = float(config.sglang.get("mem_fraction_static", SGLANG_SHARE))
+        said = f"sglang.mem_fraction_static = {share:g}" if is_said else f"about {share:g}, SGLang's own choice,"
+        cache = max(0, int(capacity * share) - weights)
+        tokens = f"{count_text(cache // per_token)} tokens x {per_token / 1000:.0f} kB"
+        how = f"{said} of the device, less weights: {tokens}"
     cut = f" / {num_gpus} GPUs" if num_gpus > 1 else ""
-    groups = (num_gpus > 1) + (channel == "nccl")
     update = 2 * min(config.weights.bucket_mb * MIB, weights) * is_between_devices(channel)
     parts = (
         Part("weights", weights, f"{engine.dtype} {item} B x {count_text(model.num_parameters)}{cut}"),
         Part("kv cache", cache, how),
         Part("graphs", GRAPH_BYTES, "captured graphs and workspaces, an estimate"),
-        Part("context", CONTEXT_BYTES, "of CUDA, as measured"),
+        CONTEXT,
         Part("update", update, f"2 x weights.bucket_mb = {config.weights.bucket_mb}"),
-        Part("communicators", groups * GROUP_BYTES, f"{groups} NCCL group{'s'[: groups - 1]} x 0.65 GiB"),
+        _groups((num_gpus > 1) + (channel == "nccl")),
     )
     held = tuple(part for part in parts if part.num_bytes or part.name == "kv cache")
-    return EngineEstimate(held, cache // per_token, context, engine.max_running)
+    tokens_held = cache // per_token
+    return EngineEstimate(held, tokens_held, context, engine.max_running, tokens_held // context)
 
 
 def embedded_memory(config: RunConfig, model: ModelConfig, available_bytes: int) -> tuple[Part, ...]:
@@ -351,11 +308,12 @@ def embedded_memory(config: RunConfig, model: ModelConfig, available_bytes: int)
 
 # -- all devices -------------------------------------------------------------------------------------------------------
 
-STAYS = frozenset({"context", "communicators"})
+STAYS = ("context", "communicators")
 """Parts that stay on the device while the other side uses it."""
 TIGHT = 0.95
 """Of a device; above, what is left out here may not fit."""
 HOST = "each node's host memory"
+UNLIMITED = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,21 +321,20 @@ class DeviceLoad:
     """One kind of device in one phase."""
 
     devices: str
-    """Like "node 0, GPU 0-3"."""
+    """Like "node 0: GPU 0-3"."""
     phase: str
     parts: tuple[Part, ...]
     capacity_bytes: int | None
     """None: not known."""
+    num_bytes: int
+    """All parts."""
+    fits: bool
+    """Whether there is room, as far as is known."""
 
-    @property
-    def num_bytes(self) -> int:
-        """All parts."""
-        return total(self.parts)
-
-    @property
-    def fits(self) -> bool:
-        """Whether there is room, as far as is known."""
-        return self.capacity_bytes is None or self.num_bytes <= self.capacity_bytes
+    @classmethod
+    def of(cls, devices: str, phase: str, parts: Iterable[Part], capacity: int | None) -> DeviceLoad:
+        parts = tuple(parts)
+        return cls(devices, phase, parts, capacity, total(parts), total(parts) <= (capacity or UNLIMITED))
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,7 +389,7 @@ def memory_of(
     except EngineError as error:
         findings.append(Finding("engine.context_length", error))
     findings += [finding for load in loads for finding in _too_full(config, load)]
-    findings += _engine_findings(config, engine) if gpu_bytes is not None else ()
+    findings += _engine_findings(config, engine) if engine is not None and gpu_bytes is not None else ()
     findings += _workspace_findings(config, trainer)
     return Memory(tuple(loads), engine, trainer), tuple(findings)
 
@@ -447,15 +404,15 @@ def _gpu_loads(
 ) -> Iterator[DeviceLoad]:
     of_trainer = {(actor.node, device) for actor in trainers for device in used_devices(actor)}
     of_engine = {(actor.node, device) for actor in rollouts if engine for device in actor.devices}
-    mine = tuple(part.of("trainer") for part in trainer)
-    theirs = tuple(part.of("rollout") for part in engine.parts) if engine else ()
+    mine = [part.of("trainer") for part in trainer]
+    theirs = [part.of("rollout") for part in engine.parts] if engine else []
     for devices, first, second in (
         (of_trainer & of_engine, mine, theirs),
-        (of_trainer - of_engine, mine, ()),
-        (of_engine - of_trainer, (), theirs),
+        (of_trainer - of_engine, mine, []),
+        (of_engine - of_trainer, [], theirs),
     ):
         for phase, parts in _phases(config, first, second) if devices else ():
-            yield DeviceLoad(device_names(devices), phase, parts, capacity)
+            yield DeviceLoad.of(device_names(devices), phase, parts, capacity)
 
 
 def used_devices(actor: ActorSpec) -> tuple[int, ...]:
@@ -465,21 +422,19 @@ def used_devices(actor: ActorSpec) -> tuple[int, ...]:
     return (actor.visible_devices[actor.rank.local_rank % len(actor.visible_devices)],)
 
 
-def _phases(config: RunConfig, mine: tuple[Part, ...], theirs: tuple[Part, ...]) -> list[tuple[str, tuple[Part, ...]]]:
+def _phases(config: RunConfig, mine: list[Part], theirs: list[Part]) -> Iterator[tuple[str, list[Part]]]:
     if not (takes_turns(config) and mine and theirs):
-        return [("all the time", (*mine, *theirs))]
+        yield "all the time", [*mine, *theirs]
+        return
 
-    def of(parts: tuple[Part, ...], *names: str) -> tuple[Part, ...]:
-        return tuple(part for part in parts if part.name in names)
+    def of(parts: list[Part], *names: str) -> list[Part]:
+        return [part for part in parts if part.name in names]
 
     reserve = Part("reserve", config.memory.reserve_mb * MIB, "memory.reserve_mb")
-    stay_mine, stay_theirs = of(mine, *STAYS), of(theirs, *STAYS)
-    handed = (*of(mine, "weights", "staged versions"), *of(theirs, "weights", "update"))
-    return [
-        ("trainer's turn", (*mine, *stay_theirs, reserve)),
-        ("hand-over", (*handed, *stay_mine, *stay_theirs, reserve)),
-        ("engine's turn", (*(part for part in theirs if part.name != "update"), *stay_mine, reserve)),
-    ]
+    handed = [*of(mine, "weights", "staged versions"), *of(theirs, "weights", "update")]
+    yield "trainer's turn", [*mine, *of(theirs, *STAYS), reserve]
+    yield "hand-over", [*handed, *of([*mine, *theirs], *STAYS), reserve]
+    yield "engine's turn", [*(part for part in theirs if part.name != "update"), *of(mine, *STAYS), reserve]
 
 
 def device_names(devices: set[tuple[int, int]]) -> str:
@@ -507,14 +462,14 @@ def _host_loads(
     if not config.roles.trainer.device_ids:
         parts += [_times(part.of("trainer"), config.roles.trainer.count, "ranks") for part in trainer]
     if config.roles.rollout.kind == "embedded" and config.algo.kind != "sft":
-        each = embedded_memory(config, model, available if available is not None else 1 << 62)
+        each = embedded_memory(config, model, available if available is not None else UNLIMITED)
         parts += [_times(part.of("rollout"), config.roles.rollout.count, "engines") for part in each]
     if parts:
-        yield DeviceLoad(HOST, "all the time", tuple(parts), available)
+        yield DeviceLoad.of(HOST, "all the time", parts, available)
 
 
 def _times(part: Part, count: int, what: str) -> Part:
-    return part if count == 1 else Part(part.name, part.num_bytes * count, f"{count} {what} x ({part.how})", part.owner)
+    return part if count == 1 else replace(part, num_bytes=part.num_bytes * count, how=f"{count} {what} x ({part.how})")
 
 
 # -- findings ----------------------------------------------------------------------------------------------------------
@@ -525,15 +480,11 @@ def _too_full(config: RunConfig, load: DeviceLoad) -> Iterator[Finding]:
         return
     largest = max(load.parts, key=lambda part: part.num_bytes)
     key, remedy = _remedy(config, largest)
-    place = f"{key}: {load.devices}, {load.phase}: {size_text(load.num_bytes)}"
-    has = size_text(load.capacity_bytes)
-    if load.fits:
-        text = f"{place} of {has} leaves little for what is not counted here"
-    else:
-        most = f"most of it is the {largest.owner}'s {largest.name}, {size_text(largest.num_bytes)}"
-        text = f"{place} do not fit into {has}; {most}"
-    severity = "warning" if load.fits or load.devices == HOST else "error"
-    yield Finding(key, ConfigError(text, remedy=remedy), severity)
+    place, has = f"{key}: {load.devices}, {load.phase}: {size_text(load.num_bytes)}", size_text(load.capacity_bytes)
+    most = f"most of it is the {largest.owner}'s {largest.name}, {size_text(largest.num_bytes)}"
+    text = f"{place} of {has} leaves little for what is not counted here"
+    error = ConfigError(text if load.fits else f"{place} do not fit into {has}; {most}", remedy=remedy)
+    yield Finding(key, error, "warning" if load.fits or load.devices == HOST else "error")
 
 
 def _remedy(config: RunConfig, largest: Part) -> tuple[str, str]:
@@ -552,17 +503,14 @@ def _remedy(config: RunConfig, largest: Part) -> tuple[str, str]:
     return "roles.trainer.devices", f'cut the model further ({more}), or take turns: memory.share = "switch"'
 
 
-def _engine_findings(config: RunConfig, engine: EngineEstimate | None) -> Iterator[Finding]:
+def _engine_findings(config: RunConfig, engine: EngineEstimate) -> Iterator[Finding]:
     key = "sglang.mem_fraction_static" if "mem_fraction_static" in config.sglang else "roles.rollout.devices"
-    samples, length = config.rollout.num_samples, engine.context_length if engine else 0
-    if engine is None or engine.full_sequences >= samples:
-        return
-    tokens = f"{engine.cache_tokens:,} tokens after the weights"
-    holds = f"{key}: the cache holds {tokens}, {engine.full_sequences} sequences"
-    if engine.full_sequences < 1:
+    samples, fit = config.rollout.num_samples, engine.full_sequences
+    holds = f"{key}: the cache holds {engine.cache_tokens:,} tokens after the weights, {fit} sequences"
+    if fit < 1:
         remedy = "raise it, lower engine.context_length, or give the engine more GPUs"
-        yield Finding(key, ConfigError(f"{holds} of the whole context of {length:,}", remedy=remedy))
-    else:
+        yield Finding(key, ConfigError(f"{holds} of the whole context of {engine.context_length:,}", remedy=remedy))
+    elif fit < samples:
         remedy = "set engine.context_length to what answers need, or give the engine more memory"
         error = ConfigError(f"{holds} of the whole context: not the {samples} samples of one group", remedy=remedy)
         yield Finding(key, error, "warning")

@@ -9,50 +9,25 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import msgspec
 
-from ...core.config import Inspected, RunConfig, inspect_config
+from ...core.config import Inspected, inspect_config
 from ...core.config.loading import KeyOrigin, Problem
 from ...core.errors import ConfigError
 from ..actor_spec import ActorSpec, GangRendezvous
-from ..composition.weight_channels import choose_channel
 from ..memory_part import GIB, count_text, size_text
-from ..node_place import DEFAULT_PORT
 from ..supervisor.placement import place, placement_problems
 from ..worker_spec import SPEC_VARIABLE, child_env, worker_command
 from .all_checks import CHECKS
 from .check import CheckedRun, Finding, key_of, run_checks
 from .memory_estimate import DeviceLoad, Memory, memory, ranges, used_devices
-from .node_checks import DiskNeed, disk_need
+from .node import DiskNeed, disk_need
 from .objective_text import objective_lines
-from .run_arithmetic import (
-    STEP_RATIOS,
-    BatchPlan,
-    PlannedSource,
-    StalenessPlan,
-    batch_plan,
-    planned_sources,
-    staleness_plan,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class RunPlanOptions:
-    """What is planned."""
-
-    files: tuple[str, ...]
-    overrides: tuple[str, ...] = ()
-    num_nodes: int = 1
-    device_gib: float = 0.0
-    """Size of a GPU; 0: as NVML says, if it does."""
-    is_this_machine: bool = True
-    """Whether the run will be started here; else packages, devices, ports and disk are not looked at, and files that
-    are not here are no errors."""
+from .run_arithmetic import BatchPlan, PlannedSource, StalenessPlan, batch_plan, planned_sources, staleness_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +92,7 @@ class PlannedRun:
     num_parameters: int | None = None
     disk: DiskNeed | None = None
     starts: tuple[PlannedProcess, ...] = ()
-    listening: tuple[str, ...] = ()
-    written: tuple[str, ...] = ()
+    """In start order; without the servers that rollout actors start."""
 
     @property
     def errors(self) -> tuple[PlanProblem, ...]:
@@ -126,30 +100,45 @@ class PlannedRun:
         return tuple(one for one in self.problems if one.severity == "error")
 
 
-def make_plan(options: RunPlanOptions) -> PlannedRun:
-    """Look at everything. Never raises for what is wrong with the run."""
-    inspected = inspect_config(options.files, options.overrides)
-    problems = [_of_problem(problem) for problem in inspected.problems]
-    config = inspected.config
+def make_plan(
+    files: Sequence[str],
+    overrides: Sequence[str] = (),
+    *,
+    num_nodes: int = 1,
+    device_gib: float = 0.0,
+    is_here: bool = True,
+) -> PlannedRun:
+    """Look at everything. Never raises for what is wrong with the run. `device_gib`: size of a GPU; 0: as NVML says.
+    `is_here`: whether the run will start on this machine; else packages, devices, ports and disk are not looked at, and
+    files that are not here are no errors."""
+    inspected = inspect_config(files, overrides)
+    config, problems = inspected.config, [_of_problem(problem) for problem in inspected.problems]
     if config is None:
-        return PlannedRun(options.files, problems=in_order(problems, options.files))
+        return PlannedRun(tuple(files), problems=in_order(problems, files))
     misplaced = [
         Finding(key_of(text), ConfigError(text, remedy="see roles.* and --nnodes"))
-        for text in placement_problems(config, options.num_nodes)
+        for text in placement_problems(config, num_nodes)
     ]
-    run = CheckedRun(
-        config,
-        () if misplaced else place(config, options.num_nodes),
-        is_here=options.is_this_machine,
-        device_bytes=int(options.device_gib * GIB) or None,
-    )
+    actors = () if misplaced else place(config, num_nodes)
+    run = CheckedRun(config, actors, is_here=is_here, device_bytes=int(device_gib * GIB) or None)
     if problems:  # only of the files that it names, but for the defaults that replace mistaken values
         found = run_checks(CHECKS, run, "named files")
         problems += [_of_finding(one, inspected) for one in found if not _touches(one.key, inspected)]
-        return PlannedRun(options.files, config.run.name, in_order(problems, options.files))
-    findings = [*misplaced, *_findings(run)]
-    problems = [_of_finding(finding, inspected) for finding in findings]
-    return replace(_planned(run, options), problems=in_order(problems, options.files))
+        return PlannedRun(tuple(files), config.run.name, in_order(problems, files))
+    return PlannedRun(
+        tuple(files),
+        config.run.name,
+        in_order([_of_finding(finding, inspected) for finding in (*misplaced, *_findings(run))], files),
+        placement=tuple(_node(actors, number) for number in range(num_nodes) if actors),
+        objective=objective_lines(config),
+        batch=run.once(batch_plan),
+        sources=run.once(planned_sources),
+        staleness=run.once(staleness_plan),
+        memory=run.once(memory)[0],
+        num_parameters=run.model.num_parameters if run.model is not None else None,
+        disk=run.once(disk_need),
+        starts=tuple(map(_process, actors)),
+    )
 
 
 def _findings(run: CheckedRun) -> Iterator[Finding]:
@@ -159,25 +148,6 @@ def _findings(run: CheckedRun) -> Iterator[Finding]:
     for finding in run_checks(CHECKS, run, "named files"):  # what is missing here may be there
         yield replace(finding, severity="warning")
     yield from run_checks(CHECKS, run, "run file", "estimate")
-
-
-def _planned(run: CheckedRun, options: RunPlanOptions) -> PlannedRun:
-    config, actors = run.config, run.actors
-    return PlannedRun(
-        options.files,
-        config.run.name,
-        placement=tuple(_node(actors, number) for number in range(options.num_nodes) if actors),
-        objective=objective_lines(config),
-        batch=run.once(batch_plan),
-        sources=run.once(planned_sources),
-        staleness=run.once(staleness_plan),
-        memory=run.once(memory)[0],
-        num_parameters=run.model.num_parameters if run.model is not None else None,
-        disk=run.once(disk_need),
-        starts=tuple(_processes(config, actors)),
-        listening=tuple(_listening(config, actors, options.num_nodes)) if actors else (),
-        written=tuple(_written(config)) if actors else (),
-    )
 
 
 # -- problems ----------------------------------------------------------------------------------------------------------
@@ -212,7 +182,7 @@ def in_order(problems: Iterable[PlanProblem], files: Sequence[str]) -> tuple[Pla
     return tuple(sorted(dict.fromkeys(problems), key=rank))
 
 
-# -- placement, processes, sockets, files ------------------------------------------------------------------------------
+# -- placement and processes -------------------------------------------------------------------------------------------
 
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 HIDDEN = "(not shown)"
@@ -229,81 +199,12 @@ def _node(actors: Sequence[ActorSpec], number: int) -> PlannedNode:
     return PlannedNode(devices, len(mine), sum(actor.threads for actor in mine), interpreters)
 
 
-def _processes(config: RunConfig, actors: Sequence[ActorSpec]) -> Iterator[PlannedProcess]:
-    """Every process that the launcher starts, and the servers that rollout actors start, in start order."""
-    for actor in actors:
-        meeting = GangRendezvous(address=CHOSEN, port=0) if actor.rank is not None else None
-        env = child_env({}, actor, spec_path=CHOSEN, run_id=CHOSEN, attempt=0, meeting=meeting)
-        env |= {name: CHOSEN for name in ("MASTER_PORT",) if name in env}
-        env |= {name: HIDDEN for name in env if SECRET.search(name) and name != SPEC_VARIABLE}
-        yield PlannedProcess(actor.name, actor.node, worker_command(actor), env)
-        if actor.role == "rollout" and actor.kind == "sglang" and not config.engine.attach:
-            yield _server(config, actor)
-
-
-def _server(config: RunConfig, actor: ActorSpec) -> PlannedProcess:
-    """About as `actors/engines/sglang/launch.py` starts it, which asks the installed SGLang for names first."""
-    flags: dict[str, Any] = {
-        "model_path": config.model.path,
-        "host": "127.0.0.1",
-        "port": CHOSEN,
-        "dtype": config.engine.dtype,
-        "max_running_requests": config.engine.max_running,
-    }
-    if config.engine.context_length:
-        flags["context_length"] = config.engine.context_length
-    if len(actor.devices) > 1:
-        flags["tp_size"] = len(actor.devices)
-    if config.memory.share == "switch":
-        flags["enable_memory_saver"] = True
-    words: list[str] = []
-    for name, value in (flags | config.sglang).items():
-        values = cast("list[object]", value if isinstance(value, list) else [] if value is True else [value])
-        words += [f"--{name.replace('_', '-')}", *map(str, values)]
-    command = (config.engine.python or actor.python or sys.executable, "-m", "sglang.launch_server", *words)
-    env = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-    return PlannedProcess(f"{actor.name} server", actor.node, command, env)
-
-
-def _listening(config: RunConfig, actors: Sequence[ActorSpec], num_nodes: int) -> Iterator[str]:
-    """Sockets and ports that will be opened, a sentence each."""
-    yield "Unix sockets of actors, in a folder of the launcher (0700) below XDG_RUNTIME_DIR or TMPDIR"
-    if config.control.socket:
-        yield "control.sock (0600) and view.sock there, for `myxa get`, `set`, `ps` ..."
-    if num_nodes > 1:
-        yield f"node 0: port {DEFAULT_PORT} (--rdzv) for the other nodes; actors of all nodes: TCP ports (encrypted)"
-    if any(actor.rank is not None for actor in actors):
-        where = "127.0.0.1" if num_nodes == 1 else "its own address"
-        yield f"trainer/0's node: a free port of {where} for torch's meeting (MASTER_PORT)"
-    for who, port, what in (
-        ("monitor", config.monitor.prometheus_port, "Prometheus"),
-        ("launcher", config.control.dashboard_port, "the dashboard"),
-    ):
-        if port >= 0:
-            yield f"{who}: {f'port {port}' if port else 'a free port'} of 127.0.0.1 for {what}"
-    servers = [actor for actor in actors if actor.role == "rollout" and actor.kind == "sglang"]
-    if servers and not config.engine.attach:
-        yield f"{len(servers)} free port{'s'[: len(servers) - 1]} of 127.0.0.1, one for each SGLang server"
-    if choose_channel(config) == "nccl" and config.algo.kind != "sft":
-        yield "trainer: a free port for each engine's weight group"
-
-
-def _written(config: RunConfig) -> Iterator[str]:
-    """Files of the run directory."""
-    yield f"{config.run.dir}/{config.run.name}-<date>-<time>/, and {config.run.dir}/latest pointing at it; in it:"
-    yield "config.toml, ledger.sqlite (with ledger.sqlite.lock), metrics.jsonl, events.jsonl, audit.jsonl, logs/"
-    yield "origin.json, .launcher.lock, coordinator.journal, rdzv.json while it runs, report.html at the end"
-    rest = {
-        "control.json while it runs": config.control.socket,
-        f"samples.jsonl (at most {config.monitor.samples_mb} MiB)": config.monitor.samples_per_step,
-        "trace.json (and trace.1.json, the part before)": config.monitor.trace,
-        "TensorBoard's files": config.monitor.tensorboard,
-        f"memory.{config.roles.memory.nodes[0]}.jsonl": config.memory.share == "switch",
-        "weights/": choose_channel(config) == "disk" and config.algo.kind != "sft",
-        f"checkpoints/ every {config.trainer.checkpoint_every} steps": config.trainer.checkpoint_every,
-        "export/ at the end": config.trainer.export_at_end,
-    }
-    yield ", ".join(text for text, is_there in rest.items() if is_there)
+def _process(actor: ActorSpec) -> PlannedProcess:
+    meeting = GangRendezvous(address=CHOSEN, port=0) if actor.rank is not None else None
+    env = child_env({}, actor, spec_path=CHOSEN, run_id=CHOSEN, attempt=0, meeting=meeting)
+    env |= {name: CHOSEN for name in ("MASTER_PORT",) if name in env}
+    env |= {name: HIDDEN for name in env if SECRET.search(name) and name != SPEC_VARIABLE}
+    return PlannedProcess(actor.name, actor.node, worker_command(actor), env)
 
 
 # -- page and JSON -----------------------------------------------------------------------------------------------------
@@ -316,11 +217,6 @@ def plan_json(plan: PlannedRun) -> dict[str, Any]:
     """Everything, with the sums."""
     value: dict[str, Any] = msgspec.to_builtins(plan, str_keys=True)
     value["ok"] = not plan.errors
-    if plan.memory is not None:
-        for load, shown in zip(plan.memory.loads, value["memory"]["loads"], strict=True):
-            shown |= {"num_bytes": load.num_bytes, "fits": load.fits}
-        if plan.memory.engine is not None:
-            value["memory"]["engine"]["full_sequences"] = plan.memory.engine.full_sequences
     if plan.disk is not None:
         value["disk"]["needed_bytes"] = plan.disk.needed_bytes
     return value
@@ -428,11 +324,6 @@ def staleness_lines(plan: StalenessPlan | None) -> Iterator[str]:
     empty = plan.num_slots - plan.concurrency
     fills = f"leave {empty} slots empty" if empty > 0 else "fill the slots"
     yield f"rollout actors: {plan.num_engines}, which take {plan.concurrency} groups at a time and {fills}"
-    if plan.waiting:
-        yield "simulated: share of the time that the trainer waits (mean lag), if a step takes so many generations"
-        yield "  " + "lengths, p99 / median".ljust(24) + "".join(f"{ratio:>14g}" for ratio in STEP_RATIOS)
-    for skew, row in plan.waiting.items():
-        yield f"  {skew:<24g}" + "".join(f"{one.waiting_share:.0%} ({one.mean_lag:.1f})".rjust(14) for one in row)
 
 
 def _disk(disk: DiskNeed | None) -> Iterator[str]:
@@ -448,8 +339,6 @@ def _starts(plan: PlannedRun) -> Iterator[str]:
     for start in plan.starts:
         yield f"{start.actor} (node {start.node}): {shlex.join(start.command)}"
         yield "  " + " ".join(f"{name}={shlex.quote(value)}" for name, value in start.env.items())
-    yield from (f"listens: {text}" for text in plan.listening)
-    yield from (f"writes: {text}" for text in plan.written)
 
 
 def styled_lines(text: str) -> Sequence[tuple[str, str]]:

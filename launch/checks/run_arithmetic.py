@@ -5,28 +5,22 @@ tokens of a step <= samples x (prompt + rollout.max_new_tokens x rollout.max_tur
 updates = steps x algo.minibatches
 passes = steps x algo.batch_size / rows           (more when a filter leaves groups out)
 micro-batches of a rank >= tokens / replicas / trainer.max_tokens_per_microbatch
-
-The simulation of staleness (`algos/staleness_sim.py`) knows no lengths of this run. It looks at two tails of lengths
-(the slowest of a hundred samples takes 3 times, or 10 times as long as the median) and at three lengths of a step,
-counted in generations: the median time of a group, which ends with its slowest sample.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from statistics import NormalDist
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from ...actors.backends.megatron.layout import ParallelLayout
 from ...actors.models.model_config import ModelConfig
 from ...algos.staleness import make_policy
-from ...algos.staleness_sim import Scenario, simulate
 from ...core.config import RunConfig
 from ...core.errors import DataError
 from .check import CheckedRun, Finding, warnings
-from .file_checks import held_out_rows, train_rows
+from .files import held_out_rows, train_rows
 
 # -- batch -------------------------------------------------------------------------------------------------------------
 
@@ -93,10 +87,14 @@ def longest_answer(config: RunConfig, model: ModelConfig) -> int:
     return min(context, config.rollout.max_new_tokens * config.rollout.max_turns)
 
 
+def trainer_layout(config: RunConfig) -> ParallelLayout:
+    """How the model is cut; the torch trainer does not cut it."""
+    return ParallelLayout.of(config.megatron) if config.roles.trainer.kind == "megatron" else ParallelLayout()
+
+
 def num_replicas(config: RunConfig, world_size: int) -> int:
     """Data-parallel replicas of the trainer."""
-    is_megatron = config.roles.trainer.kind == "megatron"
-    return max(1, world_size // ParallelLayout.of(config.megatron).model_size) if is_megatron else world_size
+    return max(1, world_size // trainer_layout(config).model_size)
 
 
 def num_micro_batches(config: RunConfig, model: ModelConfig, world_size: int) -> int:
@@ -173,28 +171,6 @@ def amount_of_data(run: CheckedRun) -> Iterator[Finding]:
 
 # -- staleness ---------------------------------------------------------------------------------------------------------
 
-SKEWS = (3.0, 10.0)
-"""p99 / p50 of the time of one sample."""
-STEP_RATIOS = (0.25, 0.5, 1.0)
-"""Time of a step / time of a group."""
-P99 = NormalDist().inv_cdf(0.99)
-"""Standard deviations above the median of a lognormal's logarithm."""
-NUM_STEPS = 40
-MAX_GROUPS = 32
-MAX_ENGINES = 8
-"""Larger runs are simulated at these sizes: shares hardly depend on them, time does."""
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """What a simulation says."""
-
-    step_ratio: float
-    """Time of a step / median time of a group."""
-    waiting_share: float
-    """Of the time, that the trainer has no batch."""
-    mean_lag: float
-
 
 @dataclass(frozen=True, slots=True)
 class StalenessPlan:
@@ -210,17 +186,14 @@ class StalenessPlan:
     num_engines: int
     concurrency: int
     """Groups that all rollout actors take at a time."""
-    waiting: dict[float, tuple[Waiting, ...]]
-    """By p99 / p50 of the lengths, for each time of a step."""
 
 
 def staleness_plan(run: CheckedRun) -> StalenessPlan | None:
     """None: nothing is generated."""
-    return staleness_of(run.config, len(run.of("rollout"))) if run.actors and not run.is_sft else None
-
-
-def staleness_of(config: RunConfig, num_rollouts: int) -> StalenessPlan:
-    settings, batch = config.asynchrony, config.algo.batch_size
+    config, num_rollouts, settings = run.config, len(run.of("rollout")), run.config.asynchrony
+    if run.is_sft or not run.actors:
+        return None
+    batch = config.algo.batch_size
     policy = make_policy(settings.policy, settings.max_staleness, batch, settings.window)
     return StalenessPlan(
         policy=settings.policy,
@@ -230,51 +203,16 @@ def staleness_of(config: RunConfig, num_rollouts: int) -> StalenessPlan:
         batch_size=batch,
         num_engines=num_rollouts,
         concurrency=num_rollouts * config.rollout.max_groups,
-        waiting={skew: _waiting(scaled_scenario(config, num_rollouts), skew) for skew in SKEWS if num_rollouts},
     )
-
-
-def scaled_scenario(config: RunConfig, num_rollouts: int) -> Scenario:
-    """The run's policy, batch and concurrency, at a size that is simulated in milliseconds."""
-    batch, settings = config.algo.batch_size, config.asynchrony
-    size, engines = min(batch, MAX_GROUPS), min(num_rollouts, MAX_ENGINES)
-    in_flight = num_rollouts * config.rollout.max_groups * size / batch / engines
-    window = max(1, round(settings.window * size / batch)) if settings.window else 0
-    return Scenario(
-        policy=settings.policy,
-        max_staleness=settings.max_staleness,
-        batch_size=size,
-        window=min(window, settings.max_staleness * size + 1),
-        num_steps=NUM_STEPS,
-        num_engines=engines,
-        groups_per_engine=max(1, round(in_flight)),
-        group_size=min(config.rollout.num_samples, 64),
-        generate_s=0.0,
-    )
-
-
-def _waiting(scenario: Scenario, skew: float) -> tuple[Waiting, ...]:
-    sigma = math.log(skew) / P99
-    # The median of the slowest of n is the quantile 0.5 ** (1 / n).
-    group_s = math.exp(sigma * NormalDist().inv_cdf(0.5 ** (1.0 / scenario.group_size)))
-    found: list[Waiting] = []
-    for ratio in STEP_RATIOS:
-        step_s = ratio * group_s
-        outcome = simulate(replace(scenario, sigma=sigma, step_s=step_s, adopt_s=0.05 * step_s))
-        mean_lag = sum(outcome.lags) / len(outcome.lags) if outcome.lags else 0.0
-        found.append(Waiting(ratio, outcome.waiting_share, mean_lag))
-    return tuple(found)
 
 
 def concurrency(run: CheckedRun) -> Iterator[Finding]:
-    plan = run.once(staleness_plan)
-    return iter(()) if plan is None else staleness_findings(run.config, plan)
-
-
-def staleness_findings(config: RunConfig, plan: StalenessPlan) -> Iterator[Finding]:
     """Concurrency that starves the trainer, and slots that stay empty."""
+    plan = run.once(staleness_plan)
+    if plan is None:
+        return iter(())
     key, batch, takes = "rollout.max_groups", plan.batch_size, plan.concurrency
-    first = f"= {config.rollout.max_groups}: rollout actors ({plan.num_engines}) take {takes} groups at a time"
+    first = f"= {run.config.rollout.max_groups}: rollout actors ({plan.num_engines}) take {takes} groups at a time"
     enough = -(-plan.num_slots // max(1, plan.num_engines))
     return warnings(
         (takes < batch, key,

@@ -32,7 +32,7 @@ def _add_plan(plan: Parser) -> None:
     plan.add_argument("--elsewhere", action="store_true",
                       help="the run will be started on another machine: do not look at this one's packages, "
                       "interpreters, devices, ports and disk")  # fmt: skip
-    plan.add_argument("--brief", action="store_true", help="leave commands, ports and files out")
+    plan.add_argument("--brief", action="store_true", help="leave commands out")
     add_json_flag(plan)
 
 
@@ -50,16 +50,14 @@ def _gib(text: str) -> float:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from ..checks.plan import RunPlanOptions, make_plan, plan_json, plan_text
+    from ..checks.plan import make_plan, plan_json, plan_text
 
     plan = make_plan(
-        RunPlanOptions(
-            files=tuple(options.file),
-            overrides=tuple(options.overrides),
-            num_nodes=options.nnodes,
-            device_gib=options.device_gib,
-            is_this_machine=not options.elsewhere,
-        )
+        options.file,
+        options.overrides,
+        num_nodes=options.nnodes,
+        device_gib=options.device_gib,
+        is_here=not options.elsewhere,
     )
 
     def page(value: Any) -> Text | str:
@@ -79,7 +77,7 @@ def _plan_coloured(text: str) -> Text:
 
 
 def _schema(_: argparse.Namespace) -> int:
-    from ...core.config.reference import json_schema
+    from ...core.config.loading import json_schema
 
     print(json.dumps(json_schema(), indent=2))
     return 0

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from scipy import stats
+from tests.algos.staleness_sim import Scenario, simulate
 
 from myxa.algos.staleness import (
     POLICIES,
@@ -18,7 +19,6 @@ from myxa.algos.staleness import (
     PacePolicy,
     default_window,
 )
-from myxa.algos.staleness_sim import Scenario, simulate
 from myxa.core.errors import ConfigError, StalenessError
 
 

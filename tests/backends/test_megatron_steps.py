@@ -18,8 +18,8 @@ import torch
 from safetensors.numpy import load_file
 
 from myxa.actors.backends.convert import convert
-from myxa.actors.backends.megatron.layout import ParallelLayout
-from myxa.actors.backends.megatron.settings import MegatronRankSettings, check_routing, check_settings
+from myxa.actors.backends.megatron.layout import ParallelLayout, check_routing
+from myxa.actors.backends.megatron.settings import MegatronRankSettings, check_settings
 from myxa.actors.backends.megatron.verbatim import check_tables
 from myxa.actors.checkpoints.folder import find_checkpoint, read_manifest
 from myxa.actors.models.hf_folder import TOKENIZER_FILES, open_weights, read_config

@@ -19,7 +19,7 @@ from myxa.core.config import RunConfig
 from myxa.core.config.learning import SAMPLE_FILTER_BUILTINS
 from myxa.core.errors import ConfigError, UserCodeError
 from myxa.core.samples import Group
-from myxa.launch.checks.user_functions import function_findings
+from myxa.launch.checks.files import function_findings
 
 CODE = """
 import numpy as np

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from myxa.core.config import RunConfig
-from myxa.core.config.reference import json_schema, render_reference
+from myxa.core.config.loading import json_schema, render_reference
 from myxa.core.config.section import keys_of, section_of, walk
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 REMEDY = (
-    "update it: python -c \"from myxa.core.config.reference import render_reference as r; open('docs/config.md', 'w')"
+    "update it: python -c \"from myxa.core.config.loading import render_reference as r; open('docs/config.md', 'w')"
     '.write(r())"'
 )
 

@@ -17,7 +17,7 @@ from myxa.core.config import RunConfig, load_config
 from myxa.core.errors import DataError
 from myxa.core.samples import Group, Message, Prompt, Sample
 from myxa.launch.checks.check import CheckedRun
-from myxa.launch.checks.file_checks import train_rows
+from myxa.launch.checks.files import train_rows
 
 CONTEXT = 32
 Line = dict[str, Any]

@@ -25,7 +25,7 @@ from myxa.core.errors import DataError, TemplateError
 from myxa.core.messages import SamplingParams
 from myxa.core.samples import Prompt, Sample
 from myxa.launch.checks.check import CheckedRun, Finding
-from myxa.launch.checks.file_checks import data, read_tokenizer
+from myxa.launch.checks.files import data, read_tokenizer
 from myxa.launch.supervisor.placement import place
 
 Rows = list[dict[str, Any]]

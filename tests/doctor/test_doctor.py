@@ -17,8 +17,7 @@ from myxa.launch.actor_spec import ActorSpec
 from myxa.launch.checks import machine
 from myxa.launch.checks.all_checks import findings_json, findings_text, judge
 from myxa.launch.checks.check import Finding
-from myxa.launch.checks.machine import FoundRun, MachineFacts, Preload, Server, find_runs, server_of
-from myxa.launch.checks.machine_checks import MACHINE_CHECKS, numbers
+from myxa.launch.checks.machine import FoundRun, MachineFacts, Preload, Server, find_runs, numbers, server_of
 from myxa.launch.cli import main
 from myxa.launch.control.client import ControlNote
 from myxa.launch.host import Gpu, Gpus, listen_trouble
@@ -38,9 +37,9 @@ GOOD = MachineFacts(
     preload=Preload("/site/torch_memory_saver_hook_mode_preload_cu13.abi3.so", status=0),
     total_bytes=512 * GIB, available_bytes=480 * GIB, cgroup_bytes=None, shm_bytes=64 * GIB,
     num_files=(65536, 1 << 20), overcommit=0, hostname="gpu07", addresses=("10.0.0.7",), hostname_trouble="",
-    loopback_trouble="", address_trouble="", ipv6_trouble="", port_trouble="", folder="/data/runs",
+    loopback_trouble="", address_trouble="", port_trouble="", folder="/data/runs",
     free_bytes=900 * GIB, is_writable=True, file_system="ext4", ptrace_scope=1, memfd_trouble="", pidfd_trouble="",
-    socket_trouble="", wall_s=1_800_000_000.0, newest_file_s=1_790_000_000.0, clock_source="tsc",
+    socket_trouble="", wall_s=1_800_000_000.0, newest_file_s=1_790_000_000.0, clock_source="tsc", runs=(), servers=(), env={},
 )  # fmt: skip
 
 
@@ -60,8 +59,6 @@ def bad(facts: MachineFacts) -> list[Finding]:
 
 def test_nothing_is_found_on_a_good_machine() -> None:
     assert bad(GOOD) == []
-    names = [check.key for check in judge(GOOD)]
-    assert len(names) >= len(MACHINE_CHECKS)
 
 
 TRAPS: dict[str, tuple[MachineFacts, str, str, str]] = {

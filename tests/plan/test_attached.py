@@ -22,7 +22,7 @@ from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
 from myxa.core.config import RunConfig
 from myxa.core.errors import EngineError
 from myxa.launch.checks.check import CheckedRun
-from myxa.launch.checks.node_checks import attached_servers
+from myxa.launch.checks.node import attached_servers
 from myxa.launch.supervisor.placement import place as place_actors
 
 MODEL = {"model_path": "/models/m", "model_type": "qwen3", "weight_version": "0"}

@@ -10,9 +10,8 @@ import pytest
 from tests.plan.planned import RUN, Site, plan
 
 from myxa.core.config import load_config
-from myxa.launch.checks.file_checks import MAX_BYTES
-from myxa.launch.checks.node_checks import FEW_BYTES, disk_findings, disk_of
-from myxa.launch.checks.run_arithmetic import scaled_scenario, staleness_findings, staleness_of
+from myxa.launch.checks.files import MAX_BYTES
+from myxa.launch.checks.node import FEW_BYTES, disk_findings, disk_of
 from myxa.launch.cli import main
 from myxa.launch.supervisor.placement import place
 from myxa.launch.worker_spec import child_env
@@ -34,7 +33,6 @@ def test_a_good_run(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     staleness = answer["staleness"]
     # N = (eta + 1) * B + 1 - W with W = 1 + B // 4, as in docs/walk-prompt.md
     assert (staleness["num_slots"], staleness["window"], staleness["concurrency"]) == (22, 3, 64)
-    assert list(staleness["waiting"]) == ["3.0", "10.0"]
     assert [start["actor"] for start in answer["starts"]] == actors
     after = sorted(path.name for path in site.folder.iterdir() if path.name != "run.toml")
     assert after == before, "nothing was made"
@@ -126,7 +124,6 @@ def test_several_nodes(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     code, answer = plan(site.write(text), "--nnodes", "3", capsys=capsys)
     assert code == 0, [one["message"] for one in answer["problems"]]
     assert answer["placement"][2]["devices"] == {"cpu": ["rollout/4", "rollout/5"]}
-    assert any("29400" in text for text in answer["listening"])
     assert any(part["name"] == "weight versions" for part in answer["disk"]["parts"]), "weights go by disk then"
 
 
@@ -150,8 +147,6 @@ def test_gpus_that_are_not_here(site: Site, capsys: pytest.CaptureFixture[str]) 
     phases = {load["phase"]: load for load in answer["memory"]["loads"]}
     assert list(phases) == ["trainer's turn", "hand-over", "engine's turn"]
     assert all(load["capacity_bytes"] == 80 << 30 and load["fits"] for load in phases.values())
-    server = next(start for start in answer["starts"] if start["actor"] == "rollout/0 server")
-    assert server["command"][-3:] == ["--enable-memory-saver", "--mem-fraction-static", "0.8"]
     code, answer = plan(site.write(text), capsys=capsys)
     assert code == 2
     modules = {one["message"].partition("no module ")[2].partition(",")[0] for one in answer["problems"]}
@@ -232,14 +227,3 @@ def test_a_full_disk(site: Site) -> None:
     assert found.key == "run.dir"
     assert not list(disk_findings(disk_of(config, model, disk.needed_bytes + FEW_BYTES)))
     assert not list(disk_findings(disk_of(config, model, None)))
-
-
-def test_the_simulation_is_of_this_run(site: Site) -> None:
-    config = load_config(site.write(RUN), ["algo.batch_size=512", "rollout.max_groups=256", "async.window=64"])
-    scenario = scaled_scenario(config, num_rollouts=4)
-    assert (scenario.batch_size, scenario.window, scenario.num_engines) == (32, 4, 4)
-    assert scenario.groups_per_engine * 4 * 512 == 32 * 4 * 256
-    plans = [staleness_of(load_config(site.write(RUN), [f"async.max_staleness={eta}"]), 2) for eta in (0, 4)]
-    first, last = ([row.waiting_share for row in plan.waiting[10.0]] for plan in plans)
-    assert all(one > other + 0.1 for one, other in zip(first, last, strict=True)), "staleness buys less waiting"
-    assert list(staleness_findings(config, staleness_of(config, 0)))

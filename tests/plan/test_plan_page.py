@@ -44,7 +44,7 @@ TRAPPED = MachineFacts(
     ),
     total_bytes=512 * GIB, available_bytes=60 * GIB, cgroup_bytes=64 * GIB, shm_bytes=64 << 20,
     num_files=(65536, 1 << 20), overcommit=0, hostname="gpu07", addresses=("127.0.1.1",), hostname_trouble="",
-    loopback_trouble="", address_trouble="", ipv6_trouble="", port_trouble="", folder="/shared/runs",
+    loopback_trouble="", address_trouble="", port_trouble="", folder="/shared/runs",
     free_bytes=900 * GIB, is_writable=True, file_system="nfs4", ptrace_scope=1, memfd_trouble="", pidfd_trouble="",
     socket_trouble="", wall_s=1_800_000_000.0, newest_file_s=1_790_000_000.0, clock_source="tsc",
 )  # fmt: skip

@@ -15,10 +15,16 @@ from myxa.core.config import RunConfig
 from myxa.core.errors import ConfigError, ModelError, MyxaError, UserCodeError
 from myxa.launch.actor_spec import ActorSpec
 from myxa.launch.checks.check import CheckedRun, Finding
-from myxa.launch.checks.file_checks import ReadRows, template_findings, train_rows
-from myxa.launch.checks.interpreters import Installed, ask_interpreters, folder_of_sglang
-from myxa.launch.checks.node_checks import device_findings, launched_servers, package_findings, server_arguments
-from myxa.launch.checks.user_functions import function_findings
+from myxa.launch.checks.files import ReadRows, function_findings, template_findings, train_rows
+from myxa.launch.checks.node import (
+    Installed,
+    ask_interpreters,
+    device_findings,
+    folder_of_sglang,
+    launched_servers,
+    package_findings,
+    server_arguments,
+)
 from myxa.launch.host import Gpu, Gpus
 from myxa.launch.supervisor.placement import place
 

@@ -22,7 +22,7 @@ from myxa.core.config import RewardSettings
 from myxa.core.errors import DeadlyReward, RewardError, UserCodeError
 from myxa.core.messages import Assignment, SamplingParams
 from myxa.core.samples import Message, Prompt, Sample
-from myxa.launch.checks.user_functions import Named, check_function
+from myxa.launch.checks.files import Named, check_function
 
 CODE = '''
 import os

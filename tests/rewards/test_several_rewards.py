@@ -22,7 +22,7 @@ from myxa.algos.rewards.outcome import RewardOutcome
 from myxa.core.completions import Completion
 from myxa.core.config import RewardSettings, RunConfig
 from myxa.core.errors import ConfigError, DataError, UserCodeError
-from myxa.launch.checks.user_functions import function_findings
+from myxa.launch.checks.files import function_findings
 from myxa.launch.composition.rollout_parts import eval_rewarders
 
 CODE = """

@@ -100,7 +100,7 @@ def test_e02_a_refused_start_leaves_every_byte(
 
 
 def without_room(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("myxa.launch.checks.node_checks.free_at", lambda _: 1 << 20)
+    monkeypatch.setattr("myxa.launch.checks.node.free_at", lambda _: 1 << 20)
 
 
 @pytest.mark.parametrize("verb", ["resume", "fork"])

@@ -27,11 +27,12 @@ from .batch import PackCutting
 from .checkpoint import MegatronTrainingState, PendingMegatronCheckpoint, load_checkpoint
 from .export import MegatronExporter
 from .hf_weights import iter_hf_tensors, load_hf_folder
+from .layout import check_routing
 from .offload import MegatronOffload
 from .optimizer import MegatronAdamW, Precision, wrap_chunks
 from .provider import build_model_chunks
 from .schedule import Pipeline, RoutingReplay
-from .settings import MegatronRankSettings, check_routing, check_settings, checked_fields, model_fields
+from .settings import MegatronRankSettings, check_settings, checked_fields, model_fields
 from .step import MegatronStepper
 from .verbatim import OWNED_DDP, OWNED_OPTIMIZER
 from .world import MegatronWorld

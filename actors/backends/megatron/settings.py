@@ -88,14 +88,3 @@ def check_settings(config: MegatronRankSettings) -> None:
         raise ConfigError(
             "trainer.activation_checkpointing is the torch trainer's", remedy='set megatron.recompute = "full"'
         )
-
-
-def check_routing(num_experts: int, recompute: str) -> None:
-    """Raise ConfigError where choices cannot be replayed."""
-    if not num_experts:
-        raise ConfigError("megatron.routing_replay = true: the model has no experts", remedy="leave it out")
-    if recompute != "none":
-        raise ConfigError(
-            f'megatron.routing_replay = true: megatron.recompute = "{recompute}" would choose experts a second time',
-            remedy='set megatron.recompute = "none", or leave routing_replay out',
-        )

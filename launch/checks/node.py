@@ -1,28 +1,33 @@
 """Checks of the node where actors will run: packages by interpreter, SGLang, devices, sinks, keys, ports, disk.
 
-The actor that needs a thing checks it again. Names of SGLang's arguments are read from the source text of its
-ServerArgs; the rollout actor asks the class itself later. Attached servers are asked over HTTP, and
-`actors/engines/sglang/attach_check.py` judges their answers. Imports no torch.
+The actor that needs a thing checks it again. Packages are found without importing them. Names of SGLang's arguments are
+read from the source text of its ServerArgs; the rollout actor asks the class itself later. Attached servers are asked
+over HTTP, and `actors/engines/sglang/attach_check.py` judges their answers. Imports no torch.
 """
 
 from __future__ import annotations
 
 import ast
 import http.client
+import importlib.util
+import json
 import os
 import socket
 import ssl
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from ... import __version__
 from ...actors.backends.megatron.verbatim import check_tables
 from ...actors.data.data_files import needs_pyarrow
 from ...actors.engines.sglang.attach_check import FACTS_ROUTE, MODEL_ROUTE, ServerAnswer, attach_fault
@@ -32,7 +37,7 @@ from ...actors.models.second_model import critic_parameters
 from ...actors.sinks.names import SHIPPED, check_name
 from ...core.config import RunConfig
 from ...core.config.data import parse_sources
-from ...core.errors import ConfigError, MyxaError
+from ...core.errors import ConfigError, LaunchError, MyxaError
 from ...core.suggestion import suggest
 from ...memory.budget import ITEM_BYTES
 from ..actor_spec import ActorSpec
@@ -40,7 +45,118 @@ from ..composition.weight_channels import choose_channel
 from ..host import Gpus, check_port, free_at, look_at_gpus, nearest_folder
 from ..memory_part import Part, count_text, size_text, total
 from .check import CheckedRun, Finding, looked
-from .interpreters import AskedInterpreter, Installed, ask_interpreters, folder_of_sglang
+
+# -- interpreters and packages -----------------------------------------------------------------------------------------
+
+MODULES = (
+    "torch", "megatron.core", "pynvml", "torch_memory_saver", "sglang", "math_verify", "pyarrow", "wandb", "mlflow",
+)  # fmt: skip
+PROBE = (
+    "import json, myxa, myxa.launch.worker; from myxa.launch.checks.node import folders;"
+    "print(); print(json.dumps([myxa.__version__, folders()]))"
+)
+SGLANG_PROBE = (
+    "import json; from importlib.util import find_spec; spec = find_spec('sglang');"
+    "print(); print(json.dumps(list(spec.submodule_search_locations or ()) if spec else []))"
+)
+PATHS = "PYTHONPATH"
+"""Set for a role, it has the role's processes see other packages than ours, in the same interpreter."""
+PROBE_S = 120.0
+"""A cold network file system under a Python environment can be that slow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """What an interpreter has."""
+
+    python: str
+    """As it is named; empty: the launcher's own."""
+    folders: Mapping[str, str]
+    """Module of `MODULES` -> its folder; what is missing is not installed."""
+
+
+AskedInterpreter = Installed | MyxaError
+
+
+def _spec(name: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(name)
+    except (ModuleNotFoundError, ValueError):  # not even the package around it; a module without a spec
+        return None
+
+
+def has_module(name: str) -> bool:
+    """Whether a module can be imported here, without importing it."""
+    return _spec(name) is not None
+
+
+def module_folder(name: str) -> str:
+    """Where that package lies; empty if it is none."""
+    spec = _spec(name)
+    return next(iter(spec.submodule_search_locations or ()), "") if spec is not None else ""
+
+
+def folders() -> dict[str, str]:
+    """Where each module of `MODULES` lies in this interpreter."""
+    return {name: module_folder(name) for name in MODULES if has_module(name)}
+
+
+def sees_our_modules(actor: ActorSpec) -> bool:
+    """Whether the actor's processes find the packages that this process finds."""
+    return not (actor.python or PATHS in actor.env)
+
+
+def one_by_role(actors: Iterable[ActorSpec]) -> dict[str, ActorSpec]:
+    """The first actor of each role."""
+    firsts: dict[str, ActorSpec] = {}
+    for actor in actors:
+        firsts.setdefault(actor.role, actor)
+    return firsts
+
+
+def ask_interpreters(actors: Iterable[ActorSpec]) -> dict[str, AskedInterpreter]:
+    """Role -> what its interpreter has, or why it cannot be used; they are asked at the same time."""
+    firsts = one_by_role(actors)
+    with ThreadPoolExecutor(max(1, len(firsts))) as pool:
+        return dict(zip(firsts, pool.map(_asked, firsts.values()), strict=True))
+
+
+def _asked(actor: ActorSpec) -> AskedInterpreter:
+    if sees_our_modules(actor):
+        return Installed("", folders())
+    python, place = actor.python or sys.executable, f"roles.{actor.role}.python: {actor.python or sys.executable}"
+    try:
+        answer = _probe(place, python, PROBE, actor.env, "myxa", "cannot import myxa", "install myxa there")
+        version, found = json.loads(answer)
+        if version != __version__:
+            cause = f"{place} has myxa {version}, the launcher has {__version__}"
+            raise ConfigError(cause, remedy="install the same one there")
+    except MyxaError as error:
+        return error
+    return Installed(actor.python, found)
+
+
+def folder_of_sglang(python: str, env: Mapping[str, str]) -> str:
+    """Where that interpreter has SGLang; empty if it has none. Raises ConfigError if it cannot be run."""
+    remedy, place = "name a Python interpreter that has SGLang", f"engine.python: {python}"
+    found: list[str] = json.loads(_probe(place, python, SGLANG_PROBE, env, "SGLang", "does not work", remedy))
+    return found[0] if found else ""
+
+
+def _probe(place: str, python: str, code: str, env: Mapping[str, str], package: str, failure: str, remedy: str) -> str:
+    """The last line that the code prints there."""
+    command, env = [python, "-c", code], {**os.environ, **env}
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PROBE_S, check=False)
+    except OSError as error:
+        named = f"name a Python interpreter that has {package}"
+        raise ConfigError(f"{place} cannot be run: {error.strerror}", remedy=named) from error
+    except subprocess.TimeoutExpired as error:
+        raise LaunchError(f"{place} did not answer within {PROBE_S:g} s", remedy="try it by hand") from error
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise ConfigError(f"{place} {failure}: {last}", remedy=remedy)
+    return done.stdout.splitlines()[-1]
 
 
 class Need(NamedTuple):
@@ -53,7 +169,7 @@ class Need(NamedTuple):
 
 
 def needs(config: RunConfig, actor: ActorSpec) -> Iterator[Need]:
-    """The modules that this actor needs beside myxa's own dependencies."""
+    """Beside myxa's own dependencies."""
     generates = actor.role == "rollout" and config.algo.kind != "sft"
     turns = config.memory.share == "switch"
     if actor.role == "trainer" or (generates and actor.kind == "embedded"):
@@ -91,10 +207,7 @@ def packages(run: CheckedRun) -> Iterator[Finding]:
 def package_findings(
     config: RunConfig, actors: Sequence[ActorSpec], answers: Mapping[str, AskedInterpreter]
 ) -> Iterator[Finding]:
-    firsts: dict[str, ActorSpec] = {}
-    for actor in actors:
-        firsts.setdefault(actor.role, actor)
-    for actor in firsts.values():
+    for actor in one_by_role(actors).values():
         key, answer = f"roles.{actor.role}.python", answers[actor.role]
         if isinstance(answer, MyxaError):
             yield Finding(key, answer)
@@ -226,9 +339,8 @@ def gpus(_: CheckedRun) -> Gpus:
 
 def devices(run: CheckedRun) -> Iterator[Finding]:
     """Roles that name GPUs which this machine does not have."""
-    return (
-        device_findings(run.actors, run.once(gpus)) if any(actor.visible_devices for actor in run.actors) else iter(())
-    )
+    if any(actor.visible_devices for actor in run.actors):
+        yield from device_findings(run.actors, run.once(gpus))
 
 
 def device_findings(actors: Sequence[ActorSpec], found: Gpus) -> Iterator[Finding]:
@@ -249,7 +361,7 @@ def device_findings(actors: Sequence[ActorSpec], found: Gpus) -> Iterator[Findin
 
 def sinks(run: CheckedRun) -> Iterator[Finding]:
     """Names and options. The monitor checks sinks from packages of another interpreter."""
-    if not any(not (actor.python or "PYTHONPATH" in actor.env) for actor in run.of("monitor")):
+    if not any(map(sees_our_modules, run.of("monitor"))):
         return
     monitor = run.config.monitor
     for name in monitor.sinks:

@@ -6,18 +6,24 @@ are read, once, and a large file is not indexed. `fit` needs no more than the mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import ast
+import inspect
+import sys
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from importlib.machinery import ModuleSpec, PathFinder
+from itertools import zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
-from ...actors.backends.megatron.layout import ParallelLayout
+from ...actors.backends.megatron.layout import ParallelLayout, check_routing
 from ...actors.checkpoints.folder import check_model, read_manifest
 from ...actors.data.data_files import check_data_files, is_large, needs_pyarrow, open_rows
 from ...actors.data.layout import Item, RowLayout
 from ...actors.data.prompts import held_out_layout, layout_of, open_data
 from ...actors.data.row_file import RowError, RowFile
-from ...actors.data.row_set import encode_item
+from ...actors.data.row_set import chosen_rows, encode_item
 from ...actors.engines.sglang.server_args import check_sizes
 from ...actors.ledger.file import is_in_use
 from ...actors.ledger.resume import LEDGER, dataset_of
@@ -26,17 +32,37 @@ from ...actors.models.hf_folder import check_values, open_weights, read_config
 from ...actors.models.model_config import ModelConfig, frozen_names
 from ...actors.models.second_model import check_critic, check_reference
 from ...actors.models.tokenizer import FolderTokenizer, load_tokenizer
+from ...actors.rewards.call import ALONE, RewardKeys
+from ...actors.rewards.rewarder import check_args
+from ...actors.user_code.functions import (
+    ADVANTAGE_FN,
+    CLASS_WORKFLOW,
+    GROUP_FILTER,
+    LOSS_FN,
+    REWARD_POST_PROCESS,
+    SAMPLE_FILTER,
+    WEIGHT_FN,
+    WORKFLOW,
+    Expected,
+    check_call,
+    file_of,
+    import_raised,
+    no_attribute,
+    no_module,
+    reward_expected,
+)
 from ...actors.workflows.demonstrated import demonstrate
 from ...actors.workflows.named import shown_turns
 from ...actors.workflows.turn_renderer import TurnRenderer, roles_that_fit
+from ...algos.filters import GROUP_FILTERS, SAMPLE_FILTERS, group_filter, sample_filter
 from ...core.config import RunConfig
-from ...core.config.data import Source, parse_sources
+from ...core.config.data import parse_sources
 from ...core.errors import ConfigError, DataError, LedgerError, ModelError, MyxaError, TemplateError, TrainError
 from ...core.samples import Message, Prompt
+from ..composition.rollout_parts import eval_rewards
 from ..run_lineage.resume_point import named_checkpoint
 from .check import CheckedRun, Finding, key_of, looked
-from .interpreters import has_module
-from .user_functions import function_findings
+from .node import has_module, sees_our_modules
 
 MAX_READ_BYTES = 2 << 30
 """Of weights, within about two seconds; the embedded engine reads all of them when it loads them."""
@@ -247,9 +273,9 @@ def read_rows(
             is_readable = not needs_pyarrow(source.path) or has_module("pyarrow")  # else a finding of the packages
             if is_readable and not is_large(source.path, key, MAX_BYTES):
                 file = open_rows(source.path, layout, key)
-                rows = source.rows(file.num_rows)
+                rows = chosen_rows(source, file)
                 num_rows = len(rows)
-                findings += _first_bad(source, file, rows, layout, key, skips_bad=skips_bad, write=write)
+                findings += _first_bad(file, rows, layout, key, skips_bad=skips_bad, write=write)
         except MyxaError as error:
             findings.append(Finding(key_of(error.message) or key, error))
         except (OSError, ImportError) as error:
@@ -259,11 +285,8 @@ def read_rows(
 
 
 def _first_bad(
-    source: Source, file: RowFile, rows: range, layout: RowLayout, key: str, *, skips_bad: bool, write: Write | None
+    file: RowFile, rows: range, layout: RowLayout, key: str, *, skips_bad: bool, write: Write | None
 ) -> Iterator[Finding]:
-    if not rows:
-        text = f"{source}: the slice is empty; the file has {file.num_rows} row{'s' if file.num_rows > 1 else ''}"
-        yield Finding(key, DataError(text, remedy="mend the slice"))
     for number, row in enumerate(rows[:FIRST_ROWS]):
         try:
             item = layout.item(file.read(row))
@@ -299,7 +322,8 @@ def fit(run: CheckedRun) -> Iterator[Finding]:
         layout = ParallelLayout.of(config.megatron)
         yield from looked("megatron", layout.check_model, model, config.megatron.model)
         if config.megatron.routing_replay:
-            yield from looked("megatron.routing_replay", _check_replay, config, model)
+            replay = (model.num_experts, config.megatron.recompute)
+            yield from looked("megatron.routing_replay", check_routing, *replay)
 
 
 def _check_context(config: RunConfig, model_context: int) -> None:
@@ -314,20 +338,6 @@ def _check_context(config: RunConfig, model_context: int) -> None:
             f"rollout.max_new_tokens = {max_new}: leaves no room for a prompt in the context of "
             f"{length or model_context} tokens of {config.model.path}",
             remedy="lower it",
-        )
-
-
-def _check_replay(config: RunConfig, model: ModelConfig) -> None:
-    """As `check_routing` of the backend, which imports torch."""
-    if not model.num_experts:
-        raise ConfigError(
-            f"megatron.routing_replay = true: a {model.model_type} model has no experts", remedy="leave it out"
-        )
-    if config.megatron.recompute != "none":
-        raise ConfigError(
-            f'megatron.recompute = "{config.megatron.recompute}" would choose experts a second time, against '
-            "megatron.routing_replay",
-            remedy='set megatron.recompute = "none", or leave routing_replay out',
         )
 
 
@@ -383,11 +393,198 @@ def _check_data_of(config: RunConfig, checkpoint: Path) -> None:
 
 
 # -- functions ---------------------------------------------------------------------------------------------------------
+#
+# From their source text: no user code runs. The actor that loads a function checks what only an import shows: a name
+# made at run time, a signature that a decorator changes. Both judge by `actors/user_code/functions.check_call`.
 
 
 def functions(run: CheckedRun) -> Iterator[Finding]:
     for roles in (("rollout", "buffer"), ("trainer",)):
         callers = run.of(*roles)
         if callers:
-            sees_modules = not any(actor.python or "PYTHONPATH" in actor.env for actor in callers)
+            sees_modules = all(map(sees_our_modules, callers))
             yield from function_findings(run.config, roles, sees_modules=sees_modules)
+
+
+ALL = ("rollout", "buffer", "trainer")
+MAX_SOURCE_BYTES = 8 << 20
+MAKERS = frozenset({"globals", "vars", "setattr", "exec"})
+"""What a module can give itself names with."""
+
+
+class Named(NamedTuple):
+    """A name in the run file and what it must be."""
+
+    name: str
+    expected: Expected
+    args: Iterable[str] = ()
+    """Named arguments that the function gets besides."""
+    role: str = "rollout"
+    """Who calls it."""
+
+
+def function_findings(
+    config: RunConfig, roles: Container[str] = ALL, *, sees_modules: bool = True
+) -> Iterator[Finding]:
+    """What is wrong with each named function that actors of these roles call, and with the arguments of built-in
+    ones. `sees_modules`: whether this process finds the modules that they find; else only files are looked at."""
+    algo = config.algo
+    if "rollout" in roles:
+        rewards = {RewardKeys.of_one(name) if name else ALONE: part for name, part in config.reward.parts().items()}
+        rewards |= {RewardKeys.of_eval_set(name): part for name, part in eval_rewards(config).items()}
+        for keys, part in rewards.items():
+            yield from looked(keys.args, check_args, part.fn, pattern=part.pattern, args=part.args, keys=keys)
+    if "buffer" in roles and algo.group_filter in GROUP_FILTERS:
+        yield from looked("algo.group_filter_args", group_filter, algo.group_filter, algo.group_filter_args)
+    if "buffer" in roles and algo.sample_filter in SAMPLE_FILTERS:
+        yield from looked("algo.sample_filter_args", sample_filter, algo.sample_filter, algo.sample_filter_args)
+    for named in _named(config):
+        where, colon, _ = named.name.rpartition(":")
+        if named.role in roles and colon and (sees_modules or where.endswith(".py")):
+            yield from looked(named.expected.key, check_function, named)
+
+
+def _named(config: RunConfig) -> Iterator[Named]:
+    algo = config.algo
+    for name, one in sorted(config.eval.sets.items()):
+        if one.reward:
+            key = f"eval.sets.{name}.reward"
+            yield Named(one.reward, reward_expected(key, takes_group=False), one.reward_args)
+    yield Named(config.rollout.workflow, WORKFLOW, config.rollout.workflow_args)
+    for (key, _), part in zip(config.reward.named_functions(), config.reward.parts().values(), strict=True):
+        args = {*part.args, *(("pattern",) if part.pattern else ())}
+        yield Named(part.fn, reward_expected(key, takes_group=part.scope == "group"), args)
+    yield Named(algo.group_filter, GROUP_FILTER, algo.group_filter_args, "buffer")
+    yield Named(algo.sample_filter, SAMPLE_FILTER, algo.sample_filter_args, "buffer")
+    yield Named(algo.reward_post_process, REWARD_POST_PROCESS, role="trainer")
+    yield Named(algo.advantage_fn, ADVANTAGE_FN, role="trainer")
+    yield Named(algo.weight_fn, WEIGHT_FN, role="trainer")
+    yield Named(algo.loss_fn, LOSS_FN, role="trainer")
+
+
+def check_function(named: Named) -> None:
+    """Raise ConfigError or UserCodeError for what is certainly wrong."""
+    where, _, attr = named.name.rpartition(":")
+    key = named.expected.key
+    path = file_of(where, key) if where.endswith(".py") else _module_file(where, key)
+    if path is None:  # a module that is not made of source text
+        return
+    tree = _parsed(path, where, key)
+    bound = _bindings(tree)
+    found = bound.get(attr.partition(".")[0])
+    if found is None:
+        if "." in attr or _makes_names(tree):  # a submodule is an attribute once it was imported
+            return
+        raise no_attribute(key, where, attr, attr, bound)
+    if "." in attr or getattr(found, "decorator_list", ()):
+        return
+    if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef):
+        is_async = isinstance(found, ast.AsyncFunctionDef)
+        check_call(named.name, _signature(found.args), named.expected, named.args, is_async=is_async)
+    elif isinstance(found, ast.ClassDef) and named.expected is WORKFLOW and not (found.bases or found.keywords):
+        _check_class(named, found)
+
+
+def _check_class(named: Named, node: ast.ClassDef) -> None:
+    """One that a workflow may be: what it is made with, and the method that is needed."""
+    methods = {one.name: one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)}
+    if "run" not in methods:
+        text = f'{WORKFLOW.key} = "{named.name}" is a class without a method run'
+        raise ConfigError(text, remedy=f"it must have: {WORKFLOW.signature}")
+    made = methods.get("__init__")
+    signature = _signature(made.args, num_own=1) if made is not None else inspect.Signature()
+    check_call(named.name, signature, CLASS_WORKFLOW, named.args, is_async=False)
+
+
+class _Written(str):
+    """A default as it is written."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def _signature(args: ast.arguments, *, num_own: int = 0) -> inspect.Signature:
+    """As `inspect.signature` says it. `num_own`: parameters that Python fills itself."""
+    kinds = inspect.Parameter
+    plain = [(arg, kinds.POSITIONAL_ONLY) for arg in args.posonlyargs]
+    plain += [(arg, kinds.POSITIONAL_OR_KEYWORD) for arg in args.args]
+    rows = [
+        (arg, kind, default)
+        for (arg, kind), default in reversed(list(zip_longest(reversed(plain), reversed(args.defaults))))
+    ]
+    rows += [(args.vararg, kinds.VAR_POSITIONAL, None)] if args.vararg else []
+    rows += [(arg, kinds.KEYWORD_ONLY, default) for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True)]
+    rows += [(args.kwarg, kinds.VAR_KEYWORD, None)] if args.kwarg else []
+    return inspect.Signature(
+        [
+            kinds(arg.arg, kind, default=kinds.empty if default is None else _Written(ast.unparse(default)))
+            for arg, kind, default in rows[num_own:]
+        ]
+    )
+
+
+def _module_file(where: str, key: str) -> Path | None:
+    """The module's source, found without importing the packages around it; None if it is not made of source text."""
+    parts = where.split(".")
+    places: list[str] | None = None
+    origin: str | None = None
+    for length in range(1, len(parts) + 1):
+        name = ".".join(parts[:length])
+        spec = _found(name, places)
+        if spec is None:
+            raise no_module(key, name)
+        places = list(spec.submodule_search_locations or ())
+        origin = spec.origin
+    return Path(origin) if origin and origin.endswith(".py") else None
+
+
+def _found(name: str, places: list[str] | None) -> ModuleSpec | None:
+    """Found as an actor finds it: by every finder, and in the current folder."""
+    for finder in sys.meta_path:
+        spec = finder.find_spec(name, places)
+        if spec is not None:
+            return spec
+    return PathFinder.find_spec(name, [str(Path.cwd())]) if places is None else None
+
+
+def _parsed(path: Path, where: str, key: str) -> ast.Module:
+    try:
+        if path.stat().st_size > MAX_SOURCE_BYTES:
+            return ast.Module([], [])
+        return ast.parse(path.read_bytes(), filename=str(path))
+    except SyntaxError as error:
+        cause, place = f"{type(error).__name__}: {error.msg}", f"{path}:{error.lineno}"
+        raise import_raised(key, where, cause, place) from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key}: {path} cannot be read: {error}", remedy="name a readable .py file") from error
+
+
+def _module_level(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every node that is in no function and no class, in order."""
+    for node in ast.iter_child_nodes(tree):
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield from _module_level(node)
+
+
+def _bindings(tree: ast.Module) -> dict[str, ast.AST]:
+    """Names of the module -> where each is bound last."""
+    found: dict[str, ast.AST] = {}
+    for node in _module_level(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found[node.name] = node
+        elif isinstance(node, ast.alias):
+            found[(node.asname or node.name).partition(".")[0]] = node
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found[node.id] = node
+    return found
+
+
+def _makes_names(tree: ast.Module) -> bool:
+    """Whether names may come from where this does not see them: a file that is empty, or too large to be looked at."""
+    return not tree.body or any(
+        (isinstance(node, ast.alias) and node.name == "*")
+        or (isinstance(node, ast.Name) and node.id in MAKERS)
+        or (isinstance(node, ast.FunctionDef) and node.name == "__getattr__")
+        for node in ast.walk(tree)
+    )

@@ -12,8 +12,8 @@ import random
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..core.errors import StalenessError
-from .staleness import Admission
+from myxa.algos.staleness import Admission
+from myxa.core.errors import StalenessError
 
 EventKind = Literal["finished", "adopted", "trained"]
 
