@@ -18,7 +18,6 @@ from myxa.core.handlers import (
     call,
     cast,
     current_scope,
-    describe,
     durable_put,
     enter_scope,
     fresh_context,
@@ -78,11 +77,6 @@ def test_a_role_inherits_the_declarations_of_its_contract():
     assert handlers_of(Role).schema == handlers_of(Contract).schema
 
 
-def test_the_key_of_a_put_is_found():
-    spec = handlers_of(Contract).by_name["put"]
-    assert spec.key_of(spec.request(Point(5, np.zeros(1, np.float32)))) == "5"
-
-
 @pytest.mark.parametrize(
     "contract", [c for c in vars(contracts).values() if isinstance(c, type) and issubclass(c, Actor)]
 )
@@ -125,13 +119,6 @@ def test_an_override_with_other_parameters_is_refused():
         handlers_of(Wrong)
 
 
-def test_decorators_need_sense():
-    with pytest.raises(ValueError, match="key"):
-        durable_put(key="")
-    with pytest.raises(TypeError, match="positional"):
-        call(3)  # pyright: ignore[reportCallIssue]
-
-
 def test_the_fingerprint_changes_with_the_wire_form_only():
     class Same(Contract):
         """Other words, same wire."""
@@ -144,18 +131,6 @@ def test_the_fingerprint_changes_with_the_wire_form_only():
 
     assert handlers_of(Same).schema == handlers_of(Contract).schema
     assert handlers_of(Other).schema["add"] != handlers_of(Contract).schema["add"]
-
-
-def test_recursive_and_nested_types_are_described():
-    class Tree(msgspec.Struct):
-        left: Tree | None
-        leaf: tuple[Point, ...]
-
-    globals()["Tree"] = Tree
-    text = describe(Tree)
-    assert "left!" in text
-    assert "Point(x!:int" in text
-    assert "float32" in text
 
 
 async def test_references_bind_arguments_as_the_method_would():

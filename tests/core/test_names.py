@@ -8,13 +8,8 @@ from hypothesis import strategies as st
 
 from myxa.core.actor import Mailbox, MailboxPolicy
 from myxa.core.errors import ConfigError, Overloaded
-from myxa.core.ids import PeerKey, check_name
+from myxa.core.ids import check_name
 from myxa.core.import_path import load_attr, load_callable
-
-
-@pytest.mark.parametrize("name", ["registry", "rollout/0", "launcher/12", "trainer/0/helper-1.x"])
-def test_good_names(name):
-    assert check_name(name) == name
 
 
 @given(st.text(max_size=200))
@@ -25,10 +20,6 @@ def test_a_name_is_taken_whole_or_refused(text):
         return
     assert text[0].islower()
     assert "\n" not in text
-
-
-def test_peer_keys_read_well():
-    assert str(PeerKey(3, 2)) == "node 3 epoch 2"
 
 
 def test_a_mailbox_is_bounded_but_takes_events():

@@ -21,9 +21,7 @@ from myxa.core.supervision import (
     Kill,
     Restart,
     RestartBudget,
-    Retired,
     Supervisor,
-    describe_status,
 )
 from myxa.core.supervision_tree import BranchSpec, ChildSpec, SupervisionError
 
@@ -81,17 +79,6 @@ def both(instructions: Sequence[Instruction], one: type[T], other: type[U]) -> t
 
 
 # -- one_for_one -----------------------------------------------------------------------------------------------------
-
-
-def test_one_child_is_restarted_with_a_new_attempt_and_its_siblings_go_on():
-    supervisor = make(run(alone("rollout/0"), alone("rollout/1")))
-    restart = only(supervisor.on_exit("rollout/1", KILLED, 10.0), Restart)
-    assert restart == Restart(("rollout/1",), (1,), 0.0, "rollout/1 ended with signal SIGKILL", "rollout/1")
-    assert supervisor.state("rollout/1") == "backing-off"
-    launch(supervisor, restart)
-    assert supervisor.attempt("rollout/1") == 1
-    assert supervisor.state("rollout/0") == "up"
-    assert supervisor.attempt("rollout/0") == 0
 
 
 def test_the_first_restart_comes_at_once_then_the_pause_doubles_up_to_its_limit_and_the_lot_takes_at_most_half():
@@ -163,37 +150,6 @@ def test_a_gang_has_come_to_work_when_all_its_ranks_have():
     assert supervisor.restarts_left("trainer/0", 1300.0) == 1
 
 
-def test_a_child_that_will_never_work_again_keeps_nobodys_restarts_young():
-    supervisor = make(BranchSpec("b", (ChildSpec("x"), ChildSpec("y", "transient")), "one_for_all", 1))
-    supervisor.on_exit("x", 1, 0.0)
-    launch(supervisor, only(supervisor.on_exit("y", 1, 0.0), Restart))
-    supervisor.on_exit("y", 0, 1.0)
-    supervisor.on_work("x", 2.0)
-    assert supervisor.restarts_left("x", 302.0) == 1
-    first = make(BranchSpec("b", (ChildSpec("x"), ChildSpec("y", "transient")), "one_for_all", 1))
-    first.on_exit("x", 1, 0.0)
-    launch(first, only(first.on_exit("y", 1, 0.0), Restart))
-    first.on_work("x", 1.0)
-    first.on_exit("y", 0, 2.0)
-    first.on_work("x", 3.0)
-    assert first.restarts_left("x", 303.0) == 1, "in whatever order"
-
-
-def test_a_reserved_restart_counts_before_it_happens():
-    budget = RestartBudget(2, 10.0)
-    assert budget.reserve(0.0)
-    assert budget.reserve(0.0)
-    assert not budget.reserve(0.0)
-    budget.release()
-    assert budget.reserve(1.0)
-    assert budget.spend(5.0, BACKOFF, 0.0) == 0.0
-    assert budget.spend(6.0, BACKOFF, 0.0) == 1.0, "so soon again"
-    assert not budget.reserve(1000.0), "nothing came of them yet"
-    budget.prove(1005.0)
-    assert not budget.reserve(1014.9)
-    assert budget.reserve(1015.0)
-
-
 # -- all, the rest, a gang ---------------------------------------------------------------------------------------------
 
 
@@ -219,15 +175,6 @@ def test_rest_for_one_leaves_those_that_were_started_before():
     assert [supervisor.attempt(n) for n in "abcd"] == [0, 1, 1, 1]
     restart = only(supervisor.on_exit("d", 1, 1.0), Restart)
     assert (restart.children, restart.attempts) == (("d",), (2,)), "nobody was started after it"
-
-
-def test_a_wider_restart_swallows_a_narrower_one_that_is_under_way():
-    supervisor = make(BranchSpec("b", tuple(ChildSpec(n) for n in "abcd"), "rest_for_one"))
-    supervisor.on_exit("c", 1, 0.0)  # d is told to end
-    assert supervisor.on_exit("b", 1, 0.1) == [], "d is waited for already"
-    restart = only(supervisor.on_exit("d", 0, 0.2), Restart)
-    assert restart.children == ("b", "c", "d")
-    assert "b ended" in restart.reason
 
 
 def test_a_gang_ends_together_and_starts_again_together_at_a_new_meeting_place():
@@ -276,12 +223,6 @@ def test_transient_children_may_finish_and_temporary_ones_are_never_started_agai
     fail, done = both(never.on_exit("coordinator", 0, 1.0), FailRun, AllEnded)
     assert (fail.exit_code, done) == (4, AllEnded())
     assert fail.reason == "coordinator ended with exit status 0 and is never restarted"
-
-
-def test_a_run_of_transient_children_is_done_when_the_last_has_finished():
-    supervisor = make(run(ChildSpec("a", "transient"), ChildSpec("b", "transient")))
-    assert supervisor.on_exit("a", 0, 0.0) == []
-    assert supervisor.on_exit("b", 0, 0.0) == [AllEnded()]
 
 
 def rollouts(quorum: int, size: int = 3, **options) -> BranchSpec:
@@ -367,30 +308,6 @@ def test_one_that_was_given_up_while_it_ended_by_itself_is_judged_by_how_it_ende
     assert fail.exit_code == status and "another attempt would end the same way" in fail.reason
 
 
-def test_one_that_was_given_up_may_be_stopped_retire_or_be_lost_meanwhile():
-    def given_up() -> Supervisor:
-        supervisor = make(run(alone("rollout/0"), alone("rollout/1"), quorum=1))
-        only(supervisor.on_health("rollout/0", "given up", "the connection is lost", 2.0), Kill)
-        return supervisor
-
-    supervisor = given_up()
-    assert only(supervisor.stop("asked to", 3.0), End).children == ("rollout/1",)
-    assert supervisor.on_exit("rollout/0", KILLED, 4.0) == []
-    supervisor = given_up()
-    assert supervisor.retire("rollout/0", "asked to", 3.0) == []
-    assert supervisor.on_exit("rollout/0", 2, 4.0) == [Retired(("rollout/0",))]
-    supervisor = given_up()
-    supervisor.on_lost("rollout/0", ("rollout/0",), "it survives SIGKILL", 3.0)
-    assert supervisor.state("rollout/0") == "stopped" and supervisor.state("rollout/1") == "up"
-
-
-def test_a_rank_that_was_given_up_takes_its_gang_with_it_when_it_has_ended():
-    supervisor = make(run(gang("trainer", 2)))
-    only(supervisor.on_health("trainer/0", "given up", "the connection is lost", 1.0), Kill)
-    assert only(supervisor.on_exit("trainer/0", KILLED, 2.0), End).children == ("trainer/1",)
-    assert only(supervisor.on_exit("trainer/1", 0, 3.0), Restart).children == ("trainer/0", "trainer/1")
-
-
 def test_a_hung_rank_takes_its_gang_with_it():
     members = tuple(ChildSpec(f"trainer/{r}", when_hung="kill") for r in range(2))
     supervisor = make(run(BranchSpec("trainer", members, "gang")))
@@ -425,14 +342,6 @@ def test_stop_ends_role_by_role_last_started_first_and_starts_none_again():
     assert supervisor.stop("once more", 4.0) == [AllEnded()]
 
 
-def test_only_the_first_failure_is_the_verdict():
-    supervisor = make(run(alone("a", restart="temporary"), alone("b", restart="temporary")))
-    supervisor.on_exit("a", 5, 1.0)
-    assert supervisor.on_exit("b", 1, 1.0) == [AllEnded()]
-    assert supervisor.verdict is not None
-    assert (supervisor.verdict.culprit, supervisor.verdict.exit_code) == ("a", 5)
-
-
 def test_events_that_cannot_happen_and_names_that_nobody_has_are_refused():
     supervisor = make(run(ChildSpec("a")), is_up=False)
     with pytest.raises(SupervisionError, match="'launch' cannot happen"):
@@ -459,12 +368,6 @@ def test_events_that_cannot_happen_and_names_that_nobody_has_are_refused():
 def test_trees_that_make_no_sense_are_refused(tree: BranchSpec, complaint: str):
     with pytest.raises(SupervisionError, match=complaint):
         make(tree)
-
-
-def test_statuses_have_words():
-    assert describe_status(3) == "exit status 3"
-    assert describe_status(-11) == "signal SIGSEGV"
-    assert describe_status(-99) == "signal 99"
 
 
 def test_every_state_but_the_last_two_has_a_way_out_and_every_process_can_end():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from myxa.core.supervision import (
-    AllEnded,
     Backoff,
     Drain,
     End,
@@ -78,14 +77,6 @@ def test_who_hangs_or_has_not_begun_is_told_to_end_at_once():
     assert supervisor.retire("rollout/3", WISH, 1.0) == [Retired(("rollout/3",))], "it was never started"
 
 
-def test_who_hangs_while_it_hands_back_its_work_is_told_to_end():
-    supervisor = run()
-    supervisor.retire("rollout/0", WISH, 1.0)
-    assert supervisor.on_health("rollout/0", "suspect", "no beat", 2.0) == []
-    assert supervisor.on_health("rollout/0", "hung", "no beat", 12.0) == [End(("rollout/0",), (7.0,), WISH)]
-    assert supervisor.on_drained("rollout/0", 13.0) == []
-
-
 def test_a_rank_of_a_gang_cannot_go_and_none_can_come():
     supervisor = run()
     with pytest.raises(SupervisionError, match="trainer/1 is a rank of gang trainer"):
@@ -95,16 +86,6 @@ def test_a_rank_of_a_gang_cannot_go_and_none_can_come():
 
 
 # -- grow --------------------------------------------------------------------------------------------------------------
-
-
-def test_who_comes_later_is_a_child_as_any_other():
-    supervisor = run()
-    join(supervisor, "rollout/2")
-    (restart,) = supervisor.on_exit("rollout/2", KILLED, 1.0)
-    assert isinstance(restart, Restart)
-    assert (restart.attempts, restart.branch) == ((1,), "rollout/2")
-    supervisor.on_launch("rollout/2")
-    assert supervisor.stop("over", 2.0) == [End(("rollout/2", "rollout/1", "rollout/0"), (7.0, 7.0, 7.0), "over")]
 
 
 def test_a_name_that_comes_again_has_a_higher_attempt_and_a_fresh_budget():
@@ -117,14 +98,6 @@ def test_a_name_that_comes_again_has_a_higher_attempt_and_a_fresh_budget():
     join(supervisor, "rollout/1")
     assert supervisor.attempt("rollout/1") == 2, "log files of attempts 0 and 1 are there"
     assert supervisor.restarts_left("rollout/1", 1.0) == 1
-
-
-def test_a_name_in_use_is_refused_and_nothing_is_changed():
-    supervisor = run()
-    before = supervisor.alive
-    with pytest.raises(SupervisionError, match="named twice: rollout/1"):
-        supervisor.grow("role rollout", alone("rollout/1"))
-    assert supervisor.alive == before
 
 
 def test_the_run_does_without_an_extra_one_that_fails_for_good_also_where_all_must_be():
@@ -150,25 +123,6 @@ def test_an_extra_one_is_not_needed_where_others_left_by_wish_and_the_last_one_a
     assert isinstance(supervisor.on_lost("launcher/2", ["rollout/3"], "gone", 4.0)[0], FailRun)
 
 
-def test_extra_ones_may_replace_one_of_the_first_whose_restarts_are_spent():
-    supervisor = run()
-    join(supervisor, "rollout/2")
-    supervisor.on_exit("rollout/0", 1, 1.0)
-    up(supervisor, "rollout/0")
-    (news,) = supervisor.on_exit("rollout/0", 1, 2.0)
-    assert isinstance(news, GiveUp)
-    join(supervisor, "rollout/0")
-    assert supervisor.state("rollout/0") == "up", "somebody has it come again"
-
-
-def test_nobody_joins_a_run_that_ends():
-    supervisor = run()
-    supervisor.stop("over", 1.0)
-    with pytest.raises(SupervisionError, match="the run ends"):
-        supervisor.grow("role rollout", alone("rollout/2"))
-    assert supervisor.retire("rollout/0", WISH, 1.0) == []
-
-
 # -- renew -------------------------------------------------------------------------------------------------------------
 
 
@@ -184,13 +138,6 @@ def test_a_wished_restart_drains_first_and_spends_nothing():
     assert supervisor.state("rollout/1") == "up"
 
 
-def test_who_dies_while_it_is_restarted_comes_back_all_the_same_and_for_nothing():
-    supervisor = run()
-    supervisor.renew("rollout/0", WISH, 1.0)
-    assert supervisor.on_exit("rollout/0", KILLED, 1.0) == [Restart(("rollout/0",), (1,), 0.0, WISH, "")]
-    assert supervisor.restarts_left("rollout/0", 1.0) == 1
-
-
 def test_a_gang_restarts_as_a_whole():
     supervisor = run()
     assert supervisor.renew("trainer/0", WISH, 1.0) == [Drain(("trainer/1", "trainer/0"), WISH)]
@@ -203,14 +150,9 @@ def test_a_gang_restarts_as_a_whole():
     ]
 
 
-# -- the end -----------------------------------------------------------------------------------------------------------
-
-
-def test_the_end_of_the_run_waits_for_nobody_who_hands_back_work():
+def test_nobody_joins_a_run_that_ends():
     supervisor = run()
-    supervisor.retire("rollout/1", WISH, 1.0)
-    supervisor.renew("rollout/0", WISH, 1.0)
-    assert supervisor.stop("over", 2.0) == [End(("rollout/1", "rollout/0"), (7.0, 7.0), "over")]
-    for name in ("rollout/1", "rollout/0", "trainer/1", "trainer/0", "buffer"):
-        instructions = supervisor.on_exit(name, 0, 3.0)
-    assert instructions == [AllEnded()]
+    supervisor.stop("over", 1.0)
+    with pytest.raises(SupervisionError, match="the run ends"):
+        supervisor.grow("role rollout", alone("rollout/2"))
+    assert supervisor.retire("rollout/0", WISH, 1.0) == []

@@ -47,3 +47,12 @@ def measured(row: str) -> float:
     """The peak of a row of the table `train`, in GiB."""
     (line,) = [line for line in BENCHMARKS.splitlines() if line.startswith(f"| {row}")]
     return float(line.split("|")[5])
+
+
+CASES = (
+    ("megatron 0.6B ", "megatron", "0.6B", 1),
+    ("torch 0.6B ", "torch", "0.6B", 1),
+    ("megatron 1.7B |", "megatron", "1.7B", 1),
+    ("megatron 1.7B, DP4", "megatron", "1.7B", 4),
+)
+"""Rows of the benchmark's table, with backend, shape and ranks."""
