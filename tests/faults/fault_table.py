@@ -1,25 +1,12 @@
-"""What is promised: fault x operation -> how it ends, how often it took effect, by when. The tests hold the runtime to it.
-
-`python -m tests.faults.fault_table` writes the tables into tests/faults/README.md and docs/walk-call.md;
-a test compares them.
-"""
+"""What is promised: fault x operation -> how it ends, how often it took effect, by when. The tests hold the runtime to it."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from tests.faults.operations import Plan
 
-OPERATIONS = {
-    "call": "`@call`",
-    "idempotent": "`@call(idempotent=True)`",
-    "cast": "`@cast`",
-    "put": "`@durable_put`",
-    "bulk": "call with 2.5 MiB",
-    "join": "joining",
-}
+OPERATIONS = ("call", "idempotent", "cast", "put", "bulk", "join")
 SLACK_S = 4.0
 """A busy machine may be that much later than the bound says; the bound itself is in the table."""
 
@@ -33,10 +20,6 @@ class Cell:
     """After the operation began, or after the fault struck if it was under way then."""
     num_effects: tuple[int, int] = (0, 1)
     """How often the handler may have run (puts: how often it may have taken effect), at least and at most."""
-
-    def __str__(self) -> str:
-        names = " or ".join(name if name == "done" else f"`{name}`" for name in self.outcomes)
-        return f"{names}, {self.within_s:g} s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,75 +256,3 @@ PROCESS: dict[str, Fault] = {
         is_soak=True,
     ),
 }
-
-ADVICE = (
-    ("done", "It was executed; a put: exactly once in effect.", "Nothing."),
-    (
-        "`NotSent`, `NotExecuted` and its kinds",
-        "It was not executed.",
-        "Repeat it when the reason is gone; the message names it.",
-    ),
-    (
-        "`DeadlineExceeded`",
-        "No answer by the deadline: it may have run, may run still, or never came.",
-        "Repeat it only if running twice does no harm; else ask the callee. Or declare it `idempotent` or a put.",
-    ),
-    (
-        "`PeerDied`",
-        "The callee's process ended meanwhile: it may have run.",
-        "As above; the supervisor starts the process again, `ctx.watch` reports when.",
-    ),
-    (
-        "`LedgerError` and other errors of the tree",
-        "The handler ran and said no.",
-        "As its message says; a put that failed may be put again as it is.",
-    ),
-    (
-        "`LaunchError`",
-        "The registry did not answer in time.",
-        "The message names its address; a launcher starts the process again.",
-    ),
-)
-
-
-def matrix_markdown(faults: dict[str, Fault]) -> str:
-    """The table of tests/faults/README.md."""
-    lines = ["| fault | " + " | ".join(OPERATIONS.values()) + " |", "|---" * (len(OPERATIONS) + 1) + "|"]
-    for fault in faults.values():
-        row = [str(fault.cells[operation]) if operation in fault.cells else "" for operation in OPERATIONS]
-        what = f"{fault.what} (tried by `make soak`)" if fault.is_soak else fault.what
-        lines.append(f"| {what} | " + " | ".join(row) + " |")
-    return "\n".join(lines)
-
-
-def advice_markdown() -> str:
-    lines = ["| outcome | what it means | what to do |", "|---|---|---|"]
-    return "\n".join(lines + [f"| {outcome} | {meaning} | {remedy} |" for outcome, meaning, remedy in ADVICE])
-
-
-PAGE = Path(__file__).parent / "README.md"
-CALL_PAGE = Path(__file__).parents[2] / "docs" / "walk-call.md"
-
-
-def blocks() -> dict[Path, dict[str, str]]:
-    """Generated parts of each page by the name in their marks."""
-    return {
-        PAGE: {"network": matrix_markdown(NETWORK), "rpc": matrix_markdown(RPC), "process": matrix_markdown(PROCESS)},
-        CALL_PAGE: {"advice": advice_markdown()},
-    }
-
-
-def filled(path: Path) -> str:
-    """The page with every generated part as it has to be."""
-    page = path.read_text()
-    for name, text in blocks()[path].items():
-        marked = re.compile(f"<!-- begin {name} -->.*?<!-- end {name} -->", re.DOTALL)
-        whole = f"<!-- begin {name} -->\n{text}\n<!-- end {name} -->"
-        page, num = marked.subn(lambda _, whole=whole: whole, page)
-        assert num == 1, f"{path} has {num} places for {name}"
-    return page
-
-
-if __name__ == "__main__":
-    for page in blocks():
-        page.write_text(filled(page))
