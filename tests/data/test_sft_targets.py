@@ -115,21 +115,22 @@ def test_a3_prompt_and_learnt_ids_are_the_templates_or_the_row_is_refused(
         return
     arguments = {} if thinks is None else {"enable_thinking": thinks}
     tokenizer = with_template(ours, source, special, **arguments)
-    for which, rows in CONVERSATIONS.items():
-        for tools in ([], TOOLS):
-            for chosen in ("all", "last"):
-                (prompt,), told = prompts(tmp_path, [rows], tools, learn=chosen), ""
+    for tools in ([], TOOLS):
+        more = {"tools": tools or None, "chat_template": source, "return_dict": False, **arguments}
+        whole: dict[str, list[int]] = {}
+        for chosen in ("all", "last"):
+            found = prompts(tmp_path, [*CONVERSATIONS.values()], tools, learn=chosen)
+            for (which, rows), prompt in zip(CONVERSATIONS.items(), found, strict=True):
                 try:
-                    sample = learn(tokenizer, prompt)
+                    sample, told = learn(tokenizer, prompt), ""
                 except (DataError, TemplateError) as error:
                     sample, told = None, str(error)
                 if sample is None:
                     assert "x.jinja" in told and " -- " in told, (which, told)
                     continue
-                ids = [*sample.prompt_ids.tolist(), *sample.response_ids.tolist()]
-                wanted = judge.apply_chat_template(
-                    rows, tools=tools or None, chat_template=source, return_dict=False, **arguments
-                )
+                if which not in whole:
+                    whole[which] = judge.apply_chat_template(rows, **more)
+                ids, wanted = [*sample.prompt_ids.tolist(), *sample.response_ids.tolist()], whole[which]
                 if ids != wanted[: len(ids)]:  # the template ends turns with nothing
                     assert ids[-1] == ours.eos_token_ids[0]
                     ids.pop()
@@ -138,9 +139,6 @@ def test_a3_prompt_and_learnt_ids_are_the_templates_or_the_row_is_refused(
                 assert sample.loss_mask[0] == 1
                 num_learnt = len(rows) // 2 if which in ("turns", "thinking turns", "calls") and chosen == "all" else 1
                 assert len(runs(sample, tokenizer)) == num_learnt, (which, tools, chosen)
-
-
-OPENED = "<|im_start|>assistant\n"
 
 
 def test_a3_two_thinking_blocks_are_not_learnt(
