@@ -289,10 +289,7 @@ def _shown(path: KeyPath, table: Table) -> str:
 
 def value_text(value: object) -> str:
     """A value in TOML's spelling, cut when long."""
-    if isinstance(value, (tuple, list)):
-        text = f"[{', '.join(value_text(one) for one in cast('Sequence[object]', value))}]"
-    else:
-        text = json.dumps(value, ensure_ascii=False) if isinstance(value, (str, bool)) else str(value)
+    text = toml_value(value)
     return text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 3] + "..."
 
 
@@ -521,21 +518,12 @@ HEADER = "# Resolved configuration of a run: every value, defaults included. `my
 
 def dump_config(config: RunConfig) -> str:
     """TOML text with every value; `load_config` of it gives an equal configuration (paths are absolute then)."""
-    lines: list[str] = [HEADER]
-    for key, value in config.model_dump(by_alias=True).items():
-        _write_table(lines, (key,), value)
+    sections = config.model_dump(by_alias=True)
+    roles = {f"roles.{name}": role for name, role in sections.pop("roles").items()}
+    lines = [HEADER]
+    for title, table in (sections | roles).items():  # free tables such as `args` and `env` are written inline
+        lines += [f"[{title}]", *(f"{_key(key)} = {toml_value(value)}" for key, value in table.items()), ""]
     return "\n".join(lines)
-
-
-def _write_table(lines: list[str], path: tuple[str, ...], table: Mapping[str, Any]) -> None:
-    # `roles` holds tables only; free tables such as `args` and `env` are written inline.
-    below = {key: value for key, value in table.items() if path == ("roles",)}
-    if not below:
-        lines.append(f"[{'.'.join(_key(part) for part in path)}]")
-        lines.extend(f"{_key(key)} = {toml_value(value)}" for key, value in table.items())
-        lines.append("")
-    for key, value in below.items():
-        _write_table(lines, (*path, key), value)
 
 
 def _key(text: str) -> str:
@@ -679,8 +667,7 @@ def _section_part(title: str, section: type[Section], keys: Mapping[str, FieldIn
 
 
 def _row(key: str, info: FieldInfo) -> str:
-    text = "{}" if info.default == {} else value_text(info.default)
-    default = "**required**" if info.is_required() else f"`{text}`"
+    default = "**required**" if info.is_required() else f"`{value_text(info.default)}`"
     return f"* `{key}` ({_kind_text(info)}; {default}): {' '.join((info.description or '').split())}"
 
 

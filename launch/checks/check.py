@@ -7,7 +7,7 @@ the machine. A check starts no process of a run and raises nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, ParamSpec, TypeVar, cast
@@ -68,7 +68,9 @@ class CheckedRun:
         is_here: bool = True,
         device_bytes: int | None = None,
         wait_s: float = 0.0,
+        known: Mapping[Callable[..., object], object] | None = None,
     ) -> None:
+        """`known`: answers that need not be asked for."""
         self.config = config
         self.actors = tuple(actors)
         self.is_here = is_here
@@ -77,7 +79,7 @@ class CheckedRun:
         """Of a GPU; None: ask the machine."""
         self.wait_s = wait_s
         """How long a server of `engine.attach` may take to appear."""
-        self._known: dict[Callable[..., object], object] = {}
+        self._known = dict(known or {})
 
     def once(self, ask: Callable[[CheckedRun], T]) -> T:
         """What `ask` answers about this run; asked once."""
@@ -92,7 +94,7 @@ class CheckedRun:
     @property
     def model(self) -> ModelConfig | None:
         """The model's config; None: it cannot be read, which is a finding of its own."""
-        return self.once(_model)
+        return self.once(model_of)
 
     @property
     def is_sft(self) -> bool:
@@ -100,7 +102,7 @@ class CheckedRun:
         return self.config.algo.kind == "sft"
 
 
-def _model(run: CheckedRun) -> ModelConfig | None:
+def model_of(run: CheckedRun) -> ModelConfig | None:
     try:
         return read_config(run.config.model.path)
     except MyxaError:

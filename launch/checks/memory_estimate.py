@@ -346,52 +346,43 @@ class Memory:
     trainer: tuple[Part, ...]
 
 
+def host_bytes(run: CheckedRun) -> int | None:
+    """Of this machine; None: the run will start elsewhere."""
+    return available_bytes() if run.is_here else None
+
+
 def memory(run: CheckedRun) -> tuple[Memory | None, tuple[Finding, ...]]:
-    """The estimate, and what does not fit; None where model, placement or layout say nothing."""
-    config, capacity = run.config, run.device_bytes
-    if run.model is None or not run.actors:
+    """All kinds of devices and phases, and what does not fit; None where model, placement or layout say nothing."""
+    config, model, capacity, engine = run.config, run.model, run.device_bytes, None
+    trainers, rollouts = run.of("trainer"), run.of("rollout")
+    if model is None or not run.actors:
         return None, ()
     if config.roles.trainer.kind == "megatron":
         layout = trainer_layout(config)
-        if any(looked("megatron", layout.check_model, run.model, config.megatron.model)):  # a finding of `fit`
+        if any(looked("megatron", layout.check_model, model, config.megatron.model)):  # a finding of `fit`
             return None, ()
-        if wrong := tuple(looked("megatron", layout.dp, len(run.of("trainer")))):
+        if wrong := tuple(looked("megatron", layout.dp, len(trainers))):
             return None, wrong
     if capacity is None and run.is_here and config.roles.trainer.device_ids + config.roles.rollout.device_ids:
         capacity = min((one.num_bytes for one in run.once(gpus).found if one.num_bytes), default=None)
-    host = available_bytes() if run.is_here else None
-    return memory_of(config, run.model, run.actors, gpu_bytes=capacity, host_bytes=host)
+    trainer = trainer_memory(config, model, max(1, len(trainers)))
+    launches = config.roles.rollout.kind == "sglang" and not config.engine.attach and not run.is_sft
+    if launches and rollouts and rollouts[0].devices:
+        engine = server_memory(config, model, len(rollouts[0].devices), capacity)
+    loads = list(_gpu_loads(config, trainers, rollouts, trainer, engine, capacity))
+    findings: list[Finding] = []
+    try:
+        loads += _host_loads(config, model, trainer, run.once(host_bytes))
+    except EngineError as error:
+        findings.append(Finding("engine.context_length", error))
+    findings += [finding for load in loads for finding in _too_full(config, load)]
+    findings += _engine_findings(config, engine) if engine is not None and capacity is not None else ()
+    findings += _workspace_findings(config, trainer)
+    return Memory(tuple(loads), engine, trainer), tuple(findings)
 
 
 def memory_findings(run: CheckedRun) -> tuple[Finding, ...]:
     return run.once(memory)[1]
-
-
-def memory_of(
-    config: RunConfig,
-    model: ModelConfig,
-    actors: Sequence[ActorSpec],
-    *,
-    gpu_bytes: int | None = None,
-    host_bytes: int | None = None,
-) -> tuple[Memory, tuple[Finding, ...]]:
-    """All kinds of devices and phases, and what does not fit a GPU and a host of that size; None: not known."""
-    trainers = [actor for actor in actors if actor.role == "trainer"]
-    rollouts = [actor for actor in actors if actor.role == "rollout"]
-    trainer, engine = trainer_memory(config, model, max(1, len(trainers))), None
-    launches = config.roles.rollout.kind == "sglang" and not config.engine.attach and config.algo.kind != "sft"
-    if launches and rollouts and rollouts[0].devices:
-        engine = server_memory(config, model, len(rollouts[0].devices), gpu_bytes)
-    loads = list(_gpu_loads(config, trainers, rollouts, trainer, engine, gpu_bytes))
-    findings: list[Finding] = []
-    try:
-        loads += _host_loads(config, model, trainer, host_bytes)
-    except EngineError as error:
-        findings.append(Finding("engine.context_length", error))
-    findings += [finding for load in loads for finding in _too_full(config, load)]
-    findings += _engine_findings(config, engine) if engine is not None and gpu_bytes is not None else ()
-    findings += _workspace_findings(config, trainer)
-    return Memory(tuple(loads), engine, trainer), tuple(findings)
 
 
 def _gpu_loads(

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
@@ -32,7 +32,6 @@ from ...actors.backends.megatron.verbatim import check_tables
 from ...actors.data.data_files import needs_pyarrow
 from ...actors.engines.sglang.attach_check import FACTS_ROUTE, MODEL_ROUTE, ServerAnswer, attach_fault
 from ...actors.models.hf_folder import export_dtype
-from ...actors.models.model_config import ModelConfig
 from ...actors.models.second_model import critic_parameters
 from ...actors.sinks.names import SHIPPED, check_name
 from ...core.config import RunConfig
@@ -201,13 +200,8 @@ def interpreters(run: CheckedRun) -> dict[str, AskedInterpreter]:
 
 def packages(run: CheckedRun) -> Iterator[Finding]:
     """What is missing where, one finding per role and module; interpreters that cannot be used at all."""
-    return package_findings(run.config, run.actors, run.once(interpreters))
-
-
-def package_findings(
-    config: RunConfig, actors: Sequence[ActorSpec], answers: Mapping[str, AskedInterpreter]
-) -> Iterator[Finding]:
-    for actor in one_by_role(actors).values():
+    config, answers = run.config, run.once(interpreters)
+    for actor in one_by_role(run.actors).values():
         key, answer = f"roles.{actor.role}.python", answers[actor.role]
         if isinstance(answer, MyxaError):
             yield Finding(key, answer)
@@ -339,14 +333,12 @@ def gpus(_: CheckedRun) -> Gpus:
 
 def devices(run: CheckedRun) -> Iterator[Finding]:
     """Roles that name GPUs which this machine does not have."""
-    if any(actor.visible_devices for actor in run.actors):
-        yield from device_findings(run.actors, run.once(gpus))
-
-
-def device_findings(actors: Sequence[ActorSpec], found: Gpus) -> Iterator[Finding]:
+    if not any(actor.visible_devices for actor in run.actors):
+        return
+    found = run.once(gpus)
     beyond = {
         actor.role: wrong
-        for actor in actors
+        for actor in run.actors
         if (wrong := [number for number in actor.visible_devices if number >= len(found.found)])
     }
     have = f"{len(found.found)}" if found.source else f"none that can be seen ({found.trouble})"
@@ -407,18 +399,20 @@ class DiskNeed:
     parts: tuple[Part, ...]
     free_bytes: int | None
     """None: not asked."""
-
-    @property
-    def needed_bytes(self) -> int:
-        """At the fullest moment."""
-        return total(self.parts)
+    needed_bytes: int
+    """At the fullest moment."""
 
 
-def disk_of(config: RunConfig, model: ModelConfig, free_bytes: int | None) -> DiskNeed:
-    """Everything large that the run writes."""
-    trainer, num = config.trainer, model.num_parameters
-    item = ITEM_BYTES[trainer.dtype]
-    parts: list[Part] = []
+def free_bytes(run: CheckedRun) -> int | None:
+    return free_at(run.config.run.dir) if run.is_here else None
+
+
+def disk_need(run: CheckedRun) -> DiskNeed | None:
+    """Everything large that the run writes; None: nothing is known of the model."""
+    config, trainer, model = run.config, run.config.trainer, run.model
+    if model is None:
+        return None
+    num, item, parts = model.num_parameters, ITEM_BYTES[trainer.dtype], list[Part]()
     if trainer.checkpoint_every:
         each = 14 if config.roles.trainer.kind == "megatron" and item == 2 else 12
         saved = num + critic_parameters(config.critic, model)
@@ -433,12 +427,7 @@ def disk_of(config: RunConfig, model: ModelConfig, free_bytes: int | None) -> Di
     if choose_channel(config) == "disk" and config.algo.kind != "sft":
         how = f"{VERSIONS_ON_DISK} versions x {item} B x {count_text(num)}"
         parts.append(Part("weight versions", VERSIONS_ON_DISK * item * num, how))
-    return DiskNeed(config.run.dir, tuple(parts), free_bytes)
-
-
-def disk_need(run: CheckedRun) -> DiskNeed | None:
-    """None: nothing is known of the model."""
-    return run.model and disk_of(run.config, run.model, free_at(run.config.run.dir) if run.is_here else None)
+    return DiskNeed(config.run.dir, tuple(parts), run.once(free_bytes), total(parts))
 
 
 def run_folder(run: CheckedRun) -> Iterator[Finding]:
@@ -448,19 +437,14 @@ def run_folder(run: CheckedRun) -> Iterator[Finding]:
     if why and run.of("coordinator"):
         error = ConfigError(f"run.dir: {folder} {why}", remedy="set run.dir to a folder of yours")
         yield Finding("run.dir", error)
-    need = run.once(disk_need)
-    if need is not None and any(actor.index == 0 for actor in run.of("trainer")):
-        yield from disk_findings(need)
-
-
-def disk_findings(disk: DiskNeed) -> Iterator[Finding]:
-    """A disk without room for what will be written."""
-    if disk.free_bytes is None or disk.free_bytes >= disk.needed_bytes + FEW_BYTES:
+    disk = run.once(disk_need)
+    if disk is None or disk.free_bytes is None or not any(actor.index == 0 for actor in run.of("trainer")):
         return
-    parts = ", ".join(f"{part.name} {size_text(part.num_bytes)}" for part in disk.parts) or "logs and metrics"
-    error = ConfigError(
-        f"run.dir: {size_text(disk.free_bytes)} are free at {disk.folder}, the run will write "
-        f"{size_text(disk.needed_bytes + FEW_BYTES)} ({parts})",
-        remedy="set run.dir to another disk, or lower trainer.keep_last",
-    )
-    yield Finding("run.dir", error)
+    if disk.free_bytes < disk.needed_bytes + FEW_BYTES:
+        parts = ", ".join(f"{part.name} {size_text(part.num_bytes)}" for part in disk.parts) or "logs and metrics"
+        error = ConfigError(
+            f"run.dir: {size_text(disk.free_bytes)} are free at {disk.folder}, the run will write "
+            f"{size_text(disk.needed_bytes + FEW_BYTES)} ({parts})",
+            remedy="set run.dir to another disk, or lower trainer.keep_last",
+        )
+        yield Finding("run.dir", error)

@@ -217,8 +217,6 @@ def plan_json(plan: PlannedRun) -> dict[str, Any]:
     """Everything, with the sums."""
     value: dict[str, Any] = msgspec.to_builtins(plan, str_keys=True)
     value["ok"] = not plan.errors
-    if plan.disk is not None:
-        value["disk"]["needed_bytes"] = plan.disk.needed_bytes
     return value
 
 

@@ -14,10 +14,13 @@ from myxa.actors.backends.megatron.offload import planned as planned_by_megatron
 from myxa.actors.backends.torch_backend.offload import planned as planned_by_torch
 from myxa.actors.models.model_config import ModelConfig
 from myxa.core.config import RunConfig
+from myxa.launch.checks.check import CheckedRun, Finding, model_of
 from myxa.launch.checks.memory_estimate import (
     CHUNK_LOGITS,
+    Memory,
+    host_bytes,
     layer_numbers,
-    memory_of,
+    memory,
     rank_parameters,
     server_memory,
     token_bytes,
@@ -149,9 +152,17 @@ SHARED = {
 TURNS = {**SHARED, "memory": {"share": "switch", "workspace_mb": 40_000}}
 
 
+def estimate(config: RunConfig, model: ModelConfig, gib: float = 0.0) -> tuple[Memory, tuple[Finding, ...]]:
+    known = {model_of: model, host_bytes: None}
+    run = CheckedRun(config, place(config, 1), is_here=False, device_bytes=int(gib * GIB) or None, known=known)
+    found, findings = memory(run)
+    assert found is not None
+    return found, findings
+
+
 def loads(config: RunConfig, model: ModelConfig, gib: float) -> tuple[dict[str, bool], list[str]]:
-    memory, findings = memory_of(config, model, place(config, 1), gpu_bytes=int(gib * GIB))
-    gpus = [load for load in memory.loads if "GPU" in load.devices]
+    found, findings = estimate(config, model, gib)
+    gpus = [load for load in found.loads if "GPU" in load.devices]
     return {load.phase: load.fits for load in gpus}, [finding.key for finding in findings]
 
 
@@ -180,6 +191,6 @@ def test_a_workspace_that_is_too_small_is_told() -> None:
 
 def test_without_a_size_nothing_is_said_to_fit_or_not() -> None:
     config = run("megatron", 1, **SHARED)
-    memory, findings = memory_of(config, SHAPES["0.6B"], place(config, 1))
-    assert [load.capacity_bytes for load in memory.loads] == [None]
+    found, findings = estimate(config, SHAPES["0.6B"])
+    assert [load.capacity_bytes for load in found.loads] == [None]
     assert list(findings) == []

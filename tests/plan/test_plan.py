@@ -9,9 +9,11 @@ import sys
 import pytest
 from tests.plan.planned import RUN, Site, plan
 
+from myxa.actors.models.hf_folder import read_config
 from myxa.core.config import load_config
+from myxa.launch.checks.check import CheckedRun, Finding
 from myxa.launch.checks.files import MAX_BYTES
-from myxa.launch.checks.node import FEW_BYTES, disk_findings, disk_of
+from myxa.launch.checks.node import FEW_BYTES, DiskNeed, disk_need, free_bytes, run_folder
 from myxa.launch.cli import main
 from myxa.launch.supervisor.placement import place
 from myxa.launch.worker_spec import child_env
@@ -215,15 +217,17 @@ def test_a_large_file_is_not_read(site: Site, capsys: pytest.CaptureFixture[str]
 
 
 def test_a_full_disk(site: Site) -> None:
-    from myxa.actors.models.hf_folder import read_config
-
     config = load_config(site.write(RUN))
-    model = read_config(config.model.path)
-    disk = disk_of(config, model, 1 << 20)
-    num = model.num_parameters
+
+    def told(free: int | None) -> tuple[DiskNeed, list[Finding]]:
+        run = CheckedRun(config, place(config, 1), known={free_bytes: free})
+        need = run.once(disk_need)
+        assert need is not None
+        return need, list(run_folder(run))
+
+    disk, (found,) = told(1 << 20)
+    num = read_config(config.model.path).num_parameters
     # 20 steps with one every 10: two of 12 bytes a parameter; the export in float32.
     assert {part.name: part.num_bytes for part in disk.parts} == {"checkpoints": 2 * 12 * num, "export": 4 * num}
-    (found,) = disk_findings(disk)
     assert found.key == "run.dir"
-    assert not list(disk_findings(disk_of(config, model, disk.needed_bytes + FEW_BYTES)))
-    assert not list(disk_findings(disk_of(config, model, None)))
+    assert told(disk.needed_bytes + FEW_BYTES)[1] == told(None)[1] == []

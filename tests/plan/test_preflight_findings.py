@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,17 @@ import pytest
 
 from myxa.core.config import RunConfig
 from myxa.core.errors import ConfigError, ModelError, MyxaError, UserCodeError
-from myxa.launch.actor_spec import ActorSpec
 from myxa.launch.checks.check import CheckedRun, Finding
 from myxa.launch.checks.files import ReadRows, function_findings, template_findings, train_rows
 from myxa.launch.checks.node import (
     Installed,
     ask_interpreters,
-    device_findings,
+    devices,
     folder_of_sglang,
+    gpus,
+    interpreters,
     launched_servers,
-    package_findings,
+    packages,
     server_arguments,
 )
 from myxa.launch.host import Gpu, Gpus
@@ -39,7 +39,8 @@ def missing(config: RunConfig, *modules: str) -> list[tuple[str, str]]:
     """(role, module) of what is told when these are not installed."""
     actors = place(config, 1)
     have = Installed("", {name: "" for name in ALL if name not in modules})
-    found = list(package_findings(config, actors, dict.fromkeys({actor.role for actor in actors}, have)))
+    answers = dict.fromkeys({actor.role for actor in actors}, have)
+    found = list(packages(CheckedRun(config, actors, known={interpreters: answers})))
     assert all(isinstance(finding.error, ConfigError) and finding.error.remedy for finding in found)
     return [(finding.key.split(".")[1], str(finding.error).split('"')[1]) for finding in found]
 
@@ -171,19 +172,18 @@ def test_no_code_of_the_user_is_run(tmp_path: Path) -> None:
 # -- devices -----------------------------------------------------------------------------------------------------------
 
 
-def on_gpus(devices: str) -> tuple[RunConfig, Sequence[ActorSpec]]:
-    config = run(roles={"trainer": {"devices": devices, "count": 2}})
-    return config, place(config, 1)
-
-
 def test_devices_that_are_not_there() -> None:
-    _, actors = on_gpus("0-1")
-    two = Gpus((Gpu("H200", 1), Gpu("H200", 1)), "580.1", "NVML")
-    assert not list(device_findings(actors, two))
-    (found,) = device_findings(actors, Gpus(two.found[:1], "580.1", "NVML"))
+    config = run(roles={"trainer": {"devices": "0-1", "count": 2}})
+
+    def told(*found: Gpu, **more: str) -> list[Finding]:
+        return list(devices(CheckedRun(config, place(config, 1), known={gpus: Gpus(found, **more)})))
+
+    one = Gpu("H200", 1)
+    assert told(one, one, source="NVML") == []
+    (found,) = told(one, source="NVML")
     assert (found.key, found.severity) == ("roles.trainer.devices", "error")
     assert "names GPU 1, and this machine has 1" in str(found.error)
-    (found,) = device_findings(actors, Gpus((), trouble="nvidia-ml-py is not installed"))
+    (found,) = told(trouble="nvidia-ml-py is not installed")
     assert found.severity == "warning", "where nothing can be seen, nothing is known"
 
 
