@@ -177,43 +177,45 @@ def _torch_states(config: RunConfig, model: ModelConfig, world_size: int) -> lis
     shards = world_size if config.trainer.strategy == "fsdp" else 1
     cut = f" / {shards} ranks" if shards > 1 else ""
     critic, kept = critic_parameters(config.critic, model), reference_parameters(config.algo, model)
-    parts = [
-        Part(name, each * count // shards, f"{what} {each} B x {count_text(count)}{cut}".strip())
-        for name, each, count, what in (
-            ("weights", 4, num, "float32 masters"),
-            ("gradients", 4, num, ""),
-            ("optimizer", 8, num, "AdamW's two moments"),
-            ("critic", 16, critic, "the same together"),
-            ("reference model", 4, kept, ""),
-        )
+    rows = [
+        ("weights", 4, num, "float32 masters"),
+        ("gradients", 4, num, ""),
+        ("optimizer", 8, num, "AdamW's two moments"),
+        ("critic", 16, critic, "the same together"),
+        ("reference model", 4, kept, ""),
     ]
+    parts = [_of_each(name, each, count, what, cut, shards) for name, each, count, what in rows]
     if shards > 1:
         models = [model, *_critic(config, model)]
         unit = max(max(2 * m.vocab_size * m.hidden_size, m.num_parameters // m.num_layers) for m in models)
         parts.append(Part("gathered", 8 * unit, f"largest unit of {count_text(unit)}, gathered 4 B, twice"))
     elif config.trainer.dtype == "bfloat16":
-        used = max(num, critic)
-        parts.append(Part("weights in bfloat16", 2 * used, f"as products use them 2 B x {count_text(used)}"))
+        parts.append(_of_each("weights in bfloat16", 2, max(num, critic), "as products use them"))
     if world_size > 1 and shards == 1:
         parts.append(Part("gradient exchange", SHARING_BUCKET_BYTES, "one bucket at a time"))
     return parts
 
 
 def _megatron_states(config: RunConfig, model: ModelConfig, world_size: int) -> list[Part]:
-    settings, layout = config.megatron, trainer_layout(config)
-    item, (dense, expert) = ITEM_BYTES[config.trainer.dtype], rank_parameters(model, layout)
+    settings, layout, dtype = config.megatron, trainer_layout(config), config.trainer.dtype
+    item, (dense, expert) = ITEM_BYTES[dtype], rank_parameters(model, layout)
     num = dense + expert
     dp = max(1, world_size // layout.model_size) * layout.cp if settings.distributed_optimizer else 1
     expert_dp = max(1, world_size // layout.expert_size) if settings.distributed_optimizer else 1
     state, words = (12, "masters and moments") if item == 2 else (8, "moments")
     optimizer = int(state * (1.0 - settings.offload_optimizer) * (dense / dp + expert / expert_dp))
-    shared = f" / {dp} replicas" if dp > 1 else ""
+    cut = f" / {dp} replicas" if dp > 1 else ""
     return [
-        Part("weights", item * num, f"{config.trainer.dtype} {item} B x {count_text(num)}"),
-        Part("gradients", 4 * num, f"float32 4 B x {count_text(num)}"),
-        Part("optimizer", optimizer, f"{words} {state} B x {count_text(num)}{shared}"),
-        Part("reference model", item * num * config.algo.keeps_reference, f"{item} B x {count_text(num)}"),
+        _of_each("weights", item, num, dtype),
+        _of_each("gradients", 4, num, "float32"),
+        replace(_of_each("optimizer", state, num, words, cut), num_bytes=optimizer),
+        _of_each("reference model", item, num * config.algo.keeps_reference),
     ]
+
+
+def _of_each(name: str, each: int, count: int, what: str = "", cut: str = "", shards: int = 1) -> Part:
+    """So many bytes of each of `count` parameters, shared by the shards."""
+    return Part(name, each * count // shards, f"{what} {each} B x {count_text(count)}{cut}".strip())
 
 
 def _num_groups(layout: ParallelLayout, world_size: int) -> int:

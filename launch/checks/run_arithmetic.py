@@ -30,10 +30,9 @@ class BatchPlan:
     """Counts of a run; None where the data or the model cannot be read."""
 
     num_prompts: int
-    """Groups of a step."""
-    num_samples: int
-    """Samples of a step."""
     samples_per_prompt: int
+    num_samples: int
+    """Of a step, like the two before."""
     num_steps: int
     """0: endless."""
     updates_per_step: int
