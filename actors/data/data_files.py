@@ -40,20 +40,14 @@ FOREIGN_MAGIC: tuple[tuple[bytes, str, str], ...] = (
     (b"BZh", "bzip2-compressed", "unpack it"),
     (b"\xfd7zXZ", "xz-compressed", "unpack it"),
     (b"\xff\xfe\x00\x00", "UTF-32 text", "save it as UTF-8"),
-    (b"\xff\xfe", "UTF-16 text", "save it as UTF-8"),
-    (b"\xfe\xff", "UTF-16 text", "save it as UTF-8"),
-    (b"{\x00", "UTF-16 text", "save it as UTF-8"),
-    (b"[\x00", "UTF-16 text", "save it as UTF-8"),
-    (b"\x00{", "UTF-16 text", "save it as UTF-8"),
-    (b"\x00[", "UTF-16 text", "save it as UTF-8"),
+    *((magic, "UTF-16 text", "save it as UTF-8")
+      for magic in (b"\xff\xfe", b"\xfe\xff", b"{\x00", b"[\x00", b"\x00{", b"\x00[")),
     (b"PARE", "encrypted parquet", "decrypt it"),
     (b"FEA1", "a Feather file of version 1", "write it again as parquet"),
     (b"SQLite format 3", "an SQLite database", "write its table as JSONL"),
     (b"\x93NUMPY", "a numpy file", "write it as JSONL"),
-    (b"<!DOCTYPE", "a web page", "download the file itself"),
-    (b"<!doctype", "a web page", "download the file itself"),
-    (b"<html", "a web page", "download the file itself"),
-)
+    *((magic, "a web page", "download the file itself") for magic in (b"<!DOCTYPE", b"<!doctype", b"<html")),
+)  # fmt: skip
 SPLIT = re.compile(r"(?:^|[-_.])(train|training|test|testing|valid|validation|val|dev|eval)(?=[-_.])", re.IGNORECASE)
 
 

@@ -337,16 +337,3 @@ def _starts(plan: PlannedRun) -> Iterator[str]:
     for start in plan.starts:
         yield f"{start.actor} (node {start.node}): {shlex.join(start.command)}"
         yield "  " + " ".join(f"{name}={shlex.quote(value)}" for name, value in start.env.items())
-
-
-def styled_lines(text: str) -> Sequence[tuple[str, str]]:
-    """Each line with rich's style for it."""
-    out: list[tuple[str, str]] = []
-    section = ""
-    for line in text.splitlines():
-        if line.startswith("== "):
-            section = "red" if line.endswith(("error", "errors")) else "yellow" if "warning" in line else ""
-            out.append((line, f"bold {section}".strip()))
-        else:
-            out.append((line, "bold red" if line.endswith(OVER) else section))
-    return out

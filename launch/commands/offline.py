@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -61,19 +62,24 @@ def _plan(options: argparse.Namespace) -> int:
     )
 
     def page(value: Any) -> Text | str:
-        text = plan_text(plan, shows_commands=not options.brief)
-        return _plan_coloured(text) if sys.stdout.isatty() else text
+        return _coloured(plan_text(plan, shows_commands=not options.brief))
 
     show(options, plan_json(plan), page)
     return 2 if plan.errors else 0
 
 
-def _plan_coloured(text: str) -> Text:
+STYLES = ((r"== .*errors?$|.* OVER$|FAIL ", "bold red"), (r"== .*warnings?$|warn ", "yellow"), ("== ", "bold"))
+"""Of lines that begin like that, at a terminal."""
+
+
+def _coloured(text: str) -> Text | str:
+    if not sys.stdout.isatty():
+        return text
     from rich.text import Text
 
-    from ..checks.plan import styled_lines
-
-    return Text("\n").join(Text(line, style=style) for line, style in styled_lines(text))
+    lines = text.splitlines()
+    styles = (next((style for like, style in STYLES if re.match(like, line)), "") for line in lines)
+    return Text("\n").join(Text(line, style=style) for line, style in zip(lines, styles, strict=True))
 
 
 def _schema(_: argparse.Namespace) -> int:
@@ -81,9 +87,6 @@ def _schema(_: argparse.Namespace) -> int:
 
     print(json.dumps(json_schema(), indent=2))
     return 0
-
-
-STYLES = {"FAIL": "bold red", "warn": "yellow"}
 
 
 def _add_doctor(doctor: Parser) -> None:
@@ -98,17 +101,10 @@ def _doctor(options: argparse.Namespace) -> int:
     findings = judge(gather(options.dir))
 
     def page(value: Any) -> Text | str:
-        text = findings_text(findings)
-        return _doctor_coloured(text) if sys.stdout.isatty() else text
+        return _coloured(findings_text(findings))
 
     show(options, findings_json(findings), page)
     return 1 if any(one.severity == "error" for one in findings) else 0
-
-
-def _doctor_coloured(text: str) -> Text:
-    from rich.text import Text
-
-    return Text("\n").join(Text(line, style=STYLES.get(line[:4], "")) for line in text.splitlines())
 
 
 RUN_FILE = "config.toml"
