@@ -90,25 +90,16 @@ class Column:
     is_required: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ColumnPreset:
-    """Column names of a convention."""
-
-    prompt: str
-    label: str
-    metadata: str
-    source: str = ""
-    """A column whose value is added to the metadata under its own name."""
-    tools: str = ""
-
-
-PRESETS: Mapping[str, ColumnPreset] = {
-    "slime": ColumnPreset("prompt", "label", "metadata", tools="tools"),
-    "verl": ColumnPreset("prompt", "reward_model.ground_truth", "extra_info", source="data_source"),
-    "chat": ColumnPreset("messages", "label", "metadata", tools="tools"),
-    "plain": ColumnPreset("prompt", "label", ""),
-    "recorded": ColumnPreset("messages", "label", "metadata", tools="tools"),
+PRESETS: Mapping[str, Mapping[str, str]] = {
+    "slime": {"prompt": "prompt", "label": "label", "metadata": "metadata", "tools": "tools"},
+    "verl": {"prompt": "prompt", "label": "reward_model.ground_truth", "metadata": "extra_info"},
+    "chat": {"prompt": "messages", "label": "label", "metadata": "metadata", "tools": "tools"},
+    "plain": {"prompt": "prompt", "label": "label"},
+    "recorded": {"prompt": "messages", "label": "label", "metadata": "metadata", "tools": "tools"},
 }
+"""Column names of each convention."""
+SOURCE_COLUMNS = {"verl": "data_source"}
+"""A column whose value is added to the metadata under its own name."""
 
 
 class RowLayout:
@@ -124,7 +115,14 @@ class RowLayout:
         recorded: RecordedTerms | None = None,
     ) -> None:
         """`recorded`: what answers of recorded groups must be like; None: they are not used."""
-        preset = PRESETS[settings.preset]
+        preset, self._is_plain = PRESETS[settings.preset], not settings.apply_chat_template
+
+        def column(name: str, *, setting: str = "", is_required: bool = False) -> Column:
+            setting = setting or f"{name}_key"
+            usual = "" if name == "tools" and self._is_plain else preset.get(name, "")
+            said: str = getattr(settings, setting)
+            return Column(said or usual, setting, is_required or (bool(said) and name != "answer"))
+
         self.is_recorded = settings.preset == "recorded"
         """Whether rows are those of dumps."""
         self.recorded = recorded
@@ -135,22 +133,16 @@ class RowLayout:
         self._system = settings.system
         self._needs_demonstration = needs_demonstration
         self._learns_last = settings.learn == "last"
-        self._source = preset.source
-        prompt_setting = "messages_key" if self._is_chat else "prompt_key"
+        self._source = SOURCE_COLUMNS.get(settings.preset, "")
+        wants_label = settings.preset in ("plain", "verl") and not needs_demonstration
+        self._prompt = column("prompt", setting="messages_key" if self._is_chat else "prompt_key", is_required=True)
+        self._label = column("label", is_required=needs_label or wants_label)
+        self._metadata, self._tools = column("metadata"), column("tools")
+        self._answer = column("answer", is_required=bool(settings.answer_key) and needs_demonstration)
         self._or_prompt: Column | None = None
         """Where the prompt is if its own column is not there."""
-        prompt_key = settings.messages_key if self._is_chat else settings.prompt_key
-        self._prompt = Column(prompt_key or preset.prompt, prompt_setting, is_required=True)
-        wants_label = settings.preset in ("plain", "verl") and not needs_demonstration
-        must_have_label = needs_label or bool(settings.label_key) or wants_label
-        self._label = Column(settings.label_key or preset.label, "label_key", must_have_label)
-        self._metadata = Column(settings.metadata_key or preset.metadata, "metadata_key", bool(settings.metadata_key))
-        self._is_plain = not settings.apply_chat_template
-        tools_key = settings.tools_key or ("" if self._is_plain else preset.tools)
-        self._tools = Column(tools_key, "tools_key", bool(settings.tools_key))
-        self._answer = Column(settings.answer_key, "answer_key", bool(settings.answer_key) and needs_demonstration)
         if self._is_chat and not settings.messages_key:
-            self._or_prompt = Column(CONVERSATIONS, prompt_setting)
+            self._or_prompt = Column(CONVERSATIONS, self._prompt.setting)
 
     @property
     def columns(self) -> tuple[str, ...]:
