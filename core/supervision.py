@@ -1,12 +1,15 @@
-"""When a child process ends or hangs: restart it, restart its neighbours too, do without it, or end the run.
+"""When a child process ends or hangs: restart it, restart its gang, do without it, or end the run.
 
 Pure: events in, instructions out; times are passed in. The launcher reports what happened and when, and carries out the
-instructions. The tree of children and branches is in `supervision_tree.py`.
+instructions. Children belong to roles:
 
-The rules are those of an OTP supervisor tree; no library offers them without bringing its own processes. A failure is
-answered by the child's branch according to its strategy. A branch that has spent its restarts has failed itself, and
-the branch above decides (escalation); at the root the run fails. Children end in reverse start order, one stage after
-the other: `End` names the next stage only when the one before is gone.
+    buffer             one child with its own restart budget
+    trainer (gang)     trainer/0, trainer/1, ... share one budget and restart together
+    rollout (quorum 2) rollout/0, rollout/1, ... each with its own budget
+
+A child, or a gang, that has spent its restarts is given up while its role has enough others, else the run fails.
+Children end in reverse start order, one role after the other: `End` names the next role only when the one before is
+gone. The words are OTP's where it has them; training needs gang and quorum beyond them.
 
 A person may remove a child for good (`retire`), restart it (`renew`), or add one (`grow`). Such ends are no failures
 and cost no budget; a child that can hand work back (`Drain`) does so before it has to end.
@@ -30,8 +33,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from .supervision_tree import BranchSpec, ChildSpec, Member, SupervisionError, SupervisionTree, leaves_of
-
+WhenHung = Literal["wait", "kill"]
 ChildState = Literal[
     "waiting", "starting", "up", "hung", "draining", "ending", "exited", "backing-off", "failed", "stopped"
 ]
@@ -75,6 +77,39 @@ OVER: Final[frozenset[ChildState]] = frozenset({"failed", "stopped"})
 """States without a way out."""
 
 
+class SupervisionError(ValueError):
+    """Roles that cannot be, or an event that cannot happen in a child's state: the caller is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """What the supervisor must know of one child."""
+
+    name: str
+    may_restart: bool = True
+    """False: it is never started again, whatever its status."""
+    when_hung: WhenHung = "wait"
+    """wait: it is left alone until it answers again or ends; kill: it is killed, and its role decides."""
+    grace_s: float = 10.0
+    """Between the request to end and the kill."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleSpec:
+    """Children of one role in start order."""
+
+    name: str
+    children: tuple[ChildSpec, ...]
+    is_gang: bool = False
+    """All restart together, as one attempt, from one budget; none joins or leaves alone."""
+    max_restarts: int = 3
+    """Restarts that each child, or the gang, may have within `period_s`."""
+    period_s: float = 300.0
+    quorum: int = 0
+    """So many are enough: one that may not be restarted is given up while that many are left. 0: as many as it began
+    with."""
+
+
 class ChildStates:
     """The states of all children of a run."""
 
@@ -86,10 +121,11 @@ class ChildStates:
             raise SupervisionError(f"no child is named {child!r}; there are {', '.join(self._states)}")
         return self._states[child]
 
+    def __contains__(self, child: str) -> bool:
+        return child in self._states
+
     def add(self, child: str) -> None:
         """One more, which waits to be started."""
-        if child in self._states:
-            raise SupervisionError(f"{child} is there already")
         self._states[child] = "waiting"
 
     def remove(self, child: str) -> None:
@@ -118,9 +154,9 @@ class ChildStates:
         """Whether it will never have a process again."""
         return self[child] in OVER
 
-    def alive(self, among: Iterable[str] | None = None) -> tuple[str, ...]:
-        """Children that have a process, in start order (or in the order of `among`)."""
-        return tuple(name for name in (self._states if among is None else among) if self._states[name] in ALIVE)
+    def alive(self, among: Iterable[str]) -> tuple[str, ...]:
+        """Those of these children that have a process."""
+        return tuple(name for name in among if self._states[name] in ALIVE)
 
 
 @dataclass(slots=True, eq=False)
@@ -131,8 +167,9 @@ class _Ending:
     stages: list[tuple[str, ...]]
     """Not asked to end yet, the next one first."""
     reason: str
-    branch: BranchSpec | None = None
-    """Whose restart it is."""
+    budget: str = ""
+    """Whose restart it is; empty: it costs nothing."""
+    is_gang: bool = False
     current: tuple[str, ...] = ()
     scope: frozenset[str] = field(init=False)
 
@@ -142,22 +179,12 @@ class _Ending:
     @property
     def grace_s(self) -> float:
         """Ranks whose mate has failed have nothing to finish, and may hang in a collective with it."""
-        is_broken_gang = self.then == "restart" and self.branch is not None and self.branch.strategy == "gang"
-        return 0.5 if is_broken_gang else math.inf
+        return 0.5 if self.then == "restart" and self.is_gang else math.inf
 
     @property
     def is_gentle(self) -> bool:
         """Whether work is handed back first."""
         return self.then in ("renew", "retire")
-
-
-@dataclass(frozen=True, slots=True)
-class GangRound:
-    """One common attempt of a gang: its ranks meet under a name that no other attempt has."""
-
-    gang: str
-    attempt: int
-    rendezvous: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +196,8 @@ class Restart:
     attempts: tuple[int, ...]
     delay_s: float
     reason: str
-    branch: str
-    """Whose budget this restart was taken from; empty: a person asked for it, it costs nothing."""
-    rounds: tuple[GangRound, ...] = ()
+    budget: str
+    """The child, or the gang, from whose budget this restart was taken; empty: a person asked for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,9 +227,9 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """The run continues without this member; its branch has a quorum."""
+    """The run continues without this child; its role has enough others."""
 
-    member: str
+    child: str
     reason: str
     num_left: int
     quorum: int
@@ -346,21 +372,58 @@ def describe_status(status: int) -> str:
         return f"signal {-status}"
 
 
-class Supervisor:
-    """Decides over the children of a run."""
+class _Role:
+    """The children that a role has now, in start order."""
 
-    def __init__(self, root: BranchSpec, *, jitter: Callable[[], float], backoff: Backoff | None = None) -> None:
-        self._tree = SupervisionTree(root)
-        self._states = ChildStates(self._tree.children)
+    def __init__(self, spec: RoleSpec) -> None:
+        if not spec.children:
+            raise SupervisionError(f"role {spec.name} has no children")
+        if not 0 <= spec.quorum <= len(spec.children) or (spec.is_gang and spec.quorum):
+            raise SupervisionError(f"role {spec.name}: {spec.quorum} of {len(spec.children)} is no quorum")
+        if spec.max_restarts < 0 or spec.period_s <= 0:
+            raise SupervisionError(f"role {spec.name}: {spec.max_restarts} restarts in {spec.period_s:g} s")
+        if spec.is_gang and not all(child.may_restart for child in spec.children):
+            raise SupervisionError(f"gang {spec.name}: all its children may be restarted")
+        self.spec = spec
+        self.children = {child.name: child for child in spec.children}
+        self.extra: set[str] = set()
+        """Children that came later. The run began without them, so any other child is enough when one is given up."""
+
+    def budget_of(self, child: str) -> str:
+        return f"gang {self.spec.name}" if self.spec.is_gang else child
+
+    def needed_without(self, child: str) -> int:
+        """So many others must be left when that child is given up."""
+        return self.spec.quorum or (1 if child in self.extra else len(self.spec.children))
+
+    def mates(self, child: str) -> tuple[str, ...]:
+        """Those that restart when that child fails."""
+        return tuple(self.children) if self.spec.is_gang else (child,)
+
+
+class Supervisor:
+    """Decides over the children of a run. `roles` are in start order."""
+
+    def __init__(
+        self, roles: Sequence[RoleSpec], *, jitter: Callable[[], float], backoff: Backoff | None = None
+    ) -> None:
+        self._roles = {spec.name: _Role(spec) for spec in roles}
+        names = [child.name for spec in roles for child in spec.children]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise SupervisionError(f"children named twice: {', '.join(twice)}")
+        self._states = ChildStates(names)
         self._jitter = jitter
         self._backoff = backoff or Backoff()
-        self._budgets = {b.name: RestartBudget(b.max_restarts, b.period_s) for b in self._tree.branches}
-        self._attempts = dict.fromkeys(self._tree.children, 0)
+        self._budgets: dict[str, RestartBudget] = {}
+        for role in self._roles.values():
+            for name in role.children:
+                self._budgets.setdefault(role.budget_of(name), _budget(role.spec))
+        self._attempts = dict.fromkeys(names, 0)
         self._unproven: set[str] = set()
         """Started again after a failure, and not seen at work since."""
         self._endings: list[_Ending] = []
         """Their scopes do not overlap: a larger one swallows those within it."""
-        self._given_up: set[int] = set()
+        self._given_up: set[str] = set()
         self._killed: dict[str, str] = {}
         """Killed since all others had given it up, and not gone yet: in words."""
         self._retiring: set[str] = set()
@@ -378,22 +441,15 @@ class Supervisor:
 
     def may_launch(self, child: str, attempt: int) -> bool:
         """Whether it may be started now as that attempt; not if it has left."""
-        if child not in self._tree.children:
+        if child not in self._states:
             return False
         is_current = attempt == self.attempt(child) and self._ending_of(child) is None
         return is_current and self._states.can(child, "launch")
 
-    def round(self, gang: str) -> GangRound:
-        """The gang's current attempt and where it meets."""
-        branch = next((b for b in self._tree.branches if b.name == gang and b.strategy == "gang"), None)
-        if branch is None:
-            raise SupervisionError(f"there is no gang {gang!r}")
-        return self._round(branch)
-
     @property
     def alive(self) -> tuple[str, ...]:
         """Children that have a process, in start order."""
-        return self._states.alive()
+        return self._states.alive(self._names())
 
     @property
     def verdict(self) -> FailRun | None:
@@ -406,60 +462,58 @@ class Supervisor:
 
     def restarts_left(self, child: str, now: float) -> int:
         """How often it may fail and be started again now."""
-        branch = self._tree.above(self._spec(child))
-        return self._budgets[branch.name].left(now) if branch is not None else 0
+        return self._budgets[self._role_of(child).budget_of(child)].left(now)
 
     # -- wishes of a person ------------------------------------------------------------------------------------
 
-    def grow(self, branch: str, member: Member) -> None:
-        """One more member of that branch, to be launched as its current `attempt`. A child of its name that is over
-        makes room. Raises SupervisionError if the name is in use, the branch is a gang, or the run ends."""
+    def grow(self, role_name: str, child: ChildSpec) -> None:
+        """One more child of that role, to be launched as its current `attempt`. A child of its name that is over makes
+        room. Raises SupervisionError if the name is in use, the role is a gang, or the run ends."""
         if self._is_over():
             raise SupervisionError("the run ends")
-        names = {spec.name for spec in leaves_of(member)}
-        over = [n for n in self._tree.children if n in names and self._states.is_over(n) and not self._ending_of(n)]
-        self._tree.check_room(branch, member, without=over)
-        for name in over:
+        role, name = self._roles.get(role_name), child.name
+        if role is None:
+            raise SupervisionError(f"there is no role {role_name!r}")
+        if role.spec.is_gang:
+            raise SupervisionError(f"{role_name} is a gang: no child can join it later")
+        if name in self._states:
+            if not self._states.is_over(name) or self._ending_of(name):
+                raise SupervisionError(f"children named twice: {name}")
             self._forget(name)
-        self._tree.add(branch, member)
-        for name in self._tree.leaves(member):
-            self._states.add(name)
-            self._attempts[name] = self._attempts.get(name, -1) + 1
-        for each in self._tree.branches:
-            self._budgets.setdefault(each.name, RestartBudget(each.max_restarts, each.period_s))
+        role.children[name] = child
+        role.extra.add(name)
+        self._states.add(name)
+        self._attempts[name] = self._attempts.get(name, -1) + 1
+        self._budgets[name] = _budget(role.spec)
 
     def check_retire(self, child: str) -> None:
         """Raises SupervisionError if `retire` would."""
-        self._tree.member_of(child)
+        role = self._role_of(child)
+        if role.spec.is_gang:
+            raise SupervisionError(f"{child} is a rank of {role.budget_of(child)}: it cannot go alone")
 
     def retire(self, child: str, reason: str, now: float) -> list[Instruction]:
         """Have it end for good; `Retired` when it is gone. Its end, however it comes, is no failure. May be repeated.
         Raises SupervisionError for a rank of a gang."""
-        self._tree.member_of(child)
+        self.check_retire(child)
         if self._is_over() or child in self._retiring:
             return []
         self._retiring.add(child)
-        wider = self._ending_of(child)
-        if wider is not None and len(wider.scope) > 1:
-            return []  # it ends with the others, and stays away when they come back
         return self._begin(_Ending("retire", [(child,)], reason), now)
 
     def renew(self, child: str, reason: str, now: float) -> list[Instruction]:
         """Have it, or its whole gang, end and start again. Raises SupervisionError for one that left or is leaving."""
-        branch = self._tree.above(self._spec(child))
-        is_gang = branch is not None and branch.strategy == "gang"
-        wider = self._ending_of(child)
+        role, wider = self._role_of(child), self._ending_of(child)
         if self._states.is_over(child) or child in self._retiring or (wider is not None and wider.then == "give up"):
             raise SupervisionError(f"{child} is {self._states[child]} and leaves: it cannot be restarted")
-        scope = self._tree.leaves(branch) if branch is not None and is_gang else (child,)
-        if wider is not None and (self._is_over() or wider.scope > set(scope)):
-            return []  # it ends anyway, and starts again with the others if they do
-        return self._begin(_Ending("renew", [scope[::-1]], reason), now)
+        if self._is_over():
+            return []  # it ends anyway
+        return self._begin(_Ending("renew", [role.mates(child)[::-1]], reason, is_gang=role.spec.is_gang), now)
 
     def on_drained(self, child: str, now: float) -> list[Instruction]:
         """It has handed its work back, or could not. It may be late."""
         ending = self._ending_of(child)
-        if ending is None or child not in self._tree.children or self._states[child] != "draining":
+        if ending is None or child not in self._states or self._states[child] != "draining":
             return []
         self._states.move(child, "end")
         return [End((child,), (self._spec(child).grace_s,), ending.reason)]
@@ -480,22 +534,17 @@ class Supervisor:
     def on_work(self, child: str, now: float) -> None:
         """The child was seen at its work; to answer is not enough, because it may still load what it will fail on.
         From now on the restarts that led to this grow old. May be repeated, and be late."""
-        if child not in self._tree.children or self._states[child] != "up":
+        if child not in self._states or self._states[child] != "up":
             return
         self._unproven.discard(child)
-        member: Member = self._tree.children[child]
-        while (branch := self._tree.above(member)) is not None:
-            budget = self._budgets[branch.name]
-            if budget.has_unproven and not self._waits_for_work(branch):
-                budget.prove(now)
-            member = branch
-
-    def _waits_for_work(self, branch: BranchSpec) -> bool:
-        return any(not self._states.is_over(name) for name in self._unproven.intersection(self._tree.leaves(branch)))
+        role = self._role_of(child)
+        waits = self._unproven.intersection(role.mates(child))
+        if not any(not self._states.is_over(name) for name in waits):
+            self._budgets[role.budget_of(child)].prove(now)
 
     def on_exit(self, child: str, status: int, now: float) -> list[Instruction]:
         """The child's process ended."""
-        spec = self._spec(child)
+        spec, role = self._spec(child), self._role_of(child)
         self._states.move(child, "exit")
         who = self._killed.pop(child, child)
         ending = self._ending_of(child)
@@ -504,11 +553,9 @@ class Supervisor:
         what = f"{who} ended with {describe_status(status)}"
         if status in HOPELESS:
             what = f"{what}: {HOPELESS[status]}, another attempt would end the same way"
-            is_extra = self._tree.came_later(spec)
-            return self._do_without(spec, child, what, now) if is_extra else self._fail(child, what, status, now)
-        if spec.restart == "transient" and status == 0:
-            self._states.move(child, "settle")
-            return self._done_if_all_over()
+            if child in role.extra:
+                return self._do_without(child, child, what, now)
+            return self._fail(child, what, status, now)
         return self._on_failure(spec, what, now)
 
     def on_health(self, child: str, health: Health, why: str, now: float) -> list[Instruction]:
@@ -543,7 +590,7 @@ class Supervisor:
         done: list[Instruction] = []
         for child in children:
             if not self._is_over() and child not in self._retiring:
-                done += self._do_without(self._spec(child), culprit, reason, now)
+                done += self._do_without(child, culprit, reason, now)
         for ending in under_way:
             if ending in self._endings:
                 done += self._advance(ending, now)
@@ -554,76 +601,53 @@ class Supervisor:
         final = next((e for e in self._endings if e.then == "over"), None)
         if final is not None:
             return self._advance(final, now)
-        return self._begin(_Ending("over", list(self._tree.all_stages(self._tree.root)), reason), now)
+        stages = [tuple(role.children)[::-1] for role in reversed(self._roles.values())]
+        return self._begin(_Ending("over", stages, reason), now)
 
     # -- judging -----------------------------------------------------------------------------------------------
 
-    def _on_failure(self, child: ChildSpec, what: str, now: float) -> list[Instruction]:
+    def _on_failure(self, spec: ChildSpec, what: str, now: float) -> list[Instruction]:
         """A child failed by itself."""
-        if child.restart == "temporary":
-            return self._do_without(child, child.name, f"{what} and is never restarted", now)
-        member: Member = child
-        while (branch := self._tree.above(member)) is not None:
-            budget = self._budgets[branch.name]
-            if budget.reserve(now):
-                return self._begin(self._restart(branch, member, what), now)
-            if branch.max_restarts or member is child:
-                whose = "its" if member is child else f"{branch.name}'s"
-                what = f"{what} and {whose} budget of {budget.words(now)} is spent"
-            if self._can_do_without(branch, member):
-                return self._give_up(branch, member, what, now)
-            member = branch
-        return self._fail(child.name, what, BUDGET_SPENT, now)
+        child, role = spec.name, self._role_of(spec.name)
+        if not spec.may_restart:
+            return self._do_without(child, child, f"{what} and is never restarted", now)
+        budget = self._budgets[role.budget_of(child)]
+        if budget.reserve(now):
+            restart = _Ending("restart", [role.mates(child)[::-1]], what, role.budget_of(child), role.spec.is_gang)
+            return self._begin(restart, now)
+        return self._do_without(child, child, f"{what} and its budget of {budget.words(now)} is spent", now)
 
-    def _do_without(self, member: Member, culprit: str, what: str, now: float) -> list[Instruction]:
-        """A member will never run again: the first branch above with a quorum can do without, or the run fails."""
-        while (branch := self._tree.above(member)) is not None:
-            if id(member) in self._given_up:
-                return []
-            if self._can_do_without(branch, member):
-                return self._give_up(branch, member, what, now)
-            member = branch
-        return self._fail(culprit, what, BUDGET_SPENT, now)
-
-    def _can_do_without(self, branch: BranchSpec, member: Member) -> bool:
-        return self._tree.needed(branch, member) <= self._num_left(branch, member)
-
-    def _num_left(self, branch: BranchSpec, member: Member) -> int:
-        return sum(1 for other in self._tree.members(branch) if other is not member and self._stays(other))
-
-    def _stays(self, member: Member) -> bool:
-        return id(member) not in self._given_up and not self._retiring.issuperset(self._tree.leaves(member))
-
-    def _give_up(self, branch: BranchSpec, member: Member, what: str, now: float) -> list[Instruction]:
-        self._given_up.add(id(member))
-        news = GiveUp(member.name, what, self._num_left(branch, member), self._tree.needed(branch, member))
-        return [news, *self._begin(_Ending("give up", list(self._tree.all_stages(member)), what), now)]
+    def _do_without(self, child: str, culprit: str, what: str, now: float) -> list[Instruction]:
+        """A child will never run again: its role gives it up, or the run fails."""
+        role = self._role_of(child)
+        if child in self._given_up:
+            return []
+        stays = [name for name in role.children if name != child and name not in self._given_up | self._retiring]
+        needed = role.needed_without(child)
+        if role.spec.is_gang or len(stays) < needed:
+            return self._fail(culprit, what, BUDGET_SPENT, now)
+        self._given_up.add(child)
+        news = GiveUp(child, what, len(stays), needed)
+        return [news, *self._begin(_Ending("give up", [(child,)], what), now)]
 
     def _fail(self, culprit: str, reason: str, exit_code: int, now: float) -> list[Instruction]:
         self._verdict = FailRun(culprit, reason, exit_code)
-        if culprit in self._tree.children and self._states[culprit] == "exited":
+        if culprit in self._states and self._states[culprit] == "exited":
             self._states.move(culprit, "give-up")
         return [self._verdict, *self.stop(reason, now)]
 
     # -- ending, and what comes after ----------------------------------------------------------------------------
 
-    def _restart(self, branch: BranchSpec, failed: Member, what: str) -> _Ending:
-        """Whom that concerns; members that were given up stay out of it."""
-        members = [member for branch in self._tree.branches for member in self._tree.members(branch)]
-        out = {name for each in members if id(each) in self._given_up for name in self._tree.leaves(each)}
-        stages = (tuple(n for n in stage if n not in out) for stage in self._tree.stages(branch, failed))
-        return _Ending("restart", [stage for stage in stages if stage], what, branch)
-
     def _begin(self, ending: _Ending, now: float) -> list[Instruction]:
         for other in [e for e in self._endings if e.scope <= ending.scope]:
             self._endings.remove(other)
-            if other.branch is not None:
-                self._budgets[other.branch.name].release()
+            if other.budget:
+                self._budgets[other.budget].release()
         self._endings.append(ending)
         return self._advance(ending, now)
 
     def _advance(self, ending: _Ending, now: float) -> list[Instruction]:
-        """Tell the next stage, or do what all this was for."""
+        """Name the next stage, or do what all this was for."""
         orders: list[Instruction] = []
         self._close(ending)
         while not self._states.alive(ending.current):
@@ -662,29 +686,27 @@ class Supervisor:
         if ending.then == "give up":
             return self._done_if_all_over()
         orders = self._remove_retired(ending.scope & self._retiring)
-        children = tuple(n for n in self._tree.children if n in ending.scope and not self._states.is_over(n))
-        if not children:
-            if ending.branch is not None:
-                self._budgets[ending.branch.name].release()
-            return orders + self._done_if_all_over()
-        return [*orders, self._restart_children(children, ending, now)]
+        children = tuple(n for n in self._names() if n in ending.scope and not self._states.is_over(n))
+        if children:
+            return [*orders, self._restart(children, ending, now)]
+        if ending.budget:
+            self._budgets[ending.budget].release()
+        return orders + self._done_if_all_over()
 
-    def _restart_children(self, children: tuple[str, ...], ending: _Ending, now: float) -> Restart:
-        delay, payer = 0.0, ""
-        if ending.branch is not None:
-            payer = ending.branch.name
-            delay = self._budgets[payer].spend(now, self._backoff, self._jitter())
+    def _restart(self, children: tuple[str, ...], ending: _Ending, now: float) -> Restart:
+        delay = 0.0
+        if ending.budget:
+            delay = self._budgets[ending.budget].spend(now, self._backoff, self._jitter())
             self._unproven.update(children)
         for name in children:
             self._states.move(name, "retry")
             self._attempts[name] += 1
         attempts = tuple(self._attempts[name] for name in children)
-        rounds = tuple(self._round(gang) for gang in self._tree.gangs(frozenset(children)))
-        return Restart(children, attempts, delay, ending.reason, payer, rounds)
+        return Restart(children, attempts, delay, ending.reason, ending.budget)
 
     def _remove_retired(self, names: frozenset[str]) -> list[Instruction]:
         """Those that retire are gone; their names may come again, with higher attempts."""
-        order = tuple(name for name in self._tree.children if name in names)
+        order = tuple(name for name in self._names() if name in names)
         for name in order:
             if not self._states.is_over(name):
                 self._states.move(name, "settle")
@@ -692,21 +714,15 @@ class Supervisor:
         return [Retired(order)] if order else []
 
     def _forget(self, child: str) -> None:
-        for each in self._tree.remove(child):
-            self._given_up.discard(id(each))
-            if isinstance(each, BranchSpec):
-                del self._budgets[each.name]
-        self._retiring.discard(child)
-        self._unproven.discard(child)
+        role = self._role_of(child)
+        del role.children[child], self._budgets[child]
+        for names in (role.extra, self._given_up, self._retiring, self._unproven):
+            names.discard(child)
         self._killed.pop(child, None)
         self._states.remove(child)
 
     def _done_if_all_over(self) -> list[Instruction]:
-        return [AllEnded()] if all(self._states.is_over(name) for name in self._tree.children) else []
-
-    def _round(self, gang: BranchSpec) -> GangRound:
-        attempt = self._attempts[self._tree.leaves(gang)[0]]
-        return GangRound(gang.name, attempt, f"{gang.name}.{attempt}")
+        return [AllEnded()] if all(self._states.is_over(name) for name in self._names()) else []
 
     def _ending_of(self, child: str) -> _Ending | None:
         return next((ending for ending in self._endings if child in ending.scope), None)
@@ -714,6 +730,17 @@ class Supervisor:
     def _is_over(self) -> bool:
         return any(ending.then == "over" for ending in self._endings)
 
-    def _spec(self, child: str) -> ChildSpec:
+    def _names(self) -> list[str]:
+        """All children in start order."""
+        return [name for role in self._roles.values() for name in role.children]
+
+    def _role_of(self, child: str) -> _Role:
         self._states[child]  # raises for an unknown name
-        return self._tree.children[child]
+        return next(role for role in self._roles.values() if child in role.children)
+
+    def _spec(self, child: str) -> ChildSpec:
+        return self._role_of(child).children[child]
+
+
+def _budget(spec: RoleSpec) -> RestartBudget:
+    return RestartBudget(spec.max_restarts, spec.period_s)

@@ -67,7 +67,7 @@ class ActorProcesses:
     async def restart(self, order: Restart) -> None:
         """After its delay, in order."""
         attempts = ", ".join(str(n) for n in sorted(set(order.attempts)))
-        level = logging.WARNING if order.branch else logging.INFO
+        level = logging.WARNING if order.budget else logging.INFO
         text = "%s: attempt %s in %.1f s (%s)"
         self._ctx.log.log(level, text, ", ".join(order.children), attempts, order.delay_s, order.reason)
         await asyncio.sleep(order.delay_s)

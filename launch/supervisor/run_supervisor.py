@@ -1,9 +1,7 @@
 """The run supervisor on node 0: gathers nodes, has actors started, carries out what `core/supervision` decides.
 
-Every actor is a leaf of a supervision tree: the run, below it a branch per role, below that a gang or a branch per
-actor. Neither the run nor a role restarts anything: an actor (or gang) that has spent its budget ends the run, unless
-its role can do without it. The agents of the nodes start and end processes; membership.py decides which nodes take
-part.
+An actor (or gang) that has spent its restarts ends the run, unless its role can do without it. The agents of the nodes
+start and end processes; membership.py decides which nodes take part.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from ...core.refs import with_deadline
 from ...core.supervision import (
     OVER,
     AllEnded,
+    ChildSpec,
     Drain,
     End,
     FailRun,
@@ -32,10 +31,11 @@ from ...core.supervision import (
     Kill,
     Restart,
     Retired,
+    RoleSpec,
+    SupervisionError,
     Supervisor,
     describe_status,
 )
-from ...core.supervision_tree import BranchSpec, ChildSpec, SupervisionError
 from ..actor_spec import ActorSpec
 from ..contracts import (
     SUPERVISOR,
@@ -104,7 +104,7 @@ class RunSupervisor(SupervisorContract):
         self._setup = setup
         self._timeouts = timeouts
         self._actors = RunActors(setup.actors)
-        self._rules = Supervisor(run_tree(setup.actors, timeouts.end_s), jitter=jitter)
+        self._rules = Supervisor(roles_of(setup.actors, timeouts.end_s), jitter=jitter)
         self._nodes = JoinedNodes(setup.num_nodes, setup.version, setup.config, logging.getLogger(f"myxa.{SUPERVISOR}"))
         self._late = LateNodes(setup.run, setup.num_nodes, setup.max_nodes, self._nodes)
         self._others = {agent_name(node): node for node in range(1, setup.num_nodes)}
@@ -297,7 +297,7 @@ class RunSupervisor(SupervisorContract):
         if not self._has_started:
             raise ConfigError(f"{actor.name} cannot join: the run is being started", remedy="try again when it runs")
         try:
-            self._rules.grow(role_name(actor.role), actor_branch(actor, self._timeouts.end_s))
+            self._rules.grow(actor.role, _child(actor, self._timeouts.end_s))
         except SupervisionError as error:
             raise ConfigError(f"{actor.name} cannot join: {error}") from error
         self._actors.add(actor)
@@ -534,42 +534,21 @@ class RunSupervisor(SupervisorContract):
         return self.ctx.clock.monotonic()
 
 
-# -- the supervision tree, actors at work (no IO) -------------------------------------------------------------------
+# -- roles to supervise, actors at work (no IO) ---------------------------------------------------------------------
 
 
-def run_tree(actors: Sequence[ActorSpec], grace_s: float) -> BranchSpec:
-    """The supervision tree. `actors` are in start order, the actors of a role together."""
-    roles = [(role, tuple(mates)) for role, mates in groupby(actors, key=lambda actor: actor.role)]
-    return BranchSpec("run", tuple(_role(role, mates, grace_s) for role, mates in roles), max_restarts=0)
-
-
-def _role(role: str, actors: Sequence[ActorSpec], grace_s: float) -> BranchSpec:
-    first = actors[0]
-    if first.restart == "gang":
-        ranks = tuple(_child(actor, grace_s) for actor in actors)
-        return BranchSpec(gang_name(role), ranks, "gang", first.max_restarts)
-    branches = tuple(actor_branch(actor, grace_s) for actor in actors)
-    return BranchSpec(role_name(role), branches, max_restarts=0, quorum=first.quorum)
-
-
-def role_name(role: str) -> str:
-    """Name of the branch of a role's actors, each with its own restart budget."""
-    return f"role {role}"
-
-
-def actor_branch(actor: ActorSpec, grace_s: float) -> BranchSpec:
-    """Branch of an actor with its own restart budget."""
-    return BranchSpec(actor.name, (_child(actor, grace_s),), max_restarts=actor.max_restarts)
-
-
-def gang_name(role: str) -> str:
-    """Name of the gang of a role's actors."""
-    return f"gang {role}"
+def roles_of(actors: Sequence[ActorSpec], grace_s: float) -> list[RoleSpec]:
+    """What the rules must know. `actors` are in start order, the actors of a role together."""
+    found: list[RoleSpec] = []
+    for role, mates in groupby(actors, key=lambda actor: actor.role):
+        first, *others = mates
+        children = tuple(_child(actor, grace_s) for actor in (first, *others))
+        found.append(RoleSpec(role, children, first.restart == "gang", first.max_restarts, quorum=first.quorum))
+    return found
 
 
 def _child(actor: ActorSpec, grace_s: float) -> ChildSpec:
-    restart = "temporary" if actor.restart == "never" else "permanent"
-    return ChildSpec(actor.name, restart, actor.when_hung, grace_s)
+    return ChildSpec(actor.name, actor.restart != "never", actor.when_hung, grace_s)
 
 
 class WorkSeen:

@@ -1,9 +1,9 @@
-"""Strategies, restart types, budgets, pauses, quorums and the order of ends, by example."""
+"""Restarts, budgets, pauses, gangs, quorums, what a person wishes, and the order of ends: by example."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -13,95 +13,91 @@ from myxa.core.supervision import (
     TRANSITIONS,
     AllEnded,
     Backoff,
+    ChildSpec,
+    Drain,
     End,
     FailRun,
-    GangRound,
     GiveUp,
     Instruction,
     Kill,
     Restart,
     RestartBudget,
+    Retired,
+    RoleSpec,
+    SupervisionError,
     Supervisor,
+    describe_status,
 )
-from myxa.core.supervision_tree import BranchSpec, ChildSpec, SupervisionError
 
 KILLED = -9
-LATE = 1000.0
 BACKOFF = Backoff(first_s=1.0, limit_s=8.0)
-
-T = TypeVar("T")
-U = TypeVar("U")
+WISH = "a person wished it"
 
 
-def alone(name: str, max_restarts: int = 3, **options) -> BranchSpec:
-    """A child with a budget of its own."""
-    return BranchSpec(name, (ChildSpec(name, **options),), max_restarts=max_restarts)
+def alone(name: str, max_restarts: int = 3, **options: Any) -> RoleSpec:
+    return RoleSpec(name, (ChildSpec(name, **options),), max_restarts=max_restarts)
 
 
-def gang(name: str, size: int, max_restarts: int = 3) -> BranchSpec:
-    return BranchSpec(name, tuple(ChildSpec(f"{name}/{r}") for r in range(size)), "gang", max_restarts)
+def gang(size: int = 2, max_restarts: int = 3, **options: Any) -> RoleSpec:
+    ranks = tuple(ChildSpec(f"trainer/{rank}", **options) for rank in range(size))
+    return RoleSpec("trainer", ranks, is_gang=True, max_restarts=max_restarts)
 
 
-def run(*members, **options) -> BranchSpec:
-    return BranchSpec("run", members, max_restarts=options.pop("max_restarts", 0), **options)
+def rollouts(size: int = 2, quorum: int = 0, max_restarts: int = 1, **options: Any) -> RoleSpec:
+    children = tuple(ChildSpec(f"rollout/{index}", **options) for index in range(size))
+    return RoleSpec("rollout", children, max_restarts=max_restarts, quorum=quorum)
 
 
-def make(root: BranchSpec, *, is_launched: bool = True, is_up: bool = True) -> Supervisor:
-    supervisor = Supervisor(root, jitter=lambda: 0.0, backoff=BACKOFF)
-    for name in supervisor._tree.children if is_launched else ():
-        supervisor.on_launch(name)
-        if is_up:
-            supervisor.on_up(name)
+def make(*roles: RoleSpec, is_up: bool = True) -> Supervisor:
+    supervisor = Supervisor(roles, jitter=lambda: 0.0, backoff=BACKOFF)
+    for role in roles:
+        for child in role.children:
+            supervisor.on_launch(child.name)
+            if is_up:
+                supervisor.on_up(child.name)
     return supervisor
 
 
-def launch(supervisor: Supervisor, restart: Restart) -> None:
+def launch(supervisor: Supervisor, instructions: Sequence[Instruction], *, is_up: bool = True) -> Restart:
+    """Carry out the only one: a restart."""
+    (restart,) = instructions
+    assert isinstance(restart, Restart)
     for name, attempt in zip(restart.children, restart.attempts, strict=True):
         assert supervisor.may_launch(name, attempt)
         supervisor.on_launch(name)
-        supervisor.on_up(name)
+        if is_up:
+            supervisor.on_up(name)
+    return restart
 
 
-def first(instructions: Sequence[Instruction], kind: type[T]) -> T:
-    instruction = instructions[0]
-    assert isinstance(instruction, kind)
-    return instruction
+def join(supervisor: Supervisor, name: str) -> None:
+    supervisor.grow("rollout", ChildSpec(name))
+    supervisor.on_launch(name)
+    supervisor.on_up(name)
 
 
-def only(instructions: Sequence[Instruction], kind: type[T]) -> T:
-    assert len(instructions) == 1
-    return first(instructions, kind)
+def kinds(instructions: Sequence[Instruction]) -> list[str]:
+    return [type(each).__name__ for each in instructions]
 
 
-def both(instructions: Sequence[Instruction], one: type[T], other: type[U]) -> tuple[T, U]:
-    assert len(instructions) == 2
-    return first(instructions, one), first(instructions[1:], other)
+# -- restarts and their budgets ----------------------------------------------------------------------------------------
 
 
-# -- one_for_one -----------------------------------------------------------------------------------------------------
+def test_a_child_is_restarted_with_a_new_attempt_and_the_others_go_on():
+    supervisor = make(rollouts(2, max_restarts=3))
+    instructions = supervisor.on_exit("rollout/1", KILLED, 10.0)
+    assert instructions == [Restart(("rollout/1",), (1,), 0.0, "rollout/1 ended with signal SIGKILL", "rollout/1")]
+    assert supervisor.state("rollout/1") == "backing-off"
+    launch(supervisor, instructions)
+    assert (supervisor.attempt("rollout/1"), supervisor.attempt("rollout/0")) == (1, 0)
+    assert supervisor.state("rollout/0") == "up"
 
 
-def test_the_first_restart_comes_at_once_then_the_pause_doubles_up_to_its_limit_and_the_lot_takes_at_most_half():
+def test_the_first_restart_is_immediate_then_the_pause_doubles_up_to_its_limit_with_jitter():
     assert [BACKOFF.delay(n, 0.0) for n in range(6)] == [0, 1, 2, 4, 8, 8]
     assert BACKOFF.delay(2, 0.5) == pytest.approx(1.5)
     assert BACKOFF.delay(2, 0.999999) > 1.0
     assert BACKOFF.delay(5000, 0.0) == 8.0
-
-
-def test_the_fourth_end_within_the_period_fails_the_run_and_names_the_budget():
-    supervisor = make(run(alone("rollout/0"), alone("buffer")))
-    for n in range(3):
-        restart = only(supervisor.on_exit("rollout/0", 1, 10.0 * n), Restart)
-        launch(supervisor, restart)
-    fail, end = both(supervisor.on_exit("rollout/0", 1, 40.0), FailRun, End)
-    assert (fail.culprit, fail.exit_code) == ("rollout/0", 4)
-    assert fail.reason == "rollout/0 ended with exit status 1 and its budget of 3 restarts in 300 s is spent"
-    assert end == End(("buffer",), (10.0,), fail.reason)
-    assert supervisor.state("rollout/0") == "failed"
-    assert supervisor.on_exit("buffer", 0, 41.0) == [AllEnded()]
-
-
-def test_who_has_lived_for_a_while_is_started_again_at_once_and_the_budget_counts_all_the_same():
     budget, backoff = RestartBudget(5, 300.0), Backoff(first_s=1.0, calm_s=10.0)
     delays: list[float] = []
     for now in (0.0, 5.0, 14.0, 100.0, 110.0):
@@ -111,266 +107,363 @@ def test_who_has_lived_for_a_while_is_started_again_at_once_and_the_budget_count
     assert not budget.reserve(120.0)
 
 
+def test_a_spent_budget_fails_the_run_and_is_named():
+    supervisor = make(alone("buffer"), rollouts(1, max_restarts=3))
+    for n in range(3):
+        launch(supervisor, supervisor.on_exit("rollout/0", 1, 10.0 * n))
+    reason = "rollout/0 ended with exit status 1 and its budget of 3 restarts in 300 s is spent"
+    assert supervisor.on_exit("rollout/0", 1, 40.0) == [
+        FailRun("rollout/0", reason, 4), End(("buffer",), (10.0,), reason),
+    ]  # fmt: skip
+    assert supervisor.state("rollout/0") == "failed"
+    assert supervisor.on_exit("buffer", 0, 41.0) == [AllEnded()]
+
+
 def test_restarts_that_led_to_work_do_not_count_a_period_later():
-    supervisor = make(run(alone("rollout/0", 1)))
+    supervisor = make(rollouts(1, max_restarts=1))
     for n in range(5):
-        restart = only(supervisor.on_exit("rollout/0", 1, 310.0 * n), Restart)
-        assert restart.delay_s == 0.0, "the first one again comes at once"
-        launch(supervisor, restart)
+        restart = launch(supervisor, supervisor.on_exit("rollout/0", 1, 310.0 * n))
+        assert restart.delay_s == 0.0
         supervisor.on_work("rollout/0", 310.0 * n + 10.0)
-        supervisor.on_work("rollout/0", 310.0 * n + 20.0)  # it may be seen as often as one likes
-    _, done = both(supervisor.on_exit("rollout/0", 1, 310.0 * 4 + 309.0), FailRun, AllEnded)
-    assert done == AllEnded()
+        supervisor.on_work("rollout/0", 310.0 * n + 20.0)
+    assert kinds(supervisor.on_exit("rollout/0", 1, 310.0 * 4 + 309.0)) == ["FailRun", "AllEnded"]
 
 
 @pytest.mark.parametrize("lasts_s", [120.0, 302.0, 10_000.0])
 @pytest.mark.parametrize("answers", [True, False])
-def test_attempts_that_take_long_to_fail_and_come_to_no_work_run_out_all_the_same(lasts_s: float, answers: bool):
-    supervisor = make(run(alone("rollout/0")), is_up=answers)
+def test_attempts_that_fail_slowly_and_never_work_spend_the_budget_too(lasts_s: float, answers: bool):
+    supervisor = make(rollouts(1, max_restarts=3), is_up=answers)
     for n in range(1, 4):
-        restart = only(supervisor.on_exit("rollout/0", 3, lasts_s * n), Restart)
-        supervisor.on_launch("rollout/0")
-        if answers:
-            supervisor.on_up("rollout/0")  # its process joined; its model loads
-        supervisor.on_work("rollout/0" if not answers else "rollout/9", lasts_s * n)  # of nobody, and too late: nothing
+        restart = launch(supervisor, supervisor.on_exit("rollout/0", 3, lasts_s * n), is_up=answers)
+        supervisor.on_work("rollout/9" if answers else "rollout/0", lasts_s * n)  # unknown, or not up: no effect
         assert restart.attempts == (n,)
-    fail, _ = both(supervisor.on_exit("rollout/0", 3, lasts_s * 4), FailRun, AllEnded)
-    told = "3 restarts in 300 s is" if 3 * lasts_s < 300 else "3 restarts that come to no work is"
-    assert f"its budget of {told} spent" in fail.reason
+    fail, _ = supervisor.on_exit("rollout/0", 3, lasts_s * 4)
+    words = "3 restarts in 300 s is" if 3 * lasts_s < 300 else "3 restarts that come to no work is"
+    assert isinstance(fail, FailRun)
+    assert f"its budget of {words} spent" in fail.reason
 
 
-def test_a_gang_has_come_to_work_when_all_its_ranks_have():
-    supervisor = make(run(gang("trainer", 2, max_restarts=1)))
+def test_a_gang_is_at_work_when_all_its_ranks_are():
+    supervisor = make(gang(2, max_restarts=1))
     supervisor.on_exit("trainer/0", 1, 0.0)
-    launch(supervisor, only(supervisor.on_exit("trainer/1", 1, 0.0), Restart))
+    launch(supervisor, supervisor.on_exit("trainer/1", 1, 0.0))
     supervisor.on_work("trainer/0", 1.0)
     assert supervisor.restarts_left("trainer/0", 1000.0) == 0, "rank 1 has not been seen"
     supervisor.on_work("trainer/1", 1000.0)
-    assert supervisor.restarts_left("trainer/0", 1299.0) == 0
-    assert supervisor.restarts_left("trainer/0", 1300.0) == 1
+    assert [supervisor.restarts_left("trainer/0", now) for now in (1299.0, 1300.0)] == [0, 1]
 
 
-# -- all, the rest, a gang ---------------------------------------------------------------------------------------------
+def test_a_reserved_restart_counts_before_it_happens():
+    budget = RestartBudget(2, 10.0)
+    assert budget.reserve(0.0) and budget.reserve(0.0) and not budget.reserve(0.0)
+    budget.release()
+    assert budget.reserve(1.0)
+    assert [budget.spend(now, BACKOFF, 0.0) for now in (5.0, 6.0)] == [0.0, 1.0]
+    assert not budget.reserve(1000.0), "no work came of them yet"
+    budget.prove(1005.0)
+    assert not budget.reserve(1014.9)
+    assert budget.reserve(1015.0)
 
 
-def test_one_for_all_ends_the_others_one_by_one_backwards_and_starts_all_in_order():
-    supervisor = make(BranchSpec("b", tuple(ChildSpec(n, grace_s=g) for n, g in zip("abcd", (1, 2, 3, 4), strict=True)), "one_for_all"))  # fmt: skip
-    assert supervisor.on_exit("b", 1, 0.0) == [End(("d",), (4,), "b ended with exit status 1")]
-    assert supervisor.on_exit("d", 0, 0.1) == [End(("c",), (3,), "b ended with exit status 1")]
-    assert supervisor.on_exit("a", 7, 0.2) == [], "it ended before it was told; it starts again with the others"
-    restart = only(supervisor.on_exit("c", 0, 0.3), Restart)
-    assert restart == Restart(("a", "b", "c", "d"), (1, 1, 1, 1), 0.0, "b ended with exit status 1", "b")
-    launch(supervisor, restart)
+# -- gangs and quorums -------------------------------------------------------------------------------------------------
 
 
-def test_rest_for_one_leaves_those_that_were_started_before():
-    supervisor = make(BranchSpec("b", tuple(ChildSpec(n) for n in "abcd"), "rest_for_one"))
-    end = only(supervisor.on_exit("b", KILLED, 0.0), End)
-    assert end.children == ("d",)
-    supervisor.on_exit("d", 0, 0.0)
-    restart = only(supervisor.on_exit("c", 0, 0.0), Restart)
-    assert restart.children == ("b", "c", "d")
-    assert supervisor.state("a") == "up"
-    launch(supervisor, restart)
-    assert [supervisor.attempt(n) for n in "abcd"] == [0, 1, 1, 1]
-    restart = only(supervisor.on_exit("d", 1, 1.0), Restart)
-    assert (restart.children, restart.attempts) == (("d",), (2,)), "nobody was started after it"
-
-
-def test_a_gang_ends_together_and_starts_again_together_at_a_new_meeting_place():
-    supervisor = make(run(alone("buffer"), gang("trainer", 3)))
-    assert supervisor.round("trainer") == GangRound("trainer", 0, "trainer.0")
-    end = only(supervisor.on_exit("trainer/1", KILLED, 5.0), End)
-    assert end.children == ("trainer/2", "trainer/0"), "at the same time: each waits for the others"
+def test_a_gang_ends_together_and_restarts_as_one_attempt():
+    supervisor = make(alone("buffer"), gang(3))
+    reason = "trainer/1 ended with signal SIGKILL"
+    assert supervisor.on_exit("trainer/1", KILLED, 5.0) == [End(("trainer/2", "trainer/0"), (0.5, 0.5), reason)]
     assert not supervisor.may_launch("trainer/1", 0)
     assert supervisor.on_exit("trainer/0", 1, 5.1) == []
-    restart = only(supervisor.on_exit("trainer/2", -15, 5.2), Restart)
-    assert restart == Restart(
-        ("trainer/0", "trainer/1", "trainer/2"), (1, 1, 1), 0.0, "trainer/1 ended with signal SIGKILL",
-        "trainer", (GangRound("trainer", 1, "trainer.1"),),
-    ), "the cause is the first end, not the last"  # fmt: skip
+    restart = launch(supervisor, supervisor.on_exit("trainer/2", -15, 5.2))
+    ranks = ("trainer/0", "trainer/1", "trainer/2")
+    assert restart == Restart(ranks, (1, 1, 1), 0.0, reason, "gang trainer"), "the cause is the first end"
     assert supervisor.state("buffer") == "up"
-    assert supervisor.round("trainer").rendezvous == "trainer.1"
 
 
-# -- escalation, restart types, quorum ---------------------------------------------------------------------------------
-
-
-def test_a_branch_that_spent_its_budget_is_restarted_as_a_whole_by_the_one_above():
-    inner = BranchSpec("inner", (ChildSpec("b"), ChildSpec("c")), max_restarts=1)
-    supervisor = make(run(ChildSpec("a"), inner, strategy="rest_for_one", max_restarts=1))
-    restart = only(supervisor.on_exit("c", 1, 0.0), Restart)
-    launch(supervisor, restart)
-    end = only(supervisor.on_exit("c", 1, 1.0), End)
-    assert end.children == ("b",)
-    restart = only(supervisor.on_exit("b", 0, 1.1), Restart)
-    assert (restart.children, restart.attempts) == (("b", "c"), (1, 2))
-    launch(supervisor, restart)
-    fail, end = both(supervisor.on_exit("c", 1, 2.0), FailRun, End)
-    assert "its budget of 1 restarts in 300 s is spent and run's budget of 1 restarts" in fail.reason
-    assert end.children == ("b",)
-    assert first(supervisor.on_exit("b", 0, 2.1), End).children == ("a",)
-
-
-def test_transient_children_may_finish_and_temporary_ones_are_never_started_again():
-    supervisor = make(
-        BranchSpec("b", (ChildSpec("t", "transient"), ChildSpec("u", "transient"), ChildSpec("x")), quorum=1)
-    )
-    assert supervisor.on_exit("t", 0, 0.0) == []
-    assert supervisor.state("t") == "stopped"
-    assert isinstance(supervisor.on_exit("u", 3, 0.0)[0], Restart)
-    never = make(run(alone("coordinator", restart="temporary")))
-    fail, done = both(never.on_exit("coordinator", 0, 1.0), FailRun, AllEnded)
-    assert (fail.exit_code, done) == (4, AllEnded())
-    assert fail.reason == "coordinator ended with exit status 0 and is never restarted"
-
-
-def rollouts(quorum: int, size: int = 3, **options) -> BranchSpec:
-    members = tuple(alone(f"rollout/{i}", 1, **options) for i in range(size))
-    return BranchSpec("rollout", members, max_restarts=0, quorum=quorum)
-
-
-def test_a_run_goes_on_without_a_child_while_enough_others_are_left():
-    supervisor = make(run(alone("buffer"), rollouts(2)))
-    launch(supervisor, first(supervisor.on_exit("rollout/1", 1, 0.0), Restart))
-    news = only(supervisor.on_exit("rollout/1", 1, 1.0), GiveUp)
+def test_a_run_continues_without_a_child_while_enough_others_are_left():
+    supervisor = make(alone("buffer"), rollouts(3, quorum=2))
+    launch(supervisor, supervisor.on_exit("rollout/1", 1, 0.0))
     reason = "rollout/1 ended with exit status 1 and its budget of 1 restarts in 300 s is spent"
-    assert news == GiveUp("rollout/1", reason, 2, 2)
+    assert supervisor.on_exit("rollout/1", 1, 1.0) == [GiveUp("rollout/1", reason, 2, 2)]
     assert supervisor.state("rollout/1") == "failed"
-    launch(supervisor, first(supervisor.on_exit("rollout/0", 1, 2.0), Restart))
-    fail, end = both(supervisor.on_exit("rollout/0", 1, 3.0), FailRun, End)
-    assert fail.culprit == "rollout/0"
-    assert end.children == ("rollout/2",)
+    launch(supervisor, supervisor.on_exit("rollout/0", 1, 2.0))
+    fail, end = supervisor.on_exit("rollout/0", 1, 3.0)
+    assert isinstance(fail, FailRun) and isinstance(end, End)
+    assert (fail.culprit, end.children) == ("rollout/0", ("rollout/2",))
 
 
-def test_a_quorum_also_covers_children_that_are_never_restarted_and_lost_nodes():
-    supervisor = make(run(alone("buffer"), rollouts(1, restart="temporary")))
-    assert isinstance(supervisor.on_exit("rollout/2", KILLED, 0.0)[0], GiveUp)
-    assert supervisor.on_lost("launcher/1", ["rollout/1"], "launcher/1 is gone", 1.0) == [
-        GiveUp("rollout/1", "launcher/1 is gone", 1, 1)
-    ]
-    fail, end = both(supervisor.on_lost("launcher/2", ["rollout/0"], "launcher/2 is gone", 2.0), FailRun, End)
-    assert fail == FailRun("launcher/2", "launcher/2 is gone", 4)
-    assert end.children == ("buffer",)
+def test_a_quorum_covers_children_that_are_never_restarted_and_lost_nodes():
+    supervisor = make(alone("buffer"), rollouts(3, quorum=1, may_restart=False))
+    assert kinds(supervisor.on_exit("rollout/2", KILLED, 0.0)) == ["GiveUp"]
+    lost = supervisor.on_lost("launcher/1", ["rollout/1"], "launcher/1 is gone", 1.0)
+    assert lost == [GiveUp("rollout/1", "launcher/1 is gone", 1, 1)]
+    lost = supervisor.on_lost("launcher/2", ["rollout/0"], "launcher/2 is gone", 2.0)
+    assert lost == [
+        FailRun("launcher/2", "launcher/2 is gone", 4), End(("buffer",), (10.0,), "launcher/2 is gone"),
+    ]  # fmt: skip
 
 
-# -- hung ----------------------------------------------------------------------------------------------------------------
+def test_a_child_that_is_never_restarted_fails_the_run_by_any_end():
+    reason = "coordinator ended with exit status 0 and is never restarted"
+    supervisor = make(alone("coordinator", may_restart=False))
+    assert supervisor.on_exit("coordinator", 0, 1.0) == [FailRun("coordinator", reason, 4), AllEnded()]
+
+
+# -- hung children -----------------------------------------------------------------------------------------------------
 
 
 def test_a_hung_child_is_a_state_of_its_own_and_may_recover():
-    supervisor = make(run(alone("rollout/0")))
+    supervisor = make(rollouts(1))
     assert supervisor.on_health("rollout/0", "suspect", "no beat for 3 s", 1.0) == []
     assert supervisor.state("rollout/0") == "up"
     assert supervisor.on_health("rollout/0", "hung", "no beat for 14 s", 2.0) == []
-    assert supervisor.state("rollout/0") == "hung"
-    assert supervisor.alive == ("rollout/0",)
+    assert (supervisor.state("rollout/0"), supervisor.alive) == ("hung", ("rollout/0",))
     supervisor.on_health("rollout/0", "recovered", "", 3.0)
     assert supervisor.state("rollout/0") == "up"
     supervisor.on_health("rollout/0", "hung", "", 4.0)
-    assert isinstance(supervisor.on_exit("rollout/0", 1, 5.0)[0], Restart)
-    assert supervisor.on_health("rollout/0", "hung", "late news", 6.0) == []
-    assert supervisor.on_health("rollout/0", "recovered", "late news", 6.0) == []
+    assert kinds(supervisor.on_exit("rollout/0", 1, 5.0)) == ["Restart"]
+    assert supervisor.on_health("rollout/0", "hung", "late", 6.0) == []
+    assert supervisor.on_health("rollout/0", "recovered", "late", 6.0) == []
 
 
-def test_a_hung_child_is_killed_if_that_is_wanted_and_then_its_restart_rule_decides():
-    supervisor = make(run(alone("rollout/0", 1, when_hung="kill")))
-    assert supervisor.on_health("rollout/0", "hung", "no beat for 14 s", 2.0) == [
-        Kill(("rollout/0",), "rollout/0 hangs (no beat for 14 s)")
-    ]
+def test_a_hung_child_is_killed_where_the_run_file_says_so_and_its_budget_decides():
+    supervisor = make(rollouts(1, when_hung="kill"))
+    kill = Kill(("rollout/0",), "rollout/0 hangs (no beat for 14 s)")
+    assert supervisor.on_health("rollout/0", "hung", "no beat for 14 s", 2.0) == [kill]
     assert supervisor.on_health("rollout/0", "hung", "still", 2.5) == [], "once"
-    restart = only(supervisor.on_exit("rollout/0", KILLED, 3.0), Restart)
+    restart = launch(supervisor, supervisor.on_exit("rollout/0", KILLED, 3.0))
     assert restart.reason == "rollout/0 hangs (no beat for 14 s), was killed"
-    launch(supervisor, restart)
-    _, fail = both(supervisor.on_health("rollout/0", "hung", "again", 4.0), Kill, FailRun)
+    _, fail = supervisor.on_health("rollout/0", "hung", "again", 4.0)
+    assert isinstance(fail, FailRun)
     assert fail.reason.endswith("was killed and its budget of 1 restarts in 300 s is spent")
     assert supervisor.on_exit("rollout/0", KILLED, 5.0) == [AllEnded()]
 
 
-def test_one_that_all_others_gave_up_is_ended_whatever_is_wanted_of_hung_ones():
-    supervisor = make(run(alone("rollout/0", 3)))
-    assert supervisor.on_health("rollout/0", "given up", "the connection is lost", 2.0) == [
-        Kill(("rollout/0",), "rollout/0 is given up by the others (the connection is lost)")
-    ]
-    assert supervisor.on_health("rollout/0", "given up", "late news", 2.5) == []
-    restart = only(supervisor.on_exit("rollout/0", KILLED, 3.0), Restart)
-    told = "rollout/0 is given up by the others (the connection is lost) and ended with signal SIGKILL"
-    assert restart.reason == told
-    launch(supervisor, restart)
+def test_one_that_all_others_gave_up_is_killed_whatever_the_run_file_says_of_hung_ones():
+    supervisor = make(rollouts(1, max_restarts=3))
+    kill = Kill(("rollout/0",), "rollout/0 is given up by the others (the connection is lost)")
+    assert supervisor.on_health("rollout/0", "given up", "the connection is lost", 2.0) == [kill]
+    assert supervisor.on_health("rollout/0", "given up", "late", 2.5) == []
+    restart = launch(supervisor, supervisor.on_exit("rollout/0", KILLED, 3.0))
+    assert restart.reason == f"{kill.reason} and ended with signal SIGKILL"
     supervisor.on_health("rollout/0", "hung", "no beat", 4.0)
-    only(supervisor.on_health("rollout/0", "given up", "the connection is lost", 5.0), Kill)
+    assert kinds(supervisor.on_health("rollout/0", "given up", "lost", 5.0)) == ["Kill"]
 
 
 @pytest.mark.parametrize("status", [2, 5])
-def test_one_that_was_given_up_while_it_ended_by_itself_is_judged_by_how_it_ended(status: int):
-    supervisor = make(run(alone("rollout/0", 3), alone("buffer")))
-    only(supervisor.on_health("rollout/0", "given up", "it failed", 2.0), Kill)
-    fail, _ = both(supervisor.on_exit("rollout/0", status, 3.0), FailRun, End)
+@pytest.mark.parametrize("is_given_up", [True, False])
+def test_a_wrong_configuration_or_wrong_data_is_not_tried_again(status: int, is_given_up: bool):
+    """Even where the others have given it up while it ended by itself, and where others would be enough."""
+    supervisor = make(rollouts(2, quorum=1))
+    if is_given_up:
+        supervisor.on_health("rollout/0", "given up", "it failed", 2.0)
+    fail, _ = supervisor.on_exit("rollout/0", status, 3.0)
+    assert isinstance(fail, FailRun)
     assert fail.exit_code == status and "another attempt would end the same way" in fail.reason
 
 
-def test_a_hung_rank_takes_its_gang_with_it():
-    members = tuple(ChildSpec(f"trainer/{r}", when_hung="kill") for r in range(2))
-    supervisor = make(run(BranchSpec("trainer", members, "gang")))
-    kill, end = both(supervisor.on_health("trainer/0", "hung", "in a collective", 1.0), Kill, End)
+def test_one_that_was_given_up_may_be_stopped_retire_or_be_lost_meanwhile():
+    def given_up() -> Supervisor:
+        supervisor = make(rollouts(2, quorum=1))
+        supervisor.on_health("rollout/0", "given up", "the connection is lost", 2.0)
+        return supervisor
+
+    supervisor = given_up()
+    assert supervisor.stop("over", 3.0) == [End(("rollout/1",), (10.0,), "over")]
+    assert supervisor.on_exit("rollout/0", KILLED, 4.0) == []
+    supervisor = given_up()
+    assert supervisor.retire("rollout/0", WISH, 3.0) == []
+    assert supervisor.on_exit("rollout/0", 2, 4.0) == [Retired(("rollout/0",))]
+    supervisor = given_up()
+    supervisor.on_lost("rollout/0", ("rollout/0",), "it survives SIGKILL", 3.0)
+    assert supervisor.state("rollout/0") == "stopped" and supervisor.state("rollout/1") == "up"
+
+
+def test_a_rank_that_hangs_or_was_given_up_takes_its_gang_with_it():
+    supervisor = make(gang(when_hung="kill"))
+    kill, end = supervisor.on_health("trainer/0", "hung", "in a collective", 1.0)
+    assert isinstance(kill, Kill) and isinstance(end, End)
     assert (kill.children, end.children) == (("trainer/0",), ("trainer/1",))
+    supervisor = make(gang())
+    assert kinds(supervisor.on_health("trainer/0", "given up", "the connection is lost", 1.0)) == ["Kill"]
+    assert kinds(supervisor.on_exit("trainer/0", KILLED, 2.0)) == ["End"]
+    assert launch(supervisor, supervisor.on_exit("trainer/1", 0, 3.0)).children == ("trainer/0", "trainer/1")
 
 
-# -- ends ----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("status", [2, 5])
-def test_a_wrong_configuration_or_wrong_data_is_not_tried_again(status: int):
-    supervisor = make(run(rollouts(1, 1)))
-    fail, _ = supervisor.on_exit("rollout/0", status, 1.0)
-    assert isinstance(fail, FailRun)
-    assert fail.exit_code == status
+# -- the end of the run ------------------------------------------------------------------------------------------------
 
 
 def test_stop_ends_role_by_role_last_started_first_and_starts_none_again():
-    supervisor = make(run(alone("buffer"), gang("trainer", 2), rollouts(0)))
+    supervisor = make(alone("buffer"), gang(), rollouts(3))
     supervisor.on_exit("rollout/1", 1, 1.0)
-    end = only(supervisor.stop("asked to", 2.0), End)
-    assert end.children == ("rollout/2", "rollout/0")
+    assert supervisor.stop("asked to", 2.0) == [End(("rollout/2", "rollout/0"), (10.0, 10.0), "asked to")]
     assert supervisor.state("rollout/1") == "stopped", "it was waiting for its restart"
     assert not supervisor.may_launch("rollout/1", 1)
     assert supervisor.stop("asked again", 2.0) == []
     assert supervisor.on_exit("rollout/0", 1, 3.0) == []
-    assert first(supervisor.on_exit("rollout/2", 0, 3.0), End).children == ("trainer/1", "trainer/0")
+    assert supervisor.on_exit("rollout/2", 0, 3.0) == [End(("trainer/1", "trainer/0"), (10.0, 10.0), "asked to")]
     supervisor.on_exit("trainer/1", 0, 3.0)
-    assert first(supervisor.on_exit("trainer/0", 0, 3.0), End).children == ("buffer",)
+    assert supervisor.on_exit("trainer/0", 0, 3.0) == [End(("buffer",), (10.0,), "asked to")]
     assert supervisor.on_exit("buffer", 0, 3.0) == [AllEnded()]
     assert supervisor.stop("once more", 4.0) == [AllEnded()]
 
 
-def test_events_that_cannot_happen_and_names_that_nobody_has_are_refused():
-    supervisor = make(run(ChildSpec("a")), is_up=False)
-    with pytest.raises(SupervisionError, match="'launch' cannot happen"):
-        supervisor.on_launch("a")
-    for event in (lambda: supervisor.on_exit("b", 1, 0.0), lambda: supervisor.on_health("b", "hung", "", 0.0)):
-        with pytest.raises(SupervisionError, match="no child is named 'b'"):
-            event()
-    with pytest.raises(SupervisionError, match="there is no gang 'a'"):
-        supervisor.round("a")
+def test_the_end_of_the_run_waits_for_no_child_that_hands_back_work():
+    supervisor = make(alone("buffer"), rollouts(2))
+    supervisor.retire("rollout/1", WISH, 1.0)
+    supervisor.renew("rollout/0", WISH, 1.0)
+    assert supervisor.stop("over", 2.0) == [End(("rollout/1", "rollout/0"), (10.0, 10.0), "over")]
+    for name in ("rollout/1", "rollout/0", "buffer"):
+        instructions = supervisor.on_exit(name, 0, 3.0)
+    assert instructions == [AllEnded()]
+
+
+def test_only_the_first_failure_is_the_verdict():
+    supervisor = make(alone("a", may_restart=False), alone("b", may_restart=False))
+    supervisor.on_exit("a", 5, 1.0)
+    assert supervisor.on_exit("b", 1, 1.0) == [AllEnded()]
+    assert supervisor.verdict is not None
+    assert (supervisor.verdict.culprit, supervisor.verdict.exit_code) == ("a", 5)
+
+
+# -- what a person asks for --------------------------------------------------------------------------------------------
+
+
+def test_a_child_that_retires_hands_back_its_work_then_ends_and_is_no_child_any_more():
+    supervisor = make(rollouts(2))
+    assert supervisor.retire("rollout/1", WISH, 1.0) == [Drain(("rollout/1",), WISH)]
+    assert (supervisor.state("rollout/1"), supervisor.is_retiring("rollout/1")) == ("draining", True)
+    assert supervisor.retire("rollout/1", WISH, 1.0) == [], "once is enough"
+    assert supervisor.on_drained("rollout/1", 2.0) == [End(("rollout/1",), (10.0,), WISH)]
+    assert supervisor.on_drained("rollout/1", 2.0) == []
+    assert supervisor.on_exit("rollout/1", 0, 3.0) == [Retired(("rollout/1",))]
+    assert supervisor.alive == ("rollout/0",)
+    with pytest.raises(SupervisionError, match="no child is named 'rollout/1'"):
+        supervisor.state("rollout/1")
+    assert not supervisor.may_launch("rollout/1", 0)
+    assert supervisor.on_drained("rollout/1", 4.0) == [], "it may be late"
+
+
+def test_a_child_that_hangs_or_has_not_begun_is_asked_to_end_at_once():
+    supervisor = make(rollouts(2))
+    supervisor.on_health("rollout/0", "hung", "no beat", 0.0)
+    assert supervisor.retire("rollout/0", WISH, 1.0) == [End(("rollout/0",), (10.0,), WISH)]
+    supervisor.retire("rollout/1", WISH, 1.0)
+    assert supervisor.on_health("rollout/1", "suspect", "no beat", 2.0) == []
+    ends = supervisor.on_health("rollout/1", "hung", "no beat", 12.0)
+    assert ends == [End(("rollout/1",), (10.0,), WISH)], "it was handing back its work"
+    supervisor.grow("rollout", ChildSpec("rollout/2"))
+    supervisor.on_launch("rollout/2")
+    assert supervisor.retire("rollout/2", WISH, 1.0) == [End(("rollout/2",), (10.0,), WISH)]
+    supervisor.grow("rollout", ChildSpec("rollout/3"))
+    assert supervisor.retire("rollout/3", WISH, 1.0) == [Retired(("rollout/3",))], "it was never started"
+
+
+def test_a_child_that_comes_later_is_as_any_other_and_its_name_may_come_again():
+    supervisor = make(rollouts(2))
+    join(supervisor, "rollout/2")
+    restart = launch(supervisor, supervisor.on_exit("rollout/2", KILLED, 1.0))
+    assert (restart.attempts, restart.budget) == ((1,), "rollout/2")
+    assert supervisor.restarts_left("rollout/2", 1.0) == 0
+    supervisor.retire("rollout/2", WISH, 1.0)
+    supervisor.on_exit("rollout/2", 0, 1.0)
+    join(supervisor, "rollout/2")
+    assert supervisor.attempt("rollout/2") == 2, "log files of attempts 0 and 1 are there"
+    assert supervisor.restarts_left("rollout/2", 1.0) == 1
+    ends = supervisor.stop("over", 2.0)
+    assert ends == [End(("rollout/2", "rollout/1", "rollout/0"), (10.0, 10.0, 10.0), "over")]
+    assert supervisor.retire("rollout/0", WISH, 1.0) == []
+
+
+REFUSED: dict[str, tuple[Callable[[Supervisor], Any], str]] = {
+    "a rank goes": (lambda s: s.retire("trainer/1", WISH, 1.0), "trainer/1 is a rank of gang trainer"),
+    "a rank comes": (lambda s: s.grow("trainer", ChildSpec("trainer/2")), "trainer is a gang"),
+    "a name in use": (lambda s: s.grow("rollout", ChildSpec("rollout/1")), "named twice: rollout/1"),
+    "a role that is none": (lambda s: s.grow("judge", ChildSpec("judge/0")), "there is no role 'judge'"),
+    "a launch of one that runs": (lambda s: s.on_launch("rollout/0"), "'launch' cannot happen"),
+    "an end of an unknown child": (lambda s: s.on_exit("b", 1, 0.0), "no child is named 'b'"),
+    "a hang of an unknown child": (lambda s: s.on_health("b", "hung", "", 0.0), "no child is named 'b'"),
+    "one that joins a run that ends": (
+        lambda s: (s.stop("over", 1.0), s.grow("rollout", ChildSpec("rollout/2"))), "the run ends",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_is_refused_and_changes_nothing(what: str):
+    supervisor = make(gang(), rollouts(2))
+    wish, words = REFUSED[what]
+    before = supervisor.alive
+    with pytest.raises(SupervisionError, match=words):
+        wish(supervisor)
+    assert supervisor.alive == before
 
 
 @pytest.mark.parametrize(
-    ("tree", "complaint"),
+    ("roles", "complaint"),
     [
-        (run(ChildSpec("a"), ChildSpec("a")), "children named twice: a"),
-        (run(alone("a"), BranchSpec("a", (ChildSpec("b"),))), "branches named twice: a"),
-        (run(), "branch run has no members"),
-        (run(ChildSpec("a"), quorum=2), "2 of 1 members is no quorum"),
-        (run(ChildSpec("a"), max_restarts=-1), "-1 restarts"),
-        (run(BranchSpec("g", (ChildSpec("a", "transient"),), "gang")), "gang g"),
-        (run(BranchSpec("g", (ChildSpec("a"),), "gang", quorum=1)), "gang g"),
+        ([rollouts(1), rollouts(1)], "children named twice: rollout/0"),
+        ([RoleSpec("a", ())], "role a has no children"),
+        ([rollouts(1, quorum=2)], "2 of 1 is no quorum"),
+        ([rollouts(1, max_restarts=-1)], "-1 restarts"),
+        ([gang(may_restart=False)], "gang trainer"),
+        ([RoleSpec("g", (ChildSpec("a"),), is_gang=True, quorum=1)], "role g"),
     ],
-)  # fmt: skip
-def test_trees_that_make_no_sense_are_refused(tree: BranchSpec, complaint: str):
+)
+def test_roles_that_cannot_be_are_refused(roles: list[RoleSpec], complaint: str):
     with pytest.raises(SupervisionError, match=complaint):
-        make(tree)
+        Supervisor(roles, jitter=lambda: 0.0)
 
 
-def test_every_state_but_the_last_two_has_a_way_out_and_every_process_can_end():
+def test_the_run_does_without_an_extra_child_that_fails_for_good():
+    supervisor = make(rollouts(2))
+    join(supervisor, "rollout/2")
+    (news,) = supervisor.on_exit("rollout/2", 2, 1.0)
+    assert isinstance(news, GiveUp)
+    assert (news.num_left, news.quorum) == (2, 1)
+    assert kinds(supervisor.on_exit("rollout/0", 2, 2.0))[0] == "FailRun", "one of the first"
+
+
+def test_the_last_child_is_always_needed_and_extra_ones_may_replace_the_first():
+    supervisor = make(rollouts(2))
+    join(supervisor, "rollout/2")
+    supervisor.retire("rollout/1", WISH, 1.0)
+    supervisor.on_exit("rollout/1", 0, 1.0)
+    (news,) = supervisor.on_lost("launcher/1", ["rollout/2"], "its node is gone", 2.0)
+    assert isinstance(news, GiveUp)
+    assert (news.num_left, news.quorum) == (1, 1), "two began, but a person wished that one goes"
+    join(supervisor, "rollout/3")
+    supervisor.retire("rollout/0", WISH, 3.0)
+    supervisor.on_exit("rollout/0", 0, 3.0)
+    assert kinds(supervisor.on_lost("launcher/2", ["rollout/3"], "gone", 4.0))[0] == "FailRun"
+    supervisor = make(rollouts(2))
+    join(supervisor, "rollout/2")
+    launch(supervisor, supervisor.on_exit("rollout/0", 1, 1.0))
+    assert kinds(supervisor.on_exit("rollout/0", 1, 2.0)) == ["GiveUp"]
+    join(supervisor, "rollout/0")
+    assert supervisor.state("rollout/0") == "up", "a person has it come again"
+
+
+def test_a_wished_restart_drains_first_and_spends_nothing():
+    supervisor = make(gang(), rollouts(2))
+    for number in range(1, 4):
+        assert supervisor.renew("rollout/0", WISH, 1.0) == [Drain(("rollout/0",), WISH)]
+        supervisor.on_drained("rollout/0", 1.0)
+        restart = launch(supervisor, supervisor.on_exit("rollout/0", KILLED if number == 3 else 0, 1.0))
+        assert restart == Restart(("rollout/0",), (number,), 0.0, WISH, "")
+        assert supervisor.restarts_left("rollout/0", 1.0) == 1
+    assert supervisor.renew("trainer/0", WISH, 1.0) == [Drain(("trainer/1", "trainer/0"), WISH)]
+    supervisor.on_drained("trainer/0", 1.0)
+    supervisor.on_drained("trainer/1", 1.0)
+    assert supervisor.on_exit("trainer/1", 0, 2.0) == []
+    assert supervisor.on_exit("trainer/0", 0, 2.0) == [Restart(("trainer/0", "trainer/1"), (1, 1), 0.0, WISH, "")]
+
+
+# -- words and states --------------------------------------------------------------------------------------------------
+
+
+def test_statuses_have_words_and_every_state_but_the_last_two_has_a_way_out():
+    assert [describe_status(status) for status in (3, -11, -99)] == ["exit status 3", "signal SIGSEGV", "signal 99"]
     assert {state for state, _ in TRANSITIONS} == (set(TRANSITIONS.values()) | {"waiting"}) - OVER
     assert set(TRANSITIONS.values()) >= OVER
     assert {state for state, event in TRANSITIONS if event == "exit"} == ALIVE

@@ -1,5 +1,5 @@
-"""Random trees of children that end, hang and are lost whenever they like, a person who has some retire, start anew or
-join, and a launcher that does what it is told."""
+"""Random roles whose children end, hang and are lost at any time, a person who has some retire, restart or join, and a
+launcher that carries out what it is told."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from myxa.core.supervision import (
     ALIVE,
     AllEnded,
     Backoff,
+    ChildSpec,
     Drain,
     End,
     FailRun,
@@ -22,63 +23,46 @@ from myxa.core.supervision import (
     Kill,
     Restart,
     Retired,
-    Supervisor,
-)
-from myxa.core.supervision_tree import (
-    BranchSpec,
-    ChildSpec,
-    Member,
-    RestartType,
-    Strategy,
+    RoleSpec,
     SupervisionError,
-    SupervisionTree,
-    WhenHung,
+    Supervisor,
 )
 
 PERIOD_S = 300.0
-RESTART_TYPES: tuple[RestartType, ...] = ("permanent", "permanent", "transient", "temporary")
-WHEN_HUNG: tuple[WhenHung, ...] = ("wait", "kill")
-STRATEGIES: tuple[Strategy, ...] = ("one_for_one", "one_for_all", "rest_for_one", "gang")
 HEALTHS: tuple[Health, ...] = ("suspect", "hung", "hung", "recovered", "given up")
 
 
 @st.composite
-def trees(draw: st.DrawFn) -> BranchSpec:
-    """Two or three branches of one to four children each, some with a branch of their own, under a root."""
+def roles_drawn(draw: st.DrawFn) -> list[RoleSpec]:
+    """One to four roles of one to four children each."""
     numbers = iter(range(100))
 
-    def child(restart: RestartType | None = None) -> ChildSpec:
-        types = st.sampled_from(RESTART_TYPES)
-        hung = st.sampled_from(WHEN_HUNG)
-        return ChildSpec(f"c{next(numbers)}", restart or draw(types), draw(hung), draw(st.floats(0, 20)))
-
-    def branch(depth: int) -> BranchSpec:
-        strategy = draw(st.sampled_from(STRATEGIES))
-        size = draw(st.integers(1, 4))
-        if strategy == "gang":
-            members = tuple(child("permanent") for _ in range(size))
-        else:
-            deep = [depth > 0 and draw(st.booleans()) for _ in range(size)]
-            members = tuple(branch(depth - 1) if is_deep else child() for is_deep in deep)
-        quorum = 0 if strategy == "gang" else draw(st.integers(0, size))
-        return BranchSpec(
-            f"b{next(numbers)}", members, strategy, draw(st.integers(0, 3)), PERIOD_S, quorum
+    def role(name: str) -> RoleSpec:
+        is_gang, size = draw(st.booleans()), draw(st.integers(1, 4))
+        children = tuple(
+            ChildSpec(
+                f"c{next(numbers)}", is_gang or draw(st.integers(0, 3)) > 0, draw(st.sampled_from(("wait", "kill"))),
+                draw(st.floats(0, 20)),
+            )
+            for _ in range(size)
         )  # fmt: skip
+        quorum = 0 if is_gang else draw(st.integers(0, size))
+        return RoleSpec(name, children, is_gang, draw(st.integers(0, 3)), PERIOD_S, quorum)
 
-    members = tuple(branch(1) for _ in range(draw(st.integers(1, 3))))
-    strategy = draw(st.sampled_from(STRATEGIES[:-1]))
-    return BranchSpec("root", members, strategy, draw(st.integers(0, 2)), PERIOD_S)
+    return [role(f"r{number}") for number in range(draw(st.integers(1, 4)))]
 
 
 class Histories(RuleBasedStateMachine):
     """Keeps its own account of processes, restarts and ends, and compares."""
 
-    @initialize(root=trees())
-    def begin(self, root: BranchSpec) -> None:
+    @initialize(roles=roles_drawn())
+    def begin(self, roles: list[RoleSpec]) -> None:
         self.now = 0.0
-        self.tree = SupervisionTree(root)
-        self.supervisor = Supervisor(root, jitter=lambda: 0.5, backoff=Backoff())
-        self.order = list(self.tree.children)
+        self.roles = {role.name: role for role in roles}
+        self.members = {role.name: [child.name for child in role.children] for role in roles}
+        self.extra: set[str] = set()
+        self.specs = {child.name: child for role in roles for child in role.children}
+        self.supervisor = Supervisor(roles, jitter=lambda: 0.5, backoff=Backoff())
         self.processes: dict[str, int] = {}  # name -> attempt
         self.told: set[str] = set()
         self.pauses: list[tuple[str, int]] = [(name, 0) for name in self.order]
@@ -93,6 +77,13 @@ class Histories(RuleBasedStateMachine):
         self.num_joined = 100
         self.is_over = self.is_done = False
 
+    @property
+    def order(self) -> list[str]:
+        return [name for names in self.members.values() for name in names]
+
+    def role_of(self, name: str) -> RoleSpec:
+        return next(role for role in self.roles.values() if name in self.members[role.name])
+
     def carry_out(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
             match instruction:
@@ -101,11 +92,11 @@ class Histories(RuleBasedStateMachine):
                     self.pauses += zip(instruction.children, instruction.attempts, strict=True)
                 case Drain():
                     assert set(instruction.children) <= set(self.processes)
-                    assert not set(instruction.children) & self.told, "whoever was told to end has nothing to hand back"
+                    assert not set(instruction.children) & self.told, "it has nothing to hand back any more"
                     self.draining += instruction.children
                 case Retired():
                     assert not set(instruction.children) & set(self.processes)
-                    assert set(instruction.children) <= self.leaving, "only who was asked to"
+                    assert set(instruction.children) <= self.leaving, "only those that were asked to"
                     for name in instruction.children:
                         self.forget(name)
                     self.retired.update(instruction.children)
@@ -118,12 +109,12 @@ class Histories(RuleBasedStateMachine):
                 case GiveUp():
                     assert not self.is_over
                     assert instruction.num_left >= instruction.quorum > 0
-                    self.given_up.add(instruction.member)
-                    (branch,) = (b for b in self.tree.branches if instruction.member in self.names_in(b))
-                    began_so = instruction.member in {each.name for each in branch.members}
-                    extra = branch.quorum or 1
-                    assert instruction.quorum in ((branch.enough, extra) if began_so else (extra,)), "names come again"
-                    assert instruction.num_left == len([m for m in self.tree.members(branch) if self.stays(m)])
+                    name, role = instruction.child, self.role_of(instruction.child)
+                    self.given_up.add(name)
+                    needed = role.quorum or (1 if name in self.extra else len(role.children))
+                    assert not role.is_gang and instruction.quorum == needed
+                    others = set(self.members[role.name]) - self.given_up - self.leaving
+                    assert instruction.num_left == len(others)
                 case FailRun():
                     assert not self.is_over
                     assert instruction.exit_code in (2, 4, 5)
@@ -132,51 +123,40 @@ class Histories(RuleBasedStateMachine):
                     assert not self.processes
                     self.is_done = True
 
-    def names_in(self, branch: BranchSpec) -> list[str]:
-        return [member.name for member in self.tree.members(branch)]
-
-    def stays(self, member: Member) -> bool:
-        return member.name not in self.given_up and not set(self.tree.leaves(member)) <= self.leaving
-
     def forget(self, name: str) -> None:
-        self.given_up -= {each.name for each in self.tree.remove(name)}
-        self.leaving.discard(name)
-        self.order = list(self.tree.children)
+        self.members[self.role_of(name).name].remove(name)
+        for names in (self.given_up, self.leaving, self.extra):
+            names.discard(name)
 
     def check_restart(self, restart: Restart) -> None:
         assert not self.is_over, "nothing is started after the end was decided"
-        assert not set(restart.children) & set(self.processes), "nobody runs twice"
+        assert not set(restart.children) & set(self.processes), "none runs twice"
         assert not set(restart.children) & self.gone, "who was given up, finished or lost is not started again"
         assert not set(restart.children) & (self.retired | self.leaving), "nor is who was asked to leave"
-        assert restart.branch or not restart.delay_s, "a restart that somebody wished costs nothing"
+        assert restart.budget or not restart.delay_s, "a wished restart costs nothing"
         assert list(restart.children) == [n for n in self.order if n in restart.children], "in start order"
         for name, attempt in zip(restart.children, restart.attempts, strict=True):
             assert attempt == self.attempts[name] + 1
             self.attempts[name] = attempt
-        met = {r.gang: r for r in restart.rounds}
-        for gang in (b for b in self.tree.branches if b.strategy == "gang"):
-            ranks = self.tree.leaves(gang)
-            if not set(ranks) & set(restart.children):
-                continue
-            assert set(ranks) <= set(restart.children), "a gang starts as a whole"
-            assert len({self.attempts[r] for r in ranks}) == 1, "as one attempt"
-            assert met[gang.name].rendezvous == f"{gang.name}.{self.attempts[ranks[0]]}"
-        if restart.branch:
-            self.restarts[restart.branch].append(self.now)
+        for role in self.roles.values():
+            ranks = self.members[role.name]
+            if role.is_gang and set(ranks) & set(restart.children):
+                assert set(ranks) <= set(restart.children), "a gang starts as a whole"
+                assert len({self.attempts[rank] for rank in ranks}) == 1, "as one attempt"
+        if restart.budget:
+            self.restarts[restart.budget].append(self.now)
 
     def check_end(self, end: End) -> None:
         assert set(end.children) <= set(self.processes)
         assert not set(end.children) & self.told, "told once"
         for name, grace_s in zip(end.children, end.graces_s, strict=True):
-            own_s = self.tree.children[name].grace_s
-            branch = self.tree.above(self.tree.children[name])
-            is_rank = branch is not None and branch.strategy == "gang"
+            own_s, is_rank = self.specs[name].grace_s, self.role_of(name).is_gang
             assert grace_s == own_s or (is_rank and grace_s == min(0.5, own_s)), "mates of a broken gang end quickly"
-        if not self.is_over:  # it ends one branch, which says nothing of the others
+        if not self.is_over:  # it ends one child or gang, which says nothing of the others
             return
-        stages = self.tree.all_stages(self.tree.root)  # those of one branch end together
-        first = min(place for place, stage in enumerate(stages) if set(stage) & set(end.children))
-        later = {name for stage in stages[:first] for name in stage}
+        names = list(self.roles)
+        first = min(names.index(self.role_of(name).name) for name in end.children)
+        later = {name for role in names[first + 1 :] for name in self.members[role]}
         assert not later & set(self.processes), f"{end} while {later & set(self.processes)} run"
 
     # -- what happens
@@ -203,7 +183,7 @@ class Histories(RuleBasedStateMachine):
 
     @precondition(lambda self: self.order)
     @rule(data=st.data())
-    def somebody_is_seen_at_work(self, data: st.DataObject) -> None:
+    def one_is_seen_at_work(self, data: st.DataObject) -> None:
         self.supervisor.on_work(data.draw(st.sampled_from([*self.order, "nobody"])), self.now)
 
     @precondition(lambda self: self.processes)
@@ -244,23 +224,20 @@ class Histories(RuleBasedStateMachine):
 
     @precondition(lambda self: self.order)
     @rule(data=st.data())
-    def somebody_has_one_retire(self, data: st.DataObject) -> None:
+    def one_is_to_retire(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(self.order))
-        try:
-            self.tree.member_of(name)
-        except SupervisionError:
-            assert "gang" in {b.strategy for b in self.tree.branches if name in self.names_in(b)}
+        if self.role_of(name).is_gang:
             return
         if not self.is_over:
             self.leaving.add(name)
-        self.carry_out(self.supervisor.retire(name, "somebody wished it", self.now))
+        self.carry_out(self.supervisor.retire(name, "a person wished it", self.now))
 
     @precondition(lambda self: self.order)
     @rule(data=st.data())
-    def somebody_has_one_started_anew(self, data: st.DataObject) -> None:
+    def one_is_to_restart(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(self.order))
         try:
-            instructions = self.supervisor.renew(name, "somebody wished it", self.now)
+            instructions = self.supervisor.renew(name, "a person wished it", self.now)
             self.carry_out(instructions)
             if not self.is_over and not self.processes:
                 assert self.supervisor.state(name) == "backing-off", "it comes again"
@@ -274,35 +251,36 @@ class Histories(RuleBasedStateMachine):
         self.carry_out(self.supervisor.on_drained(name, self.now))
 
     @precondition(lambda self: self.order and not self.is_over)
-    @rule(data=st.data(), is_alone=st.booleans(), restart=st.sampled_from(RESTART_TYPES))
-    def somebody_has_one_join(self, data: st.DataObject, is_alone: bool, restart: RestartType) -> None:
-        branch = data.draw(st.sampled_from([b.name for b in self.tree.branches]))
+    @rule(data=st.data(), may_restart=st.booleans())
+    def one_more_joins(self, data: st.DataObject, may_restart: bool) -> None:
+        role = data.draw(st.sampled_from(sorted(self.roles)))
         known = sorted(self.retired | self.gone)
-        number = self.num_joined = self.num_joined + 1
-        name = data.draw(st.sampled_from(known)) if known and data.draw(st.booleans()) else f"c{number}"
-        child = ChildSpec(name, restart)
-        member = BranchSpec(f"b{number}", (child,), max_restarts=1, period_s=PERIOD_S) if is_alone else child
-        before = self.supervisor.alive
+        self.num_joined += 1
+        name = data.draw(st.sampled_from(known)) if known and data.draw(st.booleans()) else f"c{self.num_joined}"
+        child, before = ChildSpec(name, may_restart), self.supervisor.alive
+        if name in self.order and self.role_of(name).is_gang:
+            return  # names of roles differ
         try:
-            self.supervisor.grow(branch, member)
+            self.supervisor.grow(role, child)
         except SupervisionError:
             assert self.supervisor.alive == before
-            assert set(self.supervisor._tree.children) == set(self.order), "nothing was changed"
-            assert self.tree.branch(branch).strategy == "gang" or name in self.tree.children
+            assert self.roles[role].is_gang or name in self.order
             return
-        if name in self.tree.children:
+        if name in self.order:
             self.forget(name)
         self.retired.discard(name)
         self.gone.discard(name)
-        self.tree.add(branch, member)
-        self.order = list(self.tree.children)
+        self.members[role].append(name)
+        self.extra.add(name)
+        self.specs[name] = child
+        self.restarts.pop(name, None)
         self.attempts[name] = self.attempts.get(name, -1) + 1
         assert self.supervisor.attempt(name) == self.attempts[name], "no attempt comes twice"
         self.pauses.append((name, self.attempts[name]))
         self.is_done = False
 
     @rule(is_meant=st.integers(0, 9))
-    def somebody_stops_the_run(self, is_meant: int) -> None:
+    def a_person_stops_the_run(self, is_meant: int) -> None:
         if is_meant == 0:
             self.is_over = True
             self.carry_out(self.supervisor.stop("asked to", self.now))
@@ -328,13 +306,13 @@ class Histories(RuleBasedStateMachine):
     def no_budget_is_exceeded_in_any_period(self) -> None:
         if not hasattr(self, "supervisor"):
             return
-        budgets = {branch.name: branch.max_restarts for branch in self.tree.branches}
-        # of a branch that was made for one child who left, nothing is known any more
-        for branch, times in self.restarts.items():
-            if branch not in budgets:
+        for budget, times in self.restarts.items():
+            role = self.roles.get(budget.removeprefix("gang "))
+            if role is None and budget not in self.order:  # nothing is known any more of a child that left
                 continue
+            allowed = (role or self.role_of(budget)).max_restarts
             for start in times:
-                assert len([t for t in times if start <= t < start + PERIOD_S]) <= budgets[branch]
+                assert len([t for t in times if start <= t < start + PERIOD_S]) <= allowed
 
     @invariant()
     def an_end_without_processes_is_announced(self) -> None:
