@@ -80,14 +80,18 @@ async def test_a_program_that_cannot_be_started_is_a_mistake_of_the_run_file(tmp
     assert reply.problem in (tmp_path / "run/logs/rollout.0.0.log").read_text()
 
 
+def raising(number: int) -> Callable[..., Any]:
+    def call(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
 @pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM, errno.EMFILE])
 async def test_a_machine_without_room_for_a_process_may_have_it_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ):
-    def popen(*_: Any, **__: Any) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(subprocess, "Popen", popen)
+    monkeypatch.setattr(subprocess, "Popen", raising(number))
     reply = await refused(tmp_path, order())
     assert reply.status == LaunchError.exit_code
     assert os.strerror(number) in reply.problem
@@ -111,38 +115,27 @@ async def test_a_process_that_cannot_be_watched_does_not_run(tmp_path: Path, mon
 async def test_a_loop_that_takes_no_more_descriptors_leaves_no_process_and_no_descriptor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    def add_reader(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "no watches left")
-
-    before = len(os.listdir("/proc/self/fd"))
+    before, command = len(os.listdir("/proc/self/fd")), ["/bin/sleep", "60"]
     with monkeypatch.context() as patch:
-        patch.setattr(asyncio.get_running_loop(), "add_reader", add_reader)
-        with pytest.raises(LaunchError, match="rollout/0 cannot be watched: no watches left"):
-            start_child(
-                "rollout/0", 0, ["/bin/sleep", "60"], env={}, log_path=tmp_path / "log", on_exit=lambda c, s: None
-            )
+        patch.setattr(asyncio.get_running_loop(), "add_reader", raising(errno.ENOSPC))
+        with pytest.raises(LaunchError, match="rollout/0 cannot be watched: No space"):
+            start_child("rollout/0", 0, command, env={}, log_path=tmp_path / "log", on_exit=lambda c, s: None)
     assert not [child for child in psutil.Process().children() if "sleep" in child.name()]
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-async def test_a_full_disk_is_in_the_reply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+async def test_a_full_disk_or_a_log_that_cannot_be_opened_is_in_the_reply(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     async with agent_in(tmp_path) as (agent, ref):
-        monkeypatch.setattr("myxa.launch.nodes.agent.write_spec", full)
-        monkeypatch.setattr(Path, "write_text", full)  # its log cannot be written either
+        (tmp_path / "run/logs/rollout.0.0.log").symlink_to(tmp_path / "gone/away")
+        reply = await ref.start_actor(order())
+        assert reply.status == LaunchError.exit_code, "ENOENT of a log, not of the interpreter"
+        monkeypatch.setattr("myxa.launch.nodes.agent.write_spec", raising(errno.ENOSPC))
+        monkeypatch.setattr(Path, "write_text", raising(errno.ENOSPC))  # its log cannot be written either
         reply = await ref.start_actor(order())
         assert (reply.status, agent.children) == (LaunchError.exit_code, ())
         assert "rollout/0 was not started: [Errno 28] No space left on device" in reply.problem
-
-
-async def test_a_log_that_cannot_be_opened_is_no_program_that_is_missing(tmp_path: Path):
-    async with agent_in(tmp_path) as (_, ref):
-        log = tmp_path / "run/logs/rollout.0.0.log"
-        log.symlink_to(tmp_path / "gone/away")
-        reply = await ref.start_actor(order())
-        assert reply.status == LaunchError.exit_code, "ENOENT of a log, not of the interpreter"
 
 
 async def test_no_key_may_be_there_the_next_time(tmp_path: Path):
@@ -231,21 +224,14 @@ def minded(tmp_path: Path, conductor: Conductor | None, begins: bool = True) -> 
     return run(scenario, 1)
 
 
-def test_a_node_that_nobody_counts_on_any_more_leaves_at_once(tmp_path: Path):
+def test_a_node_leaves_when_node_0_has_dropped_it_or_is_gone_and_else_stays(tmp_path: Path):
     conductor = Conductor(3)
     assert minded(tmp_path, conductor) == (LaunchError.exit_code, "node 0 considers this node lost")
     assert conductor.num_left == -1, "it did not ask again"
-
-
-def test_a_node_that_is_counted_on_stays_and_one_without_a_conductor_goes(tmp_path: Path):
     assert minded(tmp_path, Conductor(1000)) is None
     left = minded(tmp_path, None)
-    assert left is not None
-    assert left[1].startswith("node 0 is gone")
-
-
-def test_who_has_not_joined_yet_asks_nobody(tmp_path: Path):
-    assert minded(tmp_path, None, begins=False) is None, "node 0 may open its desk later than this node"
+    assert left is not None and left[1].startswith("node 0 is gone")
+    assert minded(tmp_path, None, begins=False) is None, "it has not joined: node 0 may start later than this node"
 
 
 @asynccontextmanager

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from myxa.launch.contracts import ChildEnd
-from myxa.launch.control.client import ControlClient, find_run
 from myxa.launch.first_failure import REPORT_LINES, Failures, FirstFailure, meaning, remedy
 
 FIRST = ("monitor", "buffer", "coordinator", "trainer/0", "rollout/0")
@@ -106,33 +105,15 @@ def killed_by(number: signal.Signals, *, status: int = -9, attempt: int = 0, the
 
 
 def test_e07_what_myxa_killed_is_not_blamed_on_the_kernel():
-    told = killed_by(signal.SIGKILL)
-    assert "is never restarted: `myxa kill` by alice (the disk is swapped)" in told
-    assert "kernel" not in told
-    assert "dmesg" not in told, "there is no memory to look for"
+    report = killed_by(signal.SIGKILL)
+    assert "is never restarted: `myxa kill` by alice (the disk is swapped)" in report
+    assert "kernel" not in report and "dmesg" not in report, "there is no memory to look for"
     assert "kernel" in killed_by(signal.SIGKILL, attempt=1), "another attempt of it was meant"
     assert "kernel" in killed_by(signal.SIGCONT)
     assert "native code" in killed_by(signal.SIGKILL, status=-11), "it was faster"
-
-
-def test_e07_a_hang_that_somebody_made_is_told_as_his():
-    told = killed_by(signal.SIGSTOP, then=signal.SIGKILL)
-    assert "it was stopped before by `myxa kill` by alice" in told
-    told = killed_by(signal.SIGCONT, then=signal.SIGKILL)
-    assert "the launcher, since buffer hangs (no answer)" in told
-    assert "kernel" not in told
-
-
-def test_e07_the_report_of_a_run_names_who_asked_for_the_kill(tmp_path: Path, run):
-    with run(tmp_path, "up", "--set", 'roles.buffer.restart="never"') as one:
-        one.until_serving(*FIRST)
-        client = ControlClient(find_run(one.dir))
-        assert client.ask("kill", target="buffer", reason="to see what happens")["sent"] == ["buffer"]
-        assert one.ended() == 4, one.evidence()
-        report = report_of(one)
-        assert "`myxa kill` by " in report[0], report
-        assert "(to see what happens)" in report[0]
-        assert not any("kernel" in line for line in report)
+    assert "it was stopped before by `myxa kill` by alice" in killed_by(signal.SIGSTOP, then=signal.SIGKILL)
+    report = killed_by(signal.SIGCONT, then=signal.SIGKILL)
+    assert "the launcher, since buffer hangs (no answer)" in report and "kernel" not in report
 
 
 def test_a_cause_of_many_lines_leaves_room_for_the_rest():
@@ -141,16 +122,17 @@ def test_a_cause_of_many_lines_leaves_room_for_the_rest():
     assert len(failure.report().splitlines()) <= REPORT_LINES
 
 
-def test_signals_and_silent_exits_have_words_and_remedies():
-    assert "native code" in meaning(-signal.SIGSEGV)
-    assert meaning(1) == ""
-    assert meaning(-60) == ""
-    assert "called exit" in remedy(3, (), has_word=False)
-    assert "ran out of memory" in remedy(
-        1, ("RuntimeError: [enforce fail] can't allocate memory: you tried",), has_word=True
-    )
-    assert "ran out of memory" in remedy(
-        -6, ("terminate called after throwing an instance of 'std::bad_alloc'",), has_word=False
-    )
-    assert remedy(-60, (), has_word=False) == ""
-    assert remedy(1, ("myxa: EngineError: glass",), has_word=True) == "", "it said so itself"
+@pytest.mark.parametrize(
+    ("status", "log", "has_word", "words"),
+    [
+        (3, (), False, "called exit"),
+        (1, ("RuntimeError: [enforce fail] can't allocate memory: you tried",), True, "ran out of memory"),
+        (-6, ("terminate called after throwing an instance of 'std::bad_alloc'",), False, "ran out of memory"),
+        (-60, (), False, ""),
+        (1, ("myxa: EngineError: glass",), True, ""),
+    ],
+)
+def test_signals_and_silent_exits_have_remedies(status: int, log: tuple[str, ...], has_word: bool, words: str):
+    advice = remedy(status, log, has_word=has_word)
+    assert words in advice and bool(words) == bool(advice)
+    assert "native code" in meaning(-signal.SIGSEGV) and meaning(1) == meaning(-60) == ""

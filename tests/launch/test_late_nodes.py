@@ -133,22 +133,6 @@ def who_may_not_come_is_told_why(stage: Stage, stranger) -> None:
         assert "Traceback" not in one.output
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (("--nnodes", "2"), "--join goes without --nnodes"),
-        (("--join", "run.toml"), "that is a run file"),
-        (("--rollouts", "-1"), "argument --rollouts: '-1' is no whole number from 0 on"),
-        (("--nnodes", "4:2"), "fewer at most than at least"),
-    ],
-)
-def test_flags_that_do_not_go_together_are_refused(stage: Stage, flags: tuple[str, ...], said: str):
-    late = stage.late("late", *flags, where="127.0.0.1:1")
-    assert late.ended() == 2, late.output
-    assert said in late.output
-    assert "Traceback" not in late.output
-
-
 def test_where_a_run_is_met(tmp_path: Path):
     file = tmp_path / "rdzv"
     file.write_text("h:5")

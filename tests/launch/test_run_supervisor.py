@@ -102,6 +102,11 @@ class Hands(AgentContract):
         for name in names:
             await self.die(name)
 
+    async def signal_actors(self, names: tuple[str, ...], signal_number: int) -> tuple[str, ...]:
+        for name in names:
+            await self.die(name, -signal_number)
+        return names
+
     async def die(self, name: str, status: int = SIGKILL) -> None:
         """Its process ends."""
         pid, attempt = self.pids.pop(name), self.attempts[name]
@@ -230,9 +235,8 @@ def test_a_start_that_fails_on_a_node_that_is_there_is_tried_again_and_costs_no_
         setattr(away, what, OSError(28, "no space") if what == "raises" else StartReply(problem="no fork", status=3))
         await stage.sim.spawn("launcher/1", away.die("rollout/1"))
         await stage.ping(1, seconds=3)
-        assert stage.supervisor.nodes == (0, 1)
+        assert (stage.supervisor.nodes, away.left) == ((0, 1), None)
         assert len(away.started) > 2, "it was tried again"
-        assert away.left is None
         away.raises = away.refuses = None
         await stage.ping(1, seconds=5)
         assert stage.states() == {"rollout/0": "up", "rollout/1": "up"}
@@ -240,26 +244,20 @@ def test_a_start_that_fails_on_a_node_that_is_there_is_tried_again_and_costs_no_
     staged(body, rollout(0), rollout(1, 1, max_restarts=20), num_nodes=2)
 
 
-def test_a_program_that_is_not_there_fails_the_run_at_once_and_a_full_machine_only_when_the_restarts_are_spent():
+@pytest.mark.parametrize(("status", "exit_code", "attempts"), [(2, 2, [0]), (3, 4, [0, 1, 2, 3])])
+def test_a_missing_program_fails_the_run_at_once_and_a_full_machine_when_the_restarts_are_spent(
+    status: int, exit_code: int, attempts: list[int]
+):
     async def body(stage: Stage) -> None:
-        stage.hands[0].refuses = StartReply(problem="rollout/0 cannot be started: /no/python", status=2)
-        await stage.begin()
-        assert stage.supervisor.failed.done()
-        assert stage.supervisor.failed.result().exit_code == 2
-        assert len(stage.hands[0].started) == 1
-
-    async def full(stage: Stage) -> None:
-        stage.hands[0].refuses = StartReply(problem="rollout/0 cannot be started: no memory", status=3)
+        stage.hands[0].refuses = StartReply(problem="rollout/0 cannot be started: no memory", status=status)
         await stage.begin()
         await asyncio.sleep(30)
-        assert stage.supervisor.failed.result().exit_code == 4
-        assert [attempt for _, attempt in stage.hands[0].started] == [0, 1, 2, 3]
+        assert stage.supervisor.failed.result().exit_code == exit_code
+        assert [attempt for _, attempt in stage.hands[0].started] == attempts
         failure = stage.supervisor.first_failure
-        assert failure is not None
-        assert "no memory" in failure.report()
+        assert failure is not None and "no memory" in failure.report()
 
     staged(body, rollout(0), at_once=False)
-    staged(full, rollout(0), at_once=False)
 
 
 @on_stage(rollout(0), *trainers(1, 2, max_restarts=20), num_nodes=3)
@@ -338,6 +336,16 @@ async def test_attempts_that_never_register_run_out_however_long_each_takes(stag
     assert stage.supervisor.failed.done()
     assert "3 restarts that come to no work" in stage.supervisor.failed.result().reason
     assert len(stage.hands[0].started) == 4
+
+
+@on_stage(rollout(0, restart="never"))
+async def test_e07_the_report_names_the_operator_who_killed_an_actor(stage: Stage) -> None:
+    supervisor = stage.supervisor
+    await stage.on_0(lambda: supervisor.send_signal(supervisor.statuses(), "KILL", "`myxa kill` by alice (a drill)"))
+    assert supervisor.failed.result().exit_code == 4
+    assert supervisor.first_failure is not None
+    assert "`myxa kill` by alice (a drill)" in supervisor.first_failure.report()
+    assert "kernel" not in supervisor.first_failure.report()
 
 
 # -- nodes -------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The kill matrix: an actor of every kind fails at every labelled point of its life, by SIGKILL and by SIGSTOP, and
 the run ends by itself with every prompt trained exactly once, and nothing left over.
 
-`make test` puts the cells into a few runs, one fault after the other (every point by SIGKILL; by SIGSTOP an actor of every
+`make test` puts the cells into three runs, one fault after the other (every point by SIGKILL; by SIGSTOP an actor of every
 kind, which its supervisor finds out and kills). `make soak` gives every cell a run of its own.
 """
 
@@ -46,7 +46,7 @@ def turn_a_knob(job: Job, after: int = 0) -> None:
     """As an operator, once so many faults have come about: again while the coordinator is away and says so, until it
     dies of it."""
     wait_until(lambda: any((job.folder / "runs").glob("*/ledger.sqlite")), "a run")
-    wait_until(lambda: len(struck(marks(job))) >= after and has_stepped(job.run_dir()), "steps", timeout_s=150)
+    wait_until(lambda: len(struck(marks(job))) >= after and has_stepped(job.run_dir()), "steps", timeout_s=200)
     for _ in range(NUM_TRIES):
         run_command("set", "lr=0.0005", "-m", "drill", folder=job.folder, timeout_s=120)
         if len(struck(marks(job))) > after:
@@ -58,31 +58,21 @@ def has_stepped(run_dir: Path) -> bool:
 
 
 KILLS = {
-    "rollout": Cells(
-        (
-            "rollout.partial:kill:3", "monitor.telemetry:kill:3", "rollout.reward:kill:3", "rollout.put:kill:2",
-            "rollout.prepare:kill:1", "rollout.commit:kill:1",
-        ),
-        num_steps=40,
+    "rollout and coordinator": Cells(
+        ("rollout.partial:kill:3", "coordinator.ready:kill:1", "monitor.telemetry:kill:3", "rollout.reward:kill:3",
+         "coordinator.version_made:kill:2", "rollout.put:kill:2", "rollout.prepare:kill:1", "coordinator.adopt:kill:2",
+         "rollout.commit:kill:1", "coordinator.knobs_decided:kill:1"),
+        num_steps=50,
+        reward_s=0.15,
+        beside=lambda job: turn_a_knob(job, after=9),
     ),
-    "coordinator": Cells(
-        ("coordinator.ready:kill:1", "coordinator.version_made:kill:2", "coordinator.adopt:kill:2",
-         "coordinator.knobs_decided:kill:1"),
-        num_steps=40,
-        reward_s=0.2,
-        beside=lambda job: turn_a_knob(job, after=3),
-    ),
-    "buffer and trainer, a step": Cells(
+    "buffer and trainer": Cells(
         ("buffer.dispatch:kill:2", "trainer.claim:kill:2", "buffer.put:kill:3", "trainer.forward@trainer/1:kill:2",
-         "buffer.claim:kill:1", "trainer.all_reduce@trainer/0:kill:2", "buffer.trained:kill:1",
-         "trainer.optimizer@trainer/1:kill:1", "buffer.durable:kill:1"),
+         "trainer.checkpoint_write@trainer/1:kill:1", "buffer.claim:kill:1", "trainer.all_reduce@trainer/0:kill:2",
+         "buffer.trained:kill:1", "trainer.publish@trainer/0:kill:2", "trainer.optimizer@trainer/1:kill:1",
+         "buffer.durable:kill:1", "trainer.trained:kill:2", "trainer.manifest_commit:kill:1"),
         (CHECKPOINTS, GANG),
-        num_steps=20,
-    ),
-    "trainer, what it writes": Cells(
-        ("trainer.publish@trainer/0:kill:2", "trainer.trained:kill:2", "trainer.checkpoint_write@trainer/1:kill:1",
-         "trainer.manifest_commit:kill:1"),
-        (CHECKPOINTS, GANG),
+        num_steps=28,
     ),
 }  # fmt: skip
 

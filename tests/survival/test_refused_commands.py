@@ -1,5 +1,5 @@
-"""A refused command changes nothing on the disk: every byte of the run's folder is compared, and a plain `myxa resume`
-goes on afterwards. One real run that was killed as a whole, so that its ledger has a write-ahead log."""
+"""A run that is killed as a whole (SIGKILL) again and again, and resumed, trains each prompt once, as if it had never been
+killed. In between, a refused command changes nothing on the disk: every byte of the run's folder is compared."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tests.harness.ledger_audit import audit_ledger
 from tests.harness.run_job import events
 from tests.survival.lives import BATCH, NUM_PROMPTS, Lives, consumed, make_lives
 
+from myxa.actors.coordinator.audit import verify_audit
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.core.files import take_lock
 from myxa.launch.cli import main
@@ -41,7 +42,11 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
     lives = make_lives(folder, f"rollout.max_groups={BATCH}", "trainer.keep_last=3", patience_s=0.4)
     try:
         lives.begin()
-        lives.until_version(9)
+        lives.until_version(3)  # before its first checkpoint there is nothing to go on from
+        lives.kill(launcher_only=True)
+        before = lives.version()
+        lives.resume()
+        lives.until_version(max(9, before + 1))
         lives.kill()
         rows = (folder / "data" / "prompts.jsonl").read_text().splitlines()
         (folder / "other.jsonl").write_text("\n".join(rows[10:90]) + "\n")
@@ -87,34 +92,29 @@ REFUSALS: dict[str, tuple[list[str], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSALS)
-@pytest.mark.parametrize("verb", ["resume", "fork"])
+FORKED_TOO = ("a key that is none", "other rows", "another model", "a version that is not there")
+"""`fork` has the same checks."""
+
+
+@pytest.mark.parametrize(
+    ("verb", "what"), [*(("resume", what) for what in REFUSALS), *(("fork", w) for w in FORKED_TOO)]
+)
 def test_e02_a_refused_start_leaves_every_byte(
     killed: Lives, verb: str, what: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words, cause = REFUSALS[what]
-    if verb == "fork" and what == "another name":
-        pytest.skip("a fork may have one")
     assert killed.run_dir is not None
     assert cause in refused([verb, str(killed.run_dir), *words], killed, capsys, monkeypatch)
 
 
-def without_room(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("myxa.launch.checks.node.free_at", lambda _: 1 << 20)
-
-
-@pytest.mark.parametrize("verb", ["resume", "fork"])
-def test_e02_without_room_on_the_disk_every_byte_is_left(
-    killed: Lives, verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without_room(killed.run_dir or Path(), monkeypatch)
-    assert "are free at" in refused([verb, str(killed.run_dir)], killed, capsys, monkeypatch)
-
-
-def test_e02_one_that_lives_or_is_prepared_by_another_launcher_is_left(
+def test_e02_a_full_disk_and_a_launcher_that_has_the_run_are_refused(
     killed: Lives, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert killed.run_dir is not None
+    with monkeypatch.context() as patched:
+        patched.setattr("myxa.launch.checks.node.free_at", lambda _: 1 << 20)
+        for verb in ("resume", "fork"):
+            assert "are free at" in refused([verb, str(killed.run_dir)], killed, capsys, monkeypatch)
     lock = take_lock(killed.run_dir / ".launcher.lock", "r+")
     assert lock is not None
     with lock:
@@ -151,10 +151,10 @@ def test_e02_a_run_with_nothing_to_go_on_from_is_left(
         shutil.rmtree(copy)
 
 
-def test_e02_a_start_that_fails_later_leaves_the_configuration_and_a_plain_resume_continues_whatever_is_damaged(
+def test_a_run_killed_as_a_whole_again_and_again_trains_each_prompt_once(
     killed: Lives,
 ) -> None:
-    """No code of a user runs before an actor's process does: what it lacks is seen then. Afterwards the newest
+    """E02: no code of a user runs before an actor's process does; a start that fails then leaves the configuration. The newest
     checkpoints are damaged (their sizes as they were) and the start files torn. The last test of this module: it uses the
     run up."""
     assert killed.run_dir is not None
@@ -185,6 +185,7 @@ def test_e02_a_start_that_fails_later_leaves_the_configuration_and_a_plain_resum
     assert found.steps == dict.fromkeys(range(NUM_PROMPTS // BATCH), BATCH)
     assert found.net == Counter()
     assert audit_ledger(killed.run_dir / "ledger.sqlite").problems == ()
+    assert verify_audit(killed.run_dir / "audit.jsonl").complaint == ""
 
 
 def damage(checkpoint: Path) -> None:
