@@ -12,11 +12,23 @@ import signal
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 
-from ...actors.contracts import MonitorContract
+import msgspec
+
+from ...actors.contracts import CoordinatorContract, MonitorContract, RolloutContract
 from ...core.actor import PeerEvent
 from ...core.config import RunConfig
-from ...core.errors import CallError, ConfigError, LaunchError, MyxaError
+from ...core.errors import (
+    CallError,
+    ConfigError,
+    DeadlineExceeded,
+    LaunchError,
+    MyxaError,
+    NoSuchActor,
+    NotSent,
+    PeerDied,
+)
 from ...core.messages import Event, RunStatus, Telemetry
 from ...core.refs import with_deadline
 from ...core.supervision import (
@@ -36,7 +48,7 @@ from ...core.supervision import (
     Supervisor,
     describe_status,
 )
-from ..actor_spec import ActorSpec
+from ..actor_spec import ActorSpec, GangRendezvous
 from ..contracts import (
     SUPERVISOR,
     AgentContract,
@@ -46,11 +58,13 @@ from ..contracts import (
     NameReply,
     NodeFacts,
     RunDescription,
+    StartOrder,
+    StartReply,
     SupervisorContract,
     agent_name,
 )
-from ..first_failure import Failures, FirstFailure
-from .actor_processes import ActorProcesses
+from ..first_failure import CAUSE, Failures, FirstFailure
+from ..run_dir import RunDir
 from .membership import JoinedNodes, LateNodes, SilenceCheck
 from .placement import Present, ReservedNames
 from .run_actors import ActorStatus, RunActors, actor_statuses
@@ -62,6 +76,14 @@ START_ALONE_S = 0.5
 """A start has the node for itself for so long, so that quick starts keep their order; then the next one begins."""
 LEAVE_S = 10.0
 """How long a node may take to acknowledge that it has to leave."""
+NODE_IS_GONE = (NotSent, PeerDied, DeadlineExceeded, NoSuchActor)
+"""Outcomes of a call to a node's agent that concern the node. Other errors come from an agent that is there."""
+ANSWER_S = 30.0
+"""Time for an agent's answer, in addition to a process's own grace."""
+LOOPBACK = "127.0.0.1"
+LEAVING_S = 5.0
+DRAIN_S = 40.0
+"""A running group is aborted and returned at once; its reward may take time."""
 SIGNALS = {"KILL": signal.SIGKILL, "STOP": signal.SIGSTOP, "CONT": signal.SIGCONT}
 """Signals that an operator may have sent to actors."""
 
@@ -113,14 +135,16 @@ class RunSupervisor(SupervisorContract):
         self._reserved = ReservedNames(sum(actor.role == "rollout" for actor in setup.actors))
         self._has_started = False
         self._silent = SilenceCheck(self._actors, self._rules, timeouts)
+        ranks = [(spec.rank.gang, spec.node) for spec in setup.actors if spec.rank is not None]
+        self._gang_hosts = dict(reversed(ranks))
+        self._gang_nodes = {gang: {node for other, node in ranks if other == gang} for gang, _ in ranks}
+        self._rendezvous: dict[str, tuple[int, GangRendezvous]] = {}
+        """Gang -> attempt, rendezvous of that attempt's ranks."""
+        self._rendezvous_lock = asyncio.Lock()
 
     async def on_start(self) -> None:
         """Watch every actor and every node."""
         self.ctx.watch("")
-        self._processes = ActorProcesses(
-            self.ctx, self._actors, self._rules, plan=self._setup.plan, end_s=self._timeouts.end_s,
-            lose=self._lose_node, ended=self.child_ended,
-        )  # fmt: skip
         self.ctx.spawn(self._watch_silence(), name="watch silence")
 
     async def on_peer(self, event: PeerEvent) -> None:
@@ -190,7 +214,7 @@ class RunSupervisor(SupervisorContract):
         for actor in self._setup.actors:
             if self._rules.may_launch(actor.name, 0):  # false if the run or its gang failed already
                 self._rules.on_launch(actor.name)
-                starts.add(start := self.ctx.spawn(self._processes.start(actor.name, 0), name=f"start {actor.name}"))
+                starts.add(start := self.ctx.spawn(self._start(actor.name, 0), name=f"start {actor.name}"))
                 await asyncio.wait({start}, timeout=START_ALONE_S)
         if starts:
             await asyncio.wait(starts)
@@ -209,7 +233,7 @@ class RunSupervisor(SupervisorContract):
     async def kill_all(self, reason: str) -> None:
         """End all actors at once."""
         self._rules.stop(reason, self._now())
-        await self._processes.end_at_once(self._rules.alive)
+        await self._end_at_once(self._rules.alive)
 
     def on_status(self, status: RunStatus) -> None:
         """The coordinator's status shows which actors are at work."""
@@ -302,7 +326,7 @@ class RunSupervisor(SupervisorContract):
             raise ConfigError(f"{actor.name} cannot join: {error}") from error
         self._actors.add(actor)
         self._rules.on_launch(actor.name)
-        self.ctx.spawn(self._processes.start(actor.name, self._rules.attempt(actor.name)), name=f"hire {actor.name}")
+        self.ctx.spawn(self._start(actor.name, self._rules.attempt(actor.name)), name=f"hire {actor.name}")
 
     async def send_signal(self, meant: Sequence[ActorStatus], name: str, who: str) -> list[str]:
         """Send the signal (of `SIGNALS`) to the processes of these actors and all that they started; returns the actors
@@ -453,21 +477,149 @@ class RunSupervisor(SupervisorContract):
         except MyxaError as error:
             self.ctx.log.info("node %d did not get the order to leave: %s", node, error)
 
+    # -- processes: starting ------------------------------------------------------------------------------------
+
+    async def _restart(self, order: Restart) -> None:
+        """After its delay, in order."""
+        attempts = ", ".join(str(n) for n in sorted(set(order.attempts)))
+        level = logging.WARNING if order.budget else logging.INFO
+        text = "%s: attempt %s in %.1f s (%s)"
+        self.ctx.log.log(level, text, ", ".join(order.children), attempts, order.delay_s, order.reason)
+        await asyncio.sleep(order.delay_s)
+        for name, attempt in zip(order.children, order.attempts, strict=True):
+            # A stop, or a newer restart of the same children, makes this one void.
+            if self._rules.may_launch(name, attempt):
+                self._rules.on_launch(name)
+                await self._start(name, attempt)
+
+    async def _start(self, name: str, attempt: int) -> None:
+        """Start that attempt; returns when its process is there, or the rules know why it is not."""
+        if name not in self._actors:
+            return  # it left before
+        actor = self._actors[name]
+        actor.pid = 0
+        reply = await self._order_start(actor.spec, attempt)
+        actor.pid = reply.pid
+        actor.started_s, actor.started_wall_s = self.ctx.clock.monotonic(), self.ctx.clock.wall()
+        if reply.problem:
+            await self.child_ended(self._failed_start(actor.spec, attempt, reply))
+        elif name in self._actors and self._rules.state(name) == "ending":  # it was ended while it started
+            await self._end_on(actor.spec.node, (name,), self._timeouts.end_s)
+
+    async def _order_start(self, actor: ActorSpec, attempt: int) -> StartReply:
+        try:
+            meeting = await self._rendezvous_of(actor, attempt)
+        except MyxaError as error:
+            if isinstance(error, NODE_IS_GONE):
+                self._lose_node(self._gang_hosts[actor.rank.gang] if actor.rank is not None else actor.node, str(error))
+            return _refusal(f"{actor.name} has no rendezvous for its gang: {error}")
+        order = StartOrder(actor=actor, attempt=attempt, meeting=meeting)
+        try:
+            return await self.agent(actor.node).start_actor(order)
+        except MyxaError as error:
+            if isinstance(error, NODE_IS_GONE):
+                self._lose_node(actor.node, str(error))
+            return _refusal(f"{actor.name} was not started: {error}")
+
+    async def _rendezvous_of(self, actor: ActorSpec, attempt: int) -> GangRendezvous | None:
+        """Where the ranks of that attempt meet; None for an actor that is no rank. The node of rank 0 is asked once per
+        attempt, so that all ranks get the same answer. Ranks on one node use loopback: torch's store does not ask for a
+        key. Raises what the call raises."""
+        if actor.rank is None:
+            return None
+        gang = actor.rank.gang
+        async with self._rendezvous_lock:
+            held = self._rendezvous.get(gang)
+            if held is None or held[0] != attempt:
+                place = await self.agent(self._gang_hosts[gang]).meeting_place()
+                if len(self._gang_nodes[gang]) == 1:
+                    place = msgspec.structs.replace(place, address=LOOPBACK)
+                held = self._rendezvous[gang] = attempt, place
+            return held[1]
+
+    def _failed_start(self, actor: ActorSpec, attempt: int, reply: StartReply) -> ChildEnd:
+        log_path = RunDir(Path(self._setup.plan.run_dir)).log_path(actor.name, attempt)
+        return ChildEnd(
+            name=actor.name,
+            attempt=attempt,
+            status=reply.status,
+            node=actor.node,
+            log_path=str(log_path),
+            tail=(CAUSE + reply.problem,),
+        )
+
+    # -- processes: ending ---------------------------------------------------------------------------------------
+
+    async def _hand_back(self, actor: ActorSpec, reason: str) -> None:
+        """Before an operator ends an actor: the coordinator learns that it leaves, and it hands its work back. A
+        failure here is logged and delays nothing: work that was not handed back begins again elsewhere, from its
+        prompts."""
+        if actor.role != "rollout":
+            return
+        log = self.ctx.log
+        try:
+            coordinator = with_deadline(self.ctx.ref(CoordinatorContract, "coordinator"), LEAVING_S)
+            await coordinator.rollout_leaving(actor.name, reason)
+        except MyxaError as error:
+            log.info("the coordinator did not learn that %s leaves: %s", actor.name, error)
+        try:
+            num_groups = await with_deadline(self.ctx.ref(RolloutContract, actor.name), DRAIN_S).drain()
+        except MyxaError as error:
+            log.warning("%s hands nothing back, its groups begin again from their prompts: %s", actor.name, error)
+        else:
+            log.info("%s handed back %d groups (%s)", actor.name, num_groups, reason)
+
+    async def _end(self, order: End) -> None:
+        """End all of them at the same time, each with its grace."""
+        graces = dict(zip(order.children, order.graces_s, strict=True))
+        waits = [
+            self._end_on(node, tuple(name for name in names if graces[name] == grace_s), grace_s)
+            for node, names in self._actors.by_node(order.children)
+            for grace_s in sorted({graces[name] for name in names})
+        ]
+        await asyncio.gather(*waits)
+
+    async def _end_at_once(self, names: Sequence[str]) -> None:
+        """End them without any grace."""
+        await asyncio.gather(*(self._end_on(node, there, 0.0) for node, there in self._actors.by_node(names)))
+
+    async def _end_on(self, node: int, names: tuple[str, ...], grace_s: float) -> None:
+        """End actors of one node; returns when they are gone."""
+        agent = with_deadline(self.agent(node), grace_s + ANSWER_S)
+        try:
+            await agent.end_actors(names, grace_s)
+        except MyxaError as error:
+            self._not_ended(node, names, error)
+
+    async def _kill_hung(self, names: Sequence[str]) -> None:
+        """Kill actors that do not react; their stacks go to their logs first."""
+        for node, there in self._actors.by_node(names):
+            try:
+                await self.agent(node).kill_hung(there)
+            except MyxaError as error:
+                self._not_ended(node, there, error)
+
+    def _not_ended(self, node: int, names: Sequence[str], error: MyxaError) -> None:
+        if isinstance(error, NODE_IS_GONE):
+            self._lose_node(node, str(error))
+        else:  # processes that do not end are found by their time limit
+            self.ctx.log.error("node %d did not end %s: %s", node, ", ".join(names), error)
+
     # -- carrying out -------------------------------------------------------------------------------------------
 
     def _carry_out(self, instructions: Sequence[Instruction]) -> None:
         for instruction in instructions:
             match instruction:
                 case Restart():
-                    self.ctx.spawn(self._processes.restart(instruction), name=f"restart {instruction.children[0]}")
+                    self.ctx.spawn(self._restart(instruction), name=f"restart {instruction.children[0]}")
                 case Drain():
                     for name in instruction.children:
                         drained = self._drain(self._actors[name].spec, instruction.reason)
                         self.ctx.spawn(drained, name=f"drain {name}")
                 case End():
-                    self.ctx.spawn(self._processes.end(instruction), name=f"end {len(instruction.children)} actors")
+                    self.ctx.spawn(self._end(instruction), name=f"end {len(instruction.children)} actors")
                 case Kill():
-                    self._kill_hung(instruction)
+                    self._kill_now(instruction)
                 case FailRun():
                     self.blame(instruction.culprit, instruction.reason)
                     if not self.failed.done():
@@ -475,11 +627,11 @@ class RunSupervisor(SupervisorContract):
                 case GiveUp() | Retired() | AllEnded():
                     self._on_end(instruction)
 
-    def _kill_hung(self, kill: Kill) -> None:
+    def _kill_now(self, kill: Kill) -> None:
         self.ctx.log.error("%s: killed", kill.reason)
         for name in kill.children:
             self._note_signal(name, signal.SIGKILL, f"the launcher, since {kill.reason}")
-        self.ctx.spawn(self._processes.kill_hung(kill.children), name=f"kill {kill.children[0]}")
+        self.ctx.spawn(self._kill_hung(kill.children), name=f"kill {kill.children[0]}")
 
     def _on_end(self, news: GiveUp | Retired | AllEnded) -> None:
         if isinstance(news, Retired):
@@ -494,7 +646,7 @@ class RunSupervisor(SupervisorContract):
             self._gone.set()
 
     async def _drain(self, actor: ActorSpec, reason: str) -> None:
-        await self._processes.drain(actor, reason)
+        await self._hand_back(actor, reason)
         self._carry_out(self._rules.on_drained(actor.name, self._now()))
 
     async def _watch_silence(self) -> None:
@@ -517,7 +669,7 @@ class RunSupervisor(SupervisorContract):
 
     def _kill(self, name: str) -> None:
         node = self._actors[name].spec.node
-        self.ctx.spawn(self._processes.end_on(node, (name,), 0.0), name=f"kill {name}")
+        self.ctx.spawn(self._end_on(node, (name,), 0.0), name=f"kill {name}")
 
     def _lose_actor(self, name: str) -> None:
         """Its process holds what another attempt would need, so there is no other attempt."""
@@ -580,3 +732,7 @@ class WorkSeen:
             return False
         knew, self._knows_version, self._highest = self._knows_version, True, status.version
         return knew
+
+
+def _refusal(problem: str) -> StartReply:
+    return StartReply(problem=problem, status=LaunchError.exit_code)
