@@ -147,7 +147,7 @@ class StackReply(_Record, frozen=True, kw_only=True):
     text: str
     """One stack per thread, and per asyncio task where the process itself answered."""
     how: str
-    """"process" (it answered), "signal" (faulthandler wrote it, without its cooperation), "py-spy"."""
+    """"process" (it answered), "signal" (faulthandler wrote it, without its cooperation)."""
 
 
 class ProcessFacts(_Record, frozen=True, kw_only=True):
@@ -241,8 +241,8 @@ class AgentContract(Actor):
         raise NotImplementedError
 
     @call(deadline=60, reentrant=True)
-    async def stacks_from_outside(self, name: str, py_spy: bool) -> StackReply:
-        """Where a process is that need not answer: by a signal that makes it write its stacks down, or by py-spy."""
+    async def stacks_from_outside(self, name: str) -> StackReply:
+        """Where a process is that need not answer: a signal makes it write its stacks down."""
         raise NotImplementedError
 
     @call(deadline=30, reentrant=True)

@@ -38,6 +38,8 @@ FORMER: Mapping[str, str] = {
     "watch": "`myxa top` shows the run; `tail -F RUN/metrics.jsonl`, events.jsonl or audit.jsonl follows its files",
 }
 """Commands that are gone -> what to do instead."""
+FORMER_FLAGS: Mapping[str, str] = {"--py-spy": "`py-spy dump --pid PID` on its node does that; `myxa ps` shows both"}
+"""Flags that are gone -> what to do instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,9 @@ def mistaken_flag(parser: Parser, words: Sequence[str], unknown: Sequence[str]) 
         name.append(word)
     first = unknown[0].partition("=")[0]
     near = nearest(first, command.flags) if first.startswith("--") else None
-    hint = f"did you mean {near}?" if near else f"`myxa {' '.join([*name, '--help'])}` shows what it takes"
+    hint = FORMER_FLAGS.get(first) or (
+        f"did you mean {near}?" if near else f"`myxa {' '.join([*name, '--help'])}` shows what it takes"
+    )
     return f"{' '.join(name) or 'myxa'} does not take {' '.join(unknown)} -- {hint}"
 
 

@@ -92,7 +92,6 @@ def _logs_lines(chunk: dict[str, Any], *, is_one_of_several: bool) -> str:
 HOW = {
     "process": "reported by the process",
     "signal": "it did not answer; written by a signal",
-    "py-spy": "seen by py-spy",
     "refused": "cannot be looked at",
 }
 

@@ -121,19 +121,18 @@ def _log_owners(context: VerbContext, target: str) -> list[tuple[int, str]]:
 # -- stacks and facts --------------------------------------------------------------------------------------------------
 
 
-async def _stack(context: VerbContext, arguments: verbs.StackArguments, who: Operator) -> list[StackReply]:
+async def _stack(context: VerbContext, arguments: verbs.TargetArguments, who: Operator) -> list[StackReply]:
     meant = find_targets(arguments.target, context.supervisor.statuses())
-    looks = [(record, _stack_of(context, record, py_spy=arguments.py_spy)) for record in meant]
+    looks = [(record, _stack_of(context, record)) for record in meant]
     return await _of_several(looks, lambda record, why: StackReply(name=record.name, pid=0, text=why, how="refused"))
 
 
-async def _stack_of(context: VerbContext, record: ActorStatus, *, py_spy: bool) -> list[StackReply]:
-    if not py_spy:
-        try:
-            return [await with_deadline(_process(context, record.name), LIVE_S).stacks()]
-        except CallError as error:
-            context.supervisor.ctx.log.info("%s does not report its own stacks: %s", record.name, error)
-    return [await context.supervisor.agent(record.node).stacks_from_outside(record.name, py_spy)]
+async def _stack_of(context: VerbContext, record: ActorStatus) -> list[StackReply]:
+    try:
+        return [await with_deadline(_process(context, record.name), LIVE_S).stacks()]
+    except CallError as error:
+        context.supervisor.ctx.log.info("%s does not report its own stacks: %s", record.name, error)
+    return [await context.supervisor.agent(record.node).stacks_from_outside(record.name)]
 
 
 async def _of_several(

@@ -217,12 +217,6 @@ class LogsArguments(TargetArguments, frozen=True, kw_only=True):
     engine: Annotated[bool, argument("of the server that the actor launched")] = False
 
 
-class StackArguments(TargetArguments, frozen=True, kw_only=True):
-    """Of `stack`."""
-
-    py_spy: Annotated[bool, argument("by py-spy, where it is installed and may look")] = False
-
-
 class ProfileArguments(TargetArguments, frozen=True, kw_only=True):
     """Of `profile`."""
 
@@ -238,7 +232,7 @@ PS = Verb("ps", "read", Arguments, "every actor, where it runs and what it does"
 STATUS = Verb("status", "read", Arguments, "phase, step, engines, buffer and newest metrics in one answer")
 WHY = Verb("why", "read", WhyArguments, "what holds the run back, and the knob to turn")
 LOGS = Verb("logs", "read", LogsArguments, "an actor's log, on whatever node it is")
-STACK = Verb("stack", "read", StackArguments, "where an actor's process is, also of one that hangs", 45.0)
+STACK = Verb("stack", "read", TargetArguments, "where an actor's process is, also of one that hangs", 45.0)
 FACTS = Verb("facts", "read", TargetArguments, "what an actor's process holds: memory, descriptors, threads")
 PROFILE = Verb(
     "profile", "change", ProfileArguments, "where an actor's process spends its time, or its memory", 75.0, "for_s"

@@ -39,7 +39,7 @@ from ..first_failure import read_end
 from ..frozen_code import write_code
 from ..run_dir import RunDir
 from ..worker_spec import DEFAULT_PROGRAM, ProcessSpec, child_env, worker_command, write_spec
-from .child import Child, spied_stacks, start_child, written_stacks
+from .child import Child, start_child, written_stacks
 from .fork_server_pool import ForkServerPool
 from .log_reader import read_log
 from .preloads import Preloads
@@ -112,8 +112,7 @@ class Agent(AgentContract):
         self._fork_servers: ForkServerPool | None = None
         self._orphans = Orphans(self._knows)
         self._looking = asyncio.Lock()
-        self._last_look: dict[tuple[str, bool], tuple[float, int, StackReply]] = {}
-        """(actor, by py-spy) -> time, process id, stacks."""
+        self._last_look: dict[str, tuple[float, StackReply]] = {}
 
     @property
     def children(self) -> tuple[Child, ...]:
@@ -337,15 +336,15 @@ class Agent(AgentContract):
         # In a thread: it may look through megabytes on a slow disk, and this process serves the run meanwhile.
         return await asyncio.to_thread(read_log, self._run_dir, self._options.node, request)
 
-    async def stacks_from_outside(self, name: str, py_spy: bool) -> StackReply:
+    async def stacks_from_outside(self, name: str) -> StackReply:
         child = self._children.get(name)
         if child is None:
             raise ConfigError(f"{name} has no process on node {self._options.node}", remedy="see `myxa ps`")
         async with self._looking:  # an observer must not keep a process or this node busy
-            at, pid, held = self._last_look.get((name, py_spy), (0.0, 0, None))
-            if held is None or pid != child.pid or self.ctx.clock.monotonic() - at > LOOK_AGAIN_S:
-                held = await (spied_stacks(child) if py_spy else written_stacks(child))
-                self._last_look[name, py_spy] = self.ctx.clock.monotonic(), child.pid, held
+            at, held = self._last_look.get(name, (0.0, None))
+            if held is None or held.pid != child.pid or self.ctx.clock.monotonic() - at > LOOK_AGAIN_S:
+                held = await written_stacks(child)
+                self._last_look[name] = self.ctx.clock.monotonic(), held
             return held
 
     async def kill_all(self) -> None:

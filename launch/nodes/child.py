@@ -4,8 +4,7 @@ asyncio's own subprocess support was considered: it reaps by SIGCHLD or a thread
 process id is free again, so that the remains of a child's process group could not be killed safely.
 
 Stacks of a process can be taken from outside, even if its loop hangs or the interpreter lock is held: by SIGQUIT, on
-which faulthandler writes them into the log (worker.py), or by py-spy, if it is installed and may use ptrace (root, or
-kernel.yama.ptrace_scope = 0).
+which faulthandler writes them into the log (worker.py).
 """
 
 from __future__ import annotations
@@ -14,10 +13,8 @@ import asyncio
 import contextlib
 import errno
 import os
-import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -35,7 +32,6 @@ WRITE_S = 5.0
 QUIET_S = 0.3
 """The stacks are complete when the log has not grown for so long."""
 LOOK_S = 0.05
-SPY_S = 20.0
 MAX_TEXT = 512 * 1024
 
 
@@ -238,22 +234,3 @@ def _stacks_in(log: Path, start: int) -> str:
         text = file.read(MAX_TEXT).decode("utf-8", errors="replace")
     begin = min((at for at in (text.find("Thread 0x"), text.find("Current thread 0x")) if at >= 0), default=-1)
     return text[begin:] if begin >= 0 else ""
-
-
-async def spied_stacks(child: Child) -> StackReply:
-    """Stacks by py-spy. Raises ConfigError if it is not installed, LaunchError if it has no permission."""
-    program = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
-    if program is None:
-        raise ConfigError(
-            "py-spy is not installed beside this launcher", remedy="pip install py-spy, or leave --py-spy out"
-        )
-    command = [program, "dump", "--nonblocking", "--pid", str(child.pid)]
-    try:
-        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, timeout=SPY_S, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise LaunchError(f"py-spy did not finish within {SPY_S:g} s", remedy="leave --py-spy out") from error
-    if done.returncode:
-        why = done.stderr.decode("utf-8", errors="replace").strip()[-500:]
-        raise LaunchError(f"py-spy cannot read {child.name}: {why}", remedy="leave --py-spy out")
-    text = done.stdout[:MAX_TEXT].decode("utf-8", errors="replace")
-    return StackReply(name=child.name, pid=child.pid, text=text, how="py-spy")

@@ -24,7 +24,7 @@ from ..first_failure import read_tail
 from ..worker_spec import SPEC_VARIABLE, server_env
 from .child import Adopted, Child, OnExit, start_child
 from .fork_server import GO, MAX_BYTES, ForkReply, ForkRequest, pack, unpack_reply
-from .preloads import PRELOAD_SETS, with_bases
+from .preloads import PRELOAD_SETS
 
 SERVER_MODULE = "myxa.launch.nodes.fork_server"
 IMPORT_S = 300.0
@@ -87,17 +87,14 @@ class ForkServerPool:
             launcher_pid=os.getpid(),
             env=tuple((os.fsencode(key), os.fsencode(value)) for key, value in spec_first),
         )
-        for one in with_bases(set_name):  # a base has part of the imports
-            try:
-                child, link = await self._fork(await self._ready(one), wanted, log_path, attempt, on_exit)
-            except LaunchError as error:
-                level = logging.DEBUG if one in self._refused else logging.WARNING  # it was logged already
-                self._log.log(level, "%s is not forked with preload set %s: %s", name, one, error)
-            else:
-                link.close()
-                return child
-        self._log.info("%s is started with its own interpreter", name)
-        return None
+        try:
+            child, link = await self._fork(await self._ready(set_name), wanted, log_path, attempt, on_exit)
+        except LaunchError as error:
+            level = logging.DEBUG if set_name in self._refused else logging.WARNING  # it was logged already
+            self._log.log(level, "%s is started with its own interpreter: %s", name, error)
+            return None
+        link.close()
+        return child
 
     async def close(self) -> None:
         """End the servers."""
@@ -137,11 +134,7 @@ class ForkServerPool:
         return task.result()
 
     def _on_made(self, set_name: str, task: asyncio.Task[ForkServer]) -> None:
-        if task.cancelled() or (error := task.exception()) is None:
-            return
-        if isinstance(error, NoBase):  # this says nothing about this set
-            self._tasks.pop(set_name, None)
-        else:
+        if not task.cancelled() and (error := task.exception()) is not None:
             self._forget(set_name, str(error))
 
     def _forget(self, set_name: str, why: str) -> None:
@@ -162,10 +155,16 @@ class ForkServerPool:
     async def _make(self, set_name: str) -> ForkServer:
         """Raises LaunchError."""
         base = PRELOAD_SETS[set_name].base
-        if base:
-            server = await self._another(set_name, await self._base(set_name, base))
-        else:
-            server = self._first(set_name)
+        try:
+            server = (
+                await self._another(set_name, await asyncio.shield(self._server(base)))
+                if base
+                else self._first(set_name)
+            )
+        except LaunchError:
+            if base in self._refused:
+                self._refuse(set_name, self._refused[base])
+            raise
         try:
             reply = await _receive(server.link, IMPORT_S, f"the fork server {set_name}")
         except BaseException:
@@ -176,19 +175,6 @@ class ForkServerPool:
             self._refuse(set_name, reply.problem)
             raise LaunchError(reply.problem)
         return server
-
-    async def _base(self, set_name: str, base: str) -> ForkServer:
-        """The server that the set's server is forked from; waits for its imports. Raises NoBase."""
-        try:
-            task = self._server(base)
-            await asyncio.wait({task}, timeout=IMPORT_S)
-            if task.done() and not task.cancelled():
-                return task.result()
-        except LaunchError as error:
-            if base in self._refused:
-                self._refuse(set_name, self._refused[base])
-            raise NoBase(str(error)) from error
-        raise NoBase(f"the fork server {base}, from which {set_name} is forked, is not there")
 
     def _first(self, set_name: str) -> ForkServer:
         ours, theirs = _pair()
@@ -268,10 +254,6 @@ class ForkServerPool:
 
 class NoAnswer(LaunchError):
     """A fork server hangs or sends invalid data."""
-
-
-class NoBase(LaunchError):
-    """A fork server cannot be made because its base is not there."""
 
 
 def _end(server: ForkServer) -> None:

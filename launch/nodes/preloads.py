@@ -56,12 +56,6 @@ PRELOAD_SETS: Mapping[str, PreloadSet] = {
 """Roles that need no torch have a set without it and do not wait for it."""
 
 
-def with_bases(preload_set: str) -> tuple[str, ...]:
-    """The set, its base, and so on: servers that can fork the actor, the one with most modules first."""
-    base = PRELOAD_SETS[preload_set].base
-    return (preload_set, *(with_bases(base) if base else ()))
-
-
 READ_AT_IMPORT = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_")
 """Prefixes of variables that numeric libraries read when they are loaded, before the actor is known."""
 SET_PER_ACTOR = "OMP_NUM_THREADS"
