@@ -54,20 +54,7 @@ def test_the_exit_status_is_told_once_and_output_is_in_the_log(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("make_loop", LOOPS)
-def test_a_request_to_end_reaches_it_and_come_back_as_status(tmp_path: Path, make_loop):
-    async def end(child: Child) -> None:
-        assert not await child.wait(0.05)
-        child.ask_to_end()
-
-    with asyncio.Runner(loop_factory=make_loop) as runner:
-        child, told = runner.run(run_child(tmp_path, "import time; time.sleep(60)", end))
-        assert told == [("rollout/0", -15)]
-        child.ask_to_end()
-        child.kill()
-    assert child.status == -15
-
-
-def test_it_is_asked_to_end_once(tmp_path: Path):
+def test_it_is_asked_to_end_once_and_then_killed(tmp_path: Path, make_loop):
     code = "import signal, time; signal.signal(15, lambda *_: signal.signal(15, signal.SIG_DFL)); print('on', flush=True); time.sleep(60)"
 
     async def ask(child: Child) -> None:
@@ -78,7 +65,11 @@ def test_it_is_asked_to_end_once(tmp_path: Path):
             assert not await child.wait(0.05)
         child.kill()
 
-    child, _ = asyncio.run(run_child(tmp_path, code, ask))
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        child, told = runner.run(run_child(tmp_path, code, ask))
+        assert told == [("rollout/0", -9)]
+        child.ask_to_end()
+        child.kill()
     assert child.status == -9
 
 
@@ -88,14 +79,6 @@ def test_what_it_started_ends_with_it(tmp_path: Path):
         runner.run(run_child(tmp_path, code))
     grandchild = int((tmp_path / "log").read_text())
     wait_until(lambda: not is_running(grandchild), "the grandchild's end")
-
-
-@pytest.mark.usefixtures("null_device")
-def test_it_has_a_session_of_its_own_and_no_input(tmp_path: Path):
-    code = "import os, sys; print(os.getsid(0) == os.getpid(), os.getpgid(0) == os.getpid(), repr(sys.stdin.read()))"
-    with asyncio.Runner() as runner:
-        runner.run(run_child(tmp_path, code))
-    assert (tmp_path / "log").read_text() == "True True ''\n"
 
 
 PARENT = """

@@ -209,3 +209,21 @@ async def test_an_old_one_that_cannot_be_deleted_fails_nothing(
     monkeypatch.undo()
     await room.checkpoints.save(4)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["version_00000004"]
+
+
+# -- how far back training may fall
+
+
+async def test_the_buffer_keeps_samples_for_the_checkpoints_that_are_kept(tmp_path: Path):
+    """Not for one that stays for ever: it has a ledger of its own; else the ledger would grow for ever too."""
+    room = CheckpointRoom(tmp_path, every=1, keep_last=3, keep_every=3)
+    for version in range(1, 8):
+        await room.checkpoints.save(version)
+    assert room.buffer.durables == [1, 2, 3, 4, 5, 6, 7]
+    assert room.buffer.oldest == [1, 1, 1, 2, 3, 4, 5]
+    room.checkpoints.keep_last = 1
+    await room.checkpoints.save(8)
+    assert room.buffer.oldest[-1] == 8
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "version_00000003", "version_00000006", "version_00000008",
+    ]  # fmt: skip

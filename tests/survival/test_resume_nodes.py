@@ -9,7 +9,6 @@ from typing import Any, cast
 import pytest
 from tests.survival.checkpoint_maker import RunOnDisk, make_checkpoint
 
-from myxa.actors.checkpoints import folder
 from myxa.actors.ledger.file import lock_ledger
 from myxa.actors.ledger.resume import LEDGER
 from myxa.core.config import RunConfig, dump_config, load_config
@@ -104,16 +103,6 @@ def test_a_run_that_lives_is_gone_on_from_at_one_version(run: RunOnDisk, tmp_pat
     with lock_ledger(run.ledger):
         assert earlier_ledger(config, tmp_path / "next") == run.place(4) / LEDGER, "the copy: the run lives"
     assert earlier_ledger(config, tmp_path / "next") == run.ledger
-
-
-def test_node_0_reads_no_bytes_before_the_others_can_meet_it(run: RunOnDisk, monkeypatch: pytest.MonkeyPatch):
-    told = load_config(run.path / "config.toml", [f'trainer.resume="{run.path}"'])
-    read: list[Path] = []
-    monkeypatch.setattr(folder, "check_whole", read.append)
-    rank = run.place(4) / "rank-00001.safetensors"
-    rank.write_bytes(rank.read_bytes()[:-1])
-    assert with_start(told, LaunchOptions(place=ALONE)).trainer.resume == str(run.place(3)), "sizes are looked at"
-    assert read == []
 
 
 def test_a_name_that_means_nothing_is_told_before_anything_starts(run: RunOnDisk, tmp_path: Path):

@@ -1,80 +1,20 @@
-"""The folder of the sockets goes under a living run: the shell that is to remove it at the end loses its `cat`, or somebody
-tidies up. The run goes on, is found again, and its actors may still die: every prompt is trained exactly once."""
+"""The folder of the sockets: who removes it and when, where it lies, and what is not taken for it. That a live run gets it
+back is in test_trainer_gang.py."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import signal
-from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
-from tests.harness.commands import run as run_command
-from tests.harness.run_job import is_alive, worker_pids
 from tests.harness.waiting import wait_until
-from tests.survival.gang_run import gang_run
 
 from myxa.core.errors import LaunchError
 from myxa.launch import runtime_dir
-from myxa.launch.runtime_dir import RuntimeDir, ram_folder
+from myxa.launch.runtime_dir import RuntimeDir
 from myxa.transport.address import make_private
-
-
-def janitors_cat(launcher: int) -> psutil.Process:
-    shell = next(child for child in psutil.Process(launcher).children() if child.name() == "sh")
-    return next(child for child in shell.children() if child.name() == "cat")
-
-
-def sockets_in(folder: Path) -> set[str]:
-    """Those of processes that live; each names its file by its number."""
-    found = {path for path in folder.rglob("*") if path.is_socket()}
-    gone = {path for path in found if (pid := path.name.partition("-")[0]).isdigit() and not is_alive([int(pid)])}
-    return {str(path.relative_to(folder)) for path in found - gone}
-
-
-def remove_and_wait(folder: Path) -> None:
-    """As a cleaner of /tmp does; then everybody listens again."""
-    before = sockets_in(folder)
-    shutil.rmtree(folder)
-    shutil.rmtree(ram_folder(folder), ignore_errors=True)
-    wait_until(lambda: before <= sockets_in(folder), "all sockets")
-    assert folder.stat().st_mode & 0o777 == 0o700
-
-
-def state(site: Path, actor: str) -> tuple[str, int]:
-    """Of an actor, as `myxa ps` finds the run and tells."""
-    done = run_command("ps", "--json", folder=site, timeout_s=60)
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    rows = told if isinstance(told, list) else told["actors"]
-    found = next(row for row in rows if row["name"] == actor)
-    return found["state"], found["attempt"]
-
-
-def is_up_again(site: Path, actor: str, attempt: int) -> bool:
-    return state(site, actor) == ("up", attempt + 1)
-
-
-@pytest.mark.timeout(300)
-def test_e01_a_run_whose_folder_goes_is_found_and_trains_each_prompt_once(tmp_path: Path) -> None:
-    with gang_run(tmp_path, "roles.buffer.max_restarts=1", patience_s=1.5) as run:
-        run.until_version(1)
-        note = json.loads((run.run_dir / "control.json").read_text())
-        folder = Path(note["control"]).parent
-        cat = janitors_cat(run.launcher.pid)
-        cat.kill()
-        wait_until(lambda: not cat.is_running() or cat.status() == psutil.STATUS_ZOMBIE, "the end of cat")
-        remove_and_wait(folder)
-        attempt = state(tmp_path, "buffer")[1]
-        (pid,) = worker_pids(run.launcher.pid, "buffer")
-        os.kill(pid, signal.SIGKILL)
-        wait_until(partial(is_up_again, tmp_path, "buffer", attempt), "another buffer")
-        run.end()
-        run.prove()
-    assert not folder.exists(), "it goes with the launcher"
 
 
 def test_e01_the_shell_outlives_its_cat_and_removes_the_folder_at_the_end() -> None:

@@ -109,14 +109,20 @@ def test_a_torn_copy_is_passed_over_for_an_older_one(run: RunOnDisk, hurt: Calla
     assert "its copy in version_00000002 is taken" in config_of(run.path)[1]
 
 
-def test_without_any_copy_the_files_say_what_is_wrong_themselves(run: RunOnDisk):
+@pytest.mark.parametrize("damage", [b"", b"{", b'{"program": 3}', b"\xff\xfe"])
+def test_without_any_copy_the_files_say_what_is_wrong_themselves(run: RunOnDisk, damage: bytes):
+    """A guess could start another composition root."""
     for version in (1, 2, 3):
         missing(run.place(version) / START_FILE)
-    garbage(run.path / "origin.json")
+    (run.path / "origin.json").write_bytes(damage)
     empty(run.path / "config.toml")
     assert config_of(run.path) == (None, "")
-    with pytest.raises(LaunchError, match="origin.json.*cannot be read"):
-        RunOrigin.load(run.path)
+    for ask in (lambda: RunOrigin.load(run.path), lambda: choose_point(run.path, None)):
+        with pytest.raises(LaunchError, match="origin.json.*cannot be read") as caught:
+            ask()
+        assert caught.value.remedy
+    missing(run.path / "origin.json")
+    assert len(RunOrigin.load(run.path).lives) == 1, "started once, by an older version"
 
 
 def test_what_a_person_wrote_is_not_passed_over(run: RunOnDisk):

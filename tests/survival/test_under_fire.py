@@ -3,44 +3,13 @@ time. That takes minutes per seed, so only `make soak` does it (`bench/under_fir
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from tests.harness.nemesis import SPEC, Nemesis, Plan, RandomKills, actors_of
-from tests.harness.waiting import wait_until
 
 SCRIPT = Path(__file__).parents[2] / "bench" / "under_fire.py"
-
-
-def test_random_kills_meet_the_actors_that_are_named(tmp_path: Path):
-    names = ("buffer", "rollout/0", "rollout/1")
-    children: dict[str, subprocess.Popen[bytes]] = {}
-    for name in names:
-        spec = tmp_path / f"{name.replace('/', '.')}.0.json"
-        spec.write_text(json.dumps({"actor": {"name": name}}))
-        children[name] = subprocess.Popen(["sleep", "60"], env={**os.environ, SPEC: str(spec)})
-    try:
-        assert actors_of(os.getpid()) == {name: child.pid for name, child in children.items()}
-        kills = RandomKills(os.getpid(), 0.01, seed=1, patterns=("rollout/*",))
-        kills.start()
-        wait_until(lambda: all(children[name].poll() == -9 for name in names[1:]), "both kills")
-        kills.stop()
-        assert sorted(kills.killed) == ["rollout/0", "rollout/1"]
-        assert children["buffer"].poll() is None
-    finally:
-        for child in children.values():
-            child.kill()
-            child.wait()
-
-
-@pytest.mark.parametrize("text", ["buffer.putt:kill", "buffer.put:burn", "buffer.put", "buffer.put:kill:0"])
-def test_a_strike_that_does_not_exist_is_refused(text: str):
-    with pytest.raises(ValueError, match="no strike"):
-        Nemesis(Plan((text,), "marks"))
 
 
 @pytest.mark.soak
