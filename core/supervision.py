@@ -125,7 +125,6 @@ class ChildStates:
         return child in self._states
 
     def add(self, child: str) -> None:
-        """One more, which waits to be started."""
         self._states[child] = "waiting"
 
     def remove(self, child: str) -> None:
@@ -143,19 +142,15 @@ class ChildStates:
         self._states[child] = after
 
     def can(self, child: str, event: ChildEvent) -> bool:
-        """Whether that event can happen now."""
         return (self[child], event) in TRANSITIONS
 
     def is_alive(self, child: str) -> bool:
-        """Whether it has a process."""
         return self[child] in ALIVE
 
     def is_over(self, child: str) -> bool:
-        """Whether it will never have a process again."""
         return self[child] in OVER
 
     def alive(self, among: Iterable[str]) -> tuple[str, ...]:
-        """Those of these children that have a process."""
         return tuple(name for name in among if self._states[name] in ALIVE)
 
 
@@ -183,7 +178,6 @@ class _Ending:
 
     @property
     def is_gentle(self) -> bool:
-        """Whether work is handed back first."""
         return self.then in ("renew", "retire")
 
 
@@ -306,7 +300,6 @@ class RestartBudget:
         return f"{self.max_restarts} restarts that come to no work" if is_slow else str(self)
 
     def left(self, now: float) -> int:
-        """How many more are allowed now."""
         self._forget(now)
         return max(0, self.max_restarts - self._num_counted)
 
@@ -319,7 +312,6 @@ class RestartBudget:
         return True
 
     def release(self) -> None:
-        """A reserved restart will not happen."""
         self._num_reserved -= 1
 
     def spend(self, now: float, backoff: Backoff, jitter: float) -> float:
@@ -332,11 +324,6 @@ class RestartBudget:
         delay_s = backoff.delay(self._streak, jitter)
         self._calm_at = now + delay_s + backoff.calm_s
         return delay_s
-
-    @property
-    def has_unproven(self) -> bool:
-        """Whether there are restarts that have led to no work yet."""
-        return bool(self._unproven)
 
     def prove(self, now: float) -> None:
         """What was started again is at work: its restarts count for `period_s` from now on."""
@@ -397,7 +384,6 @@ class _Role:
         return self.spec.quorum or (1 if child in self.extra else len(self.spec.children))
 
     def mates(self, child: str) -> tuple[str, ...]:
-        """Those that restart when that child fails."""
         return tuple(self.children) if self.spec.is_gang else (child,)
 
 
@@ -432,7 +418,6 @@ class Supervisor:
     # -- questions ---------------------------------------------------------------------------------------------
 
     def state(self, child: str) -> ChildState:
-        """The state of a child."""
         return self._states[child]
 
     def attempt(self, child: str) -> int:
@@ -448,7 +433,6 @@ class Supervisor:
 
     @property
     def alive(self) -> tuple[str, ...]:
-        """Children that have a process, in start order."""
         return self._states.alive(self._names())
 
     @property
@@ -457,7 +441,6 @@ class Supervisor:
         return self._verdict
 
     def is_retiring(self, child: str) -> bool:
-        """Whether it is on its way out for good."""
         return child in self._retiring
 
     def restarts_left(self, child: str, now: float) -> int:
@@ -528,7 +511,6 @@ class Supervisor:
         self._states.move(child, "launch")
 
     def on_up(self, child: str) -> None:
-        """The child answers."""
         self._states.move(child, "up")
 
     def on_work(self, child: str, now: float) -> None:
@@ -543,7 +525,6 @@ class Supervisor:
             self._budgets[role.budget_of(child)].prove(now)
 
     def on_exit(self, child: str, status: int, now: float) -> list[Instruction]:
-        """The child's process ended."""
         spec, role = self._spec(child), self._role_of(child)
         self._states.move(child, "exit")
         who = self._killed.pop(child, child)
@@ -731,7 +712,6 @@ class Supervisor:
         return any(ending.then == "over" for ending in self._endings)
 
     def _names(self) -> list[str]:
-        """All children in start order."""
         return [name for role in self._roles.values() for name in role.children]
 
     def _role_of(self, child: str) -> _Role:

@@ -35,7 +35,6 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     _write_all_letters(sys.stdout)
     parser = make_parser()
@@ -60,7 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> Parser:
-    """All commands and flags."""
     parser = Parser(
         prog="myxa",
         description="Reinforcement learning for language models: trainer and rollout engines at the same time.",

@@ -147,7 +147,6 @@ class Failures:
 
     @property
     def first(self) -> FirstFailure | None:
-        """None: nothing failed."""
         if self._first is None or (end := self._ends.get(self._first.actor)) is None:
             return self._first
         by = self._killers.get((end.name, end.attempt), "") if end.status == -signal.SIGKILL else ""
@@ -178,7 +177,6 @@ class Failures:
             self.add(f"{end.name} ended with {words}" + (f": {why}" if why else ""), now)
 
     def add(self, text: str, now: float) -> None:
-        """Something that followed."""
         if self._first is not None:
             line = _cut(f"{now - self._at:.1f} s later: {' '.join(text.split())}", MAX_LINE // 2)
             self._first = replace(self._first, followed=(*self._first.followed, line))

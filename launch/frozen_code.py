@@ -89,7 +89,6 @@ def _copy_of(path: Path, code: Path, key: str) -> tuple[str, dict[str, str]]:
 
 
 def _gather(file: Path, folder: Path, found: dict[str, str], key: str) -> None:
-    """The file, and what it imports from its folder, and so on."""
     name = file.relative_to(folder).as_posix()
     if name in found:
         return

@@ -191,7 +191,6 @@ async def _lead(config: RunConfig, options: LaunchOptions) -> LaunchOutcome:
 
 @contextlib.contextmanager
 def _run_dir(config: RunConfig, options: LaunchOptions) -> Generator[RunDir]:
-    """The run's directory, this launcher's alone."""
     if options.run_dir is not None:
         if options.prepare is not None:
             options.prepare()

@@ -20,12 +20,10 @@ class Part:
     """Role of the process that holds it."""
 
     def of(self, owner: str) -> Part:
-        """The same, held by that role."""
         return replace(self, owner=owner)
 
 
 def total(parts: Iterable[Part]) -> int:
-    """Bytes of all of them."""
     return sum(part.num_bytes for part in parts)
 
 

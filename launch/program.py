@@ -74,7 +74,6 @@ def build_actor(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock 
 
 
 def num_actors(config: RunConfig, role: RoleName, num_nodes: int) -> int:
-    """Actors of a role in the whole run."""
     settings = config.roles[role]
     return settings.count * (num_nodes if settings.nodes == "*" else len(settings.nodes))
 

@@ -72,7 +72,6 @@ class RunDir:
 
     @property
     def is_held(self) -> bool:
-        """Whether a launcher has it now."""
         return is_locked(self.path / LOCK)
 
     def is_latest(self) -> None:
@@ -86,7 +85,6 @@ class RunDir:
 
     @property
     def config(self) -> Path:
-        """The resolved configuration."""
         return self.path / "config.toml"
 
     def post_config(self, text: str) -> None:

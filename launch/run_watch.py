@@ -41,11 +41,9 @@ class RunWatch:
 
     @property
     def elapsed_s(self) -> float:
-        """Wall time of the run so far."""
         return self._clock.wall() - self._started_wall_s
 
     async def look(self, note: str = "") -> RunView:
-        """Ask coordinator, buffer and monitor at the same time."""
         status, stats, snapshot = await asyncio.gather(
             self._answer("coordinator", with_deadline(self._coordinator, ASK_S).status),
             self._answer("buffer", with_deadline(self._buffer, ASK_S).stats),

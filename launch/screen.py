@@ -58,7 +58,6 @@ class Screen:
             self._view.__exit__(kind, error, trace)
 
     def show(self, view: RunView) -> None:
-        """The newest look at the run."""
         if view.snapshot or self._last is None:
             self._last = view
         if not self._is_quiet:
@@ -85,7 +84,6 @@ class Screen:
                 self._view.say(line)
 
     def handler(self) -> logging.Handler:
-        """Shows warnings of the launcher's own log."""
         return _Shown(self)
 
     def finish(self, ending: RunEnd, next_steps: Sequence[str]) -> None:
@@ -148,7 +146,6 @@ class _News:
         self._shown: set[str] = set()
 
     def read(self) -> list[str]:
-        """What is new."""
         try:
             with self._events.open("rb") as file:
                 if file.seek(0, 2) < self._offset:

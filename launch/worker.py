@@ -132,7 +132,6 @@ Python's 700 the collector looks through them several times per turn of the loop
 
 
 def main() -> int:
-    """See the module's head."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.set_threshold(GC_THRESHOLD, 10, 10)
     if not any(name in os.environ for name in CHOSEN_BY):

@@ -71,7 +71,6 @@ _TORCHRUN = (
 
 
 def worker_command(actor: ActorSpec) -> tuple[str, ...]:
-    """How the actor's process is started."""
     return (actor.python or sys.executable, "-m", WORKER_MODULE)
 
 

@@ -51,12 +51,10 @@ Planned = Mapping[Tag, tuple[int, TagPolicy]]
 
 
 def takes_turns(config: RunConfig) -> bool:
-    """Whether trainer and engines have their devices in turns."""
     return config.memory.share == "switch"
 
 
 def manager_name(config: RunConfig) -> str:
-    """Actor name of the memory manager."""
     return f"memory/{shared_nodes(config)[0]}"
 
 
@@ -92,7 +90,6 @@ def shared_nodes(config: RunConfig) -> tuple[int, ...]:
 
 
 def share_options(config: RunConfig) -> TimeShareOptions:
-    """Options of the leader for taking turns."""
     from ...actors.tenancy.time_share import TimeShareOptions
 
     num_nodes = len(shared_nodes(config))
@@ -223,22 +220,18 @@ class _ArenaHousing:
         self._memory = memory
 
     def region(self, tag: Tag, policy: TagPolicy) -> AbstractContextManager[None]:
-        """See `TaggedDeviceMemory`."""
         return self._memory.region(tag, policy)
 
     def shrink(self, tags: Collection[Tag]) -> None:
-        """See `TaggedDeviceMemory`."""
         for tag in tags:
             self._memory.pools.drop(tag)
 
     def divide(self, parts: Sequence[Tag]) -> None:
-        """See `TaggedDeviceMemory`."""
         for part in parts[1:]:
             self._memory.arena.tag(part, "backup")
         self._memory.arena.divide(parts)
 
     def mark_dirty(self, tag: Tag) -> None:
-        """See `TaggedDeviceMemory`."""
         self._memory.arena.mark_dirty(tag)
 
     def release(self, tags: Collection[Tag]) -> MovedBytes:
@@ -246,16 +239,13 @@ class _ArenaHousing:
         return self._memory.release(tags)
 
     def begin_restore(self, tags: Collection[Tag], *, awaited: Collection[Tag]) -> ReturningTags:
-        """See `TaggedDeviceMemory`."""
         self._memory.trim()
         return self._memory.arena.begin_restore(tags, awaited=awaited)
 
     def report(self) -> tuple[TagReport, ...]:
-        """See `TaggedDeviceMemory`."""
         return self._memory.report()
 
     def close(self) -> None:
-        """See `TaggedDeviceMemory`."""
         self._memory.close()
 
 
@@ -271,7 +261,6 @@ class _SaverHousing:
         self._saver = saver
 
     def region(self, tag: Tag, policy: TagPolicy) -> AbstractContextManager[None]:
-        """See `TaggedDeviceMemory`."""
         return self._saver.region(tag, policy)
 
     def shrink(self, tags: Collection[Tag]) -> None:
@@ -281,7 +270,6 @@ class _SaverHousing:
         """Not supported: a tag leaves as a whole."""
 
     def mark_dirty(self, tag: Tag) -> None:
-        """See `TaggedDeviceMemory`."""
         self._saver.mark_dirty(tag)
 
     def release(self, tags: Collection[Tag]) -> MovedBytes:
@@ -294,11 +282,9 @@ class _SaverHousing:
         return _Restored()
 
     def report(self) -> tuple[TagReport, ...]:
-        """See `TaggedDeviceMemory`."""
         return self._saver.report()
 
     def close(self) -> None:
-        """See `TaggedDeviceMemory`."""
         self._saver.close()
 
 

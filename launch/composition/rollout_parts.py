@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 
 def train_sampling(config: RunConfig) -> SamplingParams:
-    """How training samples are drawn."""
     rollout = config.rollout
     return SamplingParams(
         temperature=rollout.temperature,

@@ -98,7 +98,6 @@ def _megatron(spec: ActorSpec, config: RunConfig, gang: Gang, clock: Clock) -> T
 
 
 def _rank_settings(spec: ActorSpec, config: RunConfig, gang: Gang) -> dict[str, Any]:
-    """Fields of `RankSettings`."""
     return {
         "model_path": config.model.path,
         "algo": config.algo,
@@ -215,7 +214,6 @@ class GangStart:
         )
 
     def begun(self, start: StartPoint, version: int) -> None:
-        """See `StartFinder`."""
         if not (start.is_restart or start.passed_over):
             return
         try:
@@ -264,7 +262,6 @@ class GangStart:
 
 
 def checkpoint_options(spec: ActorSpec, config: RunConfig, run_dir: Path) -> CheckpointOptions:
-    """How the leader writes checkpoints."""
     trainer = config.trainer
     return CheckpointOptions(
         run_dir=str(run_dir),
@@ -295,19 +292,16 @@ def channel_ends(config: RunConfig, run_dir: Path, rank: int, *, local_rank: int
 
 
 def weight_folder(run_dir: Path) -> Path:
-    """Folder of the disk channel's versions."""
     return run_dir / "weights"
 
 
 def weight_writer(config: RunConfig, run_dir: Path, channel: WeightChannel) -> WeightWriter:
-    """Writes versions to where engines read them."""
     from ...actors.weights.channels.reader import ReadChannel, make_writer
 
     return make_writer(cast(ReadChannel, channel), weight_folder(run_dir), Path(config.model.path))
 
 
 def weight_sender(config: RunConfig, rank: int, channel: WeightChannel, *, local_rank: int) -> WeightSender:
-    """Sends versions from this rank's device."""
     from ...actors.weights.channels.fp8 import Fp8Rule
     from ...actors.weights.channels.sender import DeviceWeightSender, SentChannel
 

@@ -130,11 +130,9 @@ class LoopWatch:
         self._thread = threading.Thread(target=self._watch, name="loop watch", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Watch no longer."""
         self._is_over.set()
         if self._thread.is_alive():
             self._thread.join(TICK_S)

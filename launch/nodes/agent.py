@@ -116,11 +116,9 @@ class Agent(AgentContract):
 
     @property
     def children(self) -> tuple[Child, ...]:
-        """Processes that run now."""
         return tuple(self._children.values())
 
     async def on_start(self) -> None:
-        """Start to report and to reap; start fork servers."""
         self.ctx.spawn(report_process_time(self.ctx), name="report process time")
         if not adopts_orphans():  # in a program that hosts us a forked process would not become our child
             return
@@ -348,7 +346,6 @@ class Agent(AgentContract):
             return held
 
     async def kill_all(self) -> None:
-        """End all children at once."""
         for child in self.children:
             child.kill()
         await _still_there(self.children, KILL_S)
@@ -368,7 +365,6 @@ def _cancel(unwanted: asyncio.Future[None]) -> None:
 
 
 async def _still_there(children: Sequence[Child], timeout_s: float) -> list[Child]:
-    """Children that have not ended within that time."""
     ended = await asyncio.gather(*(child.wait(timeout_s) for child in children))
     return [child for child, has_ended in zip(children, ended, strict=True) if not has_ended]
 

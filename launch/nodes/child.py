@@ -41,9 +41,7 @@ class _Process(Protocol):
     @property
     def pid(self) -> int: ...
 
-    def wait(self) -> int:
-        """Reap it. Return code as `subprocess` gives it."""
-        ...
+    def wait(self) -> int: ...
 
 
 class Adopted:
@@ -120,7 +118,6 @@ class Child:
         self.send(signal.SIGKILL)
 
     async def wait(self, timeout_s: float) -> bool:
-        """Whether it ended within that time."""
         try:
             await asyncio.wait_for(self._ended.wait(), timeout_s)
         except TimeoutError:

@@ -62,7 +62,6 @@ class ForkServerPool:
 
     @property
     def pids(self) -> frozenset[int]:
-        """Process ids of the servers."""
         return frozenset(child.pid for child in self._children)
 
     @property
@@ -71,7 +70,6 @@ class ForkServerPool:
         return self._num_forks > 0
 
     def warm(self, sets: Iterable[str]) -> None:
-        """Start the servers of these preload sets."""
         for set_name in sets:
             with contextlib.suppress(LaunchError):
                 self._server(set_name)
@@ -97,7 +95,6 @@ class ForkServerPool:
         return child
 
     async def close(self) -> None:
-        """End the servers."""
         self._is_closed = True
         for task in self._tasks.values():
             task.cancel()
@@ -153,7 +150,6 @@ class ForkServerPool:
         self._log.warning("actors with preload set %s are not forked any more: %s", set_name, why)
 
     async def _make(self, set_name: str) -> ForkServer:
-        """Raises LaunchError."""
         base = PRELOAD_SETS[set_name].base
         try:
             server = (
@@ -200,7 +196,6 @@ class ForkServerPool:
         return ForkServer(set_name, child, ours)
 
     async def _another(self, set_name: str, base: ForkServer) -> ForkServer:
-        """A server forked from its base."""
         wanted = ForkRequest(name=f"fork server {set_name}", launcher_pid=os.getpid(), preload_set=set_name)
         child, link = await self._fork(
             base, wanted, self._log_path(set_name), 0, lambda child, status: self._on_end(set_name, child, status)
@@ -262,7 +257,6 @@ def _end(server: ForkServer) -> None:
 
 
 async def _receive(link: socket.socket, timeout_s: float, who: str) -> ForkReply:
-    """The next reply. Raises LaunchError."""
     try:
         async with asyncio.timeout(timeout_s):
             data = await asyncio.get_running_loop().sock_recv(link, MAX_BYTES)

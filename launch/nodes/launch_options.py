@@ -101,7 +101,6 @@ def with_start(config: RunConfig, options: LaunchOptions) -> RunConfig:
 
 
 def facts_of(place: NodePlace, text: str, late: LateWish | None = None) -> NodeFacts:
-    """How this node introduces itself."""
     return NodeFacts(
         node=place.rank,
         num_nodes=place.num_nodes,
@@ -117,7 +116,6 @@ def facts_of(place: NodePlace, text: str, late: LateWish | None = None) -> NodeF
 def agent_options(
     options: LaunchOptions, place: NodePlace, rendezvous: NodeRendezvous, runtime_dir: Path, config: RunConfig
 ) -> AgentOptions:
-    """Options of this node's agent."""
     actors = (
         place_actors(config, place.num_nodes) if options.late is None else ()
     )  # a late node gets its actors by orders

@@ -150,7 +150,6 @@ class RunOrigin(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """The text of origin.json."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2).decode()
 
     @classmethod

@@ -15,12 +15,13 @@ from ...core.config import RunConfig
 from ...core.errors import ConfigError, LaunchError
 from ...core.supervision import ChildState, Supervisor
 from ..actor_spec import ActorSpec
-from ..contracts import EnlistReply, JoinReply, LateWish, NodeFacts
+from ..contracts import SUPERVISOR, EnlistReply, JoinReply, LateWish, NodeFacts
 from .placement import Present, check_distance, staff_node
 from .run_actors import RunActors
 from .timeouts import RunTimeouts
 
 MAX_DIFFERENCES = 8
+_log = logging.getLogger(f"myxa.{SUPERVISOR}")
 
 
 def differences(theirs: str, ours: str) -> str:
@@ -39,35 +40,38 @@ def differences(theirs: str, ours: str) -> str:
     return "; ".join(shown) + (f"; and {len(lines) - len(shown)} more" if len(lines) > len(shown) else "")
 
 
-class JoinedNodes:
-    """The nodes of one run that take part."""
+class Membership:
+    """The nodes of one run: those that take part, come late, leave. `run` None: no node may join late."""
 
-    def __init__(self, num_nodes: int, version: str, config: str, log: logging.Logger) -> None:
+    def __init__(
+        self, num_nodes: int, version: str, config: str, *, run: RunConfig | None = None, max_nodes: int = 0
+    ) -> None:
         self._num_nodes = num_nodes
+        self._max_nodes = max_nodes
         self._version = version
         self._config = config
-        self._log = log
+        self._run = run
         self._nodes: dict[int, NodeFacts] = {}
         self._refused: dict[int, str] = {}
         self._declined = ""
         self._changed = asyncio.Event()
+        self._next = num_nodes
+        self._offers: dict[int, LateWish] = {}
+        """Late node -> what it offers, from the moment it has a number."""
+        self._given: dict[str, EnlistReply] = {}
+        """Launcher's nonce -> its number: a repeated request gets the same answer."""
+        self._leaving: dict[int, str] = {}
+        """Node -> why it leaves."""
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """Nodes that joined and are not lost."""
         return tuple(sorted(self._nodes))
 
-    @property
-    def config(self) -> str:
-        """The run's resolved configuration."""
-        return self._config
-
-    def is_same_machine(self, facts: NodeFacts) -> bool:
+    def _is_same_machine(self, facts: NodeFacts) -> bool:
         """Whether a node is on the same machine as all members, so that it shares memory with them."""
         return bool(facts.machine) and all(each.machine == facts.machine for each in self._nodes.values())
 
     def host(self, node: int) -> str:
-        """Host name of a node; empty: it is no member."""
         return self._nodes[node].host if node in self._nodes else ""
 
     def join(self, facts: NodeFacts) -> JoinReply:
@@ -78,9 +82,9 @@ class JoinedNodes:
         reason = self._objection(facts)
         if reason:
             self._refused[facts.node] = reason
-            self._log.error("node %d (%s) is refused: %s", facts.node, facts.host, reason)
+            _log.error("node %d (%s) is refused: %s", facts.node, facts.host, reason)
             return JoinReply(accepted=False, reason=reason)
-        self._log.info("node %d joined from %s", facts.node, facts.host)
+        _log.info("node %d joined from %s", facts.node, facts.host)
         self._refused.pop(facts.node, None)
         self._nodes[facts.node] = facts
         self._changed.set()
@@ -88,12 +92,15 @@ class JoinedNodes:
 
     def decline(self, node: int, host: str, reason: str) -> None:
         """A node reports that it cannot take part."""
-        self._log.error("node %d (%s) cannot take part: %s", node, host, reason)
+        _log.error("node %d (%s) cannot take part: %s", node, host, reason)
         self._declined = self._declined or f"node {node} ({host}) cannot take part: {reason}"
         self._changed.set()
 
     def lose(self, node: int) -> bool:
-        """Remove a node; whether it was a member."""
+        """The node has left or is lost; whether it was a member."""
+        self._leaving.pop(node, None)
+        self._offers.pop(node, None)
+        self._given = {nonce: reply for nonce, reply in self._given.items() if reply.node != node}
         return self._nodes.pop(node, None) is not None
 
     async def gather(self, timeout_s: float) -> None:
@@ -116,63 +123,46 @@ class JoinedNodes:
         if self._declined:
             raise LaunchError(self._declined, remedy="correct it there and start all nodes again")
 
-    def objection_to_late(self, facts: NodeFacts) -> str:
-        """Why a node may not join late; empty: its version and configuration allow it."""
+    def _objection(self, facts: NodeFacts) -> str:
+        """Why a node may not join; empty: it may."""
+        if facts.late is not None and facts.node not in self._offers:
+            return f"it was not given the number {facts.node}"
+        if facts.late is None and facts.version == self._version:
+            if facts.num_nodes != self._num_nodes:
+                return f"it expects {facts.num_nodes} nodes, node 0 expects {self._num_nodes} (--nnodes)"
+            if not 0 <= facts.node < self._num_nodes:
+                return f"there is no node {facts.node} among {self._num_nodes} (--node-rank)"
+        return self._difference(facts) or self._taken(facts)
+
+    def _difference(self, facts: NodeFacts) -> str:
         if facts.version != self._version:
             return f"it runs myxa {facts.version}, node 0 runs {self._version}"
-        if facts.config and facts.config != self._config:
+        if (facts.config or facts.late is None) and facts.config != self._config:
             return f"its configuration differs from node 0's: {differences(facts.config, self._config)}"
         return ""
-
-    def _objection(self, facts: NodeFacts) -> str:
-        if facts.late is not None:
-            return self.objection_to_late(facts) or self._taken(facts)
-        if facts.version != self._version:
-            return f"it runs myxa {facts.version}, node 0 runs {self._version}"
-        if facts.num_nodes != self._num_nodes:
-            return f"it expects {facts.num_nodes} nodes, node 0 expects {self._num_nodes} (--nnodes)"
-        if not 0 <= facts.node < self._num_nodes:
-            return f"there is no node {facts.node} among {self._num_nodes} (--node-rank)"
-        if facts.config != self._config:
-            return f"its configuration differs from node 0's: {differences(facts.config, self._config)}"
-        return self._taken(facts)
 
     def _taken(self, facts: NodeFacts) -> str:
         held = self._nodes.get(facts.node)
         return f"node {facts.node} joined already, from {held.host} (--node-rank)" if held is not None else ""
 
-
-class LateNodes:
-    """Nodes that join a live run or leave it before its end. `config` None: no node may join late."""
-
-    def __init__(self, config: RunConfig | None, num_nodes: int, max_nodes: int, members: JoinedNodes) -> None:
-        self._config = config
-        self._max_nodes = max_nodes
-        self._members = members
-        self._next = num_nodes
-        self._offers: dict[int, LateWish] = {}
-        """Late node -> what it offers, from the moment it has a number."""
-        self._given: dict[str, EnlistReply] = {}
-        """Launcher's nonce -> its number: a repeated request gets the same answer."""
-        self._leaving: dict[int, str] = {}
-        """Node -> why it leaves."""
+    # -- nodes that come late or leave
 
     @property
     def late(self) -> dict[int, str]:
         """Late nodes that are members now, and the GPUs that they named."""
-        return {node: offer.devices for node, offer in self._offers.items() if node in self._members.nodes}
+        return {node: offer.devices for node, offer in self._offers.items() if node in self._nodes}
 
     def enlist(self, facts: NodeFacts, present: Callable[[], Present], has_started: bool) -> EnlistReply:
         """The answer to a node that wants to join. `present` is called only if it is needed."""
-        if self._config is None or facts.late is None:
+        if self._run is None or facts.late is None:
             return EnlistReply(reason="this run admits no late nodes")
         if facts.nonce in self._given:
             return self._given[facts.nonce]
         if not has_started:
             return EnlistReply(reason="the run is being started", is_early=True)
-        reason = self._members.objection_to_late(facts)
-        if not reason and self._max_nodes and len(self._members.nodes) >= self._max_nodes:
-            reason = f"the run has {len(self._members.nodes)} nodes, as many as it may have (--nnodes)"
+        reason = self._difference(facts)
+        if not reason and self._max_nodes and len(self._nodes) >= self._max_nodes:
+            reason = f"the run has {len(self._nodes)} nodes, as many as it may have (--nnodes)"
         if reason:
             return EnlistReply(reason=reason)
         node = self._next
@@ -180,29 +170,23 @@ class LateNodes:
         there = Present(there.actors, (*there.nodes, node), there.taken, there.leaving,
                         {**there.late, node: facts.late.devices})  # fmt: skip
         try:
-            check_distance(self._config, self._members.is_same_machine(facts))
-            actors = staff_node(self._config, node, facts.late.num_rollouts, there)
+            check_distance(self._run, self._is_same_machine(facts))
+            actors = staff_node(self._run, node, facts.late.num_rollouts, there)
         except ConfigError as error:
             return EnlistReply(reason=str(error))
         self._next += 1
         self._offers[node] = facts.late
-        reply = EnlistReply(node=node, config=self._members.config, actors=actors)
+        reply = EnlistReply(node=node, config=self._config, actors=actors)
         if facts.nonce:
             self._given[facts.nonce] = reply
         return reply
 
-    def is_expected(self, node: int) -> bool:
-        """Whether that number was given to a late node."""
-        return node in self._offers
-
     def staff(self, node: int, present: Present) -> tuple[ActorSpec, ...]:
         """Actors to start on a late node that joined; none if it leaves or has left. Raises ConfigError if the run can
         no longer have them there."""
-        if self._config is None or node in self._leaving or node not in self._offers:
+        if self._run is None or node in self._leaving or node not in self._offers:
             return ()
-        return staff_node(self._config, node, self._offers[node].num_rollouts, present)
-
-    # -- leaving
+        return staff_node(self._run, node, self._offers[node].num_rollouts, present)
 
     def leave(self, node: int, reason: str) -> bool:
         """The node shall leave; False: it does already."""
@@ -211,22 +195,12 @@ class LateNodes:
         self._leaving[node] = reason
         return True
 
-    def is_leaving(self, node: int) -> bool:
-        """Whether it is about to leave."""
-        return node in self._leaving
-
     def released(self, has_actors: Callable[[int], bool]) -> list[tuple[int, str]]:
         """Leaving nodes that have no actor any more, with the reasons; each is returned once."""
         free = [(node, why) for node, why in self._leaving.items() if not has_actors(node)]
         for node, _ in free:
-            self.forget(node)
+            del self._leaving[node]
         return free
-
-    def forget(self, node: int) -> None:
-        """The node has left or is lost."""
-        self._leaving.pop(node, None)
-        self._offers.pop(node, None)
-        self._given = {nonce: reply for nonce, reply in self._given.items() if reply.node != node}
 
 
 class SilenceCheck:
@@ -249,11 +223,9 @@ class SilenceCheck:
         self._heard_at[node] = now
 
     def forget(self, node: int) -> None:
-        """The node is no member any more."""
         self._heard_at.pop(node, None)
 
     def lost_nodes(self, now: float) -> list[int]:
-        """Nodes that were silent for too long."""
         return [node for node, at in self._heard_at.items() if now - at > self._timeouts.lost_s]
 
     # -- processes

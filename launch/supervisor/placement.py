@@ -384,12 +384,10 @@ class ReservedNames:
         return NameReply(name=name)
 
     def held(self, now: float) -> frozenset[str]:
-        """Names that are reserved now."""
         self._held = {name: at for name, at in self._held.items() if now - at < HELD_S}
         return frozenset(self._held)
 
     def left(self, name: str) -> None:
-        """The actor of that name is gone."""
         self._held.pop(name, None)
 
 

@@ -53,11 +53,9 @@ class RunActors:
         self._members[actor.name] = RunActor(actor)
 
     def remove(self, name: str) -> None:
-        """Remove an actor that left for good."""
         self._members.pop(name, None)
 
     def on_node(self, node: int) -> list[str]:
-        """Names of the actors of one node."""
         return [name for name, member in self._members.items() if member.spec.node == node]
 
     def by_node(self, names: Sequence[str]) -> list[tuple[int, tuple[str, ...]]]:
@@ -93,14 +91,12 @@ class ActorStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def is_over(self) -> bool:
-        """Whether it will have no process again."""
         return self.state in ("failed", "stopped")
 
 
 def actor_statuses(
     actors: RunActors, rules: Supervisor, host: Callable[[int], str], now: float
 ) -> tuple[ActorStatus, ...]:
-    """All actors of the run, in start order."""
     return tuple(_record(name, actors, rules, host, now) for name in actors.names)
 
 

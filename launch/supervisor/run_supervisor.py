@@ -50,7 +50,6 @@ from ...core.supervision import (
 )
 from ..actor_spec import ActorSpec, GangRendezvous
 from ..contracts import (
-    SUPERVISOR,
     AgentContract,
     ChildEnd,
     EnlistReply,
@@ -65,7 +64,7 @@ from ..contracts import (
 )
 from ..first_failure import CAUSE, Failures, FirstFailure
 from ..run_dir import RunDir
-from .membership import JoinedNodes, LateNodes, SilenceCheck
+from .membership import Membership, SilenceCheck
 from .placement import Present, ReservedNames
 from .run_actors import ActorStatus, RunActors, actor_statuses
 from .timeouts import RunTimeouts
@@ -127,8 +126,7 @@ class RunSupervisor(SupervisorContract):
         self._timeouts = timeouts
         self._actors = RunActors(setup.actors)
         self._rules = Supervisor(roles_of(setup.actors, timeouts.end_s), jitter=jitter)
-        self._nodes = JoinedNodes(setup.num_nodes, setup.version, setup.config, logging.getLogger(f"myxa.{SUPERVISOR}"))
-        self._late = LateNodes(setup.run, setup.num_nodes, setup.max_nodes, self._nodes)
+        self._nodes = Membership(setup.num_nodes, setup.version, setup.config, run=setup.run, max_nodes=setup.max_nodes)
         self._others = {agent_name(node): node for node in range(1, setup.num_nodes)}
         self._gone = asyncio.Event()
         self._work = WorkSeen()
@@ -143,7 +141,6 @@ class RunSupervisor(SupervisorContract):
         self._rendezvous_lock = asyncio.Lock()
 
     async def on_start(self) -> None:
-        """Watch every actor and every node."""
         self.ctx.watch("")
         self.ctx.spawn(self._watch_silence(), name="watch silence")
 
@@ -231,7 +228,6 @@ class RunSupervisor(SupervisorContract):
             raise LaunchError(f"these did not end: {left}", remedy="check on those nodes where they hang") from None
 
     async def kill_all(self, reason: str) -> None:
-        """End all actors at once."""
         self._rules.stop(reason, self._now())
         await self._end_at_once(self._rules.alive)
 
@@ -241,7 +237,6 @@ class RunSupervisor(SupervisorContract):
             self._rules.on_work(name, self._now())
 
     def blame(self, name: str, reason: str) -> None:
-        """Record the first failure, for the report."""
         self._failures.blame(name, reason, self._now())
 
     def add_consequence(self, text: str) -> None:
@@ -250,7 +245,6 @@ class RunSupervisor(SupervisorContract):
 
     @property
     def has_failed(self) -> bool:
-        """Whether an actor has failed."""
         return self._failures.first is not None
 
     @property
@@ -264,19 +258,17 @@ class RunSupervisor(SupervisorContract):
         return tuple(name for name in self._rules.alive if self._rules.state(name) == "starting")
 
     def knows(self, name: str) -> bool:
-        """Whether the run has an actor of that name."""
         return name in self._actors
 
     # -- for the operator ---------------------------------------------------------------------------------------
 
     def statuses(self) -> tuple[ActorStatus, ...]:
-        """All actors of the run, in start order."""
         return actor_statuses(self._actors, self._rules, self._nodes.host, self._now())
 
     def present(self) -> Present:
         """Actors, nodes and free devices: the input of scaling decisions."""
         specs = {spec.name: spec for spec in self._actors.specs}
-        return Present.of(self.statuses(), specs, self.nodes, self.foreign_names, self._late.late)
+        return Present.of(self.statuses(), specs, self.nodes, self.foreign_names, self._nodes.late)
 
     def dismiss(self, node: int, reason: str) -> None:
         """Have all actors of a node hand their work back and end for good, then have its launcher leave. Raises
@@ -288,7 +280,7 @@ class RunSupervisor(SupervisorContract):
                 self._rules.check_retire(name)
         except SupervisionError as error:
             raise ConfigError(f"node {node} cannot leave: {error}", remedy="`myxa down` ends the run") from error
-        if self._late.leave(node, reason):
+        if self._nodes.leave(node, reason):
             self.ctx.log.info("node %d leaves: %s", node, reason)
             for name in reversed(self._on_node(node)):
                 self._carry_out(self._rules.retire(name, reason, self._now()))
@@ -298,12 +290,10 @@ class RunSupervisor(SupervisorContract):
 
     @property
     def actors(self) -> RunActors:
-        """All actors of the run, with their nodes and processes."""
         return self._actors
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """Nodes that joined and are not lost."""
         return self._nodes.nodes
 
     @property
@@ -313,7 +303,6 @@ class RunSupervisor(SupervisorContract):
         return frozenset(there - set(self._actors.names))
 
     def agent(self, node: int) -> AgentContract:
-        """A reference to that node's agent."""
         return self.ctx.ref(AgentContract, agent_name(node))
 
     def hire(self, actor: ActorSpec) -> None:
@@ -364,8 +353,6 @@ class RunSupervisor(SupervisorContract):
     # -- for nodes and other programs ---------------------------------------------------------------------------
 
     async def join(self, facts: NodeFacts) -> JoinReply:
-        if facts.late is not None and not self._late.is_expected(facts.node):
-            return JoinReply(accepted=False, reason=f"it was not given the number {facts.node}")
         is_new = facts.node not in self._nodes.nodes
         reply = self._nodes.join(facts)
         if not reply.accepted or not is_new:
@@ -379,7 +366,7 @@ class RunSupervisor(SupervisorContract):
 
     async def enlist(self, facts: NodeFacts) -> EnlistReply:
         is_open = self._has_started and not self.stop_requested.done() and self._rules.verdict is None
-        reply = self._late.enlist(facts, self.present, is_open)
+        reply = self._nodes.enlist(facts, self.present, is_open)
         if reply.reason and not reply.is_early:
             self.ctx.log.error("%s may not join the run: %s", facts.host, reply.reason)
         return reply
@@ -422,7 +409,7 @@ class RunSupervisor(SupervisorContract):
         """Start the actors of a late node that has joined."""
         try:
             await self.agent(node).prepare(self._setup.plan)
-            for actor in self._late.staff(node, self.present()):
+            for actor in self._nodes.staff(node, self.present()):
                 self.hire(actor)
         except MyxaError as error:
             self.ctx.log.warning("node %d has to leave: %s", node, error)
@@ -432,7 +419,7 @@ class RunSupervisor(SupervisorContract):
 
     def _release_nodes(self) -> None:
         """Leaving nodes whose last actor has ended may leave."""
-        for node, reason in self._late.released(lambda node: bool(self._on_node(node))):
+        for node, reason in self._nodes.released(lambda node: bool(self._on_node(node))):
             self.ctx.spawn(self.release_node(node, 0, reason), name=f"release node {node}")
 
     async def release_node(self, node: int, exit_code: int, reason: str) -> None:
@@ -465,9 +452,7 @@ class RunSupervisor(SupervisorContract):
         return [name for name in self._actors.on_node(node) if self._rules.state(name) not in OVER]
 
     def _forget_node(self, node: int) -> bool:
-        """Whether it was a member."""
         self._silent.forget(node)
-        self._late.forget(node)
         return self._nodes.lose(node)
 
     async def _order_leave(self, node: int, exit_code: int, reason: str) -> None:
@@ -580,11 +565,9 @@ class RunSupervisor(SupervisorContract):
         await asyncio.gather(*waits)
 
     async def _end_at_once(self, names: Sequence[str]) -> None:
-        """End them without any grace."""
         await asyncio.gather(*(self._end_on(node, there, 0.0) for node, there in self._actors.by_node(names)))
 
     async def _end_on(self, node: int, names: tuple[str, ...], grace_s: float) -> None:
-        """End actors of one node; returns when they are gone."""
         agent = with_deadline(self.agent(node), grace_s + ANSWER_S)
         try:
             await agent.end_actors(names, grace_s)

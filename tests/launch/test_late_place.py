@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from myxa.launch.actor_spec import ActorSpec
 from myxa.launch.contracts import LateWish, NameReply, NodeFacts
 from myxa.launch.node_place import NodePlace
 from myxa.launch.nodes.launch_options import facts_of
-from myxa.launch.supervisor.membership import JoinedNodes, LateNodes
+from myxa.launch.supervisor.membership import Membership
 from myxa.launch.supervisor.placement import (
     HELD_S,
     Present,
@@ -231,22 +230,21 @@ def test_other_programs_get_names_that_the_run_never_uses():
 
 def test_a_late_launcher_that_asks_again_is_told_the_same_number_and_another_one_the_next(tmp_path: Path):
     run = config(tmp_path, 'weights.channel="disk"')
-    muster = JoinedNodes(1, "1", "c", logging.getLogger("myxa.test"))
-    visitors = LateNodes(run, 1, 0, muster)
+    members = Membership(1, "1", "c", run=run)
 
     def facts(nonce: str, node: int = -1) -> NodeFacts:
         return NodeFacts(node=node, num_nodes=0, version="1", config="", host="h", late=LateWish(), nonce=nonce)
 
-    first = visitors.enlist(facts("a"), lambda: present(run), has_started=True)
+    first = members.enlist(facts("a"), lambda: present(run), has_started=True)
     assert first.node == 1
-    assert visitors.enlist(facts("a"), lambda: present(run), has_started=True) == first
-    assert visitors.enlist(facts("b"), lambda: present(run), has_started=True).node == 2
-    assert muster.join(facts("a", 1)).accepted
-    assert muster.join(facts("a", 1)).accepted, "its answer was lost"
-    assert not muster.join(facts("c", 1)).accepted
-    visitors.forget(1)
-    assert visitors.staff(1, present(run)) == (), "it went before it was staffed"
-    assert visitors.enlist(facts("a"), lambda: present(run), has_started=True).node == 3, "no number is given twice"
+    assert members.enlist(facts("a"), lambda: present(run), has_started=True) == first
+    assert members.enlist(facts("b"), lambda: present(run), has_started=True).node == 2
+    assert members.join(facts("a", 1)).accepted
+    assert members.join(facts("a", 1)).accepted, "its answer was lost"
+    assert not members.join(facts("c", 1)).accepted
+    members.lose(1)
+    assert members.staff(1, present(run)) == (), "it went before it was staffed"
+    assert members.enlist(facts("a"), lambda: present(run), has_started=True).node == 3, "no number is given twice"
 
 
 def test_every_launcher_introduces_itself_by_a_nonce_of_its_own():
