@@ -114,18 +114,6 @@ def test_ctrl_c_while_actors_wait_for_imports_ends_the_run(tmp_path: Path, run):
         assert time.monotonic() - begun_s < 15, "it waited for the imports, or for nobody"
 
 
-def test_sigterm_is_no_failure_and_a_worker_that_hangs_at_its_end_is_killed(tmp_path: Path, run):
-    with run(tmp_path, "up", "--stop-timeout", "1", toy="rollout.0.hang-at-stop") as one:
-        one.until_serving(*FIRST)
-        children = one.children()
-        one.signal(signal.SIGTERM)
-        assert one.ended() == 0, one.evidence()
-        one.until_gone(children)
-        assert (one.dir / "coordinator.asked").read_text() == "SIGTERM\n"
-        assert "rollout/0 did not end within 1 s and is killed" in one.output
-        assert (one.dir / "monitor.stopped").exists(), "the others end well"
-
-
 def test_the_second_signal_ends_everything_at_once(tmp_path: Path, run):
     with run(tmp_path, "up", toy="coordinator.deaf rollout.0.hang-at-stop") as one:
         one.until_serving(*FIRST)
@@ -139,10 +127,15 @@ def test_the_second_signal_ends_everything_at_once(tmp_path: Path, run):
         assert runtime_folders() == []
 
 
-def test_a_coordinator_that_does_not_end_the_run_is_not_waited_for_for_ever(tmp_path: Path, run):
-    with run(tmp_path, "up", "--finish-timeout", "1", toy="coordinator.deaf") as one:
+def test_neither_a_coordinator_nor_a_worker_that_hangs_at_the_end_is_waited_for_for_ever(tmp_path: Path, run):
+    flags = ("--finish-timeout", "1", "--stop-timeout", "1")
+    with run(tmp_path, "up", *flags, toy="coordinator.deaf rollout.0.hang-at-stop") as one:
         one.until_serving(*FIRST)
+        children = one.children()
         one.signal(signal.SIGTERM)
         assert one.ended() == 143, one.evidence()
+        one.until_gone(children)
+        assert (one.dir / "coordinator.asked").read_text() == "SIGTERM\n"
         assert "no orderly end within 1 s" in one.output
-        assert (one.dir / "monitor.stopped").exists()
+        assert "rollout/0 did not end within 1 s and is killed" in one.output
+        assert (one.dir / "monitor.stopped").exists(), "the others end well"

@@ -11,8 +11,10 @@ import tempfile
 from pathlib import Path
 
 import psutil
+import pytest
 
 from myxa.launch.control.client import ControlClient
+from myxa.transport.node import JobKey
 
 SPREAD = ("--set", 'roles.rollout.nodes="*"', "--set", "roles.trainer.nodes=[0, 1]")
 
@@ -154,41 +156,27 @@ def test_a_node_with_another_configuration_is_refused_with_both_values(tmp_path:
         assert node0.ended() == 130, node0.evidence()
 
 
-def make_key(path: Path) -> None:
-    from myxa.transport.node import JobKey
-
-    JobKey.generate().save(path)
-
-
-def test_a_port_that_is_taken_is_named(tmp_path: Path, run):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        arguments = ["launch", "--nnodes", "2", "--node-rank", "0", "--rdzv", f"127.0.0.1:{port}"]
-        with run(tmp_path, *arguments, "--job-key", str(tmp_path / "job.key")) as one:
+@pytest.mark.parametrize(
+    ("rank", "is_taken", "said"),
+    [(0, True, "in use"), (1, False, ""), (0, False, "2 of 3 nodes did not join within 2 s: 1, 2")],
+    ids=["port taken", "no node 0", "nodes missing"],
+)
+def test_nodes_that_do_not_meet_are_told_where_and_why(tmp_path: Path, run, rank: int, is_taken: bool, said: str):
+    if rank:
+        JobKey.generate().save(tmp_path / "job.key")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        if is_taken:
+            probe.listen()
+        else:
+            probe.close()
+        place = ["--nnodes", "3", "--node-rank", str(rank), "--rdzv", f"127.0.0.1:{port}", "--rdzv-timeout", "2"]
+        with run(tmp_path, "launch", *place, "--job-key", str(tmp_path / "job.key")) as one:
             assert one.ended() == 3, one.evidence()
             assert f"127.0.0.1:{port}" in one.output
-            assert "in use" in one.output
+            assert said in one.output
             assert "Traceback" not in one.output
-
-
-def test_nobody_there_is_told_with_the_endpoint(tmp_path: Path, run):
-    make_key(tmp_path / "job.key")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    arguments = ["launch", "--nnodes", "2", "--node-rank", "1", "--rdzv", f"127.0.0.1:{port}", "--rdzv-timeout", "2"]
-    with run(tmp_path, *arguments, "--job-key", str(tmp_path / "job.key")) as one:
-        assert one.ended() == 3, one.evidence()
-        assert f"127.0.0.1:{port}" in one.output
-
-
-def test_missing_nodes_are_named_and_waited_for_no_longer_than_said(tmp_path: Path, run):
-    arguments = flags(tmp_path, 0, "--rdzv-timeout", "2", num_nodes=3)
-    with run(tmp_path, *arguments) as one:
-        assert one.ended() == 3, one.evidence()
-        assert "2 of 3 nodes did not join within 2 s: 1, 2" in one.output
 
 
 def test_a_node_that_cannot_take_part_is_not_waited_for(tmp_path: Path, run):

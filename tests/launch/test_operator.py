@@ -35,6 +35,10 @@ def roster(client: ControlClient) -> dict[str, dict[str, Any]]:
     return {actor["name"]: actor for actor in client.ask("ps")}
 
 
+def pid_of(client: ControlClient, name: str) -> int:
+    return roster(client)[name]["pid"]
+
+
 def attempt_of(client: ControlClient, name: str) -> int:
     return roster(client)[name]["attempt"]
 
@@ -47,8 +51,8 @@ def finish(one) -> None:
     one.until_gone(children)
 
 
-def test_engines_come_and_go_and_neither_is_a_failure(changing):
-    one = changing
+def test_engines_come_and_go_and_neither_is_a_failure(lively):
+    one = lively
     client = client_of(one)
     more = client.ask("scale", 120, role="rollout", count=4, wait_s=60)
     assert more["is_done"], one.evidence()
@@ -86,11 +90,6 @@ def lively(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def changing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    yield from started(tmp_path_factory.mktemp("changing"))
-
-
-@pytest.fixture(scope="module")
 def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Few restarts, a short patience at the end, and a third engine that cannot start."""
     sets = ("--set", "roles.rollout.max_restarts=1", "--set", 'roles.trainer.restart="never"', "--stop-timeout", "2")
@@ -107,8 +106,8 @@ def workers(one) -> list[psutil.Process]:
     return found
 
 
-def test_scaling_down_while_one_is_being_started_leaves_nothing(changing):
-    one = changing
+def test_scaling_down_while_one_is_being_started_leaves_nothing(lively):
+    one = lively
     client = client_of(one)
     client.ask("scale", role="rollout", count=4)
     fewer = client.ask("scale", 120, role="rollout", count=2, wait_s=60)
@@ -136,34 +135,21 @@ def test_a_restart_that_was_wished_spends_no_budget(strict):
     ]  # fmt: skip
 
 
-def test_a_role_restarts_one_after_another(changing):
-    one = changing
+def test_a_role_restarts_one_after_another(lively):
+    one = lively
     client = client_of(one)
+    attempt = attempt_of(client, "rollout/0") + 1
     assert client.ask("restart", 120, target="rollout", wait_s=100)["is_done"], one.evidence()
     back = float((one.dir / "rollout.1.stopped").read_text().split()[-1])
-    assert "serves as attempt 1" in one.log("rollout.0.1.log")
-    assert (one.dir / "logs/rollout.0.1.log").stat().st_ctime <= back + 1.0, "0 was back before 1 was ended"
-
-
-def test_drain_ends_one_for_good_and_the_last_one_stays(changing):
-    one = changing
-    client = client_of(one)
-    assert client.ask("drain", 120, target="rollout/0", wait_s=60)["is_done"], one.evidence()
-    assert "rollout/0" not in roster(client)
-    with pytest.raises(ConfigError, match="too few: a run needs one that generates"):
-        client.ask("drain", target="rollout/1")
-    with pytest.raises(ConfigError, match="buffer cannot leave a run"):
-        client.ask("drain", target="buffer")
-    with pytest.raises(ConfigError, match="did you mean 'rollout/1'"):
-        client.ask("drain", target="rollout/0")
-    with pytest.raises(ConfigError, match=r"'rolout' is no role.*did you mean \"rollout\""):
-        client.ask("scale", role="rolout", count=2)
+    log = f"rollout.0.{attempt}.log"
+    assert f"serves as attempt {attempt}" in one.log(log)
+    assert (one.dir / "logs" / log).stat().st_ctime <= back + 1.0, "0 was back before 1 was ended"
 
 
 def test_a_process_is_stopped_and_goes_on(lively):
     one = lively
     client = client_of(one)
-    process = psutil.Process(one.pid_of("rollout/1"))
+    process = psutil.Process(pid_of(client, "rollout/1"))
     client.ask("kill", target="rollout/1", signal="STOP")
     one.until(lambda: process.status() == psutil.STATUS_STOPPED, "rollout/1 to be stopped")
     with pytest.raises(LaunchError, match=r"is stopped \(SIGSTOP\).*--signal CONT"):
@@ -177,11 +163,11 @@ def test_a_process_is_stopped_and_goes_on(lively):
 def test_stacks_of_a_process_that_answers_and_of_one_that_hangs(lively):
     one = lively
     client = client_of(one)
-    (lively,) = client.ask("stack", target="rollout/0")
-    assert (lively["how"], lively["pid"]) == ("process", one.pid_of("rollout/0"))
-    assert "task rollout/0: misbehave" in lively["text"], "tasks by name"
-    assert "toy_program.py" in lively["text"], "down to the line that waits"
-    assert "thread MainThread" in lively["text"]
+    (stack,) = client.ask("stack", target="rollout/0")
+    assert (stack["how"], stack["pid"]) == ("process", pid_of(client, "rollout/0"))
+    assert "task rollout/0: misbehave" in stack["text"], "tasks by name"
+    assert "toy_program.py" in stack["text"], "down to the line that waits"
+    assert "thread MainThread" in stack["text"]
     one.switch("rollout.1.hang")
     one.until(lambda: client.ask("stack", 60, target="rollout/1")[0]["how"] == "signal", "rollout/1 to hang")
     alive, hung = client.ask("stack", 60, target="rollout")
@@ -191,8 +177,9 @@ def test_stacks_of_a_process_that_answers_and_of_one_that_hangs(lively):
     again = client.ask("stack", 60, target="rollout/1")[0]
     assert again == hung, "who only looks does not make it write all the time"
     (one.dir / "rollout.1.hang").unlink()  # or the next one may hang before it has said that it serves
-    os.kill(one.pid_of("rollout/1"), signal.SIGKILL)
-    one.until_serving("rollout/1", attempt=1)
+    attempt = attempt_of(client, "rollout/1")
+    os.kill(pid_of(client, "rollout/1"), signal.SIGKILL)
+    one.until_serving("rollout/1", attempt=attempt + 1)
     one.until(lambda: roster(client)["rollout/1"]["state"] == "up", "rollout/1 to be up")
 
 
@@ -221,8 +208,8 @@ def test_profiles_are_files_that_can_be_read(lively):
         client.ask("profile", 90, target="rollout/1", kind="torch", for_s=0.5)
 
 
-def test_a_profile_does_not_keep_its_process(changing):
-    one = changing
+def test_a_profile_does_not_keep_its_process(lively):
+    one = lively
     client = client_of(one)
     broken: list[str] = []
 
@@ -310,3 +297,18 @@ def test_the_commands(lively, tmp_path: Path):
     assert said.startswith("myxa: 0 rollout actors are too few")
     code, said = myxa("scale", "trainer=2", "--json")
     assert code == 2, said
+
+
+def test_drain_ends_one_for_good_and_the_last_one_stays(lively):
+    one = lively
+    client = client_of(one)
+    assert client.ask("drain", 120, target="rollout/0", wait_s=60)["is_done"], one.evidence()
+    assert "rollout/0" not in roster(client)
+    with pytest.raises(ConfigError, match="too few: a run needs one that generates"):
+        client.ask("drain", target="rollout/1")
+    with pytest.raises(ConfigError, match="buffer cannot leave a run"):
+        client.ask("drain", target="buffer")
+    with pytest.raises(ConfigError, match="did you mean 'rollout/1'"):
+        client.ask("drain", target="rollout/0")
+    with pytest.raises(ConfigError, match=r"'rolout' is no role.*did you mean \"rollout\""):
+        client.ask("scale", role="rolout", count=2)
