@@ -58,12 +58,14 @@ class Leader(TrainerContract):
 
 
 @asynccontextmanager
-async def place(folder: Path, *, has_engines: bool = False) -> AsyncIterator[tuple[Node, Coordinator, Leader, Any]]:
+async def place(
+    folder: Path, *, has_engines: bool = False, **more: Any
+) -> AsyncIterator[tuple[Node, Coordinator, Leader, Any]]:
     """A coordinator, a leader that says only what the test has it say, and the coordinator's reference."""
     node = await Node.attach(name="launcher/0")
     options = CoordinatorOptions(
         name="start", num_steps=0, has_engines=has_engines, eval_at_start=False, launch="start",
-        audit_path=folder / "audit.jsonl", journal_path=folder / "coordinator.journal",
+        audit_path=folder / "audit.jsonl", journal_path=folder / "coordinator.journal", **more,
     )  # fmt: skip
     coordinator, leader = Coordinator(options=options, clock=SystemClock()), Leader()
     try:
@@ -131,6 +133,26 @@ async def test_a_gang_started_anew_before_the_run_begins_is_the_one_that_engines
         assert instruction is not None and instruction.manifest.generation == 1
 
 
+@pytest.mark.parametrize(
+    ("has_trainer", "said"),
+    [
+        (False, "trainer/0: it was not ready within 0.3 s -- see its log"),
+        (True, "rollout: no rollout actor had an engine that serves within 0.3 s -- see its log"),
+    ],
+)
+async def test_a_run_that_does_not_come_to_work_in_time_fails_and_names_who_was_waited_for(
+    tmp_path: Path, has_trainer: bool, said: str
+) -> None:
+    """The coordinator answers on: another attempt of it would wait as long for the same."""
+    async with place(tmp_path, has_engines=True, start_timeout_s=0.3) as (node, coordinator, _, ref):
+        if has_trainer:
+            await ref.trainer_ready(0, None, {})
+        await until(lambda: coordinator._state.phase == "failed", "the run to be given up")
+        assert (await ref.status()).error.startswith(said)
+        await asyncio.sleep(0.05)
+        assert not node.failed.done()
+
+
 # -- the rein alone ------------------------------------------------------------------------------------------------
 
 
@@ -156,14 +178,14 @@ class Surroundings:
 
 
 class Away:
-    """A leader of which nobody knows."""
+    """A leader of which nothing is known."""
 
     def __init__(self, clock: ManualClock) -> None:
         self._clock = clock
 
     async def run_leader(self, start_version: int) -> None:
         self._clock.advance(121.0)
-        raise NoSuchActor("nobody is called trainer/0")
+        raise NoSuchActor("no actor is called trainer/0")
 
 
 def rein(leader_of: Callable[[ManualClock], Any]) -> tuple[LeaderControl, Surroundings]:
@@ -172,14 +194,11 @@ def rein(leader_of: Callable[[ManualClock], Any]) -> tuple[LeaderControl, Surrou
     return LeaderControl(around, RunState(phase="running"), clock), around
 
 
-async def test_a_gang_that_is_gone_is_not_the_coordinator_s_failure() -> None:
+async def test_a_gang_that_is_gone_is_not_the_coordinator_s_failure_and_one_that_never_answers_is() -> None:
     held, around = rein(Away)
     around.there = ()
     held.start()
     await asyncio.gather(*around.tasks)
-
-
-async def test_a_leader_that_is_there_and_never_answers_is() -> None:
     held, around = rein(Away)
     held.start()
     with pytest.raises(Exception, match="did not answer for"):
@@ -203,7 +222,7 @@ class Deaf:
         self.has_begun = True
 
 
-async def test_a_leader_that_is_to_end_is_told_so_before_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_leader_that_is_to_end_learns_it_before_it_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("myxa.actors.coordinator.rejoin.TELL_AGAIN_S", 0.001)
     held, around = rein(Deaf)
     held._state.stop_reason = "enough"
