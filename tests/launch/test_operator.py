@@ -14,7 +14,6 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.harness.commands import run as run_command
 from tests.launch.conftest import launched
 
 from myxa.core.errors import ConfigError, LaunchError, MyxaError
@@ -270,33 +269,6 @@ def test_logs_are_read_and_followed_over_attempts(lively):
     one.until_serving("rollout/1", attempt=before + 1)
     one.until(lambda: any(f"serves as attempt {before + 1}" in line for line in got), "the new attempt's lines")
     one.until(lambda: roster(client)["rollout/1"]["state"] == "up", "rollout/1 to be up")
-
-
-def test_the_commands(lively, tmp_path: Path):
-    """As a person types them."""
-    one = lively
-
-    def myxa(*words: str) -> tuple[int, str]:
-        done = run_command(*words, "--run", str(one.dir), folder=tmp_path, timeout_s=120)
-        return done.returncode, done.stderr if done.returncode else done.stdout
-
-    before = attempt_of(client_of(one), "rollout/1")
-    assert myxa("scale", "rollout=3", "--wait", "60") == (0, "rollout/2 joins on node 0\ndone\n")
-    assert myxa("drain", "rollout/2", "--wait", "60") == (0, "leaving: rollout/2\ndone\n")
-    assert myxa("restart", "rollout/1", "--wait", "60") == (0, "restarting: rollout/1\ndone\n")
-    assert myxa("kill", "rollout/1", "--signal", "CONT") == (0, "SIGCONT to rollout/1\n")
-    assert f"rollout/1 serves as attempt {before + 1}" in myxa("logs", "rollout/1", "-n", "5")[1]
-    assert "rollout/0: " in myxa("logs", "rollout", "-n", "1")[1], "several are told apart"
-    assert "== rollout/1 (process " in myxa("stack", "rollout/1")[1]
-    code, said = myxa("profile", "rollout/1", "--for", "0.5s")
-    assert code == 0, said
-    assert Path(said.splitlines()[0].removeprefix("rollout/1: ")).exists()
-    assert "descriptors" in myxa("profile", "all", "--facts")[1]
-    code, said = myxa("scale", "rollout=0")
-    assert code == 2, said
-    assert said.startswith("myxa: 0 rollout actors are too few")
-    code, said = myxa("scale", "trainer=2", "--json")
-    assert code == 2, said
 
 
 def test_drain_ends_one_for_good_and_the_last_one_stays(lively):
