@@ -93,9 +93,8 @@ def test_user_code(row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     settings = dict(line.split(" = ", 1) for line in text.splitlines())
     fn = settings["fn"].strip('"')
     fn = fn if fn.startswith("no_such") else f"{tmp_path}/{fn}" if ":" in fn else fn
-    made = RewardSettings(
-        fn=fn, workers=int(settings.get("workers", "0")), timeout_s=float(settings.get("timeout_s", 30))
-    )
+    workers = int(settings.get("workers", "0"))  # only where a row is about them: a process takes a second or two
+    made = RewardSettings(fn=fn, workers=workers, isolate=workers > 0, timeout_s=float(settings.get("timeout_s", 30)))
 
     async def judge() -> None:
         rewarder = Rewarder(made)

@@ -84,14 +84,14 @@ def test_sources_of_prompts(site: Site, capsys: pytest.CaptureFixture[str]) -> N
         assert found and found[0]["severity"] == "error", answer["problems"]
 
 
-@pytest.mark.parametrize("words", [["plan", "run.toml"], ["doctor"]])
-def test_neither_torch_nor_a_socket_is_touched(site: Site, words: list[str]) -> None:
+def test_neither_torch_nor_a_socket_is_touched(site: Site) -> None:
     site.write(RUN)
     code = (
         "import sys\n"
         "sys.modules['zmq'] = None  # an import of it would fail\n"
         "from myxa.launch.cli import main\n"
-        f"main([*{words}, '--json'])\n"
+        "main(['plan', 'run.toml', '--brief'])\n"
+        "main(['doctor'])\n"
         "heavy = [name for name in ('torch', 'transformers', 'sglang', 'megatron.core') if name in sys.modules]\n"
         "sys.exit(f'{heavy}' if heavy else 0)\n"
     )
@@ -99,7 +99,7 @@ def test_neither_torch_nor_a_socket_is_touched(site: Site, words: list[str]) -> 
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=site.folder, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["ok"] or words == ["doctor"], done.stdout
+    assert "no problems" in done.stdout and "to mend" in done.stdout, done.stdout
 
 
 def test_the_commands_are_the_launchers(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
