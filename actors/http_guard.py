@@ -1,4 +1,4 @@
-"""Who may ask one of our HTTP doors for something: an engine, the metrics page, the dashboard. Pure: heads of requests
+"""Who may ask one of our HTTP doors for something: the metrics page, the dashboard. Pure: heads of requests
 in, a refusal or nothing out.
 
 A door listens on the loopback address, which every program and every web page of this machine can reach. Without a key
@@ -12,7 +12,6 @@ from __future__ import annotations
 import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass
-from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 HOSTS = frozenset({"127.0.0.1", "localhost", "[::1]"})
@@ -95,14 +94,6 @@ def elsewhere(head: Head, hosts: frozenset[str] = HOSTS, *, is_visit: bool = Fal
 def same(given: str, wanted: str) -> bool:
     """Whether two secrets are equal; takes as long whichever character differs."""
     return hmac.compare_digest(given.encode("utf-8", "replace"), wanted.encode("utf-8", "replace"))
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens on that address."""
-    try:
-        return ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
 
 
 def host_name(host: str) -> str:

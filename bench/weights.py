@@ -45,6 +45,7 @@ from myxa.core.weight_channel import JoinRequest, SendOrder
 
 SENDER = "trainer/0"
 LIMIT_S = 120.0
+ENGINE_SERVER = Path(__file__).parents[1] / "tests/harness/engine_server.py"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
@@ -86,8 +87,8 @@ def tensors_of(folder: Path, device: str) -> list[tuple[str, torch.Tensor]]:
 
 @contextlib.contextmanager
 def own_server(folder: Path) -> Iterator[str]:
-    """`myxa engine serve` in another process."""
-    command = (sys.executable, "-m", "myxa.launch", "engine", "serve", str(folder), "--port", "0")
+    """The embedded engine behind SGLang's routes, in another process."""
+    command = (sys.executable, str(ENGINE_SERVER), str(folder))
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
         try:
             assert process.stdout is not None

@@ -24,7 +24,7 @@ from .commands.parser import Parser, mistaken_command, mistaken_flag
 
 COMMANDS = (
     run_life.UP, run_life.LAUNCH, run_life.DEMO,
-    offline.PLAN, offline.SCHEMA, offline.DOCTOR, offline.CONVERT, offline.ENGINE,
+    offline.PLAN, offline.SCHEMA, offline.DOCTOR, offline.CONVERT,
     runs.LS, runs.COMPARE, views.PS, views.TOP, views.DASHBOARD_COMMAND, views.WHY,
     *knobs.COMMANDS, *run_life.COMMANDS, *processes.COMMANDS, views.TRACE, views.GRAFANA,
     *data.COMMANDS, views.MEM, views.REPORT, processes.CONTROL, completion.COMPLETION,

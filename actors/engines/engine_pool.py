@@ -43,7 +43,6 @@ from ...core.protocols import (
     ProfilesItself,
     ReportsProgress,
 )
-from ...core.samples import F32, I32
 from ...core.weight_channel import WeightProgress
 
 SPREAD = 1.25
@@ -108,7 +107,6 @@ class PoolServer:
     """See the module's head."""
 
     def __init__(self, name: str, make: Callable[[], PoolMember]) -> None:
-        """`make` builds a client that was not started yet."""
         self.name = name
         self.make = make
         self.client: PoolMember | None = None
@@ -126,31 +124,25 @@ class PoolServer:
             raise ValueError(f"{self.name} cannot go from {self.state.value} to {to.value}")
         self.state = to
 
-    def require(self) -> PoolMember:
-        """Its client. Raises EngineError while it is fenced."""
-        if self.client is None:
-            raise EngineError(f"{self.name} is fenced: {self.reason}", remedy="it comes back with the next version")
-        return self.client
-
     def joined(self, client: PoolMember, info: EngineInfo) -> None:
-        """It answers, through this client."""
         self.client, self.info = client, info
         self.is_fenced.clear()
         self.move(MemberState.JOINING)
 
     def adopted(self, version: int) -> None:
-        """It serves that version."""
         self.move(MemberState.SERVING)
         if self.info is not None:
             self.info = msgspec.structs.replace(self.info, version=version)
 
     def fenced(self, why: str) -> None:
-        """Nothing more for it."""
         self.move(MemberState.FENCED)
         self.client, self.reason = None, why
         self.is_fenced.set()
 
 
+NO_TOKENS = Delta(
+    output_ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32), versions=np.zeros(0, np.int32), finish="length"
+)
 RETRY_S = 5.0
 """Between two attempts to reach a fenced server."""
 _log = logging.getLogger("myxa.pool")
@@ -163,7 +155,7 @@ class _Try:
     server: PoolServer
     client: PoolMember
     """It may be the server's no more, if that was fenced meanwhile."""
-    error: EngineError | None
+    error: EngineError | None = None
 
     @property
     def is_done(self) -> bool:
@@ -254,15 +246,10 @@ class EnginePool:
                 await asyncio.sleep(self._retry_s)
                 await self._join(server)
                 continue
-            try:
-                async with asyncio.TaskGroup() as group:
-                    fenced = group.create_task(server.is_fenced.wait())
-                    lost = group.create_task(self._fence_when_lost(server, client))
-                    await asyncio.wait({fenced, lost}, return_when=asyncio.FIRST_COMPLETED)
-                    fenced.cancel()
-                    lost.cancel()
-            except BaseExceptionGroup as errors:
-                raise errors.exceptions[0] from None
+            async with asyncio.TaskGroup() as group:
+                watch = group.create_task(self._fence_when_lost(server, client))
+                await server.is_fenced.wait()
+                watch.cancel()
 
     async def _fence_when_lost(self, server: PoolServer, client: PoolMember) -> None:
         try:
@@ -271,7 +258,6 @@ class EnginePool:
             self._fence(server, client, err)
 
     async def close(self) -> None:
-        """Close all clients. Never raises."""
         clients = [server.client for server in self._servers if server.client is not None]
         await asyncio.gather(*(client.close() for client in clients), *self._closings)
 
@@ -282,15 +268,15 @@ class EnginePool:
 
         Raises RequestRefused as servers do, EngineError when no server is left or each one failed.
         """
-        made = _Made(request)
+        made, rest = NO_TOKENS.output_ids, request
         failures: list[EngineError] = []
         while len(failures) <= len(self._servers):
             server, client = self._choose(request)
             server.num_running += 1
             try:
-                async with aclosing(_as_generator(client, made.rest())) as deltas:
+                async with aclosing(_as_generator(client, rest)) as deltas:
                     async for delta in deltas:
-                        made.add(delta)
+                        made = np.concatenate([made, delta.output_ids])
                         yield delta
                     return
             except RequestRefused:
@@ -301,15 +287,21 @@ class EnginePool:
                 server.num_running -= 1
             _log.warning("%s: %s goes elsewhere: %s", self._name, request.request_id, failures[-1])
             await self._doubt(server, client, failures[-1])
-            if made.num_left < 1:
-                yield Delta(output_ids=made.none, logprobs=F32_NONE, versions=made.none, finish="length")
+            num_left = request.sampling.max_new_tokens - len(made)
+            if num_left < 1:
+                yield NO_TOKENS
                 return
+            ids = np.concatenate([request.input_ids, made]).astype(np.int32, copy=False)
+            sampling = request.sampling.for_rest(num_done=len(made), limit=num_left)
+            rest = msgspec.structs.replace(request, input_ids=ids, sampling=sampling)
         raise failures[-1]
 
     def _choose(self, request: GenerateRequest) -> tuple[PoolServer, PoolMember]:
         serving = {server.name: server for server in self._require_some()}
         name = self._choice.pick(request.session, {name: server.num_running for name, server in serving.items()})
-        return serving[name], serving[name].require()
+        client = serving[name].client
+        assert client is not None
+        return serving[name], client
 
     async def _doubt(self, server: PoolServer, client: PoolMember, why: EngineError) -> None:
         """A stream broke: the request's fault, or the server's? A server that is well answers with its version."""
@@ -326,36 +318,29 @@ class EnginePool:
         await self._on_all(lambda client: client.abort(request_id))
 
     async def pause(self, mode: PauseMode) -> None:
-        """No server generates until `resume`."""
         await self._on_all(lambda client: client.pause(mode))
 
     async def resume(self) -> None:
-        """Continue on all servers after a pause."""
         await self._on_all(lambda client: client.resume())
 
     async def _on_all(self, act: Callable[[PoolMember], Awaitable[object]]) -> None:
         """On every serving server; those that fail are fenced."""
-        await self._each(self._require_some(), act)
-        self._require_some()
-
-    async def _each(self, servers: list[PoolServer], act: Callable[[PoolMember], Awaitable[object]]) -> None:
-        """On all of them; those on which it failed are fenced."""
-        for one in await self._tried(servers, act):
+        for one in await self._tried(self._require_some(), act):
             if one.error is not None:
                 self._fence(one.server, one.client, one.error)
+        self._require_some()
 
     async def _tried(self, servers: list[PoolServer], act: Callable[[PoolMember], Awaitable[object]]) -> list[_Try]:
-        """Result of `act` for each of them that is not fenced."""
+        """How `act` went on each of them that is not fenced."""
 
         async def one(server: PoolServer, client: PoolMember) -> _Try:
             try:
                 await act(client)
             except EngineError as err:
                 return _Try(server, client, err)
-            return _Try(server, client, None)
+            return _Try(server, client)
 
-        asked = [(server, server.client) for server in servers]
-        return await asyncio.gather(*(one(server, client) for server, client in asked if client is not None))
+        return await asyncio.gather(*(one(server, server.client) for server in servers if server.client is not None))
 
     # -- weights
 
@@ -433,8 +418,7 @@ class EnginePool:
         async def ask(client: PoolMember) -> None:
             found.append(await client.info())
 
-        await self._each(self._require_some(), ask)
-        self._require_some()
+        await self._on_all(ask)
         return EngineInfo(
             kind=found[0].kind,
             vocab_size=found[0].vocab_size,
@@ -448,51 +432,18 @@ class EnginePool:
 
     async def profile(self, duration_s: float) -> tuple[EngineTrace, ...]:
         """Of every server that serves. One that refuses is none the worse for it, and is not fenced."""
+        traces: list[EngineTrace] = []
 
-        async def one(server: PoolServer, client: PoolMember) -> tuple[EngineTrace, ...]:
-            try:
-                return await client.profile(duration_s)
-            except EngineError as err:
-                return (EngineTrace(engine=server.name, refused=str(err)),)
+        async def one(client: PoolMember) -> None:
+            traces.extend(await client.profile(duration_s))
 
-        asked = [(server, server.client) for server in self._require_some()]
-        answers = await asyncio.gather(*(one(server, client) for server, client in asked if client is not None))
-        return tuple(trace for traces in answers for trace in traces)
+        tried = await self._tried(self._require_some(), one)
+        refused = [EngineTrace(engine=t.server.name, refused=str(t.error)) for t in tried if t.error is not None]
+        return (*traces, *refused)
 
     def states(self) -> dict[str, MemberState]:
         """Address -> state."""
         return {server.name: server.state for server in self._servers}
-
-
-F32_NONE: F32 = np.zeros(0, dtype=np.float32)
-
-
-class _Made:
-    """What a request has got so far, from whichever server."""
-
-    none: I32 = np.zeros(0, dtype=np.int32)
-
-    def __init__(self, request: GenerateRequest) -> None:
-        self._request = request
-        self._ids: list[I32] = []
-
-    @property
-    def num_left(self) -> int:
-        """Tokens that may still be generated."""
-        return self._request.sampling.max_new_tokens - sum(len(ids) for ids in self._ids)
-
-    def add(self, delta: Delta) -> None:
-        """Tokens were handed on."""
-        self._ids.append(delta.output_ids)
-
-    def rest(self) -> GenerateRequest:
-        """The request for what is missing."""
-        if not self._ids:
-            return self._request
-        ids = np.concatenate([self._request.input_ids, *self._ids]).astype(np.int32, copy=False)
-        num_done = self._request.sampling.max_new_tokens - self.num_left
-        sampling = self._request.sampling.for_rest(num_done=num_done, limit=self.num_left)
-        return msgspec.structs.replace(self._request, input_ids=ids, sampling=sampling)
 
 
 async def _as_generator(client: PoolMember, request: GenerateRequest) -> AsyncGenerator[Delta, None]:

@@ -76,8 +76,8 @@ class Server:
         return [*command, *self.extra]
 
     def _embedded(self, port: int) -> list[str]:
-        command = (sys.executable, "-m", "myxa.launch", "engine", "serve", str(self.folder))
-        return [*command, "--host", "127.0.0.1", "--port", str(port)]
+        program = Path(__file__).parents[2] / "tests/harness/engine_server.py"
+        return [sys.executable, str(program), str(self.folder), "--port", str(port)]
 
     def wait(self, limit_s: float = START_S) -> str:
         """Until it is well; its address. Raises ServerDiedError."""

@@ -1,10 +1,9 @@
-"""Commands that need no run: `plan`, `schema`, `doctor`, `convert`, `engine serve`."""
+"""Commands that need no run: `plan`, `schema`, `doctor`, `convert`."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
 from dataclasses import asdict
@@ -12,15 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import ConfigError
-from ...core.files import read_regular
-from ...transport.descriptors import raise_limit
 from .output import show
 from .parser import Command, Parser, add_json_flag
 
 if TYPE_CHECKING:
     from rich.text import Text
-
-    from ...actors.engines.http_server import ServedEngine
 
 
 def _add_plan(plan: Parser) -> None:
@@ -151,66 +146,6 @@ def _model_of_run(checkpoint: Path) -> Path:
     )
 
 
-MAX_KEY_BYTES = 4096
-
-
-def _add_serve(serve: Parser) -> None:
-    serve.add_argument("folder", type=Path, metavar="DIR", help="HuggingFace model folder")
-    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
-    serve.add_argument("--port", type=port, default=30000, help="port to listen on, 0 = any (%(default)s)")
-    serve.add_argument("--key-env", default="", metavar="NAME", help="variable that holds the key to ask for")
-    serve.add_argument("--key-file", type=Path, metavar="FILE", help="file that holds the key to ask for")
-
-
-def port(text: str) -> int:
-    """A port; 0 means any free one."""
-    value = int(text)
-    if not 0 <= value < 65536:
-        raise argparse.ArgumentTypeError(f"{text} is not a port: ports are 0 to 65535")
-    return value
-
-
-def read_key(options: argparse.Namespace) -> str:
-    """The key to ask for; empty: none. It is no flag, since command lines can be read by other users.
-
-    Raises ConfigError for a variable or a file that holds none.
-    """
-    if options.key_env and options.key_file:
-        raise ConfigError("--key-env and --key-file were both given", remedy="leave one of them out")
-    if options.key_env:
-        place, text = f"--key-env: the variable {options.key_env}", os.environ.get(options.key_env, "")
-    elif options.key_file:
-        place = f"--key-file: {options.key_file}"
-        try:
-            text = read_regular(options.key_file, MAX_KEY_BYTES).decode()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{place} cannot be read: {error}", remedy="name a file with one key in it") from error
-    else:
-        return ""
-    key = text.strip()
-    if not key or not key.isascii() or not key.isprintable() or " " in key:
-        why = "holds no key" if not key else "holds something else than one key of ASCII characters without spaces"
-        raise ConfigError(f"{place} {why}", remedy="make one: openssl rand -hex 32")
-    return key
-
-
-def _engine_serve(options: argparse.Namespace) -> int:
-    import asyncio
-
-    from ..host import check_port
-
-    key = read_key(options)
-    raise_limit()
-    check_port("--port", options.host, options.port, "choose another one, or 0 for any free one")
-    from ...actors.engines.http_server import serve_engine  # the engine needs torch
-
-    def ready(served: ServedEngine) -> None:
-        print(f"serving {options.folder} at {served.url}", flush=True)
-
-    asyncio.run(serve_engine(options.folder, options.host, options.port, key=key, on_ready=ready))
-    return 0
-
-
 PLAN = Command(
     "plan", "what a run file comes to, and all that is wrong with it; starts nothing", _plan, _add_plan,
     "Placement, memory of each device, batch, staleness, disk, commands: without a GPU, without starting anything. "
@@ -227,5 +162,3 @@ CONVERT = Command(
     "Write the weights of a checkpoint, of either trainer and any layout, as a HuggingFace folder. Needs no GPU and no "
     "megatron-core. (Trainers load HuggingFace folders by themselves.)",
 )  # fmt: skip
-SERVE = Command("serve", "serve a model folder over HTTP, with SGLang's routes", _engine_serve, _add_serve)
-ENGINE = Command("engine", "rollout engines by themselves", _engine_serve, _add_serve, parts=(SERVE,))

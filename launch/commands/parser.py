@@ -35,6 +35,7 @@ FORMER: Mapping[str, str] = {
     "apply": "`myxa set NAME=VALUE NAME=VALUE` changes several knobs, all or none",
     "config": "`myxa get --toml` prints what differs from the run file",
     "suggest": "`myxa why` names the knob to turn",
+    "engine": "start a server of your own: `python -m sglang.launch_server`; the demo's model runs in the actor itself",
     "watch": "`myxa top` shows the run; `tail -F RUN/metrics.jsonl`, events.jsonl or audit.jsonl follows its files",
 }
 """Commands that are gone -> what to do instead."""

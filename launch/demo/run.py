@@ -95,7 +95,6 @@ def prepare(folder: Path, seed: int) -> None:
 
 _NEXT_STEPS = (
     "myxa up {folder}/rl.toml --set async.max_staleness=0     the same without asynchrony: watch the trainer wait",
-    "myxa engine serve {folder}/sft/export --port 0           the warm model behind SGLang's HTTP routes",
     "docs/tutorial.md                                         your dataset, your reward, your run file",
 )
 

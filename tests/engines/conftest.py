@@ -12,7 +12,7 @@ import torch
 from tests.engines.contract import VOCAB, Result
 from tests.engines.contract_subjects import Scores
 
-from myxa.actors.engines.embedded.core import CoreOptions, EngineCore
+from myxa.actors.engines.embedded.core import EmbeddedOptions, EngineCore
 from myxa.actors.engines.embedded.weights import DTYPES, DecoderWeights
 from myxa.actors.models.hf_folder import open_weights, read_config, read_eos_token_ids, write_folder
 from myxa.actors.models.model_config import parse_model_config
@@ -93,10 +93,14 @@ def load() -> Callable[..., DecoderWeights]:
 @pytest.fixture(scope="session")
 def make_core(load: Callable[..., DecoderWeights]) -> Callable[..., EngineCore]:
     def core(folder: Path, num_slots: int = 16, dtype: str = "float32", **options: Any) -> EngineCore:
-        facts = {"context_length": CONTEXT, "eos_token_ids": frozenset(read_eos_token_ids(folder))}
+        facts = {
+            name: options.pop(name, value)
+            for name, value in (("eos_token_ids", frozenset(read_eos_token_ids(folder))), ("decode", None))
+        }
         return EngineCore(
-            read_config(folder), load(folder, dtype), CoreOptions(num_slots=num_slots, **(facts | options))
-        )
+            read_config(folder), load(folder, dtype), EmbeddedOptions(**options), num_slots=num_slots,
+            context_length=CONTEXT, **facts,
+        )  # fmt: skip
 
     return core
 

@@ -14,9 +14,9 @@ import torch
 from tests.engines.contract import CONTEXT, MAX_RUNNING, SCENARIOS, VOCAB, Scenario, Scoring, Subject
 from tests.engines.recording import Places, read_recording
 from tests.engines.replay import replaying
+from tests.harness.engine_server import serve
 
 from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
-from myxa.actors.engines.http_server import serve
 from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
 from myxa.actors.models.hf_folder import open_weights, read_config
 from myxa.actors.models.tiny import make_tiny_model

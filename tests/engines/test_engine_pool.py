@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from aiohttp import ClientSession, web
 from tests.engines.contract import Result, ask, collect, later
+from tests.harness.engine_server import ServedEngine, serve
 from tests.harness.fake_sglang import serving
 from tests.harness.manifests import manifest_of
 from tests.harness.waiting import until
@@ -21,7 +22,6 @@ from tests.harness.waiting import until
 from myxa.actors.engines import engine_pool
 from myxa.actors.engines.embedded.engine import EmbeddedOptions
 from myxa.actors.engines.engine_pool import SLACK, SPREAD, Choice, EnginePool, MemberState
-from myxa.actors.engines.http_server import ServedEngine, serve
 from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
 from myxa.core.errors import EngineError, RequestRefused, WeightsRefused
 from myxa.core.messages import WeightManifest

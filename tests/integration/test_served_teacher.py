@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.harness.commands import run as run_command
+from tests.harness.engine_server import scores, serve
 from tests.harness.run_job import Job, audit, metrics
 from tests.harness.waiting import wait_until
 
 from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
-from myxa.actors.engines.http_server import ServedEngine, serve_engine
 from myxa.actors.ledger.resume import entries_in
 from myxa.actors.ledger.states import State, decode_group
 from myxa.actors.models.tiny import make_tiny_model
@@ -30,13 +30,15 @@ NUM_STEPS = 6
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
     """The address of a server of that model, on a loop of its own."""
-    loop, ready, found = asyncio.new_event_loop(), threading.Event(), list[ServedEngine]()
+    loop, ready, found = asyncio.new_event_loop(), threading.Event(), list[str]()
 
-    def on_ready(here: ServedEngine) -> None:
-        found.append(here)
-        ready.set()
+    async def be_there() -> None:
+        async with serve(folder, options=EmbeddedOptions(max_running=4)) as here:
+            found.append(here.url)
+            ready.set()
+            await asyncio.Event().wait()
 
-    serving = loop.create_task(serve_engine(folder, options=EmbeddedOptions(max_running=4), on_ready=on_ready))
+    serving = loop.create_task(be_there())
 
     def work() -> None:
         try:
@@ -50,7 +52,7 @@ def served(folder: Path) -> Iterator[str]:
     thread.start()
     try:
         assert ready.wait(60), "the server did not come up"
-        yield found[0].url
+        yield found[0]
     finally:
         loop.call_soon_threadsafe(serving.cancel)
         thread.join(30)
@@ -64,7 +66,7 @@ async def judged(folder: Path, groups: list[Group]) -> float:
         for sample in (one for group in groups for one in group.samples):
             assert sample.reference_logprobs is not None
             ids = np.concatenate([sample.prompt_ids, sample.response_ids])
-            exact = (await engine.score("one", ids, len(sample.prompt_ids))).logprobs
+            exact = await scores(engine, ids, len(sample.prompt_ids))
             worst = max(worst, float(np.abs(exact - sample.reference_logprobs).max()))
     finally:
         await engine.close()

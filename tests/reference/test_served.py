@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from aiohttp import web
 from msgspec.structs import replace
+from tests.harness.engine_server import serve
 from tests.reference.teachers import PROMPT, Letters, expected, made, only_once_known, out_of_order, teacher
 
 from myxa.actors.backends.rank_backend import RankSettings
 from myxa.actors.backends.torch_backend.backend import TorchBackend
 from myxa.actors.engines.embedded.engine import EmbeddedOptions
-from myxa.actors.engines.http_server import serve
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.actors.reference.served import ServedReference

@@ -198,7 +198,7 @@ class HurtSenders:
 
 
 class ServerEngine(LabEngine):
-    """`myxa engine serve` and SGLang's client: takes broadcasts."""
+    """An engine server and SGLang's client: takes broadcasts."""
 
     def __init__(self, server: Server, sender: Callable[[], SenderProcess], name: str) -> None:
         self.pid = server.process.pid

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from tests.harness import engine_server
 from tests.harness.commands import Command
 from tests.harness.programs import Program, start_program
 from tests.weights import fingerprint
@@ -27,13 +28,14 @@ from myxa.core.process import boot_id
 from myxa.core.protocols import WeightSenders
 from myxa.core.weight_channel import JoinOffer, PlanReply, SampleReply, SendReport
 
+ENGINE_SERVER = Path(engine_server.__file__)
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 VOCAB, CONTEXT = 320, 128
 
 
 @dataclass
 class Server:
-    """`myxa engine serve` in a process of its own."""
+    """`tests/harness/engine_server.py` in a process of its own."""
 
     process: subprocess.Popen[str]
     url: str
@@ -47,8 +49,8 @@ class Server:
 @contextmanager
 def serving(folder: Path, port: int = 0) -> Iterator[Server]:
     """A server of a model folder; it is dead afterwards."""
-    words = ("engine", "serve", str(folder), "--port", str(port))
-    with Command(words, folder, is_merged=False, env=ENVIRONMENT) as process:
+    words = (str(folder), "--port", str(port))
+    with Command(words, folder, is_merged=False, env=ENVIRONMENT, program=ENGINE_SERVER) as process:
         try:
             assert process.stdout is not None
             line = process.stdout.readline()

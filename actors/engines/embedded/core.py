@@ -3,78 +3,78 @@
 Synchronous and single-threaded: the owner calls `step` and takes the events. There are no threads, no asyncio and no
 clock here.
 
-    submit -> waiting -> row -> ... -> end delta
-                ^- retract -|
+    submit -> waiting -> admit (a row) -> forward -> draw -> ... -> end
+                ^------------- retract ---------------|
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
-from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ....core.errors import EngineError, ModelError, RequestRefused
-from ....core.messages import SamplingParams
 from ....core.protocols import Delta, GenerateRequest, PauseMode
 from ....core.samples import I32, FinishReason
 from ....core.sampling import Decode
 from ...models.model_config import ModelConfig
 from .attention import Attention, DecodeAttention, MixedAttention, PrefillAttention, SlotCache, TileAttention
-from .model import Decoder, score
-from .request import Running, Scoring, check_request, check_scoring, make_running
-from .sampler import TILE, draw, draw_tiles, penalise, stream_state
+from .model import Decoder
+from .request import Running, check_request, make_running
+from .sampler import TILE, draw, draw_tiles, penalise, stream_state, uniforms
 from .slots import AdmissionPlan, SlotTable, plan_admission, take_waiting
 from .tensors import Allocate, Index, as_tensor
 from .weights import DecoderWeights
 
 PREFILL_TOKENS = 4096
 """Prompt tokens per step at most (one prompt at least), so that a flood of prompts does not starve running rows."""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestEvent:
-    """A message for the owner of a request: new tokens, or the error that ended it."""
-
-    owner: object
-    news: Delta | EngineError
-
-
-@dataclass(frozen=True, slots=True)
-class CoreOptions:
-    """Sizes and habits."""
-
-    num_slots: int
-    context_length: int
-    eos_token_ids: frozenset[int]
-    seed: int = 0
-    version: int = 0
-    stream_interval: int = 16
-    """Steps between two deltas of a request; its last delta comes at once. 0: one delta, at the end."""
-    is_invariant: bool = False
-    """Logits of a sequence are the same to the bit whatever shares its batch, and whether a token was prefilled or
-    decoded."""
-    name: str = "embedded engine"
-    decode: Decode | None = None
-    """Text of token ids, special tokens kept; None: stop strings are refused."""
-
-
 _log = logging.getLogger("myxa.embedded")
 
 
-def _everything(request: Running | Scoring) -> bool:
+class RequestEvent(NamedTuple):
+    """For the owner of a request: new tokens, or the error that ended it."""
+
+    owner: Any
+    news: Delta | EngineError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddedOptions:
+    """Settings of an embedded engine."""
+
+    max_running: int = 256
+    """Sequences decoded together; fewer if memory demands it."""
+    context_length: int = 0
+    """Longest prompt plus answer in tokens; 0: the model's own."""
+    dtype: str = "float32"
+    """float32 agrees with the trainer to 1e-5 per log-prob; bfloat16 halves the memory and does not."""
+    seed: int = 0
+    """Of the requests that bring none."""
+    version: int = 0
+    """Weight version that the folder holds."""
+    pause_mode: PauseMode = "in_place"
+    """What a commit does to running requests: in_place keeps their cache, retract rebuilds it under the new weights,
+    abort ends them."""
+    stream_interval: int = 16
+    """Steps between two deltas of a request; its last delta comes at once. 0: one delta, at the end."""
+    num_threads: int = 1
+    """Of torch. More than one pays on idle cores only: its barriers spin."""
+    memory_share: float = 0.6
+    """Part of the host's available memory to plan with; divide it by the number of engines on the host."""
+    is_invariant: bool = False
+    """Tokens and log-probs of a request depend on its tokens, its seed and the weights alone, to the bit: whatever
+    shares its batch, and wherever it was continued. Slower: docs/benchmarks.md."""
+    name: str = "embedded engine"
+
+
+def _everything(request: Running) -> bool:
     return True
-
-
-def _raise_if_meant_for_all(err: BaseException) -> None:
-    """A library's panic is no Exception, and ends one request like any other failure."""
-    if isinstance(err, KeyboardInterrupt | SystemExit):
-        raise err
 
 
 def _no_text(ids: Sequence[int]) -> str:
@@ -90,21 +90,34 @@ class EngineCore:
     """The engine without its thread."""
 
     def __init__(
-        self, config: ModelConfig, weights: DecoderWeights, options: CoreOptions, allocate: Allocate | None = None
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        options: EmbeddedOptions,
+        *,
+        num_slots: int,
+        context_length: int,
+        eos_token_ids: frozenset[int],
+        decode: Decode | None = None,
+        allocate: Allocate | None = None,
     ) -> None:
-        """`allocate`: of the cache."""
+        """`decode`: text of token ids, special tokens kept; None refuses stop strings. `allocate`: of the cache."""
         self._config = config
-        self._weights = weights
+        self.weights = weights
         self._options = options
-        self._decoder = Decoder(config, options.context_length)
-        self._cache = SlotCache(config, options.num_slots, options.context_length, weights.dtype, allocate)
-        self._slots = SlotTable(self._cache, options.num_slots, options.context_length, config.vocab_size)
+        self._context_length = context_length
+        self._eos_token_ids = eos_token_ids
+        self._decode = decode
+        self.decoder = Decoder(config, context_length)
+        self._cache = SlotCache(config, num_slots, context_length, weights.dtype, allocate)
+        self._slots = SlotTable(self._cache, num_slots, context_length)
         self._waiting: deque[Running] = deque()
-        self._scoring: deque[Scoring] = deque()
         self._ids: set[str] = set()
         self._events: list[RequestEvent] = []
         self._random = Random(options.seed)
         self._steps_untold = 0
+        self._has_failed = False
+        """The last step did."""
         self.version = options.version
         self.is_paused = False
         if options.is_invariant:
@@ -120,12 +133,12 @@ class EngineCore:
     @property
     def num_waiting(self) -> int:
         """Requests without a row."""
-        return len(self._waiting) + len(self._scoring)
+        return len(self._waiting)
 
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
-        return not self.is_paused and bool(self._slots.rows or self._waiting or self._scoring)
+        return not self.is_paused and bool(self._slots.rows or self._waiting)
 
     def take_events(self) -> list[RequestEvent]:
         """What happened since the last call, in order."""
@@ -136,108 +149,61 @@ class EngineCore:
 
     def submit(self, request: GenerateRequest, owner: object) -> None:
         """Queue a request; its events carry `owner`. One that cannot be served gets RequestRefused as only event."""
+        name = self._options.name
         try:
             self._check(request)
             seed = request.sampling.seed
             state = stream_state(self._random.getrandbits(64) if seed is None else seed)
-            decode = self._options.decode or _no_text
-            running = make_running(request, owner, self._options.eos_token_ids, state, decode)
+            running = make_running(request, owner, self._eos_token_ids, state, self._decode or _no_text)
+        except EngineError as err:
+            self._events.append(RequestEvent(owner, err))
         except Exception as err:  # noqa: BLE001 -- whatever is wrong with it, its owner waits for an answer
-            self._events.append(RequestEvent(owner, self._refusal(request.request_id, err)))
-            return
-        self._ids.add(request.request_id)
-        self._waiting.append(running)
-
-    def _refusal(self, request_id: str, err: Exception) -> EngineError:
-        if isinstance(err, EngineError):
-            return err
-        refused = RequestRefused(
-            f"{self._options.name}: request {str(request_id)[:80]!r} cannot be read: {type(err).__name__}: {err}",
-            remedy="send the types that the protocol names",
-        )
-        refused.__cause__ = err
-        return refused
+            refused = RequestRefused(
+                f"{name}: request {str(request.request_id)[:80]!r} cannot be read: {type(err).__name__}: {err}",
+                remedy="send the types that the protocol names",
+            )
+            refused.__cause__ = err
+            self._events.append(RequestEvent(owner, refused))
+        else:
+            self._ids.add(request.request_id)
+            self._waiting.append(running)
 
     def _check(self, request: GenerateRequest) -> None:
-        check_request(
-            request,
-            vocab_size=self._config.vocab_size,
-            context_length=self._options.context_length,
-            place=self._options.name,
-        )
-        if request.sampling.stop and self._options.decode is None:
+        name = self._options.name
+        check_request(request, vocab_size=self._config.vocab_size, context_length=self._context_length, place=name)
+        if request.sampling.stop and self._decode is None:
             raise RequestRefused(
-                f"{self._options.name}: request {request.request_id!r} has stop strings, and there is no tokenizer",
+                f"{name}: request {request.request_id!r} has stop strings, and there is no tokenizer",
                 remedy="use stop_token_ids",
             )
-        self._check_is_new(request.request_id)
-
-    def submit_scoring(self, scoring: Scoring) -> None:
-        """Queue tokens to be scored: one delta brings them with their log-probs, as if they had been drawn now."""
-        try:
-            check_scoring(
-                scoring,
-                vocab_size=self._config.vocab_size,
-                context_length=self._options.context_length,
-                place=self._options.name,
-            )
-            self._check_is_new(scoring.request_id)
-        except Exception as err:  # noqa: BLE001 -- as above
-            self._events.append(RequestEvent(scoring.owner, self._refusal(scoring.request_id, err)))
-            return
-        self._ids.add(scoring.request_id)
-        self._scoring.append(scoring)
-
-    def _check_is_new(self, request_id: str) -> None:
-        if request_id in self._ids:
+        if request.request_id in self._ids:
             raise RequestRefused(
-                f"{self._options.name}: request {request_id!r} is running already",
+                f"{name}: request {request.request_id!r} is running already",
                 remedy="give every request its own id, or abort the first",
             )
 
-    def abort(self, is_meant: Callable[[Running | Scoring], bool] = _everything) -> None:
+    def abort(self, is_meant: Callable[[Running], bool] = _everything) -> None:
         """End the requests that are meant (all); their last delta says "abort" and holds what was not sent yet."""
         for row in reversed(range(len(self._slots))):
             if is_meant(self._slots.rows[row]):
                 self._end(row, "abort")
-        waiting, self._waiting = self._waiting, deque()
-        for request in waiting:
-            if is_meant(request):
-                self._forget(request, _NOTHING)
-            else:
-                self._waiting.append(request)
-        scoring, self._scoring = self._scoring, deque()
-        for one in scoring:
-            if is_meant(one):
-                self._forget(one, _NOTHING)
-            else:
-                self._scoring.append(one)
+        for one in [one for one in self._waiting if is_meant(one)]:
+            self._waiting.remove(one)
+            self._forget(one, _NOTHING)
 
     def pause(self, mode: PauseMode) -> None:
-        """Generate nothing until `resume`; what becomes of running requests is in the table below."""
+        """Generate nothing until `resume`. abort: all requests end; retract: rows wait again and are prefilled again;
+        in_place: rows keep their cache."""
         self.is_paused = True
-        _WHEN_PAUSED[mode](self)
+        {"abort": self.abort, "retract": self.retract, "in_place": self.tell}[mode]()
 
     def resume(self) -> None:
-        """Continue after a pause."""
         self.is_paused = False
 
     def retract(self) -> None:
-        self._waiting.extendleft(self._retracted())
-
-    def _retracted(self) -> list[Running]:
-        """All running requests, the last first; they have no row any more."""
+        """Running requests wait again, before the others, with the tokens that they have."""
         self.tell()
-        return [self._slots.retract(row) for row in reversed(range(len(self._slots)))]
-
-    def relabel(self, version: int) -> None:
-        """Stamp the next tokens with another version, weights unchanged."""
-        self.version = version
-
-    @property
-    def weights(self) -> DecoderWeights:
-        """Those that serve now."""
-        return self._weights
+        self._waiting.extendleft([self._slots.retract(row) for row in reversed(range(len(self._slots)))])
 
     def swap(self, weights: DecoderWeights, version: int, mode: PauseMode) -> DecoderWeights:
         """Serve other weights from the next token on; returns the old ones. `mode` is as in `pause`."""
@@ -245,7 +211,7 @@ class EngineCore:
         self.pause(mode)
         self.is_paused = was_paused
         self.tell()
-        old, self._weights = self._weights, weights
+        old, self.weights = self.weights, weights
         self.version = version
         return old
 
@@ -253,24 +219,26 @@ class EngineCore:
 
     @torch.inference_mode()
     def step(self) -> int:
-        """One token for every row, rows of requests that join in this step included, and one sequence scored. Returns
-        how many tokens were drawn. Where it fails, the requests that make it fail end with EngineError; raises what
-        nothing can be computed with any more."""
+        """One token for every row, rows of requests that join in this step included; returns how many were drawn. A
+        step that fails once (a moment without memory) is repeated from the tokens that there are; raises when the next
+        one fails too."""
         if self.is_paused:
             return 0
-        if self._scoring:
-            self._score(self._scoring.popleft())
         new = take_waiting(self._waiting, self._slots.num_free, PREFILL_TOKENS)
         if not (new or self._slots.rows):
             return 0
-        marks = self._slots.marks()
         try:
-            return self._advance(new)
-        except BaseException as err:  # noqa: BLE001 -- found out below whose it is
-            _raise_if_meant_for_all(err)
-            self._slots.go_back(marks)
-            self._part(new, err)
+            num_drawn = self._advance(new)
+        except Exception as err:
+            self._waiting.extendleft(one for one in reversed(new) if one not in self._slots.rows)
+            self.retract()
+            if self._has_failed:
+                raise
+            _log.error("%s: a step failed, and is repeated", self._options.name, exc_info=err)
+            self._has_failed = True
             return 0
+        self._has_failed = False
+        return num_drawn
 
     def _advance(self, new: Sequence[Running]) -> int:
         admission = plan_admission(new, len(self._slots))
@@ -285,39 +253,7 @@ class EngineCore:
             self.tell()
         return num_drawn
 
-    def _part(self, new: Sequence[Running], err: BaseException) -> None:
-        """After a step that failed: each request takes a step alone, and those that fail again end. Raises `err` if the
-        model cannot compute a token that the engine made up either."""
-        asked = self._retracted()[::-1]
-        asked += [one for one in new if all(one is not other for other in asked)]
-        sound: list[Running] = []
-        for one in asked:
-            try:
-                self._advance([one])
-            except BaseException as again:  # noqa: BLE001 -- this request's
-                _raise_if_meant_for_all(again)
-                self._slots.clear()
-                self._forget(one, self._step_failed(one, again))
-            else:
-                sound += self._retracted()
-        self._waiting.extendleft(reversed(sound))
-        if len(sound) < len(asked) and not self._can_step():
-            raise err
-
-    def _can_step(self) -> bool:
-        """Whether a request of the engine's own, beside which there is none, gets a token."""
-        num_events = len(self._events)
-        request = GenerateRequest(request_id="\0", input_ids=np.zeros(1, np.int32), sampling=SamplingParams())
-        try:
-            self._advance([make_running(request, None, frozenset(), 0, _no_text)])
-        except Exception:  # noqa: BLE001 -- the caller reports the error that led here
-            return False
-        finally:
-            self._slots.clear()
-            del self._events[num_events:]
-        return True
-
-    def _step_failed(self, request: Running | Scoring, err: BaseException) -> EngineError:
+    def _request_failed(self, request: Running, err: BaseException) -> EngineError:
         _log.error("%s: request %r failed", self._options.name, request.request_id, exc_info=err)
         error = EngineError(
             f"{self._options.name}: request {request.request_id!r} failed in a step: {type(err).__name__}: {err}",
@@ -335,15 +271,15 @@ class EngineCore:
         attentions: list[Attention] = []
         wanted = None
         if count:
-            attentions.append(DecodeAttention(self._cache, positions, self._weights.dtype, self._config.num_kv_heads))
-        if admission.requests:
+            attentions.append(DecodeAttention(self._cache, positions, self.weights.dtype, self._config.num_kv_heads))
+        if admission.rows:
             prefill = PrefillAttention(self._cache, admission.rows, admission.lengths)
             attentions.append(prefill)
             ids = np.concatenate([ids, *admission.contexts]).astype(np.int64)
             positions = np.concatenate([positions, prefill.positions])
             wanted = as_tensor(np.concatenate([np.arange(count), count + admission.lasts]))
         attention = attentions[0] if len(attentions) == 1 else MixedAttention(*attentions, num_first=count)
-        return self._decoder.forward(self._weights, as_tensor(ids), as_tensor(positions), attention, wanted)
+        return self.decoder.forward(self.weights, as_tensor(ids), as_tensor(positions), attention, wanted)
 
     def _forward_tiles(self, admission: AdmissionPlan) -> torch.Tensor:
         """The same, tile by tile: a running row shares its tile with its neighbours, or with slots that are free."""
@@ -356,14 +292,14 @@ class EngineCore:
             slots_ids, slots_at = np.zeros(TILE, dtype=np.int64), np.zeros(TILE, dtype=np.int64)
             slots_ids[taken], slots_at[taken] = ids[slots[taken]], positions[slots[taken]]
             hidden = self._hidden_tile(slots_ids, slots, slots_at)
-            found.append(self._decoder.logits(self._weights, hidden)[: count - start])
-        if admission.requests:
+            found.append(self.decoder.logits(self.weights, hidden)[: count - start])
+        if admission.rows:
             hidden = self._prefill_tiles(admission)[as_tensor(admission.lasts)]
             for start in range(0, len(hidden), TILE):
                 part = hidden[start : start + TILE]
                 tile = torch.zeros(TILE, hidden.shape[1], dtype=hidden.dtype)
                 tile[: len(part)] = part
-                found.append(self._decoder.logits(self._weights, tile)[: len(part)])
+                found.append(self.decoder.logits(self.weights, tile)[: len(part)])
         return torch.cat(found)
 
     def _prefill_tiles(self, admission: AdmissionPlan) -> torch.Tensor:
@@ -377,15 +313,15 @@ class EngineCore:
         return torch.cat([self._hidden_tile(ids[tile], rows[tile], positions[tile]) for tile in tiles])
 
     def _hidden_tile(self, ids: Index, rows: Index, positions: Index) -> torch.Tensor:
-        attention = TileAttention(self._cache, rows, positions, self._weights.dtype, self._config.num_kv_heads)
-        return self._decoder.hidden(self._weights, as_tensor(ids), as_tensor(positions), attention)
+        attention = TileAttention(self._cache, rows, positions, self.weights.dtype, self._config.num_kv_heads)
+        return self.decoder.hidden(self.weights, as_tensor(ids), as_tensor(positions), attention)
 
     @torch.inference_mode()
     def _check_invariance(self) -> None:
         """Raise EngineError where a row's place in a tile changes its result, as a library of matrix products might."""
         ids, rows = np.zeros(TILE, dtype=np.int64), np.zeros(TILE, dtype=np.int64)
         hidden = self._hidden_tile(ids, rows, rows)
-        logits = self._decoder.logits(self._weights, hidden)
+        logits = self.decoder.logits(self.weights, hidden)
         if not (torch.equal(logits, logits[:1].expand_as(logits)) or logits.isnan().any()):
             raise EngineError(
                 f"{self._options.name}: this machine's matrix products depend on a row's place in its batch, so no run "
@@ -396,54 +332,47 @@ class EngineCore:
     @torch.inference_mode()
     def check_logits(self) -> None:
         """Raise ModelError where finite weights overflow in the forward pass: no prompt could be answered."""
-        if not np.isfinite(score(self._decoder, self._weights, np.zeros(2, dtype=np.int32), 1)).all():
+        first = torch.zeros(1, dtype=torch.int64)
+        attention = PrefillAttention(self._cache, [0], [1])
+        if not self.decoder.forward(self.weights, first, first, attention).isfinite().all():
             raise ModelError(
                 f"{self._options.name}: the logits of the model folder's weights are not finite for token 0",
                 remedy="the weights overflow in this dtype: use another engine.dtype, or an earlier checkpoint",
             )
 
-    def _score(self, scoring: Scoring) -> None:
-        try:
-            logprobs = score(self._decoder, self._weights, scoring.ids, scoring.first)
-        except Exception as err:  # noqa: BLE001 -- it is this sequence's
-            self._forget(scoring, self._step_failed(scoring, err))
-            return
-        news: Delta | EngineError = Delta(
-            output_ids=scoring.ids[scoring.first :],
-            logprobs=logprobs,
-            versions=np.full(len(logprobs), self.version, dtype=np.int32),
-            finish="length",
-        )
-        if not np.isfinite(logprobs).all():
-            news = self._not_finite(scoring.request_id, len(scoring.ids))
-        self._forget(scoring, news)
-
     def _draw(self, logits: torch.Tensor) -> None:
         """Draw and record a token for every row; end the rows that are done."""
-        penalise(logits, self._slots.penalised())
-        drawn = (draw_tiles if self._options.is_invariant else draw)(logits, self._slots.sampling())
-        stopped, ended = self._slots.append(drawn.ids, drawn.logprobs, self.version)
-        ended |= ~drawn.is_finite
-        if not ended.any():
-            return
+        slots = self._slots
+        for row in slots.penalised():
+            penalise(logits[row], slots.rows[row].sampling, slots.answer(row), slots.rows[row].end_ids)
+        records = slots.records
+        numbers = uniforms(records["state"], records["length"])
+        drawn = (draw_tiles if self._options.is_invariant else draw)(logits, records, numbers)
+        stopped, ended = slots.append(drawn.ids, drawn.logprobs, self.version)
+        failed: dict[int, EngineError] = {}
+        for row in slots.with_stop_strings():
+            try:
+                stopped[row] |= slots.matched_text(row) != ""
+            except BaseException as err:
+                if isinstance(err, KeyboardInterrupt | SystemExit):
+                    raise
+                failed[row] = self._request_failed(slots.rows[row], err)
+        for row in np.flatnonzero(~drawn.is_finite).tolist():
+            failed[row] = self._not_finite(slots.rows[row].request_id, int(records["length"][row]) - 1)
+        ended |= stopped
+        ended[list(failed)] = True
         for row in reversed(np.flatnonzero(ended).tolist()):
-            if drawn.is_finite[row]:
-                self._end(row, "stop" if stopped[row] else "length")
+            if row in failed:
+                self._cache.clear_row(row)  # NaN would linger
+                self._forget(slots.remove(row), failed[row])
             else:
-                self._fail(row)
+                self._end(row, "stop" if stopped[row] else "length")
 
     # -- endings and news
 
     def _end(self, row: int, finish: FinishReason) -> None:
-        news = self._slots.news(row, finish)
+        news = self._slots.news(row, finish) or _NOTHING
         self._forget(self._slots.remove(row), news)
-
-    def _fail(self, row: int) -> None:
-        """End a row whose logits are NaN or infinite, and wipe what it left in the cache."""
-        request = self._slots.rows[row]
-        error = self._not_finite(request.request_id, int(self._slots.lengths[row]) - 1)
-        self._cache.clear_row(row)
-        self._forget(self._slots.remove(row), error)
 
     def _not_finite(self, request_id: str, num_tokens: int) -> EngineError:
         return EngineError(
@@ -452,7 +381,7 @@ class EngineCore:
             remedy="the weights hold NaN or overflow: look at the trainer's gradient norm, lower the learning rate",
         )
 
-    def _forget(self, request: Running | Scoring, news: Delta | EngineError) -> None:
+    def _forget(self, request: Running, news: Delta | EngineError) -> None:
         self._ids.discard(request.request_id)
         self._events.append(RequestEvent(request.owner, news))
 
@@ -460,15 +389,5 @@ class EngineCore:
         """Hand out all tokens that were not."""
         self._steps_untold = 0
         for row, request in enumerate(self._slots.rows):
-            if self._slots.has_news(row):
-                self._events.append(RequestEvent(request.owner, self._slots.news(row)))
-
-
-_WHEN_PAUSED: Mapping[PauseMode, Callable[[EngineCore], None]] = MappingProxyType(
-    {
-        "abort": EngineCore.abort,
-        "retract": EngineCore.retract,
-        "in_place": EngineCore.tell,
-    }
-)
-"""abort: all requests end; retract: rows wait again and are prefilled again; in_place: rows keep their cache."""
+            if (news := self._slots.news(row)) is not None:
+                self._events.append(RequestEvent(request.owner, news))

@@ -1,22 +1,18 @@
 """The forward pass of a dense decoder over a flat list of tokens; its attention is an argument.
 
 One layer loop serves decoding (one token of every running row) and prefill (whole prompts, packed without padding).
-`score` runs one whole sequence through it and returns the log-probs of given tokens. The trainer has its own
-implementation of the same mathematics; a test keeps the two, and transformers, within 1e-5.
+The trainer has its own implementation of the same mathematics; a test keeps the two, and transformers, within 1e-5.
 """
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, scaled_dot_product_attention, silu
+from torch.nn.functional import linear, silu
 
-from ....core.samples import F32, I32
 from ...models.model_config import ModelConfig
 from ...models.rotary import rotary_angles, rotary_gain
 from .attention import Attention
-from .tensors import as_tensor
 from .weights import DecoderWeights, LayerWeights
 
 
@@ -91,35 +87,3 @@ def _rotate(x: Tensor, turns: Tensor) -> Tensor:
     """Turn the pairs (2i, 2i + 1) of the last dimension by complex multiplication; bfloat16 goes through float32."""
     pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
-
-
-LOGITS_AT_ONCE = 1 << 24
-"""Numbers: 64 MiB of logits."""
-
-
-class _OwnAttention:
-    """Causal attention inside one sequence."""
-
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """As `attention.Attention`; keys and values are forgotten."""
-        q, k, v = (x.transpose(0, 1)[None] for x in (queries, keys, values))
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0, enable_gqa=True)
-        return out[0].transpose(0, 1).flatten(1)
-
-
-def score(decoder: Decoder, weights: DecoderWeights, ids: I32, first: int) -> F32:
-    """Log-probs, float32 [T - first], of tokens `first` to the last of `ids`, each given those before it, at
-    temperature 1; `first` is above 0."""
-    if first >= len(ids):
-        return np.zeros(0, dtype=np.float32)
-    fed = as_tensor(ids[:-1].astype(np.int64))
-    targets = as_tensor(ids[first:].astype(np.int64))
-    rows = torch.arange(first - 1, len(ids) - 1)
-    hidden = decoder.hidden(weights, fed, torch.arange(len(fed)), _OwnAttention(), rows)
-    count = max(1, LOGITS_AT_ONCE // weights.head.shape[0])
-    found = np.empty(len(rows), dtype=np.float32)
-    for start in range(0, len(rows), count):
-        part = slice(start, start + count)
-        logprobs = decoder.logits(weights, hidden[part]).log_softmax(dim=-1)
-        found[part] = logprobs.gather(-1, targets[part, None])[:, 0].numpy()
-    return found

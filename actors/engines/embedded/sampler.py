@@ -18,8 +18,7 @@ costs more than a layer of a small model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from ....core.messages import SamplingParams
 from ....core.samples import F32, I32
-from .tensors import F64, U64, Flags, Index, as_tensor
+from .tensors import F64, U64, Flags, Index, Records, as_tensor
 
 MASK_64 = (1 << 64) - 1
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15
@@ -35,6 +34,8 @@ FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 SHIFTS = (30, 27, 31)
 TILE = 32
 """Rows that are computed together where results must not depend on how many there are: whole vectors on every CPU."""
+SAMPLING_FIELDS = [("temperature", np.float32), ("top_p", np.float32), ("top_k", np.int64), ("min_p", np.float32)]
+"""Of `SamplingParams`: what each of the rows is drawn by."""
 
 
 def stream_state(seed: int) -> int:
@@ -54,107 +55,64 @@ def uniforms(states: U64, positions: Index) -> F64:
     return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingRows:
-    """How each of n rows is drawn from; numpy arrays of length n."""
-
-    temperatures: F32
-    """0: greedy."""
-    top_ps: F32
-    top_ks: Index
-    """-1: no limit."""
-    min_ps: F32
-    """0: no limit."""
-    uniforms: F64
-
-
-@dataclass(frozen=True, slots=True)
-class DrawnTokens:
-    """Result of a draw over n rows."""
+class DrawnTokens(NamedTuple):
+    """Of n rows. Where the logits hold NaN or infinity, `is_finite` is False and the rest means nothing."""
 
     ids: Index
     logprobs: F32
     is_finite: Flags
-    """False where the logits hold NaN or infinity; the row's id and log-prob mean nothing."""
 
 
-def draw(logits: Tensor, rows: SamplingRows) -> DrawnTokens:
-    """One token per row of float32 logits [n, vocabulary], by inversion of the cumulative distribution."""
-    greedy = rows.temperatures == 0
-    scale = np.where(greedy, np.float32(1), rows.temperatures)
+def draw(logits: Tensor, rows: Records, numbers: F64) -> DrawnTokens:
+    """One token per row of float32 logits [n, vocabulary], by inversion of the cumulative distribution at `numbers`;
+    `rows` have the SAMPLING_FIELDS."""
+    greedy = rows["temperature"] == 0
+    scale = np.where(greedy, np.float32(1), rows["temperature"])
     if bool((scale != 1).any()):
         logits = logits / as_tensor(scale)[:, None]
     peaks = logits.amax(dim=-1, keepdim=True)
     masses = (logits - peaks).exp_()
     cumulated = masses.cumsum(dim=-1, dtype=torch.float64)
     totals = cumulated[:, -1:]
-    thresholds = as_tensor(rows.uniforms)[:, None]
+    thresholds = as_tensor(numbers)[:, None]
     ids = torch.searchsorted(cumulated, thresholds * totals, right=True).clamp_(max=logits.shape[-1] - 1)
-    cut = np.flatnonzero(((rows.top_ps < 1) | (rows.top_ks > 0) | (rows.min_ps > 0)) & ~greedy)
+    cut = np.flatnonzero(((rows["top_p"] < 1) | (rows["top_k"] > 0) | (rows["min_p"] > 0)) & ~greedy)
     if cut.size:
         index = as_tensor(cut)
-        ids[index] = _draw_cut(masses[index], totals[index], thresholds[index], rows, cut)
+        ids[index] = _draw_cut(masses[index], totals[index], thresholds[index], rows[cut])
     if bool(greedy.any()):
         index = as_tensor(np.flatnonzero(greedy))
         ids[index] = logits[index].argmax(dim=-1, keepdim=True)
     logprobs = logits.gather(1, ids) - peaks - totals.log().float()
-    return DrawnTokens(
-        ids=ids[:, 0].numpy(),
-        logprobs=logprobs[:, 0].numpy(),
-        is_finite=np.isfinite(totals[:, 0].numpy()) & np.isfinite(peaks[:, 0].numpy()),
-    )
+    is_finite = np.isfinite(totals[:, 0].numpy()) & np.isfinite(peaks[:, 0].numpy())
+    return DrawnTokens(ids[:, 0].numpy(), logprobs[:, 0].numpy(), is_finite)
 
 
-def draw_tiles(logits: Tensor, rows: SamplingRows) -> DrawnTokens:
+def draw_tiles(logits: Tensor, rows: Records, numbers: F64) -> DrawnTokens:
     """The same by tiles of rows, so that a row's draw depends on no other row."""
     num_rows = len(logits)
-    found: list[DrawnTokens] = []
-    for start in range(0, num_rows, TILE):
-        which = np.minimum(np.arange(start, start + TILE), num_rows - 1)
-        theirs = SamplingRows(
-            temperatures=rows.temperatures[which],
-            top_ps=rows.top_ps[which],
-            top_ks=rows.top_ks[which],
-            min_ps=rows.min_ps[which],
-            uniforms=rows.uniforms[which],
-        )
-        found.append(draw(logits[as_tensor(which)], theirs))
-    return DrawnTokens(
-        ids=np.concatenate([each.ids for each in found])[:num_rows],
-        logprobs=np.concatenate([each.logprobs for each in found])[:num_rows],
-        is_finite=np.concatenate([each.is_finite for each in found])[:num_rows],
-    )
+    tiles = [np.minimum(np.arange(start, start + TILE), num_rows - 1) for start in range(0, num_rows, TILE)]
+    found = [draw(logits[as_tensor(tile)], rows[tile], numbers[tile]) for tile in tiles]
+    ids, logprobs, is_finite = (np.concatenate(parts)[:num_rows] for parts in zip(*found, strict=True))
+    return DrawnTokens(ids, logprobs, is_finite)
 
 
-def _draw_cut(masses: Tensor, totals: Tensor, thresholds: Tensor, rows: SamplingRows, cut: Index) -> Tensor:
-    """Draw from the likeliest tokens only, int64 [m, 1]; `cut`: which rows those are.
+def _draw_cut(masses: Tensor, totals: Tensor, thresholds: Tensor, rows: Records) -> Tensor:
+    """Draw from the likeliest tokens only, int64 [m, 1].
 
     A token stays if those before it in order of probability sum to less than top_p, it is among the first top_k, and it
     is at least min_p times as likely as the first; all are judged on the full distribution (SGLang's joint order).
     """
-    top_ps, top_ks, min_ps = rows.top_ps[cut], rows.top_ks[cut], rows.min_ps[cut]
     ordered, order = masses.sort(dim=-1, descending=True)
     before = ordered.cumsum(dim=-1, dtype=torch.float64) - ordered
-    limits = np.where(top_ks > 0, top_ks, masses.shape[-1])
-    stays = before < as_tensor(top_ps.astype(np.float64))[:, None] * totals
+    limits = np.where(rows["top_k"] > 0, rows["top_k"], masses.shape[-1])
+    stays = before < as_tensor(rows["top_p"].astype(np.float64))[:, None] * totals
     stays &= torch.arange(masses.shape[-1]) < as_tensor(limits)[:, None]
-    stays &= ordered >= as_tensor(min_ps)[:, None] * ordered[:, :1]
+    stays &= ordered >= as_tensor(rows["min_p"].copy())[:, None] * ordered[:, :1]
     stays[:, 0] = True
     cumulated = (ordered * stays).cumsum(dim=-1, dtype=torch.float64)
     ranks = torch.searchsorted(cumulated, thresholds * cumulated[:, -1:], right=True)
     return order.gather(1, ranks.clamp_(max=masses.shape[-1] - 1))
-
-
-@dataclass(frozen=True, slots=True)
-class PenalisedRow:
-    """A row, and what its logits depend on."""
-
-    row: int
-    sampling: SamplingParams
-    answer: I32
-    """int32 [tokens so far]."""
-    end_ids: frozenset[int]
-    """Kept away before the least length."""
 
 
 def is_penalised(sampling: SamplingParams) -> bool:
@@ -167,17 +125,16 @@ def is_penalised(sampling: SamplingParams) -> bool:
     )
 
 
-def penalise(logits: Tensor, rows: Sequence[PenalisedRow]) -> None:
-    """Change these rows of float32 logits [n, vocabulary] in place."""
-    for one in rows:
-        row, sampling = logits[one.row], one.sampling
-        if len(one.answer):
-            ids, counts = np.unique(one.answer, return_counts=True)
-            index = as_tensor(ids.astype(np.int64))
-            seen = row[index]
-            seen -= sampling.frequency_penalty * as_tensor(counts.astype(np.float32))
-            seen -= sampling.presence_penalty
-            scale = sampling.repetition_penalty
-            row[index] = torch.where(seen < 0, seen * scale, seen / scale)
-        if len(one.answer) < sampling.min_new_tokens and one.end_ids:
-            row[list(one.end_ids)] = -torch.inf
+def penalise(logits: Tensor, sampling: SamplingParams, answer: I32, end_ids: frozenset[int]) -> None:
+    """Change one row of float32 logits [vocabulary] in place, by the tokens of its answer so far. `end_ids` are kept
+    away before the least length."""
+    if len(answer):
+        ids, counts = np.unique(answer, return_counts=True)
+        index = as_tensor(ids.astype(np.int64))
+        seen = logits[index]
+        seen -= sampling.frequency_penalty * as_tensor(counts.astype(np.float32))
+        seen -= sampling.presence_penalty
+        scale = sampling.repetition_penalty
+        logits[index] = torch.where(seen < 0, seen * scale, seen / scale)
+    if len(answer) < sampling.min_new_tokens and end_ids:
+        logits[list(end_ids)] = -torch.inf

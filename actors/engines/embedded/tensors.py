@@ -25,6 +25,8 @@ Index = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
 F64 = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
+Records = npt.NDArray[Any]
+"""With named fields."""
 
 
 def as_tensor(array: npt.NDArray[Any]) -> Tensor:

@@ -1,9 +1,8 @@
 """The engine's own thread: runs commands between steps, steps while there is work, sleeps when there is none.
 
-Events travel to one asyncio loop in batches: one wake-up of the loop carries everything since the last one. Commands
-run in the order in which they were posted, and the events that a command caused arrive before its result. An exception
-of a command is the error of its caller; an exception of a step ends the requests that cause it (`EngineCore.step`). An
-engine that cannot compute at all is broken for good: `on_broken` is called once, and every later command fails.
+Commands run in the order in which they were posted, and the events that a command caused arrive in the asyncio loop
+before its result. An exception of a command is the error of its caller. An exception of a step breaks the engine for
+good: `on_broken` is called once, and every later command fails.
 
 asyncio's executor was considered: a step must not wait behind other jobs, and the thread must end with the engine.
 """
@@ -19,7 +18,8 @@ from typing import Any, TypeVar
 import torch
 
 from ....core.errors import EngineError, MyxaError
-from .core import EngineCore, RequestEvent
+from ....core.protocols import Delta
+from .core import EngineCore
 
 T = TypeVar("T")
 
@@ -30,21 +30,18 @@ Command = Callable[[EngineCore], None]
 _log = logging.getLogger("myxa.embedded")
 
 
+class DeltaQueue(asyncio.Queue[Delta | EngineError]):
+    """The owner of a request: gets its events, as they come."""
+
+
 class EngineThread:
-    """Drives one core. All methods belong to the loop's thread."""
+    """Drives one core; the owners of its requests are `DeltaQueue`s. All methods belong to the loop's thread."""
 
     def __init__(
-        self,
-        core: EngineCore,
-        *,
-        on_events: Callable[[list[RequestEvent]], None],
-        on_broken: Callable[[EngineError], None],
-        name: str,
-        num_threads: int,
+        self, core: EngineCore, on_broken: Callable[[EngineError], None], *, name: str, num_threads: int
     ) -> None:
-        """`on_events` and `on_broken` are called in the loop that is running now; `num_threads` is torch's."""
+        """`on_broken` is called in the loop that is running now; `num_threads` is torch's."""
         self._core = core
-        self._on_events = on_events
         self._on_broken = on_broken
         self._name = name
         self._num_threads = num_threads
@@ -54,12 +51,9 @@ class EngineThread:
         self._is_stopping = False
         self._broken: EngineError | None = None
         self._unanswered: set[asyncio.Future[Any]] = set()
-        self._untold: list[RequestEvent] = []
-        self._is_telling = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begin to serve."""
         self._thread.start()
 
     def post(self, command: Command) -> None:
@@ -74,21 +68,23 @@ class EngineThread:
             self._changed.notify()
 
     async def call(self, function: Callable[[EngineCore], T]) -> T:
-        """Run a function between two steps and return its result; its events arrive before it."""
+        """Run a function between two steps and return its result."""
         result: asyncio.Future[T] = self._loop.create_future()
 
         def command(core: EngineCore) -> None:
             try:
                 value = function(core)
-            except MyxaError as err:
-                self._answer(result, error=err)
             except Exception as err:  # noqa: BLE001 -- it is the caller's, the engine serves the others
-                why = f"{self._name}: a command failed: {type(err).__name__}: {err}"
-                error = EngineError(why, remedy="this is a bug; its cause is chained to this error")
-                error.__cause__ = err
-                self._answer(result, error=error)
+                error = err
+                if not isinstance(err, MyxaError):
+                    why = f"{self._name}: a command failed: {type(err).__name__}: {err}"
+                    error = EngineError(why, remedy="this is a bug; its cause is chained to this error")
+                    error.__cause__ = err
+                self._tell()
+                self._in_loop(lambda: result.done() or result.set_exception(error))
             else:
-                self._answer(result, value=value)
+                self._tell()
+                self._in_loop(lambda: result.done() or result.set_result(value))
 
         self.post(command)
         self._unanswered.add(result)
@@ -122,7 +118,7 @@ class EngineThread:
             why = f"{self._name} broke: {type(err).__name__}: {err}"
             broken = EngineError(why, remedy="restart it; the cause is chained to this error")
             broken.__cause__ = err
-            self._in_loop(self._break, broken)
+            self._in_loop(lambda: self._break(broken))
 
     def _wait(self) -> bool:
         """Sleep until there is something to do, run commands; False: stop."""
@@ -140,34 +136,17 @@ class EngineThread:
         return not is_stopping
 
     def _tell(self) -> None:
-        """Add events to the bundle the loop will take; wake it only if it was not woken already."""
         events = self._core.take_events()
-        if not events:
-            return
-        with self._changed:
-            self._untold.extend(events)
-            if self._is_telling:
-                return
-            self._is_telling = True
-        self._in_loop(self._deliver)
+        if events:
+            self._in_loop(lambda: [owner.put_nowait(news) for owner, news in events])
 
-    def _answer(self, result: asyncio.Future[T], *, value: T | None = None, error: MyxaError | None = None) -> None:
-        self._tell()
-        self._in_loop(_settle, result, value, error)
-
-    def _in_loop(self, function: Callable[..., None], *args: object) -> None:
+    def _in_loop(self, function: Callable[[], object]) -> None:
         try:
-            self._loop.call_soon_threadsafe(function, *args)
+            self._loop.call_soon_threadsafe(function)
         except RuntimeError:  # the loop is closed: there is no receiver
             self._is_stopping = True
 
     # -- in the loop
-
-    def _deliver(self) -> None:
-        with self._changed:
-            events, self._untold = self._untold, []
-            self._is_telling = False
-        self._on_events(events)
 
     def _break(self, error: EngineError) -> None:
         self._broken = error
@@ -175,12 +154,3 @@ class EngineThread:
             if not result.done():
                 result.set_exception(error)
         self._on_broken(error)
-
-
-def _settle(result: asyncio.Future[T], value: T, error: MyxaError | None) -> None:
-    if result.done():  # the caller was cancelled
-        return
-    if error is not None:
-        result.set_exception(error)
-    else:
-        result.set_result(value)

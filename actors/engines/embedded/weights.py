@@ -14,13 +14,12 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ....core.errors import EngineError, RequestRefused
+from ....core.errors import EngineError
 from ....core.protocols import NamedArray
 from ...models.model_config import ModelConfig
 from .tensors import Allocate, plain_zeros
@@ -101,19 +100,6 @@ class DecoderWeights:
             source.copy(prefix + "mlp.gate_proj.weight", layer.gate_up[:inner])
             source.copy(prefix + "mlp.up_proj.weight", layer.gate_up[inner:])
             source.copy(prefix + "mlp.down_proj.weight", layer.down)
-
-    def first_values(self, name: str, num_values: int) -> list[float]:
-        """The first values of a norm weight (those are kept as they came). Raises RequestRefused for any other."""
-        kept = {"model.norm.weight": self.norm}
-        for number, layer in enumerate(self.layers):
-            prefix = f"model.layers.{number}."
-            kept[prefix + "input_layernorm.weight"] = layer.input_norm
-            kept[prefix + "post_attention_layernorm.weight"] = layer.post_norm
-        if name not in kept or num_values < 1:
-            raise RequestRefused(
-                f"{name!r} cannot be read back: it is fused, reordered or unknown here", remedy="ask for a norm weight"
-            )
-        return cast("list[float]", kept[name][:num_values].float().tolist())  # pyright: ignore[reportUnknownMemberType]
 
 
 def _outer_shapes(config: ModelConfig) -> list[tuple[int, ...]]:

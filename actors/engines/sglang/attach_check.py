@@ -37,6 +37,8 @@ class ServerAnswer:
     """Why there is no status."""
     is_absent: bool = False
     """Nothing listens there, or it does not answer in time: it may come."""
+    is_silent: bool = False
+    """It does not answer in time."""
 
     @property
     def value(self) -> Mapping[str, Any]:

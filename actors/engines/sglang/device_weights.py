@@ -27,10 +27,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
-import orjson
-
 from ....core.errors import CallError, EngineError, MyxaError, RequestRefused
-from ....core.messages import TensorSpec, WeightManifest
+from ....core.messages import WeightManifest
 from ....core.protocols import WeightSenders
 from ....core.weight_channel import Bucket, JoinRequest, PlanReply, PlanRequest, SampleRequest, SendOrder, ShareRequest
 from ...weights.beacon import Beacon
@@ -42,64 +40,26 @@ _SAMPLED = ("layernorm.weight", "model.norm.weight")
 """Tensors that every server holds whole and as they were sent, whatever it shards and fuses."""
 
 
-@dataclass(frozen=True, slots=True)
-class BucketBody:
-    """One bucket's request without channel and version; the long lists are JSON already."""
-
-    names: orjson.Fragment
-    dtypes: orjson.Fragment
-    shapes: orjson.Fragment
-    num_bytes: int
-
-    def distributed(self, channel: str, version: str | None) -> dict[str, Any]:
-        """`/update_weights_from_distributed`; a version only with the last bucket, when all is there."""
-        body = {
-            "names": self.names,
-            "dtypes": self.dtypes,
-            "shapes": self.shapes,
-            "group_name": channel,
+def bucket_bodies(buckets: Sequence[Bucket]) -> tuple[dict[str, Any], ...]:
+    """`/update_weights_from_distributed` of each bucket of a plan, without channel and version."""
+    return tuple(
+        {
+            "names": [t.name for t in bucket.tensors],
+            "dtypes": [t.dtype for t in bucket.tensors],
+            "shapes": [list(t.shape) for t in bucket.tensors],
             "load_format": FLATTENED,
             "flush_cache": False,
         }
-        return body if version is None else body | {"weight_version": version}
-
-
-def bucket_bodies(buckets: Sequence[Bucket]) -> tuple[BucketBody, ...]:
-    """The buckets of a plan."""
-    return tuple(
-        BucketBody(
-            names=_json([t.name for t in bucket.tensors]),
-            dtypes=_json([t.dtype for t in bucket.tensors]),
-            shapes=_json([list(t.shape) for t in bucket.tensors]),
-            num_bytes=bucket.num_bytes,
-        )
         for bucket in buckets
     )
 
 
-def _json(value: object) -> orjson.Fragment:
-    return orjson.Fragment(orjson.dumps(value))
-
-
-def tensor_body(payloads: Sequence[str], version: str | None) -> dict[str, Any]:
-    """`/update_weights_from_tensor`: one payload per rank of the server."""
-    body: dict[str, Any] = {
-        "serialized_named_tensors": list(payloads),
-        "load_format": FLATTENED,
-        "flush_cache": False,
-    }
-    return body if version is None else body | {"weight_version": version}
-
-
 def sampled_names(buckets: Sequence[Bucket], version: int, count: int) -> tuple[str, ...]:
     """Tensors to look at after `version`: another few each time, so that all had their turn after a while."""
-    names = [t.name for bucket in buckets for t in bucket.tensors if _can_be_sampled(t)]
+    specs = [t for bucket in buckets for t in bucket.tensors]
+    names = [t.name for t in specs if len(t.shape) == 1 and t.name.endswith(_SAMPLED)]
     start = version * count % len(names) if names else 0
     return tuple((names[start:] + names[:start])[:count])
-
-
-def _can_be_sampled(spec: TensorSpec) -> bool:
-    return len(spec.shape) == 1 and spec.name.endswith(_SAMPLED)
 
 
 def check_sample(place: str, name: str, sent: Sequence[float], served: object) -> None:
@@ -133,7 +93,7 @@ class KnownPlan:
     digests: tuple[str, ...]
     """Of the buckets of the version asked about last."""
     buckets: tuple[Bucket, ...]
-    bodies: tuple[BucketBody, ...]
+    bodies: tuple[dict[str, Any], ...]
 
 
 class SenderPlans:
@@ -244,18 +204,49 @@ def device_routes(senders: WeightSenders, options: DeviceRouteOptions) -> Routes
     return routes
 
 
-class GroupRoute:
-    """Channel "nccl": broadcasts in a process group (gloo where there is no GPU)."""
+class _DeviceRoute:
+    """What both have."""
 
     def __init__(self, server: ServerControl, senders: WeightSenders, options: DeviceRouteOptions) -> None:
         self._server = server
         self._senders = senders
         self._options = options
         self._plans = SenderPlans(server, senders, verify_every=options.verify_every)
+        self.beacon = Beacon()
+
+    async def _named(self, phase: str, sender: str, work: Awaitable[T]) -> T:
+        """Whatever goes wrong becomes an EngineError that says in which phase, where and with whom."""
+        self.beacon.step(f"{phase} from {sender}")
+        try:
+            return await work
+        except MyxaError as err:
+            raise EngineError(
+                f"{self._server.place}: weights from {sender}: {phase}: {err.message}",
+                remedy=err.remedy or "see both logs",
+            ) from err
+
+    async def _update(
+        self, path: str, bodies: Sequence[Mapping[str, Any]], sender: str, digests: Sequence[str] = ()
+    ) -> Mapping[str, Any]:
+        """One call for each bucket; the last answer. `digests`: of the buckets, if they are known here."""
+        answer: Mapping[str, Any] = {}
+        for number, body in enumerate(bodies, start=1):
+            what = f"bucket {number} of {len(bodies)}"
+            call = self._server.post(path, body, within_s=self._options.send_s)
+            answer = await self._named(f"receive {what}", sender, call)
+            digest = digests[number - 1] if digests else ""
+            _require(answer, self._server.place, f"{what} from {sender}", digest=digest)
+        return answer
+
+
+class GroupRoute(_DeviceRoute):
+    """Channel "nccl": broadcasts in a process group (gloo where there is no GPU)."""
+
+    def __init__(self, server: ServerControl, senders: WeightSenders, options: DeviceRouteOptions) -> None:
+        super().__init__(server, senders, options)
         self._channels: dict[str, str] = {}
         """Sender -> open channel."""
         self._leavings: set[asyncio.Future[bool]] = set()
-        self.beacon = Beacon()
 
     async def prepare(self, manifest: WeightManifest) -> None:
         """Plans, and groups where there are none yet."""
@@ -356,18 +347,10 @@ class GroupRoute:
 
     async def _receive(self, sender: str, order: SendOrder, *, is_alone: bool) -> bool:
         known = self._plans.of(sender)
-        bodies = known.bodies
-        answer: Mapping[str, Any] = {}
-        for number, bucket in enumerate(bodies, start=1):
-            is_last = number == len(bodies)
-            body = bucket.distributed(order.channel, str(order.version) if is_alone and is_last else None)
-            what = f"bucket {number} of {len(bodies)}"
-            answer = await self._named(
-                f"receive {what}",
-                sender,
-                self._server.post("/update_weights_from_distributed", body, within_s=order.timeout_s),
-            )
-            _require(answer, self._server.place, f"{what} from {sender}", digest=known.digests[number - 1])
+        bodies = [body | {"group_name": order.channel} for body in known.bodies]
+        if is_alone:  # a version only with the last one, when all is there
+            bodies[-1]["weight_version"] = str(order.version)
+        answer = await self._update("/update_weights_from_distributed", bodies, sender, known.digests)
         return announces(answer, order.version)
 
     async def _leave(self, senders: Iterable[str], reason: str, *, tells_server: bool = True) -> bool:
@@ -389,27 +372,19 @@ class GroupRoute:
                     hears = False
         return hears
 
-    async def _named(self, phase: str, sender: str, work: Awaitable[T]) -> T:
-        self.beacon.step(f"{phase} from {sender}")
-        return await _named(phase, sender, self._server.place, work)
-
     async def close(self) -> None:
         """See the protocol."""
         await self._leave(list(self._channels), f"{self._server.place} is not used any more")
         await asyncio.gather(*self._leavings)
 
 
-class HandleRoute:
+class HandleRoute(_DeviceRoute):
     """Channel "cuda_ipc": memory handles. A handle of another GPU's memory would open, and cost a context there; but a
     copy from it into memory that torch-memory-saver made is refused: that is mapped for its own GPU alone."""
 
     def __init__(self, server: ServerControl, senders: WeightSenders, options: DeviceRouteOptions) -> None:
-        self._server = server
-        self._senders = senders
-        self._options = options
-        self._plans = SenderPlans(server, senders, verify_every=options.verify_every)
+        super().__init__(server, senders, options)
         self._bodies: list[dict[str, Any]] = []
-        self.beacon = Beacon()
 
     async def prepare(self, manifest: WeightManifest) -> None:
         """Handles of all buckets, for every rank of the server."""
@@ -457,27 +432,16 @@ class HandleRoute:
         self._bodies = []
         for of_bucket in zip(*(reply.payloads for reply in replies), strict=True):
             left = {sender: iter(payloads) for sender, payloads in zip(counts, of_bucket, strict=True)}
-            self._bodies.append(tensor_body([next(left[sender]) for sender in givers], None))
+            payloads = [next(left[sender]) for sender in givers]
+            self._bodies.append({"serialized_named_tensors": payloads, "load_format": FLATTENED, "flush_cache": False})
         self._bodies[-1]["weight_version"] = str(version)
 
     async def load(self, manifest: WeightManifest) -> bool:
         """Hand the handles over; each may be used once."""
         bodies, self._bodies = self._bodies, []
-        answer: Mapping[str, Any] = {}
-        for number, body in enumerate(bodies, start=1):
-            what = f"bucket {number} of {len(bodies)}"
-            answer = await self._named(
-                f"receive {what}",
-                manifest.location,
-                self._server.post("/update_weights_from_tensor", body, within_s=self._options.send_s),
-            )
-            _require(answer, self._server.place, what)
+        answer = await self._update("/update_weights_from_tensor", bodies, manifest.location)
         self._plans.loaded(manifest.version)
         return announces(answer, manifest.version)
-
-    async def _named(self, phase: str, sender: str, work: Awaitable[T]) -> T:
-        self.beacon.step(f"{phase} from {sender}")
-        return await _named(phase, sender, self._server.place, work)
 
     async def close(self) -> None:
         """Handles that were not used go; the memory is the sender's."""
@@ -491,16 +455,6 @@ def _senders_of(manifest: WeightManifest) -> list[str]:
             f"weight version {manifest.version} names no sender", remedy="this is a bug in the publishing trainer"
         )
     return senders
-
-
-async def _named(phase: str, sender: str, place: str, work: Awaitable[T]) -> T:
-    """Whatever goes wrong becomes an EngineError that says in which phase, where and with whom."""
-    try:
-        return await work
-    except MyxaError as err:
-        raise EngineError(
-            f"{place}: weights from {sender}: {phase}: {err.message}", remedy=err.remedy or "see both logs"
-        ) from err
 
 
 def _require(answer: Mapping[str, Any], place: str, what: str, *, digest: str = "") -> None:

@@ -8,7 +8,7 @@ weights may be torn continues with the next whole version and not before. Weight
 failed half-way, or because the server was paused when this client came: an earlier client may have died in a commit.
 Version stamps are the server's; tokens are held back until theirs is certain (`wire.HeldTokens`).
 
-`HeadStart` delays new requests after a pause. A server reads the prompts of new requests first, one batch after
+New requests wait for HEAD_START_S after a pause. A server reads the prompts of new requests first, one batch after
 another, so running generations would wait for that too, and new requests come in crowds exactly after an update.
 
 `ServerSampling` keeps a request's sampling to what means the same on the server. Of SGLang 0.5.17; the first was seen
@@ -22,8 +22,8 @@ on a server, the others follow from its source:
   and every row gets another token for the same seed. The server's own health check is such a request. So each request
   names a `top_k`, the vocabulary's size where it wants all: then all batches are sorted.
 
-`SglangProfiler` records torch's profile in every rank: /start_profile, a wait, /stop_profile, which answers once every
-rank has written its trace. Nothing is generated while a trace is written (of 2 s of a tiny model on a CPU: 9 to 11 s),
+`profile` records torch's profile in every rank: /start_profile, a wait, /stop_profile, which answers once every rank
+has written its trace. Nothing is generated while a trace is written (of 2 s of a tiny model on a CPU: 9 to 11 s),
 so a profile lasts at most MAX_S. The server stops by itself after `num_steps` forward passes if no stop comes. A server
 that is being profiled already answers yes and continues the first profile; the first stop gets the trace, and the
 second is refused. A server that cannot make its trace folder ends with all its requests, so only a server that was
@@ -39,7 +39,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,112 +48,38 @@ from msgspec.structs import replace
 
 from ....core.device_memory import MovedBytes, MovedMemory, Tag, TagReport
 from ....core.errors import EngineError, RequestRefused, WeightsRefused
-from ....core.messages import NO_TOP_K, WeightManifest
+from ....core.messages import NO_TOP_K, EngineUsage, WeightManifest
 from ....core.protocols import Delta, EngineInfo, EngineTrace, GenerateRequest, PauseMode
 from ....core.weight_channel import WeightProgress
 from ...http_client import stream_timeout
 from ..embedded.request import check_request
-from .http_client import Look, ServerSilence, SglangHttp
+from .http_client import ServerSilence, SglangHttp
 from .memory import SglangMemory
 from .server_args import NO_NEEDS, SglangNeeds, ends_at_min_p
 from .weight_route import Routes, WeightRoute, close_others, folder_routes
-from .wire import DONE, HeldTokens, Lines, UsageTally, read_chunk, request_body, version_number, whole_number
+from .wire import HeldTokens, request_body, version_number, whole_number
 
 HEAD_START_S = 0.01
 """Two or three steps of a small model on a GPU; a version takes much longer than that to make."""
-
-
-class HeadStart:
-    """One server's."""
-
-    def __init__(self, seconds: float = HEAD_START_S) -> None:
-        self._seconds = seconds
-        self._ends_s = 0.0
-
-    def begin(self) -> None:
-        """The server continues now."""
-        self._ends_s = asyncio.get_running_loop().time() + self._seconds
-
-    async def over(self) -> None:
-        """Wait for its end; at once if there is none under way."""
-        left_s = self._ends_s - asyncio.get_running_loop().time()
-        if left_s > 0:
-            await asyncio.sleep(left_s)
-
-
 RID_END = "~"
 """Ends the request's own id on the wire, and the whole: SGLang aborts by prefix, and "r1" must not abort "r10". A
 unique part is between them: two seconds after a stream SGLang 0.5.17 aborts whatever has its id by then, and of a
 request whose reader left it gives the last tokens to the next of that id.
 """
+_log = logging.getLogger("myxa.sglang")
 
 
-class OpenRequest:
+@dataclass(slots=True, eq=False)
+class _Open:
     """A request whose stream has not ended."""
 
-    def __init__(self, request_id: str, unique: str) -> None:
-        self.request_id = request_id
-        self.rid = f"{request_id}{RID_END}{unique}{RID_END}"
-        """Its id on the wire."""
-        self.has_arrived = asyncio.Event()
-        """The server answered, with a stream or with a refusal."""
-        self.is_aborted = False
-        self.answer: aiohttp.ClientResponse | None = None
-
-
-class OpenRequests:
-    """All of one client's."""
-
-    def __init__(self, place: str, call_s: float) -> None:
-        """`place`: whom errors name. `call_s`: within which a server answers at all."""
-        self._place = place
-        self._call_s = call_s
-        self._open: list[OpenRequest] = []
-        self._self_id = uuid.uuid4().hex[:8]
-        """Distinguishes this client from others of the server, and from its earlier incarnations."""
-        self._num_sent = 0
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    @property
-    def num_arrived(self) -> int:
-        """Those that the server has."""
-        return sum(one.has_arrived.is_set() for one in self._open)
-
-    @contextmanager
-    def sent(self, request_id: str) -> Generator[OpenRequest]:
-        """A new one, open inside the block."""
-        self._num_sent += 1
-        one = OpenRequest(request_id, f"{self._self_id}.{self._num_sent}")
-        self._open.append(one)
-        try:
-            yield one
-        finally:
-            one.has_arrived.set()
-            self._open.remove(one)
-
-    def named(self, request_id: str | None) -> list[OpenRequest]:
-        """Those of that id; None: all."""
-        return [one for one in self._open if request_id in (None, one.request_id)]
-
-    def cut(self) -> None:
-        """End all streams at once: their readers get an error."""
-        for one in self._open:
-            if one.answer is not None:
-                one.answer.close()  # wakes its reader, which closing the session does not
-
-    async def arrived(self, streams: Sequence[OpenRequest]) -> None:
-        """Wait until the server has these: what it has not seen it can neither abort nor pause. Raises EngineError."""
-        try:
-            async with asyncio.timeout(self._call_s):
-                for one in streams:
-                    await one.has_arrived.wait()
-        except TimeoutError as err:
-            raise EngineError(
-                f"{self._place}: did not answer {len(streams)} requests within {self._call_s:g} s",
-                remedy="see the server's log",
-            ) from err
+    request_id: str
+    rid: str
+    """Its id on the wire."""
+    has_arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    """The server answered, with a stream or with a refusal."""
+    is_aborted: bool = False
+    answer: aiohttp.ClientResponse | None = None
 
 
 SEED_BITS = 63
@@ -245,70 +171,6 @@ WRITE_S = 50.0
 OWN_FOLDER = "on the server's host: $SGLANG_TORCH_PROFILER_DIR of the server, or /tmp"
 
 
-class SglangProfiler:
-    """Of one server."""
-
-    def __init__(self, http: SglangHttp, *, name: str, folder: str = "") -> None:
-        """`name` begins the names of the files. `folder`: where the server is to write, on a file system that it shares
-        with this process; empty: where it does by itself."""
-        self._http = http
-        self._name = name.replace("/", ".")
-        self._folder = Path(folder) if folder else None
-        self._is_recording = False
-
-    async def record(self, duration_s: float) -> EngineTrace:
-        """Raises EngineError when the server refuses, does not answer, or writes nothing."""
-        if self._is_recording:
-            raise EngineError(f"{self._http.place}: is being profiled already", remedy="wait until that has ended")
-        self._is_recording = True
-        try:
-            return await self._record(min(duration_s, MAX_S))
-        finally:
-            self._is_recording = False
-
-    async def _record(self, duration_s: float) -> EngineTrace:
-        label = f"{self._name}.{time.strftime('%Y%m%d-%H%M%S')}.{secrets.token_hex(3)}"
-        where: dict[str, str] = {}
-        if self._folder is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            where["output_dir"] = str(self._folder)
-        body = {
-            "activities": ["CPU", "GPU"],
-            "num_steps": max(1, round(duration_s * STEPS_PER_S)),
-            "with_stack": False,  # Python's stacks of every operator make traces many times as large
-            "record_shapes": False,
-            "profile_id": label,
-            **where,
-        }
-        try:
-            await self._post("/start_profile", body, START_S)
-            await asyncio.sleep(duration_s)
-        except asyncio.CancelledError:  # also in the middle of the first call, which the server may have heard
-            with suppress(EngineError):
-                await self._post("/stop_profile", {}, START_S)
-            raise
-        await self._post("/stop_profile", {}, WRITE_S)
-        if self._folder is None:
-            return EngineTrace(engine=self._http.url, place=OWN_FOLDER, files=(f"{label}-TP-*.trace.json.gz",))
-        files = tuple(sorted(path.name for path in self._folder.glob(f"*{label}*")))
-        if not files:
-            raise EngineError(
-                f"{self._http.place}: was profiled, and wrote no trace into {self._folder}",
-                remedy="another client may be profiling it; see the server's log",
-            )
-        return EngineTrace(engine=self._http.url, place=str(self._folder), files=files)
-
-    async def _post(self, path: str, body: Mapping[str, object], within_s: float) -> None:
-        try:
-            await self._http.post(path, body, within_s=within_s)
-        except EngineError as err:
-            raise EngineError(err.message, remedy=f"{err.remedy}; --no-engine leaves the server out") from err
-
-
-MAX_LINE_BYTES = 256 << 20
-_log = logging.getLogger("myxa.sglang")
-
-
 class SglangEngine:
     """A client of one server."""
 
@@ -320,11 +182,12 @@ class SglangEngine:
         self._options = options
         self.pause_mode: PauseMode = options.pause_mode
         self._http = SglangHttp(url, name=options.name, call_s=options.call_s, admin_key=options.admin_key)
-        self._generate_url = (options.generate_url or url).rstrip("/") + "/generate"
         self._routes = routes(self._http)
         self._memory = SglangMemory(self._http, call_s=options.call_s) if saves_memory else None
-        self._profiler = SglangProfiler(self._http, name=options.name, folder=options.profile_dir)
         self._sampling = ServerSampling()
+        self._has_begun = False
+        self._is_recording = False
+        """A profile."""
         self._is_parked = False
         self._looking = asyncio.Lock()
         """Held while the server is asked for its health, which may make it generate."""
@@ -337,14 +200,18 @@ class SglangEngine:
         self._commits: list[int] = []
         """All versions that it was asked to load, the one that is being loaded included."""
         self._committing = asyncio.Lock()
-        self._head_start = HeadStart()
+        self._opens_s = 0.0
+        """When the head start of paused requests is over."""
         self._is_paused = False
         self._torn = ""
         """Why the server's weights are of no version; empty when they are."""
         self._lost = asyncio.Event()
         """The server is not the one that was given weights."""
-        self._open = OpenRequests(self._place, options.call_s)
-        self._tally = UsageTally()
+        self._open: list[_Open] = []
+        self._self_id = uuid.uuid4().hex[:8]
+        """Distinguishes this client from others of the server, and from its earlier incarnations."""
+        self._num_sent = 0
+        self._usage = EngineUsage()
 
     @property
     def _place(self) -> str:
@@ -352,18 +219,25 @@ class SglangEngine:
 
     # -- start and end
 
+    def _begin(self) -> None:
+        if self._has_begun:
+            raise EngineError(f"{self._options.name}: was started before", remedy="build a new one")
+        self._has_begun = True
+
     async def start(self) -> EngineInfo:
         """Wait until the server answers. Raises EngineError naming its address when it does not in time."""
-        if self._http.is_open:
-            raise EngineError(f"{self._place}: was started before", remedy="build a new one")
-        self._http.open()
+        self._begin()
         try:
-            if not await self._http.until_there(self._options.start_s):
-                self._torn = "it was paused when this client came, and its weights may be of no version"
-                _log.warning("%s: %s; it continues with the first version that it gets", self._place, self._torn)
+            return await self._connect()
         except EngineError:
             await self.close()
             raise
+
+    async def _connect(self) -> EngineInfo:
+        self._http.open()
+        if not await self._http.until_there(self._options.start_s):
+            self._torn = "it was paused when this client came, and its weights may be of no version"
+            _log.warning("%s: %s; it continues with the first version that it gets", self._place, self._torn)
         facts = await self._http.check(self._options.model_type)
         self._options.needs.check(facts, self._place)
         self._sampling = ServerSampling.of(facts, self._options.end_token_ids, self._options.vocab_size)
@@ -389,9 +263,8 @@ class SglangEngine:
                 raise EngineError(f"{self._place}: {self._torn}", remedy="restart the server, or leave it to this run")
             async with self._looking:
                 is_still = self._is_paused or self._is_parked or self._torn or self._committing.locked()
-                path = "/model_info" if is_still else "/health"
-                found = await self._http.look(path, within_s=silence.look_s(clock()))
-            silence.looked(clock(), is_well=found is Look.WELL)
+                found = await self._http.answer("/model_info" if is_still else "/health", silence.look_s(clock()))
+            silence.looked(clock(), is_well=found.status == 200)
         raise EngineError(
             f"{self._place}: no healthy answer for {silence.lasts_s(clock()):.0f} s",
             remedy="see the server's log; restart it",
@@ -406,15 +279,39 @@ class SglangEngine:
 
     def cut(self) -> None:
         """End all streams at once: their readers get an EngineError. For a server that is lost."""
-        self._open.cut()
+        for one in self._open:
+            if one.answer is not None:
+                one.answer.close()  # wakes its reader, which closing the session does not
 
     # -- requests
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
-        """Stream tokens; see `core.protocols.Engine`.
+    @contextmanager
+    def _sent(self, request_id: str) -> Generator[_Open]:
+        """A new one, open inside the block."""
+        self._num_sent += 1
+        one = _Open(request_id, f"{request_id}{RID_END}{self._self_id}.{self._num_sent}{RID_END}")
+        self._open.append(one)
+        try:
+            yield one
+        finally:
+            one.has_arrived.set()
+            self._open.remove(one)
 
-        Raises RequestRefused when the server refuses the request, EngineError when it fails, is gone or falls silent.
-        """
+    async def _arrived(self, streams: Sequence[_Open]) -> None:
+        """Wait until the server has these: what it has not seen it can neither abort nor pause."""
+        try:
+            async with asyncio.timeout(self._options.call_s):
+                for one in streams:
+                    await one.has_arrived.wait()
+        except TimeoutError as err:
+            raise EngineError(
+                f"{self._place}: did not answer {len(streams)} requests within {self._options.call_s:g} s",
+                remedy="see the server's log",
+            ) from err
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
+        """Raises RequestRefused when the server refuses the request, EngineError when it fails, is gone or falls
+        silent."""
         place = f"{self._place}: request {request.request_id!r}"
         # What a server would not say clearly, or not at all: an id outside the vocabulary ends SGLang 0.5.17.
         check_request(
@@ -422,30 +319,28 @@ class SglangEngine:
         )
         asked = self._sampling.meant(request, place)
         await self._until_whole(place)
-        timeout = stream_timeout(self._options.call_s, self._options.stall_s)
         sent_version, num_commits = self._version, len(self._commits)
-        tokens = HeldTokens(place, sent_version, self._tally.add)
-        lines = Lines(MAX_LINE_BYTES, place)
+        tokens = HeldTokens(place, sent_version)
         try:
-            with self._open.sent(request.request_id) as mine:
-                body = request_body(asked, mine.rid, self._version)
+            with self._sent(request.request_id) as mine:
                 async with self._http.session.post(
-                    self._generate_url, data=body, headers=self._http.headers, timeout=timeout
+                    f"{(self._options.generate_url or self._http.url).rstrip('/')}/generate",
+                    data=request_body(asked, mine.rid, self._version),
+                    headers=self._http.headers,
+                    timeout=stream_timeout(self._options.call_s, self._options.stall_s),
                 ) as answer:
                     mine.answer = answer
                     mine.has_arrived.set()
                     if answer.status != 200:
                         raise await self._refused(answer, place)
                     async for data in answer.content.iter_any():
-                        for payload in lines.feed(data):
-                            if payload == DONE:
-                                break
-                            delta = tokens.add(read_chunk(payload, place))
-                            if delta is not None:
-                                self._check_stamps(delta, sent_version, num_commits, place)
-                                yield delta
-                                if delta.finish is not None:
-                                    return
+                        for delta in tokens.feed(data):
+                            self._check_stamps(delta, sent_version, num_commits, place)
+                            if delta.finish is not None:
+                                self._usage += tokens.usage
+                            yield delta
+                            if delta.finish is not None:
+                                return
                         if mine.is_aborted:  # the abort came before the request was known to the scheduler
                             await self._http.post("/abort_request", {"rid": mine.rid})
         except (aiohttp.ClientError, TimeoutError) as err:
@@ -478,24 +373,25 @@ class SglangEngine:
                 pass
         if self._torn:
             raise EngineError(f"{place}: {self._torn}", remedy="give it a version, or restart the server")
-        await self._head_start.over()
+        left_s = self._opens_s - asyncio.get_running_loop().time()
+        if left_s > 0:
+            await asyncio.sleep(left_s)
 
     async def abort(self, request_id: str | None = None) -> None:
         """Abort one request, or all; their streams end with finish "abort"."""
-        meant = self._open.named(request_id)
+        meant = [one for one in self._open if request_id in (None, one.request_id)]
         for one in meant:
             one.is_aborted = True
-        await self._open.arrived(meant)
+        await self._arrived(meant)
         for body in [{"abort_all": True}] if request_id is None else [{"rid": one.rid} for one in meant]:
             await self._http.post("/abort_request", body)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop generating; see `core.protocols.Engine`."""
         await self._pause_server(mode)
         self._is_paused = True
 
     async def _pause_server(self, mode: PauseMode) -> None:
-        await self._open.arrived(self._open.named(None))
+        await self._arrived(list(self._open))
         await self._http.post("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
@@ -506,7 +402,7 @@ class SglangEngine:
 
     async def _continue_generation(self) -> None:
         await self._http.post("/continue_generation", {"torch_empty_cache": False})  # it costs milliseconds
-        self._head_start.begin()
+        self._opens_s = asyncio.get_running_loop().time() + HEAD_START_S
 
     # -- weights
 
@@ -543,8 +439,11 @@ class SglangEngine:
             self._commits.append(version)
             before, self._torn = self._torn, f"version {version} was being loaded and did not arrive whole"
             try:
-                if not await self._route(manifest).load(manifest):
-                    await self._verify(manifest)
+                if not await self._route(manifest).load(manifest) and await self._served_version() != version:
+                    raise EngineError(
+                        f"{self._place}: serves version {self._version} after version {version} was loaded",
+                        remedy="only this run may update the server; restart it",
+                    )
                 self._version, self._torn = version, ""
             except WeightsRefused as err:
                 self._torn = before
@@ -556,19 +455,10 @@ class SglangEngine:
                     await self._continue_generation()
             await close_others(self._routes, manifest.channel)
 
-    async def _verify(self, manifest: WeightManifest) -> None:
-        served = await self._served_version()
-        if served != manifest.version:
-            raise EngineError(
-                f"{self._place}: serves version {served} after version {manifest.version} was loaded",
-                remedy="only this run may update the server; restart it",
-            )
-
     def weight_progress(self) -> WeightProgress:
-        """See `core.protocols.ReportsProgress`."""
         return self._routes[self._channel].beacon.progress() if self._channel else WeightProgress(at="idle")
 
-    # -- memory
+    # -- memory: see `core.protocols.ReleasesMemory`
 
     def _saver(self) -> SglangMemory:
         if self._memory is None:
@@ -576,7 +466,6 @@ class SglangEngine:
         return self._memory
 
     def memory_tags(self) -> tuple[TagReport, ...]:
-        """See `core.protocols.ReleasesMemory`; sizes are the server's own."""
         return self._saver().reports()
 
     def memory_pids(self) -> tuple[int, ...]:
@@ -584,21 +473,18 @@ class SglangEngine:
         return ()
 
     async def park(self, within_s: float) -> None:
-        """See `core.protocols.ReleasesMemory`. Health is no longer asked for by generating."""
+        """Health is no longer asked for by generating."""
         async with self._looking:
             self._is_parked = True
         await self._saver().until_idle(within_s)
 
     async def unpark(self) -> None:
-        """See `core.protocols.ReleasesMemory`."""
         self._is_parked = not self._saver().is_whole
 
     async def release_memory(self, tags: Collection[Tag]) -> MovedBytes:
-        """See `core.protocols.ReleasesMemory`."""
         return MovedMemory(dropped_bytes=await self._saver().release(tags))
 
     async def restore_memory(self, tags: Collection[Tag]) -> MovedBytes:
-        """See `core.protocols.ReleasesMemory`."""
         return MovedMemory(dropped_bytes=await self._saver().resume(tags))
 
     # -- questions
@@ -606,21 +492,61 @@ class SglangEngine:
     async def info(self) -> EngineInfo:
         """Current state; `running` counts this client's requests that the server has, `waiting` those on their way.
         `version` is -1 while the server has a name instead of a number, and while its weights may be of none."""
-        served = await self._served_version()
+        served, num_arrived = await self._served_version(), sum(one.has_arrived.is_set() for one in self._open)
         return EngineInfo(
             kind="sglang",
             vocab_size=self._options.vocab_size,
             context_length=self._context_length,
             max_running=self._max_running,
             version=-1 if self._torn and not self._committing.locked() else served,
-            running=self._open.num_arrived,
-            waiting=len(self._open) - self._open.num_arrived,
-            usage=self._tally.total,
+            running=num_arrived,
+            waiting=len(self._open) - num_arrived,
+            usage=self._usage,
         )
 
     async def profile(self, duration_s: float) -> tuple[EngineTrace, ...]:
-        """See `core.engine_profile.ProfilesItself`."""
-        return (await self._profiler.record(duration_s),)
+        """Raises EngineError when the server refuses, does not answer, or writes nothing."""
+        if self._is_recording:
+            raise EngineError(f"{self._place}: is being profiled already", remedy="wait until that has ended")
+        self._is_recording = True
+        try:
+            return (await self._record(min(duration_s, MAX_S)),)
+        except EngineError as err:
+            raise EngineError(err.message, remedy=f"{err.remedy}; --no-engine leaves the server out") from err
+        finally:
+            self._is_recording = False
+
+    async def _record(self, duration_s: float) -> EngineTrace:
+        name = self._options.name.replace("/", ".")
+        label = f"{name}.{time.strftime('%Y%m%d-%H%M%S')}.{secrets.token_hex(3)}"
+        folder = Path(self._options.profile_dir) if self._options.profile_dir else None
+        body: dict[str, Any] = {
+            "activities": ["CPU", "GPU"],
+            "num_steps": max(1, round(duration_s * STEPS_PER_S)),
+            "with_stack": False,  # Python's stacks of every operator make traces many times as large
+            "record_shapes": False,
+            "profile_id": label,
+        }
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            body["output_dir"] = str(folder)
+        try:
+            await self._http.post("/start_profile", body, within_s=START_S)
+            await asyncio.sleep(duration_s)
+        except asyncio.CancelledError:  # also in the middle of the first call, which the server may have heard
+            with suppress(EngineError):
+                await self._http.post("/stop_profile", {}, within_s=START_S)
+            raise
+        await self._http.post("/stop_profile", {}, within_s=WRITE_S)
+        if folder is None:
+            return EngineTrace(engine=self._http.url, place=OWN_FOLDER, files=(f"{label}-TP-*.trace.json.gz",))
+        files = tuple(sorted(path.name for path in folder.glob(f"*{label}*")))
+        if not files:
+            raise EngineError(
+                f"{self._place}: was profiled, and wrote no trace into {folder}",
+                remedy="another client may be profiling it; see the server's log",
+            )
+        return EngineTrace(engine=self._http.url, place=str(folder), files=files)
 
     async def _served_version(self) -> int:
         self._version = version_number((await self._http.get("/model_info")).get("weight_version"))

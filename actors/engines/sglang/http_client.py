@@ -14,9 +14,8 @@ httpx was considered: aiohttp is here already for the embedded server and stream
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from enum import Enum
 from typing import Any, cast
 
 import aiohttp
@@ -57,7 +56,6 @@ class ServerSilence:
         return min(LOOK_S, max(self._bound_s - self.lasts_s(now_s), least_s))
 
     def looked(self, now_s: float, *, is_well: bool) -> None:
-        """What a look has found."""
         if is_well:
             self._heard_s, self._num_failed = now_s, 0
         else:
@@ -68,43 +66,41 @@ class ServerSilence:
         return self._num_failed > 1 and self.lasts_s(now_s) >= self._bound_s
 
 
-JSON_HEADERS = {"Content-Type": "application/json"}
 CLOSE_S = 2.0
 KEEPALIVE_S = 2.0
 """An idle connection is not used again after so long. The server (uvicorn) closes it after 5 s: a request sent in that
 moment is lost, and whether a POST arrived is not known."""
 
 
-class Look(Enum):
-    """What a GET has met."""
-
-    WELL = "answers 200"
-    UNWELL = "answers something else, or nothing listens there"
-    SILENT = "does not answer in time"
+async def _as_it_is(error: EngineError) -> EngineError:
+    return error
 
 
 class SglangHttp:
     """A connection to one server."""
 
     def __init__(self, url: str, *, name: str, call_s: float, admin_key: str = "") -> None:
-        """`admin_key`: sent as bearer with control calls; empty: none. `call_s`: deadline of a control call."""
-        self.url = url.rstrip("/")
-        self.place = f"{name} at {self.url}"
-        """Whom errors name."""
+        """`call_s`: deadline of a control call."""
+        self._name = name
         self.call_s = call_s
-        self.headers = JSON_HEADERS | ({"Authorization": f"Bearer {admin_key}"} if admin_key else {})
-        """For every request."""
         self._session: aiohttp.ClientSession | None = None
+        self.explain: Callable[[EngineError], Awaitable[EngineError]] = _as_it_is
+        """What to raise for a call that got no answer."""
+        self.aim(url, admin_key)
 
-    @property
-    def is_open(self) -> bool:
-        """Whether `open` was called."""
-        return self._session is not None
+    def aim(self, url: str, admin_key: str) -> None:
+        """`admin_key`: sent as bearer; empty: none."""
+        self.url = url.rstrip("/")
+        self.place = f"{self._name} at {self.url}" if url else self._name
+        """Whom errors name."""
+        key = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
+        self.headers = {"Content-Type": "application/json"} | key
+        """For every request."""
 
     @property
     def session(self) -> aiohttp.ClientSession:
         """For streams. Raises EngineError before `open` and after `close`."""
-        if self._session is None or self._session.closed:
+        if self._session is None:
             raise EngineError(f"{self.place}: not started, or closed", remedy="await start() first")
         return self._session
 
@@ -115,40 +111,26 @@ class SglangHttp:
     async def close(self) -> None:
         """End all connections. Never raises, never waits long: a stopped server reads nothing, and unread bytes
         would keep its connections open."""
-        if self._session is not None:
+        session, self._session = self._session, None
+        if session is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(CLOSE_S):
-                    await self._session.close()
-
-    async def look(self, path: str = "/health", *, within_s: float = LOOK_S) -> Look:
-        """Whether it answers. `/health` is answered by generating a token: a server that loads is unwell, one that
-        hangs is silent, and so is one that is paused: ask that by another path."""
-        try:
-            async with (
-                asyncio.timeout(within_s),
-                self.session.get(self.url + path, headers=self.headers) as answer,
-            ):
-                return Look.WELL if answer.status == 200 else Look.UNWELL
-        except TimeoutError:  # some of aiohttp's are both
-            return Look.SILENT
-        except aiohttp.ClientError:
-            return Look.UNWELL
+                    await session.close()
 
     async def until_there(self, within_s: float) -> bool:
-        """Wait for a server that is loading; False: it is there and paused. Raises
-        EngineError when it is not there in time."""
+        """Wait for a server that is loading; False: it is there and paused. Raises EngineError when it is not there in
+        time. `/health` is answered by generating a token: a server that loads says no, one that is paused nothing."""
         look_s = min(LOOK_S, within_s / 3)
         last = ServerAnswer(MODEL_ROUTE, error="nothing", is_absent=True)
         try:
             async with asyncio.timeout(within_s):
-                while (found := await self.look(within_s=look_s)) is not Look.WELL:
-                    if found is Look.SILENT and await self.look("/model_info", within_s=look_s) is Look.WELL:
+                while (found := await self.answer("/health", look_s)).status != 200:
+                    if found.is_silent and (await self.answer(MODEL_ROUTE, look_s)).status == 200:
                         return False
-                    if found is Look.UNWELL:
+                    if not found.is_silent:
                         last = await self.answer(MODEL_ROUTE, look_s)
-                        self._refuse(
-                            *attach_fault(last, last) if not last.may_come and last.status != 200 else ("", "")
-                        )
+                        if not last.may_come and last.status != 200:
+                            self._refuse(*attach_fault(last, last))
                     await asyncio.sleep(0.2)
         except TimeoutError as err:
             raise EngineError(
@@ -175,54 +157,52 @@ class SglangHttp:
                 self.session.get(self.url + route, headers=self.headers) as answer,
             ):
                 return ServerAnswer(route, answer.status, await answer.read())
-        except (TimeoutError, aiohttp.ClientConnectorError) as err:
-            why = f"no answer within {within_s:g} s" if isinstance(err, TimeoutError) else str(err)
-            return ServerAnswer(route, error=why, is_absent=not isinstance(err, aiohttp.ClientSSLError))
+        except TimeoutError:  # some of aiohttp's are both
+            return ServerAnswer(route, error=f"no answer within {within_s:g} s", is_absent=True, is_silent=True)
+        except aiohttp.ClientConnectorError as err:
+            return ServerAnswer(route, error=str(err), is_absent=not isinstance(err, aiohttp.ClientSSLError))
         except aiohttp.ClientError as err:
             is_cut = isinstance(err, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError)
             return ServerAnswer(route, error=f"no HTTP ({type(err).__name__}: {str(err)[:80]})", is_absent=is_cut)
 
     async def get(self, path: str) -> Mapping[str, Any]:
         """The object a GET answers with; {} for plain text. Raises EngineError."""
-        return await self._call("GET", path, None, self.call_s)
+        return _object(await self._call("GET", path, None, self.call_s))
 
     async def post(self, path: str, body: Mapping[str, Any], *, within_s: float = 0.0) -> Mapping[str, Any]:
         """The object a POST answers with; {} for plain text. `within_s` 0: `call_s`. Raises EngineError."""
-        return await self._call("POST", path, orjson.dumps(body), within_s or self.call_s)
+        return _object(await self._call("POST", path, orjson.dumps(body), within_s or self.call_s))
 
     async def ask(self, path: str, body: Mapping[str, Any]) -> Any:
         """The JSON value, of whatever kind, that a POST answers with; None for what is none. Raises EngineError."""
-        return _decoded(await self._raw("POST", path, orjson.dumps(body), self.call_s))
+        return await self._call("POST", path, orjson.dumps(body), self.call_s)
 
-    async def _call(self, method: str, path: str, body: bytes | None, within_s: float) -> Mapping[str, Any]:
-        value = _decoded(await self._raw(method, path, body, within_s))
-        return cast("dict[str, Any]", value) if isinstance(value, dict) else {}  # some routes answer with plain text
-
-    async def _raw(self, method: str, path: str, body: bytes | None, within_s: float) -> bytes:
+    async def _call(self, method: str, path: str, body: bytes | None, within_s: float) -> Any:
         place = f"{self.place}: {method} {path}"
         try:
             async with (
                 asyncio.timeout(within_s),
                 self.session.request(method, self.url + path, data=body, headers=self.headers) as answer,
             ):
-                raw = await answer.read()
-                if answer.status >= 400:
-                    raise _error(place, answer.status, raw)
-                return raw
+                status, raw = answer.status, await answer.read()
         except (aiohttp.ClientError, TimeoutError) as err:
-            raise EngineError(
+            error = EngineError(
                 f"{place} failed within {within_s:g} s: {type(err).__name__}: {err}",
                 remedy="is the server alive and reachable?",
-            ) from err
+            )
+            raise await self.explain(error) from err
+        if status >= 400:
+            raise _refusal(place, status, raw)
+        with suppress(msgspec.MsgspecError):
+            return msgspec.json.decode(raw)
+        return None
 
 
-def _decoded(raw: bytes) -> Any:
-    with suppress(msgspec.MsgspecError):
-        return msgspec.json.decode(raw)
-    return None
+def _object(value: Any) -> Mapping[str, Any]:
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
-def _error(place: str, status: int, raw: bytes) -> EngineError:
+def _refusal(place: str, status: int, raw: bytes) -> EngineError:
     text = f"{place} answered {status}: {raw[:500].decode(errors='replace')}"
     if status in (401, 403):
         return EngineError(text, remedy="set engine.admin_key to the server's --admin-api-key")

@@ -1,6 +1,6 @@
 """A stock SGLang server as a child of the rollout actor: `<python> -m sglang.launch_server`, from start to end.
 
-`LaunchedSglang` chooses port, key and environment; generation and weights are the client's (`engine.py`). The server
+`LaunchedSglang` is a client (`engine.py`) that chooses port, key and environment of its own server. The server
 listens on loopback, asks for a key that was made for it, and dies with the actor, however that ends. Three faults make
 `until_lost` raise, after which the actor fails and is restarted with a new server: the server's end at once, a stopped
 process (SIGSTOP) after two seconds, silence of a running one after a minute.
@@ -15,7 +15,6 @@ why. A debugger's stop does not count, because it resumes the process.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
@@ -25,21 +24,18 @@ import socket
 import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
 import psutil
 
-from ....core.device_memory import MovedBytes, Tag, TagReport
-from ....core.errors import ConfigError, EngineError, LaunchError, RequestRefused, WeightsRefused
-from ....core.messages import WeightManifest
-from ....core.protocols import Delta, EngineInfo, EngineTrace, GenerateRequest, PauseMode
-from ....core.weight_channel import WeightProgress
+from ....core.device_memory import TagReport
+from ....core.errors import ConfigError, EngineError, LaunchError
+from ....core.protocols import EngineInfo
 from .engine import SglangEngine, SglangOptions
 from .memory import SAVER_FIELDS, hide_megatron, saver_env
 from .server_args import (
@@ -66,48 +62,51 @@ TAIL_BYTES = 8192
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """What to start."""
+    """What to start; `name` is whom errors name. The log is appended to, and made readable for this user only."""
 
     name: str
-    """Whom errors name."""
     command: Sequence[str]
     env: Mapping[str, str]
     log_path: Path
-    """Appended to; made readable for this user only."""
 
 
 class ServerProcess:
     """A running server. Built by `start_server`."""
 
     def __init__(self, what: ServerCommand, guardian: Process, pid: int) -> None:
+        """`pid`: of the server's first process, also of its group."""
         self._what = what
         self._guardian = guardian
         self.pid = pid
-        """Of the server's first process, also of its group."""
         self._how = ""
         self._reading = asyncio.Lock()
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it has not been seen to end."""
-        return not self._how and self._guardian.returncode is None
 
     async def until_ended(self) -> str:
         """Wait for its end; returns how it ended: "exit status 3", "signal SIGKILL"."""
         async with self._reading:
-            self._how = self._how or await _how_it_ends(self._guardian, self.pid)
+            self._how = self._how or await self._its_end()
         return self._how
 
-    def last_lines(self, num_lines: int = TAIL_LINES) -> str:
+    async def _its_end(self) -> str:
+        report = await _report(self._guardian)
+        await self._guardian.wait()
+        if "ended" not in report:
+            # The server's first process ended with it; as long as its group has processes, the number is not reused.
+            _kill_group(self.pid)
+            return "its guardian, which was killed"
+        status = int(report["ended"])
+        return f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
+
+    def last_lines(self) -> str:
         """The end of its log, indented; empty when it wrote nothing."""
         try:
             with self._what.log_path.open("rb") as log:
-                log.seek(max(_size(self._what.log_path) - TAIL_BYTES, 0))
+                log.seek(max(os.fstat(log.fileno()).st_size - TAIL_BYTES, 0))
                 text = log.read().decode(errors="replace")
         except OSError as err:
             return f"\n    (its log cannot be read: {err.strerror})"
-        lines = deque((line for line in text.splitlines() if line.strip()), maxlen=num_lines)
-        return "".join(f"\n    {line[:500]}" for line in lines)
+        lines = [line for line in text.splitlines() if line.strip()]
+        return "".join(f"\n    {line[:500]}" for line in lines[-TAIL_LINES:])
 
     def death(self, how: str, doing: str) -> EngineError:
         """What to raise when it ended on its own."""
@@ -121,18 +120,17 @@ class ServerProcess:
         """SIGTERM, then SIGKILL for the whole group. Never raises; a second call does nothing."""
         stdin = self._guardian.stdin
         assert stdin is not None
-        with contextlib.suppress(ConnectionError, RuntimeError):
+        with suppress(ConnectionError, RuntimeError):
             stdin.write(b"stop\n")
             await stdin.drain()
         try:
             async with asyncio.timeout(GRACE_S + CLOSE_S):
                 await self.until_ended()
         except TimeoutError:
-            for pid in (self.pid, self._guardian.pid):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(pid, signal.SIGKILL)
+            _kill_group(self.pid)
+            _kill_group(self._guardian.pid)
             await self.until_ended()
-        with contextlib.suppress(ConnectionError, RuntimeError):
+        with suppress(ConnectionError, RuntimeError):
             stdin.close()
 
 
@@ -147,7 +145,6 @@ async def start_server(what: ServerCommand) -> ServerProcess:
         *command, stdin=PIPE, stdout=PIPE, env=dict(what.env), start_new_session=True
     )
     assert guardian.stdin is not None
-    assert guardian.stdout is not None
     task = {
         "command": list(what.command),
         "env": dict(what.env),
@@ -157,7 +154,7 @@ async def start_server(what: ServerCommand) -> ServerProcess:
     guardian.stdin.write(json.dumps(task).encode() + b"\n")
     try:
         async with asyncio.timeout(START_S):
-            report = _parse(await guardian.stdout.readline())
+            report = await _report(guardian)
             if "pid" in report:
                 return ServerProcess(what, guardian, int(report["pid"]))
             await guardian.wait()
@@ -179,40 +176,35 @@ async def _end_guardian(guardian: Process) -> None:
     """End a guardian that has not reported yet; what it has started ends with it."""
     assert guardian.stdin is not None
     guardian.stdin.close()
-    with contextlib.suppress(TimeoutError):
+    with suppress(TimeoutError):
         async with asyncio.timeout(CLOSE_S):
             await guardian.wait()
             return
-    with contextlib.suppress(ProcessLookupError):
+    with suppress(ProcessLookupError):
         guardian.kill()
     await guardian.wait()
 
 
-async def _how_it_ends(guardian: Process, pid: int) -> str:
+def _kill_group(pid: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+async def _report(guardian: Process) -> Mapping[str, Any]:
+    """Its next line; {} when it ended."""
     assert guardian.stdout is not None
-    report = _parse(await guardian.stdout.readline())
-    await guardian.wait()
-    if "ended" not in report:
-        # The server's first process ended with it; as long as its group has processes, the number is not reused.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)
-        return "its guardian, which was killed"
-    status = int(report["ended"])
-    return f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
+    line = await guardian.stdout.readline()
+    return json.loads(line) if line.endswith(b"\n") else {}
 
 
-def _parse(line: bytes) -> Mapping[str, Any]:
-    with contextlib.suppress(ValueError):
-        value: Any = json.loads(line)
-        if isinstance(value, dict):
-            return value  # pyright: ignore[reportUnknownVariableType] -- JSON
-    return {}
-
-
-def _size(path: Path) -> int:
-    with contextlib.suppress(OSError):
-        return path.stat().st_size
-    return 0
+@asynccontextmanager
+async def unwrapped_group() -> AsyncGenerator[asyncio.TaskGroup]:
+    """Its first error is raised as it is."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
 
 
 LOOK_EVERY_S = 0.5
@@ -251,8 +243,6 @@ def _is_stopped(process: psutil.Process) -> bool:
     return False
 
 
-T = TypeVar("T")
-
 LOOPBACK = "127.0.0.1"
 PORT_TRIES = 3
 PORT_TAKEN = ("address already in use", "errno 98")
@@ -289,26 +279,19 @@ class SglangLaunch:
     expects: tuple[TagReport, ...] | None = None
     """What it is going to hold, if its memory is to be taken back between steps; None: its memory is its own."""
 
-    @property
-    def saves_memory(self) -> bool:
-        """Whether it is started so that its memory can be taken back."""
-        return self.expects is not None
 
-
-class LaunchedSglang:
-    """An `Engine`: the server and its client."""
+class LaunchedSglang(SglangEngine):
+    """A server and its client."""
 
     def __init__(self, launch: SglangLaunch, options: SglangOptions, routes: Routes = folder_routes) -> None:
+        super().__init__("", options, routes, saves_memory=launch.expects is not None)
         self._launch = launch
-        self._options = options
-        self._routes = routes
+        self._name = options.name
         self._env = server_env(launch.env, has_gpus=bool(launch.num_devices))
-        if launch.saves_memory:
+        if launch.expects is not None:
             self._env = saver_env(self._env)
         self._server: ServerProcess | None = None
-        self._client: SglangEngine | None = None
-
-    # -- start and end
+        self._http.explain = self._death_or
 
     async def start(self) -> EngineInfo:
         """Start the server and wait until it serves.
@@ -316,58 +299,49 @@ class LaunchedSglang:
         Raises ConfigError for arguments that the installed SGLang does not take, EngineError with the last lines of
         its log when it ends or does not answer in time.
         """
-        if self._server is not None:
-            raise EngineError(f"{self._options.name}: was started before", remedy="build a new one")
-        schema = await read_schema(self._options.name, self._launch.python, self._env)
+        self._begin()
+        schema = await read_schema(self._name, self._launch.python, self._env)
         check_table(self._launch.table, schema)
         for attempt in range(PORT_TRIES):
             try:
                 return await self._start_once(schema)
             except _PortTaken as err:
+                await self.close()
                 if attempt == PORT_TRIES - 1:
                     raise
                 _log.warning("%s; another port is tried", err.message)
+            except BaseException:
+                await self.close()
+                raise
         raise AssertionError("unreachable")
 
     async def _start_once(self, schema: ServerSchema) -> EngineInfo:
+        launch = self._launch
         key = secrets.token_hex(32)  # it becomes a word of a command line, where one that begins with "-" is none
-        with tempfile.TemporaryDirectory(prefix="myxa-sglang-") as place, socket.socket() as reserved:
+        with tempfile.TemporaryDirectory(prefix="myxa-sglang-") as text, socket.socket() as reserved:
             # Bound and not listening: no other process gets this port, and the server may listen on it, since both
             # sockets allow the address to be used again.
             reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             reserved.bind((LOOPBACK, 0))
-            port = int(reserved.getsockname()[1])
-            try:
-                return await self._serve_on(port, schema, key, Path(place))
-            except BaseException:
-                await self.close()
-                raise
-
-    async def _serve_on(self, port: int, schema: ServerSchema, key: str, place: Path) -> EngineInfo:
-        """`place`: a folder that lasts until the server serves."""
-        launch, name = self._launch, self._options.name
-        key_file = _write_keys(key, place)
-        words = command_line(server_values(launch, port, schema, self._options.needs), schema)
-        command = (launch.python, "-m", MODULE, *words, "--config", str(key_file))
-        env = hide_megatron(self._env, place) if launch.saves_memory else self._env
-        server = await start_server(ServerCommand(name, command, env, launch.log_path))
-        self._server = server
-        _log.info("%s: SGLang %s is pid %d, log %s: %s", name, schema.version, server.pid, launch.log_path, command)
-        options = replace(self._options, admin_key=key)
-        client = SglangEngine(f"http://{LOOPBACK}:{port}", options, self._routes, saves_memory=launch.saves_memory)
-        self._client = client
-        try:
-            async with asyncio.TaskGroup() as group:
+            port, place = int(reserved.getsockname()[1]), Path(text)
+            self._http.aim(f"http://{LOOPBACK}:{port}", key)
+            words = command_line(server_values(launch, port, schema, self._options.needs), schema)
+            command = (launch.python, "-m", MODULE, *words, "--config", str(_write_keys(key, place)))
+            env = self._env if launch.expects is None else hide_megatron(self._env, place)
+            server = await start_server(ServerCommand(self._name, command, env, launch.log_path))
+            self._server = server
+            _log.info(
+                "%s: SGLang %s is pid %d, log %s: %s", self._name, schema.version, server.pid, launch.log_path, command
+            )
+            async with unwrapped_group() as group:
                 watch = group.create_task(self._fail_when_ended(server, "while it was loading"))
-                info = await self._start_client(client, server)
+                info = await self._connect_to(server)
                 watch.cancel()
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
         return info
 
-    async def _start_client(self, client: SglangEngine, server: ServerProcess) -> EngineInfo:
+    async def _connect_to(self, server: ServerProcess) -> EngineInfo:
         try:
-            return await client.start()
+            return await self._connect()
         except EngineError as err:
             raise EngineError(
                 f"{err.message}; the last lines of its log:{server.last_lines()}",
@@ -375,8 +349,7 @@ class LaunchedSglang:
             ) from err
 
     async def _fail_when_ended(self, server: ServerProcess, doing: str) -> None:
-        how = await server.until_ended()
-        death = server.death(how, doing)
+        death = server.death(await server.until_ended(), doing)
         if any(word in death.message.lower() for word in PORT_TAKEN):
             raise _PortTaken(death.message, remedy=death.remedy)
         raise death
@@ -384,135 +357,46 @@ class LaunchedSglang:
     async def _fail_when_stopped(self, server: ServerProcess) -> None:
         pid = await until_stopped(server.pid)
         raise EngineError(
-            f"{self._options.name}: process {pid} of its server was stopped (SIGSTOP) and does nothing",
+            f"{self._name}: process {pid} of its server was stopped (SIGSTOP) and does nothing",
             remedy="its work continues elsewhere; to inspect a hanging server, attach a debugger",
         )
 
+    async def _death_or(self, error: EngineError) -> EngineError:
+        """Why the server does not answer: when it has ended, with the last lines of its log."""
+        server = self._server
+        if server is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CAUSE_S):
+                    return server.death(await server.until_ended(), "while it served")
+        return error
+
     async def until_lost(self) -> None:
         """Waits; raises EngineError as soon as the server ended, when it is stopped, or was silent for too long."""
-        server, client = self._server, self._running()
+        server = self._server
         assert server is not None
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._fail_when_ended(server, "while it served"))
-                group.create_task(self._fail_when_stopped(server))
-                group.create_task(client.until_lost())
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+        async with unwrapped_group() as group:
+            group.create_task(self._fail_when_ended(server, "while it served"))
+            group.create_task(self._fail_when_stopped(server))
+            group.create_task(super().until_lost())
 
     async def close(self) -> None:
         """End the server and everything it started. Never raises."""
-        client, self._client = self._client, None
         server, self._server = self._server, None
         # At the same time: the client's last calls go to a server that may not answer, and which is ended anyway.
-        await asyncio.gather(*(one.close() for one in (client, server) if one is not None))
-
-    @property
-    def pause_mode(self) -> PauseMode:
-        """How running requests meet the next commit."""
-        return self._options.pause_mode
-
-    @pause_mode.setter
-    def pause_mode(self, mode: PauseMode) -> None:
-        self._options = replace(self._options, pause_mode=mode)
-        if self._client is not None:
-            self._client.pause_mode = mode
-
-    def _running(self) -> SglangEngine:
-        if self._client is None:
-            raise EngineError(f"{self._options.name}: not started, or closed", remedy="await start() first")
-        return self._client
+        await asyncio.gather(super().close(), *(one.close() for one in (server,) if one is not None))
 
     @property
     def server_pid(self) -> int:
-        """Of the server's first process. Raises EngineError before `start`."""
-        self._running()
+        """Of the server's first process."""
         assert self._server is not None
         return self._server.pid
 
-    # -- what the client does
-
-    async def _ask(self, call: Awaitable[T]) -> T:
-        """The client's answer. When the server ended meanwhile, that is the error, with the last lines of its log."""
-        try:
-            return await call
-        except (RequestRefused, WeightsRefused):
-            raise
-        except EngineError as err:
-            server = self._server
-            if server is not None:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(CAUSE_S):
-                        how = await server.until_ended()
-                    raise server.death(how, "while it served") from err
-            raise
-
-    def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
-        """See `core.protocols.Engine`."""
-        return self._running().generate(request)
-
-    async def abort(self, request_id: str | None = None) -> None:
-        """See `core.protocols.Engine`."""
-        await self._ask(self._running().abort(request_id))
-
-    async def pause(self, mode: PauseMode) -> None:
-        """See `core.protocols.Engine`."""
-        await self._ask(self._running().pause(mode))
-
-    async def resume(self) -> None:
-        """See `core.protocols.Engine`."""
-        await self._ask(self._running().resume())
-
-    async def prepare_weights(self, manifest: WeightManifest) -> None:
-        """See `core.protocols.Engine`."""
-        await self._ask(self._running().prepare_weights(manifest))
-
-    async def commit_weights(self, version: int) -> None:
-        """See `core.protocols.Engine`."""
-        await self._ask(self._running().commit_weights(version))
-
-    def weight_progress(self) -> WeightProgress:
-        """See `core.protocols.ReportsProgress`."""
-        return self._running().weight_progress()
-
-    async def info(self) -> EngineInfo:
-        """See `core.protocols.Engine`."""
-        return await self._ask(self._running().info())
-
-    async def profile(self, duration_s: float) -> tuple[EngineTrace, ...]:
-        """See `core.engine_profile.ProfilesItself`."""
-        return await self._ask(self._running().profile(duration_s))
-
-    # -- memory
-
     def memory_tags(self) -> tuple[TagReport, ...]:
-        """See `core.protocols.ReleasesMemory`."""
-        return self._launch.expects or () if self._client is None else self._client.memory_tags()
+        return super().memory_tags() if self._server is not None else self._launch.expects or ()
 
     def memory_pids(self) -> tuple[int, ...]:
         """The server and everything that it started."""
-        if self._server is None:
-            return ()
-        with suppress(psutil.Error):
-            children = psutil.Process(self._server.pid).children(recursive=True)
-            return (self._server.pid, *(child.pid for child in children))
-        return ()
-
-    async def park(self, within_s: float) -> None:
-        """See `core.protocols.ReleasesMemory`."""
-        await self._ask(self._running().park(within_s))
-
-    async def unpark(self) -> None:
-        """See `core.protocols.ReleasesMemory`."""
-        await self._ask(self._running().unpark())
-
-    async def release_memory(self, tags: Collection[Tag]) -> MovedBytes:
-        """See `core.protocols.ReleasesMemory`."""
-        return await self._ask(self._running().release_memory(tags))
-
-    async def restore_memory(self, tags: Collection[Tag]) -> MovedBytes:
-        """See `core.protocols.ReleasesMemory`."""
-        return await self._ask(self._running().restore_memory(tags))
+        return tuple(one.pid for one in _family(self._server.pid)) if self._server is not None else ()
 
 
 class _PortTaken(EngineError):
@@ -536,7 +420,7 @@ def server_values(
         "random_seed": launch.seed,
         "max_running_requests": launch.max_running,
     }
-    own |= SAVER_FIELDS if launch.saves_memory else {}
+    own |= SAVER_FIELDS if launch.expects is not None else {}
     own |= {"context_length": launch.context_length} if launch.context_length else {}
     own |= {} if launch.num_devices else {"device": "cpu"}
     missing = sorted(set(own) - set(schema.options))

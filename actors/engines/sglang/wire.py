@@ -10,10 +10,9 @@ chunk, 0.5.17 never; our server sends them with every chunk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -26,50 +25,13 @@ from ....core.samples import F32, I32, NO_VERSION, FinishReason
 
 DONE = b"[DONE]"
 DATA = b"data:"
-FINISHES: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
-
-
-class TokenSpan(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens [start, end) of a generation that one weight version produced."""
-
-    version: str
-    start: int
-    end: int
-
-
-class StreamChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """One object of a stream, or a whole answer, with the fields that count."""
-
-    output_ids: list[int]
-    logprobs: list[float]
-    num_tokens: int
-    """Tokens of the generation so far, whichever way the chunk counts."""
-    weight_version: str
-    spans: list[TokenSpan] | None
-    finish: FinishReason | None
-    usage: EngineUsage
-    """Of the generation so far."""
-    matched: int | str | None
-    """Token or stop string that ended it."""
-    reason: str
-
-
-AT_REST = SamplingParams()
-LEFT_OUT_AT_REST = ("min_p", "min_new_tokens", "repetition_penalty", "frequency_penalty", "presence_penalty", "stop")
-"""Sampling parameters that are called alike on both sides, and said only where they mean something."""
+MAX_LINE_BYTES = 256 << 20
 ABORTED = 499
 """Code of the error by which SGLang ends a request that was aborted before its scheduler had it."""
-ABORTED_CHUNK = StreamChunk(
-    output_ids=[],
-    logprobs=[],
-    num_tokens=0,
-    weight_version="",
-    spans=None,
-    finish="abort",
-    usage=EngineUsage(),
-    matched=None,
-    reason="",
-)
+AT_REST = SamplingParams()
+ALWAYS_SAID = ("temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids", "ignore_eos")
+LEFT_OUT_AT_REST = ("min_p", "min_new_tokens", "repetition_penalty", "frequency_penalty", "presence_penalty", "stop")
+"""Sampling parameters that are called alike on both sides, and said only where they mean something."""
 
 
 def version_number(text: object) -> int:
@@ -85,10 +47,12 @@ def whole_number(facts: Mapping[str, Any], *names: str) -> int:
     return next((value for name in names if isinstance(value := facts.get(name), int)), 0)
 
 
-def spans_of(versions: I32) -> list[TokenSpan]:
-    """Runs of equal versions."""
-    cuts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
-    return [TokenSpan(version=str(int(versions[a])), start=a, end=b) for a, b in pairwise(cuts) if b > a]
+class TokenSpan(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens [start, end) of a generation that one weight version produced."""
+
+    version: str
+    start: int
+    end: int
 
 
 def versions_of(spans: Sequence[TokenSpan], num_tokens: int, place: str) -> I32:
@@ -107,123 +71,127 @@ def versions_of(spans: Sequence[TokenSpan], num_tokens: int, place: str) -> I32:
     return versions
 
 
-def finish_reason(finish: FinishReason | None, *, matched: int | str | None, num_tokens: int) -> dict[str, Any] | None:
-    """The object of `meta_info.finish_reason`."""
-    if finish is None:
-        return None
-    details: dict[FinishReason, dict[str, Any]] = {
-        "stop": {"matched": matched},
-        "length": {"length": num_tokens},
-        "abort": {"message": "Aborted", "status_code": None, "err_type": None},
-    }
-    return {"type": finish, **details[finish]}
+class _Reason(msgspec.Struct, frozen=True):
+    type: FinishReason
+    matched: Any = None
+    """Token or stop string that ended it."""
 
 
-def parse_chunk(raw: bytes, place: str) -> StreamChunk:
-    """Read one object. Raises EngineError naming `place` if it is not what SGLang sends."""
-    try:
-        value: Any = msgspec.json.decode(raw)
-        meta = value["meta_info"]
-        reason: dict[str, Any] = meta.get("finish_reason") or {}
-        pairs = cast("list[list[Any]]", meta.get("output_token_logprobs") or [])
-        ids = [int(i) for i in value["output_ids"]]
-        spans = meta.get("weight_versions")
-        if any(int(pair[1]) != i for pair, i in zip(reversed(pairs), reversed(ids), strict=False)):
-            raise ValueError("log-probs belong to other tokens than output_ids")
-        return StreamChunk(
-            output_ids=ids,
-            logprobs=[float(pair[0]) for pair in pairs],
-            num_tokens=int(meta["completion_tokens"]),
-            weight_version=str(meta.get("weight_version", "")),
-            spans=None if spans is None else msgspec.convert(spans, list[TokenSpan]),
-            finish=FINISHES[reason["type"]] if reason else None,
-            usage=_usage(meta),
-            matched=reason["matched"] if isinstance(reason.get("matched"), int | str) else None,
-            reason=str(reason.get("message", "")),
-        )
-    except (msgspec.MsgspecError, KeyError, TypeError, ValueError, IndexError, AttributeError) as err:
-        shown = raw[:200].decode(errors="replace")
-        raise EngineError(
-            f"{place}: not an answer of SGLang's /generate ({type(err).__name__}: {err}): {shown}",
-            remedy="engine.attach must name the address of an SGLang server (0.5.17 or later)",
-        ) from err
+class _Meta(msgspec.Struct, frozen=True):
+    completion_tokens: int
+    """Of the generation so far, whichever way the chunk counts."""
+    finish_reason: _Reason | None = None
+    weight_version: Any = ""
+    weight_versions: list[TokenSpan] | None = None
+    output_token_logprobs: list[tuple[float, int, Any]] | None = None
+    prompt_tokens: Any = 0
+    cached_tokens: Any = 0
+    spec_verify_ct: Any = 0
+    spec_draft_token_num: Any = 0
+    spec_accept_token_num: Any = 0
 
 
-def _usage(meta: Mapping[str, Any]) -> EngineUsage:
-    steps = whole_number(meta, "spec_verify_ct")
-    return EngineUsage(
-        prompt_tokens=whole_number(meta, "prompt_tokens"),
-        cached_tokens=whole_number(meta, "cached_tokens"),
-        drafted_tokens=whole_number(meta, "spec_draft_token_num"),
-        accepted_tokens=whole_number(meta, "spec_accept_token_num"),
-        verified_steps=steps,
-        verified_tokens=whole_number(meta, "completion_tokens") if steps else 0,
-    )
+class _Chunk(msgspec.Struct, frozen=True):
+    """One object of a stream, with the fields that count."""
+
+    output_ids: list[int]
+    meta_info: _Meta
 
 
-class UsageTally:
-    """Sums over the generations of one server."""
-
-    def __init__(self) -> None:
-        self.total = EngineUsage()
-
-    def add(self, more: EngineUsage) -> None:
-        """One more is over."""
-        self.total += more
+_chunks = msgspec.json.Decoder(_Chunk)
+_ABORTED_CHUNK = _Chunk([], _Meta(0, _Reason("abort")))
 
 
 class HeldTokens:
-    """Turns the chunks of one stream, cumulative or incremental, into deltas whose version stamps are certain.
+    """Turns the bytes of one stream, cumulative or incremental, into deltas whose version stamps are certain.
 
     Spans come at the latest with the last chunk, so tokens wait for them. A server without spans announces one version
     per answer: if it is the one known when the request was sent, all tokens have it; otherwise they all get the smaller
     of the two, which is never newer than the truth, so that a staleness bound holds.
     """
 
-    def __init__(self, place: str, sent_version: int, on_end: Callable[[EngineUsage], None] | None = None) -> None:
-        """`on_end` gets what the server says of the generation with its last chunk."""
+    def __init__(self, place: str, sent_version: int) -> None:
         self._place = place
-        self._on_end = on_end
         self._sent_version = sent_version
+        self._rest = b""
         self._ids: I32 = np.zeros(0, dtype=np.int32)
         self._logprobs: F32 = np.zeros(0, dtype=np.float32)
         self._num_sent = 0
+        self.usage = EngineUsage()
+        """Once it has ended."""
 
     @property
     def num_tokens(self) -> int:
         """Received so far."""
         return len(self._ids)
 
-    def add(self, chunk: StreamChunk) -> Delta | None:
-        """What can be passed on now. Raises EngineError when tokens, log-probs or stamps are missing."""
-        ids = self._new(chunk.output_ids, chunk.num_tokens, "output_ids")
-        logprobs = self._new(chunk.logprobs, chunk.num_tokens, "output_token_logprobs")
-        self._ids = np.concatenate([self._ids, np.asarray(ids, dtype=np.int32)])
-        self._logprobs = np.concatenate([self._logprobs, np.asarray(logprobs, dtype=np.float32)])
-        if chunk.finish is not None and self._on_end is not None:
-            self._on_end(chunk.usage)
-        if chunk.spans is not None:
-            versions = versions_of(chunk.spans, len(self._ids), self._place)
-        elif chunk.finish is not None:
-            version = min(self._sent_version, version_number(chunk.weight_version))
+    def feed(self, data: bytes) -> Iterator[Delta]:
+        """What can be passed on after these bytes. Raises RequestRefused or EngineError for an error that the server
+        reports inside the stream; EngineError when tokens, log-probs or stamps are missing."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > MAX_LINE_BYTES:
+            raise EngineError(
+                f"{self._place}: a line of the stream is longer than {MAX_LINE_BYTES} bytes",
+                remedy="lower max_new_tokens, or start the server with incremental streaming output",
+            )
+        for line in lines:
+            payload = line[len(DATA) :].strip()
+            if line.startswith(DATA) and payload != DONE:
+                delta = self._add(self._read(payload))
+                if delta is not None:
+                    yield delta
+
+    def _read(self, payload: bytes) -> _Chunk:
+        if payload.startswith(b'{"error"'):
+            with suppress(msgspec.MsgspecError):
+                error: Any = msgspec.json.decode(payload)["error"]
+                if error.get("code") == ABORTED:
+                    return _ABORTED_CHUNK
+                kind = RequestRefused if error.get("code") == 400 else EngineError
+                raise kind(f"{self._place}: {error.get('message')}", remedy="see the server's log")
+        try:
+            chunk = _chunks.decode(payload)
+            pairs = chunk.meta_info.output_token_logprobs or []
+            if any(pair[1] != i for pair, i in zip(reversed(pairs), reversed(chunk.output_ids), strict=False)):
+                raise ValueError("log-probs belong to other tokens than output_ids")
+        except (msgspec.MsgspecError, ValueError, RecursionError) as err:
+            shown = payload[:200].decode(errors="replace")
+            raise EngineError(
+                f"{self._place}: not an answer of SGLang's /generate ({type(err).__name__}: {err}): {shown}",
+                remedy="engine.attach must name the address of an SGLang server (0.5.17 or later)",
+            ) from err
+        return chunk
+
+    def _add(self, chunk: _Chunk) -> Delta | None:
+        meta = chunk.meta_info
+        logprobs = [pair[0] for pair in meta.output_token_logprobs or []]
+        new_ids = self._new(chunk.output_ids, meta.completion_tokens, "output_ids")
+        new_logprobs = self._new(logprobs, meta.completion_tokens, "output_token_logprobs")
+        self._ids = np.concatenate([self._ids, np.asarray(new_ids, dtype=np.int32)])
+        self._logprobs = np.concatenate([self._logprobs, np.asarray(new_logprobs, dtype=np.float32)])
+        reason = meta.finish_reason
+        if meta.weight_versions is not None:
+            versions = versions_of(meta.weight_versions, len(self._ids), self._place)
+        elif reason is not None:
+            version = min(self._sent_version, version_number(meta.weight_version))
             versions = np.full(len(self._ids), version, dtype=np.int32)
         else:
             return None
+        if reason is not None:
+            self.usage = _usage(meta)
         new = slice(self._num_sent, len(self._ids))
         self._num_sent = len(self._ids)
+        matched = reason.matched if reason is not None and reason.type == "stop" else None
+        if reason is not None and reason.type == "stop" and matched is None and len(self._ids):
+            matched = int(self._ids[-1])
         return Delta(
             output_ids=self._ids[new],
             logprobs=self._logprobs[new],
             versions=versions[new],
-            finish=chunk.finish,
-            matched=self._matched_token(chunk),
-            matched_text=chunk.matched if chunk.finish == "stop" and isinstance(chunk.matched, str) else "",
+            finish=reason and reason.type,
+            matched=matched if isinstance(matched, int) else None,
+            matched_text=matched if isinstance(matched, str) else "",
         )
-
-    def _matched_token(self, chunk: StreamChunk) -> int | None:
-        if chunk.finish != "stop" or not len(self._ids) or isinstance(chunk.matched, str):
-            return None
-        return int(self._ids[-1]) if chunk.matched is None else chunk.matched
 
     def _new(self, values: Sequence[Any], num_tokens: int, what: str) -> Sequence[Any]:
         """Cumulative lists have all tokens (a server may even be ahead of its count), incremental ones the new."""
@@ -240,49 +208,24 @@ class HeldTokens:
         )
 
 
-class Lines:
-    """Cuts a byte stream into the payloads of its `data:` lines."""
-
-    def __init__(self, max_bytes: int, place: str) -> None:
-        self._rest = b""
-        self._max_bytes = max_bytes
-        self._place = place
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """Payloads completed by these bytes. Raises EngineError for a line longer than allowed."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > self._max_bytes:
-            raise EngineError(
-                f"{self._place}: a line of the stream is longer than {self._max_bytes} bytes",
-                remedy="lower max_new_tokens, or start the server with incremental streaming output",
-            )
-        return [line[len(DATA) :].strip() for line in lines if line.startswith(DATA)]
-
-
-def read_chunk(payload: bytes, place: str) -> StreamChunk:
-    """Read a payload. Raises RequestRefused or EngineError for an error the server reports inside the stream."""
-    if payload.startswith(b'{"error"'):
-        with suppress(msgspec.MsgspecError):
-            error: Any = msgspec.json.decode(payload)["error"]
-            if error.get("code") == ABORTED:
-                return ABORTED_CHUNK
-            kind = RequestRefused if error.get("code") == 400 else EngineError
-            raise kind(f"{place}: {error.get('message')}", remedy="see the server's log")
-    return parse_chunk(payload, place)
+def _usage(meta: _Meta) -> EngineUsage:
+    said = msgspec.structs.asdict(meta)
+    steps = whole_number(said, "spec_verify_ct")
+    return EngineUsage(
+        prompt_tokens=whole_number(said, "prompt_tokens"),
+        cached_tokens=whole_number(said, "cached_tokens"),
+        drafted_tokens=whole_number(said, "spec_draft_token_num"),
+        accepted_tokens=whole_number(said, "spec_accept_token_num"),
+        verified_steps=steps,
+        verified_tokens=meta.completion_tokens if steps else 0,
+    )
 
 
 def request_body(request: GenerateRequest, rid: str, version: int) -> bytes:
     """The request as SGLang wants it. `extra_key` parts the prefix cache by the version known when it is sent: what
     older weights left in the cache is never taken up by a request that is to be answered by newer ones."""
-    sampling: SamplingParams = request.sampling
-    params: dict[str, Any] = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "max_new_tokens": sampling.max_new_tokens,
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "ignore_eos": sampling.ignore_eos,
-    }
+    sampling = request.sampling
+    params: dict[str, Any] = {name: getattr(sampling, name) for name in ALWAYS_SAID}
     for name in LEFT_OUT_AT_REST:
         if (value := getattr(sampling, name)) != getattr(AT_REST, name):
             params[name] = value

@@ -9,10 +9,9 @@ import os
 
 from aiohttp import web
 from sglang.srt.profiler import ServerProfiler
+from tests.harness.engine_server import EngineServer, serve
 
-from myxa.actors.engines import http_server
-from myxa.actors.engines.embedded.engine import EmbeddedOptions
-from myxa.actors.engines.http_server import EngineServer, serve
+from myxa.actors.engines.embedded.core import EmbeddedOptions
 
 
 class SilentWhilePaused(EngineServer):
@@ -31,9 +30,6 @@ class SilentWhilePaused(EngineServer):
         return await super()._health(request)
 
 
-http_server.EngineServer = SilentWhilePaused
-
-
 async def run_computing(args: argparse.Namespace, stopped: asyncio.Event) -> None:
     options = EmbeddedOptions(
         max_running=args.max_running_requests,
@@ -48,12 +44,12 @@ async def run_computing(args: argparse.Namespace, stopped: asyncio.Event) -> Non
         log = logging.getLogger("access")
     async with serve(
         args.model_path,
-        args.host,
         args.port,
         options=options,
         is_incremental=True,
         key=args.admin_api_key,
         access_log=log,
+        kind=SilentWhilePaused,
     ) as served:
         print(f"the server is fired up on {served.url}", flush=True)
         await stopped.wait()

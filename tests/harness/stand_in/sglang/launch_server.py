@@ -38,7 +38,6 @@ def misbehave(faults: str, port: int) -> None:
 
 
 async def run_light(args: argparse.Namespace, stopped: asyncio.Event) -> None:
-    sys.path.append(str(ROOT))
     from aiohttp import web
     from tests.harness.fake_sglang import FakeSglang
 
@@ -58,6 +57,7 @@ async def run(argv: list[str]) -> None:
     if not (args.skip_tokenizer_init and args.incremental_streaming_output and args.api_key == args.admin_api_key):
         sys.exit("the stand-in wants what myxa always says")
     misbehave(os.environ.get("STAND_IN_FAULT", ""), args.port)
+    sys.path.append(str(ROOT))
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
     if os.environ.get("STAND_IN_LIGHT"):
