@@ -57,18 +57,17 @@ class Refusal:
 class HttpAccess:
     """Judges the requests of programs."""
 
-    def __init__(self, key: str = "", *, host: str = "", open_paths: tuple[str, ...] = ()) -> None:
+    def __init__(self, key: str = "", *, host: str = "") -> None:
         """`key`: must come as bearer; empty: none is asked for. `host`: a further name of this machine, the one that
-        is listened on. `open_paths`: beginnings of paths that never need the key."""
+        is listened on."""
         self._key = key
         self._hosts = HOSTS | {host.lower(), f"[{host.lower()}]"} - {"", "[]"}
-        self._open_paths = open_paths
 
-    def refusal(self, head: Head, path: str) -> Refusal | None:
+    def refusal(self, head: Head) -> Refusal | None:
         """Why this request is not served; None: it is."""
         if self._key:
             kind, _, key = head.authorization.partition(" ")
-            if path.startswith(self._open_paths) or (kind.lower() == "bearer" and same(key.strip(), self._key)):
+            if kind.lower() == "bearer" and same(key.strip(), self._key):
                 return None
             return Refusal(401, "Unauthorized: send the key as Authorization: Bearer <key>")
         if refused := elsewhere(head, self._hosts):

@@ -131,7 +131,7 @@ def _guarded(app: Any, door: HttpAccess) -> Any:
             environ.get("HTTP_SEC_FETCH_MODE", ""),
             authorization=environ.get("HTTP_AUTHORIZATION", ""),
         )
-        refusal = door.refusal(head, environ.get("PATH_INFO", ""))
+        refusal = door.refusal(head)
         if refusal is None:
             return app(environ, start_response)
         start_response(f"{refusal.status} {HTTPStatus(refusal.status).phrase}", [("Content-Type", "text/plain")])

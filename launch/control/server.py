@@ -248,7 +248,7 @@ class VerbDoor:
             self._counters["strangers"] += 1
             _log.warning("uid %d (pid %d) was kept out of %s", who.uid, who.pid, self.path)
             return _error(403, LaunchError("this socket is for the user that started the run"))
-        if refused := self._access.refusal(Head.of(request.method, request.headers), request.path):
+        if refused := self._access.refusal(Head.of(request.method, request.headers)):
             return self._malformed(refused.status, refused.text)
         try:
             async with asyncio.timeout(self._limits.request_s):

@@ -42,7 +42,6 @@ from tests.engines.contract_subjects import (
 from tests.engines.real_server import RealServer, environment_of, real_server
 from tests.engines.recording import Places, Writer
 from tests.engines.recording_proxy import Proxy, proxy
-from tests.engines.route_probes import aborted_children, answers, calls
 
 from myxa.actors.engines.sglang.engine import SglangEngine
 from myxa.core.errors import ConfigError, EngineError, RequestRefused
@@ -162,8 +161,6 @@ class Run:
                     await self._one(name, self._folder / f"weights{number}", record)
         await self._cannot()
         if record is not None and not self._failed:
-            if not self._options.only and self._facts["skip_tokenizer_init"] is False:
-                await self._probes(record)  # without texts other calls are possible
             await self._about(record)
         if not self._options.only:
             if self._options.device == "cpu" and not self._facts["skip_tokenizer_init"]:  # once is enough
@@ -233,21 +230,6 @@ class Run:
                             break
                         assert path == "/flush_cache", f"{path}: {await answer.text()}"
                     await asyncio.sleep(0.2)  # what was aborted is still ending
-
-    async def _probes(self, record: Path) -> None:
-        """What the server answers to raw calls."""
-        await self._reset()
-        models = self._versions[0].parent
-        places = Places({"models": models})
-        found = await answers(self._server.url, calls(models))
-        for name in ("server info",):
-            facts: dict[str, Any] = json.loads(found[name]["text"])
-            found[name]["text"] = json.dumps(dict.fromkeys(sorted(facts)))
-        hidden = {name: answer | {"text": places.hide(answer["text"])} for name, answer in found.items()}
-        aborts = await aborted_children(self._server.url)
-        (record / "probes.json").write_text(
-            json.dumps({"answers": hidden, "aborts": aborts}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
 
     async def _about(self, record: Path) -> None:
         """What all of this was recorded with."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from scipy import stats
 
-from myxa.actors.engines.embedded.sampler import SamplingRows, draw, stream_state, uniforms
+from myxa.actors.engines.embedded.sampler import SAMPLING_FIELDS, DrawnTokens, stream_state, uniforms
+from myxa.actors.engines.embedded.sampler import draw as draw_from
 
 VOCAB = 12
 LOGITS = torch.tensor([0.3, -1.0, 2.0, 0.0, 1.1, -4.0, 0.9, 0.5, -0.2, 1.7, float("-inf"), -0.7])
@@ -15,15 +18,18 @@ MIN_P_VALUE = 1e-4
 SEED = 11
 
 
-def rows(
-    count: int, *, seed: int = 0, temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1, min_p: float = 0.0
-) -> SamplingRows:
+def rows(count: int, *, seed: int = 0, **wish: Any) -> Any:
+    """Each wish for all rows, or one for each; with a number each to draw by."""
     states = np.asarray([stream_state(seed * count + i) for i in range(count)], dtype=np.uint64)
-    return SamplingRows(
-        temperatures=np.full(count, temperature, dtype=np.float32), top_ps=np.full(count, top_p, dtype=np.float32),
-        top_ks=np.full(count, top_k, dtype=np.int64), min_ps=np.full(count, min_p, dtype=np.float32),
-        uniforms=uniforms(states, np.full(count, 7)),
-    )  # fmt: skip
+    made = np.zeros(count, dtype=[*SAMPLING_FIELDS, ("number", np.float64)])
+    for name, value in ({"temperature": 1.0, "top_p": 1.0, "top_k": -1} | wish).items():
+        made[name] = value
+    made["number"] = uniforms(states, np.full(count, 7))
+    return made
+
+
+def draw(logits: torch.Tensor, wishes: Any) -> DrawnTokens:
+    return draw_from(logits, wishes, wishes["number"].copy())
 
 
 def expected(temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1, min_p: float = 0.0) -> np.ndarray:
@@ -61,11 +67,8 @@ def test_draws_follow_the_distribution(temperature, top_p, top_k, min_p):
 def test_rows_of_different_wishes_do_not_disturb_each_other():
     count = 30_000
     plain = rows(count, seed=3)
-    mixed = SamplingRows(
-        temperatures=np.tile(np.asarray([1.0, 0.0, 0.5], np.float32), count // 3),
-        top_ps=np.tile(np.asarray([1.0, 0.5, 0.7], np.float32), count // 3),
-        top_ks=np.tile(np.asarray([-1, 4, 2]), count // 3), min_ps=np.zeros(count, np.float32), uniforms=plain.uniforms,
-    )  # fmt: skip
+    three = {"temperature": [1.0, 0.0, 0.5], "top_p": [1.0, 0.5, 0.7], "top_k": [-1, 4, 2]}
+    mixed = rows(count, seed=3, **{name: np.tile(values, count // 3) for name, values in three.items()})
     logits = LOGITS.expand(count, VOCAB).clone()
     drawn = draw(logits, mixed)
     assert np.array_equal(drawn.ids[0::3], draw(logits, plain).ids[0::3])
@@ -90,7 +93,7 @@ def test_numbers_are_uniform_and_streams_unrelated():
 def test_extreme_numbers_never_leave_the_support():
     logits = LOGITS.expand(2, VOCAB).clone()
     edge = rows(2)
-    edge.uniforms[:] = (0.0, np.nextafter(1.0, 0.0))
+    edge["number"] = (0.0, np.nextafter(1.0, 0.0))
     drawn = draw(logits, edge)
     assert drawn.ids[0] == 0
     assert np.isfinite(drawn.logprobs).all()

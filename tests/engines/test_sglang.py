@@ -17,7 +17,8 @@ from tests.harness.fake_sglang import FakeSglang, chunk, fake_sglang
 from tests.harness.manifests import manifest_of
 from tests.harness.waiting import until
 
-from myxa.actors.engines.sglang.engine import HeadStart, SglangEngine, SglangOptions
+from myxa.actors.engines.sglang import engine as sglang_engine
+from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
 from myxa.actors.engines.sglang.http_client import LEAST_LOOK_S, ServerSilence, SglangHttp
 from myxa.core.errors import EngineError, RequestRefused, WeightsRefused
 
@@ -263,20 +264,18 @@ async def test_a_version_that_was_never_loaded_excuses_no_older_stamp(folders):
             await job
 
 
-async def test_new_requests_wait_for_the_rest_of_the_head_start_of_those_that_were_paused():
+async def test_new_requests_wait_for_the_head_start_of_those_that_were_paused(monkeypatch):
+    monkeypatch.setattr(sglang_engine, "HEAD_START_S", 0.1)
     clock = asyncio.get_running_loop().time
-    async with asyncio.timeout(5):
-        await HeadStart(30.0).over()
-    start = HeadStart(0.05)
-    start.begin()
-    begun = clock()
-    await asyncio.gather(start.over(), start.over())
-    assert clock() - begun >= 0.045
-    start.begin()
-    await asyncio.sleep(0.06)
-    begun = clock()
-    await start.over()
-    assert clock() - begun < 0.04
+    async with connected(chunks=ended("default")) as (engine, _):
+        await engine.pause("in_place")
+        await engine.resume()
+        begun = clock()
+        await asyncio.gather(*(collect(engine, ask(name, 3, max_new_tokens=1)) for name in "ab"))
+        assert clock() - begun >= 0.09
+        begun = clock()
+        await collect(engine, ask("c", 3, max_new_tokens=1))
+        assert clock() - begun < 0.09
 
 
 # -- silence and deadlines -----------------------------------------------------------------------------------------

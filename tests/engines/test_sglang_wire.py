@@ -7,17 +7,9 @@ import json
 import numpy as np
 import pytest
 
+from myxa.actors.engines.sglang import wire
 from myxa.actors.engines.sglang.weight_route import announces
-from myxa.actors.engines.sglang.wire import (
-    HeldTokens,
-    Lines,
-    TokenSpan,
-    UsageTally,
-    parse_chunk,
-    spans_of,
-    version_number,
-    versions_of,
-)
+from myxa.actors.engines.sglang.wire import HeldTokens, TokenSpan, version_number, versions_of
 from myxa.core.errors import EngineError
 from myxa.core.messages import EngineUsage
 from myxa.core.samples import NO_VERSION
@@ -36,12 +28,12 @@ def chunk(ids, total=None, *, finish=None, version="4", spans=None, logprobs=Non
             **meta,
         },
     }  # fmt: skip
-    return parse_chunk(json.dumps(value).encode(), "here")
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
 
 
 def told(chunks, sent_version=4):
     held = HeldTokens("here", sent_version)
-    deltas = [d for d in (held.add(c) for c in chunks) if d is not None]
+    deltas = [delta for one in chunks for delta in held.feed(one)]
     return (
         np.concatenate([d.output_ids for d in deltas]).tolist(), np.concatenate([d.logprobs for d in deltas]).tolist(),
         np.concatenate([d.versions for d in deltas]).tolist(), deltas,
@@ -101,20 +93,16 @@ def test_stop_by_an_id_is_told():
     assert told([chunk([1, 9], finish="length", spans=[["4", 0, 2]])])[3][-1].matched is None
 
 
-def test_missing_logprobs_tokens_or_stamps_are_errors():
-    held = HeldTokens("here", 4)
-    with pytest.raises(EngineError, match=r"here: a chunk has 0 output_token_logprobs after 0 tokens and counts 2"):
-        held.add(chunk([1, 2], logprobs=[]))
-    held = HeldTokens("here", 4)
-    held.add(chunk([1, 2]))
-    with pytest.raises(EngineError, match=r"1 output_ids after 2 tokens and counts 5"):
-        held.add(chunk([5], 5))
-    with pytest.raises(EngineError, match=r"2 output_ids after 2 tokens and counts 1"):
-        held.add(chunk([1, 2], 1))
-    with pytest.raises(EngineError, match=r"cover 1 of 2"):
-        HeldTokens("here", 4).add(chunk([1, 2], spans=[["4", 0, 1]]))
-    with pytest.raises(EngineError, match="leave a gap"):
-        HeldTokens("here", 4).add(chunk([1, 2], spans=[["4", 0, 0], ["5", 1, 2]]))
+@pytest.mark.parametrize(("chunks", "says"), [
+    ([chunk([1, 2], logprobs=[])], "here: a chunk has 0 output_token_logprobs after 0 tokens and counts 2"),
+    ([chunk([1, 2]), chunk([5], 5)], "1 output_ids after 2 tokens and counts 5"),
+    ([chunk([1, 2]), chunk([1, 2], 1)], "2 output_ids after 2 tokens and counts 1"),
+    ([chunk([1, 2], spans=[["4", 0, 1]])], "cover 1 of 2"),
+    ([chunk([1, 2], spans=[["4", 0, 0], ["5", 1, 2]])], "leave a gap"),
+])  # fmt: skip
+def test_missing_logprobs_tokens_or_stamps_are_errors(chunks, says):
+    with pytest.raises(EngineError, match=says):
+        told(chunks)
 
 
 @pytest.mark.parametrize(
@@ -127,58 +115,44 @@ def test_missing_logprobs_tokens_or_stamps_are_errors():
 )  # fmt: skip
 def test_what_is_no_chunk_is_an_error_that_shows_it(raw):
     with pytest.raises(EngineError, match="here: not an answer of SGLang"):
-        parse_chunk(raw, "here")
+        told([b"data: " + raw + b"\n"])
 
 
-def test_spans_and_versions_are_inverse():
-    for versions in ([], [3], [3, 3, 4, 4, 4, 7], [5, 4]):
-        array = np.asarray(versions, dtype=np.int32)
-        assert versions_of(spans_of(array), len(array), "here").tolist() == versions
-    assert spans_of(np.asarray([3, 3, 4], np.int32)) == [
-        TokenSpan(version="3", start=0, end=2),
-        TokenSpan(version="4", start=2, end=3),
-    ]
+def test_spans_give_each_token_its_version():
+    spans = [TokenSpan(version="3", start=0, end=2), TokenSpan(version="4", start=2, end=3)]
+    assert versions_of(spans, 3, "here").tolist() == [3, 3, 4]
+    assert versions_of([], 0, "here").tolist() == []
 
 
-def test_lines_survive_any_cut_of_the_stream():
-    stream = b'data: {"a": 1}\n\n: comment\r\ndata:{"b": 2}\r\n\r\ndata: [DONE]\n\n'
-    wanted = [b'{"a": 1}', b'{"b": 2}', b"[DONE]"]
+def test_lines_survive_any_cut_of_the_stream_and_an_endless_one_is_an_error(monkeypatch):
+    stream = b": comment\r\n\n".join(
+        [chunk([1], 1), chunk([1, 2], 2).replace(b"\n", b"\r\n"), chunk([1, 2, 3], 3, finish="length")]
+    )
+    stream += b"data: [DONE]\n\n"
     for size in (1, 2, 3, 7, 1000):
-        lines = Lines(100, "here")
-        got = [p for i in range(0, len(stream), size) for p in lines.feed(stream[i : i + size])]
-        assert got == wanted
-
-
-def test_an_endless_line_is_an_error():
-    lines = Lines(100, "here")
+        assert told([stream[i : i + size] for i in range(0, len(stream), size)])[0] == [1, 2, 3]
+    monkeypatch.setattr(wire, "MAX_LINE_BYTES", 100)
     with pytest.raises(EngineError, match="longer than 100 bytes"):
-        for _ in range(20):
-            lines.feed(b"data: aaaa")
+        told([b"data: aaaa"] * 20)
 
 
-def test_what_a_server_says_of_its_cache_and_drafts_is_summed_over_ended_requests():
-    tally = UsageTally()
+def test_what_a_server_says_of_its_cache_and_drafts_is_of_ended_requests():
     facts = {
-        "prompt_tokens": 100, "cached_tokens": 60, "completion_tokens": 40, "spec_verify_ct": 10,
-        "spec_draft_token_num": 50, "spec_accept_token_num": 30,
+        "prompt_tokens": 100, "cached_tokens": 60, "spec_verify_ct": 10, "spec_draft_token_num": 50,
+        "spec_accept_token_num": 30,
     }  # fmt: skip
-    for finish in (None, {"type": "stop", "matched": 2}):
-        held = HeldTokens("here", 4, tally.add)
-        meta = facts | {"completion_tokens": 1, "weight_version": "4", "finish_reason": finish}
-        raw = {"output_ids": [2], "meta_info": meta | {"output_token_logprobs": [[-1.0, 2, None]]}}
-        held.add(parse_chunk(json.dumps(raw).encode(), "here"))
-    assert tally.total == EngineUsage(
+    held = HeldTokens("here", 4)
+    assert not list(held.feed(chunk([2], **facts))) and held.usage == EngineUsage()
+    assert list(held.feed(chunk([2], finish="stop", **facts)))
+    assert held.usage == EngineUsage(
         prompt_tokens=100, cached_tokens=60, drafted_tokens=50, accepted_tokens=30, verified_steps=10, verified_tokens=1
     )
-    tally.add(EngineUsage(prompt_tokens=300))
-    rates = tally.total.rates_since(EngineUsage())
-    assert rates == {
+    total = held.usage + EngineUsage(prompt_tokens=300)
+    assert total.rates_since(EngineUsage()) == {
         "rollout/prefix_cache_hit_rate": 0.15, "rollout/draft_acceptance_rate": 0.6, "rollout/draft_accepted_length": 0.1,
     }  # fmt: skip
-    assert tally.total.rates_since(tally.total) == {}, "nothing ended since"
-    assert EngineUsage().rates_since(tally.total) == {}, "a server left with its sums"
-    plain = parse_chunk(json.dumps({"output_ids": [], "meta_info": {"completion_tokens": 0}}).encode(), "here")
-    assert plain.usage == EngineUsage()
+    assert total.rates_since(total) == {}, "nothing ended since"
+    assert EngineUsage().rates_since(total) == {}, "a server left with its sums"
 
 
 @pytest.mark.parametrize(("answer", "names_it"), [

@@ -134,11 +134,7 @@ class Reply:
         self._num_said = len(self._ids)
         ids: list[int] = self._ids[first:].tolist()
         cuts = [0, *(np.flatnonzero(np.diff(self._versions)) + 1).tolist(), len(self._versions)]
-        spans = [
-            {"version": str(self._versions[a]), "start": a, "end": b}
-            for a, b in pairwise(cuts)
-            if b > a
-        ]
+        spans = [{"version": str(self._versions[a]), "start": a, "end": b} for a, b in pairwise(cuts) if b > a]
         meta: Body = {
             "id": self._request.request_id,
             "finish_reason": self._finish,

@@ -1,17 +1,13 @@
-"""Joining a weight group, from both ends: what is left behind when it does not come about. Nobody sends anything."""
+"""Joining a weight group: what is left behind when it does not come about. Nobody sends anything."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from myxa.actors.engines import http_weight_groups
-from myxa.actors.engines.http_weight_groups import DistributedBody, InitGroupBody, WeightGroups
 from myxa.actors.engines.sglang.device_weights import DeviceRouteOptions, GroupRoute
 from myxa.core.errors import EngineError, RequestRefused
 from myxa.core.messages import WeightManifest
@@ -104,75 +100,3 @@ async def test_it_is_undone_even_if_whoever_waits_is_cancelled_again_and_again()
         await route.close()
     assert destroyed(server) == ["trainer/0", "trainer/1"]
     assert len(senders.left) == 2
-
-
-class ShamGroup:
-    """A group on the server's side; `broken`: its sender died."""
-
-    def __init__(self) -> None:
-        self.num_aborts = 0
-
-    def broadcast(self, flat: object, cancel: object, timeout_s: float) -> None:
-        raise RuntimeError("connection closed by peer")
-
-    def abort(self) -> None:
-        self.num_aborts += 1
-
-
-@pytest.fixture
-def meeting(monkeypatch):
-    """The group that comes about, and when."""
-    made = SimpleNamespace(group=ShamGroup(), may_meet=threading.Event())
-
-    def join(*_: object, **__: object) -> ShamGroup:
-        assert made.may_meet.wait(20)
-        return made.group
-
-    monkeypatch.setattr(http_weight_groups, "find_store", lambda *_: None)
-    monkeypatch.setattr(http_weight_groups, "ChannelGroup", SimpleNamespace(join=join))
-    return made
-
-
-BODY = InitGroupBody(
-    master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2, group_name="g", backend="gloo"
-)
-BUCKET = DistributedBody(
-    names=("w",), dtypes=("float32",), shapes=((4,),), group_name="g", load_format="flattened_bucket"
-)
-
-
-def groups() -> WeightGroups:
-    return WeightGroups(None)  # pyright: ignore[reportArgumentType] -- nothing is served here
-
-
-async def test_a_reception_that_fails_leaves_its_group(meeting):
-    joined = groups()
-    meeting.may_meet.set()
-    await joined.join(BODY)
-    with pytest.raises(EngineError, match="reception through 'g' failed: connection closed by peer"):
-        await joined.receive(BUCKET)
-    assert meeting.group.num_aborts == 1
-    assert not joined._groups and not joined._cancel_events
-    with pytest.raises(EngineError, match="'g' does not exist"):
-        joined.leave("g")
-
-
-@pytest.mark.parametrize("how", ["destroyed", "cancelled"])
-async def test_a_group_that_is_left_while_it_meets_is_left(meeting, how: str):
-    joined = groups()
-    joining = asyncio.ensure_future(joined.join(BODY))
-    await asyncio.sleep(0.05)
-    with pytest.raises(EngineError, match="is there already"):
-        await joined.join(BODY)
-    if how == "destroyed":
-        joined.leave("g")
-    else:
-        joining.cancel()
-        await asyncio.sleep(0)
-    meeting.may_meet.set()
-    with pytest.raises((EngineError, asyncio.CancelledError)):
-        await joining
-    async with asyncio.timeout(20):
-        while not meeting.group.num_aborts:
-            await asyncio.sleep(0.01)
-    assert not joined._groups and not joined._cancel_events
