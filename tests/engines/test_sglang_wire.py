@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from myxa.core.messages import EngineUsage
 from myxa.core.samples import NO_VERSION
 
 
-def chunk(ids, total=None, *, finish=None, version="4", spans=None, logprobs=None, matched=None, **meta):
+def chunk(ids, total=None, *, finish=None, version="4", spans=None, logprobs=None, matched=None, **meta: Any):
     logprobs = [[-float(i), i, None] for i in ids] if logprobs is None else logprobs
     reason = None if finish is None else {"type": finish, **({} if matched is None else {"matched": matched})}
     value = {

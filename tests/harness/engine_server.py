@@ -16,6 +16,7 @@ import json
 import logging
 import math
 import threading
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -60,11 +61,11 @@ def asked(body: Body) -> GenerateRequest:
         raise RequestRefused(f"/generate: {unknown} are unknown here", remedy="see tests/harness/engine_server.py")
     if any((said.get("logit_bias") or {}).values()):
         raise RequestRefused("/generate: logit_bias is not supported", remedy="leave it out")
-    known = {name: said[name] for name in (*ALWAYS_SAID, *LEFT_OUT_AT_REST) if said.get(name) is not None}
+    known: Body = {name: said[name] for name in (*ALWAYS_SAID, *LEFT_OUT_AT_REST) if said.get(name) is not None}
     known |= {name: tuple(known.get(name, ())) for name in ("stop", "stop_token_ids")}
-    sampling = SamplingParams(**({"max_new_tokens": 128} | known), seed=said.get("sampling_seed"))
+    sampling = SamplingParams(**{"max_new_tokens": 128, **known}, seed=said.get("sampling_seed"))
     ids = np.asarray(body["input_ids"], dtype=np.int32)
-    return GenerateRequest(request_id=body["rid"], input_ids=ids, sampling=sampling)
+    return GenerateRequest(request_id=body.get("rid") or uuid.uuid4().hex, input_ids=ids, sampling=sampling)
 
 
 class OwnAttention:
