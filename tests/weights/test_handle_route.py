@@ -121,6 +121,6 @@ async def test_a_bucket_that_is_refused_is_named_and_the_rest_is_not_sent():
     way = route(server, Senders(num_buckets=3), "trainer/0")
     await way.prepare(manifest(3))
     server.calls.clear()
-    with pytest.raises(EngineError, match="rollout/0 at http://here: bucket 2 of 3 from trainer/0: no such tensor"):
+    with pytest.raises(EngineError, match="rollout/0 at http://here: bucket 2 of 3: no such tensor"):
         await way.load(manifest(3))
     assert len(server.calls) == 2

@@ -234,8 +234,7 @@ class _DeviceRoute:
             what = f"bucket {number} of {len(bodies)}"
             call = self._server.post(path, body, within_s=self._options.send_s)
             answer = await self._named(f"receive {what}", sender, call)
-            digest = digests[number - 1] if digests else ""
-            _require(answer, self._server.place, f"{what} from {sender}", digest=digest)
+            _require(answer, self._server.place, what, digest=digests[number - 1] if digests else "")
         return answer
 
 
