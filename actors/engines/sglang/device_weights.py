@@ -234,7 +234,8 @@ class _DeviceRoute:
             what = f"bucket {number} of {len(bodies)}"
             call = self._server.post(path, body, within_s=self._options.send_s)
             answer = await self._named(f"receive {what}", sender, call)
-            _require(answer, self._server.place, what, digest=digests[number - 1] if digests else "")
+            digest, named = (digests[number - 1], f"{what} from {sender}") if digests else ("", what)
+            _require(answer, self._server.place, named, digest=digest)
         return answer
 
 
