@@ -13,7 +13,7 @@ from tests.engines.contract import VOCAB, Result
 from tests.engines.contract_subjects import Scores
 
 from myxa.actors.engines.embedded.core import EmbeddedOptions, EngineCore
-from myxa.actors.engines.embedded.weights import DTYPES, DecoderWeights
+from myxa.actors.engines.embedded.model import DTYPES, DecoderWeights
 from myxa.actors.models.hf_folder import open_weights, read_config, read_eos_token_ids, write_folder
 from myxa.actors.models.model_config import parse_model_config
 from myxa.actors.models.tiny import init_weights, make_tiny_model, named_array, tiny_config, write_tokenizer

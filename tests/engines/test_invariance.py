@@ -13,8 +13,7 @@ from tests.engines.contract import Result, ask
 
 from myxa.actors.engines.embedded.attention import padded_lengths
 from myxa.actors.engines.embedded.core import EngineCore
-from myxa.actors.engines.embedded.model import Decoder
-from myxa.actors.engines.embedded.weights import DecoderWeights
+from myxa.actors.engines.embedded.model import Decoder, DecoderWeights
 from myxa.core.errors import EngineError
 from myxa.core.protocols import GenerateRequest
 

@@ -25,12 +25,11 @@ from ....core.samples import I32, FinishReason
 from ....core.sampling import Decode
 from ...models.model_config import ModelConfig
 from .attention import Attention, DecodeAttention, MixedAttention, PrefillAttention, SlotCache, TileAttention
-from .model import Decoder
+from .model import Decoder, DecoderWeights
 from .request import Running, check_request, make_running
 from .sampler import TILE, draw, draw_tiles, penalise, stream_state, uniforms
 from .slots import AdmissionPlan, SlotTable, plan_admission, take_waiting
 from .tensors import Allocate, Index, as_tensor
-from .weights import DecoderWeights
 
 PREFILL_TOKENS = 4096
 """Prompt tokens per step at most (one prompt at least), so that a flood of prompts does not starve running rows."""

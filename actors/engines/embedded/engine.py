@@ -33,9 +33,9 @@ from ...models.hf_folder import ModelConfig, check_values, open_weights, read_co
 from ...models.tokenizer import load_tokenizer
 from ...weights.beacon import Beacon, Counted
 from .core import EmbeddedOptions, EngineCore
+from .model import DTYPES, DecoderWeights
 from .tensors import LentMemory, expected, plain_zeros
 from .thread import DeltaQueue, EngineThread
-from .weights import DTYPES, DecoderWeights
 
 T = TypeVar("T")
 

@@ -1,19 +1,178 @@
-"""The forward pass of a dense decoder over a flat list of tokens; its attention is an argument.
+"""A dense decoder: its weights, filled from HuggingFace-named bytes, and its forward pass over a flat list of tokens.
 
-One layer loop serves decoding (one token of every running row) and prefill (whole prompts, packed without padding).
-The trainer has its own implementation of the same mathematics; a test keeps the two, and transformers, within 1e-5.
+One layer loop serves decoding (one token of every running row) and prefill (whole prompts, packed without padding); its
+attention is an argument. The trainer has its own implementation of the same mathematics; a test keeps the two, and
+transformers, within 1e-5. Differences to the folder's layout of weights, none of which changes the mathematics:
+
+* q, k, v are one matrix, gate and up are one matrix: fewer, larger products;
+* rows of q and k are reordered so that the two halves of a rotary pair are neighbours: a rotation is then one complex
+  multiplication. Scores are dot products of q and k, so a common reordering changes nothing;
+* the attention scale 1/sqrt(head_dim) is inside q (its norm weight, or its matrix where q is not normalised).
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
+from ....core.errors import EngineError
+from ....core.protocols import NamedArray
 from ...models.model_config import ModelConfig
 from ...models.rotary import rotary_angles, rotary_gain
 from .attention import Attention
-from .weights import DecoderWeights, LayerWeights
+from .tensors import Allocate, plain_zeros
+
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "float64": torch.float64,
+        "float32": torch.float32,
+        "float16": torch.float16,
+        "bfloat16": torch.bfloat16,
+    }
+)
+"""Number types that weights may arrive in."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer. Matrices are [out, in]."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    qk_norm: Tensor | None
+    """[q heads + kv heads, head_dim], q's part scaled."""
+    out: Tensor
+    post_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+class DecoderWeights:
+    """One complete set of weights. `load` overwrites it in place, so that two sets can take turns."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, allocate: Allocate = plain_zeros) -> None:
+        """`allocate` is called once, for all of them."""
+        self.config = config
+        self.dtype = dtype
+        shapes = [*_outer_shapes(config), *(shape for _ in range(config.num_layers) for shape in _layer_shapes(config))]
+        tensors = iter(allocate([(shape, dtype) for shape in shapes]))
+        self.embedding, self.norm = next(tensors), next(tensors)
+        self.head = self.embedding if config.tie_word_embeddings else next(tensors)
+        self.layers = tuple(_layer(config, tensors) for _ in range(config.num_layers))
+
+    def load(self, tensors: Mapping[str, NamedArray], place: str) -> None:
+        """Copy all weights; the bytes in `tensors` are not needed afterwards.
+
+        Raises EngineError naming the tensor and `place` when one is missing or has the wrong shape or type; the set
+        is then half old, half new and must not be served.
+        """
+        source = _Source(self.config, tensors, place)
+        half = self.config.head_dim // 2
+        scale = 1.0 / math.sqrt(self.config.head_dim)
+        num_q = self.config.num_heads * self.config.head_dim
+        num_k = self.config.num_kv_heads * self.config.head_dim
+        source.copy("model.embed_tokens.weight", self.embedding)
+        source.copy("model.norm.weight", self.norm)
+        if self.head is not self.embedding:
+            source.copy("lm_head.weight", self.head)
+        for number, layer in enumerate(self.layers):
+            prefix = f"model.layers.{number}."
+            attention, inner = prefix + "self_attn.", self.config.intermediate_size
+            source.copy(prefix + "input_layernorm.weight", layer.input_norm)
+            source.copy(prefix + "post_attention_layernorm.weight", layer.post_norm)
+            for kind, target in (("weight", layer.qkv), ("bias", layer.qkv_bias)):
+                if target is not None:
+                    source.copy_pairs(f"{attention}q_proj.{kind}", target[:num_q], half)
+                    source.copy_pairs(f"{attention}k_proj.{kind}", target[num_q : num_q + num_k], half)
+                    source.copy(f"{attention}v_proj.{kind}", target[num_q + num_k :])
+            if layer.qk_norm is not None:
+                source.copy_pairs(attention + "q_norm.weight", layer.qk_norm[: self.config.num_heads], half)
+                source.copy_pairs(attention + "k_norm.weight", layer.qk_norm[self.config.num_heads :], half)
+                layer.qk_norm[: self.config.num_heads] *= scale
+            else:
+                layer.qkv[:num_q] *= scale
+                if layer.qkv_bias is not None:
+                    layer.qkv_bias[:num_q] *= scale
+            source.copy(attention + "o_proj.weight", layer.out)
+            source.copy(prefix + "mlp.gate_proj.weight", layer.gate_up[:inner])
+            source.copy(prefix + "mlp.up_proj.weight", layer.gate_up[inner:])
+            source.copy(prefix + "mlp.down_proj.weight", layer.down)
+
+
+def _outer_shapes(config: ModelConfig) -> list[tuple[int, ...]]:
+    table = (config.vocab_size, config.hidden_size)
+    return [table, (config.hidden_size,)] if config.tie_word_embeddings else [table, (config.hidden_size,), table]
+
+
+def _layer_shapes(config: ModelConfig) -> list[tuple[int, ...]]:
+    """Of one layer, in the order in which `_layer` takes them."""
+    num_heads = config.num_heads + 2 * config.num_kv_heads
+    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    shapes: list[tuple[int, ...]] = [(hidden,), (num_heads * head_dim, hidden)]
+    shapes += [(num_heads * head_dim,)] if config.attention_bias else []
+    shapes += [(config.num_heads + config.num_kv_heads, head_dim)] if config.has_qk_norm else []
+    return [*shapes, (hidden, config.num_heads * head_dim), (hidden,), (2 * inner, hidden), (hidden, inner)]
+
+
+def _layer(config: ModelConfig, tensors: Iterator[Tensor]) -> LayerWeights:
+    return LayerWeights(
+        input_norm=next(tensors),
+        qkv=next(tensors),
+        qkv_bias=next(tensors) if config.attention_bias else None,
+        qk_norm=next(tensors) if config.has_qk_norm else None,
+        out=next(tensors),
+        post_norm=next(tensors),
+        gate_up=next(tensors),
+        down=next(tensors),
+    )
+
+
+class _Source:
+    """Named bytes, checked against the config, handed out as tensors."""
+
+    def __init__(self, config: ModelConfig, tensors: Mapping[str, NamedArray], place: str) -> None:
+        self._shapes = config.tensor_shapes()
+        self._tensors = tensors
+        self._place = place
+
+    def _take(self, name: str) -> Tensor:
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            raise EngineError(
+                f"{self._place}: weight {name} is missing ({len(self._tensors)} weights came)",
+                remedy="trainer and engine must use the same model folder",
+            )
+        spec, shape = tensor.spec, self._shapes[name]
+        dtype = DTYPES.get(spec.dtype)
+        if dtype is None or spec.shape != shape or tensor.data.nbytes != dtype.itemsize * math.prod(shape):
+            raise EngineError(
+                f"{self._place}: weight {name} came as {spec.dtype}{list(spec.shape)} in {tensor.data.nbytes} bytes, "
+                f"the engine needs a float type {list(shape)}",
+                remedy="trainer and engine must use the same model folder",
+            )
+        # torch complains of read-only buffers, which mapped files and received frames are; so the bytes are copied.
+        whole = torch.empty(shape, dtype=dtype)
+        whole.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(tensor.data, dtype=np.uint8)
+        return whole
+
+    def copy(self, name: str, target: Tensor) -> None:
+        target.copy_(self._take(name))
+
+    def copy_pairs(self, name: str, target: Tensor, half: int) -> None:
+        """Copy with index (s, i) of each head's first dimension moved to (i, s): pairs become neighbours."""
+        source = self._take(name)
+        num_heads = source.shape[0] // (2 * half)
+        rest = source.shape[1:]
+        pairs = source.view(num_heads, 2, half, *rest).transpose(1, 2)
+        target.view(-1, half, 2, *rest).copy_(pairs)  # a norm weight, one for all heads, is broadcast
 
 
 class Decoder:
