@@ -59,20 +59,6 @@ async def running(
     assert not own_threads()
 
 
-async def test_pause_mode_retract_rebuilds_the_cache_at_every_commit(folders, published, judge):
-    options = EmbeddedOptions(max_running=8, pause_mode="retract", name=OPTIONS.name)
-    async with running(folders[0], options) as engine:
-        stream = later(engine, ask("r", 8, max_new_tokens=110, ignore_eos=True))
-        while not (await engine.info()).running:
-            await asyncio.sleep(0.001)
-        await engine.prepare_weights(published(1, folders[1]))
-        await engine.commit_weights(1)
-        got = await stream
-    for version in {int(v) for v in got.versions}:
-        exact = judge(folders[version]).logprobs(ask("r", 8).input_ids, got.ids, 1.0)
-        assert np.abs(exact - got.logprobs)[got.versions == version].max() <= 1e-5
-
-
 async def test_weights_of_another_shape_or_torn_are_refused_by_name(folders, published, tmp_path):
     other = make_tiny_model(tmp_path / "other", "1m", vocab_size=320, context_length=128)
     writer = make_writer("shm", tmp_path, folders[0])

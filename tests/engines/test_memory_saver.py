@@ -60,26 +60,22 @@ async def client(**habits: Any) -> AsyncGenerator[tuple[FakeSglang, SglangEngine
             await engine.close()
 
 
-async def test_what_it_holds_is_what_the_server_says():
-    async with client() as (_, engine):
-        assert isinstance(engine, ReleasesMemory)
-        held = {report.tag: report for report in engine.memory_tags()}
-        gib = {tag: report.num_bytes / GIB for tag, report in held.items()}
-        assert gib == {"weights": 1.5, "kv_cache": 4.0, "cuda_graph": 0.75}
-        assert {report.policy for report in held.values()} == {"discard"}
-
-
 async def test_a_server_without_memory_saver_is_refused():
     with pytest.raises(ConfigError, match=r"without --enable-memory-saver.*memory\.share"):
         async with client(facts=FACTS | {"enable_memory_saver": False}):
             pass
 
 
-async def test_order_and_idempotence():
+async def test_sizes_are_the_servers_own_and_what_is_off_is_not_asked_for_again():
     async with client() as (stub, engine):
+        assert isinstance(engine, ReleasesMemory)
+        held = engine.memory_tags()
+        gib = {report.tag: report.num_bytes / GIB for report in held}
+        assert gib == {"weights": 1.5, "kv_cache": 4.0, "cuda_graph": 0.75}
+        assert {report.policy for report in held} == {"discard"}
         await engine.park(5)
         assert (await engine.release_memory(ALL)).dropped_bytes == int(6.25 * GIB)
-        assert (await engine.release_memory(ALL)).dropped_bytes == 0, "what is off is not asked for again"
+        assert (await engine.release_memory(ALL)).dropped_bytes == 0
         await engine.restore_memory(("weights",))
         await engine.restore_memory(("weights",))
         await engine.release_memory(("kv_cache", "weights"))
@@ -108,26 +104,19 @@ async def test_an_answer_that_leaves_open_what_was_done_is_not_repeated():
         assert len(stub.asked(*MEMORY_ROUTES)) == 1
 
 
-async def test_nothing_is_released_before_the_server_is_idle():
+async def test_nothing_is_released_before_the_server_is_idle_and_one_that_stays_busy_is_left_alone():
     async with client(lingers_s=0.3) as (stub, engine):
         running = asyncio.create_task(read(engine, tokens=400))
         await asyncio.sleep(0.05)
+        with pytest.raises(EngineError, match=r"not idle within 0\.2 s.*leave the server to this run"):
+            await engine.park(0.2)
+        assert not stub.asked(*MEMORY_ROUTES)
         await engine.abort()
         assert (await running).finish == "abort"
         await engine.park(5)
         await engine.release_memory(ALL)
         assert not stub.died
         assert len(stub.asked("/flush_cache")) > 1, "it was asked until its last batch was gone"
-
-
-async def test_a_server_that_does_not_become_idle_is_left_alone():
-    async with client() as (stub, engine):
-        running = asyncio.create_task(read(engine, tokens=300))
-        await asyncio.sleep(0.02)
-        with pytest.raises(EngineError, match=r"not idle within 0\.2 s.*leave the server to this run"):
-            await engine.park(0.2)
-        assert not stub.asked(*MEMORY_ROUTES)
-        await running
 
 
 async def test_health_is_not_asked_for_by_generating_while_memory_is_away():
@@ -188,14 +177,11 @@ def test_a_server_beside_megatron_cannot_import_it(tmp_path: Path):
     (installed / "megatron" / "core").mkdir(parents=True)  # a namespace package, as the real one
     (installed / "megatron" / "core" / "__init__.py").write_text("parallel_state = None\n")
     hiding.mkdir()
-    program = "from megatron.core import parallel_state"
-    env = {"PYTHONPATH": str(installed)}
-    assert subprocess.run([sys.executable, "-c", program], env=env, check=False, timeout=60).returncode == 0
-    hidden = hide_megatron(env, hiding)
-    caught = f"try:\n    {program}\nexcept ImportError as error:\n    print(error)"
+    caught = "try:\n    from megatron.core import parallel_state\nexcept ImportError as error:\n    print(error)"
     done = subprocess.run(
-        [sys.executable, "-c", caught], env=hidden, capture_output=True, text=True, timeout=60, check=True
-    )
+        [sys.executable, "-c", caught], env=hide_megatron({"PYTHONPATH": str(installed)}, hiding),
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
     assert "hidden from SGLang" in done.stdout
 
 

@@ -36,14 +36,14 @@ def stand_in_environment(fault: str = "", *, light: bool = False, **more: str) -
 
 
 @asynccontextmanager
-async def serving(handle: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[str]:
+async def serving(handle: Callable[[web.Request], Awaitable[web.StreamResponse]], port: int = 0) -> AsyncIterator[str]:
     """The address of a server on this loop whose every request goes to `handle`."""
     app = web.Application(client_max_size=64 << 20)
     app.router.add_route("*", "/{anything:.*}", handle)
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
@@ -81,6 +81,8 @@ class FakeSglang:
         self.hold.set()
         self.is_cut = False
         """Break the connection after the chunks instead of ending the stream."""
+        self.tells_spans = False
+        """With every chunk, which version its tokens are of."""
         self.every_s = 0.005
         self.lingers_s = 0.0
         """How long the batch of an ended request is still there."""
@@ -233,7 +235,8 @@ class FakeSglang:
                 is_last = number == limit or stop.is_set()
                 new = [token(first + number - 1)]
                 finish = kind if is_last else None
-                await response.write(chunk(new, number, finish, weight_version=self.version))
+                spans = [{"version": self.version, "start": 0, "end": number}] if self.tells_spans else None
+                await response.write(chunk(new, number, finish, weight_version=self.version, weight_versions=spans))
                 if is_last:
                     break
             await response.write(b"data: [DONE]\n\n")
