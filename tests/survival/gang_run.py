@@ -22,15 +22,15 @@ from tests.harness.waiting import wait_until
 
 NUM_PROMPTS = 60
 BATCH = 4
-NUM_STEPS = NUM_PROMPTS // BATCH
 
 
 class GangRun:
     """One pass over some prompts, to the end of the data."""
 
-    def __init__(self, job: Job, launcher: subprocess.Popen[str]) -> None:
+    def __init__(self, job: Job, launcher: subprocess.Popen[str], num_prompts: int) -> None:
         self.job = job
         self.launcher = launcher
+        self.num_prompts = num_prompts
 
     @property
     def run_dir(self) -> Path:
@@ -87,7 +87,7 @@ class GangRun:
         returns how often training was undone."""
         audit = audit_ledger(self.run_dir / "ledger.sqlite")
         assert (audit.problems, audit.num_waiting) == ((), 0)
-        assert audit.trained == Counter(range(NUM_PROMPTS)), "the multiset of an undisturbed run"
+        assert audit.trained == Counter(range(self.num_prompts)), "the multiset of an undisturbed run"
         lags = [p["values"]["lag/max"] for p in metrics(self.run_dir) if "lag/max" in p["values"]]
         assert max(lags) <= 2
         assert min(p["values"]["lag/min"] for p in metrics(self.run_dir) if "lag/min" in p["values"]) >= 0
@@ -126,18 +126,20 @@ def beyond_loopback(pids: list[int]) -> dict[str, str]:
 
 
 @contextmanager
-def gang_run(folder: Path, *overrides: str, patience_s: float = 0.3) -> Iterator[GangRun]:
+def gang_run(
+    folder: Path, *overrides: str, patience_s: float = 0.3, num_prompts: int = NUM_PROMPTS
+) -> Iterator[GangRun]:
     """Nothing of it is left after the block. `patience_s`: how long a reward takes."""
     job = make_job(folder)
     (folder / "patient.py").write_text(PATIENT.format(seconds=patience_s))
-    rows = (folder / "data" / "prompts.jsonl").read_text().splitlines()[:NUM_PROMPTS]
+    rows = (folder / "data" / "prompts.jsonl").read_text().splitlines()[:num_prompts]
     assert len({json.loads(row)["prompt"] for row in rows}) > 1
     (folder / "data" / "prompts.jsonl").write_text("\n".join(rows) + "\n")
     launcher = job.start(
         "run.num_steps=0", "data.max_passes=1", f"algo.batch_size={BATCH}", 'reward.fn="patient.py:reward"',
         "roles.trainer.count=2", "roles.rollout.count=2", "trainer.export_at_end=false", *overrides,
     )  # fmt: skip
-    run = GangRun(job, launcher)
+    run = GangRun(job, launcher, num_prompts)
     began_s = time.monotonic()
     try:
         yield run

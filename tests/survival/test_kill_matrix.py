@@ -62,8 +62,8 @@ KILLS = {
         ("rollout.partial:kill:3", "coordinator.ready:kill:1", "monitor.telemetry:kill:3", "rollout.reward:kill:3",
          "coordinator.version_made:kill:2", "rollout.put:kill:2", "rollout.prepare:kill:1", "coordinator.adopt:kill:2",
          "rollout.commit:kill:1", "coordinator.knobs_decided:kill:1"),
-        num_steps=50,
-        reward_s=0.15,
+        num_steps=28,
+        reward_s=0.25,
         beside=lambda job: turn_a_knob(job, after=9),
     ),
     "buffer and trainer": Cells(
@@ -72,16 +72,17 @@ KILLS = {
          "buffer.trained:kill:1", "trainer.publish@trainer/0:kill:2", "trainer.optimizer@trainer/1:kill:1",
          "buffer.durable:kill:1", "trainer.trained:kill:2", "trainer.manifest_commit:kill:1"),
         (CHECKPOINTS, GANG),
-        num_steps=28,
+        num_steps=22,
+        reward_s=0.2,
     ),
 }  # fmt: skip
 
 STOPS = Cells(
-    ("monitor.telemetry:stop:3", "rollout.partial@rollout/0:stop:1", "coordinator.adopt:stop:2", "buffer.put:stop:3",
-     "trainer.all_reduce@trainer/1:stop:2"),
+    ("trainer.all_reduce@trainer/1:stop:2", "buffer.put:stop:3", "coordinator.adopt:stop:2",
+     "rollout.partial@rollout/0:stop:1", "monitor.telemetry:stop:1"),
     (CHECKPOINTS, GANG),
-    num_steps=40,  # engines still have work when they are back, however much they did meanwhile
-    reward_s=0.2,
+    num_steps=16,
+    reward_s=0.4,  # waiting costs nothing; the last two are stopped while others work, who must not be through by then
 )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.harness.waiting import wait_until
-from tests.survival.gang_run import NUM_STEPS, GangRun, gang_run
+from tests.survival.gang_run import BATCH, GangRun, gang_run
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -26,7 +26,7 @@ def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def disturb(run: GangRun, rank: int, what: signal.Signals) -> None:
     """Once the second checkpoint is there; everything but the ranks goes on as it is."""
-    run.until_version(5)
+    run.until_version(4)
     engines, ranks = run.engines(), run.ranks()
     at = time.time()
     os.kill(run.rank(rank), what)
@@ -46,7 +46,8 @@ def disturb(run: GangRun, rank: int, what: signal.Signals) -> None:
     ],
 )
 def test_a_rank_is_killed(tmp_path: Path, layout: str, rank: int) -> None:
-    with gang_run(tmp_path, *overrides(layout)) as run:
+    num_steps = 9
+    with gang_run(tmp_path, *overrides(layout), num_prompts=num_steps * BATCH) as run:
         run.until_version(1)
         run.check_sockets()
         disturb(run, rank, signal.SIGKILL)
@@ -55,7 +56,7 @@ def test_a_rank_is_killed(tmp_path: Path, layout: str, rank: int) -> None:
         (back,) = run.told("trainer-goes-back")
         start = int(back.split()[2].rstrip(","))
         assert start >= 2, "a checkpoint of shards that all were there"
-        assert run.versions()[start - NUM_STEPS :] == list(range(start + 1, NUM_STEPS + 1))
+        assert run.versions()[start - num_steps :] == list(range(start + 1, num_steps + 1))
 
 
 @pytest.mark.soak

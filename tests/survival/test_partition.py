@@ -19,7 +19,7 @@ def test_a_short_partition_costs_no_process(tmp_path: Path):
         "coordinator.version_made:cut=1:2",
         "trainer.claim:cut=1",
     )
-    run = run_under(chaos_job(tmp_path, reward_s=0.2), cuts, *GANG, num_steps=14, rest_s=1.2)
+    run = run_under(chaos_job(tmp_path, reward_s=0.2), cuts, *GANG, num_steps=10, rest_s=1.2)
     check_lossless(run, cuts)
     assert run.said("actor-restarted", "trainer-restarted") == []
     assert run.audit().num_rewound == 0, "nothing was undone"

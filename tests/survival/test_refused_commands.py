@@ -107,6 +107,22 @@ def test_e02_a_refused_start_leaves_every_byte(
     assert cause in refused([verb, str(killed.run_dir), *words], killed, capsys, monkeypatch)
 
 
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        (["nowhere"], "there is no run directory"),
+        (["data"], "is no run directory"),
+        ([], "myxa resume runs/"),
+        (["{run}", "--run", "data"], "which run"),
+    ],
+)
+def test_a_run_that_is_not_named_is_not_guessed(
+    killed: Lives, words: list[str], cause: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [word.replace("{run}", str(killed.run_dir)) for word in words]
+    assert cause in refused(["resume", *words], killed, capsys, monkeypatch)
+
+
 def test_e02_a_full_disk_and_a_launcher_that_has_the_run_are_refused(
     killed: Lives, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

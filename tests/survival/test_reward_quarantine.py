@@ -237,7 +237,7 @@ def test_a_run_goes_on_without_the_prompt_that_ends_its_reward(tmp_path: Path) -
     rows = [json.loads(line) for line in lines]
     rows[3]["metadata"] = {"bad": True}
     (tmp_path / "data" / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    code, said, run_dir = job.run("reward.fn=deadly.py:deadly", "run.num_steps=8", "rollout.max_groups=4")
+    code, said, run_dir = job.run("reward.fn=deadly.py:deadly", "run.num_steps=5", "rollout.max_groups=4")
     assert code == 0, said
     (entry,) = [json.loads(line) for line in (run_dir / "quarantine.jsonl").read_text().splitlines()]
     assert (entry["row"], entry["reason"], entry["count"]) == (3, "reward-crash", 1)
@@ -245,7 +245,7 @@ def test_a_run_goes_on_without_the_prompt_that_ends_its_reward(tmp_path: Path) -
     assert "row 3 of " in event["text"]
     assert "ended its worker process (exit code 9)" in event["text"]
     ledger = audit(run_dir)
-    assert len(set(ledger.trained)) == len(ledger.trained) == 8 * 4
-    assert ledger.states["DROPPED"] >= 3, "four passes"
+    assert len(set(ledger.trained)) == len(ledger.trained) == 5 * 4
+    assert ledger.states["DROPPED"] >= 2, "nearly three passes"
     last = [point["values"] for point in metrics(run_dir) if "buffer/quarantined" in point["values"]][-1]
     assert last["buffer/quarantined"] == 1.0
