@@ -43,7 +43,6 @@ from .child import Child, start_child, written_stacks
 from .fork_server_pool import ForkServerPool
 from .log_reader import read_log
 from .preloads import Preloads
-from .race import race
 from .rendezvous import quiet_port
 
 PING_S = 1.0
@@ -106,8 +105,7 @@ class Agent(AgentContract):
         self._plan: RunDescription | None = None
         self._run_dir: RunDir | None = None
         self._children: dict[str, Child] = {}
-        self._starting: dict[str, asyncio.Future[None]] = {}
-        """Actor that has no process yet -> done once it is not wanted any more."""
+        self._starting: dict[str, asyncio.Task[Child]] = {}
         self._is_stopped = False
         self._fork_servers: ForkServerPool | None = None
         self._orphans = Orphans(self._knows)
@@ -153,8 +151,7 @@ class Agent(AgentContract):
     async def on_stop(self, why: str) -> None:
         """Nothing may outlive the launcher."""
         self._is_stopped = True
-        for unwanted in self._starting.values():
-            _cancel(unwanted)
+        self._start_no_more()
         servers = [self._fork_servers.close()] if self._fork_servers is not None else []
         await asyncio.gather(self.kill_all(), *servers)
         if adopts_orphans():
@@ -201,25 +198,35 @@ class Agent(AgentContract):
         return StartReply(problem=problem, status=status)
 
     async def _start(self, order: StartOrder) -> Child:
-        """Raises MyxaError; OSError of its files; ValueError for an environment that cannot be."""
+        """An order to end cancels it. Raises MyxaError; OSError of its files; ValueError for an impossible environment."""
         name = order.actor.name
         if name in self._children:
             raise LaunchError(f"{name} runs already as attempt {self._children[name].attempt}")
         if name in self._starting:
             raise LaunchError(f"{name} is being started already")
-        unwanted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._starting[name] = unwanted
+        task = self._starting[name] = asyncio.get_running_loop().create_task(self._make_child(order))
+        if self._is_stopped or self.left.done():
+            self._start_no_more()
         try:
-            return await self._start_wanted(order, unwanted)
+            await asyncio.wait({task})
         finally:
+            task.cancel()
             del self._starting[name]
+        if task.cancelled():
+            is_leaving = self._is_stopped or self.left.done()
+            why = f"{self.ctx.name} leaves and starts no more actors"
+            raise LaunchError(why if is_leaving else f"{name} was ended before it started")
+        return task.result()
 
-    async def _start_wanted(self, order: StartOrder, unwanted: asyncio.Future[None]) -> Child:
+    def _start_no_more(self) -> None:
+        for task in self._starting.values():
+            task.cancel()
+
+    async def _make_child(self, order: StartOrder) -> Child:
         plan, run_dir, name = self._plan, self._run_dir, order.actor.name
         if plan is None or run_dir is None:
             raise LaunchError(f"{self.ctx.name} is not prepared", remedy="this is a bug; report it")
         key = await self._options.key_for(name) if self._options.key_for is not None else ""
-        self._check_wanted(name, unwanted)
         spec = ProcessSpec(
             actor=order.actor,
             attempt=order.attempt,
@@ -239,39 +246,20 @@ class Agent(AgentContract):
             attempt=order.attempt,
             meeting=order.meeting,
         )
-        child = await self._make_process(order, env, run_dir.new_log(name, order.attempt), unwanted)
-        self._children[name] = child
-        if self._is_stopped:  # stopped while it was forked: `kill_all` has run already
-            child.kill()
+        child = self._children[name] = await self._make_process(order, env, run_dir.new_log(name, order.attempt))
         return child
 
-    def _check_wanted(self, name: str, unwanted: asyncio.Future[None]) -> None:
-        if self._is_stopped or self.left.done():
-            raise LaunchError(f"{self.ctx.name} leaves and starts no more actors")
-        if unwanted.done():
-            raise LaunchError(f"{name} was ended before it started")
-
-    async def _make_process(
-        self, order: StartOrder, env: dict[str, str], log_path: Path, unwanted: asyncio.Future[None]
-    ) -> Child:
+    async def _make_process(self, order: StartOrder, env: dict[str, str], log_path: Path) -> Child:
         """Fork it where that is possible, else start an interpreter; only the time it takes differs."""
         actor, pool, preloads = order.actor, self._fork_servers, self._options.preloads
         if pool is not None and preloads is not None and (set_name := preloads.set_of(actor)):
-            begun = pool.start(
+            forked = await pool.start(
                 set_name, actor.name, order.attempt, env=env, log_path=log_path, on_exit=self._on_child_end
             )
-            forking = await race(begun, unwanted)
-            if not forking.cancelled() and (forked := forking.result()) is not None:
+            if forked is not None:
                 return forked
-        self._check_wanted(actor.name, unwanted)
-        return start_child(
-            actor.name,
-            order.attempt,
-            worker_command(actor),
-            env=env,
-            log_path=log_path,
-            on_exit=self._on_child_end,
-        )
+        command = worker_command(actor)
+        return start_child(actor.name, order.attempt, command, env=env, log_path=log_path, on_exit=self._on_child_end)
 
     def _on_child_end(self, child: Child, status: int) -> None:
         if self._children.get(child.name) is child:
@@ -298,7 +286,7 @@ class Agent(AgentContract):
     async def end_actors(self, names: tuple[str, ...], grace_s: float) -> None:
         for name in names:
             if name in self._starting:
-                _cancel(self._starting[name])
+                self._starting[name].cancel()
         children = [self._children[name] for name in names if name in self._children]
         if grace_s > 0:
             for child in children:
@@ -357,11 +345,7 @@ class Agent(AgentContract):
     async def leave(self, exit_code: int, reason: str) -> None:
         if not self.left.done():
             self.left.set_result(NodeExit(exit_code, reason))
-
-
-def _cancel(unwanted: asyncio.Future[None]) -> None:
-    if not unwanted.done():
-        unwanted.set_result(None)
+        self._start_no_more()
 
 
 async def _still_there(children: Sequence[Child], timeout_s: float) -> list[Child]:
