@@ -198,7 +198,7 @@ class Agent(AgentContract):
         return StartReply(problem=problem, status=status)
 
     async def _start(self, order: StartOrder) -> Child:
-        """An order to end cancels it. Raises MyxaError; OSError of its files; ValueError for an impossible environment."""
+        """An order to end cancels it. Raises MyxaError; OSError of files; ValueError for an impossible environment."""
         name = order.actor.name
         if name in self._children:
             raise LaunchError(f"{name} runs already as attempt {self._children[name].attempt}")
