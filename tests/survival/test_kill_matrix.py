@@ -58,21 +58,22 @@ def has_stepped(run_dir: Path) -> bool:
 
 
 KILLS = {
-    "rollout and coordinator": Cells(
-        ("rollout.partial:kill:3", "coordinator.ready:kill:1", "monitor.telemetry:kill:3", "rollout.reward:kill:3",
-         "coordinator.version_made:kill:2", "rollout.put:kill:2", "rollout.prepare:kill:1", "coordinator.adopt:kill:2",
-         "rollout.commit:kill:1", "coordinator.knobs_decided:kill:1"),
-        num_steps=28,
+    "one rank": Cells(
+        ("rollout.partial:kill:3", "trainer.claim:kill:2", "coordinator.ready:kill:1", "monitor.telemetry:kill:3",
+         "rollout.reward:kill:3", "trainer.publish:kill:2", "coordinator.version_made:kill:2", "rollout.put:kill:2",
+         "trainer.checkpoint_write:kill:1", "rollout.prepare:kill:1", "coordinator.adopt:kill:2", "trainer.trained:kill:2",
+         "rollout.commit:kill:1", "trainer.manifest_commit:kill:1", "coordinator.knobs_decided:kill:1"),
+        (CHECKPOINTS,),
+        num_steps=36,
         reward_s=0.25,
-        beside=lambda job: turn_a_knob(job, after=9),
+        beside=lambda job: turn_a_knob(job, after=14),
     ),
-    "buffer and trainer": Cells(
-        ("buffer.dispatch:kill:2", "trainer.claim:kill:2", "buffer.put:kill:3", "trainer.forward@trainer/1:kill:2",
-         "trainer.checkpoint_write@trainer/1:kill:1", "buffer.claim:kill:1", "trainer.all_reduce@trainer/0:kill:2",
-         "buffer.trained:kill:1", "trainer.publish@trainer/0:kill:2", "trainer.optimizer@trainer/1:kill:1",
-         "buffer.durable:kill:1", "trainer.trained:kill:2", "trainer.manifest_commit:kill:1"),
+    "a gang": Cells(
+        ("buffer.dispatch:kill:2", "buffer.put:kill:3", "trainer.forward@trainer/1:kill:2", "buffer.claim:kill:1",
+         "trainer.all_reduce@trainer/0:kill:2", "buffer.trained:kill:1", "trainer.optimizer@trainer/1:kill:1",
+         "buffer.durable:kill:1"),
         (CHECKPOINTS, GANG),
-        num_steps=22,
+        num_steps=18,
         reward_s=0.2,
     ),
 }  # fmt: skip
