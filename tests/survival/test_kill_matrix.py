@@ -59,14 +59,15 @@ def has_stepped(run_dir: Path) -> bool:
 
 KILLS = {
     "one rank": Cells(
-        ("rollout.partial:kill:3", "trainer.claim:kill:2", "coordinator.ready:kill:1", "monitor.telemetry:kill:3",
-         "rollout.reward:kill:3", "trainer.publish:kill:2", "coordinator.version_made:kill:2", "rollout.put:kill:2",
-         "trainer.checkpoint_write:kill:1", "rollout.prepare:kill:1", "coordinator.adopt:kill:2", "trainer.trained:kill:2",
-         "rollout.commit:kill:1", "trainer.manifest_commit:kill:1", "coordinator.knobs_decided:kill:1"),
+        ("rollout.partial:kill:3", "trainer.claim:kill:2", "coordinator.ready:kill:1", "trainer.checkpoint_write:kill:1",
+         "rollout.prepare:kill:1", "trainer.manifest_commit:kill:1", "coordinator.adopt:kill:2",
+         "coordinator.knobs_decided:kill:1", "trainer.publish:kill:2", "rollout.commit:kill:1",
+         "coordinator.version_made:kill:2", "trainer.trained:kill:2", "rollout.reward:kill:3",
+         "monitor.telemetry:kill:3", "rollout.put:kill:2"),
         (CHECKPOINTS,),
-        num_steps=36,
-        reward_s=0.25,
-        beside=lambda job: turn_a_knob(job, after=14),
+        num_steps=42,
+        reward_s=0.3,
+        beside=lambda job: turn_a_knob(job, after=7),
     ),
     "a gang": Cells(
         ("buffer.dispatch:kill:2", "buffer.put:kill:3", "trainer.forward@trainer/1:kill:2", "buffer.claim:kill:1",

@@ -112,7 +112,7 @@ def test_e02_a_refused_start_leaves_every_byte(
     [
         (["nowhere"], "there is no run directory"),
         (["data"], "is no run directory"),
-        ([], "myxa resume runs/"),
+        ([], "does not answer"),
         (["{run}", "--run", "data"], "which run"),
     ],
 )
