@@ -346,20 +346,6 @@ def test_which_actors_are_forked(tmp_path: Path):
     assert kits('preset = "recorded"\n[roles.rollout]\nkind = "recorded"\n')["rollout"] == "light"
 
 
-IN_KITS = "import importlib; from myxa.launch.nodes.preloads import PRELOAD_SETS\nfor name in NAMES: [importlib.import_module(m) for m in PRELOAD_SETS[name].modules]"
-
-
-def test_light_and_served_actors_do_not_import_torch():
-    kits = ("light", "served")
-    code = (
-        IN_KITS.replace("NAMES", repr(kits)) + "\nimport sys; print('torch' in sys.modules, 'aiohttp' in sys.modules)"
-    )
-    out = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=True
-    ).stdout
-    assert out.split() == ["False", "True"]
-
-
 # -- orphans -----------------------------------------------------------------------------------------------------------
 
 LEAVES_ONE = "import subprocess; print(subprocess.Popen(['/bin/sleep', '0.1'], stdout=-3, start_new_session=True).pid)"

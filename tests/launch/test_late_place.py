@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from myxa.core.config import RunConfig, load_config
-from myxa.core.errors import ConfigError
+from myxa.core.errors import ConfigError, LaunchError
 from myxa.core.supervision import ChildState
 from myxa.launch.actor_spec import ActorSpec
 from myxa.launch.contracts import LateWish, NameReply, NodeFacts
@@ -245,6 +246,26 @@ def test_a_late_launcher_that_asks_again_is_told_the_same_number_and_another_one
     members.lose(1)
     assert members.staff(1, present(run)) == (), "it went before it was staffed"
     assert members.enlist(facts("a"), lambda: present(run), has_started=True).node == 3, "no number is given twice"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"version": "2"}, "it runs myxa 2, node 0 runs 1"),
+        ({"num_nodes": 3}, "it expects 3 nodes, node 0 expects 2 (--nnodes)"),
+        ({"node": 2}, "there is no node 2 among 2 (--node-rank)"),
+        ({"config": "[run]\nseed = 5"}, "it has run.seed = 5; node 0 has run.seed = 1"),
+        ({"late": LateWish()}, "it was not given the number 1"),
+    ],
+)
+async def test_a_node_that_does_not_fit_is_refused_with_both_values(change: dict[str, Any], said: str):
+    members = Membership(2, "1", "[run]\nseed = 1")
+    facts = {"node": 1, "num_nodes": 2, "version": "1", "config": "[run]\nseed = 1", "host": "h"}
+    reply = members.join(NodeFacts(**{**facts, **change}))
+    assert not reply.accepted and said in reply.reason
+    with pytest.raises(LaunchError, match="1 of 2 nodes did not join within 0.01 s.*was refused"):
+        assert members.join(NodeFacts(**{**facts, "node": 0})).accepted
+        await members.gather(0.01)
 
 
 def test_every_launcher_introduces_itself_by_a_nonce_of_its_own():

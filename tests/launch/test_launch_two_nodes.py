@@ -143,19 +143,6 @@ def test_nodes_end_when_node_0_is_lost(tmp_path: Path, run):
         node1.until_gone(children)
 
 
-def test_a_node_with_another_configuration_is_refused_with_both_values(tmp_path: Path, run):
-    first, second = two(tmp_path, run)
-    (tmp_path / "node1/run.toml").write_text(
-        '[run]\nname = "toy"\nseed = 5\n[model]\npath = "/m"\n[data]\ntrain = "/d.jsonl"\n[roles.trainer]\nrestart = "gang"\n'
-    )
-    with second as node1, first as node0:
-        assert node1.ended() == 3, node1.evidence()
-        assert "it has run.seed = 5; node 0 has run.seed = 1" in node1.output
-        node0.until(lambda: "run.seed = 5; node 0 has run.seed = 1" in node0.output, "node 0 to say so too")
-        node0.signal(signal.SIGINT)
-        assert node0.ended() == 130, node0.evidence()
-
-
 @pytest.mark.parametrize(
     ("rank", "is_taken", "said"),
     [(0, True, "in use"), (1, False, ""), (0, False, "2 of 3 nodes did not join within 2 s: 1, 2")],
