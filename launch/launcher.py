@@ -39,8 +39,7 @@ from .frozen_code import freeze
 from .nodes.agent import Agent
 from .nodes.follower import follow, follow_late
 from .nodes.launch_options import LaunchOptions, LaunchOutcome, agent_options, check_own, facts_of, with_start
-from .nodes.lead import Lead, RunEnd
-from .nodes.race import race
+from .nodes.lead import Lead, RunEnd, race
 from .nodes.rendezvous import NodeRendezvous, host_rendezvous
 from .nodes.stop_signals import StopSignals
 from .run_dir import RunDir

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from ...core.clock import Clock
 from ...core.messages import RunStatus
@@ -12,7 +13,6 @@ from ..first_failure import FirstFailure
 from ..run_watch import RunWatch
 from ..supervisor.run_supervisor import RunSupervisor, RunTimeouts, StopRequest
 from ..views.run_view import RunView
-from .race import race
 
 LOOK_EVERY_S = 0.5
 ASK_TO_STOP_S = 10.0
@@ -22,6 +22,21 @@ VERDICT_S = 1.5
 CONSEQUENCES_S = 0.5
 """How long the report of a failure waits for consequences. With the two above, the report comes within 3 s."""
 CLOSE_MONITOR_S = 30.0
+
+T = TypeVar("T")
+
+
+async def race(work: Coroutine[Any, Any, T], *others: asyncio.Future[Any]) -> asyncio.Task[T]:
+    """The work's task, done; cancelled if one of the others was done first. `asyncio.TaskGroup` was considered: it
+    wraps the work's own error into a group, and callers here map single errors to exit statuses."""
+    task = asyncio.get_running_loop().create_task(work)
+    try:
+        await asyncio.wait({task, *others}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+    return task
 
 
 @dataclass(frozen=True, slots=True)
