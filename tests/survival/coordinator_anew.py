@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tests.harness.commands import Command
-from tests.knobs.coordinator_room import STEP_S, Room, Trainer, until
+from tests.knobs.coordinator_room import Room, Trainer, until
 
 from myxa.actors.contracts import CoordinatorContract
 from myxa.actors.knobs.owner import pull
@@ -27,6 +27,7 @@ from myxa.transport.node import Node
 __all__ = ["Anew", "open_anew", "until"]
 
 HERE = Path(__file__).parent
+STEP_S = 0.05
 OWNERS = ("buffer", "rollout/0", "rollout/1")
 
 

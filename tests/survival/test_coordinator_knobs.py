@@ -88,15 +88,15 @@ async def _decided_and_nobody_heard(room: Anew) -> None:
 
 async def _changes_for_a_time_end_although_their_coordinator_is_gone(room: Anew) -> None:
     assert not (await room.change(room=3, for_s=4.0)).refused
-    steps = await room.change(lr=2e-3, for_steps=100)
+    steps = await room.change(lr=2e-3, for_steps=40)
     assert not steps.refused
     await room.kill()
     await room.again()
-    assert (await room.ref.knob_table()).reverts["lr"] == f"at version {steps.at + 100}"
+    assert (await room.ref.knob_table()).reverts["lr"] == f"at version {steps.at + 40}"
     await _all_have(room, {"room": 8})
-    await until(lambda: max(room.trainer.steps) > steps.at + 105, "the way back")
+    await until(lambda: max(room.trainer.steps) > steps.at + 45, "the way back")
     used = [version for version, values in room.trainer.steps.items() if values["lr"] == 2e-3 and version >= steps.at]
-    assert (min(used), max(used)) == (steps.at, steps.at + 99)
+    assert (min(used), max(used)) == (steps.at, steps.at + 39)
     assert [r.verb for r in read_audit(room.audit) if r.result == "done"].count("expire") == 2
 
 
@@ -115,8 +115,8 @@ async def test_a_trainer_that_falls_back_takes_its_coordinator_along_even_if_tha
         changed = await room.change(lr=2e-3)
         await until(lambda: max(room.trainer.steps) > changed.at + 3, "the change in force")
         come_to = max(room.trainer.steps)
-        later = await room.change(clip=0.3, not_before=come_to + 100)
-        assert later.at == come_to + 100
+        later = await room.change(clip=0.3, not_before=come_to + 40)
+        assert later.at == come_to + 40
         trainer = await _thrown_back(room, changed.at - 1)
         await until(lambda: bool(trainer.steps), "its first step")
         assert "trainer-restarted" in room.said
