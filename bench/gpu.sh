@@ -166,7 +166,7 @@ lacking() { # why a part cannot run here, or nothing
 
 echo "bench/gpu.sh: ${parts[*]} on $num_gpus GPUs, $("$python" -V 2>&1), figures in $OUT" | tee -a "$OUT/gpu.md"
 case "$num_gpus ${parts[*]} " in [2-9]*" memory_co"* | [2-9]*" memory_gang_training "*)  # compile beside what comes first
-  "$python" -c 'from myxa.memory.communicators.proxy_build import load; load()' & building=$! ;;
+  "$python" -c 'from myxa.memory.communicators.reload import load; load()' & building=$! ;;
 esac
 summary="| part | result | seconds |
 |---|---|---|"

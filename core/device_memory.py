@@ -20,7 +20,7 @@ methods block and are called in one thread of the tenant's choosing, never on an
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from .messages import Record
@@ -180,7 +180,7 @@ class MeasuredDevice(Record, frozen=True):
     capacity_bytes: int
     free_bytes: int
     driver_bytes: int = 0
-    """See `core.assets.DeviceReading`."""
+    """See `DeviceReading`."""
 
 
 class WatchedProcess(Record, frozen=True):
@@ -213,8 +213,6 @@ class MemoryView(Record, frozen=True):
     switching: str
     """What is being switched; empty: nothing."""
     devices: tuple[DeviceView, ...]
-    host_pool_bytes: int
-    host_pool_used_bytes: int
     timeline: tuple[tuple[float, str, str, str], ...]
     """(wall seconds, device, tenant, what happened), oldest first, bounded."""
 
@@ -228,6 +226,8 @@ class MovedMemory:
     dropped_bytes: int = 0
     """Left the device without a copy, or came back without one."""
     seconds: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict[str, float])
+    """Of the seconds, where it is known: copy (waiting for copies), unmap, map."""
 
 
 class MovedBytes(Protocol):

@@ -8,6 +8,7 @@ manager's through an agent. The manager holds no device memory and no context, a
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -25,11 +26,12 @@ from ...core.device_memory import (
 )
 from ...core.errors import CallError, MemoryFault, MyxaError
 from ...core.refs import with_deadline
-from ...memory.leases.arbiter import KEY as WATCH
-from ...memory.leases.arbiter import Arbiter, ArbiterOptions, Timeline
-from ...memory.leases.instructions import (
+from ...memory.leases.arbiter import WATCH, Arbiter
+from ...memory.leases.journal import Journal
+from ...memory.leases.lease_ledger import check_report
+from ...memory.leases.switch import (
+    ArbiterOptions,
     AskReport,
-    Fence,
     Instruction,
     LeaseAnswer,
     Measure,
@@ -37,8 +39,6 @@ from ...memory.leases.instructions import (
     Send,
     TimelineNote,
 )
-from ...memory.leases.journal import Journal
-from ...memory.leases.lease_ledger import check_report
 from ..contracts import MemoryContract, MonitorContract, TenantContract
 from ..telemetry import report_forever
 from .node_agent import NodeWatch
@@ -46,6 +46,7 @@ from .node_agent import NodeWatch
 _QUIET_KINDS = frozenset({"state"})
 """For the timeline only; an event for each would drown the others."""
 _ANSWER_SLACK_S = 5.0
+TIMELINE_SIZE = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +54,6 @@ class ManagerOptions:
     """Plain settings of the role."""
 
     arbiter: ArbiterOptions = field(default_factory=ArbiterOptions)
-    host_pool_bytes: int = 0
-    """Of all tenants' host copies together; 0: no limit. For people; the limit is `arbiter.switch.host_limit_bytes`."""
     ask_s: float = 5.0
     """For a tenant to report."""
     measure_s: float = 20.0
@@ -76,7 +75,8 @@ class MemoryManager(MemoryContract):
         self._options = options
         self._clock = clock
         self._arbiter = Arbiter(options.arbiter, last_epoch=journal.last_epoch, known=journal.known)
-        self._timeline = Timeline()
+        self._timeline: deque[tuple[float, str, str, str]] = deque(maxlen=TIMELINE_SIZE)
+        """See `MemoryView`."""
         self._waiting: dict[str, list[asyncio.Future[LeaseReply]]] = {}
         self._processes: dict[tuple[str, int], set[WatchedProcess]] = {}
         """(tenant, epoch) -> its processes that have not ended."""
@@ -106,13 +106,10 @@ class MemoryManager(MemoryContract):
             self._journal.epoch(self._arbiter.epoch)
         for report in self._journal.known:
             self._watch_processes(report)
-        self._tell_interrupted()
-        self.ctx.spawn(self._tick_forever(), name="memory-ticks")
-
-    def _tell_interrupted(self) -> None:
         for tenant, command in self._journal.commands.items():
             text = f"last order of the manager before this one: {command.kind} of epoch {command.epoch}"
-            self._timeline.add(self._clock.wall(), "", tenant, text)
+            self._timeline.append((self._clock.wall(), "", tenant, text))
+        self.ctx.spawn(self._tick_forever(), name="memory-ticks")
 
     async def on_stop(self, why: str) -> None:
         self._node_watch.close()
@@ -181,9 +178,7 @@ class MemoryManager(MemoryContract):
             epoch=self._arbiter.epoch,
             switching=self._arbiter.switching,
             devices=tuple(ledger.view(device) for device in sorted(ledger.devices)),
-            host_pool_bytes=self._options.host_pool_bytes or self._options.arbiter.switch.host_limit_bytes,
-            host_pool_used_bytes=ledger.host_bytes(),
-            timeline=self._timeline.rows,
+            timeline=tuple(self._timeline),
         )
 
     # -- instructions
@@ -205,8 +200,10 @@ class MemoryManager(MemoryContract):
             self.ctx.spawn(self._ask(instruction.tenant), name=f"ask {instruction.tenant}")
         elif isinstance(instruction, LeaseAnswer):
             self._answer(instruction)
+        elif isinstance(instruction, TimelineNote):
+            self._note(instruction)
         else:
-            self._tell(instruction)
+            self._trace(instruction)
 
     async def _tick_forever(self) -> None:
         while True:
@@ -297,32 +294,21 @@ class MemoryManager(MemoryContract):
         if not reply.granted:
             self.ctx.log.warning("%s: %s", answer.request_id, reply.reason)
 
-    def _tell(self, instruction: TimelineNote | PhaseEnded | Fence) -> None:
-        if isinstance(instruction, TimelineNote):
-            self._timeline.add(
-                self._clock.wall(), instruction.device, instruction.tenant, f"{instruction.kind}: {instruction.text}"
-            )
-            if instruction.kind == "proven free":
-                self._journal.gone(instruction.tenant)
-            if instruction.kind not in _QUIET_KINDS:
-                place = " ".join(word for word in (instruction.device, instruction.tenant) if word)
-                self._telemetry.event(f"memory-{instruction.kind.replace(' ', '-')}", f"{place}: {instruction.text}")
-        elif isinstance(instruction, PhaseEnded):
-            age_s = self._clock.monotonic() - instruction.started_s
-            spent_s = instruction.ended_s - instruction.started_s
-            for device in instruction.devices or ("",):
-                self._telemetry.span(
-                    instruction.phase,
-                    "other",
-                    self._clock.wall() - age_s,
-                    spent_s,
-                    track=f"memory {device}",
-                    lease=instruction.switch,
-                )
-        else:
-            self.ctx.log.warning(
-                "%s (epoch %d) is fenced: %s", instruction.tenant, instruction.epoch, instruction.reason
-            )
+    def _note(self, note: TimelineNote) -> None:
+        self._timeline.append((self._clock.wall(), note.device, note.tenant, f"{note.kind}: {note.text}"[:400]))
+        if note.kind == "proven free":
+            self._journal.gone(note.tenant)
+        if note.kind in ("fenced", "died"):
+            self.ctx.log.warning("%s %s: %s", note.tenant, note.kind, note.text)
+        if note.kind not in _QUIET_KINDS:
+            place = " ".join(word for word in (note.device, note.tenant) if word)
+            self._telemetry.event(f"memory-{note.kind.replace(' ', '-')}", f"{place}: {note.text}")
+
+    def _trace(self, phase: PhaseEnded) -> None:
+        started_s = self._clock.wall() - (self._clock.monotonic() - phase.started_s)
+        spent_s = phase.ended_s - phase.started_s
+        for device in phase.devices or ("",):
+            self._telemetry.span(phase.phase, "other", started_s, spent_s, track=f"memory {device}", lease=phase.switch)
 
     # -- processes
 

@@ -37,8 +37,7 @@ from ...core.device_memory import (
 from ...core.errors import MyxaError
 from ...core.process import start_time
 from ...core.retry import until_answered
-from ...memory.communicators.membership import Absent
-from ...memory.communicators.residency import CommResidency
+from ...memory.communicators.residency import Absent, CommResidency
 from ...memory.leases.tenant_states import TenantMachine, resting_state
 from ..contracts import MemoryContract
 
@@ -399,17 +398,11 @@ class TenantAssets:
     # -- done in the tenant's thread
 
     def survey_comms(self) -> None:
-        """See what the communicators hold now."""
+        """Whether communicators are on the device. Their size is not known: the measurement sees it."""
         if self.comms is None:
             return
-        stats = self.comms.stats()
-        known = self._comms_tag.num_bytes if self._comms_tag is not None else 0
-        self._comms_tag = TagReport(
-            COMMS,
-            known if self._are_comms_away else stats.device_bytes,
-            "rematerialise",
-            "discarded" if self._are_comms_away else "mapped_dirty",
-        )
+        backing = "discarded" if self._are_comms_away else "mapped_dirty"
+        self._comms_tag = TagReport(COMMS, 0, "rematerialise", backing)
 
     def release(self, command: MemoryCommand) -> Carried:
         """Communicators first: nothing may be in flight on memory that leaves."""
@@ -446,7 +439,6 @@ class TenantAssets:
     def _release_comms(self, command: MemoryCommand) -> None:
         if self.comms is None or self._are_comms_away:
             return
-        self.survey_comms()  # the manager gets their size while they are away
         try:
             self.comms.release(command.epoch, command.deadline_s)
         except Absent:

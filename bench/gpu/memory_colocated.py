@@ -34,11 +34,7 @@ from run_figures import SKIPPED_STEPS, Run, lines, newest_run, read_run, tell_ru
 from run_looks import ends_of_logs
 from runs import RunFailedError, Stopwatch, cpu_overrides, facts_of, stage, up
 
-WAYS = {
-    "ours": (),
-    "saver": ('memory.backend="torch_memory_saver"',),
-}
-"""Way -> what the run file is told."""
+WAYS = ("ours",)
 RUN_FILE = "memory_colocated.toml"
 WORKSPACE_MIB = 3072
 """Of the device for every 1024 tokens of a micro-batch: activations and logits of 1.7B, without recomputation (39 GiB
@@ -156,7 +152,7 @@ def sets_of(options: argparse.Namespace, way: str, mem_fraction: float) -> list[
     num_servers = options.gpus if options.servers == "each" else 1
     sets = [
         f'run.name="{way}"', f"run.num_steps={options.steps}", f"roles.trainer.count={options.gpus}",
-        f"roles.rollout.count={num_servers}", f"rollout.max_groups={GROUPS // num_servers}", *WAYS[way],
+        f"roles.rollout.count={num_servers}", f"rollout.max_groups={GROUPS // num_servers}",
         *(f'roles.{role}.restart="never"' for role in ("trainer", "rollout", "memory")),  # whoever dies ends the run
         *options.overrides,
     ]  # fmt: skip
@@ -252,7 +248,7 @@ def tell_ways(report: Report, ways: list[Way]) -> None:
     ):
         rows.append((title, *cells))
     heads = [way.name for way in ways]
-    report.table("The same run, two ways", ("figure", *heads), rows)
+    report.table("The run", ("figure", *heads), rows)
     for title, columns in (
         ("Told by the leader, p50 (p95) of a step", [way.told for way in ways]),
         ("Told by the manager, p50 (p95) of a lease", [way.leases for way in ways]),
@@ -289,10 +285,6 @@ def judge(report: Report, options: argparse.Namespace, ways: list[Way]) -> None:
     most = RESIDUE_MIB if options.gpus == 1 else GANG_RESIDUE_MIB
     report.goal("ours: residue of the trainer, MiB", ours.residue and ours.residue / MIB, at_most=most)
     report.goal("ours: mem_fraction_static", ours.mem_fraction, at_least=0.9 if options.gpus == 1 else 0.85)
-    others = next((way for way in ways if way.name == "saver"), None)
-    if others is not None:
-        theirs, own = median(others.exposed_s), median(ours.exposed_s)
-        report.goal("exposed switch, saver / ours", theirs / own if theirs and own else None, at_least=2.0)
 
 
 def main() -> None:
@@ -323,7 +315,7 @@ def main() -> None:
     write_prompts(work / "data" / "prompts.jsonl", 4000, seed=1)
     watch.lap(f"model of {config.num_parameters:,} parameters, and data")
     if is_cpu:
-        options.ways, options.steps = "ours", 4
+        options.steps = 4
         options.capacity_mib = options.capacity_mib or 16 * config.num_parameters // MIB + 3
     ways: list[Way] = []
     failed: list[str] = []

@@ -176,7 +176,7 @@ def sizes(me: Rank) -> None:
 
 def reload(me: Rank) -> None:
     """Release and restore of all groups by the proxy, many times."""
-    comms = ReloadComms(free_bytes=me.free, first_op_timeout_s=TIMEOUT_S)
+    comms = ReloadComms(first_op_timeout_s=TIMEOUT_S)
     comms.register()
     bare = me.free()
     me.step("join")
@@ -235,7 +235,7 @@ def reload(me: Rank) -> None:
 
 def kill(me: Rank) -> None:
     """The last rank dies; the others have an all-reduce on the device that waits for it, and are told to release."""
-    comms = ReloadComms(free_bytes=me.free, first_op_timeout_s=TIMEOUT_S)
+    comms = ReloadComms(first_op_timeout_s=TIMEOUT_S)
     comms.register()
     at_start = me.free()
     me.step("join, and use of all groups")

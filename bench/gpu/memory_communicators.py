@@ -31,7 +31,7 @@ from memory_figures import GIB, MIB, quantile, tell_when_ended
 from train_speed import how_it_ended, wait_for
 
 from myxa.core.errors import MemoryFault
-from myxa.memory.communicators.proxy_build import load
+from myxa.memory.communicators.reload import load
 
 RANK = Path(__file__).with_name("memory_comm_rank.py")
 STAGES = ("reload", "kill", "sizes")

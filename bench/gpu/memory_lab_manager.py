@@ -10,8 +10,8 @@ from memory_process import run
 
 from myxa.actors.tenancy.memory_manager import ManagerOptions, MemoryManager
 from myxa.core.clock import SystemClock
-from myxa.memory.leases.arbiter import ArbiterOptions
 from myxa.memory.leases.journal import Journal
+from myxa.memory.leases.switch import ArbiterOptions
 from myxa.memory.meters import DeviceMeters
 
 NUM_HOST_DEVICES = 8

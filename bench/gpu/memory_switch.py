@@ -6,7 +6,7 @@ Two stand-ins with the memory of 8.2 thousand million parameters (memory_standin
 manager in a third, leases over ZeroMQ. The engine's weights and cache take 0.90 of the device.
 
 plain     every byte has moved before the next side begins; one way is judged by bytes / plain pinned bandwidth
-overlap   the optimizer streams in under the forward and backward pass, and begins to leave as soon as it is written
+overlap   the optimizer streams in under the forward and backward pass
 saver     the same stand-ins, a quarter of the size, paused and resumed by torch-memory-saver as a whole, nobody asked
 
 Exposed: from the last product of one side to the first of the other, what the update waited for its bytes, and by how

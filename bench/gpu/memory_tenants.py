@@ -36,8 +36,7 @@ from myxa.core.device_memory import (
     TagReport,
     TenantReport,
 )
-from myxa.memory.arenas.arena import Arena
-from myxa.memory.arenas.transfer import Restoring, Saving
+from myxa.memory.arenas.arena import Arena, Restoring
 
 T = TypeVar("T")
 
@@ -46,8 +45,7 @@ T = TypeVar("T")
 
 
 class StreamedStore:
-    """An arena whose moments may still be on their way in when the others are there, and with the masters be on their
-    way out while they are still mapped."""
+    """An arena whose moments may still be on their way in when the others are there."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
@@ -55,9 +53,6 @@ class StreamedStore:
         self.streamed_bytes = 0
         """That came in after the last restore was answered."""
         self._coming: Restoring | None = None
-        self._going: Saving | None = None
-        self._left: frozenset[Tag] = frozenset()
-        """Of what is copied, what the last release asked for: the next one is like it."""
 
     def report(self) -> tuple[TagReport, ...]:
         return self.arena.report()
@@ -68,10 +63,6 @@ class StreamedStore:
         held = sum(r.num_bytes for r in self.arena.report() if r.tag in own and r.backing.startswith("mapped"))
         moved = self.arena.release(own)
         copied = moved.copied_bytes
-        self._left = own & COPIED or self._left
-        if self._going is not None and own & COPIED:
-            copied += self._going.wait_all().copied_bytes  # over: what was begun early is part of this departure
-            self._going = None
         return MovedMemory(copied_bytes=copied, dropped_bytes=held - copied, seconds=moved.seconds)
 
     def restore(self, tags: Collection[Tag]) -> MovedMemory:
@@ -92,10 +83,6 @@ class StreamedStore:
         if self._coming is not None:
             self.streamed_bytes = self._coming.wait_all().copied_bytes
             self._coming = None
-
-    def begin_backup(self) -> None:
-        """What left the last time begins to leave while it stays."""
-        self._going = self.arena.begin_backup(self._left)
 
     def _own(self, tags: Collection[Tag]) -> frozenset[Tag]:
         return frozenset(tags) & {report.tag for report in self.arena.report()}
@@ -319,8 +306,6 @@ class TrainerActor(StandIn):
             streamed = store.streamed_bytes
         self._written()
         self._quiet()
-        if store is not None and order.overlap:
-            store.begin_backup()
         return WorkDone(values={**asdict(step), "streamed_bytes": float(streamed)})
 
     def do_digest(self, order: WorkOrder) -> WorkDone:

@@ -234,8 +234,6 @@ def _turn_part_conflicts(config: RunConfig) -> Iterator[Conflict]:
           'roles.trainer.kind = "megatron"')),
         (is_torch and rebuilds, "memory.params roles.trainer.kind",
          'must be "backup": parameters of the torch trainer are the float32 masters themselves'),
-        (is_torch and memory.backend == "torch_memory_saver", "memory.backend roles.trainer.kind",
-         'is for roles.trainer.kind = "megatron"; use "auto"'),
         (not is_torch and rebuilds and not has_masters,
          "memory.params trainer.dtype megatron.distributed_optimizer",
          ('needs trainer.dtype = "bfloat16" and megatron.distributed_optimizer: there are no float32 masters else; '
@@ -251,7 +249,6 @@ def _turn_gpu_conflicts(config: RunConfig) -> Iterator[Conflict]:
     return clashes(
         (len(trainer.device_ids) != trainer.count, f"roles.trainer.count roles.trainer.devices {SHARE}",
          f"must be {len(trainer.device_ids)}, one rank for each GPU: memory of a GPU without a rank is in no turn"),
-        (memory.backend == "host_vmm", "memory.backend roles.trainer.devices", 'is for runs on the CPU; use "auto"'),
         (not memory.workspace_mb, f"memory.workspace_mb {SHARE}",
          ("must be set on GPUs: MiB that a step's activations take, e.g. 3072 for every 1024 of "
           "trainer.max_tokens_per_microbatch (1.7B, no recomputation)")),
@@ -268,8 +265,6 @@ def _turn_host_conflicts(config: RunConfig) -> Iterator[Conflict]:
          'needs GPUs in roles.trainer.devices, or roles.trainer.kind = "torch" on the CPU'),
         (rollout.kind != "embedded", f"{SHARE} roles.rollout.kind roles.rollout.devices",
          'needs roles.rollout.kind = "embedded" on the CPU, or GPUs for both roles'),
-        (memory.backend not in ("auto", "host_vmm"), "memory.backend roles.trainer.devices",
-         'needs GPUs in roles.trainer.devices; use "auto"'),
         (trainer.count < num_devices, "memory.host_devices roles.trainer.count",
          f"gives {num_devices} devices to {trainer.count} trainer ranks, each of which uses one: lower it"),
         (not memory.capacity_mb, f"memory.capacity_mb {SHARE}",

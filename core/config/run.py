@@ -357,7 +357,6 @@ class RolesSettings(Section, frozen=True):
 
 
 ShareMode = Literal["none", "switch"]
-ArenaBackend = Literal["auto", "cuda_vmm", "torch_memory_saver", "host_vmm"]
 CommunicatorWay = Literal["auto", "keep", "reload"]
 ParamsPolicy = Literal["auto", "rematerialise", "backup"]
 
@@ -368,10 +367,6 @@ class MemorySettings(Section, frozen=True):
     share: ShareMode = "none"
     """none (each has its own memory, both run at the same time) or switch (they take turns: a memory manager has
     one of them leave the devices before the other comes back; nothing that is generated is lost)."""
-    backend: ArenaBackend = "auto"
-    """What the trainer's memory is made of: cuda_vmm (the driver's virtual memory, by GPU), torch_memory_saver (the
-    library of that name; Megatron only), host_vmm (memory of the host in place of a device, so that a machine
-    without a GPU runs the same protocol). "auto": cuda_vmm where the trainer has GPUs, else host_vmm."""
     communicators: CommunicatorWay = "auto"
     """What becomes of the trainer's communicators while it is off the device: keep (they stay) or reload (a proxy
     backend, which a C++ compiler builds once, drops and rebuilds them). "auto": reload on GPUs where there is a
@@ -379,9 +374,9 @@ class MemorySettings(Section, frozen=True):
     host_pool_gb: NonNegativeFloat = 0.0
     """GiB of host memory per trainer rank for what leaves its device, taken once at start and pinned on GPUs; what does
     not fit is refused. 0 = what leaves by being copied (parameters, optimizer, reference model) and 5 % more: with one
-    Megatron rank in bfloat16 14 bytes a parameter. Not used by torch_memory_saver."""
+    Megatron rank in bfloat16 14 bytes a parameter."""
     capacity_mb: CountInt = 0
-    """MiB of each stand-in device of runs on the CPU (host_vmm), which must be set there."""
+    """MiB of each stand-in device of runs on the CPU (memory of the host), which must be set there."""
     host_devices: PositiveInt = 1
     """Stand-in devices of runs on the CPU, "host:0", "host:1" and so on, each of `capacity_mb`. Trainer ranks and
     engines are dealt out among them as among GPUs: several actors on one, or several devices for one engine."""

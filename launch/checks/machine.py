@@ -28,6 +28,7 @@ import psutil
 from ... import __file__ as package_file
 from ...core.errors import LaunchError, MyxaError
 from ...memory.host import CGROUP_ROOT, available_bytes
+from ...memory.native import CPP_COMPILERS, find_compiler
 from ..control.client import ControlNote
 from ..host import Gpus, free_at, listen_trouble, look_at_gpus, nearest_folder
 from ..memory_part import GIB, size_text
@@ -41,8 +42,6 @@ SHOWN = ("torch", "sglang", "megatron-core", "torch-memory-saver", "transformers
 DISTRIBUTIONS = (*SHOWN, "nvidia-nccl-cu13", "nvidia-nccl-cu12", "pyzmq", "pydantic", "numpy")
 ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 VARIABLES = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", *ALLOCATORS, "LD_PRELOAD", "CUDA_VISIBLE_DEVICES")
-COMPILERS = ("c++", "g++", "clang++")
-"""As `memory/communicators/proxy_build.py`, which imports torch, looks for them."""
 CLOCK_SOURCE = "/sys/devices/system/clocksource/clocksource0/current_clocksource"
 LIMIT_FILES = ("memory.max", "memory/memory.limit_in_bytes")
 NO_LIMIT = 1 << 60
@@ -317,7 +316,7 @@ class MachineFacts:
     """Distribution -> version; what is missing is not installed."""
     torch_cuda: str | None = _ask(_torch_cuda)
     """CUDA that torch was built for; "" = none; None: no torch."""
-    compiler: str = _ask(lambda: next((path for name in COMPILERS if (path := shutil.which(name))), ""))
+    compiler: str = _ask(lambda: find_compiler(CPP_COMPILERS))
     """Path of a C++ compiler."""
     gpus: Gpus = field(default_factory=look_at_gpus)
     preload: Preload = field(default_factory=preload_facts)

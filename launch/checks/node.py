@@ -175,9 +175,6 @@ def needs(config: RunConfig, actor: ActorSpec) -> Iterator[Need]:
         yield Need("torch", f"which every {actor.role} needs")
     if actor.role == "trainer" and actor.kind == "megatron":
         yield Need("megatron.core", 'which roles.trainer.kind = "megatron" needs', "install megatron-core there")
-    if actor.role == "trainer" and turns and config.memory.backend == "torch_memory_saver":
-        what = 'which memory.backend = "torch_memory_saver" needs'
-        yield Need("torch_memory_saver", what, "install torch-memory-saver there (extra gpu)")
     named = (*config.reward.named_functions(), *config.eval.named_functions()) if generates else ()
     if key := next((key for key, fn in named if fn == "math"), ""):
         yield Need("math_verify", f'which {key} = "math" needs', "install math-verify there (extra math)")

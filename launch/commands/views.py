@@ -308,8 +308,6 @@ def memory_text(view: MemoryView, *, num_events: int = MAX_EVENTS) -> str:
 def _lines(view: MemoryView, num_events: int) -> Iterator[str]:
     doing = f"switching: {view.switching}" if view.switching else "nothing is being switched"
     yield f"{view.manager}, epoch {view.epoch}: {doing}"
-    if view.host_pool_bytes:
-        yield f"host pool: {size(view.host_pool_used_bytes)} of {size(view.host_pool_bytes)}"
     for device in view.devices:
         yield ""
         yield from _device(device)

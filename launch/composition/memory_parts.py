@@ -6,8 +6,7 @@ Part of the composition root. It imports concrete classes where it builds them, 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,16 +22,13 @@ from ...memory.communicators.residency import CommResidency
 from ..actor_spec import ActorSpec
 
 if TYPE_CHECKING:
-    from ...actors.backends.megatron.offload import MegatronOffload, ReturningTags, TaggedDeviceMemory
+    from ...actors.backends.megatron.offload import MegatronOffload, TaggedDeviceMemory
     from ...actors.backends.torch_backend.offload import TorchOffload
     from ...actors.engines.embedded.tensors import LentMemory
     from ...actors.rollout.tenant import Tenancy
     from ...actors.tenancy.time_share import TimeShareOptions
     from ...actors.trainer.tenant import TrainerTenancy
-    from ...core.device_memory import MovedBytes
     from ...memory.arenas.arena import Arena
-    from ...memory.arenas.cuda_memory import CudaMemory
-    from ...memory.arenas.torch_saver import TorchSaver
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -112,8 +108,8 @@ def memory_manager(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clo
     """The manager on the first node with shared devices, its agent on the others. Neither imports torch."""
     from ...actors.tenancy.memory_manager import ManagerOptions, MemoryManager
     from ...actors.tenancy.node_agent import NodeAgent
-    from ...memory.leases.arbiter import ArbiterOptions
     from ...memory.leases.journal import Journal
+    from ...memory.leases.switch import ArbiterOptions
     from ...memory.meters import DeviceMeters
 
     on_gpus = bool(config.roles.trainer.device_ids)
@@ -197,95 +193,13 @@ def megatron_residence(spec: ActorSpec, config: RunConfig, clock: Clock) -> Mega
         return None
     from ...actors.backends.megatron.offload import MegatronOffload, rebuilds_params
 
-    uses_saver = config.memory.backend == "torch_memory_saver"
-
-    def open_housing(local_gpu: int) -> TaggedDeviceMemory:
-        if uses_saver:
-            from ...memory.arenas.torch_saver import TorchSaver
-
-            return _SaverHousing(TorchSaver(clock, ordinal=local_gpu))
+    def open_memory(local_gpu: int) -> TaggedDeviceMemory:
         from ...memory.arenas.cuda_memory import open_cuda
 
-        return _ArenaHousing(open_cuda(local_gpu, pool_bytes(config, trainer_plan(spec, config)), clock))
+        return open_cuda(local_gpu, pool_bytes(config, trainer_plan(spec, config)), clock)
 
-    # torch-memory-saver copies without knowing the content, so nothing can be rebuilt over it.
-    rebuilds = rebuilds_params(config.megatron, config.trainer, "backup" if uses_saver else config.memory.params)
-    return MegatronOffload(open_housing, config.megatron, rebuilds=rebuilds, clock=clock)
-
-
-class _ArenaHousing:
-    """A trainer's memory by arenas on the driver's virtual memory."""
-
-    def __init__(self, memory: CudaMemory) -> None:
-        self._memory = memory
-
-    def region(self, tag: Tag, policy: TagPolicy) -> AbstractContextManager[None]:
-        return self._memory.region(tag, policy)
-
-    def shrink(self, tags: Collection[Tag]) -> None:
-        for tag in tags:
-            self._memory.pools.drop(tag)
-
-    def divide(self, parts: Sequence[Tag]) -> None:
-        for part in parts[1:]:
-            self._memory.arena.tag(part, "backup")
-        self._memory.arena.divide(parts)
-
-    def mark_dirty(self, tag: Tag) -> None:
-        self._memory.arena.mark_dirty(tag)
-
-    def release(self, tags: Collection[Tag]) -> MovedBytes:
-        """See `TaggedDeviceMemory`; staged weights that engines have released leave too."""
-        return self._memory.release(tags)
-
-    def begin_restore(self, tags: Collection[Tag], *, awaited: Collection[Tag]) -> ReturningTags:
-        self._memory.trim()
-        return self._memory.arena.begin_restore(tags, awaited=awaited)
-
-    def report(self) -> tuple[TagReport, ...]:
-        return self._memory.report()
-
-    def close(self) -> None:
-        self._memory.close()
-
-
-class _Restored:
-    def wait(self, tag: Tag) -> None:
-        """The restore was synchronous: everything is back."""
-
-
-class _SaverHousing:
-    """A trainer's memory by torch-memory-saver, which copies everything each time and restores it as a whole."""
-
-    def __init__(self, saver: TorchSaver) -> None:
-        self._saver = saver
-
-    def region(self, tag: Tag, policy: TagPolicy) -> AbstractContextManager[None]:
-        return self._saver.region(tag, policy)
-
-    def shrink(self, tags: Collection[Tag]) -> None:
-        """Not supported."""
-
-    def divide(self, parts: Sequence[Tag]) -> None:
-        """Not supported: a tag leaves as a whole."""
-
-    def mark_dirty(self, tag: Tag) -> None:
-        self._saver.mark_dirty(tag)
-
-    def release(self, tags: Collection[Tag]) -> MovedBytes:
-        """See `TaggedDeviceMemory`; torch's cache outside the regions is freed first."""
-        return self._saver.release(tags)
-
-    def begin_restore(self, tags: Collection[Tag], *, awaited: Collection[Tag]) -> ReturningTags:
-        """See `TaggedDeviceMemory`; blocks until everything is there."""
-        self._saver.restore(tags)
-        return _Restored()
-
-    def report(self) -> tuple[TagReport, ...]:
-        return self._saver.report()
-
-    def close(self) -> None:
-        self._saver.close()
+    rebuilds = rebuilds_params(config.megatron, config.trainer, config.memory.params)
+    return MegatronOffload(open_memory, config.megatron, rebuilds=rebuilds, clock=clock)
 
 
 def pool_bytes(config: RunConfig, plan: Planned) -> int:

@@ -24,7 +24,7 @@ from ...core.messages import WeightChannel
 from ...core.process import boot_id
 from ...core.protocols import TrainBackend, WeightSender, WeightWriter
 from ...core.weight_channel import SHARED_CHANNELS
-from ...memory.communicators.proxy_build import missing_for_build
+from ...memory.communicators.reload import ReloadComms, missing_for_build, proxied_name
 from ...memory.communicators.residency import CommResidency
 from ..actor_spec import ActorSpec
 from ..run_lineage.origin import CHECKPOINTS, UNDONE, RunOrigin, origin_events, past_of, put_away, start_keeper
@@ -145,8 +145,6 @@ def gang_comms(config: RunConfig, gang: Gang, *, on_gpus: bool) -> tuple[Gang, M
         )
     if setting == "keep" or lacking or (setting == "auto" and not on_gpus):  # gloo holds no device memory
         return gang, stay
-    from ...memory.communicators.reload import ReloadComms, proxied_name
-
     comms = ReloadComms()
     comms.register()
     return replace(gang, backend=proxied_name("nccl" if on_gpus else "gloo")), lambda: comms

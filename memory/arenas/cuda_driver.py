@@ -26,7 +26,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any, Final
 
 from ...core.errors import MemoryFault, OutOfDeviceMemory
-from .driver import VmmDriver, next_ticket
+from .driver import VmmDriver
 
 LIBRARY = "libcuda.so.1"
 """What every CUDA driver installs; the loader finds it."""
@@ -38,7 +38,6 @@ READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the default stream
 SLEEPING_EVENT = 1 | 2  # CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING: waiting costs no core
 REGISTERED_EVERYWHERE = 1 | 2  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP: kernels may read it
-RDMA_WITH_VMM = 110  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
 HAS_VMM = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 HOST_NUMA_ID = 134  # CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID
 PCI_BUS, PCI_DEVICE, PCI_DOMAIN = 33, 34, 50
@@ -50,17 +49,6 @@ class MemLocation(ctypes.Structure):
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
 
-class AllocationFlags(ctypes.Structure):
-    """CUmemAllocationProp.allocFlags."""
-
-    _fields_ = (
-        ("compression", ctypes.c_ubyte),
-        ("rdma_capable", ctypes.c_ubyte),
-        ("usage", ctypes.c_ushort),
-        ("reserved", ctypes.c_ubyte * 4),
-    )
-
-
 class AllocationProp(ctypes.Structure):
     """CUmemAllocationProp: 32 bytes."""
 
@@ -69,7 +57,7 @@ class AllocationProp(ctypes.Structure):
         ("handle_types", ctypes.c_int),
         ("location", MemLocation),
         ("win32_metadata", ctypes.c_void_p),
-        ("flags", AllocationFlags),
+        ("flags", ctypes.c_ubyte * 8),
     )
 
 
@@ -424,11 +412,6 @@ class CopyLane:
             fault = self._broken[1]
             raise type(fault)(fault.message, remedy=fault.remedy)
 
-    def forget_all(self) -> None:
-        """After the device was synchronised: whatever was begun is done."""
-        self._spare.extend(flight.event for flight in self._flights)
-        self._flights.clear()
-
     def is_using(self, address: int, num_bytes: int) -> bool:
         """Whether a copy that has not ended works on the range."""
         return any(
@@ -442,11 +425,11 @@ class CopyLane:
         """Waits for its stream. Returns what went wrong, so that one failure does not keep the rest."""
         if self._stream is None:
             return []
-        steps: list[tuple[str, ctypes.c_void_p]] = [("cuStreamSynchronize", self._stream)]
-        self.forget_all()
-        steps += [("cuEventDestroy_v2", event) for event in self._spare]
+        events = [*self._spare, *(flight.event for flight in self._flights)]
+        steps = [("cuStreamSynchronize", self._stream), *(("cuEventDestroy_v2", event) for event in events)]
         steps.append(("cuStreamDestroy_v2", self._stream))
         self._spare.clear()
+        self._flights.clear()
         self._stream = None
         results = [(name, self._library.result_of(name, thing)) for name, thing in steps]
         return [self._library.fault(name, result) for name, result in results if result]
@@ -460,13 +443,10 @@ class CopyLane:
 
 
 class CudaDriver(VmmDriver):
-    """GPU `ordinal` of those that this process sees; see `VmmDriver` for the calls. Any thread may call, one at a time.
+    """GPU `ordinal` of those that this process sees; see `VmmDriver` for the calls. Any thread may call, one at
+    a time."""
 
-    `is_rdma`: memory that network cards may be given (GPUDirect), where the device can; such buffers must not be in a
-    tag that leaves while the card has them.
-    """
-
-    def __init__(self, ordinal: int, library: str = LIBRARY, *, is_rdma: bool = False) -> None:
+    def __init__(self, ordinal: int, library: str = LIBRARY) -> None:
         self._context = PrimaryContext(CudaLibrary(library), ordinal)
         try:
             self._device = self._context.uuid()
@@ -474,10 +454,12 @@ class CudaDriver(VmmDriver):
                 raise MemoryFault(
                     f"{self._device} has no virtual memory management", remedy="use another GPU or driver"
                 )
-            self._prop = AllocationProp(type=PINNED_ON_DEVICE, location=self._location())
-            self._prop.flags.rdma_capable = int(is_rdma and bool(self._context.attribute(RDMA_WITH_VMM)))
-            self._access = AccessDesc(location=self._location(), flags=READ_WRITE)
-            self._granularity = self._ask_granularity()
+            here = MemLocation(type=ON_DEVICE, id=self._context.cuda_device)
+            self._prop = AllocationProp(type=PINNED_ON_DEVICE, location=here)
+            self._access = AccessDesc(location=here, flags=READ_WRITE)
+            size = ctypes.c_size_t()
+            self._call("cuMemGetAllocationGranularity", ctypes.byref(size), ctypes.byref(self._prop), 0)
+            self._granularity = size.value
             self._num_tickets = 0
             with self._context as cuda, ExitStack() as opened:
                 self._lanes: list[CopyLane] = []
@@ -601,7 +583,8 @@ class CudaDriver(VmmDriver):
             return self._issue(lane, address, num_bytes, lambda s: cuda.call(name, *arguments, s, what=what))
 
     def _issue(self, lane: int, address: int, num_bytes: int, issue: Callable[[ctypes.c_void_p], None]) -> int:
-        ticket = next_ticket(self._num_tickets, lane, len(self._lanes))
+        # Tickets count over all lanes, and the remainder names the lane.
+        ticket = self._num_tickets + 1 + (lane - self._num_tickets - 1) % len(self._lanes)
         self._lanes[lane].begin(ticket, address, num_bytes, issue)
         self._num_tickets = ticket
         return ticket
@@ -614,14 +597,6 @@ class CudaDriver(VmmDriver):
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         self._call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
         return free.value, total.value
-
-    def _location(self) -> MemLocation:
-        return MemLocation(type=ON_DEVICE, id=self._context.cuda_device)
-
-    def _ask_granularity(self) -> int:
-        size = ctypes.c_size_t()
-        self._call("cuMemGetAllocationGranularity", ctypes.byref(size), ctypes.byref(self._prop), 0)
-        return size.value
 
 
 def _range(address: int, num_bytes: int) -> str:

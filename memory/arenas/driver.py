@@ -79,8 +79,3 @@ class VmmDriver(Protocol):
     def close(self) -> None:
         """Streams and handles of the driver itself."""
         ...
-
-
-def next_ticket(last: int, lane: int, num_lanes: int) -> int:
-    """The smallest number above `last` for that lane: tickets count over all lanes, and remainders name the lanes."""
-    return last + 1 + (lane - last - 1) % num_lanes

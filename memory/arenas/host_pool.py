@@ -6,6 +6,7 @@ GPU side; without one the range is ordinary private memory whose pages go back t
 
 from __future__ import annotations
 
+import mmap
 from bisect import bisect_left, insort
 from collections.abc import Callable
 
@@ -13,7 +14,7 @@ from ...core.errors import MemoryFault
 from . import libc
 
 Unpin = Callable[[], None]
-Pin = Callable[[int, int], "Unpin | None"]
+Pin = Callable[[int, int], Unpin]
 """(address, bytes) -> how to undo it."""
 
 
@@ -25,7 +26,6 @@ class HostPool:
             raise MemoryFault(f"host pool: a limit of {limit_bytes} bytes", remedy="use 0 for no backup at all")
         self.limit_bytes = _rounded(limit_bytes)
         self.used_bytes = 0
-        self.peak_bytes = 0
         self._base = libc.map_anonymous(self.limit_bytes) if self.limit_bytes else 0
         self._taken: dict[int, int] = {}
         self._free: list[tuple[int, int]] = [(self._base, self.limit_bytes)] if self.limit_bytes else []
@@ -58,7 +58,6 @@ class HostPool:
             insort(self._free, (address + wanted, size - wanted))
         self._taken[address] = wanted
         self.used_bytes += wanted
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         return address
 
     def give(self, address: int) -> None:
@@ -68,7 +67,7 @@ class HostPool:
             raise MemoryFault(f"host pool: {address:#x} is no piece of it", remedy="give a piece back once")
         self.used_bytes -= num_bytes
         if not self._is_pinned:
-            libc.drop_pages(address, num_bytes)
+            libc.advise(address, num_bytes, mmap.MADV_DONTNEED)
         at = bisect_left(self._free, (address, num_bytes))
         if at < len(self._free) and self._free[at][0] == address + num_bytes:
             num_bytes += self._free.pop(at)[1]

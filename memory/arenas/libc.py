@@ -13,74 +13,68 @@ import os
 from ...core.errors import MemoryFault
 
 PAGE_BYTES = mmap.PAGESIZE
-PROT_NONE = 0
-MAP_FIXED = 0x10
-MAP_NORESERVE = 0x4000
+_FIXED, _NORESERVE = 0x10, 0x4000  # of mmap; Python has no names for them
+_PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE asks for FALLOC_FL_KEEP_SIZE
 _FAILED = ctypes.c_void_p(-1).value
+_RESERVATION = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_mmap = _libc.mmap
+_mmap, _munmap, _madvise, _fallocate = _libc.mmap, _libc.munmap, _libc.madvise, _libc.fallocate
+_memcpy, _memset = _libc.memcpy, _libc.memset
 _mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 _mmap.restype = ctypes.c_void_p
-_munmap = _libc.munmap
 _munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_madvise = _libc.madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_fallocate = _libc.fallocate
 _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
-_memcpy = _libc.memcpy
 _memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memcpy.restype = ctypes.c_void_p
-_memset = _libc.memset
 _memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
 _memset.restype = ctypes.c_void_p
-_memcmp = _libc.memcmp
-_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-
-_PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE asks for FALLOC_FL_KEEP_SIZE
-_RESERVATION = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
 
 
-def _checked(result: int | None, call: str, num_bytes: int, address: int) -> int:
-    if result is None or result == _FAILED:
-        why = os.strerror(ctypes.get_errno())
+def _check(is_done: bool, call: str, num_bytes: int, address: int) -> None:
+    if not is_done:
         raise MemoryFault(
-            f"{call} of {num_bytes:,} bytes at {address:#x}: {why}",
+            f"{call} of {num_bytes:,} bytes at {address:#x}: {os.strerror(ctypes.get_errno())}",
             remedy="see the limits of this process (ulimit -v, memory control group, vm.max_map_count)",
         )
-    return result
+
+
+def _map(address: int | None, num_bytes: int, prot: int, flags: int, fd: int = -1, offset: int = 0) -> int:
+    result = _mmap(address, num_bytes, prot, flags, fd, offset)
+    _check(result not in (None, _FAILED), "mmap", num_bytes, address or 0)
+    return int(result or 0)
 
 
 def reserve(num_bytes: int) -> int:
     """Addresses without memory; touching them is a fault."""
-    return _checked(_mmap(None, num_bytes, PROT_NONE, _RESERVATION, -1, 0), "mmap", num_bytes, 0)
+    return _map(None, num_bytes, 0, _RESERVATION)
 
 
 def reserve_again(address: int, num_bytes: int) -> None:
     """In one step: whatever was mapped there is gone, the addresses stay taken."""
-    _checked(_mmap(address, num_bytes, PROT_NONE, _RESERVATION | MAP_FIXED, -1, 0), "mmap", num_bytes, address)
+    _map(address, num_bytes, 0, _RESERVATION | _FIXED)
 
 
 def map_file(address: int, num_bytes: int, fd: int, offset: int) -> None:
     """Shared, readable, writable, every page present at once, over whatever is there."""
-    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE | MAP_FIXED
-    _checked(_mmap(address, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset), "mmap", num_bytes, address)
+    _map(address, num_bytes, _READ_WRITE, mmap.MAP_SHARED | mmap.MAP_POPULATE | _FIXED, fd, offset)
 
 
 def map_anonymous(num_bytes: int) -> int:
     """Private zeros, given a page when it is touched."""
-    prot = mmap.PROT_READ | mmap.PROT_WRITE
-    return _checked(_mmap(None, num_bytes, prot, _RESERVATION, -1, 0), "mmap", num_bytes, 0)
+    return _map(None, num_bytes, _READ_WRITE, _RESERVATION)
 
 
 def unmap(address: int, num_bytes: int) -> None:
     """Addresses and all."""
-    _checked(_FAILED if _munmap(address, num_bytes) else 0, "munmap", num_bytes, address)
+    _check(not _munmap(address, num_bytes), "munmap", num_bytes, address)
 
 
-def drop_pages(address: int, num_bytes: int) -> None:
-    """Private pages go back to the system; reading them gives zeros."""
-    _checked(_FAILED if _madvise(address, num_bytes, mmap.MADV_DONTNEED) else 0, "madvise", num_bytes, address)
+def advise(address: int, num_bytes: int, advice: int) -> int:
+    """What the pages are for; 0, or errno."""
+    return ctypes.get_errno() if _madvise(address, num_bytes, advice) else 0
 
 
 def fill_file(fd: int, offset: int, num_bytes: int) -> bool:
@@ -90,7 +84,7 @@ def fill_file(fd: int, offset: int, num_bytes: int) -> bool:
 
 def empty_file(fd: int, offset: int, num_bytes: int) -> None:
     """Take the pages of a range away again."""
-    _checked(_FAILED if _fallocate(fd, _PUNCH_HOLE, offset, num_bytes) else 0, "fallocate", num_bytes, offset)
+    _check(not _fallocate(fd, _PUNCH_HOLE, offset, num_bytes), "fallocate", num_bytes, offset)
 
 
 def copy(target: int, source: int, num_bytes: int) -> None:
@@ -101,11 +95,6 @@ def copy(target: int, source: int, num_bytes: int) -> None:
 def zero(address: int, num_bytes: int) -> None:
     """The range must be mapped."""
     _memset(address, 0, num_bytes)
-
-
-def is_equal(left: int, right: int, num_bytes: int) -> bool:
-    """Byte by byte."""
-    return not _memcmp(left, right, num_bytes)
 
 
 def view(address: int, num_bytes: int) -> memoryview:

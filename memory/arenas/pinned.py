@@ -20,6 +20,7 @@ from types import MappingProxyType
 
 from ...core.clock import Clock, SystemClock
 from ...core.errors import MemoryFault
+from . import libc
 from .cuda_driver import (
     HOST_NUMA_ID,
     LIBRARY,
@@ -43,8 +44,6 @@ MBIND_NUMBER: MappingProxyType[str, int] = MappingProxyType({"x86_64": 237, "aar
 """Of the system call; the C library has no function for it."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_madvise = _libc.madvise
-_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _syscall = _libc.syscall
 _syscall.restype = ctypes.c_long
 
@@ -82,7 +81,8 @@ class Pinning:
         """Blocks: 8 GiB take seconds on a machine whose memory is fresh. Raises MemoryFault with nothing pinned."""
         context = PrimaryContext(CudaLibrary(self._library), self._ordinal)
         try:
-            huge_pages = _ask_for_huge_pages(address, num_bytes)
+            error = libc.advise(address, num_bytes, MADV_HUGEPAGE)
+            huge_pages = f"refused: {os.strerror(error)}" if error else "asked for"
             node = _prefer_node(address, num_bytes, near(context))
             started = self._clock.monotonic()
             was_populated = self._populate(address, num_bytes)
@@ -157,18 +157,8 @@ def near(context: PrimaryContext, pci_devices: Path = PCI_DEVICES) -> int | None
     return node if node >= 0 else None
 
 
-def _advise(address: int, num_bytes: int, advice: int) -> int:
-    """0, or errno. ctypes lets go of the interpreter lock meanwhile."""
-    return ctypes.get_errno() if _madvise(address, num_bytes, advice) else 0
-
-
 def _make_resident(part: tuple[int, int]) -> int:
-    return _advise(*part, MADV_POPULATE_WRITE)
-
-
-def _ask_for_huge_pages(address: int, num_bytes: int) -> str:
-    error = _advise(address, num_bytes, MADV_HUGEPAGE)
-    return f"refused: {os.strerror(error)}" if error else "asked for"
+    return libc.advise(*part, MADV_POPULATE_WRITE)
 
 
 def _prefer_node(address: int, num_bytes: int, node: int | None, nodes: Path = NODES) -> str:

@@ -20,7 +20,7 @@
 
 #define PUBLIC __attribute__((visibility("default")))
 enum { MAX_DEVICES = 64 };
-enum { OUT_OF_MEMORY = 2, RELAXED = 2, RDMA_WITH_VMM = 110, PINNED = 1, ON_DEVICE = 1, READ_WRITE = 3 };
+enum { OUT_OF_MEMORY = 2, RELAXED = 2, PINNED = 1, ON_DEVICE = 1, READ_WRITE = 3 };
 
 typedef struct { int type, id; } location;
 typedef struct {
@@ -35,7 +35,6 @@ _Static_assert(sizeof(allocation_prop) == 32 && sizeof(access_desc) == 12, "layo
 static struct {
   int (*init)(unsigned);
   int (*device_get)(int *, int);
-  int (*device_attribute)(int *, int, int);
   int (*retain)(void **, int);
   int (*release_context)(int);
   int (*push)(void *);
@@ -55,8 +54,8 @@ static struct {
 
 static const struct { const char *name; size_t at; } SYMBOLS[] = {
 #define SYMBOL(exported, member) {exported, offsetof(__typeof__(cuda), member)}
-    SYMBOL("cuInit", init), SYMBOL("cuDeviceGet", device_get), SYMBOL("cuDeviceGetAttribute", device_attribute),
-    SYMBOL("cuDevicePrimaryCtxRetain", retain), SYMBOL("cuDevicePrimaryCtxRelease_v2", release_context),
+    SYMBOL("cuInit", init), SYMBOL("cuDeviceGet", device_get), SYMBOL("cuDevicePrimaryCtxRetain", retain),
+    SYMBOL("cuDevicePrimaryCtxRelease_v2", release_context),
     SYMBOL("cuCtxPushCurrent_v2", push), SYMBOL("cuCtxPopCurrent_v2", pop), SYMBOL("cuCtxSynchronize", synchronise),
     SYMBOL("cuMemGetInfo_v2", memory_info),
     SYMBOL("cuThreadExchangeStreamCaptureMode", exchange_mode), SYMBOL("cuMemGetAllocationGranularity", granularity),
@@ -80,28 +79,26 @@ typedef struct {  /* as Python reads it */
 
 typedef struct {
   uint64_t num_failures, num_bytes, num_unknown;
-  int32_t result, device, slot, padding;
+  int32_t result, padding;
   char call[40];
 } failure_view;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static segment *table;
 static uint64_t chunk_bytes;
-static int is_rdma, is_open;
+static int is_open;
 static void *contexts[MAX_DEVICES];
 static size_t granularities[MAX_DEVICES];
 static allocation_prop props[MAX_DEVICES];
 static char library_path[4096];
 static failure_view last_failure;
 
-static int failed(const char *call, int result, uint64_t num_bytes, int device, int slot) {
+static int failed(const char *call, int result, uint64_t num_bytes) {
   if (!result) return 0;
   pthread_mutex_lock(&lock);
   last_failure.num_failures++;
   last_failure.num_bytes = num_bytes;
   last_failure.result = result;
-  last_failure.device = device;
-  last_failure.slot = slot;
   snprintf(last_failure.call, sizeof last_failure.call, "%s", call);
   pthread_mutex_unlock(&lock);
   return result;
@@ -111,19 +108,18 @@ static int failed(const char *call, int result, uint64_t num_bytes, int device, 
 static int know_device(int device) {
   void *context = NULL;
   size_t granularity = 0;
-  int handle = 0, rdma = 0, result, is_known;
-  if (device < 0 || device >= MAX_DEVICES) return failed("cuDeviceGet", 101, 0, device, -1);
+  int handle = 0, result, is_known;
+  if (device < 0 || device >= MAX_DEVICES) return failed("cuDeviceGet", 101, 0);
   pthread_mutex_lock(&lock);
   is_known = is_open && contexts[device] != NULL;
   result = is_open ? 0 : 3;
   pthread_mutex_unlock(&lock);
-  if (is_known || result) return failed("myxa_segments_open", result, 0, device, -1);
-  if ((result = cuda.device_get(&handle, device))) return failed("cuDeviceGet", result, 0, device, -1);
+  if (is_known || result) return failed("myxa_segments_open", result, 0);
+  if ((result = cuda.device_get(&handle, device))) return failed("cuDeviceGet", result, 0);
   allocation_prop prop = {.type = PINNED, .where = {ON_DEVICE, handle}};
-  if (is_rdma && !cuda.device_attribute(&rdma, RDMA_WITH_VMM, handle)) prop.flags.rdma_capable = rdma != 0;
   if ((result = cuda.granularity(&granularity, &prop, 0)))
-    return failed("cuMemGetAllocationGranularity", result, 0, device, -1);
-  if ((result = cuda.retain(&context, handle))) return failed("cuDevicePrimaryCtxRetain", result, 0, device, -1);
+    return failed("cuMemGetAllocationGranularity", result, 0);
+  if ((result = cuda.retain(&context, handle))) return failed("cuDevicePrimaryCtxRetain", result, 0);
   pthread_mutex_lock(&lock);
   is_known = contexts[device] != NULL;
   if (!is_known) {
@@ -144,7 +140,7 @@ static int enter(int device, scope *scope) {
   scope->mode = RELAXED;
   scope->is_exchanged = scope->is_pushed = 0;
   if ((result = know_device(device))) return result;
-  if ((result = cuda.push(contexts[device]))) return failed("cuCtxPushCurrent_v2", result, 0, device, -1);
+  if ((result = cuda.push(contexts[device]))) return failed("cuCtxPushCurrent_v2", result, 0);
   scope->is_pushed = 1;
   scope->is_exchanged = !cuda.exchange_mode(&scope->mode);
   return 0;
@@ -166,12 +162,12 @@ static int take_down(segment *it, size_t num_mapped, size_t num_created) {
   int first = 0, result;
   for (size_t i = 0; i < num_mapped; i++)
     if ((result = cuda.unmap(it->address + i * chunk_bytes, size_of(it, i))) && !first)
-      first = failed("cuMemUnmap", result, size_of(it, i), it->device, it->slot);
+      first = failed("cuMemUnmap", result, size_of(it, i));
   for (size_t i = 0; i < num_created; i++)
     if ((result = cuda.release(it->handles[i])) && !first)
-      first = failed("cuMemRelease", result, size_of(it, i), it->device, it->slot);
+      first = failed("cuMemRelease", result, size_of(it, i));
   if ((result = cuda.free_reservation(it->address, it->num_bytes)) && !first)
-    first = failed("cuMemAddressFree", result, it->num_bytes, it->device, it->slot);
+    first = failed("cuMemAddressFree", result, it->num_bytes);
   return first;
 }
 
@@ -181,24 +177,24 @@ static int build(segment *it) {
   int result;
   /* A hundred gibibytes that lack the last one would be made and unmade for nothing. */
   if (!cuda.memory_info(&num_free, &total) && num_free < it->num_bytes)
-    return failed("cuMemGetInfo", OUT_OF_MEMORY, it->num_bytes, it->device, it->slot);
+    return failed("cuMemGetInfo", OUT_OF_MEMORY, it->num_bytes);
   if ((result = cuda.reserve(&it->address, it->num_bytes, 0, 0, 0)))
-    return failed("cuMemAddressReserve", result, it->num_bytes, it->device, it->slot);
+    return failed("cuMemAddressReserve", result, it->num_bytes);
   while (num_mapped < it->num_chunks) {
     uint64_t size = size_of(it, num_mapped);
     if ((result = cuda.create(&it->handles[num_created], size, &props[it->device], 0))) {
-      failed("cuMemCreate", result, size, it->device, it->slot);
+      failed("cuMemCreate", result, size);
       break;
     }
     num_created++;
     if ((result = cuda.map(it->address + num_mapped * chunk_bytes, size, 0, it->handles[num_mapped], 0))) {
-      failed("cuMemMap", result, size, it->device, it->slot);
+      failed("cuMemMap", result, size);
       break;
     }
     num_mapped++;
   }
   if (!result && (result = cuda.set_access(it->address, it->num_bytes, &access, 1)))
-    failed("cuMemSetAccess", result, it->num_bytes, it->device, it->slot);
+    failed("cuMemSetAccess", result, it->num_bytes);
   if (result) {
     failure_view failure;
     pthread_mutex_lock(&lock);
@@ -248,7 +244,7 @@ static int end_segment(segment *it) { /* out of the table already; back into it,
   scope scope;
   int result = enter(it->device, &scope);
   if (!result) {
-    if ((result = cuda.synchronise())) failed("cuCtxSynchronize", result, it->num_bytes, it->device, it->slot);
+    if ((result = cuda.synchronise())) failed("cuCtxSynchronize", result, it->num_bytes);
     else take_down(it, it->num_chunks, it->num_chunks);
     leave(&scope);
   }
@@ -295,7 +291,7 @@ SLOTS(1) SLOTS(2) SLOTS(3) SLOTS(4) SLOTS(5) SLOTS(6)  /* 10 to 17, 20 to 27, an
 
 /* 0; -1: cannot be loaded; -2: lacks a function; -3: another library is in use; else what cuInit answers. `words` gets
  * what is wrong. */
-PUBLIC int myxa_segments_open(const char *path, uint64_t bytes, int rdma, char *words, size_t size) {
+PUBLIC int myxa_segments_open(const char *path, uint64_t bytes, char *words, size_t size) {
   int result = 0;
   pthread_mutex_lock(&lock);
   if (is_open && table && (strcmp(path, library_path) || bytes != chunk_bytes)) {
@@ -321,10 +317,7 @@ PUBLIC int myxa_segments_open(const char *path, uint64_t bytes, int rdma, char *
     is_open = !result;
     snprintf(library_path, sizeof library_path, "%s", path);
   }
-  if (!result) {
-    chunk_bytes = bytes;
-    is_rdma = rdma;
-  }
+  if (!result) chunk_bytes = bytes;
   pthread_mutex_unlock(&lock);
   return result;
 }

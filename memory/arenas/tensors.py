@@ -79,13 +79,6 @@ def tensor_at(
     return _bytes_at(address, num_bytes, where).view(dtype).view(tuple(shape))
 
 
-def empty_tensor(
-    arena: Arena, tag: Tag, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None = None
-) -> torch.Tensor:
-    """A tensor in its own region; `arena.free(tensor.data_ptr())` ends it. Contents are whatever is there."""
-    return empty_tensors(arena, tag, [(shape, dtype)], device)[0]
-
-
 def empty_tensors(
     arena: Arena,
     tag: Tag,
@@ -93,6 +86,7 @@ def empty_tensors(
     device: torch.device | str | None = None,
 ) -> list[torch.Tensor]:
     """Tensors side by side in one region, so that small ones do not each take what a device hands out at least.
+    Contents are whatever is there.
 
     `arena.free` of the first one's address ends them all. `device` None: the current GPU, or the CPU for an arena on
     the host's memory.

@@ -8,11 +8,15 @@
 
 Groups are made through the public `torch.distributed.Backend.register_backend`; no function of torch is replaced. So
 the group object, its name, its place in every registry, meshes and functional collectives do not change. Callers see:
-`get_backend()` says "myxa_nccl" (torch keeps the requested name; `native_name` maps it), the backend's `name()` "nccl".
+`get_backend()` says "myxa_nccl" (torch keeps the requested name), the backend's `name()` "nccl".
 
 A `ProxiedGroup` makes its inner backend at the first operation or at a restore, from the group's own store under a
 prefix of the epoch, so keys of an earlier epoch cannot be met. All members (two, for a send or a receive over NCCL)
 first pass the membership check, because NCCL's rendezvous has no deadline and gloo's does not name absent members.
+
+The proxy is C++, compiled against the torch that is installed: torch promises no binary interface for `c10d::Backend`
+(its virtual functions change with each version). `torch.utils.cpp_extension` was considered: it includes all of torch's
+headers (80 s instead of 15), wants ninja, and leaves its lock behind when it is killed.
 
 Considered: patching torch.distributed's functions (forty names, and code that had imported them earlier bypasses the
 patch); destroying and making groups again (identities change); a Python ProcessGroup (functional collectives refuse
@@ -21,12 +25,19 @@ it).
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
 import json
-from collections.abc import Callable, Collection, Iterator
+import sys
+import sysconfig
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from types import ModuleType
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -34,20 +45,148 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from ...core.clock import Clock, SystemClock
 from ...core.errors import MemoryFault
-from .membership import Absent, MembershipCheck
-from .proxy_build import load
-from .residency import CommStats, EpochGate, Overrun, all_at_once, within
+from .. import native
+from .residency import Absent, CommStats, MembershipCheck, first_line
 
 Native = Literal["gloo", "nccl"]
 KEYS = "myxa"
+NAMES: dict[str, Native] = {"myxa_gloo": "gloo", "myxa_nccl": "nccl"}
+DEVICES = {"gloo": ["cpu", "cuda"], "nccl": ["cuda"]}
+ABORT_S = 10.0
+"""For giving up hung communicators; what takes longer is left behind."""
+NUM_DROPS = 16
+"""Groups dropped at the same time; a drop mostly waits for ends of threads."""
 
 
-def device_of_caller() -> Callable[[], None] | None:
-    """What makes another thread use the caller's device; None where CUDA is not used."""
-    if not torch.cuda.is_initialized():
-        return None
-    device = torch.cuda.current_device()
-    return lambda: torch.cuda.set_device(device)
+def proxied_name(backend: str) -> str:
+    """The name to ask torch for: "myxa_nccl" for "nccl". MemoryFault for a library that has no proxy."""
+    for name, library in NAMES.items():
+        if backend in (library, name):
+            return name
+    raise MemoryFault(f"there is no reloadable kind of backend '{backend}'", remedy=f"there are {', '.join(NAMES)}")
+
+
+# -- the proxy's module ----------------------------------------------------------------------------------------------
+
+MODULE = "myxa_proxy_backend"
+SOURCE = Path(__file__).with_name("proxy_backend.cpp")
+FLAGS = ("-O1", "-std=c++20", "-fPIC", "-shared", "-w")
+BUILD_S = 600.0
+REMEDY = 'install what is missing, or set memory.communicators = "keep"'
+
+
+def missing_for_build(compilers: Collection[str] = native.CPP_COMPILERS) -> str:
+    """What a build lacks on this machine, in words; empty: nothing."""
+    if not native.find_compiler(tuple(compilers)):
+        return f"no C++ compiler ({', '.join(compilers)}) is on PATH"
+    python, torch_headers = Path(sysconfig.get_path("include")), Path(str(torch.__file__)).parent / "include"
+    if not (python / "Python.h").exists():
+        return f"Python's headers are not in {python}"
+    if not (torch_headers / "torch/csrc/distributed/c10d/Backend.hpp").exists():
+        return f"torch's headers are not in {torch_headers}"
+    return ""
+
+
+def built_proxy(cache_dir: Path | None = None, compilers: Collection[str] = native.CPP_COMPILERS) -> Path:
+    """Path of the compiled proxy for this torch and Python. Raises MemoryFault naming what is missing."""
+    if lacking := missing_for_build(compilers):
+        raise MemoryFault(f"the proxy backend of communicators cannot be built: {lacking}", remedy=REMEDY)
+    root = Path(str(torch.__file__)).parent
+    folders = (root / "include", root / "include/torch/csrc/api/include", sysconfig.get_path("include"))
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    return native.built(
+        SOURCE,
+        native.find_compiler(tuple(compilers)),
+        [*FLAGS, abi, *(f"-I{folder}" for folder in folders), str(SOURCE), f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu"],
+        facts=(torch.__version__, str(torch.version.git_version), str(sysconfig.get_config_var("SOABI"))),
+        cache_dir=cache_dir,
+        timeout_s=BUILD_S,
+        remedy=REMEDY,
+    )
+
+
+def load(cache_dir: Path | None = None) -> ModuleType:
+    """The module with `ReloadableBackend`; compiled first where the cache has none. A process has one: its type is
+    known to torch under one name."""
+    if MODULE in sys.modules:
+        return sys.modules[MODULE]
+    path = built_proxy(cache_dir)
+    loader = importlib.machinery.ExtensionFileLoader(MODULE, str(path))
+    spec = importlib.util.spec_from_file_location(MODULE, path, loader=loader)
+    assert spec is not None
+    try:
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+    except ImportError as error:
+        raise MemoryFault(
+            f"the proxy backend {path} does not load: {error}", remedy="remove that file; it is built again"
+        ) from error
+    sys.modules[MODULE] = module
+    return module
+
+
+# -- calls that may hang ---------------------------------------------------------------------------------------------
+
+T = TypeVar("T")
+K = TypeVar("K")
+
+
+class Overrun(MemoryFault):
+    """The work did not end by its deadline and was abandoned."""
+
+
+def within(seconds: float, what: Callable[[], str], work: Callable[[], T]) -> T:
+    """The result, or error, of `work`; Overrun with `what()` after `seconds`.
+
+    In a daemon thread: one of `concurrent.futures` would be joined at exit, so that one hung call would keep the
+    process from ending."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:  # noqa: BLE001  # raised again by the caller
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="communicators", daemon=True)
+    thread.start()
+    thread.join(max(seconds, 0.0))
+    if thread.is_alive():
+        raise Overrun(f"{what()} did not end within {seconds:.1f} s")
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def all_at_once(items: Iterable[K], work: Callable[[K], None], num_at_once: int) -> None:
+    """`work` for every item, begun in their order, so many at a time; the first error is raised when all have ended."""
+    left = deque(items)
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        while True:
+            try:
+                item = left.popleft()
+            except IndexError:
+                return
+            try:
+                work(item)
+            except BaseException as error:  # noqa: BLE001  # raised below
+                errors.append(error)
+
+    threads = [
+        threading.Thread(target=run, name="communicators", daemon=True) for _ in range(min(num_at_once, len(left)))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+# -- one group -------------------------------------------------------------------------------------------------------
 
 
 class Proxy(Protocol):
@@ -77,30 +216,30 @@ class GroupFacts:
 
 
 class ProxiedGroup:
-    """The owner that the proxy calls. `closed` means: out of the registry."""
+    """The owner that the proxy calls: `make` when it needs an inner backend, `closed` when the group was destroyed."""
 
     def __init__(
         self,
         facts: GroupFacts,
         clock: Clock,
         allowance: Callable[[str], tuple[int, float]],
-        on_closed: Callable[[str], None],
+        on_closed: Callable[[str], object],
     ) -> None:
         self.facts = facts
         self.proxy: Proxy | None = None
-        self.failed_epoch: int = -1
+        self._rank = facts.ranks[facts.rank]
+        self._words = f"{facts.native} group {facts.name} of ranks {list(facts.ranks)}"
+        self._failed_epoch: int = -1
         """Its members did not meet under it: what some of them left in the store would confuse a second try."""
         self._clock = clock
         self._allowance = allowance
         self._on_closed = on_closed
-        self._membership = MembershipCheck(PrefixStore(f"{KEYS}-roll", facts.store), facts.ranks[facts.rank], clock)
-
-    # -- called by the proxy -------------------------------------------------------------------------------------------
+        self._membership = MembershipCheck(PrefixStore(f"{KEYS}-roll", facts.store), self._rank, clock)
 
     def make(self, is_pair: bool) -> object:
         """The inner backend; MemoryFault when communicators are released, or who did not come."""
         epoch, timeout_s = self._allowance(self.facts.name)
-        if epoch == self.failed_epoch:
+        if epoch == self._failed_epoch:
             raise MemoryFault(
                 f"group {self.facts.name} could not be built under epoch {epoch}", remedy="restore under a newer epoch"
             )
@@ -111,20 +250,18 @@ class ProxiedGroup:
                 self._meet(epoch, timeout_s)
             return self._make(epoch, timeout_s)
         except MemoryFault:
-            self.failed_epoch = epoch
+            self._failed_epoch = epoch
             raise
         except RuntimeError as error:
-            self.failed_epoch = epoch
+            self._failed_epoch = epoch
             raise MemoryFault(
-                f"rank {self._rank}: {self._words} could not be built under epoch {epoch}: {_first_line(error)}",
+                f"rank {self._rank}: {self._words} could not be built under epoch {epoch}: {first_line(error)}",
                 remedy="a member ended meanwhile, or the network is broken; restore under a newer epoch",
             ) from error
 
     def closed(self) -> None:
         self.proxy = None  # else proxy and owner would hold each other for ever
         self._on_closed(self.facts.name)
-
-    # -- called by the residency ---------------------------------------------------------------------------------------
 
     @property
     def is_live(self) -> bool:
@@ -142,16 +279,6 @@ class ProxiedGroup:
         if self.facts.native == "nccl":
             device = torch.device("cuda", torch.cuda.current_device())
             self.proxy.inner().eager_connect_single_device(device)
-
-    # -- inside --------------------------------------------------------------------------------------------------------
-
-    @property
-    def _rank(self) -> int:
-        return self.facts.ranks[self.facts.rank]
-
-    @property
-    def _words(self) -> str:
-        return f"{self.facts.native} group {self.facts.name} of ranks {list(self.facts.ranks)}"
 
     def _meet(self, epoch: int, timeout_s: float) -> None:
         self._membership.tell(f"at epoch {epoch}")
@@ -181,27 +308,41 @@ class ProxiedGroup:
         return nccl(store, self.facts.rank, size, options)
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).split("\n", 1)[0][:300]
+# -- all groups of a process -----------------------------------------------------------------------------------------
+
+GateState = Literal["live", "released", "broken"]
 
 
-NAMES: dict[str, Native] = {"myxa_gloo": "gloo", "myxa_nccl": "nccl"}
-DEVICES = {"gloo": ["cpu", "cuda"], "nccl": ["cuda"]}
-ABORT_S = 10.0
-"""For giving up hung communicators; what takes longer is left behind."""
+class EpochGate:
+    """Which epoch the communicators of this process are in, and whether they may be used.
 
+    live --release(e)--> released --restore(e' > e)--> live;  any --failed--> broken --restore(e' > newest)--> live
+    """
 
-def native_name(backend: str) -> str:
-    """The library behind a backend's name: "nccl" for "myxa_nccl", itself for any other."""
-    return NAMES.get(backend, backend)
+    def __init__(self) -> None:
+        self.newest = 0
+        self.state: GateState = "live"
 
+    def needs_work(self, order: Literal["release", "restore"], epoch: int) -> bool:
+        """False: it was carried out before. MemoryFault when it comes too late or too early."""
+        if epoch < self.newest:
+            raise MemoryFault(
+                f"{order} of communicators under epoch {epoch}, but epoch {self.newest} was seen",
+                remedy="the order is a late one and has no effect",
+            )
+        if order == "release":
+            return self.state != "released"
+        if epoch == self.newest and self.state != "live":
+            raise MemoryFault(
+                f"restore of communicators under epoch {epoch}, under which they were released",
+                remedy="members could not distinguish the two incarnations of a group: restore under a newer epoch",
+            )
+        return self.state != "live"
 
-def proxied_name(backend: str) -> str:
-    """The name to ask torch for: "myxa_nccl" for "nccl". MemoryFault for a library that has no proxy."""
-    for name, native in NAMES.items():
-        if backend in (native, name):
-            return name
-    raise MemoryFault(f"there is no reloadable kind of backend '{backend}'", remedy=f"there are {', '.join(NAMES)}")
+    def became(self, state: GateState, epoch: int) -> None:
+        """An order was carried out (or failed half way: "broken")."""
+        self.state = state
+        self.newest = max(self.newest, epoch)
 
 
 class ReloadComms:
@@ -212,47 +353,38 @@ class ReloadComms:
         *,
         cache: Path | None = None,
         first_op_timeout_s: float = 60.0,
-        is_eager: bool = True,
         local_kinds: Collection[Native] = ("nccl",),
-        num_drops: int = 16,
-        free_bytes: Callable[[], int] | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """`is_eager`: restore builds what had been live before the release, and answers for it; else the first
-        operation of each group does. `local_kinds`: whose groups of one copy for themselves instead of asking the
-        library, which would build a communicator. `num_drops`: groups dropped at the same time; a drop mostly waits
-        for ends of threads. `free_bytes` measures the device before and after a drop."""
+        """`local_kinds`: whose groups of one copy for themselves instead of asking the library, which would build a
+        communicator."""
         self._module = load(cache)
         self._clock = clock or SystemClock()
         self._first_op_timeout_s = first_op_timeout_s
-        self._is_eager = is_eager
         self._local_kinds = frozenset(local_kinds)
-        self._free_bytes = free_bytes
         self._gate = EpochGate()
         self._groups: dict[str, ProxiedGroup] = {}
         self._membership: MembershipCheck | None = None
         self._world: tuple[int, ...] = ()
         self._was_live: tuple[str, ...] = ()
-        self._freed_bytes = 0
         self._epoch = 0
         self._deadline: float | None = None
-        self._num_drops = num_drops
         self._busy: set[str] = set()
         self._stuck: set[str] = set()
 
-    # -- torch's side --------------------------------------------------------------------------------------------------
+    # -- torch's side
 
     def register(self) -> None:
         """Make the names known; groups made from now on belong to this object."""
-        for name, native in NAMES.items():
+        for name, kind in NAMES.items():
 
-            def create(given: Any, options: Any, native: Native = native) -> object:
-                return self._create(native, given, options)
+            def create(given: Any, options: Any, kind: Native = kind) -> object:
+                return self._create(kind, given, options)
 
             register = cast(Any, dist.Backend).register_backend
-            register(name, create, extended_api=True, devices=DEVICES[native])
+            register(name, create, extended_api=True, devices=DEVICES[kind])
 
-    def _create(self, native: Native, given: Any, options: Any) -> object:
+    def _create(self, kind: Native, given: Any, options: Any) -> object:
         ranks = tuple(given.global_ranks_in_group) or tuple(range(given.group_size))
         name = str(given.group_id)
         if name in self._groups:
@@ -260,98 +392,79 @@ class ReloadComms:
                 f"group {name} asks for two reloadable backends, of which torch would use one for both devices",
                 remedy='ask for "cpu:gloo,cuda:myxa_nccl": the CPU half holds no device memory',
             )
-        if native == "nccl" and not dist.is_nccl_available():
+        if kind == "nccl" and not dist.is_nccl_available():
             raise MemoryFault(
                 "myxa_nccl: this torch was built without NCCL", remedy="myxa_gloo, or a CUDA build of torch"
             )
         facts = GroupFacts(
-            name=name, native=native, store=given.store, rank=given.group_rank, ranks=ranks, timeout=given.timeout,
+            name=name, native=kind, store=given.store, rank=given.group_rank, ranks=ranks, timeout=given.timeout,
             options=options,
         )  # fmt: skip
-        if not given.global_ranks_in_group:
-            self._begin(given.store, given.group_rank, ranks)
-        group = ProxiedGroup(facts, self._clock, self._allowance, self._forget)
+        if not given.global_ranks_in_group:  # WORLD: whom to agree with, and over what
+            store = PrefixStore(f"{KEYS}-control", given.store)
+            self._membership, self._world = MembershipCheck(store, given.group_rank, self._clock), ranks
+            self._membership.tell("at epoch 0")
+        group = ProxiedGroup(facts, self._clock, self._allowance, lambda name: self._groups.pop(name, None))
         group.proxy = self._module.ReloadableBackend(
-            facts.rank, len(ranks), native, native == "nccl", native in self._local_kinds, group
+            facts.rank, len(ranks), kind, kind == "nccl", kind in self._local_kinds, group
         )
         self._groups[name] = group
         return group.proxy
 
-    def _begin(self, store: Any, rank: int, ranks: tuple[int, ...]) -> None:
-        """WORLD is made: whom to agree with, and over what."""
-        self._membership = MembershipCheck(PrefixStore(f"{KEYS}-control", store), rank, self._clock)
-        self._membership.tell("at epoch 0")
-        self._world = ranks
-
-    def _forget(self, name: str) -> None:
-        self._groups.pop(name, None)
-
     def _allowance(self, name: str) -> tuple[int, float]:
         """Under which epoch an inner backend may be made now, and how long its members may take."""
-        if self._gate.state != "live" and self._deadline is None:
+        if self._deadline is not None:
+            return self._epoch, max(self._deadline - self._clock.monotonic(), 0.0)
+        if self._gate.state != "live":
             raise MemoryFault(
                 f"group {name} was used while communicators are {self._gate.state} (epoch {self._gate.newest})",
                 remedy="no operation between release and restore: lease the memory first",
             )
-        if self._deadline is None:
-            return self._epoch, self._first_op_timeout_s
-        return self._epoch, max(self._deadline - self._clock.monotonic(), 0.0)
+        return self._epoch, self._first_op_timeout_s
 
-    # -- the manager's side --------------------------------------------------------------------------------------------
+    # -- the manager's side
 
     def stats(self) -> CommStats:
-        """`device_bytes`: what left with the last drop, if measured, while it is back."""
-        is_live = self._gate.state == "live"
-        return CommStats(
-            epoch=self._gate.newest,
-            num_groups=len(self._groups),
-            num_live=sum(group.is_live for group in self._groups.values()),
-            device_bytes=self._freed_bytes if is_live else 0,
-        )
+        """At present."""
+        num_live = sum(group.is_live for group in self._groups.values())
+        return CommStats(epoch=self._gate.newest, num_groups=len(self._groups), num_live=num_live)
 
     def release(self, epoch: int, timeout_s: float) -> CommStats:
         """Drop every inner backend, once all members have come. A member that does not come keeps all others' alive."""
-        if self._gate.asked("release", epoch) == "done":
-            self._gate.became("released", epoch)
-            return self.stats()
-        deadline = self._clock.monotonic() + timeout_s
-        self._meet(f"release under epoch {epoch}", deadline)
-        self._note_live()
-        before = self._free_bytes() if self._free_bytes else 0
-        try:
-            self._within(deadline, "drop", self._drop_all)
-        except BaseException as error:
-            self._gate.became("broken", epoch)
-            if isinstance(error, Overrun):
-                self._stuck |= self._busy
-            raise
+        if self._gate.needs_work("release", epoch):
+            deadline = self._clock.monotonic() + timeout_s
+            self._meet(f"release under epoch {epoch}", deadline)
+            self._note_live()
+            try:
+                self._within(deadline, "drop", self._drop_all)
+            except BaseException as error:
+                self._gate.became("broken", epoch)
+                if isinstance(error, Overrun):
+                    self._stuck |= self._busy
+                raise
+            self._tell(f"released under epoch {epoch}")
         self._gate.became("released", epoch)
-        self._tell(f"released under epoch {epoch}")
-        if self._free_bytes:
-            self._freed_bytes = max(self._free_bytes() - before, 0)
         return self.stats()
 
     def restore(self, epoch: int, timeout_s: float) -> CommStats:
-        """Groups may be used again, once all members have come."""
-        if self._gate.asked("restore", epoch) == "done" or self._gate.state == "live":
-            self._gate.became("live", epoch)
-            return self.stats()
-        deadline = self._clock.monotonic() + timeout_s
-        words = self._meet(f"restore under epoch {epoch}", deadline, json.dumps(self._was_live))
-        self._epoch = epoch
-        wanted = {name for word in words.values() for name in cast(list[str], json.loads(word))}
-        self._deadline = deadline
-        try:
-            if self._is_eager:
-                self._within(deadline, "build", lambda: self._build(wanted))
-        except BaseException:
-            self._gate.became("broken", epoch)
-            raise
-        finally:
-            self._deadline = None
-        self._was_live = ()
+        """Groups may be used again, once all members have come; those that were live are built."""
+        if self._gate.needs_work("restore", epoch):
+            deadline = self._clock.monotonic() + timeout_s
+            words = self._meet(f"restore under epoch {epoch}", deadline, json.dumps(self._was_live))
+            wanted = {name for word in words.values() for name in cast(list[str], json.loads(word))}
+            chosen = [group for name, group in sorted(self._groups.items()) if name in wanted]
+            self._epoch, self._deadline = epoch, deadline
+            try:
+                # One after the other: gloo and NCCL wait inside the store's one connection, on which all would wait.
+                self._within(deadline, "build", lambda: self._for_each(chosen, ProxiedGroup.build, 1))
+            except BaseException:
+                self._gate.became("broken", epoch)
+                raise
+            finally:
+                self._deadline = None
+            self._was_live = ()
+            self._tell(f"at epoch {epoch}")
         self._gate.became("live", epoch)
-        self._tell(f"at epoch {epoch}")
         return self.stats()
 
     def abort(self) -> None:
@@ -369,7 +482,7 @@ class ReloadComms:
                 remedy="end this process",
             )
 
-    # -- steps ---------------------------------------------------------------------------------------------------------
+    # -- steps
 
     def _meet(self, point: str, deadline: float, word: str = "") -> dict[int, str]:
         if self._membership is None:
@@ -389,15 +502,14 @@ class ReloadComms:
             self._membership.tell(where)
 
     def _drop_all(self) -> None:
-        def drop(group: ProxiedGroup) -> None:
-            group.drop("shutdown" if group.facts.native == "nccl" else "")
+        live = [group for _, group in sorted(self._groups.items()) if group.is_live]
+        self._for_each(live, lambda g: g.drop("shutdown" if g.facts.native == "nccl" else ""), NUM_DROPS)
 
-        self._for_each([group for _, group in self._sorted() if group.is_live], drop, self._num_drops)
-
-    def _build(self, wanted: Collection[str]) -> None:
-        chosen = [group for name, group in self._sorted() if name in wanted]
-        # One after the other: gloo and NCCL wait inside the store's one connection, on which the others would wait.
-        self._for_each(chosen, ProxiedGroup.build, 1)
+    def _abort_all(self) -> None:
+        """All at the same time: each ends its own threads and frees its memory, and frees may wait for what runs
+        for others on the device. NCCL's group call does not reach aborts, which torch does in its own threads."""
+        groups = [group for _, group in sorted(self._groups.items())]
+        self._for_each(groups, lambda group: group.drop("abort"), max(len(groups), 1))
 
     def _for_each(self, groups: list[ProxiedGroup], work: Callable[[ProxiedGroup], None], num_at_once: int) -> None:
         """On the caller's device; who is being worked at is known meanwhile."""
@@ -405,38 +517,34 @@ class ReloadComms:
 
         def run(group: ProxiedGroup) -> None:
             self._busy.add(group.facts.name)
-            if use_device is not None:
-                use_device()
+            use_device()
             work(group)
             self._busy.discard(group.facts.name)
 
         self._busy.clear()
         all_at_once(groups, run, num_at_once)
 
-    def _abort_all(self) -> None:
-        """All at the same time: each ends its own threads and frees its memory, and frees may wait for what runs
-        for others on the device. NCCL's group call does not reach aborts, which torch does in its own threads."""
-        groups = [group for _, group in self._sorted()]
-        self._for_each(groups, lambda group: group.drop("abort"), max(len(groups), 1))
-
     def _note_live(self) -> None:
         live = {name for name, group in self._groups.items() if group.is_live}
         self._was_live = tuple(sorted(live.union(self._was_live)))
-
-    def _sorted(self) -> Iterator[tuple[str, ProxiedGroup]]:
-        """The one order that all members share."""
-        return iter(sorted(self._groups.items()))
 
     def _within(self, deadline: float, word: str, work: Callable[[], None]) -> None:
         """In its own thread, on the caller's device."""
         use_device = device_of_caller()
 
         def on_device() -> None:
-            if use_device is not None:
-                use_device()
+            use_device()
             work()
 
         def what() -> str:
             return f"{word} of groups {', '.join(sorted(self._busy))}"
 
         within(deadline - self._clock.monotonic(), what, on_device)
+
+
+def device_of_caller() -> Callable[[], None]:
+    """What makes another thread use the caller's device, where CUDA is used."""
+    if not torch.cuda.is_initialized():
+        return lambda: None
+    device = torch.cuda.current_device()
+    return lambda: torch.cuda.set_device(device)

@@ -1,43 +1,47 @@
-"""How the communicators of a process leave its devices and come back: what is asked of it, and its parts.
+"""How the communicators of a process leave its devices and come back, and how the members of a gang agree on it.
 
 A release is collective in effect: every member of every group does the same under the same epoch, in one order. The
-control group (gloo) of a gang is never among them. `EpochGate` decides what an order means for one process:
+control group (gloo) of a gang is never among them.
 
-    live --release(e)--> released --restore(e' > e)--> live
-    any --failed--> broken --restore(e' > newest)--> live
-
-`within` runs library calls that may hang in a daemon thread and abandons them at the deadline; the threads of
-`concurrent.futures` would be joined at exit, so that one hung call would keep the process from ending.
+`MembershipCheck`: members report that they reached a point, and absent members are named. It uses keys in the store of
+the process group: short requests and no wait in the store, because a wait would block every other thread's request. So
+each member can give up at its own deadline without disturbing the others. A barrier on a gloo group was considered: it
+is broken for good after one time-out, it names absent ranks to rank 0 only, and a member that died would break the
+control group of the survivors.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
+from ...core.clock import Clock
 from ...core.errors import MemoryFault
+
+_T = TypeVar("_T")
+POLL_S = 0.001
+MAX_POLL_S = 0.02
+GAVE_UP = "gave up"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommStats:
-    """Communicators of this process, as far as they report."""
+    """Communicators of this process."""
 
     epoch: int
     num_groups: int
     num_live: int
     """Of them built and not released now."""
-    device_bytes: int = 0
-    """0 where the library does not report it."""
 
 
 class CommResidency(Protocol):
     """Releases communicators. Methods block: call them in the backend thread, never on the event loop."""
 
     def stats(self) -> CommStats:
-        """Groups and bytes at present."""
+        """At present."""
         ...
 
     def release(self, epoch: int, timeout_s: float) -> CommStats:
@@ -54,101 +58,100 @@ class CommResidency(Protocol):
         ...
 
 
-GateState = Literal["live", "released", "broken"]
-Answer = Literal["do", "done"]
+class Absent(MemoryFault):
+    """Some did not come in time."""
 
-_ON_SAME_EPOCH: dict[tuple[str, GateState], Answer | None] = {
-    ("release", "live"): "do",
-    ("release", "released"): "done",
-    ("release", "broken"): "do",
-    ("restore", "live"): "done",
-    ("restore", "released"): None,
-    ("restore", "broken"): None,
-}
-"""What is answered to an order under the newest epoch seen; None: it needs a newer one."""
+    def __init__(self, message: str, ranks: tuple[int, ...], *, remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.ranks = ranks
 
 
-class EpochGate:
-    """Which epoch the communicators of this process are in, and whether they may be used."""
+class Store(Protocol):
+    """What is used of torch's stores."""
 
-    def __init__(self) -> None:
-        self.newest = 0
-        self.state: GateState = "live"
-
-    def asked(self, order: Literal["release", "restore"], epoch: int) -> Answer:
-        """What to do about an order; MemoryFault when it comes too late or too early."""
-        if epoch < self.newest:
-            raise MemoryFault(
-                f"{order} of communicators under epoch {epoch}, but epoch {self.newest} was seen",
-                remedy="the order is a late one and has no effect",
-            )
-        if epoch > self.newest:
-            return "done" if order == "release" and self.state == "released" else "do"
-        answer = _ON_SAME_EPOCH[order, self.state]
-        if answer is None:
-            raise MemoryFault(
-                f"restore of communicators under epoch {epoch}, under which they were released",
-                remedy="members could not distinguish the two incarnations of a group: restore under a newer epoch",
-            )
-        return answer
-
-    def became(self, state: GateState, epoch: int) -> None:
-        """An order was carried out (or failed half way: "broken")."""
-        self.state = state
-        self.newest = max(self.newest, epoch)
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+    def delete_key(self, key: str) -> bool: ...
 
 
-T = TypeVar("T")
-K = TypeVar("K")
+class MembershipCheck:
+    """One member's side. Ranks are those of the gang (WORLD)."""
 
+    def __init__(self, store: Store, rank: int, clock: Clock) -> None:
+        self.rank = rank
+        self._store = store
+        self._clock = clock
+        self._left: list[str] = []
 
-class Overrun(MemoryFault):
-    """The work did not end by its deadline and was abandoned."""
+    def tell(self, where: str) -> None:
+        """Where this member is now, for the others' error messages."""
+        self._guard(lambda: self._store.set(f"at/{self.rank}", where))
 
+    def arrive(self, point: str) -> None:
+        """Come to `point` without waiting for anybody: others may count on this member there."""
+        mine = f"{point}/{self.rank}"
+        self._guard(lambda: self._store.set(mine, ""))
+        self._left.append(mine)
 
-def within(seconds: float, what: Callable[[], str], work: Callable[[], T]) -> T:
-    """The result, or error, of `work`; Overrun with `what()` after `seconds`."""
-    results: list[T] = []
-    errors: list[BaseException] = []
+    def meet(self, point: str, ranks: Collection[int], deadline: float, word: str = "") -> dict[int, str]:
+        """Wait until all `ranks` came to `point`; the word that each brought.
 
-    def run() -> None:
+        `deadline` is a reading of the clock. Raises Absent with the ranks that did not come.
+        """
+        keys = {rank: f"{point}/{rank}" for rank in sorted(ranks)}
+        mine = f"{point}/{self.rank}"
+        self._guard(lambda: self._store.set(mine, word))
+        missing = self._wait(keys, deadline)
+        if missing:
+            with contextlib.suppress(MemoryFault):
+                # Else a late member would find all others here and continue alone.
+                self._guard(lambda: self._store.delete_key(mine))
+                self.tell(f"{GAVE_UP} at '{point}' without rank {', '.join(map(str, missing))}")
+            raise self._absent(point, missing)
+        words = {rank: self._guard(lambda key=key: self._store.get(key)).decode() for rank, key in keys.items()}
+        for key in self._left:  # everybody who came here has read the keys of the point before
+            self._guard(lambda key=key: self._store.delete_key(key))
+        self._left = [mine]
+        return words
+
+    def _wait(self, keys: dict[int, str], deadline: float) -> list[int]:
+        pause_s = POLL_S
+        while not self._guard(lambda: self._store.check(list(keys.values()))):
+            if self._clock.monotonic() >= deadline:
+                return [rank for rank, key in keys.items() if not self._store.check([key])]
+            threading.Event().wait(pause_s)
+            pause_s = min(2 * pause_s, MAX_POLL_S)
+        return []
+
+    def _absent(self, point: str, missing: list[int]) -> Absent:
+        """Who was missing first, and who gave up because of that."""
+        where = {rank: self._where(rank) for rank in missing}
+        culprits = [rank for rank in missing if not where[rank].startswith(GAVE_UP)] or missing
+        absent = ", ".join(f"rank {rank} ({where[rank]})" for rank in culprits)
+        also = [f"rank {rank}" for rank in missing if rank not in culprits]
+        given_up = f"; {', '.join(also)} gave up earlier" if also else ""
+        remedy = "see the logs of the ranks named"
+        return Absent(f"{absent} did not come to '{point}'{given_up}", tuple(culprits), remedy=remedy)
+
+    def _where(self, rank: int) -> str:
+        """What that member reported last; never raises."""
         try:
-            results.append(work())
-        except BaseException as error:  # noqa: BLE001  # raised again by the caller
-            errors.append(error)
+            key = f"at/{rank}"
+            return self._store.get(key).decode() if self._store.check([key]) else "never heard of"
+        except RuntimeError as error:
+            return f"the store is gone ({first_line(error)})"
 
-    thread = threading.Thread(target=run, name="communicators", daemon=True)
-    thread.start()
-    thread.join(max(seconds, 0.0))
-    if thread.is_alive():
-        raise Overrun(f"{what()} did not end within {seconds:.1f} s")
-    if errors:
-        raise errors[0]
-    return results[0]
+    def _guard(self, ask: Callable[[], _T]) -> _T:
+        try:
+            return ask()
+        except RuntimeError as error:
+            raise MemoryFault(
+                f"rank {self.rank} lost the store of its process group: {first_line(error)}",
+                remedy="the process that hosts it (usually rank 0) has ended; the gang has to be started again",
+            ) from error
 
 
-def all_at_once(items: Iterable[K], work: Callable[[K], None], num_at_once: int) -> None:
-    """`work` for every item, begun in their order, so many at a time; the first error is raised when all have ended."""
-    left = deque(items)
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        while True:
-            try:
-                item = left.popleft()
-            except IndexError:
-                return
-            try:
-                work(item)
-            except BaseException as error:  # noqa: BLE001  # raised below
-                errors.append(error)
-
-    threads = [
-        threading.Thread(target=run, name="communicators", daemon=True) for _ in range(min(num_at_once, len(left)))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+def first_line(error: BaseException) -> str:
+    """Of its text, for a message."""
+    return str(error).split("\n", 1)[0][:300]

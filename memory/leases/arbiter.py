@@ -1,21 +1,22 @@
-"""All decisions of a node's memory manager, without IO: events in, instructions out, time as an argument.
+"""All decisions of a run's memory manager, without IO: events in, instructions out, time as an argument.
 
-Leases wait in order of arrival. Two may run at once only if no gang connects their devices, so a device is in at most
-one transition. The epoch grows by one with every plan that is carried out, and with every fenced tenant that is taken
-back. A restarted manager reads its tenants from the journal, treats them as fenced, and begins with an epoch that no
-predecessor can have used.
+Leases are carried out one at a time, in order of arrival: trainer and engines share all devices. The epoch grows by one
+with every plan that is carried out, and with every fenced tenant that is taken back. A restarted manager reads its
+tenants from the journal, treats them as fenced, and begins with an epoch that no predecessor can have used.
 
-`Recovery` takes fenced tenants back. A live fenced tenant is asked for a report until its state is stable. Then
-it gets one command of a new epoch that changes nothing (an active one commits, another one drains). Once it has
-answered, no older command can have an effect on it, its report is the truth, and it may get commands again. `Wake`
-watches devices without a switch: it proves the memory of dead tenants free and reports memory of unknown processes.
+A live fenced tenant is asked for a report until its state is stable. Then it gets one command of a new epoch that
+changes nothing (an active one commits, another one drains). Once it has answered, no older command can have an effect
+on it, its report is the truth, and it may get commands again.
+
+Devices are watched without a switch, too: the memory of dead tenants is proven free by two readings, 20 ms apart, and
+memory of unknown processes is reported.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from ...core.device_memory import (
     DeviceReading,
@@ -26,199 +27,33 @@ from ...core.device_memory import (
     TenantReport,
     wholes,
 )
-from .instructions import AskReport, Fence, Instruction, LeaseAnswer, Measure, Send, TimelineNote
 from .lease_ledger import PROOF_GAP_S, Incarnation, LeaseLedger, in_words, place_of
-from .switch import Switch, SwitchOptions
+from .switch import ArbiterOptions, AskReport, Instruction, LeaseAnswer, Measure, Send, Switch, TimelineNote
 from .tenant_states import STABLE, is_mapped
 
 ASK_S = 0.5
+"""Between two questions to a fenced tenant."""
 COMMAND_S = 5.0
-_FOR_EVER = float("inf")
-
-
-@dataclass(slots=True)
-class _Watched:
-    due: float
-    command: MemoryCommand | None = None
-
-
-class Recovery:
-    """Takes fenced tenants back."""
-
-    def __init__(self, ledger: LeaseLedger, next_epoch: Callable[[], int], emit: Callable[[Instruction], None]) -> None:
-        self._ledger = ledger
-        self._next_epoch = next_epoch
-        self._emit = emit
-        self._watched: dict[str, _Watched] = {}
-
-    def watch(self, tenant: str, now: float) -> None:
-        """It is fenced from now on."""
-        self._watched.setdefault(tenant, _Watched(now))
-
-    def forget(self, tenant: str) -> None:
-        """It died."""
-        self._watched.pop(tenant, None)
-
-    def reported(self, tenant: str, now: float) -> None:
-        """It sent a report."""
-        watched, known = self._watched.get(tenant), self._ledger.tenants.get(tenant)
-        if watched is None or known is None or watched.command is not None or known.report.state not in STABLE:
-            return
-        kind = "commit" if known.report.state == "active" else "drain"
-        epoch = self._next_epoch()
-        watched.command = MemoryCommand(
-            command_id=f"recover.{epoch}.{tenant}",
-            epoch=epoch,
-            kind=kind,
-            deadline_s=COMMAND_S,
-            tenant_epoch=known.report.epoch,
-        )
-        watched.due = now + COMMAND_S
-        self._emit(Send(tenant, known.report.epoch, watched.command))
-
-    def replied(self, reply: MemoryReply, now: float) -> None:
-        """Perhaps to a command of ours; the report is in the books."""
-        name = reply.report.tenant
-        watched, known = self._watched.get(name), self._ledger.tenants.get(name)
-        if watched is None or watched.command is None or known is None:
-            return
-        if watched.command.command_id != reply.command_id:
-            return
-        watched.command = None
-        watched.due = now + ASK_S
-        if reply.accepted and reply.report.state in STABLE:
-            known.fenced = ""
-            known.promised.clear()
-            del self._watched[name]
-            self._emit(TimelineNote(place_of(reply.report), name, "taken back", f"it is {reply.report.state}"))
-
-    def tick(self, now: float) -> None:
-        """AskReport again those who are due."""
-        for name, watched in list(self._watched.items()):
-            known = self._ledger.tenants.get(name)
-            if known is None or known.is_dead or not known.fenced:
-                del self._watched[name]
-            elif now >= watched.due:
-                watched.command = None
-                watched.due = now + ASK_S
-                self._emit(AskReport(name))
-
-    def wakes_at(self) -> float:
-        """When `tick` has something to do."""
-        return min((w.due for w in self._watched.values()), default=_FOR_EVER)
-
-
+"""For the command that takes it back."""
 WATCH_S = 5.0
 """A quiet device is measured so often."""
 UNPROVEN_S = 0.05
 """One whose dead are not proven gone, so often."""
-KEY = "watch"
-
-
-class Wake:
-    """The watch over devices without a switch. Keeps each device's baseline of unattributed memory."""
-
-    def __init__(
-        self, ledger: LeaseLedger, emit: Callable[[Instruction], None], *, alarm_bytes: int = 256 << 20
-    ) -> None:
-        self._ledger = ledger
-        self._emit = emit
-        self._alarm_bytes = alarm_bytes
-        self._due: dict[str, float] = {}
-        self._gone_since: dict[str, float] = {}
-        self._alarmed: set[str] = set()
-        self._extra = float("inf")
-
-    def at(self, when: float) -> None:
-        """Ask for a tick at that time."""
-        self._extra = min(self._extra, when)
-
-    def measured(self, device: str, now: float, *, is_busy: bool, is_moving: bool) -> None:
-        """A reading is in the books. `is_moving`: tenants of the device come or go right now, so
-        that the books and the reading are of different moments, and prove nothing."""
-        if any(g.is_dead for g in self._ledger.unproven_on([device])):
-            if is_moving:
-                self._gone_since.pop(device, None)
-            else:
-                self._prove(device, now)
-        elif not is_busy:
-            self._ledger.settle_baseline(device)
-            self._alarm(device, self._ledger.unattributed(device))
-
-    def _prove(self, device: str, now: float) -> None:
-        """Two readings, 20 ms apart, that have the memory of the dead free."""
-        if not self._ledger.dead_are_gone(device):
-            self._gone_since.pop(device, None)
-        elif device not in self._gone_since:
-            self._gone_since[device] = now
-        elif now - self._gone_since[device] >= PROOF_GAP_S:
-            del self._gone_since[device]
-            for dead in self._ledger.proven(device):
-                self._emit(TimelineNote(device, dead.name, "proven free", in_words(dead.held_bytes)))
-
-    def _alarm(self, device: str, num_bytes: int) -> None:
-        if num_bytes > self._alarm_bytes and device not in self._alarmed:
-            self._alarmed.add(device)
-            self._emit(
-                TimelineNote(device, "", "unattributed", f"{in_words(num_bytes)} are held by unregistered processes")
-            )
-        elif num_bytes <= self._alarm_bytes:
-            self._alarmed.discard(device)
-
-    def tick(self, now: float, busy: set[str]) -> None:
-        """Measure what is due. A device in a switch is measured by it, but its dead are proven all the same."""
-        if now >= self._extra:
-            self._extra = float("inf")
-        unproven = self._unproven_devices()
-        due = [d for d in self._ledger.devices if now >= self._due_of(d, d in unproven)]
-        for device in due:
-            self._due[device] = now
-        if wanted := sorted(d for d in due if d in unproven or d not in busy):
-            self._emit(Measure(KEY, tuple(wanted)))
-
-    def _unproven_devices(self) -> set[str]:
-        """Devices whose dead are not proven gone."""
-        return {device for device in self._ledger.devices if any(g.is_dead for g in self._ledger.unproven_on([device]))}
-
-    def _due_of(self, device: str, is_unproven: bool) -> float:
-        last = self._due.get(device)
-        return -float("inf") if last is None else last + (UNPROVEN_S if is_unproven else WATCH_S)
-
-    def wakes_at(self) -> float:
-        """When `tick` has something to do."""
-        unproven = self._unproven_devices()
-        return min([self._extra, *(self._due_of(d, d in unproven) for d in self._ledger.devices)])
-
-
+WATCH = "watch"
+"""Key of these measurements."""
 TOLERANCE = 0.02
-
-
-def overruns(before: TenantReport, after: TenantReport) -> Iterator[str]:
-    """A sentence for each mapped tag that is larger than it was by more than 2 %. What was planned before anything was
-    loaded is an estimate, and no promise."""
-    if before.state in ("cold", "granted") or before.reserved_bytes:
-        return
-    known = {tag.tag: tag.num_bytes for tag in before.tags}
-    for tag in after.tags:
-        old = known.get(tag.tag, 0)
-        if old and is_mapped(tag) and tag.num_bytes > old * (1 + TOLERANCE):
-            yield f"{tag.tag} grew from {in_words(old)} to {in_words(tag.num_bytes)}"
-
-
+"""By so much a tag may grow without a word."""
 EPOCHS_PER_MANAGER = 1000
 """A restarted manager begins so far above the last epoch that its journal has."""
 MAX_ANSWERS = 256
+_FOR_EVER = float("inf")
 
 
-@dataclass(frozen=True, slots=True)
-class ArbiterOptions:
-    """Limits of one node."""
-
-    reserve_bytes: int = 1 << 30
-    margin_bytes: int = 64 << 20
-    alarm_bytes: int = 256 << 20
-    """Unregistered memory beyond which an alarm is raised."""
-    switch: SwitchOptions = field(default_factory=SwitchOptions)
+@dataclass(slots=True)
+class _Fenced:
+    due: float
+    command: MemoryCommand | None = None
+    """That takes it back, while it is not answered."""
 
 
 @dataclass(slots=True)
@@ -229,31 +64,37 @@ class _Queued:
 
 
 class Arbiter:
-    """All decisions of one node. Every event method returns the instructions to carry out now."""
+    """All decisions of one run. Every event method returns the instructions to carry out now."""
 
     def __init__(self, options: ArbiterOptions, *, last_epoch: int = 0, known: Iterable[TenantReport] = ()) -> None:
         """`last_epoch`, `known`: from the journal of the manager before this one."""
         self._options = options
         self.ledger = LeaseLedger(reserve_bytes=options.reserve_bytes, margin_bytes=options.margin_bytes)
         self.epoch = last_epoch + EPOCHS_PER_MANAGER if last_epoch else 0
+        self.switch: Switch | None = None
         self._queue: deque[_Queued] = deque()
-        self._running: list[Switch] = []
         self._answers: OrderedDict[str, LeaseReply] = OrderedDict()
         self._out: list[Instruction] = []
-        self._recovery = Recovery(self.ledger, self._next_epoch, self._out.append)
-        self._wake = Wake(self.ledger, self._out.append, alarm_bytes=options.alarm_bytes)
+        self._fenced: dict[str, _Fenced] = {}
+        """Being taken back."""
+        self._measured_at: dict[str, float] = {}
+        self._gone_since: dict[str, float] = {}
+        """Devices whose dead have been seen to be gone, since."""
+        self._alarmed: set[str] = set()
+        self._look_at = _FOR_EVER
+        """When a waiting lease is looked at again."""
         for report in known:
             self.ledger.accept(report)
             self.ledger.fence(report.tenant, "the manager was restarted and has not heard of it since")
-            self._recovery.watch(report.tenant, 0.0)
+            self._fenced[report.tenant] = _Fenced(0.0)
 
     @property
     def switching(self) -> str:
         """What is under way, for people."""
-        return "; ".join(
-            f"{s.request.gang}: {wholes(s.request.tags)} on {', '.join(sorted(s.devices))} ({s.stage})"
-            for s in self._running
-        )
+        switch = self.switch
+        if switch is None:
+            return ""
+        return f"{switch.request.gang}: {wholes(switch.request.tags)} on {', '.join(switch.devices)} ({switch.stage})"
 
     # -- events
 
@@ -276,24 +117,27 @@ class Arbiter:
 
     def leased(self, request: LeaseRequest, now: float) -> list[Instruction]:
         """A lease request. An id that was answered gets the same answer; a waiting one keeps its place."""
+        waiting = [queued.request.request_id for queued in self._queue]
+        if self.switch is not None:
+            waiting.append(self.switch.request.request_id)
         if (known := self._answers.get(request.request_id)) is not None:
             self._out.append(LeaseAnswer(request.request_id, known))
-        elif not any(request.request_id == r.request_id for r in self._requests()):
+        elif request.request_id not in waiting:
             self._queue.append(_Queued(request, now, now + request.deadline_s))
         return self._go(now)
 
     def replied(self, reply: MemoryReply, now: float) -> list[Instruction]:
         """A tenant answered a command."""
         self._accept(reply.report, now)
-        self._recovery.replied(reply, now)
-        for switch in list(self._running):
-            switch.replied(reply, now)
+        self._taken_back(reply, now)
+        if self.switch is not None:
+            self.switch.replied(reply, now)
         return self._go(now)
 
     def unanswered(self, command_id: str, now: float) -> list[Instruction]:
         """A call of a command ended without an answer."""
-        for switch in self._running:
-            switch.unanswered(command_id, now)
+        if self.switch is not None:
+            self.switch.unanswered(command_id, now)
         return self._go(now)
 
     def measured(self, key: str, readings: Mapping[str, DeviceReading], now: float) -> list[Instruction]:
@@ -301,21 +145,17 @@ class Arbiter:
         for device, reading in readings.items():
             if device in self.ledger.devices:
                 self.ledger.devices[device].reading = reading
-                on_it = [switch for switch in self._running if device in switch.devices]
-                is_moving = any(switch.is_moving for switch in on_it)
-                self._wake.measured(device, now, is_busy=bool(on_it), is_moving=is_moving)
-        for switch in list(self._running):
-            if switch.request.request_id == key:
-                switch.measured(now)
-            elif switch.devices & readings.keys():
-                switch.noticed()
+                self._watch(device, now)
+        if self.switch is not None and key == self.switch.request.request_id:
+            self.switch.measured(now)
+        elif self.switch is not None:
+            self.switch.noticed()
         return self._go(now)
 
     def unmeasured(self, key: str, reason: str, now: float) -> list[Instruction]:
         """A measurement ended without readings; it is asked for again when that is due."""
-        for switch in self._running:
-            if switch.request.request_id == key:
-                switch.unmeasured(reason)
+        if self.switch is not None and key == self.switch.request.request_id:
+            self.switch.unmeasured(reason)
         return self._go(now)
 
     def lost_a_process(self, tenant: str, epoch: int) -> None:
@@ -327,8 +167,7 @@ class Arbiter:
         gone = self.ledger.died(tenant, epoch)
         if gone is not None:
             self._note(gone.report, "died", f"{reason}; {in_words(gone.held_bytes)} to be proven free")
-            self._out.append(Fence(tenant, epoch, reason))
-            self._recovery.forget(tenant)
+            self._fenced.pop(tenant, None)
             if self.ledger.tenants.get(tenant) is gone:
                 self._lost(tenant, now)
         return self._go(now)
@@ -339,34 +178,108 @@ class Arbiter:
         if known is not None and known.report.epoch == epoch and known.is_usable:
             self.ledger.fence(tenant, reason)
             self._note(known.report, "fenced", reason)
-            self._out.append(Fence(tenant, epoch, reason))
-            self._recovery.watch(tenant, now)
+            self._fenced.setdefault(tenant, _Fenced(now))
             self._lost(tenant, now)
         return self._go(now)
 
     def tick(self, now: float) -> list[Instruction]:
         """Time passed."""
-        for switch in list(self._running):
-            switch.tick(now)
-        self._recovery.tick(now)
-        self._wake.tick(now, {d for s in self._running for d in s.devices})
+        if now >= self._look_at:
+            self._look_at = _FOR_EVER
+        if self.switch is not None:
+            self.switch.tick(now)
+        self._ask_fenced(now)
+        self._measure_due(now)
         return self._go(now)
 
     def wakes_at(self) -> float:
         """When `tick` is due at the latest."""
-        due = [self._recovery.wakes_at(), self._wake.wakes_at()]
-        due += [switch.wakes_at() for switch in self._running]
+        due = [self._look_at, *(fenced.due for fenced in self._fenced.values())]
+        due += [self._due_of(device) for device in self.ledger.devices]
         due += [queued.until for queued in self._queue]
-        return min(due, default=_FOR_EVER)
+        if self.switch is not None:
+            due.append(self.switch.wakes_at())
+        return min(due)
 
-    # -- inside
+    def incarnation(self, tenant: str) -> Incarnation | None:
+        """Of that name, if there is one."""
+        return self.ledger.tenants.get(tenant)
+
+    # -- leases
+
+    def _go(self, now: float) -> list[Instruction]:
+        """End what is over, begin what can begin, hand out what is to be done."""
+        is_over = True
+        while is_over or self._begin(now):
+            is_over = self.switch is not None and self.switch.stage == "over"
+            if is_over:
+                self.switch = None
+                for tenant in self.ledger.tenants.values():
+                    if tenant.fenced and not tenant.is_dead:
+                        self._fenced.setdefault(tenant.name, _Fenced(now))
+        out, self._out = self._out, []
+        return out
+
+    def _begin(self, now: float) -> bool:
+        """Start the first that waits; True if it began, or one was refused."""
+        for queued in self._queue:
+            if now >= queued.until:
+                self._queue.remove(queued)
+                behind = self.switching or "tenants that do not answer"
+                reason = f"{queued.request.gang} waited {now - queued.since:.1f} s for its turn behind {behind}"
+                self._refuse(queued.request, reason)
+                return True
+        if self.switch is not None or not self._queue:
+            return False
+        queued = self._queue[0]
+        request = queued.request
+        is_known = any(t.report.gang == request.gang and not t.is_dead for t in self.ledger.tenants.values())
+        if now < queued.since + self._patience_s(queued, is_known=is_known):
+            self._look_at = min(self._look_at, now + 0.1)
+            return False
+        self._queue.popleft()
+        if not is_known:
+            self._refuse(request, f"no tenant of gang {request.gang!r} is registered")
+            return True
+        self.switch = Switch(
+            self.ledger, request, self._options, now=now, until_s=queued.until, epoch=self.epoch,
+            next_epoch=self._next_epoch, emit=self._emit,
+        )  # fmt: skip
+        for device in self.switch.devices:
+            self._emit(TimelineNote(device, "", "switch", f"{request.gang} asks for {wholes(request.tags)}"))
+        return True
+
+    def _patience_s(self, queued: _Queued, *, is_known: bool) -> float:
+        """How long a lease waits for members that did not register yet, or for tenants that are being taken back."""
+        half = 0.5 * (queued.until - queued.since)
+        if not is_known:
+            return min(half, self._options.settle_s)
+        is_deaf = any(tenant.fenced and not tenant.is_dead for tenant in self.ledger.tenants.values())
+        return min(half, self._options.unproven_s) if is_deaf else 0.0
+
+    def _refuse(self, request: LeaseRequest, reason: str) -> None:
+        reply = LeaseReply(granted=False, epoch=self.epoch, reason=f"refused: {reason}")
+        self._emit(LeaseAnswer(request.request_id, reply))
+
+    # -- tenants
 
     def _next_epoch(self) -> int:
         self.epoch += 1
         return self.epoch
 
-    def _requests(self) -> list[LeaseRequest]:
-        return [q.request for q in self._queue] + [s.request for s in self._running]
+    def _emit(self, instruction: Instruction) -> None:
+        self._out.append(instruction)
+        if isinstance(instruction, LeaseAnswer):
+            self._answers[instruction.request_id] = instruction.reply
+            while len(self._answers) > MAX_ANSWERS:
+                self._answers.popitem(last=False)
+
+    def _note(self, report: TenantReport, kind: str, text: str) -> None:
+        self._emit(TimelineNote(place_of(report), report.tenant, kind, text))
+
+    def _lost(self, tenant: str, now: float) -> None:
+        if self.switch is not None:
+            self.switch.lost(tenant, now)
 
     def _accept(self, report: TenantReport, now: float) -> None:
         before = self.ledger.tenants.get(report.tenant)
@@ -375,151 +288,95 @@ class Arbiter:
         if after is None:
             return
         if old is not None and after is before:
-            for words in overruns(old, report):
-                self._note(report, "overrun", words)
-            if old.state != report.state:
-                self._note(report, "state", f"{old.state} -> {report.state}")
+            self._note_changes(old, report)
         if after.fenced:
-            self._recovery.watch(report.tenant, now)
-            self._recovery.reported(report.tenant, now)
+            fenced = self._fenced.setdefault(report.tenant, _Fenced(now))
+            if fenced.command is None and report.state in STABLE:
+                self._take_back(report, fenced, now)
 
-    def _note(self, report: TenantReport, kind: str, text: str) -> None:
-        self._out.append(TimelineNote(place_of(report), report.tenant, kind, text))
+    def _note_changes(self, old: TenantReport, report: TenantReport) -> None:
+        """Its state, and tags that grew; what was planned before anything was loaded is an estimate, no promise."""
+        sizes = {tag.tag: tag.num_bytes for tag in old.tags}
+        if old.state in ("cold", "granted") or old.reserved_bytes:
+            sizes.clear()
+        for tag in report.tags:
+            was = sizes.get(tag.tag, 0)
+            if was and is_mapped(tag) and tag.num_bytes > was * (1 + TOLERANCE):
+                self._note(report, "overrun", f"{tag.tag} grew from {in_words(was)} to {in_words(tag.num_bytes)}")
+        if old.state != report.state:
+            self._note(report, "state", f"{old.state} -> {report.state}")
 
-    def _lost(self, tenant: str, now: float) -> None:
-        for switch in list(self._running):
-            switch.lost(tenant, now)
-
-    def _go(self, now: float) -> list[Instruction]:
-        """End what is over, begin what can begin, hand out what is to be done."""
-        while True:
-            over = [switch for switch in self._running if switch.is_over]
-            for switch in over:
-                self._running.remove(switch)
-                for tenant in self.ledger.tenants.values():
-                    if tenant.fenced and not tenant.is_dead:
-                        self._recovery.watch(tenant.name, now)
-            if not self._begin(now) and not over:
-                break
-        out = [self._noted(instruction) for instruction in self._out]
-        self._out.clear()
-        return out
-
-    def _noted(self, instruction: Instruction) -> Instruction:
-        if isinstance(instruction, LeaseAnswer):
-            self._answers[instruction.request_id] = instruction.reply
-            while len(self._answers) > MAX_ANSWERS:
-                self._answers.popitem(last=False)
-        return instruction
-
-    def _begin(self, now: float) -> bool:
-        """Start what has its devices for itself, in order; True if something began or was refused."""
-        taken = {device for switch in self._running for device in switch.devices}
-        for queued in list(self._queue):
-            devices = self._devices_of(queued.request)
-            if now >= queued.until:
-                self._queue.remove(queued)
-                self._refuse_queued(queued, now)
-                return True
-            if devices & taken:
-                taken |= devices  # those behind it do not overtake it on any of its devices
-                continue
-            if self._may_hear_more(queued, devices, now):
-                taken |= devices
-                self._wake.at(now + 0.1)
-                continue
-            self._queue.remove(queued)
-            if devices:
-                self._start(queued, devices, now)
-            else:
-                self._refuse_unknown(queued)
-            return True
-        return False
-
-    def _may_hear_more(self, queued: _Queued, devices: frozenset[str], now: float) -> bool:
-        """Whether waiting a little may bring members that did not register yet, or that are being taken back."""
-        half = 0.5 * (queued.until - queued.since)
-        if not devices:
-            return now < queued.since + min(half, self._options.switch.settle_s)
-        patience = min(half, self._options.switch.unproven_s)
-        return self._is_deaf(queued.request, devices) and now < queued.since + patience
-
-    def _is_deaf(self, request: LeaseRequest, devices: frozenset[str]) -> bool:
-        """Members that this manager has not heard of since it was restarted, or that are being taken back."""
-        gangs = {request.gang, *request.quiet}
-        return any(
-            tenant.fenced
-            and not tenant.is_dead
-            and (tenant.report.gang in gangs or not devices.isdisjoint(tenant.report.devices))
-            for tenant in self.ledger.tenants.values()
+    def _take_back(self, report: TenantReport, fenced: _Fenced, now: float) -> None:
+        epoch = self._next_epoch()
+        fenced.command = MemoryCommand(
+            command_id=f"recover.{epoch}.{report.tenant}",
+            epoch=epoch,
+            kind="commit" if report.state == "active" else "drain",
+            deadline_s=COMMAND_S,
+            tenant_epoch=report.epoch,
         )
+        fenced.due = now + COMMAND_S
+        self._emit(Send(report.tenant, report.epoch, fenced.command))
 
-    def _start(self, queued: _Queued, devices: frozenset[str], now: float) -> None:
-        request = queued.request
-        for device in sorted(devices):
-            self._out.append(TimelineNote(device, "", "switch", f"{request.gang} asks for {wholes(request.tags)}"))
-        switch = Switch(
-            self.ledger,
-            request,
-            devices=devices,
-            now=now,
-            until_s=queued.until,
-            epoch=self.epoch,
-            next_epoch=self._next_epoch,
-            options=self._options.switch,
-            emit=self._out.append,
-        )
-        self._running.append(switch)
-        switch.start()
+    def _taken_back(self, reply: MemoryReply, now: float) -> None:
+        """Perhaps the answer to such a command; the report is in the books."""
+        name = reply.report.tenant
+        fenced, known = self._fenced.get(name), self.ledger.tenants.get(name)
+        if fenced is None or fenced.command is None or known is None:
+            return
+        if fenced.command.command_id != reply.command_id:
+            return
+        fenced.command, fenced.due = None, now + ASK_S
+        if reply.accepted and reply.report.state in STABLE:
+            known.fenced = ""
+            known.promised.clear()
+            del self._fenced[name]
+            self._note(reply.report, "taken back", f"it is {reply.report.state}")
 
-    def _refuse_queued(self, queued: _Queued, now: float) -> None:
-        waited = now - queued.since
-        behind = self.switching or "tenants that do not answer"
-        reason = f"refused: {queued.request.gang} waited {waited:.1f} s for its turn behind {behind}"
-        self._out.append(
-            LeaseAnswer(queued.request.request_id, LeaseReply(granted=False, epoch=self.epoch, reason=reason))
-        )
+    def _ask_fenced(self, now: float) -> None:
+        for name, fenced in list(self._fenced.items()):
+            known = self.ledger.tenants.get(name)
+            if known is None or known.is_dead or not known.fenced:
+                del self._fenced[name]
+            elif now >= fenced.due:
+                fenced.command, fenced.due = None, now + ASK_S
+                self._emit(AskReport(name))
 
-    def _refuse_unknown(self, queued: _Queued) -> None:
-        reason = f"refused: no tenant of gang {queued.request.gang!r} is registered"
-        self._out.append(
-            LeaseAnswer(queued.request.request_id, LeaseReply(granted=False, epoch=self.epoch, reason=reason))
-        )
+    # -- devices
 
-    def _devices_of(self, request: LeaseRequest) -> frozenset[str]:
-        """Every device that a switch for this request might touch: gangs that share a device hang together."""
-        gangs = {request.gang, *request.quiet}
-        live = [t for t in self.ledger.tenants.values() if not t.is_dead]
-        if not any(t.report.gang == request.gang for t in live):
-            return frozenset()
-        devices: set[str] = set()
-        while True:
-            more = {device for t in live if t.report.gang in gangs for device in t.report.devices}
-            reached = gangs | {t.report.gang for t in live if not more.isdisjoint(t.report.devices)}
-            if more == devices and reached == gangs:
-                return frozenset(devices)
-            devices, gangs = more, reached
+    def _has_dead(self, device: str) -> bool:
+        """That are not proven gone."""
+        return any(gone.is_dead for gone in self.ledger.unproven_on([device]))
 
-    def is_idle(self) -> bool:
-        """No lease waits or is being carried out."""
-        return not self._queue and not self._running
+    def _due_of(self, device: str) -> float:
+        last = self._measured_at.get(device)
+        return -_FOR_EVER if last is None else last + (UNPROVEN_S if self._has_dead(device) else WATCH_S)
 
-    def incarnation(self, tenant: str) -> Incarnation | None:
-        """Of that name, if there is one."""
-        return self.ledger.tenants.get(tenant)
+    def _measure_due(self, now: float) -> None:
+        """A device in a switch is measured by it, but its dead are proven all the same."""
+        due = [device for device in self.ledger.devices if now >= self._due_of(device)]
+        self._measured_at.update(dict.fromkeys(due, now))
+        if wanted := sorted(device for device in due if self.switch is None or self._has_dead(device)):
+            self._emit(Measure(WATCH, tuple(wanted)))
 
+    def _watch(self, device: str, now: float) -> None:
+        """A reading is in the books. While tenants come or go, books and reading are of different moments, and prove
+        nothing."""
+        if self._has_dead(device):
+            if (self.switch is not None and self.switch.is_moving) or not self.ledger.dead_are_gone(device):
+                self._gone_since.pop(device, None)
+            elif now - self._gone_since.setdefault(device, now) >= PROOF_GAP_S:
+                del self._gone_since[device]
+                for dead in self.ledger.proven(device):
+                    self._emit(TimelineNote(device, dead.name, "proven free", in_words(dead.held_bytes)))
+        elif self.switch is None:
+            self.ledger.settle_baseline(device)
+            self._alarm(device, self.ledger.unattributed(device))
 
-class Timeline:
-    """(wall seconds, device, tenant, what happened), oldest first."""
-
-    def __init__(self, size: int = 256) -> None:
-        self._ring: deque[tuple[float, str, str, str]] = deque(maxlen=size)
-
-    def add(self, wall_s: float, device: str, tenant: str, what: str) -> None:
-        """What happened, in a few words."""
-        self._ring.append((wall_s, device, tenant, what[:400]))
-
-    @property
-    def rows(self) -> tuple[tuple[float, str, str, str], ...]:
-        """All of it."""
-        return tuple(self._ring)
+    def _alarm(self, device: str, num_bytes: int) -> None:
+        if num_bytes <= self._options.alarm_bytes:
+            self._alarmed.discard(device)
+        elif device not in self._alarmed:
+            self._alarmed.add(device)
+            text = f"{in_words(num_bytes)} are held by unregistered processes"
+            self._emit(TimelineNote(device, "", "unattributed", text))

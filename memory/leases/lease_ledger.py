@@ -3,12 +3,12 @@
 It keeps two figures side by side. The *books* are what tenants reported and were promised; the *measurement* is what
 the device reports. A grant needs room in both: the books include memory that is promised and not taken yet, the
 measurement includes processes that never registered. An incarnation that died keeps its entry, and its bytes, until a
-measurement shows that they are free. The words of a refusal are here too: how much is short, where, and who holds it.
+measurement shows that they are free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ...core.device_memory import DeviceReading, DeviceView, Holder, Tag, TagReport, TenantReport, whole_of
@@ -32,44 +32,9 @@ def place_of(report: TenantReport) -> str:
     return ", ".join(report.devices)
 
 
-def holders_in_words(holders: Sequence[Holder]) -> str:
-    """Each with tag, bytes and state; unregistered memory last."""
-    named = [h for h in holders if h.tenant]
-    parts = [f"{h.tenant} {h.tag} {in_words(h.num_bytes)} ({h.state})" for h in named[:MAX_HOLDERS]]
-    if len(named) > MAX_HOLDERS:
-        rest = named[MAX_HOLDERS:]
-        parts.append(f"{len(rest)} more {in_words(sum(h.num_bytes for h in rest))}")
-    unregistered = sum(h.num_bytes for h in holders if not h.tenant)
-    if unregistered:
-        parts.append(f"{in_words(unregistered)} by unregistered processes")
-    return ", ".join(parts) or "no process"
-
-
-def short_words(short_bytes: int, device: str, holders: Sequence[Holder], measured: str = "") -> str:
-    """Of a device that cannot be made to hold what is asked. `measured`: see `unproven_words`."""
-    return f"refused: {in_words(short_bytes)} short on {device}, held by {holders_in_words(holders)}{measured}"
-
-
-def unproven_words(reading: DeviceReading, unregistered_bytes: int, before_bytes: int) -> str:
-    """Why the memory of the dead is not proven free. `unregistered_bytes`: used, but not by living
-    tenants; `before_bytes`: the same figure while all lived."""
-    return (
-        f"; measured: {in_words(reading.free_bytes)} of {in_words(reading.capacity_bytes)} free, "
-        f"{in_words(unregistered_bytes)} used by no living tenant, before the deaths {in_words(before_bytes)}"
-    )
-
-
 def unmeasured_words(devices: Iterable[str], trouble: str) -> str:
     """Of devices that could not be measured. `trouble`: the reason, if known."""
     return f"refused: {', '.join(sorted(devices))} could not be measured in time" + (f": {trouble}" if trouble else "")
-
-
-def host_pool_words(need_bytes: int, used_bytes: int, limit_bytes: int) -> str:
-    """Of copies that the host has no room for."""
-    return (
-        f"refused: the host pool has no room for {in_words(need_bytes)} of copies: {in_words(used_bytes)} of "
-        f"{in_words(limit_bytes)} are in use; raise memory.host_pool_gb"
-    )
 
 
 PROOF_GAP_S = 0.02
@@ -82,7 +47,7 @@ class Incarnation:
 
     report: TenantReport
     promised: dict[Tag, int] = field(default_factory=dict[Tag, int])
-    """TimelineNote to restore, not reported as mapped yet."""
+    """To be restored, not reported as mapped yet."""
     fenced: str = ""
     """Why it does not count any more; empty: it does."""
     is_dead: bool = False
@@ -351,23 +316,31 @@ class LeaseLedger:
             found.append(Holder(device, "", "", unregistered, ""))
         return tuple(found)
 
-    def measured_words(self, device: str) -> str:
-        """What keeps the dead from being proven free, for a refusal; "" where there are none."""
+    def short_words(self, device: str, short_bytes: int) -> str:
+        """Of a device that cannot be made to hold what is asked: who holds it, and what keeps the memory of the dead
+        from being proven free."""
+        holders = self.holders(device)
+        named = [h for h in holders if h.tenant]
+        parts = [f"{h.tenant} {h.tag} {in_words(h.num_bytes)} ({h.state})" for h in named[:MAX_HOLDERS]]
+        if rest := named[MAX_HOLDERS:]:
+            parts.append(f"{len(rest)} more {in_words(sum(h.num_bytes for h in rest))}")
+        if unregistered := sum(h.num_bytes for h in holders if not h.tenant):
+            parts.append(f"{in_words(unregistered)} by unregistered processes")
+        words = f"refused: {in_words(short_bytes)} short on {device}, held by {', '.join(parts) or 'no process'}"
         account = self.devices[device]
         if account.reading is None or not any(g.is_dead for g in self.unproven_on([device])):
-            return ""
-        return unproven_words(account.reading, self.unattributed(device), account.baseline_bytes)
+            return words
+        return (
+            f"{words}; measured: {in_words(account.reading.free_bytes)} of {in_words(account.reading.capacity_bytes)} "
+            f"free, {in_words(self.unattributed(device))} used by no living tenant, before the deaths "
+            f"{in_words(account.baseline_bytes)}"
+        )
 
     def view(self, device: str) -> DeviceView:
         """One device, for `myxa mem`."""
         reading, node = self.devices[device].reading or DeviceReading(0, 0), self.devices[device].node
         tenants = tuple(t.report for t in sorted(self.on(device), key=lambda t: (t.name, t.report.epoch)))
         return DeviceView(device, reading.capacity_bytes, reading.free_bytes, self.unattributed(device), tenants, node)
-
-    def host_bytes(self) -> int:
-        """Of the host pool in use."""
-        live = [t for t in self.tenants.values() if not t.is_dead]
-        return sum(tag.host_bytes for tenant in live for tag in tenant.report.tags)
 
     def is_settled(self, device: str) -> bool:
         """No usable tenant there is in a change that this ledger did not start."""

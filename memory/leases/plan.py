@@ -7,7 +7,7 @@ first those that come back while their owner already computes, then those that i
 asked to be quiet is disturbed only if the tags of quiet gangs do not suffice.
 
 Choosing the cheapest set that covers a need is a knapsack. There are few classes and a few dozen tags a device, so the
-last class needed is solved exactly where it is small, and the earlier classes are thinned afterwards.
+last class needed is solved exactly where it is small, and what another device or class made needless stays.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from ...core.device_memory import OPTIMIZER_PARTS, Holder, LeaseRequest, Tag, TagReport
-from .lease_ledger import Incarnation, LeaseLedger, host_pool_words, short_words
+from .lease_ledger import Incarnation, LeaseLedger
 from .tenant_states import can_leave, copies_when_leaving, is_mapped
 
 EXACT_UP_TO = 12
@@ -36,7 +36,6 @@ class Candidate:
     """Its gang runs now and would have to stop for it."""
     rank: int
     """Cost per byte, as a class; see `rank_of`."""
-    copied_bytes: int
 
 
 def rank_of(tag: TagReport) -> int:
@@ -50,18 +49,9 @@ def rank_of(tag: TagReport) -> int:
     return 3 if tag.tag in OPTIMIZER_PARTS else 4
 
 
-def candidate(tenant: str, gang: str, tag: TagReport, *, disturbs: bool) -> Candidate | None:
-    """None for what cannot leave."""
-    if not can_leave(tag):
-        return None
-    copied = tag.num_bytes if copies_when_leaving(tag) else 0
-    return Candidate(tenant, gang, tag.tag, tag.num_bytes, disturbs, rank_of(tag), copied)
-
-
 def choose(candidates: Iterable[Candidate], short_bytes: int) -> tuple[Candidate, ...] | None:
-    """The cheapest set that frees at least `short_bytes` of one device; None if all of them together do not.
-
-    No member of the result could be left out."""
+    """The cheapest classes, and of the last one the least, that free `short_bytes` of one device; None if all of them
+    together do not."""
     if short_bytes <= 0:
         return ()
     classes: dict[tuple[bool, int], list[Candidate]] = {}
@@ -75,8 +65,7 @@ def choose(candidates: Iterable[Candidate], short_bytes: int) -> tuple[Candidate
             chosen += members
             missing -= sum(c.num_bytes for c in members)
             continue
-        chosen += _smallest_cover(members, missing)
-        return _thinned(chosen, short_bytes)
+        return (*chosen, *_smallest_cover(members, missing))
     return None
 
 
@@ -94,18 +83,7 @@ def _smallest_cover(members: Sequence[Candidate], need: int) -> tuple[Candidate,
     for each in members:  # largest first
         if sum(c.num_bytes for c in taken) < need:
             taken.append(each)
-    return _thinned(taken, need)
-
-
-def _thinned(chosen: Sequence[Candidate], need: int) -> tuple[Candidate, ...]:
-    """Without what can be left out, the costliest first."""
-    kept = list(chosen)
-    surplus = sum(c.num_bytes for c in kept) - need
-    for each in sorted(chosen, key=lambda c: (c.disturbs, c.rank, c.num_bytes), reverse=True):
-        if each.num_bytes <= surplus:
-            kept.remove(each)
-            surplus -= each.num_bytes
-    return tuple(kept)
+    return tuple(taken)
 
 
 COLLECTIVE: tuple[Tag, ...] = ("nccl",)
@@ -160,7 +138,7 @@ def asked_bytes(ledger: LeaseLedger, restore: Mapping[str, tuple[Tag, ...]]) -> 
     return asked
 
 
-def build(ledger: LeaseLedger, request: LeaseRequest, *, host_limit_bytes: int) -> SwitchPlan | Shortage:
+def build(ledger: LeaseLedger, request: LeaseRequest) -> SwitchPlan | Shortage:
     """The least that grants `request`."""
     members = ledger.gang(request.gang)
     if (wrong := _wrong_with(request, members)) is not None:
@@ -173,8 +151,6 @@ def build(ledger: LeaseLedger, request: LeaseRequest, *, host_limit_bytes: int) 
     for name, tags in together.items():
         restore[name] = (*restore.get(name, ()), *tags)
     release = {**_by_tenant(ledger, evicted), **together}
-    if (refusal := _host_room(ledger, release, host_limit_bytes)) is not None:
-        return refusal
     disturbed = {ledger.tenants[name].report.gang for name in release} - {request.gang} | set(request.quiet)
     drain = {t.name for gang in disturbed for t in ledger.gang(gang) if t.is_usable and t.report.state == "active"}
     drain |= {m.name for m in members if m.report.state == "active" and (m.name in restore or not request.is_active)}
@@ -215,13 +191,13 @@ def _evict(
 def _candidates(ledger: LeaseLedger, request: LeaseRequest, device: str) -> list[Candidate]:
     """Tags of other gangs that could leave that device."""
     running = {t.report.gang for t in ledger.tenants.values() if t.is_usable and t.report.state == "active"}
+    running.difference_update(request.quiet)
     return [
-        found
+        Candidate(t.name, t.report.gang, tag.tag, tag.num_bytes, t.report.gang in running, rank_of(tag))
         for t in ledger.on(device)
         if t.is_usable and t.report.gang != request.gang
         for tag in t.report.tags
-        if _is_free_to_go(ledger, t, tag.tag)
-        if (found := candidate(t.name, t.report.gang, tag, disturbs=_disturbs(t, running, request))) is not None
+        if can_leave(tag) and _is_free_to_go(ledger, t, tag.tag)
     ]
 
 
@@ -234,13 +210,12 @@ def _pick(
     picked = choose(left, short)
     if picked is not None:
         return picked
-    is_full = _is_full_by_books(ledger, device, asked, candidates)
+    books = ledger.capacity(device) - ledger.reserve_bytes - ledger.held(device) + _num_bytes(candidates)
+    is_full = asked > books  # whatever will be measured
     if any(c.num_bytes == 0 for c in left) and not is_full:
         return tuple(left)  # some do not report their size: all of them leave, and the measurement decides
-    holders = ledger.holders(device)
     may_pass = bool(ledger.unproven_on([device])) or not is_full
-    words = short_words(short - _num_bytes(left), device, holders, ledger.measured_words(device))
-    return Shortage(words, holders, may_pass)
+    return Shortage(ledger.short_words(device, short - _num_bytes(left)), ledger.holders(device), may_pass)
 
 
 def _spared(ledger: LeaseLedger, chosen: Sequence[Candidate], short: Mapping[str, int]) -> list[Candidate]:
@@ -268,12 +243,6 @@ def _is_free_to_go(ledger: LeaseLedger, tenant: Incarnation, tag: Tag) -> bool:
     return tag not in COLLECTIVE or all(member.is_usable for member in ledger.gang(tenant.report.gang))
 
 
-def _is_full_by_books(ledger: LeaseLedger, device: str, asked: int, candidates: list[Candidate]) -> bool:
-    """The ledger alone says no, whatever will be measured."""
-    room = ledger.capacity(device) - ledger.reserve_bytes - ledger.held(device) + _num_bytes(candidates)
-    return asked > room
-
-
 def _disagreeing(members: tuple[Incarnation, ...], request: LeaseRequest) -> dict[str, tuple[Tag, ...]]:
     """Tags that only the whole gang can restore, and that some members hold from an older epoch than others, or alone:
     those members release them, so that all restore them together."""
@@ -290,10 +259,6 @@ def _disagreeing(members: tuple[Incarnation, ...], request: LeaseRequest) -> dic
     return held
 
 
-def _disturbs(tenant: Incarnation, running: set[str], request: LeaseRequest) -> bool:
-    return tenant.report.gang in running and tenant.report.gang not in request.quiet
-
-
 def _collective(ledger: LeaseLedger, chosen: list[Candidate]) -> tuple[Candidate, ...]:
     """With the same tag of all other members of a gang, where the members can only release it together."""
     extra: list[Candidate] = []
@@ -302,10 +267,8 @@ def _collective(ledger: LeaseLedger, chosen: list[Candidate]) -> tuple[Candidate
         have = {c.tenant for c in chosen if c.tag == tag}
         for member in ledger.gang(gang):
             report = member.tag(tag)
-            if member.name in have or report is None or not member.is_usable:
-                continue
-            if (found := candidate(member.name, gang, report, disturbs=False)) is not None:
-                extra.append(found)
+            if member.name not in have and report is not None and member.is_usable and can_leave(report):
+                extra.append(Candidate(member.name, gang, tag, report.num_bytes, disturbs=False, rank=rank_of(report)))
     return (*chosen, *extra)
 
 
@@ -318,37 +281,3 @@ def _by_tenant(ledger: LeaseLedger, chosen: tuple[Candidate, ...]) -> dict[str, 
         name: tuple(tag.tag for tag in ledger.tenants[name].report.tags if tag.tag in tags)
         for name, tags in sorted(picked.items())
     }
-
-
-def copies_out(ledger: LeaseLedger, release: Mapping[str, tuple[Tag, ...]]) -> int:
-    """Bytes that this release will copy to the host: the prediction of the model."""
-    return sum(
-        tag.num_bytes
-        for name, tags in release.items()
-        for tag in ledger.tenants[name].report.tags
-        if tag.tag in tags and copies_when_leaving(tag)
-    )
-
-
-def copies_in(ledger: LeaseLedger, restore: Mapping[str, tuple[Tag, ...]]) -> int:
-    """Bytes that this restore will copy back."""
-    return sum(
-        tag.num_bytes
-        for name, tags in restore.items()
-        for tag in ledger.tenants[name].report.tags
-        if tag.tag in tags and tag.backing == "host"
-    )
-
-
-def _host_room(ledger: LeaseLedger, release: Mapping[str, tuple[Tag, ...]], limit_bytes: int) -> Shortage | None:
-    """Refused now rather than in the middle: copies that the host pool has no room for."""
-    need = sum(
-        max(0, tag.num_bytes - tag.host_bytes)
-        for name, tags in release.items()
-        for tag in ledger.tenants[name].report.tags
-        if tag.tag in tags and can_leave(tag) and copies_when_leaving(tag)
-    )
-    used = ledger.host_bytes()
-    if limit_bytes and used + need > limit_bytes:
-        return Shortage(host_pool_words(need, used, limit_bytes))
-    return None

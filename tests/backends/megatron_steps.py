@@ -224,7 +224,7 @@ def preload() -> None:
     sibling("megatron_on_cpu").install()
     sibling("gang_rank")
     import myxa.actors.backends.megatron.backend
-    from myxa.memory.communicators.proxy_build import load
+    from myxa.memory.communicators.reload import load
 
     load()  # built once, not by ranks against their deadlines
     del myxa

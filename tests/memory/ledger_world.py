@@ -9,7 +9,6 @@ import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from myxa.core.device_memory import (
     DeviceReading,
@@ -22,22 +21,16 @@ from myxa.core.device_memory import (
     TagReport,
     TenantReport,
 )
-from myxa.memory.leases.arbiter import Arbiter, ArbiterOptions
-from myxa.memory.leases.instructions import AskReport, Instruction, LeaseAnswer, Measure, Send
-from myxa.memory.leases.switch import SwitchOptions, TransitionOptions
+from myxa.memory.leases.arbiter import Arbiter
+from myxa.memory.leases.switch import ArbiterOptions, AskReport, Instruction, LeaseAnswer, Measure, Send
 from myxa.memory.leases.tenant_states import TenantMachine, resting_state
 
 MIB = 1 << 20
 CAPACITY = 1000 * MIB
 RESERVE = 10 * MIB
 MARGIN = 5 * MIB
-POOL = 900 * MIB
 RESIDUE = 5 * MIB
-OPTIONS = ArbiterOptions(
-    reserve_bytes=RESERVE,
-    margin_bytes=MARGIN,
-    switch=SwitchOptions(transition=TransitionOptions(phase_s=20, resend_s=2), host_limit_bytes=POOL, unproven_s=8),
-)
+OPTIONS = ArbiterOptions(reserve_bytes=RESERVE, margin_bytes=MARGIN, phase_s=20, resend_s=2, unproven_s=8)
 TAGS: dict[str, dict[Tag, tuple[int, TagPolicy]]] = {
     "trainer": {
         "params": (120 * MIB, "rematerialise"),
@@ -408,9 +401,6 @@ class World:
         if asset.policy == "backup" and asset.dirty:
             asset.host_version = asset.device_version
         asset.on_device = False
-        assert sum(
-            a.num_bytes for p in self.processes if p.is_alive for a in p.assets.values() if a.host_version >= 0
-        ) <= (POOL), "I8: the host pool is overfull"
 
     def come(self, process: Process, command: MemoryCommand) -> str:
         assets = [process.assets[tag] for tag in command.tags if not process.assets[tag].on_device]
@@ -514,8 +504,6 @@ class World:
         for device in self.readings:
             if not self.has_cheated:
                 assert self.used(device) <= CAPACITY, f"I1: {device} is overfull"
-            running: list[Any] = [s for s in self.arbiter._running if device in s.devices]
-            assert len(running) <= 1, "I9: two switches on one device"
         for process in self.live.values():
             known = self.arbiter.ledger.tenants.get(process.name)
             if known is not None and known.report.epoch == process.epoch and not known.is_dead:

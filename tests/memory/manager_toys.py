@@ -36,10 +36,8 @@ from myxa.core.handlers import call
 from myxa.memory.arenas.arena import Arena
 from myxa.memory.arenas.host_pool import HostPool
 from myxa.memory.arenas.host_vmm import HostVmmDriver
-from myxa.memory.leases.arbiter import ArbiterOptions
-from myxa.memory.leases.instructions import LeaseAnswer, Measure, Send
 from myxa.memory.leases.journal import Journal
-from myxa.memory.leases.switch import SwitchOptions, TransitionOptions
+from myxa.memory.leases.switch import ArbiterOptions, LeaseAnswer, Measure, Send
 from myxa.memory.meters import DeviceMeters
 from myxa.transport.node import Node, Rendezvous
 
@@ -278,7 +276,9 @@ def manager_of(run_dir: Path, devices: list[str]) -> MortalManager:
         arbiter=ArbiterOptions(
             reserve_bytes=0,
             margin_bytes=MARGIN,
-            switch=SwitchOptions(transition=TransitionOptions(resend_s=1.0, verify_s=3.0), unproven_s=5.0),
+            resend_s=1.0,
+            verify_s=3.0,
+            unproven_s=5.0,
         ),
     )
     meter = DeviceMeters({device: CAPACITY for device in devices if not node_of(device)})

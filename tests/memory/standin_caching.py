@@ -50,9 +50,6 @@ class StandinCaching:
     def pool(self, library: Path, allocate: str, free: str) -> object:
         return Handle(Pool(self, library, allocate, free))
 
-    def pool_id(self, pool: object) -> tuple[int, int]:
-        return (id(pool), 0)
-
     @contextmanager
     def using(self, pool: Any) -> Generator[None]:
         self._here.pool = pool.pool

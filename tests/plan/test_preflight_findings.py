@@ -63,8 +63,6 @@ def test_turns_on_gpus_need_nvml_in_every_role_that_leases() -> None:
     memory = {"share": "switch", "workspace_mb": 1}
     config = run(roles=roles, memory=memory, sglang={"mem_fraction_static": 0.8})
     assert missing(config, "pynvml") == [("memory", "pynvml"), ("trainer", "pynvml"), ("rollout", "pynvml")]
-    saver = run(roles=roles, memory={**memory, "backend": "torch_memory_saver"}, sglang={"mem_fraction_static": 0.8})
-    assert missing(saver, "torch_memory_saver") == [("trainer", "torch_memory_saver")]
     on_cpu = run(memory={"share": "switch", "capacity_mb": 64})
     assert missing(on_cpu, "pynvml") == [], "the stand-in device is asked by /proc"
 

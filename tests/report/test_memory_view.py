@@ -27,8 +27,8 @@ def view(**changes: object) -> MemoryView:
     engine = tenant("rollout/0", "rollout", "active", TagReport("kv_cache", 100 * GIB, "discard", "mapped_dirty"))
     device = DeviceView("GPU-1", 140 * GIB, 30 * GIB, GIB // 4, (trainer, engine))
     facts: dict[str, object] = {
-        "manager": "memory/0", "epoch": 12, "switching": "", "devices": (device,), "host_pool_bytes": 64 * GIB,
-        "host_pool_used_bytes": 26 * GIB, "timeline": ((1000.0, "GPU-1", "trainer/0", "drain: 3 ms"),),
+        "manager": "memory/0", "epoch": 12, "switching": "", "devices": (device,),
+        "timeline": ((1000.0, "GPU-1", "trainer/0", "drain: 3 ms"),),
     }  # fmt: skip
     return MemoryView(**(facts | changes))  # pyright: ignore[reportArgumentType]
 
@@ -36,7 +36,6 @@ def view(**changes: object) -> MemoryView:
 def test_every_tag_is_said_with_where_it_is() -> None:
     lines = memory_text(view()).splitlines()
     assert lines[0] == "memory/0, epoch 12: nothing is being switched"
-    assert lines[1] == "host pool: 26.0 GiB of 64.0 GiB"
     assert "GPU-1: 140.0 GiB, free 30.0 GiB, unattributed 256.0 MiB" in lines
     assert "  trainer/0 (trainer): released, 2.0 GiB + 512.0 MiB that stay" in lines
     assert "    optimizer     24.0 GiB  on the host [backup]" in lines

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 from ....core.clock import Clock
 from ....core.device_memory import OPTIMIZER_PARTS, MovedBytes, MovedMemory, Tag, TagPolicy, TagReport
-from ....memory.arenas.arena import Arena
+from ....memory.arenas.arena import Arena, Restoring
 from ....memory.arenas.cuda_memory import vacate
 from ....memory.arenas.tagged_memory import LEAST_GRANULES, shares
 from ....memory.arenas.tensors import empty_tensors
-from ....memory.arenas.transfer import Restoring
 
 POLICIES: dict[Tag, TagPolicy] = {"params": "backup", "grads": "discard", "optimizer": "backup", "frozen": "backup"}
 

@@ -1,0 +1,104 @@
+"""C and C++ sources of this house, compiled by the machine's own compiler and kept for the next process.
+
+A wheel serves every machine and needs no build at install time. A library is keyed by all that it depends on (`facts`).
+Two processes may build at the same time: a lock file lets the second one wait (the kernel lets it go when its holder
+ends, however it ends), and a rename puts the whole result in place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..core.errors import MemoryFault
+from ..core.files import lock_within
+
+CPP_COMPILERS = ("c++", "g++", "clang++")
+
+
+def find_compiler(names: Sequence[str]) -> str:
+    """Path of the first that is there; empty when there is none."""
+    return next((path for path in map(shutil.which, names) if path), "")
+
+
+def built(
+    source: Path,
+    compiler: str,
+    arguments: Sequence[str],
+    *,
+    facts: Sequence[str],
+    cache_dir: Path | None,
+    timeout_s: float,
+    remedy: str,
+) -> Path:
+    """Path of the library made of `source`; compiles unless this was done with equal source, arguments and `facts`.
+
+    `cache_dir` None: `.cache/myxa/native` in the user's home, or where that cannot be written a folder of this user
+    alone among the temporary files. Raises MemoryFault with what the compiler said, or when another process keeps the
+    lock for twice `timeout_s`.
+    """
+    parts = (source.read_bytes(), *(word.encode() for word in (*arguments, *facts)))
+    key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
+    name = f"{source.stem}-{key}"
+    target, lock = _open_cache(_folders() if cache_dir is None else [cache_dir], name)
+    if lock is None:
+        return target
+    try:
+        if not lock_within(lock, 2 * timeout_s):
+            raise MemoryFault(
+                f"{target}: another process has held its lock for {2 * timeout_s:g} s",
+                remedy=f"see who has {target.with_suffix('.lock')} open (lsof), and end it",
+            )
+        if not target.exists():
+            _compile(source, target, [compiler, *arguments], timeout_s, remedy)
+    finally:
+        os.close(lock)
+    return target
+
+
+def _folders() -> list[Path]:
+    shared = Path(tempfile.gettempdir()) / f"myxa-native-{os.getuid()}"
+    return [Path.home() / ".cache" / "myxa" / "native", shared]
+
+
+def _open_cache(folders: Sequence[Path], name: str) -> tuple[Path, int | None]:
+    """Where the library is (no lock), or where the process with the lock makes it: the first folder that can."""
+    refusals: list[str] = []
+    for folder in folders:
+        target = folder / f"{name}.so"
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if folder.stat().st_uid != os.getuid():
+                raise PermissionError(f"{folder} belongs to another user")
+            if target.exists():
+                return target, None
+            return target, os.open(folder / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            refusals.append(str(error))
+    raise MemoryFault(
+        f"no folder can hold what is compiled as {name}: {'; '.join(refusals)}",
+        remedy="give a cache_dir that is writable",
+    )
+
+
+def _compile(source: Path, target: Path, command: list[str], timeout_s: float, remedy: str) -> None:
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".building-") as folder:
+        made = Path(folder) / target.name
+        try:
+            done = subprocess.run(
+                [*command, "-o", str(made)], capture_output=True, text=True, timeout=timeout_s, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise MemoryFault(f"{command[0]} did not build {source.name}: {error}", remedy=remedy) from error
+        if done.returncode:
+            lines = done.stderr.splitlines()
+            errors = [line for line in lines if "error" in line][:5] or lines[-5:]
+            raise MemoryFault(
+                f"{command[0]} cannot compile {source.name} ({done.returncode}): " + " | ".join(errors), remedy=remedy
+            )
+        made.replace(target)
