@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.memory.standin_gpu import StandinGpu, build
 
-from myxa.memory.arenas.segment_table import SOURCE, built
+from myxa.memory.arenas.segment_table import built
 
 
 @pytest.fixture(scope="session")
@@ -19,7 +19,7 @@ def standin_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def allocator_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("native")
-    built(SOURCE, folder)
+    built(folder)
     return folder
 
 

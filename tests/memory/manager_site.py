@@ -18,7 +18,7 @@ from myxa.actors.contracts import MemoryContract
 from myxa.core.device_memory import LeaseReply, LeaseRequest, MemoryView
 from myxa.core.errors import CallError
 from myxa.core.refs import with_deadline
-from myxa.memory.arenas.host_vmm import device_bytes, rss_shmem
+from myxa.memory.arenas.host_vmm import device_bytes
 from myxa.transport.node import Node
 
 TOYS = Path(__file__).parent / "manager_toys.py"
@@ -38,7 +38,6 @@ class Site:
         """The manager, and its agents."""
         self.count = itertools.count(1)
         self.peak: dict[str, int] = dict.fromkeys(self.devices, 0)
-        self.peak_rss: dict[str, int] = dict.fromkeys(self.devices, 0)
         self.num_samples = 0
         self._is_sampling = False
         self._spare: Program | None = None
@@ -144,9 +143,7 @@ class Site:
         def run() -> None:
             while self._is_sampling:
                 for device in self.devices:
-                    pids = self.pids(device)
-                    self.peak[device] = max(self.peak[device], device_bytes(pids, device))
-                    self.peak_rss[device] = max(self.peak_rss[device], sum(rss_shmem(pid) for pid in pids))
+                    self.peak[device] = max(self.peak[device], device_bytes(self.pids(device), device))
                 self.num_samples += 1
                 time.sleep(0.005)
 

@@ -6,7 +6,6 @@ held of the device and the bytes taken of the pool must be exactly the model's.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 import re
@@ -21,10 +20,9 @@ from myxa.core.clock import ManualClock
 from myxa.core.device_memory import Tag, TagPolicy
 from myxa.core.errors import MemoryFault, OutOfDeviceMemory
 from myxa.memory.arenas import libc
-from myxa.memory.arenas.arena import Arena
+from myxa.memory.arenas.arena import Arena, Restoring
 from myxa.memory.arenas.host_pool import HostPool
 from myxa.memory.arenas.host_vmm import HostVmmDriver, device_bytes
-from myxa.memory.arenas.transfer import Transfer
 
 PAGE = libc.PAGE_BYTES
 CAPACITY_PAGES = 17
@@ -33,7 +31,6 @@ DEVICE = "host:9"
 TAGS: dict[Tag, TagPolicy] = {
     "optimizer": "backup", "frozen": "backup", "grads": "discard", "params": "rematerialise", "context": "keep",
 }  # fmt: skip
-PRIORITIES: dict[Tag, int] = {"optimizer": 1, "frozen": 0, "grads": 0, "params": 2, "context": 0}
 
 MOSTLY: list[Tag] = ["optimizer", "frozen", "grads", "params"] * 4
 MOSTLY.append("context")
@@ -57,8 +54,6 @@ class Place:
     pages: int
     copied_pages: int = 0
     """Pages of the host pool it holds."""
-    is_copied: bool = False
-    """They held its contents at some time."""
 
 
 @dataclass
@@ -67,12 +62,6 @@ class Expected:
 
     backing: str = "mapped_dirty"
     regions: dict[int, Place] = field(default_factory=dict)
-    under_way: str = ""
-    """"in" or "out": begun, not waited for."""
-
-    def copied(self, is_copied: bool) -> None:
-        for place in self.regions.values():
-            place.is_copied = is_copied
 
     @property
     def pages(self) -> int:
@@ -84,19 +73,16 @@ class Expected:
 
 
 class ArenaAgainstModel(RuleBasedStateMachine):
-    @initialize(is_verifying=st.booleans(), seed=st.integers(0, 2**32))
-    def start(self, is_verifying: bool, seed: int) -> None:
+    @initialize(seed=st.integers(0, 2**32))
+    def start(self, seed: int) -> None:
         self.dice = random.Random(seed)
         self.driver = Littered(DEVICE, CAPACITY_PAGES * PAGE)
         self.pool = HostPool(POOL_PAGES * PAGE)
-        self.freed = 0
-        self.arena = Arena(
-            self.driver, self.pool, ManualClock(), chunk_bytes=1, is_verifying=is_verifying, on_freed=self.note
-        )
+        self.arena = Arena(self.driver, self.pool, ManualClock(), chunk_bytes=1)
         self.model: dict[Tag, Expected] = {}
-        self.streams: list[tuple[Transfer, list[Tag]]] = []
+        self.streams: list[tuple[Restoring, list[Tag]]] = []
         for tag, policy in TAGS.items():
-            self.arena.tag(tag, policy, priority=PRIORITIES[tag])
+            self.arena.tag(tag, policy)
             self.model[tag] = Expected()
             self.allocate(tag, self.dice.randrange(1, 3 * PAGE + 1))
 
@@ -104,9 +90,6 @@ class ArenaAgainstModel(RuleBasedStateMachine):
         if hasattr(self, "arena"):
             self.arena.close()
             assert device_bytes([os.getpid()], DEVICE) == 0
-
-    def note(self, num_bytes: int) -> None:
-        self.freed += num_bytes
 
     # -- what the model knows ------------------------------------------------------------------------------------
 
@@ -118,33 +101,28 @@ class ArenaAgainstModel(RuleBasedStateMachine):
 
     def settle(self, tag: Tag) -> None:
         expected = self.model[tag]
-        if expected.under_way == "out":
-            expected.backing = "mapped_clean"
-            expected.copied(True)
-        elif expected.backing == "copy_in" and not (TAGS[tag] == "rematerialise" and expected.regions):
+        if expected.backing == "copy_in" and not (TAGS[tag] == "rematerialise" and expected.regions):
             expected.backing = "mapped_clean" if TAGS[tag] == "backup" else "mapped_dirty"
-        expected.under_way = ""
 
     def admit(self, tags: list[Tag], chosen: list[Tag]) -> bool:
         """Pool pages for copies of `tags`, robbing those of tags that are not chosen and stay; False: refused."""
         wanted = sum(p.pages - p.copied_pages for tag in tags for p in self.model[tag].regions.values())
-        spare: list[tuple[bool, int, int, Tag]] = [
-            (m.backing == "mapped_clean", PRIORITIES[tag], list(TAGS).index(tag), tag)
+        spare: list[tuple[bool, int, Tag]] = [
+            (m.backing == "mapped_clean", list(TAGS).index(tag), tag)
             for tag, m in self.model.items()
-            if tag not in chosen and m.backing.startswith("mapped") and not m.under_way and m.copied_pages
+            if tag not in chosen and m.backing.startswith("mapped") and m.copied_pages
         ]
         room = POOL_PAGES - self.pool_pages()
-        if wanted > room + sum(self.model[robbed[3]].copied_pages for robbed in spare):
+        if wanted > room + sum(self.model[robbed[2]].copied_pages for robbed in spare):
             return False
         for candidate in sorted(spare):
             if wanted <= room:
                 break
-            robbed = self.model[candidate[3]]
+            robbed = self.model[candidate[2]]
             room += robbed.copied_pages
             for place in robbed.regions.values():
                 place.copied_pages = 0
             robbed.backing = "mapped_dirty"
-            robbed.copied(False)
         for tag in tags:
             for place in self.model[tag].regions.values():
                 place.copied_pages = place.pages
@@ -200,26 +178,9 @@ class ArenaAgainstModel(RuleBasedStateMachine):
             return self.refused(self.arena.mark_dirty, tag, says="restore the tag first")
         if expected.backing == "copy_in" and TAGS[tag] != "rematerialise":
             return self.refused(self.arena.mark_dirty, tag, says="while its contents still come in")
-        if expected.under_way == "out":
-            expected.under_way = ""
-            expected.copied(False)
         self.write(tag)
         self.arena.mark_dirty(tag)
         expected.backing = "mapped_dirty"
-        return None
-
-    @rule(tag=st.sampled_from(sorted(TAGS)))
-    def mark_clean(self, tag: Tag) -> None:
-        expected = self.model[tag]
-        is_known = TAGS[tag] == "backup" and all(p.is_copied for p in expected.regions.values())
-        if expected.under_way or expected.backing not in ("mapped_dirty", "mapped_clean"):
-            return None
-        if expected.backing == "mapped_dirty" and not is_known:
-            return self.refused(self.arena.mark_clean, tag, says="no whole copy")
-        if expected.backing == "mapped_dirty" and expected.regions:
-            return None  # the model's owner has always written something else
-        self.arena.mark_clean(tag)
-        expected.backing = "mapped_clean"
         return None
 
     @rule(tags=some_tags)
@@ -228,24 +189,17 @@ class ArenaAgainstModel(RuleBasedStateMachine):
         if "context" in tags:
             return self.refused(self.arena.release, tags, says="is kept")
         leaving: list[Tag] = [tag for tag in tags if self.model[tag].backing not in ("host", "discarded")]
-        began: list[Tag] = [tag for tag in leaving if self.model[tag].under_way == "out"]
         for tag in leaving:
-            if tag not in began:
-                self.settle(tag)
+            self.settle(tag)
         dirty: list[Tag] = [t for t in leaving if TAGS[t] == "backup" and self.model[t].backing == "mapped_dirty"]
         if not self.admit(dirty, tags):
             return self.refused(self.arena.release, tags, says="nothing was moved")
-        copied = sum(self.model[tag].pages for tag in dirty if tag not in began)
+        copied = sum(self.model[tag].pages for tag in dirty)
         dropped = sum(self.model[tag].pages for tag in leaving if tag not in dirty)
-        self.freed = 0
         moved = self.arena.release(tags)
         assert (moved.copied_bytes, moved.dropped_bytes) == (copied * PAGE, dropped * PAGE)
-        assert self.freed == sum(self.model[tag].pages for tag in leaving) * PAGE
         for tag in leaving:
-            expected = self.model[tag]
-            expected.under_way = ""
-            expected.backing = "host" if TAGS[tag] == "backup" else "discarded"
-            expected.copied(TAGS[tag] == "backup")
+            self.model[tag].backing = "host" if TAGS[tag] == "backup" else "discarded"
         return None
 
     @rule(tags=some_tags, waits=st.booleans())
@@ -260,7 +214,7 @@ class ArenaAgainstModel(RuleBasedStateMachine):
             if expected.backing == "discarded":
                 for place in expected.regions.values():
                     place.contents = bytes(place.num_bytes)
-            expected.backing, expected.under_way = "copy_in", "in"
+            expected.backing = "copy_in"
         stream = self.arena.begin_restore(tags)
         if waits:
             assert stream.wait_all().copied_bytes == copied * PAGE
@@ -268,36 +222,6 @@ class ArenaAgainstModel(RuleBasedStateMachine):
                 self.settle(tag)
         else:
             self.streams.append((stream, tags))
-        return None
-
-    @rule(
-        tags=st.lists(st.sampled_from(["optimizer", "frozen", "optimizer", "frozen", "grads"]), min_size=1, max_size=2)
-    )
-    def begin_backup(self, tags: list[Tag]) -> None:
-        tags = [tag for index, tag in enumerate(tags) if tag not in tags[:index]]
-        for tag in tags:  # in this order: what was begun before is waited for, up to the first that is refused
-            self.settle(tag)
-            if TAGS[tag] != "backup" or self.model[tag].backing not in ("mapped_dirty", "mapped_clean"):
-                return self.refused(self.arena.begin_backup, tags, says="cannot be copied to the host")
-        dirty: list[Tag] = [tag for tag in tags if self.model[tag].backing == "mapped_dirty"]
-        if not self.admit(dirty, tags):
-            return self.refused(self.arena.begin_backup, tags, says="nothing was moved")
-        stream = self.arena.begin_backup(tags)
-        for tag in dirty:
-            self.model[tag].under_way = "out"
-        self.streams.append((stream, tags))
-        return None
-
-    @rule(tag=st.sampled_from(sorted(TAGS)))
-    def digest(self, tag: Tag) -> None:
-        self.settle(tag)
-        expected = self.model[tag]
-        if expected.backing in ("discarded", "copy_in"):
-            return self.refused(self.arena.digest, tag, says="it has no contents")
-        wanted = hashlib.blake2b(digest_size=16)
-        for place in expected.regions.values():
-            wanted.update(place.contents)
-        assert self.arena.digest(tag) == wanted.hexdigest()
         return None
 
     @precondition(lambda self: self.streams)

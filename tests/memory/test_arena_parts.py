@@ -1,103 +1,234 @@
-"""A tag dealt out to parts: each leaves and comes back on its own, and no address or bit changes."""
+"""The parts an arena on the host is made of, each by itself: driver, pool, tensors, and what they refuse."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import random
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from myxa.core.clock import SystemClock
-from myxa.core.device_memory import OPTIMIZER_PARTS
-from myxa.core.errors import MemoryFault
+from myxa.core.errors import MemoryFault, OutOfDeviceMemory
+from myxa.memory.arenas import libc
 from myxa.memory.arenas.arena import Arena
 from myxa.memory.arenas.host_pool import HostPool
 from myxa.memory.arenas.host_vmm import HostVmmDriver, device_bytes
-from myxa.memory.arenas.tagged_memory import shares
-from myxa.memory.arenas.tensors import empty_tensor
+from myxa.memory.arenas.tensors import empty_tensors, tensor_at
 
+PAGE = libc.PAGE_BYTES
 MIB = 1 << 20
 
 
 @pytest.fixture
-def arena() -> Iterator[Arena]:
-    made = Arena(HostVmmDriver("host:7", 256 * MIB), HostPool(256 * MIB), SystemClock(), chunk_bytes=8 * MIB)
-    for part in OPTIMIZER_PARTS:
-        made.tag(part, "backup")
+def driver() -> Iterator[HostVmmDriver]:
+    made = HostVmmDriver("host:2", 16 * PAGE)
     yield made
     made.close()
 
 
-def filled(arena: Arena, num: int, mib: int = 4) -> list[torch.Tensor]:
-    tensors = [empty_tensor(arena, "optimizer", (mib * MIB // 4,), torch.float32) for _ in range(num)]
-    for index, tensor in enumerate(tensors):
-        tensor.fill_(index)
-    return tensors
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    made = Arena(HostVmmDriver("host:2", 64 * MIB), HostPool(64 * MIB), SystemClock())
+    made.tag("params", "backup")
+    yield made
+    made.close()
 
 
-def sizes(arena: Arena) -> list[int]:
-    return [report.num_bytes // MIB for report in arena.report() if report.num_bytes]
+def test_memory_without_an_address_and_addresses_without_memory(driver: HostVmmDriver):
+    handle = driver.create(4 * PAGE)
+    assert device_bytes([os.getpid()], "host:2") == 4 * PAGE
+    assert (driver.free_bytes(), driver.capacity_bytes()) == (12 * PAGE, 16 * PAGE)
+    one, two = driver.reserve(4 * PAGE), driver.reserve(8 * PAGE)
+    driver.map(one, 4 * PAGE, handle)
+    libc.view(one, 5)[:] = b"hello"
+    driver.map(two + 2 * PAGE, 4 * PAGE, handle)
+    assert bytes(libc.view(two + 2 * PAGE, 5)) == b"hello", "the same memory at two addresses"
+    driver.unmap(one, 4 * PAGE)
+    driver.unmap(two + 2 * PAGE, 4 * PAGE)
+    driver.map(one, 4 * PAGE, handle)
+    assert bytes(libc.view(one, 5)) == b"hello", "it lives while its handle does"
+    host = HostPool(PAGE)
+    out = host.take(PAGE)
+    driver.wait(driver.copy_out(out, one, PAGE))
+    driver.wait(driver.zero(one, PAGE))
+    assert bytes(libc.view(one, PAGE)) == bytes(PAGE)
+    driver.wait(driver.copy_in(one, out, PAGE))
+    assert bytes(libc.view(one, 5)) == b"hello"
+    host.close()
+    driver.unmap(one, 4 * PAGE)
+    driver.release(handle, 4 * PAGE)
+    assert driver.free_bytes() == 16 * PAGE
 
 
-def test_one_part_leaves_and_the_others_stay_in_use(arena: Arena):
-    tensors = filled(arena, 16)
-    addresses = [tensor.data_ptr() for tensor in tensors]
-    arena.divide(OPTIMIZER_PARTS)
-    assert sizes(arena) == [8] * 8
-    moved = arena.release(["optimizer.3", "optimizer.6"])
-    assert moved.copied_bytes == 16 * MIB
-    assert device_bytes([os.getpid()], "host:7") == 48 * MIB
-    away = {t for t in range(16) if t % 8 in (3, 6)}  # equal sizes are dealt out in turn
-    for index in set(range(16)) - away:
-        assert tensors[index].eq(index).all()
-        tensors[index].add_(1)
-    arena.restore(["optimizer.3", "optimizer.6"])
-    assert [tensor.data_ptr() for tensor in tensors] == addresses
-    assert [int(tensor[-1]) for tensor in tensors] == [i if i in away else i + 1 for i in range(16)]
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda d, a, h: d.reserve(100), r"host:2: reserve of 100 bytes -- use a positive multiple of 4096"),
+        (lambda d, a, h: d.create(0), "create of 0 bytes"),
+        (lambda d, a, h: d.release(h, PAGE), "there is no memory 1 of 4,096 bytes"),
+        (lambda d, a, h: d.release(h, 2 * PAGE), "memory 1 is still mapped -- unmap it first"),
+        (lambda d, a, h: d.map(a + PAGE, 2 * PAGE, h), "something is mapped"),
+        (lambda d, a, h: d.map(a + 3 * PAGE, 2 * PAGE, h), "are not within one reservation"),
+        (lambda d, a, h: d.map(a + 2 * PAGE, PAGE, h), "there is no memory 1 of 4,096 bytes"),
+        (lambda d, a, h: d.unmap(a, PAGE), "are not what is mapped there"),
+        (lambda d, a, h: d.free_reservation(a, 4 * PAGE), "has memory mapped in it -- unmap it first"),
+        (lambda d, a, h: d.free_reservation(a, PAGE), "are no reservation"),
+        (lambda d, a, h: d.copy_out(1, a + PAGE, 2 * PAGE), "are not mapped -- map them first"),
+        (lambda d, a, h: d.copy_in(a + 2 * PAGE, 1, 1), "are not mapped"),
+        (lambda d, a, h: d.zero(0, 1), "are not mapped"),
+        (lambda d, a, h: d.wait(1), "no copy has the ticket 1"),
+        (lambda d, a, h: d.create(15 * PAGE), "61,440 bytes were asked for, 57,344 of 65,536 are free"),
+        (lambda d, a, h: d.reserve((1 << 63) - PAGE), "mmap of 9,223,372,036,854,771,712 bytes at 0x0: Cannot alloc"),
+        (lambda d, a, h: HostVmmDriver("host:2", 0), "use a positive capacity"),
+    ],
+)
+def test_the_driver_refuses_what_would_corrupt_or_does_not_fit(driver: HostVmmDriver, call, says: str):
+    address, handle = driver.reserve(4 * PAGE), driver.create(2 * PAGE)
+    driver.map(address, 2 * PAGE, handle)
+    with pytest.raises(MemoryFault, match=says):
+        call(driver, address, handle)
+    driver.close()
+    with pytest.raises(MemoryFault, match="the driver is closed"):
+        driver.create(PAGE)
 
 
-def test_a_region_made_afterwards_belongs_to_the_first_and_any_can_be_freed(arena: Arena):
-    tensors = filled(arena, 8)
-    arena.divide(OPTIMIZER_PARTS)
-    late = empty_tensor(arena, "optimizer", (MIB,), torch.float32)
-    assert sizes(arena) == [8, *[4] * 7]
-    arena.free(tensors[5].data_ptr())
-    arena.free(late.data_ptr())
-    assert sizes(arena) == [4] * 7
+def test_a_file_limit_is_a_clear_error_and_not_the_end():
+    driver = HostVmmDriver("host:7", 64 * MIB)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
+    try:
+        with pytest.raises(MemoryFault, match="a file of 2,097,152 bytes: .* -- see ulimit -f"):
+            driver.create(2 * MIB)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    driver.release(driver.create(2 * MIB), 2 * MIB)
+    with pytest.raises(OutOfDeviceMemory):
+        driver.create(65 * MIB)
+    driver.close()
 
 
-def test_small_regions_stay_together(arena: Arena):
-    filled(arena, 3, mib=2)
-    arena.free(filled(arena, 1, mib=2)[0].data_ptr())
-    arena.divide(OPTIMIZER_PARTS)
-    assert sizes(arena) == [2, 2, 2], "not more parts than regions"
+def test_pieces_never_overlap_and_everything_comes_back():
+    print("seed 5")
+    dice, pool, pieces = random.Random(5), HostPool(64 * PAGE), {}
+    for _ in range(3000):
+        if pieces and dice.random() < 0.5:
+            address = dice.choice(list(pieces))
+            assert bytes(libc.view(address, pieces[address][0])) == pieces[address][1], "nobody else wrote there"
+            pool.give(address)
+            del pieces[address]
+        else:
+            size = dice.randrange(1, 9 * PAGE)
+            try:
+                address = pool.take(size)
+            except MemoryFault:
+                assert pool.used_bytes + 9 * PAGE > pool.limit_bytes / 3, "refused only when it is crowded"
+                continue
+            pieces[address] = (size, dice.randbytes(size))
+            libc.view(address, size)[:] = pieces[address][1]
+        assert pool.used_bytes == sum(-(-size // PAGE) * PAGE for size, _ in pieces.values())
+    for address in pieces:
+        pool.give(address)
+    assert pool.used_bytes == 0
+    assert pool.take(64 * PAGE), "one piece again"
+    pool.close()
 
 
-def test_what_cannot_be_divided_is_left_as_it_was(arena: Arena):
-    filled(arena, 4)
-    arena.release(["optimizer"])
-    with pytest.raises(MemoryFault, match=r"'optimizer' \(backup\) is host and cannot be a part of 'optimizer'"):
-        arena.divide(OPTIMIZER_PARTS)
-    arena.restore(["optimizer"])
-    arena.tag("grads", "discard")
-    with pytest.raises(MemoryFault, match=r"'grads' \(discard\) is mapped_dirty and cannot be a part of 'optimizer'"):
-        arena.divide(("optimizer", "grads"))
-    arena.divide(OPTIMIZER_PARTS)
-    with pytest.raises(MemoryFault, match="hold their own memory -- divide a tag once"):
-        arena.divide(OPTIMIZER_PARTS)
-    assert sizes(arena) == [4] * 4
+def test_the_limit_is_hard_and_told():
+    pool = HostPool(4 * PAGE)
+    first, second, third = pool.take(PAGE), pool.take(2 * PAGE), pool.take(1)
+    pool.give(first)
+    pool.give(third)
+    with pytest.raises(MemoryFault, match="host pool: 8,192 bytes do not fit: 8,192 of 16,384 are taken, the largest free "
+                       "piece has 4,096 -- raise the limit"):  # fmt: skip
+        pool.take(2 * PAGE)
+    for address in (first, second + PAGE, 0):
+        with pytest.raises(MemoryFault, match="is no piece of it -- give a piece back once"):
+            pool.give(address)
+    for size, says in ((0, "a piece of 0 bytes"), (5 * PAGE, "do not fit")):
+        with pytest.raises(MemoryFault, match=says):
+            pool.take(size)
+    with pytest.raises(MemoryFault, match="a limit of -1 bytes"):
+        HostPool(-1)
+    pool.close()
+    pool.close()
+    with pytest.raises(MemoryFault, match="4,096 bytes do not fit: 0 of 0 are taken"):
+        HostPool(0).take(1)
 
 
-@given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 8), st.integers(0, 300))
-def test_shares_are_a_partition_and_about_equal(sizes: list[int], num_parts: int, least: int):
-    parts = shares(sizes, num_parts, least)
-    assert sorted(index for part in parts for index in part) == list(range(len(sizes)))
-    assert len(parts) <= num_parts
-    assert all(parts)
-    filled = [sum(sizes[i] for i in part) for part in parts]
-    if len(parts) > 1:
-        assert sum(sizes) // len(parts) >= least
-        assert max(filled) - min(filled) <= max(sizes)
+def rss_anon() -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+
+def test_given_pages_go_back_to_the_system_unless_they_are_pinned():
+    before = rss_anon()
+    pool = HostPool(64 * MIB)
+    address = pool.take(64 * MIB)
+    libc.zero(address, 64 * MIB)
+    assert rss_anon() - before > 60 * MIB
+    pool.give(address)
+    assert rss_anon() - before < 8 * MIB
+    pool.close()
+    calls: list[tuple] = []
+
+    def pin(at: int, num_bytes: int) -> Callable[[], None]:
+        calls.append(("pin", num_bytes))
+        return lambda: calls.append(("unpin", num_bytes))
+
+    pool = HostPool(8 * PAGE, pin)
+    address = pool.take(PAGE)
+    libc.view(address, 3)[:] = b"abc"
+    pool.give(address)
+    assert bytes(libc.view(pool.take(PAGE), 3)) == b"abc", "a pinned page stays where it is"
+    pool.close()
+    pool.close()
+    assert calls == [("pin", 8 * PAGE), ("unpin", 8 * PAGE)]
+
+    def refuse(at: int, num_bytes: int) -> Callable[[], None]:
+        raise MemoryFault(f"cannot pin {num_bytes} bytes")
+
+    num_maps = len(Path("/proc/self/maps").read_text().splitlines())
+    for _ in range(20):
+        with pytest.raises(MemoryFault, match="cannot pin 65536 bytes"):
+            HostPool(16 * PAGE, refuse)
+    assert len(Path("/proc/self/maps").read_text().splitlines()) <= num_maps + 2, "a pin that fails leaves nothing"
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64],
+)
+def test_a_tensor_is_the_memory_itself(arena: Arena, dtype: torch.dtype):
+    address = arena.empty("params", 600 * 16)
+    tensor = tensor_at(address, (2, 3, 100), dtype)
+    assert (tensor.shape, tensor.dtype, tensor.data_ptr()) == ((2, 3, 100), dtype, address)
+    assert tensor.is_contiguous()
+    assert not tensor.requires_grad
+    libc.view(address, 600 * 16)[:] = bytes([1]) * (600 * 16)
+    assert bytes(tensor.flatten().view(torch.uint8)[:4].tolist()) == b"\x01\x01\x01\x01"[: 4 * dtype.itemsize]
+    same = tensor_at(address, (600,), dtype)
+    tensor.zero_()
+    assert not same.view(torch.uint8).any()
+    for shape, at in (((-1,), address), ((1,), 0)):
+        with pytest.raises(MemoryFault, match="use sizes of at least 0, an aligned address"):
+            tensor_at(at, shape, dtype)
+
+
+def test_tensors_side_by_side_share_a_region(arena: Arena):
+    tensors = empty_tensors(
+        arena, "params", [((3,), torch.float32), ((0, 7), torch.float32), ((), torch.float64), ((5, 5), torch.bfloat16)]
+    )
+    base = tensors[0].data_ptr()
+    assert [tensor.data_ptr() - base for tensor in tensors if tensor.numel()] == [0, 512, 1024]
+    assert tensors[1].shape == (0, 7)
+    for number, tensor in enumerate(tensors):
+        tensor.fill_(number)
+    assert tensors[0].tolist() == [0, 0, 0]
+    assert tensors[2].item() == 2
+    assert arena.report()[0].num_bytes == PAGE
+    arena.free(base)
+    assert empty_tensors(arena, "params", []) == []

@@ -271,11 +271,8 @@ def test_a_pool_is_resident_and_pinned_once_and_unpinned_at_its_end(gpu: Standin
     assert gpu.is_pinned(address, MIB)
     assert gpu.live() == {"registrations": 1, "contexts": 1}
     assert resident_bytes(address) == MIB
-    report = pinning.report
-    assert report is not None
-    assert report.num_bytes == 5 * MIB
-    assert report.huge_pages
-    assert report.node
+    assert pinning.report is not None
+    assert pinning.report.num_bytes == 5 * MIB
     pool.close()
     pool.close()
 

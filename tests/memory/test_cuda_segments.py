@@ -14,9 +14,10 @@ import pytest
 from tests.memory.standin_gpu import GRANULE, MIB, StandinGpu
 
 from myxa.core.errors import MemoryFault
-from myxa.memory.arenas import segment_table
-from myxa.memory.arenas.segment_table import SLOTS, SOURCE, SegmentTable, SlotRegister, built
+from myxa.memory import native
+from myxa.memory.arenas.segment_table import FLAGS, SegmentTable, SlotRegister, built
 
+SLOTS = SlotRegister.numbers
 SLOT = SLOTS[0]
 
 
@@ -74,7 +75,7 @@ def test_each_device_has_its_own_memory(table: SegmentTable, gpu: StandinGpu):
 def test_a_device_that_is_not_there_gives_nothing_and_says_why(table: SegmentTable):
     for device in (-1, 7, 64, 1000):
         assert Functions(table).allocate(GRANULE, device) is None
-        assert table.last_failure().call == "cuDeviceGet"
+        assert table.last_failure().call == b"cuDeviceGet"
         assert table.last_failure().result == 101
 
 
@@ -91,7 +92,7 @@ def test_a_segment_that_fails_halfway_leaves_nothing(table: SegmentTable, gpu: S
     gpu.fail(name, 2, after=after)
     assert torch.allocate(9 * MIB) is None
     failure = table.last_failure()
-    assert (failure.call, failure.result, failure.num_failures) == (name, 2, 1)
+    assert (failure.call, failure.result, failure.num_failures) == (name.encode(), 2, 1)
     assert gpu.live() == before
     torch.free(first)
 
@@ -100,7 +101,7 @@ def test_out_of_memory_is_told_with_its_size(table: SegmentTable, gpu: StandinGp
     gpu.set_capacity(0, 6 * MIB)
     assert Functions(table).allocate(9 * MIB) is None
     failure = table.last_failure()
-    assert (failure.call, failure.result, failure.num_bytes, failure.slot) == ("cuMemGetInfo", 2, 10 * MIB, SLOT)
+    assert (failure.call, failure.result, failure.num_bytes) == (b"cuMemGetInfo", 2, 10 * MIB)
     assert "cuMemCreate" not in [name for name, _, _ in gpu.calls()]
     assert gpu.held() == 0
 
@@ -239,43 +240,61 @@ def test_slots_run_out_and_come_back(table: SegmentTable):
     assert register.take(table) == taken[5]
 
 
-def test_a_source_is_compiled_once_whoever_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def compile_seven(source: Path, cache_dir: Path | None, compiler: str = "gcc") -> Path:
+    return native.built(
+        source, compiler, ["-shared", "-fPIC", str(source)],
+        facts=("here",), cache_dir=cache_dir, timeout_s=30.0, remedy="see the compiler",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def seven(tmp_path: Path) -> Path:
     source = tmp_path / "seven.c"
-    source.write_text('__attribute__((visibility("default"))) int seven(void) { return 7; }\n')
+    source.write_text("int seven(void) { return 7; }\n")
+    return source
+
+
+def test_a_source_is_compiled_once_whoever_asks(seven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     calls: list[str] = []
-    compile_it = segment_table._compile
-    monkeypatch.setattr(segment_table, "_compile", lambda *a: (calls.append("one"), compile_it(*a)))
+    compile_it = native._compile
+    monkeypatch.setattr(native, "_compile", lambda *a: (calls.append("one"), compile_it(*a)))
     with ThreadPoolExecutor(4) as threads:
-        paths = {done.result(timeout=60) for done in [threads.submit(built, source, tmp_path / "c") for _ in range(4)]}
+        asked = [threads.submit(compile_seven, seven, tmp_path / "c") for _ in range(4)]
+        paths = {done.result(timeout=60) for done in asked}
     assert len(paths) == len(calls) == 1
     assert ctypes.CDLL(str(paths.pop())).seven() == 7
-    source.write_text(source.read_text().replace("7;", "8;"))
-    assert ctypes.CDLL(str(built(source, tmp_path / "c"))).seven() == 8
+    seven.write_text(seven.read_text().replace("7;", "8;"))
+    assert ctypes.CDLL(str(compile_seven(seven, tmp_path / "c"))).seven() == 8
     assert len(calls) == 2
     assert not list((tmp_path / "c").glob(".building-*"))
 
 
-def test_a_machine_without_a_compiler_is_told_what_it_lacks(tmp_path: Path):
+def test_a_build_that_fails_leaves_nothing_and_says_why(seven: Path, tmp_path: Path):
+    seven.write_text("int seven(void) { return it; }")
+    with pytest.raises(MemoryFault, match=r"gcc cannot compile seven.c \(1\): .*error: .*it.* -- see the compiler"):
+        compile_seven(seven, tmp_path / "c")
+    with pytest.raises(MemoryFault, match="no-such-cc did not build seven.c: "):
+        compile_seven(seven, tmp_path / "c", "no-such-cc")
+    assert not list((tmp_path / "c").glob("*.so"))
     with pytest.raises(MemoryFault, match=r"none of no-such-cc, nor-this is on the PATH.*apt-get install gcc"):
-        built(SOURCE, tmp_path / "c", compilers=("no-such-cc", "nor-this"))
+        built(tmp_path / "c", compilers=("no-such-cc", "nor-this"))
 
 
-def test_a_home_that_cannot_be_written_is_replaced_by_a_folder_of_ones_own(tmp_path: Path, monkeypatch):
+def test_a_home_that_cannot_be_written_is_replaced_by_a_folder_of_ones_own(seven: Path, tmp_path: Path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(segment_table.tempfile, "gettempdir", lambda: str(tmp_path))
-    made = built(SOURCE)
+    monkeypatch.setattr(native.tempfile, "gettempdir", lambda: str(tmp_path))
+    made = compile_seven(seven, None)
     assert made.parent == tmp_path / f"myxa-native-{os.getuid()}"
     assert made.parent.stat().st_mode & 0o777 == 0o700
-    assert built(SOURCE) == made
-    monkeypatch.setattr(segment_table.os, "getuid", lambda: 4711)  # somebody else made that folder
+    assert compile_seven(seven, None) == made
+    monkeypatch.setattr(native.os, "getuid", lambda: 4711)  # somebody else made that folder
     made.parent.rename(tmp_path / "myxa-native-4711")
     with pytest.raises(MemoryFault, match="belongs to another user"):
-        built(SOURCE)
+        compile_seven(seven, None)
 
 
 @pytest.mark.parametrize("compiler", ["gcc", "g++"])
-def test_the_allocator_compiles_without_a_warning(tmp_path: Path, compiler: str, monkeypatch: pytest.MonkeyPatch):
+def test_the_allocator_compiles_without_a_warning(tmp_path: Path, compiler: str):
     assert shutil.which(compiler)
-    monkeypatch.setattr(segment_table, "FLAGS", (*segment_table.FLAGS, "-Wextra", "-Werror"))
-    assert built(SOURCE, tmp_path, compilers=(compiler,)).exists()
+    assert built(tmp_path, compilers=(compiler,), flags=(*FLAGS, "-Wextra", "-Werror")).exists()

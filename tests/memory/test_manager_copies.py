@@ -14,9 +14,8 @@ from myxa.actors.contracts import MemoryContract
 from myxa.actors.tenancy.memory_manager import ManagerOptions, MemoryManager
 from myxa.core.clock import SystemClock
 from myxa.core.device_memory import LeaseReply, LeaseRequest, Tag
-from myxa.memory.leases.arbiter import ArbiterOptions
 from myxa.memory.leases.journal import Journal
-from myxa.memory.leases.switch import SwitchOptions
+from myxa.memory.leases.switch import ArbiterOptions
 from myxa.memory.meters import DeviceMeters
 from myxa.transport.node import Node
 
@@ -64,13 +63,9 @@ class Lab:
         return report.state
 
 
-async def open_lab(tmp_path: Path, host_limit_bytes: int = 0) -> Lab:
+async def open_lab(tmp_path: Path) -> Lab:
     node = await Node.attach(name="launcher/0")
-    options = ManagerOptions(
-        arbiter=ArbiterOptions(
-            reserve_bytes=0, margin_bytes=MIB, switch=SwitchOptions(settle_s=0.2, host_limit_bytes=host_limit_bytes)
-        )
-    )
+    options = ManagerOptions(arbiter=ArbiterOptions(reserve_bytes=0, margin_bytes=MIB, settle_s=0.2))
     journal = Journal(tmp_path / "memory.jsonl")
     manager = MemoryManager(
         meter=DeviceMeters({DEVICE: CAPACITY}), journal=journal, options=options, clock=SystemClock()
@@ -151,17 +146,3 @@ async def test_a_refusal_names_who_holds_what(lab: Lab, monkeypatch: pytest.Monk
     )
     assert [(h.tag, h.num_bytes // MIB) for h in refused.holders] == [("optimizer", 16), ("grads", 8), ("params", 8)]
     assert await lab.state("trainer/0") == "active", "nobody was disturbed"
-
-
-async def test_the_host_pool_refuses_at_admission(tmp_path: Path) -> None:
-    lab = await open_lab(tmp_path, host_limit_bytes=8 * MIB)
-    try:
-        assert (await lab.lease("trainer")).granted
-        await lab.work("trainer/0")
-        refused = await lab.lease("rollout", quiet="trainer")
-        assert not refused.granted
-        assert "the host pool has no room for 16.0 MiB of copies: 0 bytes of 8.0 MiB are in use" in refused.reason
-        assert await lab.state("trainer/0") == "active", "nobody was disturbed"
-        assert await lab.away("trainer/0") == set()
-    finally:
-        await lab.node.close(grace_s=0.5)

@@ -15,8 +15,7 @@ from myxa.core.clock import SystemClock
 from myxa.core.device_memory import CommandKind, MemoryCommand, MemoryReply, MovedMemory, Tag, TagReport
 from myxa.core.errors import MemoryFault
 from myxa.core.process import start_time
-from myxa.memory.communicators.membership import Absent
-from myxa.memory.communicators.residency import CommStats
+from myxa.memory.communicators.residency import Absent, CommStats
 
 pytestmark = [pytest.mark.timeout(30)]
 
@@ -71,7 +70,7 @@ class Comms:
         self.error: MemoryFault | None = None
 
     def stats(self) -> CommStats:
-        return CommStats(epoch=0, num_groups=1, num_live=1, device_bytes=30)
+        return CommStats(epoch=0, num_groups=1, num_live=1)
 
     def release(self, epoch: int, timeout_s: float) -> CommStats:
         self.log.append("comms release")
@@ -204,4 +203,4 @@ async def test_what_is_planned_is_leased_before_it_is_there() -> None:
     await bench.tenant.loaded()
     loaded = bench.tenant.report()
     assert (loaded.state, loaded.reserved_bytes) == ("quiesced", 0)
-    assert {t.tag: t.num_bytes for t in loaded.tags} == {"optimizer": 100, "nccl": 30}
+    assert {t.tag: t.num_bytes for t in loaded.tags} == {"optimizer": 100, "nccl": 0}
