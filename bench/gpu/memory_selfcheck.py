@@ -40,7 +40,7 @@ def opened(bench: Bench, report: Report) -> str:
     seconds = time.perf_counter() - started
     return (
         f"{seconds:.2f} s in all; {pool_bytes / GIB:.2f} GiB pinned: made resident in {pinned.populate_s:.2f} s, "
-        f"registered in {pinned.register_s:.2f} s; huge pages {pinned.huge_pages}; NUMA: {pinned.node}"
+        f"registered in {pinned.register_s:.2f} s"
     )
 
 
@@ -58,7 +58,7 @@ def two_tags(bench: Bench) -> str:
         need(told.num_bytes >= view.numel() * 8, f"{tag} holds {told.num_bytes} bytes")
         address = view.data_ptr()
         home = [s for s in bench.memory.segments() if s.address <= address < s.address + s.num_bytes]
-        need(len(home) == 1 and home[0].is_taken, f"{tag}: {address:#x} is in {home}")
+        need(len(home) == 1 and bool(home[0].is_taken), f"{tag}: {address:#x} is in {home}")
     return ", ".join(f"{report.tag} {report.num_bytes / GIB:.2f} GiB" for report in bench.memory.report())
 
 

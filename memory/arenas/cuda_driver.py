@@ -20,10 +20,11 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Final
+from typing import Any
 
 from ...core.errors import MemoryFault, OutOfDeviceMemory
 from .driver import VmmDriver
@@ -40,7 +41,6 @@ SLEEPING_EVENT = 1 | 2  # CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING: wait
 REGISTERED_EVERYWHERE = 1 | 2  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP: kernels may read it
 HAS_VMM = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 HOST_NUMA_ID = 134  # CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID
-PCI_BUS, PCI_DEVICE, PCI_DOMAIN = 33, 34, 50
 
 
 class MemLocation(ctypes.Structure):
@@ -237,69 +237,7 @@ NUM_BLOCKS = 16
 NUM_THREADS = 512
 UNIT = 16
 """Bytes that a thread moves at a time; addresses and sizes must be multiples."""
-NAME: Final = b"copy_in"
-SOURCE: Final = b"""
-.version 7.0
-.target sm_80
-.address_size 64
-.visible .entry copy_in(.param .u64 to, .param .u64 from, .param .u64 num_bytes)
-{
-  .reg .pred %is_over;
-  .reg .b32 %r<4>, %a<4>, %b<4>, %c<4>, %d<4>;
-  .reg .b64 %to, %from, %end, %at, %far, %step, %stride, %t<4>, %f<4>;
-
-  ld.param.u64 %to, [to];
-  ld.param.u64 %from, [from];
-  ld.param.u64 %end, [num_bytes];
-  mov.u32 %r0, %ctaid.x;
-  mov.u32 %r1, %ntid.x;
-  mov.u32 %r2, %tid.x;
-  mov.u32 %r3, %nctaid.x;
-  mul.wide.u32 %at, %r0, %r1;
-  cvt.u64.u32 %step, %r2;
-  add.u64 %at, %at, %step;
-  shl.b64 %at, %at, 4;                  // where this thread begins
-  mul.wide.u32 %step, %r3, %r1;
-  shl.b64 %step, %step, 4;              // what all threads move together
-  shl.b64 %stride, %step, 2;
-
-FOUR:                                   // four loads are on their way at a time
-  mad.lo.u64 %far, %step, 3, %at;
-  setp.ge.u64 %is_over, %far, %end;
-  @%is_over bra ONE;
-  add.u64 %f0, %from, %at;
-  add.u64 %f1, %f0, %step;
-  add.u64 %f2, %f1, %step;
-  add.u64 %f3, %f2, %step;
-  ld.global.cs.v4.u32 {%a0, %a1, %a2, %a3}, [%f0];
-  ld.global.cs.v4.u32 {%b0, %b1, %b2, %b3}, [%f1];
-  ld.global.cs.v4.u32 {%c0, %c1, %c2, %c3}, [%f2];
-  ld.global.cs.v4.u32 {%d0, %d1, %d2, %d3}, [%f3];
-  add.u64 %t0, %to, %at;
-  add.u64 %t1, %t0, %step;
-  add.u64 %t2, %t1, %step;
-  add.u64 %t3, %t2, %step;
-  st.global.v4.u32 [%t0], {%a0, %a1, %a2, %a3};
-  st.global.v4.u32 [%t1], {%b0, %b1, %b2, %b3};
-  st.global.v4.u32 [%t2], {%c0, %c1, %c2, %c3};
-  st.global.v4.u32 [%t3], {%d0, %d1, %d2, %d3};
-  add.u64 %at, %at, %stride;
-  bra FOUR;
-
-ONE:                                    // what is left of a size that four do not divide
-  setp.ge.u64 %is_over, %at, %end;
-  @%is_over bra OVER;
-  add.u64 %f0, %from, %at;
-  ld.global.cs.v4.u32 {%a0, %a1, %a2, %a3}, [%f0];
-  add.u64 %t0, %to, %at;
-  st.global.v4.u32 [%t0], {%a0, %a1, %a2, %a3};
-  add.u64 %at, %at, %step;
-  bra ONE;
-
-OVER:
-  ret;
-}
-"""
+SOURCE = Path(__file__).with_name("copy_in.ptx")
 
 
 class CopyKernel:
@@ -309,8 +247,8 @@ class CopyKernel:
         """Raises MemoryFault where this GPU or driver cannot have it."""
         self._library = library
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
-        library.call("cuModuleLoadData", ctypes.byref(module), SOURCE, what="the copy kernel")
-        library.call("cuModuleGetFunction", ctypes.byref(self._function), module, NAME)
+        library.call("cuModuleLoadData", ctypes.byref(module), SOURCE.read_bytes(), what="the copy kernel")
+        library.call("cuModuleGetFunction", ctypes.byref(self._function), module, b"copy_in")
 
     def source(self, host_address: int, address: int, num_bytes: int) -> int:
         """Where the device sees these bytes of the host; 0: it does not, or they do not begin and end as the kernel
@@ -334,14 +272,6 @@ class CopyKernel:
             "cuLaunchKernel", self._function, NUM_BLOCKS, 1, 1, NUM_THREADS, 1, 1, 0, stream, pointers, None,
             what=f"copy of {num_bytes:,} bytes to {address:#x}",
         )  # fmt: skip
-
-
-def load_copy_kernel(library: CudaLibrary) -> CopyKernel | None:
-    """None: copy engines it is."""
-    try:
-        return CopyKernel(library)
-    except MemoryFault:  # a GPU before sm_80, or a driver that compiles nothing
-        return None
 
 
 OUT, IN, FILL = range(3)
@@ -466,7 +396,9 @@ class CudaDriver(VmmDriver):
                 for _ in range(3):
                     self._lanes.append(CopyLane(cuda))
                     opened.callback(self._lanes[-1].close)
-                self._kernel = load_copy_kernel(cuda)
+                self._kernel: CopyKernel | None = None
+                with suppress(MemoryFault):  # a GPU before sm_80, or a driver that compiles nothing
+                    self._kernel = CopyKernel(cuda)
                 opened.pop_all()
         except MemoryFault:
             self._context.close()

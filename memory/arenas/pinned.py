@@ -2,9 +2,8 @@
 
 Knows addresses and a GPU's ordinal; the pool makes the range, cuts it up and calls `pin` once. `torch`'s pinned memory
 is no alternative: its cache rounds up to powers of two and allocates (which means locks pages) in every cycle; that is
-where torch-memory-saver loses most of its time. Huge pages, nearness and many threads are asked for, not demanded:
-what the machine granted is in `Pinning.report`. Wanted pages are made by madvise(MADV_POPULATE_WRITE), which keeps what
-is in them.
+where torch-memory-saver loses most of its time. Huge pages, nearness and many threads are asked for, not demanded.
+Wanted pages are made by madvise(MADV_POPULATE_WRITE), which keeps what is in them.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import errno
 import os
 import platform
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -21,20 +21,10 @@ from types import MappingProxyType
 from ...core.clock import Clock, SystemClock
 from ...core.errors import MemoryFault
 from . import libc
-from .cuda_driver import (
-    HOST_NUMA_ID,
-    LIBRARY,
-    PCI_BUS,
-    PCI_DEVICE,
-    PCI_DOMAIN,
-    REGISTERED_EVERYWHERE,
-    CudaLibrary,
-    PrimaryContext,
-)
+from .cuda_driver import HOST_NUMA_ID, LIBRARY, REGISTERED_EVERYWHERE, CudaLibrary, PrimaryContext
 from .host_pool import Pin, Unpin
 
 NODES = Path("/sys/devices/system/node")
-PCI_DEVICES = Path("/sys/bus/pci/devices")
 HUGE_PAGE_BYTES = 2 << 20
 NUM_NODE_BITS = 1024
 MADV_HUGEPAGE = 14
@@ -43,22 +33,14 @@ MPOL_PREFERRED = 1  # not MPOL_BIND: a node that is full would end the process i
 MBIND_NUMBER: MappingProxyType[str, int] = MappingProxyType({"x86_64": 237, "aarch64": 235})
 """Of the system call; the C library has no function for it."""
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_syscall = _libc.syscall
-_syscall.restype = ctypes.c_long
-
 
 @dataclass(frozen=True, slots=True)
 class PinReport:
-    """What pinning did, for people and for benchmarks."""
+    """What pinning took, for benchmarks."""
 
     num_bytes: int
-    huge_pages: str
-    """"asked for", or why not."""
-    node: str
-    """NUMA node, or why none was preferred."""
     populate_s: float
-    """0: the kernel cannot do it ahead, registering did it page by page."""
+    """Hardly any: the kernel cannot do it ahead, registering did it page by page."""
     register_s: float
 
 
@@ -81,24 +63,18 @@ class Pinning:
         """Blocks: 8 GiB take seconds on a machine whose memory is fresh. Raises MemoryFault with nothing pinned."""
         context = PrimaryContext(CudaLibrary(self._library), self._ordinal)
         try:
-            error = libc.advise(address, num_bytes, MADV_HUGEPAGE)
-            huge_pages = f"refused: {os.strerror(error)}" if error else "asked for"
-            node = _prefer_node(address, num_bytes, near(context))
+            libc.advise(address, num_bytes, MADV_HUGEPAGE)
+            with suppress(MemoryFault):  # drivers before 12.2 do not know the question
+                _prefer_node(address, num_bytes, context.attribute(HOST_NUMA_ID))
             started = self._clock.monotonic()
-            was_populated = self._populate(address, num_bytes)
+            self._populate(address, num_bytes)
             populated = self._clock.monotonic()
             self._register(context, address, num_bytes)
             registered = self._clock.monotonic()
         except BaseException:
             context.close()
             raise
-        self.report = PinReport(
-            num_bytes=num_bytes,
-            huge_pages=huge_pages,
-            node=node,
-            populate_s=populated - started if was_populated else 0.0,
-            register_s=registered - populated,
-        )
+        self.report = PinReport(num_bytes, populated - started, registered - populated)
 
         def unpin() -> None:
             try:
@@ -109,21 +85,18 @@ class Pinning:
 
         return unpin
 
-    def _populate(self, address: int, num_bytes: int) -> bool:
-        """Every page of its own thread's part made and writable; False: this kernel cannot."""
+    def _populate(self, address: int, num_bytes: int) -> None:
+        """Every page of its own thread's part made and writable, where this kernel can do that."""
         pages = -(-num_bytes // HUGE_PAGE_BYTES)
         step = -(-pages // self._num_threads) * HUGE_PAGE_BYTES
         parts = [(address + at, min(step, num_bytes - at)) for at in range(0, num_bytes, step)]
         with ThreadPoolExecutor(self._num_threads, thread_name_prefix="pin") as threads:
-            errors = list(threads.map(_make_resident, parts))
-        if errno.EINVAL in errors:
-            return False
-        for error in filter(None, errors):
+            errors = set(threads.map(_make_resident, parts)) - {0}
+        if errors and errno.EINVAL not in errors:
             raise MemoryFault(
-                f"host pool: {num_bytes:,} bytes cannot be made resident: {os.strerror(error)}",
+                f"host pool: {num_bytes:,} bytes cannot be made resident: {os.strerror(min(errors))}",
                 remedy="make the pool smaller, or free memory of the host (see the memory control group's limit)",
             )
-        return True
 
     def _register(self, context: PrimaryContext, address: int, num_bytes: int) -> None:
         with context as cuda:
@@ -142,45 +115,18 @@ def pin_for(ordinal: int, *, library: str = LIBRARY, num_threads: int = 8) -> Pi
     return Pinning(ordinal, library=library, num_threads=num_threads)
 
 
-def near(context: PrimaryContext, pci_devices: Path = PCI_DEVICES) -> int | None:
-    """The NUMA node whose memory is nearest to the GPU; None: the machine does not say."""
-    try:
-        node = context.attribute(HOST_NUMA_ID)
-    except MemoryFault:  # drivers before 12.2 do not know the question
-        node = -1
-    if node < 0:
-        domain, bus, slot = (context.attribute(number) for number in (PCI_DOMAIN, PCI_BUS, PCI_DEVICE))
-        try:
-            node = int((pci_devices / f"{domain:04x}:{bus:02x}:{slot:02x}.0" / "numa_node").read_text(encoding="ascii"))
-        except (OSError, ValueError):
-            return None
-    return node if node >= 0 else None
-
-
 def _make_resident(part: tuple[int, int]) -> int:
     return libc.advise(*part, MADV_POPULATE_WRITE)
 
 
-def _prefer_node(address: int, num_bytes: int, node: int | None, nodes: Path = NODES) -> str:
-    num_nodes = len(list(nodes.glob("node[0-9]*")))
-    if num_nodes < 2:
-        return "one node"
-    if node is None:
-        return "the GPU's node is unknown"
+def _prefer_node(address: int, num_bytes: int, node: int) -> None:
+    """Memory of that NUMA node, where there are several."""
     number = MBIND_NUMBER.get(platform.machine())
-    if number is None:
-        return f"no mbind known for {platform.machine()}"
-    if node >= NUM_NODE_BITS:
-        return f"node {node} is out of range"
+    if number is None or not 0 <= node < NUM_NODE_BITS or len(list(NODES.glob("node[0-9]*"))) < 2:
+        return
     mask = (ctypes.c_ulong * (NUM_NODE_BITS // 64))()
     mask[node // 64] = 1 << node % 64
-    failed = _syscall(
-        ctypes.c_long(number),
-        ctypes.c_void_p(address),
-        ctypes.c_ulong(num_bytes),
-        ctypes.c_int(MPOL_PREFERRED),
-        mask,
-        ctypes.c_ulong(NUM_NODE_BITS),
-        ctypes.c_uint(0),
-    )
-    return f"refused: {os.strerror(ctypes.get_errno())}" if failed else f"node {node}"
+    ctypes.CDLL(None).syscall(
+        ctypes.c_long(number), ctypes.c_void_p(address), ctypes.c_ulong(num_bytes), ctypes.c_int(MPOL_PREFERRED), mask,
+        ctypes.c_ulong(NUM_NODE_BITS), ctypes.c_uint(0),
+    )  # fmt: skip

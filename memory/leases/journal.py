@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 
@@ -109,9 +108,3 @@ class Journal:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-
-    def __enter__(self) -> Journal:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()

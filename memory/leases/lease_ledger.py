@@ -124,15 +124,13 @@ class LeaseLedger:
         """Enter a report; None if a newer one is known already. MemoryFault for one that makes no sense."""
         check_report(report)
         known = self.tenants.get(report.tenant)
-        if known is not None and known.report.epoch == report.epoch:
-            _check_place(known.report, report)
-        for device in report.devices:
-            self._check_node(device, report)
+        self._check_place(report, known)
         for device in report.devices:
             self.devices.setdefault(device, DeviceAccount(report.node))
         if known is None or known.is_dead or report.epoch > known.report.epoch:
             if known is not None and not known.is_dead:
-                self._replaced(known)
+                known.fenced = known.fenced or "replaced by a newer incarnation"
+                self.unproven.append(known)  # it counts until its end is proven
             if known is not None and known.is_dead and report.epoch <= known.report.epoch:
                 return None
             self.tenants[report.tenant] = Incarnation(report)
@@ -145,18 +143,21 @@ class LeaseLedger:
                 known.promised.pop(tag.tag, None)
         return known
 
-    def _check_node(self, device: str, report: TenantReport) -> None:
-        known = self.devices.get(device)
-        if known is not None and known.node != report.node:
+    def _check_place(self, report: TenantReport, known: Incarnation | None) -> None:
+        """A living process cannot have its memory elsewhere: what it held would no longer be counted."""
+        before = known.report.devices if known is not None and known.report.epoch == report.epoch else report.devices
+        if before != report.devices:
             raise MemoryFault(
-                f"report of {report.tenant}: {device} is on node {known.node}, it says node {report.node}",
-                remedy="name each device of a run differently",
+                f"report of {report.tenant}: was on {', '.join(before)}, says {place_of(report)} now",
+                remedy="mend the tenant",
             )
-
-    def _replaced(self, known: Incarnation) -> None:
-        """A newer incarnation took its name: the old one counts until its end is proven."""
-        known.fenced = known.fenced or "replaced by a newer incarnation"
-        self.unproven.append(known)
+        for device in report.devices:
+            account = self.devices.get(device)
+            if account is not None and account.node != report.node:
+                raise MemoryFault(
+                    f"report of {report.tenant}: {device} is on node {account.node}, it says node {report.node}",
+                    remedy="name each device of a run differently",
+                )
 
     def fence(self, name: str, reason: str) -> Incarnation | None:
         """It gets no commands from now on; its bytes still count."""
@@ -173,18 +174,14 @@ class LeaseLedger:
 
     def died(self, name: str, epoch: int) -> Incarnation | None:
         """All processes of that incarnation ended. Returns it, unless that was known."""
-        known = self.tenants.get(name)
-        if known is not None and known.report.epoch == epoch:
-            if known.is_dead:
-                return None
-            known.is_dead = True
-            self.unproven.append(known)
-            return known
-        found = next((g for g in self.unproven if g.name == name and g.report.epoch == epoch), None)
-        if found is not None and not found.is_dead:
-            found.is_dead = True
-            return found
-        return None
+        all_of_name = (g for g in (*self.tenants.values(), *self.unproven) if g.name == name)
+        found = next((g for g in all_of_name if g.report.epoch == epoch), None)
+        if found is None or found.is_dead:
+            return None
+        found.is_dead = True
+        if all(gone is not found for gone in self.unproven):
+            self.unproven.append(found)
+        return found
 
     def proven(self, device: str) -> tuple[Incarnation, ...]:
         """The memory of the dead of a device was seen to be free: forget those that count on no other device."""
@@ -363,12 +360,3 @@ def check_report(report: TenantReport) -> None:
         wrong = f"{len(report.pids)} processes with {len(report.started_at)} start times"
     if wrong:
         raise MemoryFault(f"report of {report.tenant or 'a tenant'}: {wrong}", remedy="mend the tenant")
-
-
-def _check_place(before: TenantReport, after: TenantReport) -> None:
-    """A living process cannot have its memory elsewhere: what it held would no longer be counted."""
-    if before.devices != after.devices:
-        raise MemoryFault(
-            f"report of {after.tenant}: was on {', '.join(before.devices)}, says {', '.join(after.devices)} now",
-            remedy="mend the tenant",
-        )

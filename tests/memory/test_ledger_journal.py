@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ def order(epoch: int) -> MemoryCommand:
 
 def test_a_successor_knows_whom_to_ask_and_where_to_begin(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "memory.jsonl"
-    with Journal(path) as first:
+    with closing(Journal(path)) as first:
         first.report(report("trainer/0"))
         first.report(report("trainer/1"))
         first.report(report("trainer/0", 2))
@@ -32,7 +33,7 @@ def test_a_successor_knows_whom_to_ask_and_where_to_begin(tmp_path: Path) -> Non
         first.gone("trainer/1")
     with path.open("ab") as file:
         file.write(b'{"epoch": 99')  # the writer died in the middle of a line
-    with Journal(path) as second:
+    with closing(Journal(path)) as second:
         assert second.known == (report("trainer/0", 2),)
         assert second.last_epoch == 41
         assert second.commands == {"trainer/0": order(41)}
@@ -40,19 +41,19 @@ def test_a_successor_knows_whom_to_ask_and_where_to_begin(tmp_path: Path) -> Non
     assert arbiter.epoch == 41 + EPOCHS_PER_MANAGER
     assert arbiter.tick(0.0)[0] == AskReport("trainer/0")  # trusted in nothing before it has answered
     assert not arbiter.ledger.tenants["trainer/0"].is_usable
-    with Journal(path) as third:
+    with closing(Journal(path)) as third:
         assert third.last_epoch == 41
 
 
 def test_it_does_not_grow_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "REWRITE_BYTES", 4096)
-    with Journal(tmp_path / "memory.jsonl") as journal:
+    with closing(Journal(tmp_path / "memory.jsonl")) as journal:
         for number in range(500):
             journal.report(report("trainer/0", number))
             journal.command("trainer/0", order(number))
         assert journal.path.stat().st_size < 8192
         assert journal.last_epoch == 499
-    with Journal(tmp_path / "memory.jsonl") as again:
+    with closing(Journal(tmp_path / "memory.jsonl")) as again:
         assert (again.last_epoch, again.known) == (499, (report("trainer/0", 499),))
 
 
