@@ -307,24 +307,9 @@ def arena(gpu: StandinGpu, host_pool: HostPool):
     arena.close()
 
 
-def test_a_restore_that_is_waited_for_takes_the_kernel_and_one_that_streams_does_not(arena: Arena, gpu: StandinGpu):
-    tags: tuple[Tag, ...] = ("params", "optimizer")
-    for tag in tags:
-        arena.tag(tag, "backup")
-        arena.empty(tag, 4 * MIB)
-    arena.release(tags)
-    gpu.calls()
-    arena.begin_restore(tags, awaited=("params",)).wait_all()
-    copies = [name for name, _, _ in gpu.calls() if name in ("cuLaunchKernel", "cuMemcpyHtoDAsync_v2")]
-    assert sorted(copies) == ["cuLaunchKernel", "cuMemcpyHtoDAsync_v2"]
-    arena.mark_dirty("optimizer")
-    arena.release(tags)
-    gpu.calls()
-    arena.restore(tags)
-    assert [name for name, _, _ in gpu.calls()].count("cuLaunchKernel") == 2
-
-
-def test_what_streams_in_is_begun_when_everything_is_mapped(arena: Arena, gpu: StandinGpu):
+def test_what_is_waited_for_takes_the_kernel_and_what_streams_in_begins_when_everything_is_mapped(
+    arena: Arena, gpu: StandinGpu
+):
     """Its copies would hold up the mapping of what a trainer begins with."""
     tags: tuple[Tag, ...] = ("optimizer", "params", "grads")
     for tag in tags:

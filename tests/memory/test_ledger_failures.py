@@ -264,6 +264,12 @@ def test_an_engine_over_several_devices_leaves_and_returns_by_one_command_each()
     assert kinds.count("restore") == kinds.count("commit") == 3
 
 
+def test_a_lease_that_is_there_already_costs_nothing(world: World) -> None:
+    epoch = world.arbiter.epoch
+    reply = answer(world, "trainer", "rollout", 1.0)
+    assert (reply.granted, reply.seconds, reply.epoch, world.arbiter.epoch) == (True, {}, epoch, epoch)
+
+
 def test_leases_of_one_device_are_served_in_order(world: World) -> None:
     world.weather.slow_s = 1.0
     names = [world.lease(g, ALL[g], (q,), True, 60.0) for g, q in [("rollout", "trainer"), ("trainer", "rollout")] * 3]

@@ -216,6 +216,20 @@ def test_members_with_communicators_of_different_epochs_build_them_again_togethe
     assert plan.restore == {"trainer/0": ("nccl",), "trainer/1": ("nccl",)}
 
 
+def test_a_refusal_says_how_much_is_short_and_who_holds_it() -> None:
+    trainer = tenant("trainer/0", "trainer", tag("optimizer", 40, "keep"), tag("grads", 30))
+    ghost = tenant("ghost/0", "ghost", *(tag(part, 1, "keep") for part in OPTIMIZER_PARTS), state="active")
+    engine = tenant("rollout/0", "rollout", tag("kv_cache", 70, "discard", "discarded"), state="cold")
+    ledger = ledger_of(trainer, ghost, engine, free_gib=20.5)
+    refused = build(ledger, ask("rollout", "kv_cache", quiet=("trainer",)))
+    assert isinstance(refused, Shortage)
+    assert refused.reason == (
+        "refused: 20.5 GiB short on gpu, held by trainer/0 optimizer 40.0 GiB (active), trainer/0 grads 30.0 GiB (active), "
+        "ghost/0 optimizer 8.0 GiB (active), 1.5 GiB by unregistered processes"
+    )
+    assert [h.num_bytes // GIB for h in refused.holders] == [40, 30, 8, 1]
+
+
 def test_lost_contents_are_not_leased() -> None:
     ledger = ledger_of(tenant("t/0", "t", tag("optimizer", 1, "backup", "poisoned"), state="quiesced"))
     refused = build(ledger, ask("t", "optimizer"))
