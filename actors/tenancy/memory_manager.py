@@ -123,7 +123,7 @@ class MemoryManager(MemoryContract):
         self._node_watch.on_peer(event)
         if event.kind not in ("down", "restarted") or event.name not in self._watched:
             return
-        known = self._arbiter.incarnation(event.name)
+        known = self._arbiter.ledger.tenants.get(event.name)
         if known is None or known.is_dead:
             return
         epoch = known.report.epoch
@@ -338,7 +338,7 @@ class MemoryManager(MemoryContract):
             if process in living:
                 living.discard(process)
                 if living:
-                    self._arbiter.lost_a_process(*key)
+                    self._arbiter.ledger.lost_a_process(*key)
                 else:
                     self._ended(key)
 

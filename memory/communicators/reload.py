@@ -33,7 +33,6 @@ import sysconfig
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -199,54 +198,48 @@ class Proxy(Protocol):
     def inner(self) -> Any: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupFacts:
-    """What torch gave when the group was made."""
-
-    name: str
-    native: Native
-    store: Any
-    rank: int
-    """Of this process, inside the group."""
-    ranks: tuple[int, ...]
-    """All members, as ranks of WORLD."""
-    timeout: timedelta
-    options: Any = None
-    """ProcessGroupNCCL.Options that the caller gave."""
-
-
 class ProxiedGroup:
     """The owner that the proxy calls: `make` when it needs an inner backend, `closed` when the group was destroyed."""
 
     def __init__(
         self,
-        facts: GroupFacts,
+        kind: Native,
+        given: Any,
+        options: Any,
         clock: Clock,
         allowance: Callable[[str], tuple[int, float]],
         on_closed: Callable[[str], object],
     ) -> None:
-        self.facts = facts
+        """`given`: what torch gave when the group was made; `options`: ProcessGroupNCCL.Options of the caller."""
+        self.kind: Native = kind
+        self.name = str(given.group_id)
+        self.ranks = tuple(given.global_ranks_in_group) or tuple(range(given.group_size))
+        """All members, as ranks of WORLD."""
         self.proxy: Proxy | None = None
-        self._rank = facts.ranks[facts.rank]
-        self._words = f"{facts.native} group {facts.name} of ranks {list(facts.ranks)}"
+        self._store: Any = given.store
+        self._place: int = given.group_rank
+        self._timeout: timedelta = given.timeout
+        self._options: Any = options
+        self._rank = self.ranks[self._place]
+        self._words = f"{kind} group {self.name} of ranks {list(self.ranks)}"
         self._failed_epoch: int = -1
         """Its members did not meet under it: what some of them left in the store would confuse a second try."""
         self._clock = clock
         self._allowance = allowance
         self._on_closed = on_closed
-        self._membership = MembershipCheck(PrefixStore(f"{KEYS}-roll", facts.store), self._rank, clock)
+        self._membership = MembershipCheck(PrefixStore(f"{KEYS}-roll", given.store), self._rank, clock)
 
     def make(self, is_pair: bool) -> object:
         """The inner backend; MemoryFault when communicators are released, or who did not come."""
-        epoch, timeout_s = self._allowance(self.facts.name)
+        epoch, timeout_s = self._allowance(self.name)
         if epoch == self._failed_epoch:
             raise MemoryFault(
-                f"group {self.facts.name} could not be built under epoch {epoch}", remedy="restore under a newer epoch"
+                f"group {self.name} could not be built under epoch {epoch}", remedy="restore under a newer epoch"
             )
         try:
-            if is_pair and self.facts.native == "nccl":
+            if is_pair and self.kind == "nccl":
                 self._membership.arrive(f"epoch {epoch}")  # NCCL joins the two; the others may come later or never
-            elif len(self.facts.ranks) > 1:
+            elif len(self.ranks) > 1:
                 self._meet(epoch, timeout_s)
             return self._make(epoch, timeout_s)
         except MemoryFault:
@@ -261,7 +254,7 @@ class ProxiedGroup:
 
     def closed(self) -> None:
         self.proxy = None  # else proxy and owner would hold each other for ever
-        self._on_closed(self.facts.name)
+        self._on_closed(self.name)
 
     @property
     def is_live(self) -> bool:
@@ -276,14 +269,14 @@ class ProxiedGroup:
         if self.proxy is None:
             return
         self.proxy.build()
-        if self.facts.native == "nccl":
+        if self.kind == "nccl":
             device = torch.device("cuda", torch.cuda.current_device())
             self.proxy.inner().eager_connect_single_device(device)
 
     def _meet(self, epoch: int, timeout_s: float) -> None:
         self._membership.tell(f"at epoch {epoch}")
         try:
-            self._membership.meet(f"epoch {epoch}", self.facts.ranks, self._clock.monotonic() + timeout_s)
+            self._membership.meet(f"epoch {epoch}", self.ranks, self._clock.monotonic() + timeout_s)
         except Absent as error:
             raise Absent(
                 f"rank {self._rank}: {self._words} could not be built under epoch {epoch} within {timeout_s:.1f} s: "
@@ -293,19 +286,19 @@ class ProxiedGroup:
             ) from None
 
     def _make(self, epoch: int, timeout_s: float) -> object:
-        store = PrefixStore(f"{KEYS}-epoch-{epoch}", self.facts.store)
-        size = len(self.facts.ranks)
-        if self.facts.native == "gloo":
-            meeting = min(timedelta(seconds=timeout_s), self.facts.timeout)
-            gloo: Any = cast(Any, dist).ProcessGroupGloo(store, self.facts.rank, size, timeout=meeting)
-            gloo._set_default_timeout(self.facts.timeout)
+        store = PrefixStore(f"{KEYS}-epoch-{epoch}", self._store)
+        size = len(self.ranks)
+        if self.kind == "gloo":
+            meeting = min(timedelta(seconds=timeout_s), self._timeout)
+            gloo: Any = cast(Any, dist).ProcessGroupGloo(store, self._place, size, timeout=meeting)
+            gloo._set_default_timeout(self._timeout)
             return gloo
         nccl = cast(Any, dist).ProcessGroupNCCL
-        options = nccl.Options() if self.facts.options is None else self.facts.options
-        options._timeout = self.facts.timeout
-        options.global_ranks_in_group = list(self.facts.ranks)
-        options.group_name = self.facts.name
-        return nccl(store, self.facts.rank, size, options)
+        options = nccl.Options() if self._options is None else self._options
+        options._timeout = self._timeout
+        options.global_ranks_in_group = list(self.ranks)
+        options.group_name = self.name
+        return nccl(store, self._place, size, options)
 
 
 # -- all groups of a process -----------------------------------------------------------------------------------------
@@ -385,30 +378,26 @@ class ReloadComms:
             register(name, create, extended_api=True, devices=DEVICES[kind])
 
     def _create(self, kind: Native, given: Any, options: Any) -> object:
-        ranks = tuple(given.global_ranks_in_group) or tuple(range(given.group_size))
-        name = str(given.group_id)
-        if name in self._groups:
+        group = ProxiedGroup(
+            kind, given, options, self._clock, self._allowance, lambda name: self._groups.pop(name, None)
+        )
+        if group.name in self._groups:
             raise MemoryFault(
-                f"group {name} asks for two reloadable backends, of which torch would use one for both devices",
+                f"group {group.name} asks for two reloadable backends, of which torch would use one for both devices",
                 remedy='ask for "cpu:gloo,cuda:myxa_nccl": the CPU half holds no device memory',
             )
         if kind == "nccl" and not dist.is_nccl_available():
             raise MemoryFault(
                 "myxa_nccl: this torch was built without NCCL", remedy="myxa_gloo, or a CUDA build of torch"
             )
-        facts = GroupFacts(
-            name=name, native=kind, store=given.store, rank=given.group_rank, ranks=ranks, timeout=given.timeout,
-            options=options,
-        )  # fmt: skip
         if not given.global_ranks_in_group:  # WORLD: whom to agree with, and over what
             store = PrefixStore(f"{KEYS}-control", given.store)
-            self._membership, self._world = MembershipCheck(store, given.group_rank, self._clock), ranks
+            self._membership, self._world = MembershipCheck(store, given.group_rank, self._clock), group.ranks
             self._membership.tell("at epoch 0")
-        group = ProxiedGroup(facts, self._clock, self._allowance, lambda name: self._groups.pop(name, None))
         group.proxy = self._module.ReloadableBackend(
-            facts.rank, len(ranks), kind, kind == "nccl", kind in self._local_kinds, group
+            given.group_rank, len(group.ranks), kind, kind == "nccl", kind in self._local_kinds, group
         )
-        self._groups[name] = group
+        self._groups[group.name] = group
         return group.proxy
 
     def _allowance(self, name: str) -> tuple[int, float]:
@@ -490,7 +479,7 @@ class ReloadComms:
         try:
             return self._membership.meet(point, self._world, deadline, word)
         except Absent as error:
-            lost = sorted(name for name, group in self._groups.items() if set(group.facts.ranks) & set(error.ranks))
+            lost = sorted(name for name, group in self._groups.items() if set(group.ranks) & set(error.ranks))
             raise Absent(
                 f"rank {self._membership.rank}: {error.message}, of groups {', '.join(lost)}",
                 error.ranks,
@@ -503,7 +492,7 @@ class ReloadComms:
 
     def _drop_all(self) -> None:
         live = [group for _, group in sorted(self._groups.items()) if group.is_live]
-        self._for_each(live, lambda g: g.drop("shutdown" if g.facts.native == "nccl" else ""), NUM_DROPS)
+        self._for_each(live, lambda g: g.drop("shutdown" if g.kind == "nccl" else ""), NUM_DROPS)
 
     def _abort_all(self) -> None:
         """All at the same time: each ends its own threads and frees its memory, and frees may wait for what runs
@@ -516,10 +505,10 @@ class ReloadComms:
         use_device = device_of_caller()
 
         def run(group: ProxiedGroup) -> None:
-            self._busy.add(group.facts.name)
+            self._busy.add(group.name)
             use_device()
             work(group)
-            self._busy.discard(group.facts.name)
+            self._busy.discard(group.name)
 
         self._busy.clear()
         all_at_once(groups, run, num_at_once)

@@ -27,7 +27,7 @@ from ...core.device_memory import (
     TenantReport,
     wholes,
 )
-from .lease_ledger import PROOF_GAP_S, Incarnation, LeaseLedger, in_words, place_of
+from .lease_ledger import PROOF_GAP_S, LeaseLedger, in_words, place_of
 from .switch import ArbiterOptions, AskReport, Instruction, LeaseAnswer, Measure, Send, Switch, TimelineNote
 from .tenant_states import STABLE, is_mapped
 
@@ -158,10 +158,6 @@ class Arbiter:
             self.switch.unmeasured(reason)
         return self._go(now)
 
-    def lost_a_process(self, tenant: str, epoch: int) -> None:
-        """One of an incarnation's processes ended; that it is dead is said when the last one has."""
-        self.ledger.lost_a_process(tenant, epoch)
-
     def died(self, tenant: str, epoch: int, reason: str, now: float) -> list[Instruction]:
         """All processes of an incarnation ended."""
         gone = self.ledger.died(tenant, epoch)
@@ -200,10 +196,6 @@ class Arbiter:
         if self.switch is not None:
             due.append(self.switch.wakes_at())
         return min(due)
-
-    def incarnation(self, tenant: str) -> Incarnation | None:
-        """Of that name, if there is one."""
-        return self.ledger.tenants.get(tenant)
 
     # -- leases
 

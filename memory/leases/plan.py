@@ -3,8 +3,7 @@
 If no plan exists the result is a `Shortage` with the reason. Tags leave whole, the cheapest that suffice, and no byte
 more than needed. Cost per byte freed, lowest first: contents without further use (discard), contents with a valid host
 copy (clean), contents that their owner can compute again (rematerialise), contents that must be copied (dirty backup):
-first those that come back while their owner already computes, then those that it waits for. A running gang that was not
-asked to be quiet is disturbed only if the tags of quiet gangs do not suffice.
+first those that come back while their owner already computes, then those that it waits for.
 
 Choosing the cheapest set that covers a need is a knapsack. There are few classes and a few dozen tags a device, so the
 last class needed is solved exactly where it is small, and what another device or class made needless stays.
@@ -32,8 +31,6 @@ class Candidate:
     gang: str
     tag: Tag
     num_bytes: int
-    disturbs: bool
-    """Its gang runs now and would have to stop for it."""
     rank: int
     """Cost per byte, as a class; see `rank_of`."""
 
@@ -54,9 +51,9 @@ def choose(candidates: Iterable[Candidate], short_bytes: int) -> tuple[Candidate
     together do not."""
     if short_bytes <= 0:
         return ()
-    classes: dict[tuple[bool, int], list[Candidate]] = {}
+    classes: dict[int, list[Candidate]] = {}
     for each in sorted((c for c in candidates if c.num_bytes), key=lambda c: (-c.num_bytes, c.tenant, c.tag)):
-        classes.setdefault((each.disturbs, each.rank), []).append(each)
+        classes.setdefault(each.rank, []).append(each)
     chosen: list[Candidate] = []
     missing = short_bytes
     for key in sorted(classes):
@@ -190,10 +187,8 @@ def _evict(
 
 def _candidates(ledger: LeaseLedger, request: LeaseRequest, device: str) -> list[Candidate]:
     """Tags of other gangs that could leave that device."""
-    running = {t.report.gang for t in ledger.tenants.values() if t.is_usable and t.report.state == "active"}
-    running.difference_update(request.quiet)
     return [
-        Candidate(t.name, t.report.gang, tag.tag, tag.num_bytes, t.report.gang in running, rank_of(tag))
+        Candidate(t.name, t.report.gang, tag.tag, tag.num_bytes, rank_of(tag))
         for t in ledger.on(device)
         if t.is_usable and t.report.gang != request.gang
         for tag in t.report.tags
@@ -226,7 +221,7 @@ def _spared(ledger: LeaseLedger, chosen: Sequence[Candidate], short: Mapping[str
         device: _num_bytes(c for c in chosen if device in counts[c]) - num_bytes for device, num_bytes in short.items()
     }
     kept = list(chosen)
-    for each in sorted(chosen, key=lambda c: (c.disturbs, c.rank, c.num_bytes), reverse=True):
+    for each in sorted(chosen, key=lambda c: (c.rank, c.num_bytes), reverse=True):
         if each.num_bytes and all(each.num_bytes <= surplus[device] for device in counts[each]):
             kept.remove(each)
             for device in counts[each]:
@@ -268,7 +263,7 @@ def _collective(ledger: LeaseLedger, chosen: list[Candidate]) -> tuple[Candidate
         for member in ledger.gang(gang):
             report = member.tag(tag)
             if member.name not in have and report is not None and member.is_usable and can_leave(report):
-                extra.append(Candidate(member.name, gang, tag, report.num_bytes, disturbs=False, rank=rank_of(report)))
+                extra.append(Candidate(member.name, gang, tag, report.num_bytes, rank_of(report)))
     return (*chosen, *extra)
 
 

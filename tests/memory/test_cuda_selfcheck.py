@@ -19,5 +19,5 @@ def test_the_self_check_holds_over_the_stand_in(
     bench("memory_selfcheck").main()
     found = json.loads((tmp_path / "gpu.json").read_text())["memory_selfcheck"]
     assert {row[1] for row in found["checks"]} == {"holds"}
-    assert len(found["checks"]) == 12
+    assert len(found["checks"]) == 13
     assert found["cycles"][2]["out_gb_s"] > 0

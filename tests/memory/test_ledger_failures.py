@@ -225,7 +225,7 @@ def test_what_is_measured_after_a_tenant_lost_a_process_is_no_baseline() -> None
     world.hear(process.report(), world.arbiter.reported)
     world.advance(5.5)
     assert world.arbiter.ledger.devices["gpu-b"].baseline_bytes == 90 * MIB
-    world.arbiter.lost_a_process("rollout/1", process.epoch)
+    world.arbiter.ledger.lost_a_process("rollout/1", process.epoch)
     killed_unnoticed(world, "rollout/1", unnoticed_s=5.5)
     world.advance(0.2)
     assert world.arbiter.ledger.unproven == []

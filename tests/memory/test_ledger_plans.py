@@ -78,10 +78,8 @@ def plan_of(ledger: LeaseLedger, request: LeaseRequest) -> SwitchPlan:
 
 
 sizes = st.integers(1, 40)
-candidates = st.lists(st.tuples(sizes, st.integers(0, 3), st.booleans()), max_size=9).map(
-    lambda rows: [
-        Candidate(f"t{i}", "g", "params", size, disturbs, rank) for i, (size, rank, disturbs) in enumerate(rows)
-    ]
+candidates = st.lists(st.tuples(sizes, st.integers(0, 3)), max_size=9).map(
+    lambda rows: [Candidate(f"t{i}", "g", "params", size, rank) for i, (size, rank) in enumerate(rows)]
 )
 
 
@@ -95,13 +93,13 @@ def test_the_choice_suffices_and_is_no_dearer_than_needed(given_: list[Candidate
         return
     freed = sum(c.num_bytes for c in chosen)
     assert freed >= short
-    worst = max(((c.disturbs, c.rank) for c in chosen), default=None)
+    worst = max((c.rank for c in chosen), default=None)
     if worst is not None:  # nothing dearer than needed: the cheaper classes together would not have sufficed
-        assert sum(c.num_bytes for c in given_ if (c.disturbs, c.rank) < worst) < short
-        of_class = [c.num_bytes for c in given_ if (c.disturbs, c.rank) == worst]
-        need = short - sum(c.num_bytes for c in given_ if (c.disturbs, c.rank) < worst)
+        assert sum(c.num_bytes for c in given_ if c.rank < worst) < short
+        of_class = [c.num_bytes for c in given_ if c.rank == worst]
+        need = short - sum(c.num_bytes for c in given_ if c.rank < worst)
         least = min(sum(s) for n in range(1, len(of_class) + 1) for s in combinations(of_class, n) if sum(s) >= need)
-        assert sum(c.num_bytes for c in chosen if (c.disturbs, c.rank) == worst) == least
+        assert sum(c.num_bytes for c in chosen if c.rank == worst) == least
 
 
 @settings(max_examples=300, deadline=None)
@@ -182,16 +180,6 @@ def test_parts_are_one_holder() -> None:
     parts = [tag(part, 2, "backup") for part in OPTIMIZER_PARTS]
     ledger = ledger_of(tenant("trainer/0", "trainer", *parts))
     assert [(h.tag, h.num_bytes) for h in ledger.holders("gpu")] == [("optimizer", 16 * GIB)]
-
-
-def test_a_gang_that_runs_is_spared_where_a_quiet_one_suffices() -> None:
-    quiet = tenant("b/0", "b", tag("optimizer", 45, "backup"), state="quiesced")
-    ledger = ledger_of(tenant("a/0", "a", tag("grads", 30)), quiet, tenant("c/0", "c", *ENGINE, state="released"))
-    plan = plan_of(ledger, ask("c", "weights", "nccl"))
-    assert plan.release == {}
-    plan = plan_of(ledger, ask("c", "kv_cache"))
-    assert plan.release == {"b/0": ("optimizer",)}  # dearer, but nobody has to stop
-    assert plan.drain == ()
 
 
 def test_communicators_leave_on_all_members_or_on_none() -> None:
