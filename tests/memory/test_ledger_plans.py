@@ -212,7 +212,7 @@ def test_a_refusal_says_how_much_is_short_and_who_holds_it() -> None:
     refused = build(ledger, ask("rollout", "kv_cache", quiet=("trainer",)))
     assert isinstance(refused, Shortage)
     assert refused.reason == (
-        "refused: 20.5 GiB short on gpu, held by trainer/0 optimizer 40.0 GiB (active), trainer/0 grads 30.0 GiB (active), "
+        "refused: 19.5 GiB short on gpu, held by trainer/0 optimizer 40.0 GiB (active), trainer/0 grads 30.0 GiB (active), "
         "ghost/0 optimizer 8.0 GiB (active), 1.5 GiB by unregistered processes"
     )
     assert [h.num_bytes // GIB for h in refused.holders] == [40, 30, 8, 1]
