@@ -20,7 +20,7 @@
 #     memory_selfcheck      the driver's calls, the allocator    1 GPU, 30 s
 #     memory_rates          copies, pinning, mapping; arenas     1 GPU, 150 s
 #     memory_switch         trainer and engine take turns        1 GPU, 150 s
-#     memory_colocated      a run in turns, two ways, or a gang  1, 2 or 4 GPUs, SGLang, Megatron, 300 s
+#     memory_colocated      a run in turns, of one or a gang     1, 2 or 4 GPUs, SGLang, Megatron, 300 s
 #     memory_colocated_one  the gang with one server over all    2 or 4 GPUs, SGLang, Megatron, 250 s
 #     memory_colocated_tp   the gang with tensor parallelism     2 or 4 GPUs, SGLang, Megatron, 250 s
 #     memory_residue        what stays of a trainer's process    1 GPU, Megatron, 60 s

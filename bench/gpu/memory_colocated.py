@@ -1,17 +1,15 @@
-"""A run whose trainer and engine share one GPU by turns, two ways: by our arenas and leases, and by torch-memory-saver,
-which is how others do it; one rank has no communicators to give back in either. With `--gpus 2` the trainer is a gang
-of a rank on each, whose communicators leave if all else does not suffice, and there is a server on each GPU, or one
-over all of them.
+"""A run whose trainer and engine share one GPU by turns; one rank has no communicators to give back. With `--gpus 2` the
+trainer is a gang of a rank on each, whose communicators leave if all else does not suffice, and there is a server on
+each GPU, or one over all of them.
 
-    python memory_colocated.py [--ways ours,saver] [--shape 1.7b] [--mem-fraction 0.9,0.85] [--steps 7] [--device cpu]
+    python memory_colocated.py [--shape 1.7b] [--mem-fraction 0.9,0.85] [--steps 7] [--device cpu]
                                [--gpus 1] [--servers each|one] [--set megatron.tp=2]
 
-Two ordinary runs of `memory_colocated.toml`, one after the other, with SGLang launched by the rollout actor and
-Megatron as the trainer; nothing differs but `[memory] backend`. Exposed switch of a step, as the
-leader tells it: nobody computes, from asking for the trainer's turn to having it, and from the end of the step over the
-hand-off of the weights to the engine's turn. What the manager tells of its leases is in the second table. A run in
-which a process dies, that stands still, or that is not through in time is ended, and told as far as it came. On a CPU:
-our engine and the torch trainer over the host's stand-in device.
+An ordinary run of `memory_colocated.toml`, with SGLang launched by the rollout actor and Megatron as the trainer.
+Exposed switch of a step, as the leader tells it: nobody computes, from asking for the trainer's turn to having it, and
+from the end of the step over the hand-off of the weights to the engine's turn. What the manager tells of its leases is
+in the second table. A run in which a process dies, that stands still, or that is not through in time is ended, and told
+as far as it came. On a CPU: our engine and the torch trainer over the host's stand-in device.
 """
 
 from __future__ import annotations

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.memory.comm_gang import PATIENCE_S, WORLD, run_gangs
+from tests.memory.comm_gang import PATIENCE_S, run_gangs
 
 from myxa.memory.communicators.reload import load
 
 pytestmark = pytest.mark.timeout(300)  # the first run after a change of the proxy compiles it
 
-HEALTHY = "slime_nine,megatron_order,native_families,families,with_autograd,borders,alone"
+HEALTHY = "slime_nine,megatron_order,families,with_autograd,borders,alone"
 DYING = ("dies_within_first_op", "dies_in_an_operation")
 SLACK_S = 10.0
 """On a busy machine; alone it is some hundredths of a second."""
@@ -44,18 +44,13 @@ def test_groups_stay_themselves_and_nothing_leaks(gangs: Results, scenario: str,
     assert max(facts["num_groups"] for facts in gangs[scenario]) == most_groups
 
 
-def test_every_family_of_operations_gives_what_plain_gloo_gives(gangs: Results):
-    """Equal before and after each of three reloads (compared by the program), and equal to native groups."""
-    for ours, theirs in zip(gangs["families"], gangs["native_families"], strict=True):
-        assert len(ours["families"]) >= 14
-        assert ours["families"] == theirs["families"]
-
-
-@pytest.mark.parametrize("scenario", ["with_autograd", "alone", "borders"])
-def test_lazy_groups_backward_passes_lonely_groups_and_refusals(gangs: Results, scenario: str):
-    """Each compared by the program: the first operation builds, also one of a backward pass; a group of one copies for
-    itself and builds nothing; orders that make no sense are refused."""
-    assert [facts["ok"] for facts in gangs[scenario]] == [True] * WORLD
+@pytest.mark.parametrize("scenario", ["families", "with_autograd", "alone", "borders"])
+def test_operations_give_what_plain_gloo_gives_and_what_makes_no_sense_is_refused(gangs: Results, scenario: str):
+    """Each compared by the program: every family of operations, before and after reloads, over four members and over
+    one, which copies for itself and builds nothing; a backward pass; orders that make no sense."""
+    for facts in gangs[scenario]:
+        assert facts["ok"]
+        assert facts.get("num_families", 14) >= 14
 
 
 def named_in_time(facts: dict[str, Any], what: str) -> None:
