@@ -1,6 +1,6 @@
 """A run whose trainer and engine share one GPU by turns; one rank has no communicators to give back. With `--gpus 2`
-the trainer is a gang of a rank on each, whose communicators leave if all else does not suffice, and there is a server on
-each GPU, or one over all of them.
+the trainer is a gang of a rank on each, whose communicators leave if all else does not suffice, and there is a server
+on each GPU, or one over all of them.
 
     python memory_colocated.py [--shape 1.7b] [--mem-fraction 0.9,0.85] [--steps 7] [--device cpu]
                                [--gpus 1] [--servers each|one] [--set megatron.tp=2]
