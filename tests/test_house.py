@@ -480,7 +480,7 @@ def test_a_slice_too_many_is_seen(small_house: Path):
 def test_the_wheel_holds_every_module_and_nothing_else(tmp_path: Path):
     source = tmp_path / "source"
     copied = [*modules(ROOT), *(Path(name) for name in ("pyproject.toml", "LICENSE", "README.md", "py.typed"))]
-    kinds = {"launch": ("*.toml", "*.html", "*.jinja"), "memory": ("*.c", "*.cpp")}
+    kinds = {"launch": ("*.toml", "*.html", "*.jinja"), "memory": ("*.c", "*.cpp", "*.ptx")}
     data = [p.relative_to(ROOT) for floor, names in kinds.items() for n in names for p in (ROOT / floor).rglob(n)]
     for path in [*copied, *data]:
         (source / path).parent.mkdir(parents=True, exist_ok=True)

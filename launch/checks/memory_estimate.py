@@ -21,7 +21,7 @@ from ...actors.models.second_model import critic_config, critic_parameters, refe
 from ...core.config import RunConfig
 from ...core.errors import ConfigError, EngineError
 from ...memory.budget import DEFAULT_SHARE, ITEM_BYTES, plan_engine
-from ...memory.host import available_bytes
+from ...memory.meters import available_bytes
 from ..actor_spec import ActorSpec
 from ..composition.memory_parts import GRAPH_BYTES, takes_turns
 from ..composition.weight_channels import choose_channel, is_between_devices

@@ -22,7 +22,7 @@ from myxa.core.errors import EngineError, ModelError
 from myxa.core.messages import WeightManifest
 from myxa.core.protocols import NamedArray
 from myxa.memory.budget import kv_bytes, weight_bytes
-from myxa.memory.host import available_bytes
+from myxa.memory.meters import available_bytes
 
 OPTIONS = EmbeddedOptions(max_running=8, stream_interval=2, name="engine under test")
 DEADLINE_S = 60

@@ -10,7 +10,7 @@ import pytest
 
 from myxa.core.errors import EngineError
 from myxa.memory.budget import kv_bytes, plan_engine, weight_bytes
-from myxa.memory.host import available_bytes
+from myxa.memory.meters import available_bytes
 
 GIB = 1 << 30
 

@@ -27,7 +27,7 @@ from ....core.messages import WeightManifest
 from ....core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode, WeightReader
 from ....core.weight_channel import WeightProgress
 from ....memory.budget import EngineBudget, plan_engine
-from ....memory.host import available_bytes
+from ....memory.meters import available_bytes
 from ...models.chat_template import PlainText
 from ...models.hf_folder import ModelConfig, check_values, open_weights, read_config
 from ...models.tokenizer import load_tokenizer
