@@ -177,3 +177,33 @@ def test_a_dumped_configuration_loads_as_the_same(folder: Path, extra: str) -> N
 )
 def test_devices(text: str, devices: tuple[int, ...]) -> None:
     assert parse_devices(text) == devices
+
+
+def test_latest_means_the_run_that_it_pointed_at(tmp_path: Path) -> None:
+    """`runs/latest` moves on as soon as the next run starts."""
+    runs = tmp_path / "runs"
+    for name in ("first", "second"):
+        (runs / name / "checkpoints").mkdir(parents=True)
+    link = runs / "latest"
+    link.symlink_to("first")
+    file = tmp_path / "run.toml"
+    file.write_text(
+        '[model]\npath = "latest"\n[data]\ntrain = "runs/latest/data.jsonl"\n'
+        '[trainer]\nresume = "runs/latest/checkpoints"\n'
+    )
+    config = load_config([file], [])
+    link.unlink()
+    link.symlink_to("second")
+    assert config.trainer.resume == str(runs.resolve() / "first" / "checkpoints")
+    assert str(runs.resolve() / "first" / "data.jsonl") in str(config.data.train)
+    assert config.model.path == str(tmp_path / "latest")
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.rglob("*.toml")), ids=lambda file: str(file.relative_to(EXAMPLES)))
+def test_an_example_loads(file: Path) -> None:
+    config = load_config([file], [])
+    assert config.run.name
+    assert config.roles.trainer.kind == "torch" or config.roles.trainer.device_ids

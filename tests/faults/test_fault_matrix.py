@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from tests.faults import network_lab, process_lab
 from tests.faults.depot import Depot, DepotContract, pair
+from tests.faults.fault_lab import check, check_all, told
 from tests.faults.fault_table import NETWORK, PROCESS, RPC, Fault
-from tests.faults.verdict import check, check_all, told
 
 from myxa.core.refs import with_deadline
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from tests.plan.planned import RUN, Site, plan
 
+from myxa.actors.checkpoints.folder import Manifest, begin, commit, identity_of, rank_file, writer_of
 from myxa.actors.models.hf_folder import read_config
-from myxa.core.config import load_config
+from myxa.core.config import RunConfig, load_config
+from myxa.core.files import describe_file
 from myxa.launch.checks.check import CheckedRun, Finding
 from myxa.launch.checks.files import MAX_BYTES
 from myxa.launch.checks.node import FEW_BYTES, DiskNeed, disk_need, free_bytes, run_folder
+from myxa.launch.checks.objective_text import objective_lines
 from myxa.launch.cli import main
 from myxa.launch.supervisor.placement import place
 from myxa.launch.worker_spec import child_env
@@ -231,3 +235,61 @@ def test_a_full_disk(site: Site) -> None:
     assert {part.name: part.num_bytes for part in disk.parts} == {"checkpoints": 2 * 12 * num, "export": 4 * num}
     assert found.key == "run.dir"
     assert told(disk.needed_bytes + FEW_BYTES)[1] == told(None)[1] == []
+
+
+def objective(**algo: Any) -> dict[str, str]:
+    config = RunConfig.model_validate({"model": {"path": "m"}, "data": {"train": "t.jsonl"}, "algo": algo})
+    return {line[:12].strip(): line[13:] for line in objective_lines(config)}
+
+
+@pytest.mark.parametrize(
+    ("algo", "part", "text"),
+    [
+        ({"kind": "gspo"}, "minimised", "mean(L), L = -min(r A, clip(r, 0.9997, 1.0004) A)"),
+        ({"kind": "gspo"}, "ratio r", "pi / behaviour, the policy that sampled the token; geometric mean over the sample"),
+        ({"kind": "gspo"}, "mean", "over the tokens of each sample, then over samples"),
+        ({"kind": "cispo"}, "minimised", "mean(L), L = -sg(clip(r, 0, 5)) A log pi"),
+        ({"kind": "ppo"}, "left out", "no group"),
+        ({"kind": "dr_grpo"}, "advantage A", "R - mean of its group"),
+        ({"kind": "grpo", "normalise_std": False}, "advantage A", "R - mean of its group"),
+        ({"minibatches": 4}, "weight w", "w = min(proximal / behaviour, 2)"),
+        ({"minibatches": 4}, "minimised", "mean(w L), L = -min(r A, clip(r, 0.8, 1.2) A)"),
+        ({"kl_coef": 0.1, "kl_kind": "k2"}, "KL",
+         "k = x^2 / 2 (k2), x = log pi - log reference; reference: the initial model"),
+        ({"kl_coef": 0.1}, "KL", ("k = exp(-x) - 1 + x (k3), x = log pi - log reference, weighted by pi / behaviour; "
+         "reference: the initial model")),
+        ({"kl_coef": 0.1, "kl_in": "advantage"}, "advantage A", "(R - mean) / std of its group, less 0.1 k per token"),
+        ({"kl_coef": 0.1, "kl_in": "advantage"}, "left out", "no group"),
+        ({"kind": "ppo", "kl_coef": 0.1, "kl_in": "reward"}, "KL",
+         "k = x (k1), x = log pi - log reference; reference: the initial model"),
+    ],
+)  # fmt: skip
+def test_b_f2_the_formula_has_the_numbers_of_the_run(algo: dict[str, Any], part: str, text: str) -> None:
+    assert objective(**algo)[part] == text
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("critic", [{}, {"num_layers": 2, "num_updates": 7}], ids=["without", "with"])
+def test_a_run_with_a_critic_resumes_from_a_checkpoint_with_one(
+    site: Site, capsys: pytest.CaptureFixture[str], critic: dict[str, Any], enabled: bool
+) -> None:
+    folder = site.folder / f"version_{1 + bool(critic)}"
+    if not folder.exists():
+        extra: dict[str, Any] = {"version": 3}
+        partial = begin(folder, writer_of(extra))
+        (partial / rank_file(0)).write_bytes(b"x")
+        files = (describe_file(partial / rank_file(0)),)
+        model = identity_of(read_config(site.folder / "model"))
+        commit(
+            folder,
+            Manifest(format=1, model=model, world_size=1, num_updates=7, files=files, extra=extra, critic=critic),
+        )
+    text = RUN.replace('kind = "grpo"', 'kind = "ppo"')
+    text = text.replace("checkpoint_every = 10", f'checkpoint_every = 10\nresume = "{folder.name}"')
+    text += "[critic]\nenabled = true\n" if enabled else ""
+    _, answer = plan(site.write(text), capsys=capsys)
+    errors = [one for one in answer["problems"] if one["severity"] == "error"]
+    assert [one["key"] for one in errors] == ([] if bool(critic) == enabled else ["critic.enabled"]), errors
+    for error in errors:
+        assert f"has {'a' if critic else 'no'} critic" in error["message"]
+        assert f"enabled = {str(enabled).lower()}" in error["message"]
