@@ -64,7 +64,6 @@ def gae(
 
 WHITENED = frozenset({"ppo", "reinforce_pp", "reinforce_pp_baseline"})
 WHITEN_EPS = 1e-8
-"""Added to the variance."""
 
 
 def needs_whitening(kind: str) -> bool:

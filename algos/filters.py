@@ -37,7 +37,6 @@ def zero_variance(group: Group, *, eps: float = SPREAD_EPS) -> str | None:
 
 
 def keep_all(group: Group) -> str | None:
-    """Every group stays."""
     return None
 
 
@@ -50,7 +49,6 @@ def group_filter(name: str, args: Mapping[str, Any] | None = None) -> GroupFilte
 
 
 def learn_from_all(group: Group) -> tuple[str | None, ...]:
-    """Every member counts."""
     return (None,) * len(group.samples)
 
 

@@ -211,7 +211,6 @@ class TokenBatch:
     behaviour_T: Tensor
     """float [T]: the engine's, at the moment of sampling."""
     advantages_T: Tensor
-    """float [T]."""
     mask_T: Tensor
     """bool or 0/1 [T]: loss mask."""
     sample_T: Tensor
@@ -287,7 +286,6 @@ class LossTokens:
     old_T: Tensor
     """float [T]: what `algo.correction` says that the live ones are compared with."""
     advantages_T: Tensor
-    """float [T]."""
     reference_T: Tensor | None
     """float [T]: under the reference model; None without one."""
     entropy_T: Tensor | None

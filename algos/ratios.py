@@ -81,7 +81,6 @@ def log_weight(train_T: Tensor, behaviour_T: Tensor, segments: Segments, level: 
 
 
 def unit_weights(like_T: Tensor) -> TokenWeights:
-    """No correction: weight 1 everywhere."""
     whole_T = torch.ones_like(like_T, dtype=torch.bool)
     return TokenWeights(torch.ones_like(like_T), whole_T, ~whole_T)
 

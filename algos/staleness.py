@@ -132,7 +132,6 @@ class GroupLine:
         self.num_open += 1
 
     def set_stage(self, entry: LineEntry, stage: LineStage) -> None:
-        """Move an open entry to another open stage."""
         self.num_ready += (stage is LineStage.READY) - (entry.stage is LineStage.READY)
         entry.stage = stage
 
@@ -147,7 +146,6 @@ class GroupLine:
         self._trim()
 
     def take(self, group_ids: Iterable[int]) -> None:
-        """Groups are claimed for a step."""
         for group_id in group_ids:
             entry = self.get(group_id)
             if entry.stage is not LineStage.READY:
@@ -210,7 +208,6 @@ class PacePolicy:
     max_staleness: int
     batch_size: int
     window: int
-    """W >= 1."""
     name: PolicyName = "pace"
 
     @property
@@ -430,12 +427,10 @@ class Admission:
 
     @property
     def policy(self) -> PolicyName:
-        """Name of the policy in force."""
         return self._rules.name
 
     @property
     def rules(self) -> Policy:
-        """The policy in force."""
         return self._rules
 
     @property
@@ -445,7 +440,6 @@ class Admission:
 
     @property
     def num_open(self) -> int:
-        """Groups dispatched and not yet claimed."""
         return self._line.num_open
 
     @property
@@ -460,7 +454,6 @@ class Admission:
 
     @property
     def slots_used(self) -> int:
-        """Groups between dispatch and training now."""
         return self._line.next_index - self.batch_size * self.newest_version
 
     # ---- events of a group
@@ -493,7 +486,6 @@ class Admission:
         self._line.set_stage(entry, LineStage.UNDER_WAY)
 
     def counted(self, group_id: int, stamp: int) -> int:
-        """What a stamp of an open group counts as; negative where there is none."""
         version = self._credible(self._line.get(group_id), stamp)
         return -1 if version == NO_TOKEN else version
 

@@ -73,7 +73,6 @@ class Delivery(msgspec.Struct, eq=False):
     callee: str
     serving: Serving
     is_abandoned: bool = False
-    """The caller does not wait for the answer any more."""
 
     def begin(self) -> msgspec.Struct:
         """It leaves the mailbox: its credit goes back, its request is decoded. Raises BadRequest, DeadlineExceeded."""
@@ -124,11 +123,9 @@ class ActorRunner:
         self._running: dict[int, _Turn] = {}
         """Handlers that wait for something."""
         self._num_begun = 0
-        """Handlers that have begun and not ended."""
         self._is_busy = False
         """A serial handler is among them."""
         self._is_turning = False
-        """Messages are being taken from the mailbox now."""
         self._is_turn_due = False
         self._own_chain = (self.tag,)
         self._context = fresh_context()
@@ -136,7 +133,6 @@ class ActorRunner:
         self._background: dict[asyncio.Task[Any], None] = {}  # in order: a simulated run repeats itself
         self._quiet = asyncio.Event()
         self._is_awaited = False
-        """A task waits for quiet."""
         self._has_ended = asyncio.Event()
 
     @property
@@ -189,7 +185,6 @@ class ActorRunner:
             await self._end(why)
 
     def fail(self, error: BaseException) -> None:
-        """The actor cannot continue; its node hears of it once and stops it."""
         if self.error is not None or self.state is RunnerState.STOPPED:
             return
         self.error = error
@@ -278,7 +273,6 @@ class ActorRunner:
             self._turn_soon()
 
     def abandon(self, inbound: Delivery) -> None:
-        """The caller does not wait any more: drop the message, or cancel its handler if that may be cancelled."""
         inbound.is_abandoned = True
         if not inbound.spec.declaration.is_cancellable:
             return
@@ -296,7 +290,6 @@ class ActorRunner:
             asyncio.get_running_loop().call_soon(self._next)
 
     def _next(self) -> None:
-        """Handle what waits, until a handler has to wait itself."""
         self._is_turn_due = False
         self._is_turning = True
         try:
@@ -317,7 +310,6 @@ class ActorRunner:
             self._turn_soon()
 
     def _run(self, inbound: Delivery, is_serial: bool) -> None:
-        """Let its handler begin."""
         chain = inbound.chain
         if is_serial:
             self._is_busy = True
@@ -340,7 +332,6 @@ class ActorRunner:
         self._running[id(item)] = _Turn(item, task)
 
     def _finish(self, item: Delivery | PeerEvent, is_serial: bool) -> None:
-        """Its handler has ended."""
         if self._running:
             self._running.pop(id(item), None)
         self._num_begun -= 1
@@ -400,8 +391,6 @@ class ActorRunner:
 
 @dataclass(slots=True)
 class _Turn:
-    """One message whose handler waits for something."""
-
     item: Delivery | PeerEvent
     task: asyncio.Task[Any]
 
@@ -466,7 +455,6 @@ class Eager:
         return task
 
     def close(self) -> None:
-        """End the stand-in task."""
         self._is_closed = True
         stand_in, self._stand_in = self._stand_in, None
         if stand_in is not None:

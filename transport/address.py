@@ -15,7 +15,6 @@ from ..core.errors import LaunchError
 from .wire import Endpoints
 
 MAX_IPC_PATH = 106
-"""The kernel's limit for a Unix socket is 107 bytes and a final zero."""
 SOCKET_NAME_BYTES = 32
 
 
@@ -42,7 +41,6 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return cls(endpoints=endpoints, key_file=key_file)
 
     def save(self, path: Path) -> None:
-        """Write it as JSON, in one step: a reader sees all of it or no file."""
         draft = path.with_name(f".{path.name}.{os.getpid()}")
         draft.write_bytes(msgspec.json.encode(self))
         draft.replace(path)

@@ -37,17 +37,11 @@ class Finder(Protocol):
         """Of callee, handler and schema, as far as `route` would say the same; the same object always."""
         ...
 
-    def route(self, target: str, spec: HandlerSpec) -> Route | CallError | None:
-        """What is known now."""
-        ...
+    def route(self, target: str, spec: HandlerSpec) -> Route | CallError | None: ...
 
-    async def find(self, target: str, spec: HandlerSpec, timeout_s: float | None) -> Route | CallError:
-        """Ask further, for a name that is not known."""
-        ...
+    async def find(self, target: str, spec: HandlerSpec, timeout_s: float | None) -> Route | CallError: ...
 
-    def has_ended(self, target: str) -> bool:
-        """It was there and is gone."""
-        ...
+    def has_ended(self, target: str) -> bool: ...
 
 
 class CallClient:
@@ -117,8 +111,6 @@ class CallClient:
 
 
 class _Waiter(msgspec.Struct, eq=False):
-    """Sink of a call, put or cast."""
-
     future: asyncio.Future[Envelope | None]
 
     def done(self, outcome: Envelope | MyxaError | None) -> None:

@@ -59,9 +59,6 @@ class UndecodableError(ValueError):
     """Bytes that do not make a value of the wanted type."""
 
 
-# -- encode
-
-
 def encode_value(value: Any) -> tuple[bytes, list[memoryview]]:
     """Body and array frames of `value`. Frames are views of the caller's arrays: copy them before returning to it.
 
@@ -79,7 +76,6 @@ def encode_value(value: Any) -> tuple[bytes, list[memoryview]]:
 
 
 def cannot_travel(value: Any, why: Exception) -> BadRequest:
-    """The error for what has no form on the wire."""
     return BadRequest(
         f"a {type(value).__name__} cannot travel: {why}",
         remedy="use structs, numbers, text, tuples, dicts and numeric numpy arrays",
@@ -105,7 +101,6 @@ def lift(item: Any, lifted: list[memoryview]) -> Any:
 
 
 def nonfinite(value: Any) -> list[tuple[list[str | int], str]]:
-    """Path and text of every number in `value` that JSON cannot say."""
     try:
         if not _ODD_FLOAT.search(msgspec.msgpack.encode(value, enc_hook=_without_arrays)):
             return []
@@ -130,9 +125,6 @@ def _nonfinite(tree: Any) -> list[tuple[list[str | int], str]]:
         elif isinstance(node, list | tuple):
             todo.extend(([*path, i], item) for i, item in enumerate(typing.cast("list[Any]", node)))
     return found
-
-
-# -- decode
 
 
 def decode_value(body: Buffer, frames: list[memoryview], kind: Any) -> Any:
@@ -209,7 +201,6 @@ class ArrayReader:
 
 
 def _descriptor(item: Any) -> tuple[str, tuple[int, ...], int]:
-    """[dtype, shape, frame] from anything."""
     match item:
         case [str() as name, [*shape], int() as index] if all(type(n) is int for n in shape):
             return name, tuple(typing.cast("list[int]", shape)), index
@@ -264,7 +255,6 @@ class Codec:
         return body, _NO_FRAMES
 
     def _encode_arrays(self, value: Any) -> tuple[bytes, tuple[memoryview, ...]]:
-        """With arrays, or perhaps with numbers that JSON cannot say."""
         lifted: list[memoryview] = []
 
         def hook(item: Any) -> Any:
@@ -318,7 +308,6 @@ class _Compiled(dict[HandlerSpec, Codecs]):
 
 
 codecs_of = _Compiled().__getitem__
-"""Of a handler; compiled on first use."""
 
 
 def compile_loaded(base: type[Actor] = Actor) -> None:
@@ -361,7 +350,6 @@ _MAY_BE_ODD = (msgspec.inspect.FloatType, msgspec.inspect.AnyType, msgspec.inspe
 
 
 def _leaves(info: Any, seen: set[int]) -> list[Any]:
-    """All types without parts that occur in a type."""
     if id(info) in seen:
         return []
     seen.add(id(info))

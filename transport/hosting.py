@@ -47,10 +47,7 @@ class Hosting:
         self._num_delivered = 0
 
     def serve_with(self, session: Session) -> None:
-        """Where answers go."""
         self._session = session
-
-    # -- actors
 
     def add(self, cell: ActorRunner) -> None:
         """Give an actor a number; it is never given again in this incarnation."""
@@ -68,26 +65,20 @@ class Hosting:
         return tuple(self._cells.values())
 
     def records(self) -> tuple[HostedActor, ...]:
-        """What others need to know of them."""
         return tuple(
             HostedActor(name=cell.name, index=index, handlers=cell.table.schema) for index, cell in self._cells.items()
         )
-
-    # -- events
 
     def watch(self, cell: ActorRunner, prefix: str) -> None:
         if (prefix, cell) not in self._watched:
             self._watched.append((prefix, cell))
 
     def tell(self, event: PeerEvent) -> None:
-        """Give an event to every actor that watches that name, once."""
         notified: list[ActorRunner] = []
         for prefix, cell in self._watched:
             if event.name.startswith(prefix) and cell.name != event.name and cell not in notified:
                 notified.append(cell)
                 cell.post(event)
-
-    # -- calls
 
     def deliver(self, arrival: Arrival) -> None:
         envelope, session = arrival.envelope, self._session
@@ -124,8 +115,6 @@ class Hosting:
     def load(self) -> tuple[int, int]:
         num_held = sum(cell.num_held for cell in self._cells.values())
         return self._num_delivered - num_held, num_held
-
-    # -- news for the node
 
     def judged(self, key: PeerKey, verdict: Verdict, reason: str) -> None:
         self._node_events.peer_judged(key, verdict, reason)

@@ -28,7 +28,6 @@ class InprocNetwork:
         self._numbers = itertools.count(1)
 
     def transport(self) -> InprocTransport:
-        """A new node's transport, with its own endpoint."""
         address = f"inproc-{next(self._numbers)}"
         made = self._nodes[address] = InprocTransport(self, address)
         return made
@@ -39,8 +38,6 @@ class InprocNetwork:
     def nodes(self) -> tuple[InprocTransport, ...]:
         """All that listen now, oldest first."""
         return tuple(self._nodes.values())
-
-    # -- how the network behaves
 
     @property
     def unreachable_s(self) -> float:
@@ -77,7 +74,6 @@ class InprocNetwork:
         return f"c{next(self._numbers)}".encode()
 
     def kill(self, transport: InprocTransport) -> None:
-        """As SIGKILL: nothing more goes out or comes in; peers only see the broken connections."""
         transport.is_dead = True
         self.drop(transport.endpoints.inproc)
         for other in self.nodes():
@@ -90,8 +86,6 @@ class InprocNetwork:
 
 
 class _Outlet:
-    """Connections to one peer."""
-
     def __init__(self, address: str) -> None:
         self.address = address
         self.connections: list[bytes | None] = [None, None]
@@ -111,7 +105,6 @@ class InprocTransport:
         self._outlets: dict[PeerKey, _Outlet] = {}
         self._open: set[bytes] = set()
         self.is_dead = False
-        """Killed: nothing goes out or comes in any more."""
 
     @property
     def endpoints(self) -> Endpoints:
@@ -161,8 +154,6 @@ class InprocTransport:
         await asyncio.sleep(0)
         self._network.kill(self)
 
-    # -- outgoing
-
     def _try(self, peer: PeerKey) -> None:
         outlet = self._outlets.get(peer)
         if outlet is None or self.is_dead or self._sink is None:
@@ -210,14 +201,10 @@ class InprocTransport:
             if target is not None and connection is not None:
                 self._network.hang_up(target, connection, in_order=True)
 
-    # -- incoming
-
     def accept(self, connection: bytes) -> None:
-        """A connection was made to this node."""
         self._open.add(connection)
 
     def shut(self, connection: bytes) -> None:
-        """A connection to this node ended."""
         self._open.discard(connection)
 
     def receive(self, connection: bytes, lane: Lane, data: bytes | bytearray) -> None:
@@ -225,7 +212,6 @@ class InprocTransport:
             self._sink.received(connection, lane, memoryview(data))
 
     def cut(self, address: str, why: str) -> None:
-        """The connections to that endpoint break."""
         for peer, outlet in list(self._outlets.items()):
             if outlet.address != address or self._sink is None or self.is_dead:
                 continue

@@ -244,7 +244,6 @@ class Node:
         return make_ref(self._call_client, contract, name)
 
     def group(self, contract: type[A], members: str | Sequence[str]) -> ActorGroup[A]:
-        """See `ActorContext.group`."""
         return ActorGroup(self._call_client, contract, members, self.peers)
 
     async def _announce(self) -> None:
@@ -275,12 +274,10 @@ class Node:
 
     @property
     def rendezvous(self) -> Rendezvous:
-        """What others need to join the same registry."""
         return self._place.rdzv
 
     @property
     def epoch(self) -> int:
-        """Of this incarnation; issued by the registry."""
         return self._key.epoch
 
     @property
@@ -293,7 +290,6 @@ class Node:
 
     @property
     def registry(self) -> RegistryContract:
-        """A reference to the registry."""
         return self._mirror.registry
 
     def peers(self, prefix: str) -> tuple[str, ...]:
@@ -430,7 +426,6 @@ class NodeContext:
 
 
 def failure_counters(opened: Opened, session: Session, registry: RegistryActor | None) -> dict[str, int]:
-    """What was dropped, refused or repeated: all zero in a healthy run."""
     return {
         **opened.counters,
         **session.counters,
@@ -457,7 +452,6 @@ def guard(thing: object) -> None:
 
 
 def release(thing: object) -> None:
-    """It has ended; nothing of it is left to be inherited."""
     _guarded.discard(thing)
 
 
@@ -471,8 +465,6 @@ class Inherited:
 
 
 class _Nothing:
-    """Result of closing: to be awaited or not."""
-
     def __await__(self) -> Any:
         return iter(())
 
@@ -489,7 +481,6 @@ def _refuse(name: str) -> NoReturn:
 
 
 def _poison_all() -> None:
-    """In the child, before anything else runs."""
     for thing in tuple(_guarded):
         thing.__class__ = Inherited
     _guarded.clear()

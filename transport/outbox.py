@@ -90,11 +90,9 @@ class Outbox:
         self._state = OutboxState.CLOSED
         self._queue: deque[Parcel] = deque()
         self._chunked: tuple[Parcel, int] | None = None
-        """A large envelope, of which so many bytes have left."""
         self._scratch = bytearray()
         self._sent_units = 0
         self._is_turn_taken = False
-        """The next departure is due already."""
         self._is_held = False
         """Nothing can leave before there is room for it; `_on_room` will be called then."""
         self._is_hot = False
@@ -111,8 +109,6 @@ class Outbox:
     @property
     def _is_unfinished(self) -> bool:
         return bool(self._queue) or self._chunked is not None
-
-    # -- sending
 
     def send(self, parcel: Parcel) -> None:
         self._queue.append(parcel)
@@ -140,21 +136,17 @@ class Outbox:
                 return
 
     def _hold(self) -> None:
-        """There is no room for more."""
         self._is_held = self._is_turn_taken = True
 
     def _on_room(self) -> None:
-        """There is room again."""
         self._is_held = False
         self._flush_in_turn()
 
     def _flush_in_turn(self) -> None:
-        """At the beginning of a turn: what the last one left behind."""
         self._is_hot = len(self._queue) > (0 if not self._is_hot else 1)
         self._depart()
 
     def _depart(self) -> None:
-        """Send what is queued now; what remains of large envelopes continues in the next turn."""
         if self._is_held:
             return
         self._is_turn_taken = False
@@ -242,8 +234,6 @@ class Outbox:
             return False
         self._on_room()
         return True
-
-    # -- the connection
 
     def interrupt(self, why: str) -> None:
         """The network is gone, as far as this connection knows; attempts to make it again continue."""
@@ -356,8 +346,6 @@ class Outbox:
         if self._lane is Lane.CONTROL and now - self._down_since >= UNREACHABLE_S:
             self._sink_of().unreachable(self._peer, why)
 
-    # -- the end
-
     def close(self, linger_s: float) -> None:
         """Send what is queued if that takes no longer than `linger_s`, then end. Not if the last attempt failed."""
         if self._state is OutboxState.CLOSED or self._is_closing:
@@ -372,7 +360,6 @@ class Outbox:
             self._depart()
 
     def abort(self) -> None:
-        """End at once; what was not sent is lost."""
         self._linger_s = 0.0
         self._finish()
 

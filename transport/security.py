@@ -65,7 +65,6 @@ class JobKey(KeyPair):
     """The pair that all launchers of a job hold, kept in a file."""
 
     def save(self, path: Path) -> None:
-        """Write a new file that only its owner can read."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
             file.write(self.text + "\n")

@@ -39,7 +39,6 @@ from ..core.protocols import NamedArray
 
 ALIGNMENT = 64
 DATA_OFFSET = 4096
-"""First byte of the first tensor; before it lies one page of header."""
 
 _MAGIC = b"myxaslab"
 _HEADER = struct.Struct("<8sQ")
@@ -57,7 +56,6 @@ def digest_of(tensors: Sequence[TensorSpec], slab: memoryview) -> str:
 
 
 def needed_bytes(sizes: Sequence[int]) -> int:
-    """Capacity for tensors of these sizes in bytes."""
     return sum(_aligned(size) for size in sizes)
 
 
@@ -123,7 +121,6 @@ class SlabWriter:
 
     @property
     def generation(self) -> int:
-        """Of what was written last."""
         return int(self._words[_GENERATION_WORD])
 
     def write(self, arrays: Sequence[NamedArray]) -> tuple[tuple[TensorSpec, ...], str, int]:
@@ -251,7 +248,6 @@ _PATH = re.compile(r"/proc/\d+/fd/\d+")
 
 
 def path_of(descriptor: int) -> str:
-    """Opens this process's file in another one while this one holds it."""
     return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 

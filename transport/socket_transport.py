@@ -97,7 +97,6 @@ class SocketTransport:
         self._guard = guard
         self._has_joined = False
         self.counters: Counter[str] = Counter()
-        """Connections that were refused, by reason."""
         self._other_threads = thread_ids()
         self._lowering: asyncio.TimerHandle | None = None
         self._looking: asyncio.TimerHandle | None = None
@@ -180,8 +179,6 @@ class SocketTransport:
         """The registry knows our own key now; from here on we speak under it."""
         self._has_joined = True
 
-    # -- who may come in
-
     def objection(self, source: bytes, lane: Lane, peer: PeerKey, name: str) -> str:
         del source
         return "" if self._guard is None else self._guard.objection(self._proof(lane), peer, name)
@@ -197,11 +194,8 @@ class SocketTransport:
         return next((inbox.proof for at, inbox in self._inboxes if at is lane and inbox.proof), "")
 
     def _note(self, what: str, whom: str, remedy: str) -> None:
-        """A refusal: the first of its kind is logged, all are counted."""
         if self.counters[what] == 1:
             _log.warning("refused (%s) from %s; the next ones are only counted. %s", what, whom or "?", remedy)
-
-    # -- peers
 
     def connect(self, peer: PeerKey, endpoints: Endpoints) -> None:
         if self._is_closed:
@@ -270,8 +264,6 @@ class SocketTransport:
                 remedy="nodes of other hosts need tcp and the job's key",
             )
         return address
-
-    # -- the end
 
     async def close(self, linger_s: float) -> None:
         self._is_closed = True
@@ -381,13 +373,11 @@ class Opened:
     turn: TurnBudget = field(default_factory=TurnBudget)
 
     def joined(self) -> None:
-        """The registry knows this process now."""
         if isinstance(self.transport, SocketTransport):
             self.transport.joined()
 
     @property
     def counters(self) -> dict[str, int]:
-        """Connections that were refused, by reason."""
         return dict(self.transport.counters) if isinstance(self.transport, SocketTransport) else {}
 
     async def close(self, linger_s: float) -> None:

@@ -43,7 +43,6 @@ P = ParamSpec("P")
 SLACK_S = 2.0
 """How much longer than its deadline a call is waited for: the node ends it itself, unless its loop is held up."""
 START_LIMIT_S = 300.0
-"""For an actor's `on_start`."""
 
 
 class AttachOptions(TypedDict, total=False):
@@ -135,8 +134,6 @@ class NodeThread:
             raise
         guard(self)
 
-    # -- for the host's threads
-
     def submit(
         self, method: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> concurrent.futures.Future[T]:
@@ -200,7 +197,6 @@ class NodeThread:
                 raise NotSent(f"{self._thread.name} is closed") from None
 
     def _place(self) -> str:
-        """Where the thread is, for an error message."""
         frame = sys._current_frames().get(self._thread.ident or 0)  # pyright: ignore[reportPrivateUsage]  # no other way
         if frame is None:
             return "its end"
@@ -213,10 +209,7 @@ class NodeThread:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- calls
-
     def ref(self, contract: type[A], name: str) -> A:
-        """A proxy for the actor of that name, to be given to `call` and `submit`."""
         return make_ref(self._caller, contract, name)
 
     def group(self, contract: type[A], members: str | Sequence[str]) -> ActorGroup[A]:
@@ -239,8 +232,6 @@ class NodeThread:
             error.callee = error.callee or target
             raise
 
-    # -- actors
-
     def start(self, actor: A, name: str, timeout_s: float = START_LIMIT_S) -> A:
         """Host an actor on the node's loop, once its `on_start` is through; returns a reference. See `Node.start`."""
         self.run(lambda: self._node.start(actor, name), timeout_s)
@@ -253,8 +244,6 @@ class NodeThread:
     def wait_for(self, *names: str, timeout_s: float) -> None:
         """Until all these actors are registered; LaunchError naming the missing ones."""
         self.run(lambda: self._node.wait_for(*names, timeout_s=timeout_s), timeout_s + SLACK_S)
-
-    # -- surroundings
 
     @contextlib.contextmanager
     def busy(self, limit_s: float, why: str) -> Generator[None, None, None]:
@@ -281,7 +270,6 @@ class NodeThread:
 
     @property
     def rendezvous(self) -> Rendezvous:
-        """What others need to join the same registry."""
         return self._node.rendezvous
 
     @property
@@ -294,14 +282,10 @@ class NodeThread:
         return self._node.failed.result() if self._node.failed.done() else None
 
     def peers(self, prefix: str) -> tuple[str, ...]:
-        """Actor names registered now that start with `prefix`, sorted."""
         return self._node.peers(prefix)
 
     def counters(self) -> dict[str, int]:
-        """What was dropped, refused or repeated."""
         return self._node.counters()
-
-    # -- the thread
 
     def _main(
         self, loop_factory: LoopFactory, options: AttachOptions, attached: concurrent.futures.Future[None]
@@ -341,7 +325,6 @@ class NodeThread:
         await self._node.close(self._grace_s)
 
     def _host_has_ended(self) -> bool:
-        """The main thread is over and no other of the host's keeps the process alive."""
         if threading.main_thread().is_alive():
             return False
         return not any(t.is_alive() and not t.daemon and t not in _threads for t in threading.enumerate())

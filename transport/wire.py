@@ -28,10 +28,8 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     node_rank: int = 0
     inproc: str = ""
     ipc: tuple[str, str] = ("", "")
-    """Within the host."""
     tcp: tuple[str, str] = ("", "")
     curve: str = ""
-    """Public key of the process, needed for tcp."""
 
     def __str__(self) -> str:
         return self.inproc or self.tcp[0] or self.ipc[0] or "nowhere"
@@ -54,7 +52,6 @@ class Parcel(msgspec.Struct, eq=False, gc=False):
 
     data: bytes | bytearray
     cost: int = 0
-    """Credit units."""
     is_sent: bool = False
     """Handed to the network: from now on the outcome may be unknown."""
     is_withdrawn: bool = False
@@ -111,13 +108,9 @@ class Transport(Protocol):
     """Moves envelopes."""
 
     @property
-    def endpoints(self) -> Endpoints:
-        """To be published."""
-        ...
+    def endpoints(self) -> Endpoints: ...
 
-    def start(self, sink: InboundSink) -> None:
-        """Report to `sink` from now on; may be called again with another one."""
-        ...
+    def start(self, sink: InboundSink) -> None: ...
 
     def connect(self, peer: PeerKey, endpoints: Endpoints) -> None:
         """Begin to connect; sending may begin at once. Again for a known peer: only its endpoints are taken note of.

@@ -159,11 +159,8 @@ class WriteCoalescing:
 
     def __init__(self) -> None:
         self.is_holding = False
-        """Messages are being taken in now."""
         self.num_intakes = 0
-        """How often messages were taken in; counts on while they are."""
         self.due: list[Callable[[], None]] = []
-        """To be called when the messages have been taken in."""
 
     def hold(self) -> None:
         """From now on senders call `add` instead."""
@@ -175,7 +172,6 @@ class WriteCoalescing:
         self.due.append(flush)
 
     def release(self) -> None:
-        """They have, or enough of them."""
         self.is_holding = False
         while self.due:
             flush = self.due.pop()
@@ -291,9 +287,7 @@ class Inbox:
         self._copies = lane is Lane.CONTROL and not socket.getsockopt(zmq.CURVE_SERVER)
         """A frame of pyzmq costs more than a copy of what is small. Bulk is large, and a frame alone has the proof."""
         self._last = b""
-        """Source of the last message."""
         self._frame: zmq.Frame | None = None
-        """Being handled now."""
         self._rest: tuple[bytes, zmq.Frame | None, Iterator[memoryview]] | None = None
         """Of a batch: what had to wait for the next turn."""
 
@@ -308,7 +302,6 @@ class Inbox:
             return ""
 
     def start(self, sink: InboundSink) -> None:
-        """Report to `sink` from now on."""
         self._sink = sink
         if self._pump is None:
             budget = BULK_BUDGET if self._lane is Lane.BULK else BUDGET
@@ -325,7 +318,6 @@ class Inbox:
         self._unwrapping.forget(source)
 
     def stop(self) -> None:
-        """Take nothing in any more."""
         if self._pump is not None:
             self._pump.stop()
 
@@ -385,7 +377,6 @@ class Inbox:
     def _hand_over(
         self, sink: InboundSink, source: bytes, frame: zmq.Frame | None, envelopes: Iterator[memoryview]
     ) -> None:
-        """Until they or the turn are over."""
         lane, received, look = self._lane, sink.received, self._turn.look
         try:
             for envelope in envelopes:
@@ -422,7 +413,6 @@ class HandshakeWatch:
         self._pump = Pump(self._monitor, self._take, 64)
 
     def close(self) -> None:
-        """Before the socket itself is closed."""
         self._pump.stop()
         if self._monitor is not None:
             self._socket.disable_monitor()
@@ -542,7 +532,6 @@ class ZapHandler:
         self._answer(question.head, *_STATUS[verdict], question.key)
 
     def _look_again(self) -> None:
-        """The list has changed, or a waiting key's time is over."""
         held, self._held = self._held, []
         for question in held:
             self._judge(question)

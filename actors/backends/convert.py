@@ -84,7 +84,6 @@ def _num_values(array: NamedArray) -> int:
 
 
 def _tensors(path: Path, manifest: Manifest, config: ModelConfig, dtype: str) -> list[NamedArray]:
-    """Every weight of the model in its own order, checked against the shapes that the model has."""
     found: dict[str, Tensor] = {}
     for name, tensor in _read(path, manifest, config):
         if dtype and (largest := largest_beyond(tensor, DTYPE_OF[dtype])):
@@ -152,7 +151,6 @@ def read_whole_weights(folder: Path, config: ModelConfig) -> Iterator[tuple[str,
 
 
 def _rule_of(family: Family, key: str) -> tuple[Rule, bool]:
-    """The rule of a parameter of the checkpoint, and whether it is one of experts."""
     match = _LAYERS.fullmatch(key)
     name = match["name"] if match else key
     for rule in (*family.layer, *family.expert) if match else family.model:
@@ -182,8 +180,6 @@ def _parts(key: str, tensor: Tensor, has_experts: bool) -> Iterator[tuple[str, T
 
 
 class _Cutter:
-    """Puts the rows of one parameter back into the HuggingFace tensors that it was cut from."""
-
     def __init__(self, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._config = config
         self._shapes = shapes

@@ -56,7 +56,6 @@ class RankSettings:
         return max(0, self.num_steps - self.critic.warmup_steps) * self.algo.minibatches
 
     def step_settings(self, functions: Loaded) -> StepSettings:
-        """What a step needs of it. `functions`: those of the user's."""
         return StepSettings(
             algo=self.algo,
             optimizer=self.optimizer,
@@ -106,13 +105,9 @@ class RankParts(Protocol):
     @property
     def exporter(self) -> _Exporter: ...
 
-    def begin_save(self, folder: str, extra: dict[str, Any]) -> PendingSave:
-        """A checkpoint, copied away and not written yet."""
-        ...
+    def begin_save(self, folder: str, extra: dict[str, Any]) -> PendingSave: ...
 
-    def load(self, folder: str) -> dict[str, Any]:
-        """Restore one; what was saved beside it."""
-        ...
+    def load(self, folder: str) -> dict[str, Any]: ...
 
 
 class OffloadStore(AssetStore, Protocol):
@@ -130,9 +125,7 @@ class OffloadStore(AssetStore, Protocol):
         """Parameters and the optimizer's state changed."""
         ...
 
-    def close(self) -> None:
-        """Give everything back."""
-        ...
+    def close(self) -> None: ...
 
 
 C = TypeVar("C", bound=RankSettings)
@@ -163,14 +156,12 @@ class RankBackend(Generic[C, P]):
         return self._ready()
 
     def train(self, shard: TrainShard, knobs: dict[str, float]) -> StepStats:
-        """One optimizer update per mini-batch; see the stepper's `train`."""
         parts = self._ready()
         settings = parts.stepper.settings_for(knobs)
         with parts.world.phase(f"train step {shard.step}"):
             return parts.stepper.train(shard, settings)
 
     def judge_knobs(self, knobs: dict[str, float], *, saves: bool) -> str:
-        """See `core.protocols.TrainBackend`."""
         if self._parts is None:
             return "the trainer is still setting up"
         try:
@@ -230,7 +221,6 @@ class RankBackend(Generic[C, P]):
             return parts.begin_save(folder, extra)
 
     def load(self, folder: str) -> dict[str, Any]:
-        """Restore a checkpoint folder, or the newest one in a folder of them or a run directory."""
         parts = self._ready_with_optimizer()
         with parts.world.phase("load a checkpoint"):
             extra = parts.load(folder)
@@ -246,17 +236,14 @@ class RankBackend(Generic[C, P]):
             return self._parts.world.exchange(text)
 
     def memory(self) -> AssetStore | None:
-        """See `core.protocols.TrainBackend`."""
         return self._home
 
     def export_hf(self, folder: str) -> None:
-        """Write a HuggingFace folder (rank 0 writes)."""
         parts = self._ready()
         with parts.world.phase("export the model"):
             parts.exporter.write(folder)
 
     def close(self) -> None:
-        """Leave the process group, and give memory back that can leave the device."""
         if self._parts is not None:
             self._parts.world.close()
             self._parts = None

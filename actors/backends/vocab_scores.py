@@ -90,7 +90,6 @@ class VocabSlice(NamedTuple):
     """Which rows of the head this rank holds."""
 
     start: int
-    """Token id of the first row."""
     num_rows: int
     """Rows that are real tokens; rows behind them only pad the table."""
     group: dist.ProcessGroup | None
@@ -133,8 +132,6 @@ def score_tokens(
 
 
 class _ScoreRows(Function):
-    """See the module's head."""
-
     @staticmethod
     def forward(
         ctx: Any,

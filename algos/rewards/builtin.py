@@ -65,7 +65,6 @@ def numeric(
 
 
 def quantity_of(answer: JudgedText) -> Quantity | None:
-    """The number that was answered."""
     whole = parse_quantity(answer.text)
     return last_quantity(answer.text) if whole is None and not answer.is_marked else whole
 
@@ -134,7 +133,6 @@ class Builtin:
 WORKFLOW = "workflow"
 """Not judged here: the workflow says it."""
 RECORDED = "recorded"
-"""The same: it was judged before."""
 BUILTINS: Mapping[str, Builtin] = {
     "exact": Builtin(exact, reads_answer=True),
     "numeric": Builtin(numeric, reads_answer=True),
@@ -174,7 +172,6 @@ def _after_thought(fn: RewardFunction, completion: Completion) -> RewardValue:
 
 
 def as_the_only_one(fn: RewardFunction, name: str) -> RewardFunction:
-    """A built-in that alone judges: it would silently overrule the reward of the workflow."""
     return fn if name in (WORKFLOW, RECORDED) else partial(_judged_by_text, fn, name)
 
 

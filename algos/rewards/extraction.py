@@ -142,7 +142,6 @@ def after_marker(text: str) -> str | None:
 
 
 def in_tag(text: str) -> str | None:
-    """Content of the last `<answer>...</answer>`; None without one."""
     found: str | None = None
     opened = -1
     for tag in TAG.finditer(text):
@@ -171,7 +170,6 @@ def read_answer(text: str, how: Extract = "auto") -> JudgedText | None:
 
 
 def extract(text: str, how: Extract) -> str | None:
-    """The text of that answer."""
     found = read_answer(text, how)
     return found.text if found is not None else None
 

@@ -164,7 +164,6 @@ class Compare:
         self._of_whole = [LatexExtractionConfig(normalization_config=replace(rules, units=False))]
 
     def __call__(self, label: str, text: str, *, is_whole: bool, say: Say | None = None) -> bool:
-        """Whether they are equal. `say` is called when the label was read. Raises ValueError if it cannot be."""
         wanted = self._parse(label, parsing_timeout=None) if _TEXT.search(label) else self._whole(label)
         if not wanted:
             raise ValueError(label)
@@ -235,7 +234,6 @@ def _at_once(label: str, answer: JudgedText) -> bool | _Pair:
 
 
 def _for_library(text: str) -> tuple[str, Unit]:
-    """What math-verify is to read, and the unit that it had."""
     plain = _unwrapped(text.translate(_SIGNS))
     unit = NONE
     for pattern in (_UNIT, _UNIT_WORD):

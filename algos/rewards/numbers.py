@@ -65,7 +65,6 @@ class Unit(frozenset[tuple[str, int]]):
 
     @property
     def is_known(self) -> bool:
-        """Whether all of it is in the table."""
         return all(name in _TABLE for name, _ in self)
 
 

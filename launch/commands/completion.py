@@ -32,7 +32,6 @@ def _completion(options: argparse.Namespace) -> int:
 
 
 def script(parser: Parser, shell: str) -> str:
-    """For the shell to read."""
     cases = "\n".join(
         f'    {name}:*) words="{" ".join(_words(each.ready()))}" ;;' for name, each in parser.commands.items()
     )

@@ -79,7 +79,6 @@ def _kept_group(group: dict[str, Any]) -> Iterator[str]:
 
 
 def _draw(facts: dict[str, Any]) -> RenderableType:
-    """Groups of the buffer, or as `samples.jsonl` has them."""
     from rich.text import Text
 
     groups = facts["groups"]

@@ -93,7 +93,6 @@ def _cells(state: dict[str, Any], reverts: str) -> tuple[str, ...]:
 
 
 def range_text(knob: dict[str, Any]) -> str:
-    """The limits of a knob that came as JSON."""
     import msgspec
 
     from ...core.knobs import Tunable
@@ -144,7 +143,6 @@ def _explain_lines(found: dict[str, Any]) -> Iterator[str]:
 
 
 def change_line(record: dict[str, Any], only: str = "") -> str:
-    """One line of the audit log, in words."""
     when = datetime.fromtimestamp(record["wall_s"]).strftime("%m-%d %H:%M:%S")
     moves = [
         f"{move['name']} {shown(move['old'])} -> {shown(move['new'])}"
@@ -211,7 +209,6 @@ def lasting(text: str) -> dict[str, Any]:
 
 
 def shown(found: Any) -> str:
-    """A value as TOML has it."""
     if isinstance(found, bool):
         return "true" if found else "false"
     if isinstance(found, float):
@@ -220,7 +217,6 @@ def shown(found: Any) -> str:
 
 
 def change_text(reply: dict[str, Any]) -> str:
-    """What became of a change."""
     if reply["refused"]:
         return ""  # reported as an error
     lines = [
@@ -250,9 +246,6 @@ def change_words(reason: dict[str, Any]) -> str:
     if reason["command"]:
         return str(reason["command"])
     return f"in the run file: {reason['key']} = {reason['new']}" if reason["key"] else ""
-
-
-# -- history -----------------------------------------------------------------------------------------------------------
 
 
 def _add_history(parser: Parser) -> None:

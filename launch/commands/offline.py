@@ -134,7 +134,6 @@ def _convert_sentence(done: dict[str, Any]) -> str:
 
 
 def _model_of_run(checkpoint: Path) -> Path:
-    """`model.path` of the run that the checkpoint lies in."""
     from ...core.config import load_config
 
     for place in (checkpoint, *checkpoint.absolute().parents[:2]):

@@ -29,7 +29,6 @@ def say_first(text: str) -> None:
 
 
 def say_now() -> None:
-    """The answer begins."""
     while _to_say:
         print(f"myxa: {_to_say.pop(0)}", file=sys.stderr, flush=True)
 
@@ -111,7 +110,6 @@ def _command(options: argparse.Namespace) -> str:
 
 
 Page = Callable[[Any], "RenderableType | str"]
-"""An answer for people."""
 
 
 def verb_command(
@@ -154,6 +152,5 @@ def ask(options: argparse.Namespace, verb: Verb[Any], **instead: Any) -> Any:
 
 
 def arguments_of(options: argparse.Namespace, verb: Verb[Any], **instead: Any) -> dict[str, Any]:
-    """What the command line gave of the verb's arguments."""
     given = {name: getattr(options, name) for name in argument_names(verb) if hasattr(options, name)}
     return given | instead

@@ -68,14 +68,12 @@ class Parser(argparse.ArgumentParser):
         """By name; empty for a command without sub-commands."""
 
     def add_commands(self, commands: Sequence[Command]) -> None:
-        """Sub-commands, of which one must be given."""
         made: Any = self.add_subparsers(title="commands", metavar="COMMAND", required=True)
         for each in commands:
             made.add_parser(each.name, help=each.help, description=each.description or None, command=each)
         self.commands = made.choices
 
     def ready(self) -> Parser:
-        """With its flags."""
         if not self._is_ready and self._command is not None:
             self._is_ready = True
             if self._command.parts:
@@ -100,7 +98,6 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Every `--flag` of this command."""
         return tuple(name for name in self.ready()._option_string_actions if name.startswith("--"))
 
 

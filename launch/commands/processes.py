@@ -40,7 +40,6 @@ def _scale_words(answer: dict[str, Any]) -> str:
 
 
 def state_of(answer: dict[str, Any]) -> str:
-    """A last line: whether all of it is done."""
     return "\ndone" if answer["is_done"] else "\nunder way; `myxa ps` shows it"
 
 

@@ -31,13 +31,11 @@ PATIENCE = RunTimeouts()
 
 
 def add_start_flags(parser: Parser, files: str = "+") -> None:
-    """The run file, and how the run is started. `files`: how many there must be, as argparse says it."""
     parser.add_argument("file", nargs=files, metavar="RUN.TOML", help="run file; of several, later ones win key by key")
     add_common_flags(parser)
 
 
 def add_common_flags(parser: Parser) -> None:
-    """How a run is started, whatever is known of it."""
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides",
                         help="overrule a value of the file; may be repeated")  # fmt: skip
     parser.add_argument("--program", default="", metavar="MODULE:FUNCTION",
@@ -52,7 +50,6 @@ def add_common_flags(parser: Parser) -> None:
 
 
 def seconds(text: str) -> float:
-    """A positive number of seconds."""
     value = float(text)
     if not 0 < value < 1e6:
         raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
@@ -94,7 +91,6 @@ def _add_launch(parser: Parser) -> None:
 
 
 def add_node_flags(spread: Parser) -> None:
-    """Which of several machines this is, and how they meet."""
     spread.add_argument("--nnodes", type=_num_nodes, metavar="N[:MAX]",
                         help="number of machines; N:MAX: others may come later, up to so many")  # fmt: skip
     spread.add_argument("--node-rank", type=at_least(0), metavar="R", help="number of this machine, from 0")
@@ -206,7 +202,6 @@ def _add_resume(parser: Parser) -> None:
 
 
 def add_point_flags(parser: Parser) -> None:
-    """From which checkpoint, and how the run is started."""
     parser.add_argument("--from", type=at_least(0), default=None, metavar="VERSION", dest="version",
                         help="of the checkpoint (the newest whole one)")  # fmt: skip
     add_common_flags(parser)

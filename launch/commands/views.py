@@ -29,7 +29,6 @@ COLUMNS = ("actor", "state", "pid", "node", "host", "attempt", "epoch", "up", "m
 
 
 def _ps_from_files(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The actors of a run that is over, and what each did most."""
     from ..control.look_verbs import doing
     from ..views.run_files import load_run
 
@@ -301,7 +300,6 @@ def size(num_bytes: int) -> str:
 
 
 def memory_text(view: MemoryView, *, num_events: int = MAX_EVENTS) -> str:
-    """The whole page."""
     return "\n".join(_lines(view, num_events)) + "\n"
 
 

@@ -50,9 +50,7 @@ class ControlNote(msgspec.Struct, frozen=True, kw_only=True):
     view: str
     """Unix socket that only shows."""
     pid: int
-    """Of the launcher."""
     dashboard: str = ""
-    """URL; empty: none."""
 
     def save(self, folder: Path) -> None:
         """Write it in one step: a reader sees all of it or no file."""
@@ -69,7 +67,6 @@ class ControlNote(msgspec.Struct, frozen=True, kw_only=True):
             return None
 
     def facts(self) -> dict[str, object]:
-        """As JSON types."""
         return msgspec.to_builtins(self)
 
     @property
@@ -174,7 +171,6 @@ class ControlClient:
 
     @property
     def run_dir(self) -> Path:
-        """Of the run."""
         return Path(self.note.run_dir)
 
     def ask(self, verb: str, timeout_s: float | None = None, **arguments: Any) -> Any:
@@ -255,7 +251,6 @@ def _chunks(link: socket.socket, deadline: float | None, verb: str) -> Iterator[
 
 
 def _whole(first: bytes, chunks: Iterator[bytes], verb: str, length: int | None) -> Iterator[bytes]:
-    """A body; raises PeerDied where it is shorter than its head said."""
     got = len(first)
     yield first
     for chunk in chunks:

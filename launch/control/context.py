@@ -36,7 +36,6 @@ class VerbContext:
     """Makes references to every actor: `context.node.ref(CoordinatorContract, "coordinator")`."""
     run_dir: RunDir
     config: RunConfig
-    """As the run was started."""
     supervisor: RunSupervisor
     started_wall_s: float
 

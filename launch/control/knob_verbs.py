@@ -54,7 +54,6 @@ async def knob_table(context: VerbContext) -> KnobTable:
 
 
 def known_names(table: KnobTable) -> set[str]:
-    """Names of all knobs."""
     return {state.tunable.name for sheet in table.sheets for state in sheet.knobs}
 
 

@@ -51,8 +51,6 @@ ENGINE_WRITE_S = 80.0
 """The same of a server: it is waited for to begin (20 s at most), and to write (50 s)."""
 LAUNCHER = "launcher"
 
-# -- logs --------------------------------------------------------------------------------------------------------------
-
 
 def _logs(context: VerbContext, arguments: verbs.LogsArguments, who: Operator) -> Answer:
     return _follow(context, arguments) if arguments.follow else _tails(context, arguments)
@@ -103,7 +101,6 @@ async def _first_chunks(context: VerbContext, arguments: verbs.LogsArguments) ->
 
 
 def _log_owners(context: VerbContext, target: str) -> list[tuple[int, str]]:
-    """(node, name) of the logs that are meant; also those of actors that have left the run."""
     role, _, number = target.partition("/")
     if role == LAUNCHER and (not number or number.isdigit()):
         node = int(number or "0")
@@ -153,9 +150,6 @@ async def _of_several(
 async def _facts(context: VerbContext, arguments: verbs.TargetArguments, who: Operator) -> list[ProcessFacts]:
     meant = find_targets(arguments.target, context.supervisor.statuses())
     return list(await asyncio.gather(*(_asked(r.name, _process(context, r.name).facts()) for r in meant)))
-
-
-# -- profile -----------------------------------------------------------------------------------------------------------
 
 
 async def _profile(context: VerbContext, arguments: verbs.ProfileArguments, who: Operator) -> list[ProfileReply]:
@@ -270,7 +264,6 @@ class StatusReply(Record, frozen=True):
     """Coordinator."""
     buffer: BufferStats | None
     snapshot: dict[str, dict[str, float]]
-    """Monitor: see `MonitorContract.snapshot`."""
 
 
 async def _run_status(context: VerbContext, arguments: verbs.Arguments, who: Operator) -> StatusReply:

@@ -24,8 +24,6 @@ LOOK_S = 0.1
 BACK_S = 600.0
 """How long a restarted actor may take before the next one is restarted."""
 
-# -- scale -------------------------------------------------------------------------------------------------------------
-
 
 async def _scale(context: VerbContext, arguments: verbs.ScaleArguments, who: Operator) -> dict[str, Any]:
     supervisor = context.supervisor
@@ -59,9 +57,6 @@ def _role(name: str) -> RoleName:
     raise ConfigError(f"{name!r} is no role", remedy=suggest(name, START_ORDER))
 
 
-# -- drain -------------------------------------------------------------------------------------------------------------
-
-
 async def _drain(context: VerbContext, arguments: verbs.DrainArguments, who: Operator) -> dict[str, Any]:
     supervisor = context.supervisor
     node = node_of(arguments.target)
@@ -87,9 +82,6 @@ async def _drain(context: VerbContext, arguments: verbs.DrainArguments, who: Ope
 
 def _runs_on(context: VerbContext, node: int | None) -> bool:
     return any(record.node == node for record in context.supervisor.statuses())
-
-
-# -- restart -----------------------------------------------------------------------------------------------------------
 
 
 async def _restart(context: VerbContext, arguments: verbs.RestartArguments, who: Operator) -> dict[str, Any]:
@@ -148,9 +140,6 @@ def _is_back(context: VerbContext, name: str, before: int) -> bool:
     return record is None or record.is_over or (record.state == "up" and record.attempt > before)
 
 
-# -- kill --------------------------------------------------------------------------------------------------------------
-
-
 async def _kill(context: VerbContext, arguments: verbs.KillArguments, who: Operator) -> dict[str, Any]:
     supervisor = context.supervisor
     meant = [record for record in find_targets(arguments.target, supervisor.statuses()) if record.pid]
@@ -159,9 +148,6 @@ async def _kill(context: VerbContext, arguments: verbs.KillArguments, who: Opera
     supervisor.ctx.log.warning("%s: SIG%s to %s", _why(who, arguments.reason), arguments.signal, arguments.target)
     by = f"`myxa kill` by {who.user or 'an unknown user'}" + (f" ({arguments.reason})" if arguments.reason else "")
     return {"signal": arguments.signal, "sent": await supervisor.send_signal(meant, arguments.signal, by)}
-
-
-# -- common ------------------------------------------------------------------------------------------------------------
 
 
 def _why(who: Operator, reason: str) -> str:

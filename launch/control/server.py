@@ -61,9 +61,7 @@ class ServerLimits:
     num_requests: int = 64
     """That are carried out at the same time, also for callers that left."""
     request_s: float = 20.0
-    """From the connection to the request's last byte."""
     read_s: float = 30.0
-    """For the caller of a stream to take an item."""
     close_s: float = 1.0
     """For running requests to end when the run ends."""
 
@@ -159,7 +157,6 @@ class VerbDoor:
         self._access = HttpAccess(host=HOST)
         self._running: set[asyncio.Task[Any]] = set()
         self._served: set[Any] = set()
-        """Connections whose request is being carried out."""
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guarded])
         app.router.add_get("/{verb}", self._verb)
         app.router.add_post("/{verb}", self._verb)
@@ -169,8 +166,6 @@ class VerbDoor:
             lingering_time=limits.close_s, shutdown_timeout=limits.close_s,
         )  # fmt: skip
         self._server: asyncio.Server | None = None
-
-    # -- the socket ----------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
         """Listen. Raises LaunchError."""
@@ -211,7 +206,6 @@ class VerbDoor:
                 await self._listen()
 
     async def close(self) -> None:
-        """Stop serving; cancel what is being carried out."""
         if self._server is not None:
             self._server.close()
         for task in self._running:
@@ -230,8 +224,6 @@ class VerbDoor:
                 self._counters["shown_out"] += 1
                 oldest.transport.abort()
         return server()
-
-    # -- requests ------------------------------------------------------------------------------------------------
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Any) -> web.StreamResponse:
@@ -437,7 +429,6 @@ class ControlServer:
         self._watch = asyncio.get_running_loop().create_task(self._keep_looking())
 
     async def close(self) -> None:
-        """Close both sockets, cancel what is still being served."""
         if self._watch is not None:
             self._watch.cancel()
         for door in self._doors:

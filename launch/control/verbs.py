@@ -41,9 +41,7 @@ class Verb(Generic[A]):
     effect: Effect
     arguments: type[A]
     help: str
-    """One line."""
     ask_s: float = 15.0
-    """How long the run may take over it."""
     lasts: str = ""
     """The argument, in seconds, by which it takes longer."""
     by: str = ""
@@ -74,9 +72,6 @@ class WithReason(Arguments, frozen=True, kw_only=True):
     reason: Reason = ""
 
 
-# -- the run as a whole ------------------------------------------------------------------------------------------------
-
-
 class StepArguments(WithReason, frozen=True, kw_only=True):
     """Of `step`."""
 
@@ -105,8 +100,6 @@ STEP = Verb("step", "change", StepArguments, "so many training steps, then pause
 CKPT = Verb("ckpt", "change", CheckpointArguments, "a checkpoint at the next step boundary", 1800.0, by=COORDINATOR)
 EVAL = Verb("eval", "change", EvalArguments, "held-out reward now, beside training", 600.0, by=COORDINATOR)
 DOWN = Verb("down", "change", WithReason, "end the run cleanly, as Ctrl-C does")
-
-# -- knobs -------------------------------------------------------------------------------------------------------------
 
 
 class GetArguments(Arguments, frozen=True, kw_only=True):
@@ -143,8 +136,6 @@ UNDO = Verb(
     "undo", "change", UndoArguments, "take the newest change of knobs back, or that of an epoch", 60.0, by=COORDINATOR
 )
 HISTORY = Verb("history", "read", HistoryArguments, "what was changed, by whom and why")
-
-# -- processes ---------------------------------------------------------------------------------------------------------
 
 
 class ScaleArguments(WithReason, frozen=True, kw_only=True):
@@ -183,8 +174,6 @@ SCALE = Verb("scale", "change", ScaleArguments, "more or fewer rollout actors", 
 DRAIN = Verb("drain", "change", DrainArguments, "hand a rollout actor's work back and end it for good", lasts="wait_s")
 RESTART = Verb("restart", "change", RestartArguments, "end an actor cleanly and start it again", lasts="wait_s")
 KILL = Verb("kill", "change", KillArguments, "send an actor's processes SIGKILL, SIGSTOP or SIGCONT")
-
-# -- looking -----------------------------------------------------------------------------------------------------------
 
 
 class TargetArguments(Arguments, frozen=True, kw_only=True):
@@ -239,8 +228,6 @@ PROFILE = Verb(
 )
 TRACE = Verb("trace", "read", Arguments, "the timeline up to now, for ui.perfetto.dev", 20.0)
 
-# -- data --------------------------------------------------------------------------------------------------------------
-
 
 class DumpArguments(Arguments, frozen=True, kw_only=True):
     """Of `dump`."""
@@ -292,7 +279,6 @@ WHO = "who"
 
 
 def argument_names(verb: Verb[Any]) -> list[str]:
-    """Of the arguments that a caller gives."""
     return [name for name in verb.arguments.__struct_fields__ if name != WHO]
 
 

@@ -102,13 +102,11 @@ def _is_possible(config: RunConfig, present: Present, count: int, devices: str) 
 
 
 def _idle_gpus(config: RunConfig) -> str:
-    """Numbers of this machine's GPUs that no role of the run names."""
     named = {device for role in get_args(RoleName) for device in config.roles[role].device_ids}
     return ",".join(str(number) for number in range(len(look_at_gpus().found)) if number not in named)
 
 
 def first_states(table: KnobTable) -> dict[str, KnobState]:
-    """Knob -> its state at its first owner."""
     states: dict[str, KnobState] = {}
     for sheet in table.sheets:
         for state in sheet.knobs:

@@ -108,7 +108,6 @@ def error_answer(error: BaseException) -> ErrorAnswer:
 
 
 def encode(answer: Any) -> bytes:
-    """One line."""
     return _ENCODER.encode(answer) + b"\n"
 
 

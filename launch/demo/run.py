@@ -41,19 +41,16 @@ def question(rng: random.Random) -> str:
 
 
 def answer(prompt: str) -> str:
-    """The right answer: "12357"."""
     return "".join(sorted(prompt.split()[1]))
 
 
 def demonstration(prompt: str, rng: random.Random, p_right: float) -> str:
-    """An answer that is right with probability `p_right` and a slip otherwise."""
     if rng.random() < p_right:
         return answer(prompt)
     return rng.choice(_SLIPS)(prompt.split()[1])
 
 
 def rows(num: int, seed: int, p_right: float) -> Iterator[dict[str, str]]:
-    """`num` dataset rows with prompt, label and demonstration."""
     rng = random.Random(seed)
     for _ in range(num):
         prompt = question(rng)
@@ -68,7 +65,6 @@ def write_rows(path: Path, num: int, seed: int, *, p_right: float = 0.3, exclude
 
 
 def prompts(path: Path) -> frozenset[str]:
-    """All prompts of a JSONL file written by `write_rows`."""
     return frozenset(orjson.loads(line)["prompt"] for line in path.read_bytes().splitlines())
 
 
@@ -79,7 +75,6 @@ NUM_HELDOUT = 256
 
 
 def prepare(folder: Path, seed: int) -> None:
-    """Write model, data and run files into `folder`."""
     from ...actors.models.tiny import make_tiny_model  # imports torch
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -96,7 +96,6 @@ class ProcessActor(ProcessContract):
         return seen.num_looks, seen.top(NUM_TOP)
 
     def _path(self, ending: str) -> Path:
-        """A new file; several within a second get a number."""
         stem = f"{self._name.replace('/', '.')}.{time.strftime('%Y%m%d-%H%M%S')}"
         number = 1
         while (path := self._folder / f"{stem}{f'-{number}' if number > 1 else ''}.{ending}").exists():

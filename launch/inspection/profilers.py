@@ -29,7 +29,6 @@ MAX_STACKS = 50_000
 """Different stacks that are counted; further ones count as "(others)"."""
 
 Place = tuple[CodeType, int]
-"""A function and the line it is at."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,6 @@ class Read(Message):
 
 
 def page_body(name: str) -> ComposeResult:
-    """Widgets of one page."""
     if name in ("knobs", "history"):
         table: DataTable[str] = DataTable(id={"knobs": "knob-table", "history": "history-table"}[name])
         table.cursor_type = "row"
@@ -136,7 +135,6 @@ class TopApp(App[None]):
         self._is_ascii = not (sys.__stdout__ and (sys.__stdout__.encoding or "").lower().startswith("utf"))
 
     def compose(self) -> ComposeResult:
-        """Title and verdict on top, the tree at the left, pages at the right, keys below."""
         yield Static(id="title")
         yield Static(id="why")
         yield Static(id="notice")
@@ -152,7 +150,6 @@ class TopApp(App[None]):
         yield Static(id="keys")
 
     def on_mount(self) -> None:
-        """Begin to look."""
         self._page.query_one("#title", Static).update("myxa top: asking the run ...")
         self._table("knob-table").add_columns(*KNOB_COLUMNS)
         self._table("history-table").add_columns(*pages.HISTORY_COLUMNS)
@@ -161,13 +158,9 @@ class TopApp(App[None]):
         _start(self._read_logs_forever)
 
     def on_unmount(self) -> None:
-        """Stops the threads that ask."""
         self._feed.close()
 
-    # -- looking -----------------------------------------------------------------------------------------------
-
     def _look_forever(self) -> None:
-        """In its own thread."""
         while not self._feed.is_closed:
             started_s = time.monotonic()
             view = self._feed.look()
@@ -176,12 +169,10 @@ class TopApp(App[None]):
 
     @on(Seen)
     def seen(self, event: Seen) -> None:
-        """Show it."""
         if self.is_running:  # not while the widgets are being taken away: this may have waited in the queue
             self.show(event.view)
 
     def show(self, view: RunView) -> None:
-        """Put a view on the screen."""
         self._run_view = view
         if view.status is not None:
             self._pace.put(view.now_wall_s, view.version)
@@ -245,7 +236,6 @@ class TopApp(App[None]):
 
     @on(Tree.NodeHighlighted)
     def choose(self, event: Tree.NodeHighlighted[str]) -> None:
-        """Another actor: its page, log and stack."""
         if self.is_running and event.node.data and event.node.data != self._actor:
             self._actor = event.node.data
             self._show_page()
@@ -253,10 +243,7 @@ class TopApp(App[None]):
             self._say("stack", f"r asks {self._actor} for its stack")
             self._look_for_log()
 
-    # -- pages -------------------------------------------------------------------------------------------------
-
     def action_page(self, name: str) -> None:
-        """Show a page and focus what its arrow keys move."""
         self._tabs().active = name
         self._give_focus()
 
@@ -280,7 +267,6 @@ class TopApp(App[None]):
         self._give_focus()
 
     def on_resize(self) -> None:
-        """The tree gives way where a table needs the room."""
         self._fit()
 
     def _fit(self) -> None:
@@ -294,11 +280,9 @@ class TopApp(App[None]):
         self.call_after_refresh(self._show_page)
 
     def action_help(self) -> None:
-        """What the signs mean."""
         self.notify(pages.HELP, title="myxa top", timeout=20)
 
     def action_turn_page(self, direction: int) -> None:
-        """A screenful up or down."""
         page = self._tabs().active
         if page in _OWN_FOCUS:
             table = self._table(f"{'knob' if page == 'knobs' else page}-table")
@@ -314,26 +298,20 @@ class TopApp(App[None]):
             self.action_page("actor")
 
     def action_refresh(self) -> None:
-        """Ask again at once."""
         if self._tabs().active == "stack":
             self._read_stack(self._actor)
         self._feed.wake()
 
     def action_follow(self) -> None:
-        """Follow the log, or hold it still to read."""
         self._follows = not self._follows
         self._look_for_log()
         self.notify("the log is followed" if self._follows else "the log is held; f follows it again")
 
     def action_tree(self) -> None:
-        """Show or hide the tree, for more room."""
         self._shows_tree = not self._page.query_one("#tree").display
         self._fit()
 
-    # -- knobs -------------------------------------------------------------------------------------------------
-
     def action_pause(self) -> None:
-        """Pause or resume the run."""
         status = self._run_view.status if self._run_view is not None else None
         if status is None or self._feed.reader_only:
             self.notify("no socket within reach can pause the run", severity="warning")
@@ -348,7 +326,6 @@ class TopApp(App[None]):
 
     @on(DataTable.RowSelected, "#knob-table")
     def turn(self, event: DataTable.RowSelected) -> None:
-        """Enter on a knob."""
         row = self._knob_rows.get(str(event.row_key.value))
         if row is None or self._run_view is None:
             return
@@ -366,10 +343,7 @@ class TopApp(App[None]):
             self.notify(said, timeout=8)
         self._feed.wake()
 
-    # -- log and stack -----------------------------------------------------------------------------------------
-
     def _read_logs_forever(self) -> None:
-        """In its own thread."""
         while not self._feed.is_closed:
             name = self._log_of
             if name:

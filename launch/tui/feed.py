@@ -52,7 +52,6 @@ class Feed:
         self.socket = socket
         """Of the run; empty: its files answer."""
         self.is_closed = False
-        """No more looks are wanted."""
         self._client = client
         self._is_live = is_live
         self._answers: dict[str, VerbAnswer] = {}
@@ -69,19 +68,16 @@ class Feed:
 
     @classmethod
     def of_note(cls, note: ControlNote, *, only_view: bool = False) -> Feed:
-        """Of the run that left this note."""
         only_view = only_view or not os.access(note.control, os.W_OK)
         client = ControlClient(note, view=only_view)
         return cls(client, lambda: note.is_live, client.run_dir, reader_only=only_view, socket=client.path)
 
     @classmethod
     def of_files(cls, run_dir: Path) -> Feed:
-        """Of a run that has ended: its files answer."""
         return cls(None, lambda: False, run_dir.resolve(), reader_only=True)
 
     @property
     def is_over(self) -> bool:
-        """Whether only the files of the run are left."""
         return self._client is None
 
     def close(self) -> None:
@@ -90,7 +86,6 @@ class Feed:
         self._wake.set()
 
     def wait(self, seconds: float) -> None:
-        """Rest between looks, at most until `wake` or `close`."""
         self._wake.wait(seconds)
         if not self.is_closed:
             self._wake.clear()
@@ -145,14 +140,12 @@ class Feed:
         return replace(last, troubles=troubles, silent_s=max(0.1, time.monotonic() - self._heard_s))
 
     def set(self, values: dict[str, KnobValue], reason: str, for_steps: int = 0, force: bool = False) -> ChangeReply:
-        """Set knobs. Raises the run's refusal."""
         arguments: dict[str, Any] = {"values": values, "reason": reason}
         arguments |= {"for_steps": for_steps} if for_steps else {}
         arguments |= {"force": True} if force else {}
         return msgspec.convert(self.ask("set", timeout_s=90.0, **arguments), ChangeReply)
 
     def ask(self, verb: str, timeout_s: float = 15.0, **arguments: Any) -> Any:
-        """Ask any other verb. Raises the run's refusal."""
         if self._client is None:
             raise LaunchError("the run is over", remedy="`myxa report RUN` shows how it went")
         return self._client.ask(verb, timeout_s=timeout_s, **arguments)

@@ -57,7 +57,6 @@ class KnobScreen(ModalScreen[str]):
         self._is_asking = False
 
     def compose(self) -> ComposeResult:
-        """Facts, three fields, and a line for what the run says."""
         with VerticalScroll(id="box", can_focus=False):
             yield Static(self._facts())
             yield Label("new value")
@@ -69,7 +68,6 @@ class KnobScreen(ModalScreen[str]):
             yield Static("Enter moves to the reason, Enter again sets it; Tab next field, Escape leaves", id="said")
 
     def on_mount(self) -> None:
-        """Focus the value."""
         self.query_one("#value", Input).focus()
 
     def _facts(self) -> Text:
@@ -99,11 +97,9 @@ class KnobScreen(ModalScreen[str]):
 
     @on(Input.Submitted, "#reason, #steps")
     def send(self) -> None:
-        """Ask the run, unless the input is invalid."""
         self._send(force=False)
 
     def action_force(self) -> None:
-        """The same, past the guard against slips."""
         self._send(force=True)
 
     def _send(self, *, force: bool) -> None:
@@ -128,7 +124,6 @@ class KnobScreen(ModalScreen[str]):
             return None
 
     def _ask(self, value: KnobValue, reason: str, for_steps: int, force: bool) -> None:
-        """In its own thread."""
         try:
             reply = self._turn({self._row.name: value}, reason, for_steps, force)
         except (MyxaError, OSError, ValueError) as error:

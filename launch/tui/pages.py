@@ -41,7 +41,6 @@ _STATE_SIGNS = {
 
 
 def run_page(view: RunView, pace: StepPace, width: int, *, is_ascii: bool = False) -> Text:
-    """The run at a glance: facts, queues, staleness, engines, time."""
     page = Text()
     for label, text in fact_lines(view, pace):
         if label in _RUN_FACTS:
@@ -60,7 +59,6 @@ def run_page(view: RunView, pace: StepPace, width: int, *, is_ascii: bool = Fals
 
 
 def actor_page(view: RunView, name: str, width: int = 0) -> Text:
-    """Everything about one actor."""
     page = Text()
     for label, text in actor_lines(view, name):
         _fact(page, label, text, width if label == "process" else 0)
@@ -82,7 +80,6 @@ def actor_label(actor: ActorFacts, view: RunView, width: int, *, is_ascii: bool 
 
 
 def legend(*, is_ascii: bool = False) -> Text:
-    """The letters of the bars."""
     letters = LETTERS_ASCII if is_ascii else LETTERS
     text = Text()
     for kind in ACTIVITY_KINDS:
@@ -190,7 +187,6 @@ def node_label(node: int, actors: Sequence[ActorFacts]) -> str:
 
 
 def actor_lines(view: RunView, name: str) -> list[tuple[str, str]]:
-    """(label, text) of one actor: its process, its time, its own newest metrics."""
     actor = next((actor for actor in view.actors if actor.name == name), None)
     if actor is None:
         return [("actor", f"{name} is not in the run any more")]
@@ -218,7 +214,6 @@ HISTORY_COLUMNS = ("no.", "time", "step", "what", "who", "result", "reason")
 
 
 def history_rows(records: Sequence[AuditRecord]) -> list[tuple[str, ...]]:
-    """Newest first."""
     rows = [
         (
             str(change.number),
@@ -250,7 +245,6 @@ _KEYS = {
 
 
 def help_text(page: str) -> str:
-    """The line of keys, for a page."""
     return f"q quit  1-6 pages  {_KEYS.get(page, 'up/down actor  space scroll')}  t tree  ? help"
 
 
@@ -266,17 +260,14 @@ _MAX_LINES = 2000
 
 
 def log_text(answer: object) -> str:
-    """Lines of a log, oldest first, without control characters."""
     return _joined(answer) or "the log is empty"
 
 
 def stack_text(answer: object) -> str:
-    """Stacks of an actor's threads."""
     return _joined(answer) or "the stack is empty"
 
 
 def _joined(answer: object) -> str:
-    """One record, or several, each with an actor's `lines` or `text`."""
     found: list[str] = []
     for part in cast("list[object]", answer) if isinstance(answer, list) else [answer]:
         record = cast("dict[str, Any]", part) if isinstance(part, dict) else {}

@@ -32,15 +32,12 @@ class Facts:
     knobs: Mapping[str, KnobState] = field(default_factory=dict[str, KnobState])
     num_rollouts: int = 1
     num_samples: int = 1
-    """Samples of a group."""
     max_running: int = 0
     """Sequences that one engine computes at once."""
     slots_total: int = 0
-    """Groups between dispatch and training, at most."""
     reward_workers: int = 0
     """As the run file says; 0: up to four, if the function needs any."""
     is_data_endless: bool = False
-    """The run file bounds no source's passes."""
     cores: int = 0
     """Of the machine that asks."""
     most_rollouts: int = 0
@@ -66,7 +63,6 @@ class Advice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def advise(verdict: Bottleneck, facts: Facts) -> Advice | None:
-    """The best move of the rules for this verdict."""
     found = (rule(verdict, facts) for rule in _RULES.get(verdict.bound, ()))
     return next((advice for advice in found if advice is not None), None)
 
@@ -86,7 +82,6 @@ def what_to_try(verdict: Bottleneck, facts: Facts) -> str:
 
 
 def change_of(advice: Advice, *, is_over: bool = False) -> str:
-    """The change alone. Of a run that is over: as its run file would have it."""
     in_file = f"in the run file: {advice.key} = {advice.new}" if advice.key else ""
     return (in_file or advice.command) if is_over else (f"`{advice.command}`" if advice.command else in_file)
 
@@ -116,7 +111,6 @@ def facts_of_file(config: Mapping[str, Any], num_rollouts: int, cores: int) -> F
 
 
 def num_cores() -> int:
-    """Of this machine, that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -213,7 +207,6 @@ def _more_data(verdict: Bottleneck, facts: Facts) -> Advice | None:
 
 
 def _larger_microbatches(verdict: Bottleneck, facts: Facts) -> Advice | None:
-    """Nothing that is learnt changes by it."""
     old = _number(facts, "max_tokens_per_microbatch")
     why = "the trainer computes all the time; larger micro-batches use the device better, where memory allows"
     return None if old is None else _turn(facts, "max_tokens_per_microbatch", 2 * old, why)

@@ -37,7 +37,6 @@ Bound = Literal[
 ]
 
 NOTABLE = 0.25
-"""A wait below this share of the time is not worth a sentence."""
 AT_LIMIT = "compute/generate at limit"
 """Rollout actors generate, and may not take more groups at once."""
 START = "other/start"
@@ -81,7 +80,6 @@ class Bottleneck:
     bound: Bound
     sentence: str
     remedy: str = ""
-    """What may be changed, in words."""
     share: float = 0.0
     """Share of its time that the waiting actor loses by it (0..1)."""
 
@@ -101,7 +99,6 @@ class Filtered:
 
     @classmethod
     def of(cls, gauges: Mapping[str, Mapping[str, float]]) -> Filtered:
-        """`gauges`: actor -> metric -> value."""
         values = gauges.get("buffer", {})
         low, high = values.get(f"{NEWEST}reward_min"), values.get(f"{NEWEST}reward_max")
         return cls(
@@ -115,7 +112,6 @@ class Filtered:
 
     @property
     def is_nearly_all(self) -> bool:
-        """Whether hardly any group is left to train on."""
         return self.num_groups >= _LEAST_GROUPS and self.left_out >= NEARLY_ALL
 
 
@@ -210,7 +206,6 @@ def _busy_trainer(leader: str, trainer: Mapping[str, float], who: str, team: Map
 
 
 def _thrown_away(leader: str, trainer: Mapping[str, float], filtered: Filtered) -> Bottleneck:
-    """Groups arrive, and the filter drops nearly all of them."""
     if filtered.only_reward is not None:
         why = f"the reward is always {short(filtered.only_reward)}"
     elif filtered.flat >= NEARLY_ALL:

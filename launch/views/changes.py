@@ -34,7 +34,6 @@ class RunChange:
     who: str
     reason: str
     result: str
-    """"done", "refused", "failed"."""
     detail: str
     values: dict[str, KnobValue]
     """Knobs that moved, and what they became."""
@@ -43,7 +42,6 @@ class RunChange:
 
     @property
     def is_done(self) -> bool:
-        """Whether it took effect."""
         return self.result == "done"
 
     @property
@@ -160,7 +158,6 @@ def changes_of_events(events: Iterable[tuple[float, str, dict[str, Any]]]) -> li
 
 
 def moves_text(moves: Sequence[KnobMove]) -> str:
-    """`lr 0.001 -> 0.0005, max_groups 16 -> 32 (4 owners)`: owners that did the same are counted."""
     counts: dict[tuple[str, str, str], int] = {}
     for move in moves:
         key = (move.name, value_text(move.old), value_text(move.new))
@@ -182,7 +179,6 @@ def value_text(value: KnobValue | object) -> str:
 
 
 def asked_text(arguments: dict[str, object]) -> str:
-    """What was asked for: `target=rollout/1 count=4`; empty arguments are left out."""
     facts: dict[str, object] = {}
     for name, value in arguments.items():
         if name == "values" and isinstance(value, dict):
@@ -204,7 +200,6 @@ def stairs(changes: Sequence[RunChange], name: str, first: float, low: float, hi
 
 
 def clock_text(wall_s: float) -> str:
-    """Time of day here: 14:03:59."""
     return time.strftime("%H:%M:%S", time.localtime(wall_s))
 
 

@@ -23,7 +23,6 @@ USUAL = (
     "train/loss", "train/entropy", "train/grad_norm", "train/approx_kl", "train/logprob_diff_abs_mean", "lag/max",
     "batch/response_tokens_mean", "train/step_s", "rollout/tokens_per_s", "train/tokens_per_s",
 )  # fmt: skip
-"""Metrics that are compared unless others are named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +39,10 @@ class RunRow:
     run_dir: str
 
     def facts(self) -> dict[str, Any]:
-        """As JSON types."""
         return asdict(self)
 
 
 def runs_of(folder: Path) -> list[RunRow]:
-    """Its runs, the newest first. Raises ConfigError if it is no folder."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a directory", remedy="name a folder of runs, e.g. runs")
     found = [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink() and is_run_folder(path)]
@@ -53,7 +50,6 @@ def runs_of(folder: Path) -> list[RunRow]:
 
 
 def _glance(run_dir: Path) -> RunRow:
-    """By the ends of its files."""
     run = RunFiles(run_dir, _GLANCE_BYTES)
     run.read()
     return RunRow(
@@ -76,11 +72,9 @@ class ComparedMetric:
     curves: tuple[dict[int, float], ...]
 
     def facts(self) -> dict[str, Any]:
-        """As JSON types."""
         return {"metric": self.metric, "last": self.last}
 
     def lines(self, width: int, *, is_ascii: bool = False) -> tuple[str, ...]:
-        """Each run's curve as one line of letters."""
         return tuple(sparkline([c[step] for step in sorted(c)], width, is_ascii=is_ascii) for c in self.curves)
 
 

@@ -25,7 +25,6 @@ class ReportFinding:
 
 
 def findings(run: RunFiles) -> list[ReportFinding]:
-    """All findings, red ones first."""
     found = [finding for rule in _RULES for finding in rule(run)]
     return sorted(found, key=lambda finding: finding.level != "red")
 

@@ -120,7 +120,6 @@ def _legend(metric: str, panel: Panel) -> str:
 
 
 def _knob_changes() -> dict[str, Any]:
-    """Vertical lines where a knob was changed."""
     return {
         "name": "knobs",
         "enable": True,

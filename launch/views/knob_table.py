@@ -73,7 +73,6 @@ class KnobRow:
 
     tunable: Tunable
     owners: tuple[str, ...]
-    """Actor names."""
     values: tuple[KnobValue, ...]
     """In force, by owner."""
     first: KnobValue
@@ -83,12 +82,10 @@ class KnobRow:
 
     @property
     def name(self) -> str:
-        """Of the knob."""
         return self.tunable.name
 
     @property
     def value(self) -> str:
-        """One value, or every owner's where they differ."""
         if len(set(self.values)) <= 1:
             return value_text(self.values[0])
         return ", ".join(
@@ -97,11 +94,9 @@ class KnobRow:
 
     @property
     def is_changed(self) -> bool:
-        """Whether it differs from the run file."""
         return any(value != self.first for value in self.values)
 
     def cells(self) -> tuple[str, ...]:
-        """In the order of `KNOB_COLUMNS`."""
         waiting = f" -> {value_text(self.pending)}" if self.pending is not None else ""
         unit = f" {self.tunable.unit}" if self.tunable.unit else ""
         back = f" (goes back {self.reverts})" if self.reverts else ""
@@ -164,7 +159,6 @@ def parsed_value(tunable: Tunable, text: str) -> KnobValue:
 
 
 def reply_text(reply: ChangeReply) -> str:
-    """What became of a change, in one sentence."""
     if reply.refused:
         return f"refused: {clean(reply.refused)}"
     moves = ", ".join(

@@ -148,12 +148,10 @@ class LiveView:
             self.say(plain_line(view, self._pace))
 
     def say(self, text: str) -> None:
-        """A line that stays, above the table."""
         self._console.print(Text(clean(text)), soft_wrap=True)
 
 
 def render(view: RunView, pace: StepPace, *, is_ascii: bool = False) -> RenderableType:
-    """The table: facts, time shares, what holds the run back, progress."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")

@@ -48,7 +48,6 @@ _BADGES = {"running": "good", "finished": "good", "failed": "bad"}
 
 
 def state_table(view: RunView, run: RunFiles, *, may_operate: bool = False) -> dict[str, Any]:
-    """What changes every second."""
     return {
         "name": view.name,
         "runDir": view.run_dir,
@@ -83,7 +82,6 @@ def _notice(view: RunView, run: RunFiles) -> str:
 
 
 def _origin(run: RunFiles) -> str:
-    """Of a run that was forked from another one, or resumed."""
     try:
         return RunOrigin.load(run.run_dir).in_words()
     except LaunchError:
@@ -151,11 +149,7 @@ def _knobs(view: RunView) -> list[dict[str, Any]]:
     ]
 
 
-# -- the past ------------------------------------------------------------------------------------------------------
-
-
 def past_table(run: RunFiles) -> dict[str, Any]:
-    """What grows: all metrics, time, changes, events; and what stays: the run file."""
     start_s = run.wall_range_s[0] if run.wall_range_s else 0.0
     return {
         "name": run.run_dir.resolve().name,
@@ -252,7 +246,6 @@ def _lanes(run: RunFiles, start_s: float) -> list[dict[str, Any]]:
 
 
 def _devices(run: RunFiles, actor: str) -> str:
-    """What the run file gives to the role; empty for actors without GPUs."""
     roles: Any = run.config.get("roles")
     role: Any = roles.get(actor.partition("/")[0]) if isinstance(roles, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType] - TOML
     devices: Any = role.get("devices") if isinstance(role, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType] - TOML

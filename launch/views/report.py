@@ -55,7 +55,6 @@ def write_page(runs: Sequence[RunFiles], path: Path) -> Path:
 
 
 def render_report(runs: Sequence[RunFiles]) -> str:
-    """The page as text."""
     first = runs[0]
     data: dict[str, Any] = {
         "state": state_table(run_view_of_files(first), first),
@@ -88,5 +87,4 @@ def _frame() -> tuple[str, str]:
 
 
 def page_file(name: str) -> bytes:
-    """A file of the page."""
     return (resources.files(_WEB) / name).read_bytes()

@@ -76,7 +76,6 @@ class Point:
 
     @property
     def mean(self) -> float:
-        """Of the readings."""
         return self.total / self.count
 
 
@@ -90,7 +89,6 @@ class Series:
         self._per_point = 1
 
     def put(self, x: float, other: float, value: float) -> None:
-        """One reading. Several readings of one step are averaged."""
         points = self.points
         if points and points[-1].x > x:
             while points and points[-1].x >= x:
@@ -110,15 +108,12 @@ class Series:
 
     @property
     def newest(self) -> Point:
-        """Its last point."""
         return self.points[-1]
 
     def walls(self) -> list[float]:
-        """Wall time of each point."""
         return [point.x if self.is_gauge else point.other for point in self.points]
 
     def steps(self) -> list[float]:
-        """Step of each point."""
         return [point.other if self.is_gauge else point.x for point in self.points]
 
 
@@ -203,7 +198,6 @@ class JsonTail:
         """`last_bytes`: read no more than the end of the file; 0: all of it."""
         self.path = path
         self.trouble = ""
-        """Why it cannot be read."""
         self.num_bad = 0
         """Lines that are no JSON objects."""
         self.num_odd = 0
@@ -298,14 +292,12 @@ class RunFiles:
         self.series: dict[str, dict[str, Series]] = {}
         """metric -> source -> its values."""
         self.times: dict[str, TimeShares] = {}
-        """By actor."""
         self.event_counts: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
         """Kind of failure -> how often workflows failed by it."""
         self.close_up: CloseUp | None = None
         self.num_steps_repeated = 0
         self.wall_range_s: tuple[float, float] | None = None
-        """First and last moment of any record."""
         self.generation = 0
         """Grows with everything that was new."""
         self.reported: list[tuple[float, int]] = []
@@ -349,7 +341,6 @@ class RunFiles:
 
     @property
     def notes(self) -> list[str]:
-        """What is missing or could not be read."""
         found = [self._config_trouble] if self._config_trouble else []
         for what, (tail, _) in self._tails.items():
             if what != "audit records" or tail.trouble != "is missing":  # a run in which nothing was changed has none
@@ -426,7 +417,6 @@ class RunFiles:
         return True
 
     def _read_trace(self) -> None:
-        """The stretches of some steps in the middle."""
         path = self.run_dir / TRACE_FILE
         if not path.is_file():
             self._trace_notes = [f"{TRACE_FILE} is missing: no close-up of some steps"]
@@ -455,11 +445,9 @@ class RunFiles:
 
     @property
     def events(self) -> list[EventRow]:
-        """The newest of each kind, oldest first."""
         return sorted((row for rows in self._events.values() for row in rows), key=lambda row: row.wall_s)
 
     def of_kind(self, kind: str) -> list[EventRow]:
-        """The newest events of a kind, oldest first."""
         return sorted(self._events.get(kind, ()), key=lambda row: row.wall_s)
 
     @property
@@ -470,7 +458,6 @@ class RunFiles:
         return placed(changes_of(list(self._records)), sorted(self.reported), self.events)
 
     def main(self, metric: str) -> Series | None:
-        """Of several sources of a metric the one that has most to say."""
         sources = self.series.get(metric, {})
         name = max(sorted(sources), key=lambda source: len(sources[source].points), default=None)
         return sources[name] if name is not None and sources[name].points else None
@@ -483,7 +470,6 @@ class RunFiles:
         )
 
     def total(self, metric: str) -> float:
-        """Sum over all steps."""
         series = self.main(metric)
         return sum(point.total for point in series.points) if series else 0.0
 
@@ -495,7 +481,6 @@ class RunFiles:
         return sum(value for _, value in newest) if metric in SUMMED else max(newest)[1]
 
     def names(self, prefix: str = "") -> list[str]:
-        """Known metrics that start with the prefix, sorted."""
         return sorted(name for name in self.series if name.startswith(prefix))
 
     def summed(self, metric: str, num_bins: int = 160) -> list[tuple[float, float]]:
@@ -527,11 +512,9 @@ class RunFiles:
         return found
 
     def shares(self) -> dict[str, dict[str, float]]:
-        """Actor -> kind -> share of its time over the run."""
         return {actor: shares for actor, times in self.times.items() if (shares := times.shares())}
 
     def setting(self, section: str, key: str) -> Any:
-        """A value of the resolved configuration, or None."""
         table = self.config.get(section)
         return cast("dict[str, Any]", table).get(key) if isinstance(table, dict) else None
 

@@ -41,7 +41,6 @@ class VerbAnswer:
 
     result: Any = None
     error: str = ""
-    """Message and remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,34 +75,28 @@ class RunView:
     snapshot: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, dict[str, float]])
     """What `MonitorContract.snapshot` answers."""
     note: str = ""
-    """What the launcher waits for or complains about, e.g. "waiting for rollout/0"."""
     run_dir: str = ""
     actors: tuple[ActorFacts, ...] = ()
     """By node, then role, then number."""
     knobs: KnobTable | None = None
     history: tuple[AuditRecord, ...] = ()
     why: str = ""
-    """What holds the run back, in one sentence."""
     remedy: str = ""
     troubles: tuple[str, ...] = ()
-    """What could not be learnt, and why."""
     has_ended: bool = False
     """The run is over, or its launcher does not answer any more."""
     reader_only: bool = False
     """Only the read-only socket is within reach."""
     silent_s: float = 0.0
-    """Seconds since the last answer."""
     is_of_files: bool = False
     """It was made from the files of the run; no actor was asked."""
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Newest value by name."""
         return self.snapshot.get("metrics", {})
 
     @property
     def name(self) -> str:
-        """Of the run, without control characters."""
         return clean(self.status.name if self.status else "") or clean(self.run_dir.rpartition("/")[2])
 
     @property
@@ -118,13 +111,11 @@ class RunView:
 
     @property
     def phase(self) -> str:
-        """Phase of the run; "starting" until the coordinator answers, "ended" if it did not say how."""
         phase = self.status.phase if self.status else "starting"
         return "ended" if self.has_ended and phase not in ("finished", "failed") else phase
 
     @property
     def elapsed_s(self) -> float:
-        """Wall time of the run so far."""
         return max(0.0, self.now_wall_s - self.started_wall_s)
 
     def shares(self) -> dict[str, Mapping[str, float]]:
@@ -133,16 +124,13 @@ class RunView:
         return {key.removeprefix(prefix): value for key, value in self.snapshot.items() if key.startswith(prefix)}
 
     def held_back(self) -> str:
-        """What holds the run back, in one sentence."""
         full, filtered = engines_look_full(self.snapshot), Filtered.of(self.snapshot)
         return self.why or bottleneck(self.shares(), engines_are_full=full, filtered=filtered)
 
     def curve(self, name: str) -> dict[int, float]:
-        """Step -> value of one of the monitor's curves."""
         return {int(step): value for step, value in self.snapshot.get(f"curve/{name}", {}).items()}
 
     def training_curve(self) -> dict[int, float]:
-        """Step -> training reward."""
         return self.curve("reward/raw_mean") or self.curve("reward/mean")
 
     def rate(self, name: str) -> float | None:
@@ -163,7 +151,6 @@ class StepPace:
         self._seen: deque[tuple[float, int]] = deque()
 
     def put(self, now_s: float, version: int) -> None:
-        """Note the version at this moment. A version that fell (restart from a checkpoint) resets it."""
         before, self._newest = self._newest, version
         if before is None or version < before:
             self._seen.clear()
@@ -181,7 +168,6 @@ class StepPace:
         return (last_s - first_s) / (last - first) if last > first else None
 
     def eta_s(self, num_steps: int) -> float | None:
-        """Seconds until `num_steps` at this pace."""
         step_s = self.step_s()
         if step_s is None or not self._seen or num_steps <= 0:
             return None
@@ -339,7 +325,6 @@ class RunOutcome:
 
 
 def outcome(run: RunFiles) -> RunOutcome:
-    """From the coordinator's phase events; a run that was killed has no last one."""
     moves = [event.text.rpartition("->")[2].strip() for event in run.of_kind("phase")]
     words = sorted((event for kind in ENDS for event in run.of_kind(kind)), key=lambda event: event.wall_s)
     reason = words[-1].text if words else ""
@@ -362,7 +347,6 @@ ALARMING = ("fail", "error", "gone", "fenced", "non-finite", "drop", "disabled",
 
 
 def is_alarming(kind: str) -> bool:
-    """Whether events of this kind are worth a look."""
     return any(word in kind for word in ALARMING)
 
 
@@ -402,7 +386,6 @@ def notice_text(view: RunView) -> str:
 
 
 def fact_lines(view: RunView, pace: StepPace) -> list[tuple[str, str]]:
-    """(label, text) rows of everything that is words and numbers, in order."""
     lines = [
         ("step", _step_line(view, pace)),
         ("reward", _reward_line(view)),
@@ -504,7 +487,6 @@ _ON_ONE_LINE = frozenset({"step", "reward", "lag", "speed", "warning"})
 
 
 def plain_line(view: RunView, pace: StepPace) -> str:
-    """The whole view on one line, for logs and pipes."""
     lines = [f"{label} {text}" for label, text in fact_lines(view, pace) if label in _ON_ONE_LINE]
     if view.metrics.get("train/loss") is not None:
         lines.insert(2, f"loss {short(view.metrics['train/loss'])}")
@@ -518,7 +500,6 @@ ENGINE_COLUMNS = ("engine", "at", "lag", "runs", "waits", "tok/s")
 
 
 def engine_rows(view: RunView) -> list[tuple[str, ...]]:
-    """Engines with the weights they serve and their load."""
     return [
         (
             clean(engine.rollout),
@@ -585,7 +566,6 @@ class Tile:
 
 
 def tiles(view: RunView, run: RunFiles) -> list[Tile]:
-    """The figures that are asked for first: the newest values of the view, what they came from of the files."""
     found = [
         Tile("step", f"{view.version}", f"of {view.num_steps}" if view.num_steps else ""),
         Tile("wall time", duration(view.elapsed_s) if view.elapsed_s else "-", _pace_note(run)),

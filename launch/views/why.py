@@ -63,7 +63,6 @@ class Idleness:
 
     sentence: str
     largest: str
-    """Kind with the largest share."""
     share: float
     """Of the largest kind that is not work; 0..1."""
 
@@ -99,20 +98,16 @@ class Reason(Record, frozen=True):
     target: str
     """Actor that was asked about; empty: the run."""
     bound: str
-    """Kind of the bottleneck: generation, reward, training, ..."""
     sentence: str
     share: float
     """Of the time that is lost by it (0..1)."""
     remedy: str
-    """What may be changed, in words."""
     to_try: str = ""
     """The same with its command, on one line, as all views show it."""
     knob: str = ""
-    """Live knob to turn; empty: there is none."""
     old: bool | int | float | str = ""
     new: bool | int | float | str = ""
     key: str = ""
-    """Key of the run file."""
     command: str = ""
     """What to type; empty: change the run file."""
     window_s: float = 0.0
@@ -131,7 +126,6 @@ def explain(
     filtered: Filtered | None = None,
     disk: str = "",
 ) -> Reason:
-    """Of the whole run."""
     verdict = judge(shares, engines_are_full=engines_are_full, filtered=filtered, disk=disk)
     advice, to_try = advise(verdict, facts), what_to_try(verdict, facts)
     return Reason(
@@ -155,7 +149,6 @@ def explain(
 def explain_actors(
     names: list[str], shares: Mapping[str, Mapping[str, float]], facts: Facts, *, window_s: float, **known: Any
 ) -> Reason:
-    """Of some actors: what each does, beside the bottleneck of the whole run. `known`: as `explain` takes it."""
     whole = explain(shares, facts, window_s=window_s, **known)
     idle = [idleness(name, shares.get(name, {})) for name in names]
     return msgspec.structs.replace(
@@ -176,7 +169,6 @@ def explain_files(run_dir: Path, target: str = "") -> Reason:
 
 
 def explain_run(run: RunFiles, target: str = "") -> Reason:
-    """The same of what was read already."""
     shares, gauges = run.shares(), run.gauges()
     facts = facts_of_file(run.config, sum(name.startswith("rollout/") for name in shares), num_cores())
     span = run.wall_range_s

@@ -52,7 +52,6 @@ SECURITY_HEADERS: Mapping[str, str] = {
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
     "Cache-Control": "no-store",
 }
-"""Of every answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +105,7 @@ CHARTS_EVERY_S = 2.0
 KEEP_ALIVE_S = 15.0
 MAX_WATCHERS = 16
 MAX_ASKS = 8
-"""Questions of pages to the run at a time."""
 ASK_S = 60.0
-"""For the run to begin its answer."""
 MAX_BODY_BYTES = 64 * 1024
 MAX_KEPT_GROUPS = 200
 """Of samples.jsonl, which have no tokens."""
@@ -154,7 +151,6 @@ class Dashboard:
 
     @contextlib.asynccontextmanager
     async def serving(self, port: int) -> AsyncGenerator[str]:
-        """Serve until the block ends; gives the URL. Raises ConfigError if the port is taken."""
         app = web.Application(middlewares=[self._headers, self._guarded], client_max_size=MAX_BODY_BYTES)
         app.add_routes(
             [
@@ -191,8 +187,6 @@ class Dashboard:
             await runner.cleanup()
             self._looker.shutdown(wait=False, cancel_futures=True)
 
-    # -- looking -----------------------------------------------------------------------------------------------
-
     async def _look_forever(self) -> None:
         while True:
             started_s = time.monotonic()
@@ -228,8 +222,6 @@ class Dashboard:
         self._wanted_s = time.monotonic()
         if not self._state:
             await self._look()
-
-    # -- what is served ----------------------------------------------------------------------------------------
 
     async def _page(self, request: web.Request) -> web.Response:
         answer = web.Response(body=page_file("index.html"), content_type="text/html", charset="utf-8")
@@ -281,7 +273,6 @@ class Dashboard:
                 await asyncio.wait_for(newer, KEEP_ALIVE_S)
 
     async def _samples(self, request: web.Request) -> web.Response:
-        """From samples.jsonl: of a step, what holds some words, or all answers to a prompt."""
         return await self._kept_samples(request.query)
 
     async def _kept_samples(self, asked: Mapping[str, str]) -> web.Response:
@@ -294,11 +285,9 @@ class Dashboard:
         return await self._read(lambda: {"groups": read(), "num_left_out": 0})
 
     async def _runs(self, request: web.Request) -> web.Response:
-        """The runs of the same folder."""
         return await self._read(lambda: [run.facts() for run in runs_of(self._feed.run_dir.parent)])
 
     async def _run(self, request: web.Request) -> web.Response:
-        """The past of another run of the same folder."""
         name, folder = request.query.get("name", ""), self._feed.run_dir.parent
 
         def past() -> Any:
@@ -308,7 +297,6 @@ class Dashboard:
         return await self._read(past)
 
     async def _read(self, read: Callable[[], Any]) -> web.Response:
-        """What files say, by the thread that looks."""
         with self._asking():
             try:
                 found = await asyncio.get_running_loop().run_in_executor(self._looker, read)
@@ -369,8 +357,6 @@ class Dashboard:
                     if request.transport is not None:
                         request.transport.abort()
         return response
-
-    # -- the guard ---------------------------------------------------------------------------------------------
 
     @property
     def _cookie(self) -> str:

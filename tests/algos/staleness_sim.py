@@ -28,7 +28,6 @@ class Scenario:
     window: int = 0
     num_steps: int = 100
     step_s: float = 10.0
-    """Time of one training step."""
     num_engines: int = 2
     groups_per_engine: int = 1 << 30
     """Groups that one engine takes at a time."""
@@ -56,7 +55,6 @@ class SimOutcome:
 
     @property
     def waiting_share(self) -> float:
-        """Share of the time that the trainer waited."""
         return self.waited_s / self.wall_s if self.wall_s else 0.0
 
 
@@ -116,7 +114,6 @@ class _Simulation:
             self.admission.ready(group, self.started_at[group])
 
     def train(self) -> None:
-        """Start the next step if its batch is there."""
         step = self.admission.next_step
         if self.idle_since is None or step >= self.scenario.num_steps:
             return

@@ -50,7 +50,6 @@ from .journal import NodeEntry, RegistryAddress, RegistryJournal
 from .registry import REGISTRY, RegistryActor, RegistryContract
 
 POSTED = "registry.json"
-"""Name of the record in the directory of the sockets."""
 
 
 class RegistryLocation:
@@ -58,7 +57,6 @@ class RegistryLocation:
 
     def __init__(self, rdzv: Rendezvous, node_rank: int) -> None:
         self.rdzv = rdzv
-        """What others need to join."""
         is_near = bool(rdzv.socket_dir) and rdzv.endpoints.node_rank == node_rank
         self._posted = Path(rdzv.socket_dir) / POSTED if is_near else None
         self._seen = (0, 0)
@@ -66,7 +64,6 @@ class RegistryLocation:
 
     @property
     def key(self) -> PeerKey:
-        """The registry's process."""
         return self.location.node.key
 
     def greeted(self, key: PeerKey, endpoints: Endpoints) -> bool:
@@ -114,7 +111,6 @@ class RegistryLock:
     """Of the last incarnation, if it is still there."""
 
     def release(self) -> None:
-        """It could not be opened."""
         if self.journal is not None:
             self.journal.close()
 
@@ -245,8 +241,6 @@ async def _ticking(session: Session, place: RegistryLocation, work: Awaitable[T]
 
 
 class _OnlyRegistry:
-    """Finder of a process without a directory."""
-
     def __init__(self, place: RegistryLocation) -> None:
         self._place = place
         self.routes: dict[tuple[str, str, str], Route] = {}
@@ -264,8 +258,6 @@ class _OnlyRegistry:
 
 
 class _Stranger:
-    """Session host of a process that serves no actor yet."""
-
     def __init__(self) -> None:
         self.trouble = ""
 
@@ -336,15 +328,11 @@ class Mirror:
 
     @property
     def registry(self) -> RegistryContract:
-        """A reference to the registry."""
         if self._caller is None:
             raise RuntimeError("the mirror has no caller yet")
         return make_ref(self._caller, RegistryContract, REGISTRY)
 
-    # -- updates
-
     async def follow(self) -> None:
-        """Keep the mirror up to date until cancelled."""
         while True:
             try:
                 if self._member_of != self._place.key and not await self._report():
@@ -421,8 +409,6 @@ class Mirror:
         if order.target == REGISTRY:
             return self._place.location.route(order.method, order.schema)
         return self.directory.route(order.target, order.method, order.schema)
-
-    # -- lookups
 
     def route(self, target: str, spec: HandlerSpec) -> Route | CallError | None:
         if target != REGISTRY:

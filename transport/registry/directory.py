@@ -178,7 +178,6 @@ class Directory:
         return route
 
     def nodes(self) -> tuple[NodeRecord, ...]:
-        """All incarnations there are now."""
         return tuple(self._nodes.values())
 
     def node(self, name: str) -> NodeRecord | None:
@@ -190,7 +189,6 @@ class Directory:
         return 0 if record is None else record.epoch
 
     def has_ended(self, name: str) -> bool:
-        """It was known and is gone, as far as this mirror has heard."""
         return name in self._tombstones
 
     def state_of(self, name: str) -> PeerEvent | None:
@@ -205,7 +203,6 @@ class Directory:
         return tuple(sorted(name for name in self._actors if name.startswith(prefix)))
 
     def missing(self, name: str) -> NoSuchActor:
-        """The error for a name that is not there."""
         if name in self._tombstones:
             return NoSuchActor(
                 f"{name} is not there any more: {self._tombstones[name]}", remedy="try again when it is back"

@@ -66,13 +66,11 @@ class RegistryJournal:
     def __init__(self, path: Path, descriptor: int, entries: tuple[JournalLine, ...], size: int) -> None:
         self.path = path
         self.entries = entries
-        """What was in it when it was opened."""
         self._descriptor = descriptor
         self._durable_bytes = size
         self._lines: list[bytes] = []
         """Appended and not known to be on the disk."""
         self._num_in_file = 0
-        """Of these."""
         self._is_torn = False
         """An attempt failed: it is unknown which of these lines are in the file."""
         self._num_appended = 0
@@ -151,7 +149,6 @@ class RegistryJournal:
         self._num_durable += num_lines
 
     def _write(self) -> None:
-        """All lines that are not in the file."""
         if self._is_torn:
             self._cut()
         for line in self._lines[self._num_in_file :]:
@@ -161,7 +158,6 @@ class RegistryJournal:
             self._num_in_file += 1
 
     def _cut(self) -> None:
-        """Only what is durable is in the file."""
         os.ftruncate(self._descriptor, self._durable_bytes)
         self._num_in_file, self._is_torn = 0, False
 
@@ -191,7 +187,6 @@ def _line(entry: JournalLine) -> bytes:
 
 
 def _read(path: Path, data: bytes) -> tuple[tuple[JournalLine, ...], int]:
-    """All entries, and the size of what can be read."""
     entries: list[JournalLine] = []
     good = 0
     while good < len(data):

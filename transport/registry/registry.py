@@ -116,13 +116,10 @@ class RegistryState:
         self._nodes: dict[str, NodeRecord] = {}
         self._updates: deque[DirectoryUpdate] = deque(maxlen=KEPT_UPDATES)
 
-    # -- questions
-
     def node(self, name: str) -> NodeRecord | None:
         return self._nodes.get(name)
 
     def find(self, actor: str) -> NodeRecord | None:
-        """The node that hosts that actor."""
         for node in self._nodes.values():
             if any(a.name == actor for a in node.actors):
                 return node
@@ -140,8 +137,6 @@ class RegistryState:
             return tuple(u for u in self._updates if u.version > version)
         nodes = tuple(self._nodes.values())
         return (DirectoryUpdate(version=self.version, history=self.history, is_snapshot=True, nodes=nodes),)
-
-    # -- changes
 
     def restore(self, entries: Iterable[JournalLine]) -> None:
         """Take up what the last incarnation of the registry knew; whom it knew is presumed to be alive."""
@@ -200,7 +195,6 @@ class RegistryState:
         return ""
 
     def announce(self, name: str, epoch: int, actors: tuple[HostedActor, ...], reasons: dict[str, str]) -> NodeRecord:
-        """The actors of an incarnation, all of them. Raises StaleEpoch if it is not the current one."""
         old = self._current(name, epoch)
         for actor in actors:
             host = self.find(actor.name)
@@ -253,7 +247,6 @@ class RegistryActor(RegistryContract):
     def __init__(self, guard: PeerGuard | None = None, journal: RegistryJournal | None = None) -> None:
         self.state = RegistryState()
         self.num_refused = 0
-        """Processes that wanted to continue and were over."""
         self._journal = journal
         if journal is not None:
             self.state.restore(journal.entries)
@@ -328,7 +321,6 @@ class RegistryActor(RegistryContract):
             self.ctx.spawn(self._wait_for_presumed(), name="wait for those who were there")
 
     async def on_stop(self, why: str) -> None:
-        """Nothing is granted any more."""
         if self._journal is not None:
             self._journal.close()
 
@@ -416,7 +408,6 @@ class RegistryRights:
             raise self._refusal(f"{name} gives a key that is {'no key' if owner == name else f'that of {owner}'}")
 
     def to_speak_for(self, name: str, caller: PeerKey | None) -> None:
-        """About `name` itself."""
         record = self._record(caller)
         if record is not None and record.role != "keeper" and record.name != name:
             raise self._refusal(f"{record.name} spoke for {name}")
@@ -431,7 +422,6 @@ class RegistryRights:
             raise self._refusal(f"{known.name} came back with another number, key or role")
 
     def to_keep(self, what: str, caller: PeerKey | None) -> None:
-        """What only launchers may do."""
         record = self._record(caller)
         if record is not None and record.role != "keeper":
             raise self._refusal(f"{record.name} may not {what}")

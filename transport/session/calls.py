@@ -101,10 +101,8 @@ class Calls:
         self._wheel = Wheel(clock.monotonic())
         self._next_corr = 1
         self._next_enrolled = 1
-        """Calls from this number on were begun since the last tick: most end before the next, and are never timed."""
         self._casts = RefusedCasts()
         self.num_late = 0
-        """Answers to calls that had ended already."""
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -112,8 +110,6 @@ class Calls:
     @property
     def num_casts_refused(self) -> int:
         return self._casts.num_refused
-
-    # -- intents
 
     def submit(self, order: CallOrder, route: Route, sink: CallSink) -> int:
         """Begin a call; returns its number. If it raises (too large, overloaded, draining, no way), it never began."""
@@ -153,7 +149,6 @@ class Calls:
             self._end(call, None, tell=False)
 
     def expire(self) -> None:
-        """End every call whose deadline has passed."""
         self._enrol()
         for corr in self._wheel.due(self._now()):
             call = self._pending[corr]
@@ -178,10 +173,7 @@ class Calls:
                 self._wheel.set(corr, call.order.deadline_at)
         self._next_enrolled = self._next_corr
 
-    # -- answers
-
     def on_answer(self, link: Link, _lane: Lane, envelope: Envelope, _num_bytes: int) -> None:
-        """REPLY, ERROR or NACK."""
         corr = envelope.corr
         call = link.pending.get(corr)
         if call is None:
@@ -204,10 +196,7 @@ class Calls:
             error = decode_fault(envelope.body, target, "cast", is_refusal=True)
             self._casts.refused(target, error, self._now())
 
-    # -- what happens to peers
-
     def on_room(self, link: Link, lane: Lane) -> None:
-        """Credit came back."""
         queue = link.waiting[lane]
         while queue and link.windows[lane].has_room(queue[0].cost):
             call = queue.popleft()
@@ -260,7 +249,6 @@ class Calls:
             self._end(call, PeerDied(f"{call}: {why} while the call was pending"))
 
     def on_located(self, target: str, route_of: RouteOf) -> None:
-        """An incarnation of `target` registered: the calls that waited for it are sent."""
         for call in list(self._parked.get(target, ())):
             route = route_of(call.order)
             if route is None:
@@ -287,11 +275,8 @@ class Calls:
         return tuple(self._parked)
 
     def fail_all(self, why: str) -> None:
-        """This process closes."""
         for call in list(self._pending.values()):
             self._end_of(call, why)
-
-    # -- the way of one call
 
     def _push(self, link: Link, call: PendingCall) -> None:
         link.pending[call.corr] = call
@@ -394,7 +379,6 @@ class RefusedCasts:
         return self._recent.pop(corr, None)
 
     def refused(self, target: str, error: Exception, now: float) -> None:
-        """That cast was not executed."""
         self.num_refused += 1
         if isinstance(error, Overloaded):
             self._refused_until[target] = now + error.retry_after_s

@@ -31,13 +31,10 @@ class SendWindow:
 
     def __init__(self) -> None:
         self.num_sent = 0
-        """Units sent so far, modulo 2**16."""
         self.num_back = 0
-        """Units given back so far, modulo 2**16."""
 
     @property
     def outstanding(self) -> int:
-        """Units under way, 0..WINDOW_UNITS."""
         return (self.num_sent - self.num_back) & _MASK
 
     @property
@@ -52,7 +49,6 @@ class SendWindow:
         self.num_sent = (self.num_sent + cost) & _MASK
 
     def refund(self, cost: int) -> None:
-        """It was never sent after all."""
         self.num_sent = (self.num_sent - cost) & _MASK
 
     def released(self, counter: int) -> bool:
@@ -79,9 +75,7 @@ class Grant:
         self.held = 0
         """Units taken and not yet given back."""
         self.released = 0
-        """Units given back so far, modulo 2**16."""
         self.announced = 0
-        """The counter that was announced last."""
 
     def take(self, cost: int) -> bool:
         """A message arrived; False if the sender had no credit for it."""
@@ -99,7 +93,6 @@ class Grant:
         self.released = (sent - self.held) & _MASK
 
     def announce(self) -> int:
-        """The counter to send."""
         self.announced = self.released
         return self.released
 

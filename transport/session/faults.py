@@ -50,11 +50,9 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     message: str
     remedy: str = ""
     remote_type: str = ""
-    """The class that was really raised."""
     traceback: str = ""
     retry_after_s: float = 0.0
     blame: FailureKind = "environment"
-    """Of a MemberFailed."""
 
 
 def fault_of(error: BaseException) -> Fault:

@@ -68,11 +68,9 @@ class FrameLimits(msgspec.Struct, frozen=True, kw_only=True):
     """JSON of an envelope on the bulk lane: groups and step plans of thousands of samples are some megabytes without
     their arrays."""
     message: int = 1 << 30
-    """One envelope with its arrays."""
     batch: int = 512
     """Envelopes in one message."""
     arrays: int = 1 << 16
-    """Raw frames of one envelope: each costs its own memory, however short it is."""
 
     def of_control(self) -> FrameLimits:
         """The same for what arrives on the control lane."""
@@ -90,7 +88,6 @@ class Kind(IntEnum):
     CAST = 3
     REPLY = 4
     ERROR = 5
-    """The handler raised."""
     NACK = 6
     """Refused before it ran."""
     CANCEL = 7
@@ -201,7 +198,6 @@ def encode(envelope: Envelope) -> bytearray:
 
 
 def encoded_bytes(envelope: Envelope) -> int:
-    """Length of what `encode` makes of it."""
     frames = envelope.frames
     end = (
         HEADER_BYTES
@@ -250,7 +246,6 @@ def decode(data: memoryview, limits: FrameLimits = LIMITS) -> Envelope | Malform
 
 
 def _objection(version: int, is_known: bool, flags: int, size: int, body_len: int) -> str:
-    """What is wrong with a header."""
     if version != VERSION:
         return f"wire version {version}, not {VERSION}"
     if not is_known or flags & ~_KNOWN_FLAGS:
@@ -262,14 +257,12 @@ def _objection(version: int, is_known: bool, flags: int, size: int, body_len: in
 
 
 def batch(envelopes: Sequence[bytes | bytearray]) -> bytes:
-    """Several envelopes as one message."""
     count = len(envelopes)
     lengths = struct.pack(f"<{count}I", *map(len, envelopes))
     return b"".join([_BATCH.pack(b"B", VERSION, count), lengths, *envelopes])
 
 
 def sole(envelope: bytes | bytearray) -> bytes:
-    """A batch of one."""
     return _SOLE.pack(b"B", VERSION, 1, len(envelope)) + envelope
 
 
@@ -280,12 +273,10 @@ def is_sole(data: memoryview) -> bool:
 
 
 def chunk_header(index: int, offset: int, total: int) -> bytes:
-    """What precedes a piece of a large envelope."""
     return _CHUNK.pack(b"C", index, offset, total)
 
 
 def split(data: memoryview, limits: FrameLimits = LIMITS) -> list[memoryview] | EnvelopeChunk | Malformed:
-    """The envelopes of a batch, or a chunk."""
     tag = bytes(data[:1])
     if tag == b"C":
         return _read_chunk(data, limits)
@@ -327,7 +318,6 @@ class Assembly:
 
     @property
     def num_bytes(self) -> int:
-        """Held now."""
         return self._num_bytes
 
     @property
@@ -381,7 +371,6 @@ _CHAIN = struct.Struct("<H")
 
 
 def options(key: bytes, trace: bytes, chain: tuple[str, ...]) -> tuple[bytes, int]:
-    """Bytes and flags."""
     if not (key or trace or chain):
         return b"", 0
     flags = 0
@@ -400,7 +389,6 @@ def options(key: bytes, trace: bytes, chain: tuple[str, ...]) -> tuple[bytes, in
 
 
 def read_options(data: memoryview, offset: int, flags: int) -> tuple[bytes, bytes, tuple[str, ...], int]:
-    """Key, trace, chain, and where they end."""
     if not flags & OPTIONS:
         return b"", b"", (), offset
     key = trace = b""
@@ -474,7 +462,6 @@ class Unwrapping:
         self._assemblies = Assemblies()
 
     def forget(self, source: bytes) -> None:
-        """That connection is over: drop what is half received from it."""
         self._assemblies.forget(source)
 
     def envelopes(self, sink: InboundSink, source: bytes, message: memoryview) -> Iterator[memoryview]:
@@ -516,7 +503,6 @@ class Assemblies:
         self._given_up: dict[bytes, int] = {}
         """Connection -> total of the envelope whose chunks are dropped."""
         self.num_bytes = 0
-        """Held now."""
 
     def add(self, source: bytes, chunk: EnvelopeChunk) -> memoryview | Malformed | None:
         """The whole envelope with its last chunk; Malformed for one out of order; None: there is more to come.
@@ -553,7 +539,6 @@ class Assemblies:
         return head
 
     def forget(self, source: bytes) -> None:
-        """That connection is over."""
         part = self._parts.pop(source, None)
         if part is not None:
             self.num_bytes -= part.num_bytes

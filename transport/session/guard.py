@@ -71,9 +71,6 @@ class PeerGuard:
         self._strangers: OrderedDict[PeerKey, KeyRights] = OrderedDict()
         self._banned: OrderedDict[str, float] = OrderedDict()
         self.on_change: Callable[[], None] | None = None
-        """Called when keys became known."""
-
-    # -- what is known
 
     def follow(self, nodes: Iterable[NodeRecord]) -> None:
         """The directory changed; at once this is the list."""
@@ -98,10 +95,7 @@ class PeerGuard:
         self._candidates.pop(key, None)
 
     def ban(self, key: str, now: float) -> None:
-        """Refuse it for a while."""
         _remember(self._banned, key, now + BAN_S, MAX_BANS)
-
-    # -- questions
 
     def verdict(self, key: str, now: float) -> KeyVerdict:
         """For ZeroMQ's authentication: may a connection with that key be made?"""
@@ -143,7 +137,6 @@ class PeerGuard:
         return self._strangers.get(peer)
 
     def expected(self, key: str) -> KeyRights | None:
-        """Of a key that was announced in advance."""
         return self._candidates.get(key)
 
     def _changed(self) -> None:
@@ -152,7 +145,6 @@ class PeerGuard:
 
 
 def is_provisional(peer: PeerKey) -> bool:
-    """It has not joined yet."""
     return peer.epoch == 0 and bool(peer.node_id & PROVISIONAL)
 
 

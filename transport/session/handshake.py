@@ -36,7 +36,6 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Body of a HELLO."""
 
     name: str
-    """Node name."""
     protocol: str
     """The speaker's fingerprint, see `Handshake`."""
     wire: int

@@ -44,7 +44,6 @@ class Vitals(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     busy_s: NotNegative = 0.0
     """It may be silent for so long from now on."""
     who: str = ""
-    """Actor that declared it."""
     why: str = ""
     lag_s: NotNegative = 0.0
     """Longest delay of its event loop in the last second or two."""
@@ -61,14 +60,10 @@ class HeartbeatHost(Protocol):
         """Messages finished so far, and messages waiting or running now."""
         ...
 
-    def judged(self, key: PeerKey, verdict: Verdict, reason: str) -> None:
-        """A peer is suspect or hung, or has recovered from that."""
-        ...
+    def judged(self, key: PeerKey, verdict: Verdict, reason: str) -> None: ...
 
 
 class _Heart:
-    """What is known of one peer's loop."""
-
     def __init__(self, now: float, policy: DetectorPolicy) -> None:
         self.detector = FailureDetector(now, policy)
         self.vitals = Vitals()
@@ -103,8 +98,6 @@ class Heartbeat:
         now = clock.monotonic()
         self._ticked_at = self._looked_at = self._lag_since = now
         self._lag_s = self._lag_before_s = 0.0
-
-    # -- our own vitals
 
     @contextlib.contextmanager
     def busy(self, who: str, limit_s: float, why: str) -> Generator[None]:
@@ -157,8 +150,6 @@ class Heartbeat:
             busy_s=round(busy_s, 3), who=who if busy_s else "", why=why if busy_s else "",
             lag_s=round(max(self._lag_s, self._lag_before_s), 3), num_done=num_done, num_waiting=num_waiting,
         )  # fmt: skip
-
-    # -- time
 
     def tick(self) -> None:
         """Time has passed. Called every `TICK_S`, as well as this process's loop can."""
@@ -214,15 +205,11 @@ class Heartbeat:
             details.append(f'{last.who} had declared "{last.why}"')
         return f"{text} ({', '.join(details)})" if details else text
 
-    # -- peers
-
     def on_ping(self, link: Link, _lane: Lane, envelope: Envelope, _num_bytes: int) -> None:
-        """Its question is a sign of life too."""
         if self._take(link, envelope):
             self._send(link, Kind.PONG)
 
     def on_pong(self, link: Link, _lane: Lane, envelope: Envelope, _num_bytes: int) -> None:
-        """It answered."""
         if self._take(link, envelope):
             self._heart_of(link.key, self._clock.monotonic()).num_pongs += 1
 

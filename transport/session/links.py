@@ -72,15 +72,12 @@ class Link:
         self.endpoints = endpoints
         self.state = LinkState.OPENING
         self.is_down = False
-        """In state DOWN."""
         self.windows = (SendWindow(), SendWindow())
         self.grants = (Grant(), Grant())
         self.waiting: tuple[deque[PendingCall], deque[PendingCall]] = (deque(), deque())
         """Calls without credit, per lane, oldest first."""
         self.pending: dict[int, PendingCall] = {}
-        """Our calls to it, by correlation number."""
         self.served: dict[int, Arrival] = {}
-        """Its calls to us."""
         self.last_word = 0
         """Of its counters, as it came last."""
         self.sources: list[bytes | None] = [None, None]
@@ -140,7 +137,6 @@ class Links:
         self._loop_back = loop_back
         self._links: dict[PeerKey, Link] = {}
         self.find = self._links.get
-        """The link to an incarnation, or None."""
         self._newest: dict[int, int] = {}
         self._over: dict[int, int] = {}
         self._given_up: dict[PeerKey, Link] = {}
@@ -200,7 +196,6 @@ class Links:
         self._over[key.node_id] = max(key.epoch, self._over.get(key.node_id, 0))
 
     def forget(self, link: Link, linger_s: float) -> None:
-        """Drop the connection; the incarnation may live on."""
         link.on("gone")
         del self._links[link.key]
         self._transport.disconnect(link.key, linger_s)
@@ -234,7 +229,6 @@ class Links:
         self._transport.disconnect(key, STRANGER_LINGER_S)
 
     def send(self, link: Link, lane: Lane, data: bytearray, cost: int = 0, ttl_ms: int = NO_TTL) -> Parcel:
-        """Stamp and hand to the transport."""
         stamp(data, ttl_ms, link.credit_word())
         return self._hand_over(link, lane, Parcel(data, cost))
 
@@ -286,5 +280,4 @@ class Arrival(msgspec.Struct, eq=False):
 
     @property
     def peer(self) -> PeerKey:
-        """Who asks."""
         return self.link.key

@@ -31,7 +31,6 @@ class CallOrder(msgspec.Struct, frozen=True, gc=False):
     target: str
     method: str
     schema: str
-    """Fingerprint of the handler's types."""
     kind: HandlerKind
     body: Buffer
     deadline_at: float | None = None
@@ -81,7 +80,6 @@ class PendingCall(msgspec.Struct, eq=False):
     """... unless it has options or arrays: then this is encoded when there is credit for it."""
     lane: Lane = Lane.CONTROL
     is_timed: bool = False
-    """Its deadline is on the wheel."""
     doom: str = ""
     """Why there will be no answer, if it is not on its way already."""
 
@@ -118,11 +116,9 @@ class PendingCall(msgspec.Struct, eq=False):
 
 
 RouteOf = Callable[[CallOrder], Route | CallError | None]
-"""Finds where an order has to go now."""
 
 
 def envelope_of(call: PendingCall, order: CallOrder, route: Route, own: PeerKey) -> Envelope:
-    """What travels for a call with options or arrays."""
     return Envelope(
         kind=Kind.CAST if order.kind == "cast" else Kind.CALL, corr=call.corr,
         src_node=own.node_id, src_epoch=own.epoch, dst_epoch=route.peer.epoch, actor=route.actor, method=route.method,

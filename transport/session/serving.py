@@ -60,17 +60,12 @@ class Serving:
         self.num_wrong = 0
         """Calls to actors and handlers that are not here, with wrong types, or beyond the caller's role."""
         self.num_copies = 0
-        """Calls that came twice; the second had no effect."""
 
     @property
     def num_replayed(self) -> int:
-        """Puts that came again and were not executed again."""
         return self._replay.num_replayed
 
-    # -- what comes in
-
     def on_call(self, link: Link, lane: Lane, envelope: Envelope, num_bytes: int) -> None:
-        """CALL or CAST, addressed to this incarnation."""
         corr = envelope.corr
         if not envelope.is_idempotent:
             # Numbers grow along a lane, and what may run only once is never sent again: this is a copy of it.
@@ -107,7 +102,6 @@ class Serving:
             self._drop(arrival)
 
     def on_gone(self, link: Link) -> None:
-        """The caller is over; its calls need no answer."""
         for arrival in list(link.served.values()):
             self._drop(arrival)
         link.served.clear()
@@ -117,8 +111,6 @@ class Serving:
             arrival.is_answered = True
         self._host.abandon(arrival)
         self.take_up(arrival)
-
-    # -- what the host says
 
     def take_up(self, arrival: Arrival) -> None:
         """It left the mailbox: its credit goes back to the sender."""

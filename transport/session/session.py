@@ -55,7 +55,6 @@ from .pending import CallState, PendingCall
 from .serving import Host, Serving
 
 LOOPBACK = b"self"
-"""Source of what a process sends to itself."""
 _HELLO = Kind.HELLO  # members of an Enum are looked up in Python
 
 Handler = Callable[[Link, Lane, Envelope, int], None]
@@ -95,7 +94,6 @@ class InboundRouter:
     # -- who is who
 
     def link_of(self, source: bytes, lane: Lane) -> Link | None:
-        """Who sends on that connection; None: it has not said so."""
         return self._sources[lane].get(source)
 
     def is_known(self, source: bytes, lane: Lane) -> bool:
@@ -223,14 +221,12 @@ class ProtocolViolations:
         return True
 
     def is_banned(self, source: bytes, now: float) -> bool:
-        """Whether it is not listened to."""
         while self._banned and next(iter(self._banned.values())) <= now:  # the oldest ban ends first
             self._banned.popitem(last=False)
         self.has_bans = bool(self._banned)
         return source in self._banned
 
     def forgive(self, source: bytes) -> None:
-        """That connection is over."""
         self._violations.pop(source, None)
 
 
@@ -270,7 +266,6 @@ class Repair:
         """Puts that were sent again on a living connection."""
 
     def tick(self) -> None:
-        """Time has passed."""
         now = self._clock.monotonic()
         if now < self._next_at:
             return
@@ -284,7 +279,6 @@ class Repair:
                 self._look_at_credit(link, now)
 
     def on_credit(self, link: Link, lane: Lane, envelope: Envelope, _num_bytes: int) -> None:
-        """CREDIT: its counters have been taken already; perhaps it is a question."""
         if envelope.method == Question.STILL_WANTED and envelope.corr not in link.pending:
             self._links.send_plain(link, Kind.CANCEL, envelope.corr)  # it has not heard the first
         elif envelope.method == Question.SENT:
@@ -442,7 +436,6 @@ class Session:
         self.heartbeat.tick()
 
     def peer_over(self, key: PeerKey, why: str) -> None:
-        """That incarnation has ended for good."""
         if key.epoch:
             self._links.note_over(key)
         link = self._links.find(key)
@@ -468,7 +461,6 @@ class Session:
                 self._links.send_plain(link, Kind.GOODBYE, 0, write_goodbye(retry_after_s))
 
     def close(self) -> None:
-        """Say goodbye to everybody; calls that are still pending end now."""
         self.calls.fail_all("this process is closing")
         self._links.is_closed = True
         for link in self._links.all():

@@ -80,7 +80,6 @@ class AttentionPlan:
 def plan_attention(
     lengths: Sequence[int], rotary: Rotary, dtype: torch.dtype, device: torch.device, cp_size: int, cp_rank: int
 ) -> AttentionPlan:
-    """The plan of a context rank for packed sequences of these (whole) lengths."""
     num_chunks = 2 * cp_size if cp_size > 1 else 1
     own = from_array(zigzag(lengths, num_chunks, cp_rank))
     positions = torch.cat([torch.arange(length) for length in lengths])

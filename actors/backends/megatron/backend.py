@@ -40,8 +40,6 @@ from .world import MegatronWorld
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What exists after set-up."""
-
     world: MegatronWorld
     model: ModelConfig
     pipeline: Pipeline
@@ -53,7 +51,6 @@ class _Parts:
         return PendingMegatronCheckpoint(folder, MegatronTrainingState(self.world, self.optimizer, self.model), extra)
 
     def load(self, folder: str) -> dict[str, Any]:
-        """Of any layout."""
         return load_checkpoint(folder, MegatronTrainingState(self.world, self.optimizer, self.model))
 
 
@@ -127,8 +124,6 @@ class MegatronBackend(RankBackend[MegatronRankSettings, _Parts]):
         self._parts = _Parts(world, model, pipeline, optimizer, stepper, exporter)
         return self._facts(self._parts)
 
-    # -- set-up
-
     def _exporter(self, world: MegatronWorld, model: ModelConfig, dtype: torch.dtype) -> MegatronExporter:
         config = self._config
         serving = DTYPE_OF[config.serving_dtype or config.trainer.dtype]
@@ -157,7 +152,6 @@ class MegatronBackend(RankBackend[MegatronRankSettings, _Parts]):
         return torch.device("cuda", self._config.gang.local_rank % max(1, torch.cuda.device_count()))
 
     def _chunks(self, model: ModelConfig, precision: Precision, folder: str) -> list[nn.Module]:
-        """This rank's virtual stages with the folder's weights."""
         config = self._config
         chunks = build_model_chunks(
             model,

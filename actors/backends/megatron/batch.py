@@ -41,9 +41,7 @@ class PackCutting:
     device: torch.device
     vocab_size: int
     num_chunks: int
-    """Chunks of every sequence: 1, or twice the context ranks."""
     pack_multiple: int
-    """Tokens of a pack are a multiple of this."""
     cp_rank: int
     skips_neutral: bool = False
     """Whether samples of advantage 0 are left out: right when nothing but the policy loss depends on them."""
@@ -70,7 +68,6 @@ class Pack:
     offsets: I64
     """int64 [members + 1]: loss tokens of member k are `offsets[k]:offsets[k + 1]`."""
     columns_M: I64
-    """int64 [M]: position of loss token m inside its sample's response."""
     num_tokens: int
     """T, padding included."""
     temperature: Temperature
@@ -78,7 +75,6 @@ class Pack:
 
     @property
     def num_loss_tokens(self) -> int:
-        """M"""
         return len(self.columns_M)
 
 
@@ -129,7 +125,6 @@ def pack_samples(samples: Sequence[TrainSample], members: Sequence[int], cutting
 
 
 def _here(temperature: Temperature, places_N: I64, device: torch.device) -> Temperature:
-    """Of all M loss tokens -> of those on this context rank."""
     return temperature[from_array(places_N)].to(device) if isinstance(temperature, Tensor) else temperature
 
 

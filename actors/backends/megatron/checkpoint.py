@@ -119,7 +119,6 @@ def begin_shards(shards: dict[str, Any], folder: str) -> PendingShards:
 
 @contextmanager
 def as_train_error(what: str) -> Generator[None]:
-    """Raise TrainError for what torch's checkpoints raise, which is no `Exception`: no other handler catches it."""
     try:
         yield
     except CheckpointException as error:
@@ -149,7 +148,6 @@ def _apart(bucket: Any) -> Any:
 
 
 def _write_here(writer: Any, request: Any, arguments: list[Any]) -> None:
-    """What the request does, without forking for each file."""
     transforms = request.async_fn.args[0]
     results: dict[int, Any] = {}
     for number, bucket in enumerate(arguments[1]):
@@ -212,7 +210,6 @@ class PendingMegatronCheckpoint:
         self._entries = [describe_file(path) for path in files_of(partial, self._world.rank)]
 
     def finish(self) -> None:
-        """Once every rank has written: the folder appears. Collective; an older checkpoint there stays until then."""
         world, partial = self._world, partial_of(self._target, writer_of(self._extra))
         with world.together(self._what):
             self._shards.finish()
@@ -224,7 +221,6 @@ class PendingMegatronCheckpoint:
                 commit(self._target, self._manifest(partial))
 
     def _manifest(self, partial: Path) -> Manifest:
-        """The manifest from every rank's list of files; the lists go."""
         entries: list[FileEntry] = []
         for rank in range(self._world.size):
             place = partial / list_of(rank)
@@ -268,9 +264,6 @@ def load_checkpoint(folder: str | Path, state: MegatronTrainingState) -> dict[st
     return manifest.extra
 
 
-# -- what Megatron saves and loads
-
-
 def _sharded(state: MegatronTrainingState, *, is_loading: bool) -> dict[str, Any]:
     """Megatron's state dict of shards; keys of its tensors are global, those of the dict are this rank's stages."""
     group = mcore.parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -283,7 +276,6 @@ def _sharded(state: MegatronTrainingState, *, is_loading: bool) -> dict[str, Any
 
 
 def _named_chunks(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Any]]:
-    """The bare models under their wrappers, by the names that Megatron gives to virtual stages."""
     for number, chunk in enumerate(chunks):
         bare: Any = chunk
         while hasattr(bare, "module"):
@@ -307,9 +299,6 @@ def _restore_optimizer(optimizer: Any, saved: Any) -> None:
         part.load_parameter_state_from_fully_reshardable(state["param_state"])
         for parameter, step in steps.items():
             moments[parameter]["step"] = step.detach().clone()
-
-
-# -- what lies beside
 
 
 def _check_layout(path: Path, manifest: Manifest, state: MegatronTrainingState) -> None:

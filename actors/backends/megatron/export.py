@@ -83,7 +83,6 @@ class MegatronExporter:
         return arrays
 
     def write(self, folder: str) -> None:
-        """Write a HuggingFace folder, tokenizer files included. Collective; raises on every rank if rank 0 fails."""
         gathered = self._arrays(gathered_as(self._folder_dtype), {})
         failure: Exception | None = None
         if self._world.rank == 0:
@@ -99,7 +98,6 @@ class MegatronExporter:
         return {**self._config.source, "dtype": name, "torch_dtype": name}
 
     def _collect(self, dtype: torch.dtype, buffers: dict[str, Tensor]) -> None:
-        """Bring every stage's tensors into rank 0's buffers: its own, then stage by stage."""
         is_first = self._world.place.pp_rank == 0
         for name, found in self._tensors(False):
             tensor = found.detach().to(dtype)

@@ -37,7 +37,6 @@ class CutRequest:
 
     names: Sequence[str]
     shapes: Mapping[str, Shape]
-    """Shapes of all HuggingFace tensors of the model."""
     config: ModelConfig
     rank: int
     size: int
@@ -47,7 +46,6 @@ Cut = Callable[[CutRequest], Iterator[Piece]]
 
 
 def whole(request: CutRequest) -> Iterator[Piece]:
-    """Every rank has all of it."""
     (name,) = request.names
     yield Piece(name, (0, request.shapes[name][0]))
 
@@ -103,9 +101,7 @@ class Family:
     """All rules of a family. Rules of parameters that a model does not have (Transformer Engine's) do no harm."""
 
     model: tuple[Rule, ...]
-    """Parameters outside of layers."""
     layer: tuple[Rule, ...]
-    """Parameters of a layer."""
     expert: tuple[Rule, ...] = ()
     """Parameters of a layer that hold all its experts, one behind the other; names are those of one expert."""
 

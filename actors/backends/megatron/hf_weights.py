@@ -54,7 +54,6 @@ class MappedWeight:
         return tensor if self.expert is None else tensor[self.expert]
 
     def names(self, ep_rank: int) -> tuple[str, ...]:
-        """HuggingFace names; for an expert those of its counterpart on an expert-parallel rank."""
         if self.expert is None:
             return tuple(self.prefix + name for name in self.rule.names)
         number = ep_rank * self.num_experts_here + self.expert
@@ -175,7 +174,6 @@ Named = tuple[str, Tensor]
 
 
 def own_value(parameter: nn.Parameter) -> Tensor:
-    """The parameter's values."""
     return parameter.detach()
 
 
@@ -250,7 +248,6 @@ class _Exporter:
         return [name for rank in ranks for name in weight.names(rank)]
 
     def _tensors(self, weight: MappedWeight) -> list[Tensor]:
-        """The whole tensors of `_names(weight)`."""
         is_expert = weight.expert is not None
         group = self.grid.etp if is_expert else self.grid.tp
         shard = weight.part(self.pick(weight.parameter)).contiguous()
@@ -284,7 +281,6 @@ class _Exporter:
 
 
 def _gathered(tensor: Tensor, group: Group) -> list[Tensor]:
-    """The tensors of all ranks of the group. Collective."""
     if group.size() == 1:
         return [tensor]
     parts = [torch.empty_like(tensor) for _ in range(group.size())]

@@ -33,19 +33,12 @@ class ParallelLayout:
     """Degrees of parallelism; the data-parallel degree is what the gang's size leaves."""
 
     tp: int = 1
-    """Tensor parallelism: ranks that share every matrix of the dense layers."""
     pp: int = 1
-    """Pipeline stages."""
     vpp: int = 1
-    """Virtual stages per rank (interleaved schedule); 1 = off."""
     cp: int = 1
-    """Context parallelism: ranks that share every sequence."""
     ep: int = 1
-    """Expert parallelism: ranks that share the experts of a layer."""
     etp: int = 1
-    """Tensor parallelism inside each expert."""
     sequence_parallel: bool = False
-    """Whether activations between the matrices of a tensor-parallel group are cut along the sequence."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -59,7 +52,6 @@ class ParallelLayout:
 
     @classmethod
     def of(cls, settings: MegatronSettings) -> ParallelLayout:
-        """The layout of a `[megatron]` table."""
         return cls(
             tp=settings.tp,
             pp=settings.pp,

@@ -38,7 +38,6 @@ if not hasattr(moe_utils, "te_general_gemm"):
 
 
 def has_transformer_engine() -> bool:
-    """Whether Transformer Engine can be imported here."""
     try:
         import_module("transformer_engine.pytorch")
     except (ImportError, OSError):  # OSError: a CUDA library that it needs is missing

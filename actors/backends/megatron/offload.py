@@ -32,9 +32,7 @@ MASTER_BYTES, MOMENT_BYTES = 4, 8
 class ReturningTags(Protocol):
     """Tags on their way back."""
 
-    def wait(self, tag: Tag) -> None:
-        """Until this one is there."""
-        ...
+    def wait(self, tag: Tag) -> None: ...
 
 
 class TaggedDeviceMemory(Protocol):
@@ -44,33 +42,23 @@ class TaggedDeviceMemory(Protocol):
         """What this thread allocates inside belongs to the tag."""
         ...
 
-    def shrink(self, tags: Collection[Tag]) -> None:
-        """Give back what was freed of these tags since their regions; their pools end."""
-        ...
+    def shrink(self, tags: Collection[Tag]) -> None: ...
 
     def divide(self, parts: Sequence[Tag]) -> None:
         """Spread what the first one holds over all of them, where the memory can."""
         ...
 
-    def mark_dirty(self, tag: Tag) -> None:
-        """Its contents changed, or were rebuilt."""
-        ...
+    def mark_dirty(self, tag: Tag) -> None: ...
 
-    def release(self, tags: Collection[Tag]) -> MovedBytes:
-        """See `AssetStore`."""
-        ...
+    def release(self, tags: Collection[Tag]) -> MovedBytes: ...
 
     def begin_restore(self, tags: Collection[Tag], *, awaited: Collection[Tag]) -> ReturningTags:
         """Map them; contents may still be on their way, those `awaited` faster than the others."""
         ...
 
-    def report(self) -> tuple[TagReport, ...]:
-        """See `AssetStore`."""
-        ...
+    def report(self) -> tuple[TagReport, ...]: ...
 
-    def close(self) -> None:
-        """Give everything back."""
-        ...
+    def close(self) -> None: ...
 
 
 class MegatronOffload:
@@ -100,10 +88,7 @@ class MegatronOffload:
         self._is_stale = False
         """Parameters came back without contents."""
 
-    # -- set-up
-
     def begin(self, local_gpu: int) -> None:
-        """Before anything is allocated."""
         self._housing = self._open(local_gpu)
 
     def for_model(self) -> AbstractContextManager[None]:
@@ -112,19 +97,15 @@ class MegatronOffload:
         return self._home().region("frozen", "backup") if self._in_buffers else self.for_buffers()
 
     def for_buffers(self) -> AbstractContextManager[None]:
-        """Around Megatron's data parallelism, which makes buffers of parameters and gradients."""
         return self._home().region("params", self._params_policy)
 
     def for_masters(self) -> AbstractContextManager[None]:
-        """Around the optimizer's constructor."""
         return self._home().region("masters", "backup")
 
     def for_moments(self) -> AbstractContextManager[None]:
-        """Around making the optimizer's state."""
         return self._home().region(OPTIMIZER_PARTS[0], "backup")
 
     def for_reference(self) -> AbstractContextManager[None]:
-        """Around building the reference model."""
         return self._home().region("frozen", "backup")
 
     def move_grads(self, chunks: Sequence[nn.Module]) -> None:
@@ -162,8 +143,6 @@ class MegatronOffload:
             raise ConfigError("the rank's memory was not opened", remedy="this is a bug; call begin() in set-up")
         return self._housing
 
-    # -- use
-
     def ready(self) -> None:
         """Before parameters are read: rebuild them from their masters if they came back empty on any rank. Collective:
         what left one device need not have left the others."""
@@ -174,13 +153,11 @@ class MegatronOffload:
         self._is_stale = False
 
     def arrived(self) -> None:
-        """Before moments are read or written."""
         for tag, coming in self._coming.items():
             coming.wait(tag)
         self._coming.clear()
 
     def written(self) -> None:
-        """Parameters, masters and moments changed."""
         self.arrived()
         self._is_stale = False
         for tag in self._known(("params", "masters", *OPTIMIZER_PARTS)):
@@ -193,14 +170,11 @@ class MegatronOffload:
         """Untrained buffers may count too: a router's statistics."""
         return sum(buffer._version for buffer in self._buffers)
 
-    # -- leaving and coming back
-
     def report(self) -> tuple[TagReport, ...]:
         """See the protocol; tags that hold nothing are left out."""
         return () if self._housing is None else tuple(r for r in self._housing.report() if r.num_bytes)
 
     def release(self, tags: Collection[Tag]) -> MovedBytes:
-        """See the protocol."""
         self.arrived()
         return self._home().release(self._known(tags))
 
@@ -227,7 +201,6 @@ class MegatronOffload:
         return [report.tag for report in self.report() if report.tag in tags]
 
     def close(self) -> None:
-        """Give everything back; no tensor on it may be used again."""
         self._coming.clear()
         if self._housing is not None:
             self._housing.close()
@@ -235,7 +208,6 @@ class MegatronOffload:
 
 
 def _buffers(chunk: nn.Module) -> list[Any]:
-    """Megatron's parameter and gradient buffers of a chunk."""
     ddp = cast("Any", chunk)
     return [*ddp.buffers, *getattr(ddp, "expert_parallel_buffers", [])]
 

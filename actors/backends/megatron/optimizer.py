@@ -78,11 +78,8 @@ class MegatronAdamW:
     ) -> None:
         self.chunks = list(chunks)
         self.before_update: Callable[[], None] = _nothing
-        """Called before masters and moments are used by an update."""
         self.after_update: Callable[[], None] = _nothing
-        """Called when they, and the parameters, were written."""
         self.num_updates = 0
-        """Updates since the beginning of the run."""
         self._overlaps_gather = bool(cast(Any, self.chunks[0]).ddp_config.overlap_param_gather)
         fields = {
             "optimizer": "adam",
@@ -117,7 +114,6 @@ class MegatronAdamW:
                 yield part.optimizer
 
     def forget_gradients(self) -> None:
-        """Set all gradients to zero."""
         for chunk in self.chunks:
             cast(Any, chunk).zero_grad_buffer()
         self.megatron.zero_grad()

@@ -63,7 +63,6 @@ class RoutingReplay:
 
     @contextmanager
     def of(self, chunk: nn.Module, pack: Pack) -> Generator[None]:
-        """Around the forward pass of one pack through one chunk."""
         routers = self._routers[id(chunk)]
         key = (id(chunk), id(pack))
         known = self._choices.get(key)

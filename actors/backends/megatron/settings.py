@@ -32,7 +32,6 @@ class MegatronRankSettings(RankSettings):
 
 
 def layout_of(settings: MegatronSettings) -> ParallelLayout:
-    """The layout of a `[megatron]` table."""
     return ParallelLayout.of(settings)
 
 
@@ -43,7 +42,6 @@ def checked_fields(name: str, table: Mapping[str, Any], record: type, owned: Map
 
 
 def model_fields(settings: MegatronSettings) -> dict[str, Any]:
-    """TransformerConfig's fields of `recompute` and `routing_replay`, under those of `[megatron.model]`."""
     if settings.recompute == "full":
         chosen: dict[str, Any] = {
             "recompute_granularity": "full",
@@ -60,7 +58,6 @@ def model_fields(settings: MegatronSettings) -> dict[str, Any]:
 
 
 def check_settings(config: MegatronRankSettings) -> None:
-    """Raise ConfigError for settings that do not go together."""
     settings, trainer = config.megatron, config.trainer
     if trainer.strategy != "ddp":
         raise ConfigError(

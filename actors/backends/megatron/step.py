@@ -66,8 +66,6 @@ from .world import MegatronWorld
 
 @dataclass(slots=True)
 class _Step:
-    """What stays the same from the first to the last update of a step."""
-
     shard: TrainShard
     settings: StepSettings
     objective: ObjectiveConfig
@@ -157,7 +155,6 @@ class MegatronStepper:
             scatter_scores(scores.logprobs_M, pack, into)
 
     def _on_all_ranks(self, scores: list[F32]) -> list[F32]:
-        """What the last stage found, on every rank of the replica."""
         joined = from_array(np.concatenate([*scores, np.zeros(0, np.float32)]))
         whole = self._world.shared(joined).cpu().numpy()
         bounds = np.cumsum([len(s) for s in scores])[:-1]
@@ -171,8 +168,6 @@ class MegatronStepper:
 
     def _cutting_for(self, objective: ObjectiveConfig) -> PackCutting:
         return replace(self._cutting, skips_neutral=skips_neutral(objective))
-
-    # -- before the first update
 
     def _score_before(self, step: _Step, minibatches: Sequence[Sequence[PackedBatch]]) -> None:
         """Fill in proximal and reference log-probs and the advantages of every token, and what is known of the weights
@@ -202,8 +197,6 @@ class MegatronStepper:
         if needs_whitening(objective.kind):
             whiten_together(micros, self._world.replicas.sum, self._world.device)
         step.mean_weights = mean_weights(minibatches, objective, self._world.replicas.sum, self._world.device)
-
-    # -- one update
 
     def _update(self, step: _Step, number: int, micros: Sequence[PackedBatch]) -> MyxaError | None:
         """Gradient of one mini-batch and an AdamW update; or the error that all ranks agreed on, and no update."""
@@ -238,7 +231,6 @@ class MegatronStepper:
     def _passes(
         self, step: _Step, micros: Sequence[PackedBatch], normaliser: Normaliser, *, is_first: bool
     ) -> list[Tensor]:
-        """Forward and backward of all micro-batches; loss shares on scoring ranks, their metrics into the tally."""
         losses: list[Tensor] = []
 
         def loss_of(number: int, scores: TokenScores) -> Tensor:
@@ -291,8 +283,6 @@ class MegatronStepper:
             step=0, samples=(), minibatches=(((),) * count,), minibatch_tokens=(0.0,), minibatch_samples=(0.0,)
         )
         return cut_shard(nothing, self._cutting)[0][:count] if count else []
-
-    # -- metrics
 
     def _metrics(self, step: _Step, minibatches: Sequence[Sequence[PackedBatch]], started_s: float) -> dict[str, float]:
         """Everything reduced over replicas, under `train/`; see `report`."""

@@ -63,11 +63,9 @@ class Replicas:
         self._group = parallel_state.get_data_parallel_group()
 
     def sum(self, values: Tensor) -> Tensor:
-        """Elementwise sum; returns a new tensor on the rank's device."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def max(self, values: Tensor) -> Tensor:
-        """Elementwise maximum."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def _reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
@@ -141,7 +139,6 @@ class MegatronWorld(World):
         return box
 
     def close(self) -> None:
-        """Leave all groups; never raises."""
         with contextlib.suppress(RuntimeError, ValueError, AssertionError):
             if self.size == 1 and dist.is_initialized():
                 dist.destroy_process_group()

@@ -31,13 +31,9 @@ class SumRanks(Protocol):
 
     device: torch.device
 
-    def sum(self, values: Tensor) -> Tensor:
-        """Elementwise sum over ranks. Collective."""
-        ...
+    def sum(self, values: Tensor) -> Tensor: ...
 
-    def max(self, values: Tensor) -> Tensor:
-        """Elementwise maximum over ranks. Collective."""
-        ...
+    def max(self, values: Tensor) -> Tensor: ...
 
 
 class MetricSums:
@@ -49,11 +45,9 @@ class MetricSums:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the sums so far."""
         return tuple(self._sums)
 
     def add(self, name: str, value: Tensor | float) -> None:
-        """Add to a sum."""
         value = torch.as_tensor(value, dtype=torch.float64).detach()
         self._sums[name] = self._sums[name] + value if name in self._sums else value
 
@@ -88,24 +82,19 @@ class LossRows(Protocol):
     """The loss tokens of one micro-batch, one after another; masked tokens do not appear."""
 
     behaviour_M: Tensor
-    """float32 [M]"""
     segments: Segments
     scalar_S: Tensor
     """float32 [S]: sample-level advantages."""
     advantages_M: Tensor
-    """float32 [M]"""
     given_M: Tensor | None
     """float32 [M]: advantages per token, where a function of the user's gave such."""
     proximal_M: Tensor | None
     reference_M: Tensor | None
     values_M: Tensor | None
-    """float32 [M]: of a critic, before the step's first update."""
     returns_M: Tensor | None
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens that the model computes for them."""
-        ...
+    def num_tokens(self) -> int: ...
 
 
 def skips_neutral(objective: ObjectiveConfig) -> bool:
@@ -165,7 +154,6 @@ def whiten_together(
 
 
 def token_batch(rows: LossRows, logprobs_M: Tensor, entropy_M: Tensor) -> TokenBatch:
-    """A micro-batch as the objective wants it."""
     return TokenBatch(
         logprobs_T=logprobs_M,
         behaviour_T=rows.behaviour_M,
@@ -225,7 +213,6 @@ def tally_objective(
 
 
 def _log_ratio(config: ObjectiveConfig, batch: TokenBatch) -> Tensor:
-    """log(live / old) per token, old being what the loss clips around."""
     live_M = batch.logprobs_T.detach()
     if config.correction == "behaviour":
         return live_M - batch.behaviour_T
@@ -233,7 +220,6 @@ def _log_ratio(config: ObjectiveConfig, batch: TokenBatch) -> Tensor:
 
 
 def tally_counts(tally: MetricSums, shard: TrainShard, micros: Sequence[LossRows]) -> None:
-    """How much this rank was given, and how much of it was computed."""
     values = (
         sum(len(s.token_ids) for s in shard.samples),
         len(shard.samples),
@@ -265,7 +251,6 @@ def report(sums: Mapping[str, float], maxima: Mapping[str, float], num_updates: 
 
 
 MAX_NAMED = 16
-"""Group ids named per rank."""
 
 REMEDY = "look at these groups' rewards and log-probs; if they are sound, lower the learning rate"
 

@@ -38,7 +38,6 @@ class AdamW:
         self._eps = eps
         self._offload = offload
         self.num_updates = 0
-        """t: updates since the beginning of the run."""
         parts = [local_part(p.detach()) for _, p in self._parameters]
         if offload is None:
             firsts, seconds = ([torch.zeros_like(part) for part in parts] for _ in range(2))

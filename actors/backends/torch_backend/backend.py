@@ -34,8 +34,6 @@ from .world import World
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What exists after set-up."""
-
     world: World
     state: TrainingState
     stepper: Stepper

@@ -61,7 +61,6 @@ class CheckpointFinding(msgspec.Struct, frozen=True, kw_only=True):
     version: int = -1
     num_updates: int = -1
     digest: str = ""
-    """Of the manifest."""
     torn: str = ""
     """What is not as it was written."""
 
@@ -148,13 +147,11 @@ class TrainingState:
     critic: Critic | None = None
 
     def trained(self) -> Iterator[tuple[str, Replica, AdamW]]:
-        """What has weights and moments: a prefix of their names, whose they are, and what holds the moments."""
         yield "", self.replica, self.optimizer
         if self.critic is not None:
             yield CRITIC, self.critic.replica, self.critic.optimizer
 
     def critic_identity(self) -> dict[str, Any]:
-        """For the manifest; empty without a critic."""
         if self.critic is None:
             return {}
         return {**identity_of(self.critic.layers), "num_updates": self.critic.optimizer.num_updates}
@@ -235,7 +232,6 @@ def load_checkpoint(folder: str | Path, state: TrainingState) -> dict[str, Any]:
 
 
 def _tensors(state: TrainingState) -> Iterator[tuple[str, Tensor]]:
-    """Names and local tensors that this rank writes."""
     world = state.replica.world
     for prefix, replica, optimizer in state.trained():
         if not (replica.is_sharded or world.rank == 0):
@@ -297,7 +293,6 @@ def _first_row(num_rows: int, replica: Replica) -> int:
 
 
 def _gather_entries(world: World, entry: FileEntry) -> list[FileEntry]:
-    """Every rank's file entry, on every rank."""
     own = torch.frombuffer(
         bytearray(entry.num_bytes.to_bytes(8, "little") + bytes.fromhex(entry.sha256)), dtype=torch.uint8
     )

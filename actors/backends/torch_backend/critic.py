@@ -67,7 +67,6 @@ class Critic:
                 tally.add(f"{SUMS}{name}", total)
 
     def rate(self, optimizer: OptimizerConfig) -> float:
-        """Of the next update."""
         own = optimizer.model_copy(update={"lr": self.config.lr or optimizer.lr, "schedule": "constant"})
         return learning_rate(own, self.optimizer.num_updates, 0)
 

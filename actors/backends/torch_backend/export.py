@@ -126,7 +126,6 @@ class TorchExporter:
         self._replica.world.agree(failure, f"exporting to {folder}")
 
     def _config_json(self, dtype: torch.dtype) -> dict[str, Any]:
-        """The config as it was read, but with the type that the weights have now."""
         name = NAME_OF[dtype]
         return {**self._config.source, "dtype": name, "torch_dtype": name}
 

@@ -87,8 +87,6 @@ class Layout:
 
 @dataclass(slots=True)
 class _Bundle:
-    """Samples that share one prompt and one attention row."""
-
     prompt_len: int
     members: list[int]
     num_tokens: int
@@ -168,7 +166,6 @@ class _Packer:
         self._bundles: list[tuple[int, int, bool]] = []
 
     def add(self, bundle: _Bundle) -> None:
-        """Append prompt and answers; note which packed token predicts which loss token."""
         start = self._num_tokens
         prompt_len = bundle.prompt_len
         self._append(self._samples[bundle.members[0]].token_ids[:prompt_len], 0, 0)
@@ -192,7 +189,6 @@ class _Packer:
         self._num_tokens += count
 
     def layout(self, device: torch.device | str) -> Layout:
-        """The finished index tensors."""
         segments_T = np.concatenate(self._segments)
         slots_T = np.empty(self._num_tokens, dtype=np.int64)
         blocks: list[AttentionBlock] = []

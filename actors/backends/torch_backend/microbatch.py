@@ -34,9 +34,7 @@ class ScoredRows(Protocol):
     def columns_M(self) -> I64: ...
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens that the model computes."""
-        ...
+    def num_tokens(self) -> int: ...
 
 
 L = TypeVar("L", bound=ScoredRows)
@@ -48,7 +46,6 @@ class MicroBatch(Generic[L]):
 
     layout: L
     group_ids: tuple[int, ...]
-    """Groups in it, for error messages."""
     behaviour_M: Tensor
     """float32 [M]"""
     segments: Segments
@@ -68,7 +65,6 @@ class MicroBatch(Generic[L]):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the model computes."""
         return self.layout.num_tokens
 
 
@@ -77,7 +73,6 @@ class Cutting:
     """How samples become micro-batches."""
 
     linear_cost: float
-    """See `plan_layout`."""
     device: torch.device
     vocab_size: int
     skips_neutral: bool
@@ -91,12 +86,10 @@ def cut_shard(shard: TrainShard, cutting: Cutting) -> list[list[MicroBatch[Layou
 
 
 def trained_members(shard: TrainShard, micro: Sequence[int], *, skips_neutral: bool) -> list[int]:
-    """The members of a micro-batch that are computed; see `Cutting.skips_neutral`."""
     return [i for i in micro if not (skips_neutral and _is_neutral(shard.samples[i]))]
 
 
 def _is_neutral(sample: TrainSample) -> bool:
-    """Whether no token of it is to become more or less likely."""
     return sample.advantage == 0.0 and (sample.token_advantages is None or not sample.token_advantages.any())
 
 
@@ -194,7 +187,6 @@ def _micro(shard: TrainShard, micro: Sequence[int], cutting: Cutting) -> MicroBa
 
 
 def batch_of(layout: L, samples: Sequence[TrainSample], device: torch.device) -> MicroBatch[L]:
-    """The loss tokens of a layout of these samples, with their behaviour log-probs and advantages."""
     chosen = [samples[i] for i in layout.members]
     counts = np.diff(layout.offsets)
     behaviour = np.concatenate([s.logprobs[s.loss_mask != 0] for s in chosen] or [np.zeros(0, np.float32)])

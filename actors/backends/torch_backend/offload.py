@@ -37,8 +37,6 @@ class TorchOffload:
             for part in OPTIMIZER_PARTS if tag == "optimizer" else (tag,):
                 arena.tag(part, policy)
 
-    # -- placing
-
     def house(self, tag: Tag, parameters: Sequence[nn.Parameter]) -> None:
         """Move parameters, contents included, onto memory of that tag; the objects stay the same."""
         tensors = self._empty(tag, [parameter.data for parameter in parameters])
@@ -70,8 +68,6 @@ class TorchOffload:
             return []
         return empty_tensors(self._arena, tag, [(tuple(t.shape), t.dtype) for t in like], like[0].device)
 
-    # -- use
-
     def ready(self) -> None:
         """Parameters come back whole."""
 
@@ -82,25 +78,20 @@ class TorchOffload:
             self._coming = None
 
     def written(self) -> None:
-        """Parameters and moments changed: their copies on the host are old."""
         self.arrived()
         for tag in ("params", *OPTIMIZER_PARTS):
             self._arena.mark_dirty(tag)
-
-    # -- leaving and coming back
 
     def report(self) -> tuple[TagReport, ...]:
         """See the protocol; tags that hold nothing are left out."""
         return tuple(report for report in self._arena.report() if report.num_bytes)
 
     def release(self, tags: Collection[Tag]) -> MovedBytes:
-        """See the protocol."""
         self.arrived()
         vacate(self._arena.device)
         return self._arena.release(self._known(tags))
 
     def restore(self, tags: Collection[Tag]) -> MovedBytes:
-        """See the protocol; the moments may still be on their way."""
         started = self._clock.monotonic()
         self.arrived()
         vacate(self._arena.device)
@@ -117,7 +108,6 @@ class TorchOffload:
         return [report.tag for report in self.report() if report.tag in tags]
 
     def close(self) -> None:
-        """Give everything back; no tensor on it may be used again."""
         self._coming = None
         self._arena.close()
 

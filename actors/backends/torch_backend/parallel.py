@@ -70,11 +70,9 @@ class Replica:
         return list(self.module.named_parameters())
 
     def trained(self) -> list[tuple[str, nn.Parameter]]:
-        """Those of them that are not frozen."""
         return [(name, parameter) for name, parameter in self.parameters() if parameter.requires_grad]
 
     def forward(self, layout: Layout, *, needs_entropy_grad: bool = False) -> TokenScores:
-        """Score a layout with gradient."""
         return cast(TokenScores, self.module(layout, needs_entropy_grad))
 
     def score(self, layout: Layout) -> TokenScores:
@@ -105,7 +103,6 @@ class Replica:
         return whole_tensor(torch.nn.utils.get_total_norm(self._gradients()))
 
     def local_gradient_is_finite(self) -> bool:
-        """Whether all gradients that this rank holds are finite."""
         return bool(torch.isfinite(torch.nn.utils.get_total_norm([local_part(g) for g in self._gradients()])))
 
     def clip(self, norm: Tensor, max_norm: float) -> None:
@@ -155,7 +152,6 @@ def _check_same_weights(module: PackedModel, world: World) -> None:
 
 
 def _shard(module: PackedModel, world: World) -> None:
-    """Shard each layer, then the rest. Computation in the module's type, reduction in float32."""
     # Imported here: half a second and 70 MB, which only sharded runs need.
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -89,7 +89,6 @@ class Learner:
         self._norm = torch.zeros(())
 
     def backward(self, micros: Sequence[MicroBatch[Layout]], tally: MetricSums) -> None:
-        """This rank's gradients."""
         self._optimizer.forget_gradients()
         for micro in micros:
             with torch.set_grad_enabled(not self._is_held):
@@ -109,7 +108,6 @@ class Learner:
         return first_not_finite(torch.stack(self._losses))
 
     def has_bad_gradient(self) -> bool:
-        """Whether the sum over ranks is not finite."""
         return not bool(torch.isfinite(self._norm))
 
     def find_bad_gradient(self, micros: Sequence[MicroBatch[Layout]]) -> int:
@@ -124,7 +122,6 @@ class Learner:
         return bad
 
     def update(self, rate: float, max_grad_norm: float, weight_decay: float, tally: MetricSums) -> None:
-        """Clip, and AdamW."""
         if not self._is_held:
             self._replica.clip(self._norm, max_grad_norm)
             self._optimizer.update(rate, weight_decay)
@@ -135,8 +132,6 @@ class Learner:
 
 @dataclass(slots=True)
 class _Step:
-    """What stays the same from the first to the last update of a step."""
-
     shard: TrainShard
     settings: StepSettings
     objective: ObjectiveConfig
@@ -234,15 +229,12 @@ class Stepper:
             self._critic.optimizer.forget_gradients()
 
     def _reshard(self) -> None:
-        """After passes, the last of which may have had no gradient."""
         self._replica.reshard()
         if self._critic is not None:
             self._critic.replica.reshard()
 
     def _cutting_for(self, objective: ObjectiveConfig) -> Cutting:
         return replace(self._cutting, skips_neutral=skips_neutral(objective))
-
-    # -- before the first update
 
     def _score_before(self, step: _Step, minibatches: Sequence[Sequence[MicroBatch[Layout]]]) -> None:
         """Fill in proximal and reference log-probs, values, and the advantages of every token, and what is known of
@@ -270,8 +262,6 @@ class Stepper:
         if self._reference is None:
             return served_reference(layout, step.shard.samples, self._world.device)
         return self._reference.score(layout).logprobs_M
-
-    # -- one update
 
     def _update(self, step: _Step, number: int, micros: Sequence[MicroBatch[Layout]]) -> MyxaError | None:
         """Gradients of one mini-batch and AdamW updates of policy and critic; or the error that all ranks agreed on,
@@ -301,7 +291,6 @@ class Stepper:
         return None
 
     def _learners(self, step: _Step, normaliser: Normaliser, *, is_first: bool) -> list[Learner]:
-        """The policy, and the critic if there is one, for one mini-batch."""
         critic = self._critic
 
         def policy_loss(micro: MicroBatch[Layout], tally: MetricSums) -> Tensor:
@@ -363,8 +352,6 @@ class Stepper:
         with torch.no_grad():
             tally_objective(tally, step.objective, batch, objective, is_first=is_first)
         return objective.loss
-
-    # -- metrics
 
     def _metrics(
         self, step: _Step, minibatches: Sequence[Sequence[MicroBatch[Layout]]], started_s: float

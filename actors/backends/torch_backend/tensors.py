@@ -36,12 +36,10 @@ NAME_OF = {dtype: name for name, dtype in DTYPE_OF.items()}
 
 
 def floats(values: Tensor) -> list[float]:
-    """The numbers of a 1-dim tensor, brought to the host."""
     return cast("list[float]", cast(Any, values).tolist())
 
 
 def integers(values: Tensor) -> list[int]:
-    """The numbers of a 1-dim integer tensor, brought to the host."""
     return cast("list[int]", cast(Any, values).tolist())
 
 
@@ -70,7 +68,6 @@ def largest_beyond(tensor: Tensor, dtype: torch.dtype) -> float:
 
 
 def from_bytes(array: NamedArray) -> Tensor:
-    """A tensor with a copy of the bytes."""
     dtype = DTYPE_OF[array.spec.dtype]
     if not array.spec.num_bytes:
         return torch.empty(array.spec.shape, dtype=dtype)

@@ -93,7 +93,6 @@ def _returned(named: str, function: UserFunction, tokens: LossTokens) -> Any:
 
 
 def _pair(returned: Any, otherwise: object) -> tuple[Any, Any]:
-    """Two values, of which the second may be left out."""
     values = cast("tuple[Any, ...]", returned) if isinstance(returned, tuple) else ()
     return (values[0], values[1]) if len(values) == 2 else (cast(Any, returned), otherwise)
 

@@ -50,7 +50,6 @@ class Gang:
     local_rank: int = 0
     """Number among the ranks on this host: which of the visible GPUs is ours."""
     timeout_s: float = 300.0
-    """Bound on the meeting."""
     collective_s: float = 0.0
     """Bound on every collective; 0: as long."""
     backend: str = ""
@@ -141,11 +140,9 @@ class World:
             raise
 
     def sum(self, values: Tensor) -> Tensor:
-        """Elementwise sum over ranks; returns a new tensor on the rank's device."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def max(self, values: Tensor) -> Tensor:
-        """Elementwise maximum over ranks."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def gather(self, values: Tensor) -> Tensor:
@@ -168,7 +165,6 @@ class World:
         return tuple(bytes(integers(row[:size])).decode() for row, size in zip(rows, sizes, strict=True))
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
         self.sum(torch.zeros(1))
 
     def agree(self, error: Exception | None, what: str) -> None:
@@ -199,7 +195,6 @@ class World:
         return error
 
     def close(self) -> None:
-        """Leave the process group; never raises."""
         self._leave("closed")
         self._store = None
 
@@ -223,7 +218,6 @@ class World:
                 self._store.set(f"{kind}/{self.rank}", text)
 
     def _who_is_to_blame(self) -> str:
-        """One clause per other rank: what it reported, or that it is silent."""
         if self._store is None:
             return "alone"
         others = [r for r in range(self.size) if r != self.rank]
