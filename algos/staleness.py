@@ -486,6 +486,7 @@ class Admission:
         self._line.set_stage(entry, LineStage.UNDER_WAY)
 
     def counted(self, group_id: int, stamp: int) -> int:
+        """What a stamp of an open group counts as; negative where there is none."""
         version = self._credible(self._line.get(group_id), stamp)
         return -1 if version == NO_TOKEN else version
 

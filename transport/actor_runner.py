@@ -185,6 +185,7 @@ class ActorRunner:
             await self._end(why)
 
     def fail(self, error: BaseException) -> None:
+        """The actor cannot continue; its node hears of it once and stops it."""
         if self.error is not None or self.state is RunnerState.STOPPED:
             return
         self.error = error

@@ -74,6 +74,7 @@ class InprocNetwork:
         return f"c{next(self._numbers)}".encode()
 
     def kill(self, transport: InprocTransport) -> None:
+        """As SIGKILL: nothing more goes out or comes in; peers only see the broken connections."""
         transport.is_dead = True
         self.drop(transport.endpoints.inproc)
         for other in self.nodes():

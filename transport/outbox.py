@@ -360,6 +360,7 @@ class Outbox:
             self._depart()
 
     def abort(self) -> None:
+        """End at once; what was not sent is lost."""
         self._linger_s = 0.0
         self._finish()
 

@@ -110,7 +110,9 @@ class Transport(Protocol):
     @property
     def endpoints(self) -> Endpoints: ...
 
-    def start(self, sink: InboundSink) -> None: ...
+    def start(self, sink: InboundSink) -> None:
+        """Report to `sink` from now on; may be called again with another one."""
+        ...
 
     def connect(self, peer: PeerKey, endpoints: Endpoints) -> None:
         """Begin to connect; sending may begin at once. Again for a known peer: only its endpoints are taken note of.

@@ -160,6 +160,7 @@ class WriteCoalescing:
     def __init__(self) -> None:
         self.is_holding = False
         self.num_intakes = 0
+        """How often messages were taken in; counts on while they are."""
         self.due: list[Callable[[], None]] = []
 
     def hold(self) -> None:

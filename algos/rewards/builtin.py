@@ -172,6 +172,7 @@ def _after_thought(fn: RewardFunction, completion: Completion) -> RewardValue:
 
 
 def as_the_only_one(fn: RewardFunction, name: str) -> RewardFunction:
+    """A built-in that alone judges: it would silently overrule the reward of the workflow."""
     return fn if name in (WORKFLOW, RECORDED) else partial(_judged_by_text, fn, name)
 
 

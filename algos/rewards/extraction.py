@@ -142,6 +142,7 @@ def after_marker(text: str) -> str | None:
 
 
 def in_tag(text: str) -> str | None:
+    """Content of the last `<answer>...</answer>`; None without one."""
     found: str | None = None
     opened = -1
     for tag in TAG.finditer(text):

@@ -164,6 +164,7 @@ class Compare:
         self._of_whole = [LatexExtractionConfig(normalization_config=replace(rules, units=False))]
 
     def __call__(self, label: str, text: str, *, is_whole: bool, say: Say | None = None) -> bool:
+        """Whether they are equal. `say` is called when the label was read. Raises ValueError if it cannot be."""
         wanted = self._parse(label, parsing_timeout=None) if _TEXT.search(label) else self._whole(label)
         if not wanted:
             raise ValueError(label)

@@ -51,6 +51,7 @@ class ControlNote(msgspec.Struct, frozen=True, kw_only=True):
     """Unix socket that only shows."""
     pid: int
     dashboard: str = ""
+    """URL; empty: none."""
 
     def save(self, folder: Path) -> None:
         """Write it in one step: a reader sees all of it or no file."""
@@ -251,6 +252,7 @@ def _chunks(link: socket.socket, deadline: float | None, verb: str) -> Iterator[
 
 
 def _whole(first: bytes, chunks: Iterator[bytes], verb: str, length: int | None) -> Iterator[bytes]:
+    """A body; raises PeerDied where it is shorter than its head said."""
     got = len(first)
     yield first
     for chunk in chunks:

@@ -101,6 +101,7 @@ async def _first_chunks(context: VerbContext, arguments: verbs.LogsArguments) ->
 
 
 def _log_owners(context: VerbContext, target: str) -> list[tuple[int, str]]:
+    """(node, name) of the logs that are meant; also those of actors that have left the run."""
     role, _, number = target.partition("/")
     if role == LAUNCHER and (not number or number.isdigit()):
         node = int(number or "0")

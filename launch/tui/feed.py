@@ -86,6 +86,7 @@ class Feed:
         self._wake.set()
 
     def wait(self, seconds: float) -> None:
+        """Rest between looks, at most until `wake` or `close`."""
         self._wake.wait(seconds)
         if not self.is_closed:
             self._wake.clear()
@@ -140,12 +141,14 @@ class Feed:
         return replace(last, troubles=troubles, silent_s=max(0.1, time.monotonic() - self._heard_s))
 
     def set(self, values: dict[str, KnobValue], reason: str, for_steps: int = 0, force: bool = False) -> ChangeReply:
+        """Set knobs. Raises the run's refusal."""
         arguments: dict[str, Any] = {"values": values, "reason": reason}
         arguments |= {"for_steps": for_steps} if for_steps else {}
         arguments |= {"force": True} if force else {}
         return msgspec.convert(self.ask("set", timeout_s=90.0, **arguments), ChangeReply)
 
     def ask(self, verb: str, timeout_s: float = 15.0, **arguments: Any) -> Any:
+        """Ask any other verb. Raises the run's refusal."""
         if self._client is None:
             raise LaunchError("the run is over", remedy="`myxa report RUN` shows how it went")
         return self._client.ask(verb, timeout_s=timeout_s, **arguments)

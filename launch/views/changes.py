@@ -179,6 +179,7 @@ def value_text(value: KnobValue | object) -> str:
 
 
 def asked_text(arguments: dict[str, object]) -> str:
+    """What was asked for: `target=rollout/1 count=4`; empty arguments are left out."""
     facts: dict[str, object] = {}
     for name, value in arguments.items():
         if name == "values" and isinstance(value, dict):

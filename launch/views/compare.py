@@ -43,6 +43,7 @@ class RunRow:
 
 
 def runs_of(folder: Path) -> list[RunRow]:
+    """Its runs, the newest first. Raises ConfigError if it is no folder."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a directory", remedy="name a folder of runs, e.g. runs")
     found = [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink() and is_run_folder(path)]

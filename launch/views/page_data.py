@@ -246,6 +246,7 @@ def _lanes(run: RunFiles, start_s: float) -> list[dict[str, Any]]:
 
 
 def _devices(run: RunFiles, actor: str) -> str:
+    """What the run file gives to the role; empty for actors without GPUs."""
     roles: Any = run.config.get("roles")
     role: Any = roles.get(actor.partition("/")[0]) if isinstance(roles, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType] - TOML
     devices: Any = role.get("devices") if isinstance(role, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType] - TOML

@@ -111,6 +111,7 @@ class RunView:
 
     @property
     def phase(self) -> str:
+        """Phase of the run; "starting" until the coordinator answers, "ended" if it did not say how."""
         phase = self.status.phase if self.status else "starting"
         return "ended" if self.has_ended and phase not in ("finished", "failed") else phase
 
@@ -325,6 +326,7 @@ class RunOutcome:
 
 
 def outcome(run: RunFiles) -> RunOutcome:
+    """From the coordinator's phase events; a run that was killed has no last one."""
     moves = [event.text.rpartition("->")[2].strip() for event in run.of_kind("phase")]
     words = sorted((event for kind in ENDS for event in run.of_kind(kind)), key=lambda event: event.wall_s)
     reason = words[-1].text if words else ""

@@ -105,6 +105,7 @@ class Reason(Record, frozen=True):
     to_try: str = ""
     """The same with its command, on one line, as all views show it."""
     knob: str = ""
+    """Live knob to turn; empty: there is none."""
     old: bool | int | float | str = ""
     new: bool | int | float | str = ""
     key: str = ""

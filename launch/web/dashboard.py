@@ -151,6 +151,7 @@ class Dashboard:
 
     @contextlib.asynccontextmanager
     async def serving(self, port: int) -> AsyncGenerator[str]:
+        """Serve until the block ends; gives the URL. Raises ConfigError if the port is taken."""
         app = web.Application(middlewares=[self._headers, self._guarded], client_max_size=MAX_BODY_BYTES)
         app.add_routes(
             [

@@ -195,6 +195,7 @@ class RegistryState:
         return ""
 
     def announce(self, name: str, epoch: int, actors: tuple[HostedActor, ...], reasons: dict[str, str]) -> NodeRecord:
+        """The actors of an incarnation, all of them. Raises StaleEpoch if it is not the current one."""
         old = self._current(name, epoch)
         for actor in actors:
             host = self.find(actor.name)

@@ -101,6 +101,7 @@ class Calls:
         self._wheel = Wheel(clock.monotonic())
         self._next_corr = 1
         self._next_enrolled = 1
+        """Calls from this number on were begun since the last tick: most end before the next, and are never timed."""
         self._casts = RefusedCasts()
         self.num_late = 0
 

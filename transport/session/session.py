@@ -94,6 +94,7 @@ class InboundRouter:
     # -- who is who
 
     def link_of(self, source: bytes, lane: Lane) -> Link | None:
+        """Who sends on that connection; None: it has not said so."""
         return self._sources[lane].get(source)
 
     def is_known(self, source: bytes, lane: Lane) -> bool:
@@ -461,6 +462,7 @@ class Session:
                 self._links.send_plain(link, Kind.GOODBYE, 0, write_goodbye(retry_after_s))
 
     def close(self) -> None:
+        """Say goodbye to everybody; calls that are still pending end now."""
         self.calls.fail_all("this process is closing")
         self._links.is_closed = True
         for link in self._links.all():

@@ -68,6 +68,7 @@ class Pack:
     offsets: I64
     """int64 [members + 1]: loss tokens of member k are `offsets[k]:offsets[k + 1]`."""
     columns_M: I64
+    """int64 [M]: position of loss token m inside its sample's response."""
     num_tokens: int
     """T, padding included."""
     temperature: Temperature

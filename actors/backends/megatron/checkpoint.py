@@ -119,6 +119,7 @@ def begin_shards(shards: dict[str, Any], folder: str) -> PendingShards:
 
 @contextmanager
 def as_train_error(what: str) -> Generator[None]:
+    """Raise TrainError for what torch's checkpoints raise, which is no `Exception`: no other handler catches it."""
     try:
         yield
     except CheckpointException as error:
@@ -148,6 +149,7 @@ def _apart(bucket: Any) -> Any:
 
 
 def _write_here(writer: Any, request: Any, arguments: list[Any]) -> None:
+    """What the request does, without forking for each file."""
     transforms = request.async_fn.args[0]
     results: dict[int, Any] = {}
     for number, bucket in enumerate(arguments[1]):
@@ -210,6 +212,7 @@ class PendingMegatronCheckpoint:
         self._entries = [describe_file(path) for path in files_of(partial, self._world.rank)]
 
     def finish(self) -> None:
+        """Once every rank has written: the folder appears. Collective; an older checkpoint there stays until then."""
         world, partial = self._world, partial_of(self._target, writer_of(self._extra))
         with world.together(self._what):
             self._shards.finish()

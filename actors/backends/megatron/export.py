@@ -83,6 +83,7 @@ class MegatronExporter:
         return arrays
 
     def write(self, folder: str) -> None:
+        """Write a HuggingFace folder, tokenizer files included. Collective; raises on every rank if rank 0 fails."""
         gathered = self._arrays(gathered_as(self._folder_dtype), {})
         failure: Exception | None = None
         if self._world.rank == 0:

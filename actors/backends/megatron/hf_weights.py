@@ -54,6 +54,7 @@ class MappedWeight:
         return tensor if self.expert is None else tensor[self.expert]
 
     def names(self, ep_rank: int) -> tuple[str, ...]:
+        """HuggingFace names; for an expert those of its counterpart on an expert-parallel rank."""
         if self.expert is None:
             return tuple(self.prefix + name for name in self.rule.names)
         number = ep_rank * self.num_experts_here + self.expert
@@ -281,6 +282,7 @@ class _Exporter:
 
 
 def _gathered(tensor: Tensor, group: Group) -> list[Tensor]:
+    """The tensors of all ranks of the group. Collective."""
     if group.size() == 1:
         return [tensor]
     parts = [torch.empty_like(tensor) for _ in range(group.size())]

@@ -35,6 +35,7 @@ class ParallelLayout:
     tp: int = 1
     pp: int = 1
     vpp: int = 1
+    """Virtual stages per rank (interleaved schedule); 1 = off."""
     cp: int = 1
     ep: int = 1
     etp: int = 1

@@ -201,6 +201,7 @@ class MegatronOffload:
         return [report.tag for report in self.report() if report.tag in tags]
 
     def close(self) -> None:
+        """Give everything back; no tensor on it may be used again."""
         self._coming.clear()
         if self._housing is not None:
             self._housing.close()

@@ -58,6 +58,7 @@ def model_fields(settings: MegatronSettings) -> dict[str, Any]:
 
 
 def check_settings(config: MegatronRankSettings) -> None:
+    """Raise ConfigError for settings that do not go together."""
     settings, trainer = config.megatron, config.trainer
     if trainer.strategy != "ddp":
         raise ConfigError(

@@ -27,7 +27,7 @@ from .world import World
 
 
 class SumRanks(Protocol):
-    """Over whom a tally is added up."""
+    """Over whom a tally is added up; elementwise, and collective."""
 
     device: torch.device
 

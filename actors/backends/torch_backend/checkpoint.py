@@ -152,6 +152,7 @@ class TrainingState:
             yield CRITIC, self.critic.replica, self.critic.optimizer
 
     def critic_identity(self) -> dict[str, Any]:
+        """For the manifest; empty without a critic."""
         if self.critic is None:
             return {}
         return {**identity_of(self.critic.layers), "num_updates": self.critic.optimizer.num_updates}

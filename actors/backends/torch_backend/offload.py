@@ -108,6 +108,7 @@ class TorchOffload:
         return [report.tag for report in self.report() if report.tag in tags]
 
     def close(self) -> None:
+        """Give everything back; no tensor on it may be used again."""
         self._coming = None
         self._arena.close()
 

@@ -195,6 +195,7 @@ class World:
         return error
 
     def close(self) -> None:
+        """Leave the process group; never raises."""
         self._leave("closed")
         self._store = None
 
