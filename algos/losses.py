@@ -139,10 +139,7 @@ def value_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     count = max(1.0, sums["count"])
     variance = _variance(sums["returns"], sums["returns_squared"], count)
     left = _variance(sums["gaps"], sums["gaps_squared"], count)
-    return {
-        "value_mean": sums["values"] / count,
-        "explained_variance": 1.0 - left / variance if variance > 0 else 0.0,
-    }
+    return {"value_mean": sums["values"] / count, "explained_variance": 1.0 - left / variance if variance > 0 else 0.0}
 
 
 def _variance(total: float, squares: float, count: float) -> float:

@@ -464,11 +464,7 @@ def _reduce(x_T: Tensor, keep_T: Tensor, segments: Segments, config: ObjectiveCo
 
 
 def _metrics(
-    view: LossTokens,
-    ratio_T: Tensor,
-    token_loss: losses.TokenLoss,
-    weights: TokenWeights,
-    config: ObjectiveConfig,
+    view: LossTokens, ratio_T: Tensor, token_loss: losses.TokenLoss, weights: TokenWeights, config: ObjectiveConfig
 ) -> dict[str, Tensor]:
     """Sums over unmasked tokens. Supervised runs have no behaviour policy, so they leave out all that compares."""
     segments = view.segments

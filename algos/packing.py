@@ -26,11 +26,7 @@ RankPlan = list[list[Micro]]
 
 
 def plan_shards(
-    num_tokens: Sequence[int],
-    num_ranks: int,
-    max_tokens: int,
-    minibatches: int,
-    group_ids: Sequence[int],
+    num_tokens: Sequence[int], num_ranks: int, max_tokens: int, minibatches: int, group_ids: Sequence[int]
 ) -> list[RankPlan]:
     """One plan per rank. `num_tokens[i]` is P + R of sample i, `group_ids[i]` its group; indexes are ascending.
 

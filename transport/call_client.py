@@ -14,14 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from ..core.clock import Clock
-from ..core.errors import (
-    BadRequest,
-    CallError,
-    MyxaError,
-    NoSuchActor,
-    NotSent,
-    RemoteError,
-)
+from ..core.errors import BadRequest, CallError, MyxaError, NoSuchActor, NotSent, RemoteError
 from ..core.handlers import NO_SCOPE, HandlerSpec, current_scope, remaining_s
 from .codec import Buffer, UndecodableError, codecs_of
 from .session.calls import Calls

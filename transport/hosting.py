@@ -6,14 +6,7 @@ import asyncio
 from typing import Protocol
 
 from ..core.actor import PeerEvent
-from ..core.errors import (
-    BadRequest,
-    ConfigError,
-    Draining,
-    MyxaError,
-    NoSuchActor,
-    NoSuchMethod,
-)
+from ..core.errors import BadRequest, ConfigError, Draining, MyxaError, NoSuchActor, NoSuchMethod
 from ..core.failure_detector import Verdict
 from ..core.ids import PeerKey
 from .actor_runner import ActorRunner, Delivery

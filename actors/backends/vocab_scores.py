@@ -111,8 +111,7 @@ def score_rows(
     up over the group. Entropy passes no gradient on unless asked to.
     """
     scores = cast(
-        Tensor,
-        cast(Any, _ScoreRows).apply(hidden_Mh, head_Vh, targets_M, vocab, temperature, needs_entropy_grad),
+        Tensor, cast(Any, _ScoreRows).apply(hidden_Mh, head_Vh, targets_M, vocab, temperature, needs_entropy_grad)
     )
     if needs_entropy_grad:
         return scores

@@ -12,15 +12,7 @@ from ...actors.coordinator.audit import AUDIT_FILE, read_audit
 from ...core.config import RunConfig
 from ...core.config.section import walk
 from ...core.errors import ConfigError
-from ...core.knobs import (
-    AuditRecord,
-    ChangeReply,
-    ChangeRequest,
-    KnobSheet,
-    KnobState,
-    KnobTable,
-    Operator,
-)
+from ...core.knobs import AuditRecord, ChangeReply, ChangeRequest, KnobSheet, KnobState, KnobTable, Operator
 from ...core.suggestion import nearest, suggest
 from ..supervisor.run_actors import ActorStatus
 from . import verbs

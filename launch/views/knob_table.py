@@ -20,10 +20,7 @@ from .changes import value_text
 from .numbers import clean, name_order
 
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
-HEAD = (
-    "| knob | unit | range | boundary | owner | run file | what it does |",
-    "|---|---|---|---|---|---|---|",
-)
+HEAD = ("| knob | unit | range | boundary | owner | run file | what it does |", "|---|---|---|---|---|---|---|")
 
 
 def declared() -> tuple[Tunable, ...]:

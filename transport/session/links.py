@@ -18,17 +18,7 @@ from ...core.errors import NotSent, StaleEpoch
 from ...core.ids import PeerKey
 from ..wire import Endpoints, Lane, Parcel, Transport
 from .credit import Grant, SendWindow
-from .frames import (
-    IDEMPOTENT,
-    NO_TTL,
-    WORDS,
-    Buffer,
-    Envelope,
-    Kind,
-    address_of,
-    pack_head,
-    stamp,
-)
+from .frames import IDEMPOTENT, NO_TTL, WORDS, Buffer, Envelope, Kind, address_of, pack_head, stamp
 
 if TYPE_CHECKING:
     from .pending import PendingCall

@@ -36,18 +36,7 @@ from . import credit
 from .calls import Calls
 from .credit import cost_of
 from .faults import decode_fault, encode_fault
-from .frames import (
-    LIMITS,
-    VERSION,
-    Buffer,
-    Envelope,
-    FrameLimits,
-    Kind,
-    Malformed,
-    decode,
-    encode,
-    peek,
-)
+from .frames import LIMITS, VERSION, Buffer, Envelope, FrameLimits, Kind, Malformed, decode, encode, peek
 from .handshake import PROTOCOL, Handshake, Hello, read_goodbye, read_hello, write_goodbye, write_hello
 from .heartbeat import Heartbeat, HeartbeatHost
 from .links import Link, Links, LinkState

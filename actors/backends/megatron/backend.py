@@ -112,13 +112,7 @@ class MegatronBackend(RankBackend[MegatronRankSettings, _Parts]):
         routing = RoutingReplay(wrapped) if config.megatron.routing_replay else None
         pipeline = Pipeline(wrapped, _config_of(chunks), model.vocab_size, routing)
         stepper = MegatronStepper(
-            pipeline,
-            reference,
-            optimizer,
-            config.step_settings(user),
-            self._cutting(model, world),
-            world,
-            self._clock,
+            pipeline, reference, optimizer, config.step_settings(user), self._cutting(model, world), world, self._clock
         )
         exporter = self._exporter(world, model, precision.params)
         self._parts = _Parts(world, model, pipeline, optimizer, stepper, exporter)

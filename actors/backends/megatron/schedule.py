@@ -191,14 +191,7 @@ class Pipeline:
         """Record or replay the choice of experts in the passes inside, where that is asked for."""
         return self.routing.during(mode) if self.routing is not None else nullcontext()
 
-    def _run(
-        self,
-        packs: Sequence[Pack],
-        loss_of: LossOf,
-        *,
-        needs_entropy_grad: bool,
-        forward_only: bool,
-    ) -> None:
+    def _run(self, packs: Sequence[Pack], loss_of: LossOf, *, needs_entropy_grad: bool, forward_only: bool) -> None:
         if not packs:
             return
         step = partial(self._forward, loss_of=loss_of, needs_entropy_grad=needs_entropy_grad)
@@ -214,12 +207,7 @@ class Pipeline:
         )
 
     def _forward(
-        self,
-        feed: Iterator[tuple[int, Pack]],
-        chunk: nn.Module,
-        *,
-        loss_of: LossOf,
-        needs_entropy_grad: bool,
+        self, feed: Iterator[tuple[int, Pack]], chunk: nn.Module, *, loss_of: LossOf, needs_entropy_grad: bool
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
         number, pack = next(feed)
         head = self._head_of(chunk)

@@ -251,9 +251,7 @@ class MegatronStepper:
         has_choices = needs_proximal(step.objective) or charges_kl(step.objective)
         with self._pipeline.routed("replay" if has_choices else "off"):
             self._pipeline.train(
-                [micro.layout for micro in micros],
-                loss_of,
-                needs_entropy_grad=step.objective.entropy_coef > 0,
+                [micro.layout for micro in micros], loss_of, needs_entropy_grad=step.objective.entropy_coef > 0
             )
         return losses
 

@@ -132,9 +132,7 @@ class TorchBackend(RankBackend[RankSettings, _Parts]):
     def _replica(self, model_config: ModelConfig, world: World, *, is_trained: bool) -> Replica:
         trainer = self._config.trainer
         module = CausalLM(
-            model_config,
-            dtype=DTYPE_OF[trainer.dtype],
-            recomputes=is_trained and trainer.activation_checkpointing,
+            model_config, dtype=DTYPE_OF[trainer.dtype], recomputes=is_trained and trainer.activation_checkpointing
         )
         load_weights(module, self._config.model_path if is_trained else self._config.reference_path, model_config)
         freeze = trainer.freeze if is_trained else ()
