@@ -317,7 +317,10 @@ def policy_objective(
     view = _view(batch, config)
     mean_weight = normaliser.mean_weight
     weights = _weights(view, config, mean_weight) if functions.weight is None else functions.weight(view)
-    ratio_T = _ratio(view, config)
+    if config.loss == "gspo":
+        ratio_T = ratios.sequence_ratio(view.live_T, view.old_T, view.segments)
+    else:
+        ratio_T = ratios.ratio(view.live_T, view.old_T)
     token_loss = _token_loss(view, ratio_T, config) if functions.loss is None else functions.loss(view)
     keep_T, policy_T = weights.keep_T, token_loss.loss_T
     removed_by = dict(weights.removed_by)
@@ -328,7 +331,9 @@ def policy_objective(
     policy = _reduce(weights.weight_T * policy_T, keep_T, view.segments, config, normaliser)
     parts = {"policy_loss": policy}
     if view.reference_T is not None and config.kl_coef and config.kl_in == "loss":
-        kl_T = _kl(view, view.reference_T, config)
+        # the tokens were drawn by the behaviour policy, whatever the correction is (arXiv 2512.02556)
+        weight_T = ratios.ratio(view.live_T, view.behaviour_T) if config.kl_unbiased else None
+        kl_T = kl_terms(config.kl_kind, view.live_T, view.reference_T, weight_T)
         parts["kl_loss"] = config.kl_coef * _reduce(kl_T, keep_T, view.segments, config, normaliser)
     if config.entropy_coef and view.entropy_T is not None:
         parts["entropy_loss"] = -config.entropy_coef * _reduce(
@@ -393,12 +398,6 @@ def _wide(x_T: Tensor, segments: Segments) -> Tensor:
     return segments.kept(x_T if x_T.dtype == torch.float64 else x_T.float())
 
 
-def _ratio(view: LossTokens, config: ObjectiveConfig) -> Tensor:
-    if config.loss == "gspo":
-        return ratios.sequence_ratio(view.live_T, view.old_T, view.segments)
-    return ratios.ratio(view.live_T, view.old_T)
-
-
 def _token_loss(view: LossTokens, ratio_T: Tensor, config: ObjectiveConfig) -> losses.TokenLoss:
     if config.loss == "sft":
         return losses.sft_loss(view.live_T)
@@ -436,16 +435,6 @@ def _mis(view: LossTokens, log_q_T: Tensor, config: ObjectiveConfig, mean_weight
         keep_T = keep_T & ~removed_T
     weights = TokenWeights(weights.weight_T, keep_T, weights.cut_T | ~keep_T, removed_by)
     return ratios.normalise(weights, mean_weight) if config.mis_normalise else weights
-
-
-def _kl(view: LossTokens, reference_T: Tensor, config: ObjectiveConfig) -> Tensor:
-    """KL towards the reference, for the loss.
-
-    The unbiased estimate is weighted by live / behaviour whatever the correction is: the tokens were drawn by the
-    behaviour policy (arXiv 2512.02556).
-    """
-    weight_T = ratios.ratio(view.live_T, view.behaviour_T) if config.kl_unbiased else None
-    return kl_terms(config.kl_kind, view.live_T, reference_T, weight_T)
 
 
 def _reduce(x_T: Tensor, keep_T: Tensor, segments: Segments, config: ObjectiveConfig, normaliser: Normaliser) -> Tensor:

@@ -581,7 +581,7 @@ class Admission:
         entries = [
             LineEntry(
                 place.group_id,
-                _bounded(place.version, newest_version),
+                NO_TOKEN if place.version < 0 else min(place.version, newest_version),
                 place.stage,
                 era=self._era,
                 ceiling=ceilings.get(place.group_id, newest_version),
@@ -632,10 +632,6 @@ class Admission:
                 f"group {entry.group_id} has lag {lag} at step {step}, above max_staleness {self.max_staleness}",
                 remedy=f"a bug in the {self.policy} policy: report it with the ledger",
             )
-
-
-def _bounded(version: int, newest: int) -> int:
-    return NO_TOKEN if version < 0 else min(version, newest)
 
 
 def _expect(entry: LineEntry, *stages: LineStage) -> None:

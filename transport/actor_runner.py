@@ -88,14 +88,12 @@ class Delivery(msgspec.Struct, eq=False):
         try:
             body, frames = self.codecs.reply.encode(value)
         except MyxaError as error:
-            raise self._cannot_travel(error) from error
+            what = f"{self.callee}.{self.spec.name} returned what cannot travel: {error}"
+            raise UserCodeError(what) from error
         self.serving.reply(self.arrival, body, frames)
 
     def fail(self, error: BaseException) -> None:
         self.serving.fail(self.arrival, error)
-
-    def _cannot_travel(self, error: MyxaError) -> UserCodeError:
-        return UserCodeError(f"{self.callee}.{self.spec.name} returned what cannot travel: {error}")
 
 
 _RUNNING = RunnerState.RUNNING  # members of an Enum are looked up in Python
@@ -373,7 +371,8 @@ class ActorRunner:
         try:
             inbound.reply(await getattr(self.actor, spec.name)(*_as_arguments(request)))
         except asyncio.CancelledError:
-            self._cut_short(inbound)
+            if not inbound.is_abandoned:
+                inbound.fail(PeerDied(f"{self.name} stopped while it ran {spec.name}"))
             raise
         except Exception as error:  # noqa: BLE001  # the actor's own code: its error goes to the caller
             inbound.fail(error)
@@ -384,10 +383,6 @@ class ActorRunner:
             raise
         finally:
             self._finish(inbound, is_serial)
-
-    def _cut_short(self, inbound: Delivery) -> None:
-        if not inbound.is_abandoned:
-            inbound.fail(PeerDied(f"{self.name} stopped while it ran {inbound.spec.name}"))
 
 
 @dataclass(slots=True)

@@ -144,7 +144,10 @@ class InprocTransport:
             for lane in Lane:
                 if outlet.queues[lane]:
                     self._establish(peer, outlet, lane)
-        self._hang_up(outlet)
+        target = self._network.find(outlet.address)
+        for connection in outlet.connections:
+            if target is not None and connection is not None:
+                self._network.hang_up(target, connection, in_order=True)
 
     def forget(self, source: bytes, lane: Lane) -> None:
         self._open.discard(source)
@@ -195,12 +198,6 @@ class InprocTransport:
         target, connection = self._network.find(outlet.address), outlet.connections[lane]
         if target is not None and connection is not None:
             self._network.carry(self, target, connection, lane, data)
-
-    def _hang_up(self, outlet: _Outlet) -> None:
-        target = self._network.find(outlet.address)
-        for connection in outlet.connections:
-            if target is not None and connection is not None:
-                self._network.hang_up(target, connection, in_order=True)
 
     def accept(self, connection: bytes) -> None:
         self._open.add(connection)

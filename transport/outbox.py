@@ -135,9 +135,6 @@ class Outbox:
             if not self._is_unfinished or (self._is_held and not self._await_room(until)) or time.monotonic() >= until:
                 return
 
-    def _hold(self) -> None:
-        self._is_held = self._is_turn_taken = True
-
     def _on_room(self) -> None:
         self._is_held = False
         self._flush_in_turn()
@@ -219,7 +216,7 @@ class Outbox:
                 socket.getsockopt(zmq.EVENTS)
             else:
                 return True
-        self._hold()
+        self._is_held = self._is_turn_taken = True
         self._loop.call_later(AGAIN_S, self._look_again, socket)
         return False
 

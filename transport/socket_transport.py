@@ -403,7 +403,8 @@ def open_transport(
         return Opened(network.transport(), turn=turn)
     if key is None and rdzv is not None and rdzv.key_file:
         key = JobKey.load(Path(rdzv.key_file))
-    listen = listen or _found_interface(rdzv, key)
+    if not listen and key is not None and rdzv is not None and (registry := rdzv.endpoints.tcp[0]):
+        listen = f"{interface_towards(registry)}:0"  # towards a registry on tcp, else nowhere
     if listen and key is None:
         raise LaunchError("listening on tcp needs the job's key", remedy="give key=JobKey.load(path)")
     if rdzv is not None and rdzv.endpoints.node_rank == node_rank and rdzv.socket_dir:
@@ -440,9 +441,3 @@ def _keys_and_guard(rdzv: Rendezvous | None, key: KeyPair) -> tuple[CurveKeys, P
         return keys, PeerGuard(keys.registry, registry_node=REGISTRY_NODE_ID, is_registry=True)
     keys = CurveKeys.to_join(key, rdzv.endpoints.curve)
     return keys, PeerGuard(keys.registry, registry_node=rdzv.node_id, is_registry=False)
-
-
-def _found_interface(rdzv: Rendezvous | None, key: KeyPair | None) -> str:
-    """Where to listen on tcp by default: towards a registry that does, else nowhere."""
-    registry = rdzv.endpoints.tcp[0] if rdzv is not None else ""
-    return f"{interface_towards(registry)}:0" if registry and key is not None else ""

@@ -75,12 +75,8 @@ def convert(checkpoint: str | Path, model: str | Path, folder: str | Path, *, dt
     except (ModelError, OSError):
         shutil.rmtree(target, ignore_errors=True)
         raise
-    num_parameters = sum(_num_values(tensor) for tensor in tensors)
+    num_parameters = sum(a.spec.num_bytes // DTYPE_OF[a.spec.dtype].itemsize for a in tensors)
     return Converted(path, target, manifest.backend, manifest.num_updates, len(tensors), num_parameters, name)
-
-
-def _num_values(array: NamedArray) -> int:
-    return array.spec.num_bytes // DTYPE_OF[array.spec.dtype].itemsize
 
 
 def _tensors(path: Path, manifest: Manifest, config: ModelConfig, dtype: str) -> list[NamedArray]:

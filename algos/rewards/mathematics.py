@@ -69,16 +69,12 @@ def _in_the_copy(compute: Callable[[Say], None], its: int) -> NoReturn:
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
             signal.signal(number, signal.SIG_DFL)
-        used = _address_space()
+        used = int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + MAX_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         compute(lambda byte: os.write(its, byte))
     finally:
         os._exit(0)
-
-
-def _address_space() -> int:
-    return int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
 
 
 TAIL_CHARS = 4000

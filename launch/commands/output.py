@@ -81,7 +81,7 @@ def client_of(options: argparse.Namespace, *, changes: bool = False, view: bool 
 
 def note_of(options: argparse.Namespace, *, changes: bool = False) -> ControlNote:
     """The run's own note; see `client_of`."""
-    note = find_run(options.run_path, command=_command(options) if changes else "")
+    note = find_run(options.run_path, command=shlex.join(["myxa", *getattr(options, "words", ())]) if changes else "")
     say_first(f"run {Path(note.run_dir).name} in {note.run_dir}")
     return note
 
@@ -103,10 +103,6 @@ def folder_of(options: argparse.Namespace) -> Path:
     """The folder of the run that the command means, live or ended. Raises LaunchError."""
     found = client_or_folder(options)
     return found if isinstance(found, Path) else found.run_dir
-
-
-def _command(options: argparse.Namespace) -> str:
-    return shlex.join(["myxa", *getattr(options, "words", ())])
 
 
 Page = Callable[[Any], "RenderableType | str"]

@@ -212,7 +212,8 @@ def _resume(options: argparse.Namespace) -> int:
     named: Path | None = options.run_dir or options.run_path
     if options.run_dir is not None and options.run_path not in (None, options.run_dir):
         raise ConfigError(f"which run, {options.run_dir} or {options.run_path}?", remedy="name one of them")
-    if named is not None and (_is_another_node(options) or _is_over(named)):
+    # a machine that is not node 0 joins a run that node 0 starts again, and may have started by now
+    if named is not None and ((is_on_several(options) and options_of_node(options).place.rank > 0) or _is_over(named)):
         return start_again(named, options)
     note = find_run(named) if named is not None else _only_live_run(options)
     if options.overrides or options.version is not None:
@@ -229,11 +230,6 @@ def is_on_several(options: argparse.Namespace) -> bool:
     """Whether several machines are meant: the command line gives their number or their rendezvous. Variables of a
     scheduler do not count: a run of several machines may be resumed on one of them."""
     return any(said is not None for said in (options.nnodes, options.node_rank, options.rdzv, options.rdzv_file))
-
-
-def _is_another_node(options: argparse.Namespace) -> bool:
-    """Whether this machine joins a run that node 0 starts again, and may have started by now."""
-    return is_on_several(options) and options_of_node(options).place.rank > 0
 
 
 def _is_over(named: Path) -> bool:

@@ -49,16 +49,13 @@ def _ps_page(rows: list[dict[str, Any]]) -> RenderableType:
     cells = [
         (
             row["name"], row["state"], row["pid"] or "", row["node"], row["host"], row["attempt"], row["epoch"] or "",
-            duration(row["uptime_s"]) if row["uptime_s"] else "", _size(row["memory_bytes"]), row["doing"],
+            duration(row["uptime_s"]) if row["uptime_s"] else "",
+            f"{row['memory_bytes'] / MIB:.0f} MiB" if row["memory_bytes"] else "", row["doing"],
         )
         for row in rows
     ]  # fmt: skip
     notes = [Text(f"{row['name']}: {row['note']}") for row in rows if row.get("note")]
     return Group(table(COLUMNS, cells, right=("pid", "node", "attempt", "epoch", "up", "memory")), *notes)
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / (1 << 20):.0f} MiB" if num_bytes else ""
 
 
 def _add_top(parser: Parser) -> None:

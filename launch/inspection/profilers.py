@@ -135,7 +135,9 @@ def trace_memory(duration_s: float, path: Path) -> tuple[int, tuple[str, ...]]:
         stack = "\n".join(f"    {line}" for line in stat.traceback.format())
         parts.append(f"{stat.size / MIB:10.3f} MiB in {stat.count} blocks\n{stack}\n")
     path.write_text("".join(parts), encoding="utf-8")
-    _write_cuda(path.with_suffix(".cuda.json"))
+    if (cuda := _cuda()) is not None:
+        found = json.dumps(cuda.memory.memory_snapshot(), default=str)
+        path.with_suffix(".cuda.json").write_text(found, encoding="utf-8")
     return sum(stat.count for stat in by_line), tuple(lines[:10])
 
 
@@ -148,12 +150,6 @@ def cuda_bytes() -> dict[str, int]:
              "reserved_bytes.all.peak")  # fmt: skip
     stats: dict[str, Any] = cuda.memory_stats()
     return {name: int(stats.get(name, 0)) for name in names}
-
-
-def _write_cuda(path: Path) -> None:
-    cuda = _cuda()
-    if cuda is not None:
-        path.write_text(json.dumps(cuda.memory.memory_snapshot(), default=str), encoding="utf-8")
 
 
 def _cuda() -> Any:

@@ -196,9 +196,6 @@ class TopApp(App[None]):
     def _table(self, name: str) -> DataTable[str]:
         return cast("DataTable[str]", self._page.query_one(f"#{name}"))
 
-    def _tree(self) -> Tree[str]:
-        return cast("Tree[str]", self._page.query_one("#tree"))
-
     def _show_page(self) -> None:
         if self._run_view is None or not self.is_running:
             return
@@ -208,7 +205,7 @@ class TopApp(App[None]):
         self._page.query_one("#actor-text", Static).update(pages.actor_page(self._run_view, self._actor, width))
 
     def _show_tree(self, view: RunView) -> None:
-        tree = self._tree()
+        tree = cast("Tree[str]", self._page.query_one("#tree"))
         key = tuple((actor.node, actor.name) for actor in view.actors)
         if key != self._tree_key:
             self._tree_key = key

@@ -240,7 +240,9 @@ def _starved_trainer(
     if causes[cause] <= 0.0:
         return Bottleneck("unknown", f"{waits}, and {_verb(who, 'show')} nothing that explains it: see the logs")
     share = f"{causes[cause] * 100:.0f} %"
-    words = {"do": _do(who), "wait": _verb(who, "wait"), "share": share, "environment": _environment(team)}
+    parts = {name: lost for name, lost in team.items() if name.startswith("wait-env/")}
+    environment = max(parts, key=lambda name: parts[name]).partition("/")[2] if parts else "it"  # function and file
+    words = {"do": _do(who), "wait": _verb(who, "wait"), "share": share, "environment": environment}
     sentence = f"{waits}: {_CAUSES[cause].format(**words)}"
     return _verdict(cause, sentence, trainer.get("wait-data", 0.0))
 
@@ -295,12 +297,6 @@ _REASONS = {
     "wait-env": "for the environment",
 }
 """What a rollout actor that does not generate waits for."""
-
-
-def _environment(team: Mapping[str, float]) -> str:
-    """Function and file that most of the waiting is for."""
-    parts = {name: share for name, share in team.items() if name.startswith("wait-env/")}
-    return max(parts, key=lambda name: parts[name]).partition("/")[2] if parts else "it"
 
 
 def _verdict(bound: Bound, sentence: str, share: float) -> Bottleneck:

@@ -54,7 +54,7 @@ def state_table(view: RunView, run: RunFiles, *, may_operate: bool = False) -> d
         "phase": view.phase,
         "badge": _BADGES.get(view.phase, "open"),
         "title": title_text(view),
-        "notice": _notice(view, run),
+        "notice": outcome(run).text if view.is_of_files else notice_text(replace(view, reader_only=False)),
         "origin": _origin(run),
         "hasEnded": view.has_ended,
         "isSilent": view.silent_s > 0,
@@ -65,7 +65,7 @@ def state_table(view: RunView, run: RunFiles, *, may_operate: bool = False) -> d
         "findings": [{"level": found.level, "text": found.text} for found in findings(run)],
         "notes": run.notes,
         "kinds": ACTIVITY_KINDS,
-        "actors": _actors(view),
+        "actors": [_actor(actor, dict(view.shares().get(actor.name, {}))) for actor in view.actors],
         "queues": [{"label": label, "count": count, "total": total} for label, count, total in queue_rows(view)],
         "done": done_text(view),
         "lagText": lag_text(view),
@@ -75,21 +75,11 @@ def state_table(view: RunView, run: RunFiles, *, may_operate: bool = False) -> d
     }
 
 
-def _notice(view: RunView, run: RunFiles) -> str:
-    if view.is_of_files:
-        return outcome(run).text
-    return notice_text(replace(view, reader_only=False))  # a page that only shows needs no notice of it
-
-
 def _origin(run: RunFiles) -> str:
     try:
         return RunOrigin.load(run.run_dir).in_words()
     except LaunchError:
         return ""
-
-
-def _actors(view: RunView) -> list[dict[str, Any]]:
-    return [_actor(actor, dict(view.shares().get(actor.name, {}))) for actor in view.actors]
 
 
 def _actor(actor: ActorFacts, shares: dict[str, float]) -> dict[str, Any]:

@@ -144,7 +144,10 @@ class Directory:
         for name, old in before.items():
             if name not in self._actors:
                 reason = by_actor.get(name) or by_node.get(old.node.name) or "it stopped"
-                self._bury(name, reason)
+                self._tombstones[name] = reason
+                self._tombstones.move_to_end(name)
+                if len(self._tombstones) > MAX_TOMBSTONES:
+                    self._tombstones.popitem(last=False)
                 events.append(PeerEvent("down", name, old.node.epoch, reason))
         for name, new in self._actors.items():
             old = before.get(name)
@@ -154,12 +157,6 @@ class Directory:
             elif old.node.key != new.node.key:
                 events.append(PeerEvent("restarted", name, new.node.epoch, by_node.get(old.node.name, "")))
         return events
-
-    def _bury(self, name: str, reason: str) -> None:
-        self._tombstones[name] = reason
-        self._tombstones.move_to_end(name)
-        if len(self._tombstones) > MAX_TOMBSTONES:
-            self._tombstones.popitem(last=False)
 
     def find(self, name: str) -> Location | None:
         return self._actors.get(name)

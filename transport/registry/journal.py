@@ -112,7 +112,8 @@ class RegistryJournal:
         if it cannot be written for another reason."""
         if self._trouble:
             raise LaunchError(self._trouble, remedy="restart the registry when it can be written again")
-        self._lines.append(_line(entry))
+        body = msgspec.json.encode(entry)
+        self._lines.append(b"%08x %b\n" % (zlib.crc32(body), body))
         self._num_appended += 1
         if not self._is_torn:
             try:
@@ -179,11 +180,6 @@ class RegistryJournal:
                 self._write()
         os.close(self._descriptor)
         self._descriptor = -1
-
-
-def _line(entry: JournalLine) -> bytes:
-    body = msgspec.json.encode(entry)
-    return b"%08x %b\n" % (zlib.crc32(body), body)
 
 
 def _read(path: Path, data: bytes) -> tuple[tuple[JournalLine, ...], int]:

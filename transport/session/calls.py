@@ -69,7 +69,10 @@ class Wheel:
         if current < self._next:
             return []
         slots = range(self._next, current + 1)
-        ready = [s for s in slots if s in self._slots] if len(slots) <= len(self._slots) else self._ready(current)
+        if len(slots) <= len(self._slots):
+            ready = [slot for slot in slots if slot in self._slots]
+        else:
+            ready = sorted(slot for slot in self._slots if slot <= current)
         self._next = current + 1
         numbers: list[int] = []
         for slot in ready:
@@ -77,9 +80,6 @@ class Wheel:
                 del self._slot_of[number]
                 numbers.append(number)
         return numbers
-
-    def _ready(self, current: int) -> list[int]:
-        return sorted(slot for slot in self._slots if slot <= current)
 
 
 LAST_WORDS_S = 1.0  # grace for replies that arrive after the actor's end was reported

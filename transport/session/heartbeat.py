@@ -179,13 +179,10 @@ class Heartbeat:
             if pause_s:
                 heart.detector.forgive(now, pause_s)
             if heart.is_watched:
-                self._judge(link, heart, now)
+                for state in heart.detector.check(now):
+                    self._counters[state] += 1
+                    self._host.judged(link.key, state, self._silence(heart, now))
                 self._ask(link, heart, now)
-
-    def _judge(self, link: Link, heart: _Heart, now: float) -> None:
-        for state in heart.detector.check(now):
-            self._counters[state] += 1
-            self._host.judged(link.key, state, self._silence(heart, now))
 
     def _ask(self, link: Link, heart: _Heart, now: float) -> None:
         pause_s = self._policy.interval_s * (RARER if heart.num_unanswered >= MAX_UNANSWERED else 1)

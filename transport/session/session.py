@@ -535,15 +535,11 @@ class Session:
         if isinstance(error, StaleEpoch) and REPLACED in error.message:
             self._host.fenced(error)
         elif isinstance(error, StaleEpoch) and ANOTHER in error.message:
-            self._on_moved(envelope.actor, link)
+            for other in self._links.all():  # another process listens at its address, the HELLO of a newer one said
+                if other.key.node_id == envelope.actor and envelope.actor != link.key.node_id:
+                    self._down(other, f"{link.key} is at its address now")
         else:
             self.peer_over(link.key, f"it refused us: {error}")
-
-    def _on_moved(self, node_id: int, found: Link) -> None:
-        """Another process listens at that node's address; the HELLO of a newer incarnation said so."""
-        for link in self._links.all():
-            if link.key.node_id == node_id and node_id != found.key.node_id:
-                self._down(link, f"{found.key} is at its address now")
 
     def _on_goodbye(self, link: Link, _lane: Lane, envelope: Envelope, _num_bytes: int) -> None:
         farewell = read_goodbye(envelope.body)

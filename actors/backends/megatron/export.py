@@ -105,7 +105,9 @@ class MegatronExporter:
             if self._world.rank == 0:
                 _keep(buffers, name, tensor)
             else:
-                _send(name, tensor)
+                header = json.dumps([name, NAME_OF[tensor.dtype], list(tensor.shape)]).encode()
+                dist.send(_padded(header, tensor.device), 0)
+                dist.send(tensor.contiguous(), 0)
         if self._world.rank == 0:
             for source in self._later_senders():
                 while (received := _receive(source, self._world.device)) is not None:
@@ -130,12 +132,6 @@ def _keep(buffers: dict[str, Tensor], name: str, tensor: Tensor) -> None:
     if buffer is None:
         buffer = buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=is_cuda)
     buffer.copy_(tensor, non_blocking=is_cuda)
-
-
-def _send(name: str, tensor: Tensor) -> None:
-    header = json.dumps([name, NAME_OF[tensor.dtype], list(tensor.shape)]).encode()
-    dist.send(_padded(header, tensor.device), 0)
-    dist.send(tensor.contiguous(), 0)
 
 
 def _send_end(device: torch.device) -> None:

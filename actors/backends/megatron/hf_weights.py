@@ -136,7 +136,7 @@ def load_hf_folder(
         for weight in map_weights(chunks, config, grid):
             group = grid.tp if weight.expert is None else grid.etp
             pieces = weight.pieces(config, shapes, group.rank(), group.size(), grid.ep.rank())
-            _fill(weight, list(_read(pieces, tensors)))
+            _fill(weight, [read_piece(tensors[piece.name], piece) for piece in pieces])
 
 
 def _fill(weight: MappedWeight, parts: Sequence[Tensor]) -> None:
@@ -152,11 +152,6 @@ def _fill(weight: MappedWeight, parts: Sequence[Tensor]) -> None:
         )
     target[:num_rows].copy_(source)
     target[num_rows:].zero_()
-
-
-def _read(pieces: Sequence[Piece], tensors: Mapping[str, NamedArray]) -> Iterator[Tensor]:
-    for piece in pieces:
-        yield read_piece(tensors[piece.name], piece)
 
 
 def read_piece(array: NamedArray, piece: Piece) -> Tensor:

@@ -210,7 +210,7 @@ class Pipeline:
         self, feed: Iterator[tuple[int, Pack]], chunk: nn.Module, *, loss_of: LossOf, needs_entropy_grad: bool
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
         number, pack = next(feed)
-        head = self._head_of(chunk)
+        head = self._heads[id(chunk)]
         if head is not None:
             head.request = HeadRequest(pack.rows_N, pack.targets_N, pack.temperature, needs_entropy_grad)
         with self.routing.of(chunk, pack) if self.routing is not None else nullcontext():
@@ -222,9 +222,6 @@ class Pipeline:
             return share, torch.zeros((), dtype=torch.int32, device=share.device), {}
 
         return output, loss
-
-    def _head_of(self, chunk: nn.Module) -> ScoringHead | None:
-        return self._heads[id(chunk)]
 
 
 def _finalize(chunks: list[nn.Module], num_tokens: Tensor | None, **rest: Any) -> None:
