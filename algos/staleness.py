@@ -612,18 +612,15 @@ class Admission:
             if entry.stage is LineStage.TAKEN:
                 continue
             if entry.version < oldest:
-                found.append(Overdue(entry.group_id, self._reason(entry)))
+                reason = STALE if self.policy == "drop" and entry.era == self._era else STALE_AFTER_RETUNE
+                reason = STALE_STAMP if entry.version < entry.announced else reason
+                found.append(Overdue(entry.group_id, reason))
             elif found and entry.stage is LineStage.WAITING and entry.version == NO_TOKEN:
                 # It has nothing to lose, and would overtake the prompts in front of it, which are drawn again.
                 found.append(Overdue(entry.group_id, STALE_AFTER_RETUNE))
         for overdue in found:
             self._line.remove(overdue.group_id)
         return tuple(found)
-
-    def _reason(self, entry: LineEntry) -> str:
-        if entry.version < entry.announced:
-            return STALE_STAMP
-        return STALE if self.policy == "drop" and entry.era == self._era else STALE_AFTER_RETUNE
 
     def _check(self, entry: LineEntry, step: int) -> None:
         lag = step - entry.version

@@ -75,7 +75,8 @@ def outcomes_of(returned: object, num_answers: int) -> tuple[RewardOutcome, ...]
 def _number(value: object, where: str) -> float:
     scalar = _scalar(value)
     if scalar is None:
-        raise TypeError(f"returned a value of type {_type_of(value)}{where}, not a number")
+        shape = f" and of shape {found}" if (found := _shape_of(value)) else ""
+        raise TypeError(f"returned a value of type {type(value).__name__}{shape}{where}, not a number")
     try:
         number = float(scalar)
     except OverflowError:
@@ -100,11 +101,6 @@ def _scalar(value: object) -> Real | Decimal | None:
 def _shape_of(value: object) -> tuple[int, ...] | None:
     shape = getattr(value, "shape", None)
     return tuple(cast("tuple[int, ...]", shape)) if isinstance(shape, tuple) else None
-
-
-def _type_of(value: object) -> str:
-    shape = _shape_of(value)
-    return type(value).__name__ + (f" and of shape {shape}" if shape else "")
 
 
 def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer: int) -> float:

@@ -102,17 +102,13 @@ def _group(group: dict[str, Any]) -> Iterator[str]:
 def _samples_facts(sample: dict[str, Any]) -> str:
     stamped = sorted({version for version in sample["versions"] if version >= 0})
     versions = f"versions {stamped[0]} to {stamped[-1]}" if stamped else "no engine"
-    gap = _gap(sample)
-    return f"{sample['num_tokens']} tokens ({sample['finish']}), {versions}, temperature {sample['temperature']:g}{gap}"
-
-
-def _gap(sample: dict[str, Any]) -> str:
-    """How far the trainer's log-probs are from the engine's, over the shown tokens that are trained on."""
     tokens = zip(sample["logprobs"], sample["train_logprobs"], sample["loss_mask"], strict=False)
     gaps = [abs(trained - drawn) for drawn, trained, is_trained in tokens if is_trained]
-    if not gaps:
-        return ""
-    return f", trainer and engine differ by {sum(gaps) / len(gaps):.2g} nats a token, at most {max(gaps):.2g}"
+    gap = ""
+    if gaps:
+        mean = sum(gaps) / len(gaps)
+        gap = f", trainer and engine differ by {mean:.2g} nats a token, at most {max(gaps):.2g}"
+    return f"{sample['num_tokens']} tokens ({sample['finish']}), {versions}, temperature {sample['temperature']:g}{gap}"
 
 
 SAMPLES_WORDS = (

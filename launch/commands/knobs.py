@@ -154,13 +154,9 @@ def change_line(record: dict[str, Any], only: str = "") -> str:
     facts += [] if record["result"] == "done" else [f"{record['result']}: {record['detail']}"]
     facts += [f'"{record["reason"]}"'] if record["reason"] else []
     who = record["who"]["user"] or record["who"]["via"]
-    what = ", ".join(dict.fromkeys(moves)) or _asked(record)
+    asked = (f"{name}={found}" for name, found in record["arguments"].items() if found and name != "reason")
+    what = ", ".join(dict.fromkeys(moves)) or ", ".join(asked)
     return "  ".join(filter(None, (f"#{record['number']}", when, who, record["verb"], what, ", ".join(facts))))
-
-
-def _asked(record: dict[str, Any]) -> str:
-    asked = {name: found for name, found in record["arguments"].items() if found and name != "reason"}
-    return ", ".join(f"{name}={found}" for name, found in asked.items())
 
 
 _BARE = re.compile(r"[A-Za-z_][A-Za-z0-9_.:/*,-]*|\d+,(\d+,)*\d*")

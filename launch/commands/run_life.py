@@ -365,16 +365,11 @@ def _add_ckpt(parser: Parser) -> None:
 
 def _ckpt(options: argparse.Namespace) -> int:
     if options.is_list:
-        return _ckpt_list(options)
+        from ..run_lineage.resume_point import checkpoints_of
+
+        show(options, checkpoints_of(options.run_path or Path(note_of(options).run_dir)), _ckpt_page)
+        return 0
     show(options, ask(options, verbs.CKPT), lambda facts: facts["folder"])
-    return 0
-
-
-def _ckpt_list(options: argparse.Namespace) -> int:
-    from ..run_lineage.resume_point import checkpoints_of
-
-    run_dir: Path = options.run_path or Path(note_of(options).run_dir)
-    show(options, checkpoints_of(run_dir), _ckpt_page)
     return 0
 
 

@@ -309,7 +309,9 @@ def _lines(view: MemoryView, num_events: int) -> Iterator[str]:
     if view.timeline:
         yield ""
         yield f"the last {min(num_events, len(view.timeline))} events"
-        yield from _timeline(view.timeline[-num_events:])
+        for wall_s, device, tenant, what in view.timeline[-num_events:]:
+            clock = datetime.fromtimestamp(wall_s).strftime("%H:%M:%S.%f")[:-3]
+            yield f"  {clock}  {' '.join(filter(None, (device, tenant)))}  {what}"
 
 
 def _device(device: DeviceView) -> Iterator[str]:
@@ -347,13 +349,6 @@ def _tag(parts: Sequence[TagReport]) -> str:
     copy = f", {size(on_host)} on the host" if on_host and first.backing != "host" else ""
     total = size(sum(part.num_bytes for part in parts))
     return f"{whole_of(first.tag):<11}{total:>11}  {WORDS[first.backing]}{copy} [{first.policy}]"
-
-
-def _timeline(events: Sequence[tuple[float, str, str, str]]) -> Iterator[str]:
-    for wall_s, device, tenant, what in events:
-        clock = datetime.fromtimestamp(wall_s).strftime("%H:%M:%S.%f")[:-3]
-        who = " ".join(filter(None, (device, tenant)))
-        yield f"  {clock}  {who}  {what}"
 
 
 TraceEvent = dict[str, Any]

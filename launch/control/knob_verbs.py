@@ -12,7 +12,7 @@ from ...actors.coordinator.audit import AUDIT_FILE, read_audit
 from ...core.config import RunConfig
 from ...core.config.section import walk
 from ...core.errors import ConfigError
-from ...core.knobs import AuditRecord, ChangeReply, ChangeRequest, KnobSheet, KnobState, KnobTable, Operator
+from ...core.knobs import AuditRecord, ChangeReply, ChangeRequest, KnobTable, Operator
 from ...core.suggestion import nearest, suggest
 from ..supervisor.run_actors import ActorStatus
 from . import verbs
@@ -106,7 +106,7 @@ async def _explain(context: VerbContext, arguments: verbs.ExplainArguments, who:
     name = arguments.name
     table = await knob_table(context)
     check_names((name,), table, context)
-    owners = {sheet.owner: state for sheet in table.sheets if (state := _state(sheet, name)) is not None}
+    owners = {sheet.owner: state for sheet in table.sheets for state in sheet.knobs if state.tunable.name == name}
     knob = next(iter(owners.values()))
     key = knob.tunable.key
     value = dict(flat(context.config.model_dump(by_alias=True))).get(key)
@@ -119,10 +119,6 @@ async def _explain(context: VerbContext, arguments: verbs.ExplainArguments, who:
         "reverts": table.reverts.get(name, ""),
         "history": [record for record in records if any(move.name == name for move in record.moves)],
     }
-
-
-def _state(sheet: KnobSheet, name: str) -> KnobState | None:
-    return next((state for state in sheet.knobs if state.tunable.name == name), None)
 
 
 async def _set(context: VerbContext, request: ChangeRequest, who: Operator) -> ChangeReply:

@@ -61,7 +61,9 @@ async def _drain(context: VerbContext, arguments: verbs.DrainArguments, who: Ope
     supervisor = context.supervisor
     node = node_of(arguments.target)
     is_node = node is not None and node != 0 and node in supervisor.nodes
-    meant = () if is_node and not _runs_on(context, node) else find_targets(arguments.target, supervisor.statuses())
+    statuses = supervisor.statuses()
+    is_empty = is_node and all(record.node != node for record in statuses)
+    meant = () if is_empty else find_targets(arguments.target, statuses)
     roles: set[RoleName] = {record.role for record in meant}
     for role in roles:
         staying = [r for r in supervisor.statuses() if r.role == role and not (r.is_over or r.is_leaving)]
@@ -78,10 +80,6 @@ async def _drain(context: VerbContext, arguments: verbs.DrainArguments, who: Ope
         return is_gone and not set(names) & {record.name for record in supervisor.statuses()}
 
     return {"leaving": names, "is_done": await _until(is_done, arguments.wait_s)}
-
-
-def _runs_on(context: VerbContext, node: int | None) -> bool:
-    return any(record.node == node for record in context.supervisor.statuses())
 
 
 async def _restart(context: VerbContext, arguments: verbs.RestartArguments, who: Operator) -> dict[str, Any]:

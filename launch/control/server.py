@@ -265,7 +265,9 @@ class VerbDoor:
                 arguments = arguments_from_body(verb, (await request.read()).strip() or b"{}", who)
             else:
                 arguments = arguments_from_query(verb, list(request.query.items()), who)
-            self._check_room()
+            if len(self._running) >= self._limits.num_requests:
+                served = f"{self._limits.num_requests} requests are being served"
+                raise Overloaded(served, remedy="wait for the answers of earlier ones")
         except MyxaError as error:
             self._counters["refused"] += 1
             # A caller that may only read must not be able to make the audit log grow.
@@ -290,12 +292,6 @@ class VerbDoor:
             )
         if method != "POST":
             raise ConfigError(f"{verb.name} changes the run, and GET only shows", remedy="POST it")
-
-    def _check_room(self) -> None:
-        if len(self._running) >= self._limits.num_requests:
-            raise Overloaded(
-                f"{self._limits.num_requests} requests are being served", remedy="wait for the answers of earlier ones"
-            )
 
     async def _carried_out(self, verb: Verb[Any], arguments: Record, who: Operator, answer: Awaitable[Any]) -> Any:
         is_change = verb.effect == "change"

@@ -53,7 +53,9 @@ def run_page(view: RunView, pace: StepPace, width: int, *, is_ascii: bool = Fals
         )
     _queues(page, view, width, is_ascii=is_ascii)
     _staleness(page, view, width, is_ascii=is_ascii)
-    _engines(page, view)
+    if engines := engine_rows(view):
+        _heading(page, "engines")
+        page.append(_grid((ENGINE_COLUMNS, *engines)))
     _time(page, view, width, is_ascii=is_ascii)
     return page
 
@@ -128,14 +130,6 @@ def _staleness(page: Text, view: RunView, width: int, *, is_ascii: bool) -> None
             gauge(count, largest, min(30, width - 28), is_ascii=is_ascii), style="green" if is_allowed else "red"
         )
         page.append(f"  {count}{'  <- bound' if lag == bound else ''}\n")
-
-
-def _engines(page: Text, view: RunView) -> None:
-    engines = engine_rows(view)
-    if not engines:
-        return
-    _heading(page, "engines")
-    page.append(_grid((ENGINE_COLUMNS, *engines)))
 
 
 def _grid(lines: Sequence[Sequence[str]]) -> Text:
@@ -274,9 +268,5 @@ def _joined(answer: object) -> str:
         lines = record.get("lines") or str(record.get("text", "")).splitlines()
         head = record.get("name") or record.get("actor")
         found += [f"-- {head}"] if head and lines else []
-        found += [_plain(str(line)) for line in lines]
+        found += ["".join(c if c.isprintable() else " " for c in str(line).replace("\t", "    ")) for line in lines]
     return "\n".join(found[-_MAX_LINES:])
-
-
-def _plain(line: str) -> str:
-    return "".join(c if c.isprintable() else " " for c in line.replace("\t", "    "))

@@ -154,7 +154,8 @@ def judge(
         return Bottleneck(
             "unknown", "nothing can be said yet: no time was measured for the trainer or the rollout actors"
         )
-    team = _mean(rollouts)
+    kinds = {kind for actor in rollouts.values() for kind in actor}
+    team = {kind: sum(actor.get(kind, 0.0) for actor in rollouts.values()) / len(rollouts) for kind in kinds}
     who = next(iter(rollouts)) if len(rollouts) == 1 else f"{len(rollouts)} rollout actors"
     if max(trainer.get("paused", 0.0), team.get("paused", 0.0)) >= 0.5:
         share = max(trainer.get("paused", 0.0), team.get("paused", 0.0))
@@ -309,11 +310,6 @@ def _whole(share: float) -> str:
 
 def _role(name: str) -> str:
     return name.partition("/")[0]
-
-
-def _mean(actors: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    kinds = {kind for shares in actors.values() for kind in shares}
-    return {kind: sum(shares.get(kind, 0.0) for shares in actors.values()) / len(actors) for kind in kinds}
 
 
 def _pct(shares: Mapping[str, float], kind: str) -> str:

@@ -103,7 +103,9 @@ def _panel(index: int, panel: Panel) -> dict[str, Any]:
             {
                 "refId": chr(ord("A") + number),
                 "expr": _expression(metric, panel),
-                "legendFormat": _legend(metric, panel),
+                "legendFormat": "{{source}}"
+                if panel.is_rate or len(panel.metrics) == 1
+                else f"{metric} {{{{source}}}}",
             }
             for number, metric in enumerate(panel.metrics)
         ],
@@ -113,10 +115,6 @@ def _panel(index: int, panel: Panel) -> dict[str, Any]:
 def _expression(metric: str, panel: Panel) -> str:
     chosen = f'{prometheus_name(metric)}{{source=~"$source"}}'
     return f"rate({chosen}[1m])" if panel.is_rate else chosen
-
-
-def _legend(metric: str, panel: Panel) -> str:
-    return "{{source}}" if panel.is_rate or len(panel.metrics) == 1 else f"{metric} {{{{source}}}}"
 
 
 def _knob_changes() -> dict[str, Any]:

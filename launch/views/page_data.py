@@ -20,7 +20,7 @@ from .changes import stairs, value_text
 from .findings import findings
 from .knob_table import knob_rows, owners_text
 from .numbers import clean, duration, name_order, percent, short, training_reward
-from .run_files import SUMMED, EventRow, RunFiles, Series
+from .run_files import SUMMED, EventRow, RunFiles
 from .run_view import (
     ENGINE_COLUMNS,
     ActorFacts,
@@ -172,7 +172,11 @@ def series_table(run: RunFiles, start_s: float) -> dict[str, Any]:
         main = run.main(metric)
         if main is None:
             continue
-        shown = sources if main.is_gauge and len(sources) <= _MAX_ACTORS else {_name_of(sources, main): main}
+        shown = (
+            sources
+            if main.is_gauge and len(sources) <= _MAX_ACTORS
+            else {next(name for name, series in sources.items() if series is main): main}
+        )
         for source in sorted(shown, key=name_order):
             series = shown[source]
             axis = (tuple(series.steps()), tuple(round(wall - start_s, 1) for wall in series.walls()))
@@ -186,10 +190,6 @@ def series_table(run: RunFiles, start_s: float) -> dict[str, Any]:
             axis = (tuple(steps), tuple(round(wall - start_s, 1) for wall, _ in points))
             rows.append([metric, "", axes.setdefault(axis, len(axes)), [_tidy(value) for _, value in points]])
     return {"axes": [[list(steps), list(walls)] for steps, walls in axes], "series": rows}
-
-
-def _name_of(sources: dict[str, Series], wanted: Series) -> str:
-    return next(name for name, series in sources.items() if series is wanted)
 
 
 def _steps_at(run: RunFiles, walls: Sequence[float]) -> list[float]:

@@ -334,7 +334,10 @@ def outcome(run: RunFiles) -> RunOutcome:
     if words and words[-1].kind == "run-failed":
         phase = "failed"
     if phase == "failed":
-        return RunOutcome("bad", "failed", reason or _last_alarm(run), phase)
+        alarms = [event for event in run.events if is_alarming(event.kind)]
+        return RunOutcome(
+            "bad", "failed", reason or (f"{alarms[-1].source}: {alarms[-1].text}" if alarms else ""), phase
+        )
     if phase == "finished":
         return RunOutcome("good", "finished", reason, phase)
     if phase:
@@ -350,11 +353,6 @@ ALARMING = ("fail", "error", "gone", "fenced", "non-finite", "drop", "disabled",
 
 def is_alarming(kind: str) -> bool:
     return any(word in kind for word in ALARMING)
-
-
-def _last_alarm(run: RunFiles) -> str:
-    alarms = [event for event in run.events if is_alarming(event.kind)]
-    return f"{alarms[-1].source}: {alarms[-1].text}" if alarms else ""
 
 
 # -- figures -------------------------------------------------------------------------------------------------------

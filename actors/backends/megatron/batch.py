@@ -85,7 +85,13 @@ PackedBatch = MicroBatch[Pack]
 def cut_shard(shard: TrainShard, cutting: PackCutting) -> list[list[PackedBatch]]:
     """[minibatch][micro-batch]. Raises TrainError for a shard that contradicts itself."""
     check_shard(shard, cutting.vocab_size)
-    return [_filled(minibatch, shard, cutting) for minibatch in shard.minibatches]
+    shards: list[list[PackedBatch]] = []
+    for minibatch in shard.minibatches:
+        micros = [trained_members(shard, micro, skips_neutral=cutting.skips_neutral) for micro in minibatch]
+        missing = _round_up(len(micros), cutting.multiple_of_micros) - len(micros)
+        packs = [pack_samples(shard.samples, members, cutting) for members in [*micros, *([] for _ in range(missing))]]
+        shards.append([batch_of(pack, shard.samples, cutting.device) for pack in packs])
+    return shards
 
 
 def pack_samples(samples: Sequence[TrainSample], members: Sequence[int], cutting: PackCutting) -> Pack:
@@ -94,7 +100,8 @@ def pack_samples(samples: Sequence[TrainSample], members: Sequence[int], cutting
     active = [i for i in members if samples[i].loss_mask.any()]
     columns = [np.flatnonzero(samples[i].loss_mask) for i in active]
     fed = [samples[i].prompt_len + int(c[-1]) for i, c in zip(active, columns, strict=True)]
-    lengths = _padded(fed or [1], cutting)
+    lengths = [_round_up(max(1, length), cutting.num_chunks) for length in fed or [1]]
+    lengths[-1] += _round_up(sum(lengths), cutting.pack_multiple) - sum(lengths)
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     tokens_T = np.zeros(starts[-1], dtype=np.int64)
     rows: list[I64] = [np.zeros(0, np.int64)]
@@ -143,12 +150,6 @@ def zigzag(lengths: Sequence[int], num_chunks: int, cp_rank: int) -> I64:
     return np.concatenate(parts)
 
 
-def _padded(lengths: Sequence[int], cutting: PackCutting) -> list[int]:
-    padded = [_round_up(max(1, length), cutting.num_chunks) for length in lengths]
-    padded[-1] += _round_up(sum(padded), cutting.pack_multiple) - sum(padded)
-    return padded
-
-
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
@@ -164,11 +165,3 @@ def _sequences(starts: npt.NDArray[np.int64], longest: int, device: torch.device
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
-
-
-def _filled(minibatch: Sequence[Sequence[int]], shard: TrainShard, cutting: PackCutting) -> list[PackedBatch]:
-    skips = cutting.skips_neutral
-    micros = [trained_members(shard, micro, skips_neutral=skips) for micro in minibatch]
-    missing = _round_up(len(micros), cutting.multiple_of_micros) - len(micros)
-    packs = [pack_samples(shard.samples, members, cutting) for members in [*micros, *([] for _ in range(missing))]]
-    return [batch_of(pack, shard.samples, cutting.device) for pack in packs]

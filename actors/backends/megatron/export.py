@@ -112,7 +112,7 @@ class MegatronExporter:
             for source in self._later_senders():
                 while (received := _receive(source, self._world.device)) is not None:
                     _keep(buffers, *received)
-        elif not is_first and self._is_sender():
+        elif not is_first and (place := self._world.place).dp_rank == place.tp_rank == place.cp_rank == 0:
             _send_end(self._world.device)
 
     def _later_senders(self) -> list[int]:
@@ -120,10 +120,6 @@ class MegatronExporter:
         place = self._world.place
         each = self._world.size // place.pp_size
         return [stage * each for stage in range(1, place.pp_size)]
-
-    def _is_sender(self) -> bool:
-        place = self._world.place
-        return place.dp_rank == place.tp_rank == place.cp_rank == 0
 
 
 def _keep(buffers: dict[str, Tensor], name: str, tensor: Tensor) -> None:

@@ -203,20 +203,15 @@ def tally_objective(
         return
     drift_M = batch.behaviour_T - batch.logprobs_T.detach()
     tally.add("mean/approx_kl", drift_M.sum())
-    tally.top("ratio_max", _log_ratio(config, batch).exp())
+    live_M = batch.logprobs_T.detach()
+    old_M = batch.behaviour_T if config.correction == "behaviour" else batch.proximal_T
+    tally.top("ratio_max", (torch.zeros_like(live_M) if old_M is None else live_M - old_M).exp())
     if is_first:
         start_M = batch.logprobs_T.detach() if batch.proximal_T is None else batch.proximal_T
         gap_M = (start_M - batch.behaviour_T).abs()
         tally.add("first_tokens", float(len(gap_M)))
         tally.add("first_gap", gap_M.sum())
         tally.top("logprob_diff_abs_max", gap_M)
-
-
-def _log_ratio(config: ObjectiveConfig, batch: TokenBatch) -> Tensor:
-    live_M = batch.logprobs_T.detach()
-    if config.correction == "behaviour":
-        return live_M - batch.behaviour_T
-    return live_M - batch.proximal_T if batch.proximal_T is not None else torch.zeros_like(live_M)
 
 
 def tally_counts(tally: MetricSums, shard: TrainShard, micros: Sequence[LossRows]) -> None:

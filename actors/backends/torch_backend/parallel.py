@@ -91,7 +91,9 @@ class Replica:
         if self.world.size == 1 or self.is_sharded:
             return
         for bucket in self._buckets():
-            total = self.world.sum(torch.cat([_gradient(p).reshape(-1) for p in bucket]))
+            total = self.world.sum(
+                torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket])
+            )
             start = 0
             for parameter in bucket:
                 end = start + parameter.numel()
@@ -123,10 +125,6 @@ class Replica:
             bucket.append(parameter)
             size += parameter.numel()
         yield bucket
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def _set_gradient(parameter: nn.Parameter, value: Tensor) -> None:

@@ -185,7 +185,9 @@ class Stepper:
             if micros:  # fewer groups than mini-batches: the last ones are empty on every rank
                 problem = self._update(step, number, micros)
                 if problem is not None:
-                    self._forget_gradients()
+                    self._optimizer.forget_gradients()
+                    if self._critic is not None:
+                        self._critic.optimizer.forget_gradients()
                     self._reshard()
                     raise self._world.agreed(problem)
         self._reshard()
@@ -223,11 +225,6 @@ class Stepper:
             scores_M = self._replica.score(layout).logprobs_M
             scatter_scores(scores_M, layout, into)
 
-    def _forget_gradients(self) -> None:
-        self._optimizer.forget_gradients()
-        if self._critic is not None:
-            self._critic.optimizer.forget_gradients()
-
     def _reshard(self) -> None:
         self._replica.reshard()
         if self._critic is not None:
@@ -247,7 +244,10 @@ class Stepper:
             if needs_proximal(objective):
                 micro.proximal_M = start_M
             if needs_reference(objective):
-                micro.reference_M = self._reference_of(step, micro.layout)
+                if self._reference is None:  # it came with the samples
+                    micro.reference_M = served_reference(micro.layout, step.shard.samples, self._world.device)
+                else:
+                    micro.reference_M = self._reference.score(micro.layout).logprobs_M
             if self._critic is not None:
                 micro.values_M = self._critic.values(micro.layout)
             fill_advantages(micro, step.settings.algo, objective, start_M)
@@ -256,12 +256,6 @@ class Stepper:
         if needs_whitening(objective.kind):
             whiten_together(micros, self._world.sum, self._world.device)
         step.mean_weights = mean_weights(minibatches, objective, self._world.sum, self._world.device)
-
-    def _reference_of(self, step: _Step, layout: Layout) -> Tensor:
-        """Log-probs under the reference model, float32 [M]: its own, or those that came with the samples."""
-        if self._reference is None:
-            return served_reference(layout, step.shard.samples, self._world.device)
-        return self._reference.score(layout).logprobs_M
 
     def _update(self, step: _Step, number: int, micros: Sequence[MicroBatch[Layout]]) -> MyxaError | None:
         """Gradients of one mini-batch and AdamW updates of policy and critic; or the error that all ranks agreed on,
