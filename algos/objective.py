@@ -87,7 +87,6 @@ class ObjectiveConfig:
     correction: Correction = "auto"
     """auto: see `resolve_correction`."""
     minibatches: int = 1
-    """Optimizer steps on one batch."""
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float = 0.0
@@ -95,7 +94,6 @@ class ObjectiveConfig:
     tis_cap: float = 2.0
     """Upper bound of the weight of decoupled, tis and icepop."""
     tis_floor: float = 0.0
-    """Lower bound of the weight of tis."""
     mis_level: Level = "token"
     """Level of the weights of mis and icepop."""
     mis_mode: Mode = "mask"
@@ -168,7 +166,6 @@ def needs_reference(config: ObjectiveConfig) -> bool:
 
 
 def objective_config(algo: AlgoConfig, minibatches: int | None = None) -> ObjectiveConfig:
-    """From the run file's `[algo]` section; `minibatches` overrides the section's own number."""
     return ObjectiveConfig(
         kind=algo.kind,
         loss=algo.loss,
@@ -241,9 +238,7 @@ class Normaliser:
     """Denominators, global over the mini-batch and all ranks."""
 
     tokens: float
-    """Unmasked tokens."""
     samples: float
-    """Samples with at least one unmasked token."""
     constant: float = 0.0
     """Divisor of reduction "constant", e.g. samples x max_new_tokens."""
     mean_weight: float = 1.0

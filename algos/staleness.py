@@ -63,7 +63,6 @@ class LineStage(enum.Enum):
     """The state of a group, as far as admission needs it."""
 
     UNDER_WAY = "under way"
-    """An engine works on it."""
     WAITING = "waiting"
     """Handed back by an engine that died or was drained; needs another one. Keeps its place."""
     READY = "ready"
@@ -121,7 +120,6 @@ class GroupLine:
 
     @property
     def next_index(self) -> int:
-        """Effective index that the next dispatched group gets."""
         return self.base + len(self._entries)
 
     def append(self, entry: LineEntry) -> None:

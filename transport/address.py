@@ -22,7 +22,6 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """What a process must know to join: plain data for a file; holds no secret."""
 
     endpoints: Endpoints
-    """Of the node that hosts the registry."""
     node_id: int = 1
     epoch: int = 1
     """Of that node. A run has one registry process, so this is 1 unless it was restarted."""
@@ -106,7 +105,6 @@ def socket_paths(folder: Path) -> tuple[Path, Path]:
 
 
 def interface_towards(endpoint: str) -> str:
-    """Our own address on the network on which `endpoint` ("tcp://host:port") is reached."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

@@ -54,7 +54,6 @@ class Hosting:
         self._watched = [(prefix, other) for prefix, other in self._watched if other is not cell]
 
     def cells(self) -> tuple[ActorRunner, ...]:
-        """In the order in which they were started."""
         return tuple(self._cells.values())
 
     def records(self) -> tuple[HostedActor, ...]:

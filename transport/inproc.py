@@ -36,7 +36,6 @@ class InprocNetwork:
         return self._nodes.get(address)
 
     def nodes(self) -> tuple[InprocTransport, ...]:
-        """All that listen now, oldest first."""
         return tuple(self._nodes.values())
 
     @property
@@ -45,7 +44,6 @@ class InprocNetwork:
         return UNREACHABLE_S
 
     def reach(self, source: InprocTransport, address: str) -> InprocTransport | None:
-        """Who accepts a connection there now."""
         del source
         return self.find(address)
 
@@ -64,7 +62,6 @@ class InprocNetwork:
             target.shut(connection)
 
     def pause_s(self) -> float:
-        """Before the next attempt to connect."""
         return RECONNECT_S
 
     def drop(self, address: str) -> None:

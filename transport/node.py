@@ -83,7 +83,6 @@ class Node:
         self._registry: RegistryActor | None = None
         self._tasks: dict[asyncio.Task[None], None] = {}  # in order: a simulated run repeats itself
         self._endings: set[asyncio.Task[None]] = set()
-        """Ends of failed actors; a node that closes lets them finish."""
         self._reasons: dict[str, str] = {}
         self._num_ticks = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -293,7 +292,6 @@ class Node:
         return self._mirror.registry
 
     def peers(self, prefix: str) -> tuple[str, ...]:
-        """Actor names registered now that start with `prefix`, sorted."""
         return self._mirror.directory.names(prefix)
 
     def watch(self, cell: ActorRunner, prefix: str) -> None:

@@ -88,11 +88,9 @@ class CurveKeys:
     """What a process needs to speak over tcp."""
 
     own: KeyPair
-    """Under which it listens, and speaks once it has joined."""
     joining: KeyPair
     """Under which it asks the registry to be let in."""
     registry: str
-    """Public key of the process that hosts the registry."""
 
     @classmethod
     def of_registry(cls, job: KeyPair) -> CurveKeys:

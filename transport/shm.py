@@ -116,7 +116,6 @@ class SlabWriter:
 
     @property
     def path(self) -> str:
-        """Opens the slab in another process until this one ends."""
         return path_of(self._fd)
 
     @property

@@ -281,7 +281,6 @@ class SocketTransport:
         await self._terminate()
 
     def abort(self) -> None:
-        """Release everything at once, before anything was started."""
         self._close_inboxes()
         self._context.destroy(linger=0)
 

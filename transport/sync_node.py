@@ -278,7 +278,6 @@ class NodeThread:
 
     @property
     def failure(self) -> BaseException | None:
-        """The first error that failed an actor of this node or the node itself."""
         return self._node.failed.result() if self._node.failed.done() else None
 
     def peers(self, prefix: str) -> tuple[str, ...]:

@@ -208,7 +208,6 @@ class TurnBudget:
         self._num_inboxes += 1
 
     def begin(self) -> None:
-        """An inbox begins its part of the turn."""
         self.until = time.monotonic() + self.turn_s / max(1, self._num_inboxes)
         self.is_spent = False
 

@@ -34,7 +34,6 @@ def say_now() -> None:
 
 
 def show(options: argparse.Namespace, value: Any, render: Callable[[Any], RenderableType | str]) -> None:
-    """Print an answer of JSON types: as one line of JSON with `--json`, else as `render` makes it."""
     say_now()
     if options.json:
         print(json.dumps(value), flush=True)

@@ -65,7 +65,6 @@ class Parser(argparse.ArgumentParser):
         self._command = command
         self._is_ready = command is None
         self.commands: dict[str, Parser] = {}
-        """By name; empty for a command without sub-commands."""
 
     def add_commands(self, commands: Sequence[Command]) -> None:
         made: Any = self.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -128,7 +127,6 @@ def mistaken_command(parser: Parser, words: Sequence[str]) -> str:
 
 
 def mistaken_flag(parser: Parser, words: Sequence[str], unknown: Sequence[str]) -> str:
-    """A sentence about arguments that the command does not take."""
     command = parser
     name: list[str] = []
     for place, word in path_of(parser, words):

@@ -57,7 +57,6 @@ def seconds(text: str) -> float:
 
 
 def start(options: argparse.Namespace, base: LaunchOptions) -> int:
-    """Read the run file and run this node's part to its end."""
     from ...core.config import load_config
     from ..launcher import launch
 

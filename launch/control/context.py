@@ -76,7 +76,6 @@ def _names_actor(record: ActorStatus, word: str) -> bool:
 
 
 async def answer_or_none(question: Awaitable[T]) -> T | None:
-    """None where the actor does not answer."""
     try:
         return await question
     except CallError:

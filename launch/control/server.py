@@ -118,7 +118,6 @@ class AuditNotes:
             _log.error("the audit log did not take %s: %s", verb.name, error)
 
     def close(self) -> None:
-        """Take no more."""
         self._thread.shutdown(wait=False)
 
 
@@ -200,7 +199,6 @@ class VerbDoor:
         return link
 
     async def look(self) -> None:
-        """Listen again where the socket's file was removed."""
         if not self.path.exists() and self.path.parent.is_dir():  # the launcher makes the folder again
             with contextlib.suppress(LaunchError):  # the next look tries again
                 await self._listen()

@@ -111,7 +111,6 @@ class DemoOptions:
 
 
 def run_demo(options: DemoOptions) -> int:
-    """Both runs and a summary; returns the exit status."""
     started = time.monotonic()
     warm = warm_up(options)
     if warm.exit_code:

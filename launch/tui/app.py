@@ -254,7 +254,6 @@ class TopApp(App[None]):
 
     @on(TabbedContent.TabActivated)
     def activated(self, event: TabbedContent.TabActivated) -> None:
-        """A page was chosen, by key or by pointer."""
         if not self.is_running:
             return
         if event.pane.id == "stack":
@@ -290,7 +289,6 @@ class TopApp(App[None]):
 
     @on(Tree.NodeSelected)
     def look_at(self, event: Tree.NodeSelected[str]) -> None:
-        """Enter on an actor shows its page."""
         if event.node.data and self._tabs().active == "run":
             self.action_page("actor")
 
@@ -361,7 +359,6 @@ class TopApp(App[None]):
 
     @on(Read)
     def read(self, event: Read) -> None:
-        """Show it, if that actor is still the chosen one."""
         if not self.is_running:
             return
         if not event.page:

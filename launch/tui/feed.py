@@ -81,7 +81,6 @@ class Feed:
         return self._client is None
 
     def close(self) -> None:
-        """No more looks; `wait` returns at once."""
         self.is_closed = True
         self._wake.set()
 

@@ -86,7 +86,6 @@ class KnobScreen(ModalScreen[str]):
         return text
 
     def action_leave(self) -> None:
-        """Close; what was asked already is not taken back."""
         self.dismiss("")
 
     @on(Input.Submitted, "#value")

@@ -33,7 +33,6 @@ class Facts:
     num_rollouts: int = 1
     num_samples: int = 1
     max_running: int = 0
-    """Sequences that one engine computes at once."""
     slots_total: int = 0
     reward_workers: int = 0
     """As the run file says; 0: up to four, if the function needs any."""

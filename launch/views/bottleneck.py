@@ -118,7 +118,6 @@ class Filtered:
 def bottleneck(
     shares: Mapping[str, Mapping[str, float]], *, engines_are_full: bool = False, filtered: Filtered | None = None
 ) -> str:
-    """One sentence for people; `judge` gives the same with its kind and a remedy."""
     return judge(shares, engines_are_full=engines_are_full, filtered=filtered).sentence
 
 

@@ -36,7 +36,6 @@ class RunChange:
     result: str
     detail: str
     values: dict[str, KnobValue]
-    """Knobs that moved, and what they became."""
     actors: tuple[str, ...] = ()
     """Actors that it made join or leave."""
 

@@ -354,7 +354,6 @@ _SECRET = re.compile(
 
 
 def _settings(run: RunFiles) -> list[tuple[str, str]]:
-    """The settings that say what was run."""
     found = [(label, run.setting(section, key)) for label, section, key in _SETTINGS]
     return [(label, str(value)) for label, value in found if value not in (None, "")]
 

@@ -199,7 +199,6 @@ class JsonTail:
         self.path = path
         self.trouble = ""
         self.num_bad = 0
-        """Lines that are no JSON objects."""
         self.num_odd = 0
         """Objects that are not what the file is for."""
         self._offset = max(0, path.stat().st_size - last_bytes) if last_bytes and path.is_file() else 0
@@ -299,7 +298,6 @@ class RunFiles:
         self.num_steps_repeated = 0
         self.wall_range_s: tuple[float, float] | None = None
         self.generation = 0
-        """Grows with everything that was new."""
         self.reported: list[tuple[float, int]] = []
         """(wall time, step) of each report of the trainer; steps that were made again are there twice."""
         self._newest_step = 0
@@ -561,7 +559,6 @@ def load_run(run_dir: Path) -> RunFiles:
 # -- samples -------------------------------------------------------------------------------------------------------
 
 SAMPLE_FILES = (OLDER_SAMPLES_FILE, SAMPLES_FILE)
-"""Older groups first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,6 @@ class RunView:
 
     @property
     def version(self) -> int:
-        """Weight version = finished steps."""
         return self.status.version if self.status else 0
 
     @property
@@ -120,7 +119,6 @@ class RunView:
         return max(0.0, self.now_wall_s - self.started_wall_s)
 
     def shares(self) -> dict[str, Mapping[str, float]]:
-        """Actor -> kind -> share of its time over the last window."""
         prefix = "time/"
         return {key.removeprefix(prefix): value for key, value in self.snapshot.items() if key.startswith(prefix)}
 
@@ -135,7 +133,6 @@ class RunView:
         return self.curve("reward/raw_mean") or self.curve("reward/mean")
 
     def rate(self, name: str) -> float | None:
-        """Sum of a metric over all sources that reported lately."""
         ages = self.snapshot.get("age_s", {})
         values = {source: self.snapshot[source][name] for source in ages if name in self.snapshot.get(source, {})}
         fresh = [value for source, value in values.items() if ages[source] < _STALE_S]
@@ -639,7 +636,6 @@ def _all_or_none(view: RunView) -> str:
 
 
 def drops(run: RunFiles) -> dict[str, float]:
-    """Reason -> groups dropped over the run, largest first."""
     prefix = "buffer/dropped/"
     counts = {name.removeprefix(prefix): run.last(name) or 0.0 for name in run.names(prefix)}
     return dict(sorted(((k, v) for k, v in counts.items() if v > 0), key=lambda item: -item[1]))

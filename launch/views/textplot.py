@@ -17,7 +17,6 @@ COLOURS: Mapping[str, str] = dict(zip(
     ("green", "yellow", "magenta", "cyan", "bright_magenta", "bright_green", "blue", "bright_black"),
     strict=True,
 ))  # fmt: skip
-"""Of the kinds of time, for rich."""
 LETTERS: Mapping[str, str] = dict(zip(ACTIVITY_KINDS, "█▓▒░◇▫▪·", strict=True))
 LETTERS_ASCII: Mapping[str, str] = dict(zip(ACTIVITY_KINDS, "#dwcmep.", strict=True))
 """One letter a kind of time, so that bars can be read without colours."""

@@ -203,7 +203,6 @@ class Dashboard:
             self._changed.notify_all()
 
     def _take_look(self) -> None:
-        """In a thread: asks the run, reads files, makes JSON."""
         view = self._feed.look()
         past = self._feed.past
         past.read()

@@ -30,7 +30,6 @@ class Scenario:
     step_s: float = 10.0
     num_engines: int = 2
     groups_per_engine: int = 1 << 30
-    """Groups that one engine takes at a time."""
     group_size: int = 8
     generate_s: float = 1.0
     sigma: float = 1.0

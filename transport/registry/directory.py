@@ -42,7 +42,6 @@ class NodeRecord(DirectoryEntry, frozen=True):
     epoch: int
     endpoints: Endpoints
     pid: int = 0
-    """Process id on its host."""
     actors: tuple[HostedActor, ...] = ()
     role: str = "keeper"
     """What it may do: see `guard.Role`."""

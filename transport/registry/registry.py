@@ -85,7 +85,6 @@ class RegistryContract(Actor):
 
     @call(deadline=10, reentrant=True)
     async def list_nodes(self, prefix: str = "") -> tuple[NodeRecord, ...]:
-        """Living incarnations whose node name starts with `prefix`."""
         raise NotImplementedError
 
     @call(deadline=UPDATES_S + 3.0, reentrant=True)

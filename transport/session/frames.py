@@ -69,7 +69,6 @@ class FrameLimits(msgspec.Struct, frozen=True, kw_only=True):
     their arrays."""
     message: int = 1 << 30
     batch: int = 512
-    """Envelopes in one message."""
     arrays: int = 1 << 16
 
     def of_control(self) -> FrameLimits:
@@ -322,14 +321,10 @@ class Assembly:
 
     @property
     def head(self) -> bytes:
-        """Beginning of what is held."""
         return bytes(self._data[: min(self._num_bytes, 2 * HEADER_BYTES)])
 
     def add(self, chunk: EnvelopeChunk) -> memoryview | Malformed | None:
-        """The whole envelope with its last chunk, else None. Out of order: Malformed, and it starts again.
-
-        Raises MemoryError if the process may not have so much.
-        """
+        """None before its last chunk. Out of order: Malformed, and it starts again. Raises MemoryError."""
         if chunk.index == 0:
             self._reset(chunk.total)
         begin, end = self._num_bytes, self._num_bytes + len(chunk.data)

@@ -48,9 +48,7 @@ class Vitals(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     lag_s: NotNegative = 0.0
     """Longest delay of its event loop in the last second or two."""
     num_done: int = 0
-    """Messages that its actors have finished: progress."""
     num_waiting: int = 0
-    """Messages that wait for its actors, or are being handled."""
 
 
 class HeartbeatHost(Protocol):

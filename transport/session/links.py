@@ -178,7 +178,6 @@ class Links:
             self._transport.connect(link.key, endpoints)
 
     def is_over(self, key: PeerKey) -> bool:
-        """That incarnation, or a newer one, is known to have ended."""
         return 0 < key.epoch <= self._over.get(key.node_id, 0) or key.epoch < self.newest(key.node_id)
 
     def note_over(self, key: PeerKey) -> None:

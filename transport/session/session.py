@@ -253,7 +253,6 @@ class Repair:
         self._since: dict[Hashable, tuple[object, float]] = {}
         self._seen: dict[Hashable, tuple[object, float]] = {}
         self.num_sent_again = 0
-        """Puts that were sent again on a living connection."""
 
     def tick(self) -> None:
         now = self._clock.monotonic()
@@ -303,7 +302,6 @@ class Repair:
                 self._links.send_plain(link, Kind.CREDIT, 0, actor=window.num_sent, method=Question.SENT, lane=lane)
 
     def _stood_still_s(self, key: Hashable, mark: object, now: float) -> float:
-        """For how long it has been seen with that mark."""
         known = self._since.get(key)
         if known is None or known[0] != mark:
             known = (mark, now)
@@ -436,7 +434,6 @@ class Session:
             self._links.forget_sources(given_up)
 
     def endpoints_of(self, key: PeerKey) -> Endpoints | None:
-        """Where an incarnation that we have a connection to listens."""
         link = self._links.find(key)
         return link.endpoints if link is not None else None
 

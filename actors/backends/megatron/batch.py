@@ -64,7 +64,6 @@ class Pack:
     targets_N: Tensor
     """int64 [N]: and that token's id."""
     members: tuple[int, ...]
-    """Indexes (into the samples given) that have loss tokens, in the order of their tokens."""
     offsets: I64
     """int64 [members + 1]: loss tokens of member k are `offsets[k]:offsets[k + 1]`."""
     columns_M: I64

@@ -65,12 +65,10 @@ class ParallelLayout:
 
     @property
     def model_size(self) -> int:
-        """Ranks that hold one replica of the dense layers."""
         return self.tp * self.pp * self.cp
 
     @property
     def expert_size(self) -> int:
-        """Ranks that hold one replica of the experts."""
         return self.etp * self.ep * self.pp
 
     @property

@@ -51,7 +51,6 @@ def submodules_of(spec: Any) -> Any:
 
 
 def default_device() -> torch.device:
-    """Where this rank's weights live: its CUDA device, else the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 

@@ -44,9 +44,7 @@ class TaggedDeviceMemory(Protocol):
 
     def shrink(self, tags: Collection[Tag]) -> None: ...
 
-    def divide(self, parts: Sequence[Tag]) -> None:
-        """Spread what the first one holds over all of them, where the memory can."""
-        ...
+    def divide(self, parts: Sequence[Tag]) -> None: ...
 
     def mark_dirty(self, tag: Tag) -> None: ...
 
@@ -171,7 +169,6 @@ class MegatronOffload:
         return sum(buffer._version for buffer in self._buffers)
 
     def report(self) -> tuple[TagReport, ...]:
-        """See the protocol; tags that hold nothing are left out."""
         return () if self._housing is None else tuple(r for r in self._housing.report() if r.num_bytes)
 
     def release(self, tags: Collection[Tag]) -> MovedBytes:

@@ -103,7 +103,6 @@ class MegatronAdamW:
         self._device = precision.device
 
     def make_moments(self) -> None:
-        """The state of torch's optimizers; to be called once, before anything else."""
         for inner in self.torch_optimizers():
             _prepare(inner, self._device)
 

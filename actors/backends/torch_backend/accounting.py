@@ -110,7 +110,6 @@ def skips_neutral(objective: ObjectiveConfig) -> bool:
 
 
 def charges_kl(objective: ObjectiveConfig) -> bool:
-    """Whether the KL term goes into the token-level rewards or advantages."""
     return objective.kl_coef > 0 and objective.kl_in != "loss"
 
 

@@ -27,7 +27,6 @@ from .settings import learning_rate
 from .tensors import from_bytes
 
 SUMS = "critic/"
-"""Prefix of what `metrics` takes out of a tally's sums."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,6 @@ class _PadRows(Function):
 
 
 def pad_rows(x: Tensor, layout: Layout) -> Tensor:
-    """Every block slot's token: [T, ...] -> [S, ...], differentiable."""
     return cast(Tensor, cast(Any, _PadRows).apply(x, layout.index_S, layout.slots_T))
 
 

@@ -45,7 +45,6 @@ class TorchOffload:
             parameter.data = tensor
 
     def gradients_like(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Zeros of the same shapes and types."""
         return _zeroed(self._empty("grads", parameters))
 
     def moments_like(self, parameters: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -83,7 +82,6 @@ class TorchOffload:
             self._arena.mark_dirty(tag)
 
     def report(self) -> tuple[TagReport, ...]:
-        """See the protocol; tags that hold nothing are left out."""
         return tuple(report for report in self._arena.report() if report.num_bytes)
 
     def release(self, tags: Collection[Tag]) -> MovedBytes:

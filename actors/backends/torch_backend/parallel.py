@@ -108,7 +108,6 @@ class Replica:
         return bool(torch.isfinite(torch.nn.utils.get_total_norm([local_part(g) for g in self._gradients()])))
 
     def clip(self, norm: Tensor, max_norm: float) -> None:
-        """Scale gradients down so that their global norm is at most `max_norm`."""
         torch.nn.utils.clip_grads_with_norm_([p for _, p in self.trained()], max_norm, norm)
 
     def _gradients(self) -> list[Tensor]:

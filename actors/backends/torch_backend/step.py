@@ -141,7 +141,6 @@ class _Step:
     mean_weights: Sequence[float] = ()
     """Of each mini-batch; see `accounting.mean_weights`."""
     failure: UserCodeError | None = None
-    """Of a function of the user's, on this rank."""
 
 
 class Stepper:
