@@ -6,7 +6,6 @@ A backend builds its parts in `setup`; each call of `core.protocols.TrainBackend
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
@@ -20,7 +19,7 @@ from ...core.protocols import NamedArray, PendingSave, StepStats
 from ...core.samples import F32, TrainSample, TrainShard
 from .torch_backend.settings import StepSettings, check_together
 from .torch_backend.token_functions import Loaded, called
-from .torch_backend.world import Gang
+from .torch_backend.world import Gang, World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,16 +64,6 @@ class RankSettings:
         )
 
 
-class _World(Protocol):
-    def phase(self, name: str) -> AbstractContextManager[None]: ...
-
-    def together(self, what: str) -> AbstractContextManager[None]: ...
-
-    def exchange(self, text: str) -> tuple[str, ...]: ...
-
-    def close(self) -> None: ...
-
-
 class _Stepper(Protocol):
     def settings_for(self, knobs: dict[str, float]) -> StepSettings: ...
 
@@ -97,7 +86,7 @@ class RankParts(Protocol):
     """What exists after set-up."""
 
     @property
-    def world(self) -> _World: ...
+    def world(self) -> World: ...
 
     @property
     def stepper(self) -> _Stepper: ...

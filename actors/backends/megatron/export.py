@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ....core.errors import MyxaError
-from ....core.messages import TensorSpec
 from ....core.protocols import NamedArray
-from ...models.hf_folder import ModelConfig, write_folder
-from ..torch_backend.export import for_folder, gathered_as
-from ..torch_backend.tensors import DTYPE_OF, NAME_OF, integers, raw_bytes
+from ...models.hf_folder import ModelConfig
+from ..torch_backend.export import gathered_as, named_array, write_gathered
+from ..torch_backend.tensors import DTYPE_OF, NAME_OF, integers
 from .world import MegatronWorld
 
 HEADER_BYTES = 512
@@ -73,30 +70,14 @@ class MegatronExporter:
         arrays: list[NamedArray] = []
         offset = 0
         for name in self._config.tensor_shapes():
-            tensor = buffers[name]
-            raw = raw_bytes(tensor)
-            spec = TensorSpec(
-                name=name, dtype=NAME_OF[tensor.dtype], shape=tuple(tensor.shape), offset=offset, num_bytes=raw.nbytes
-            )
-            offset += raw.nbytes
-            arrays.append(NamedArray(spec=spec, data=raw))
+            arrays.append(named_array(name, buffers[name], offset))
+            offset += arrays[-1].spec.num_bytes
         return arrays
 
     def write(self, folder: str) -> None:
         """Write a HuggingFace folder, tokenizer files included. Collective; raises on every rank if rank 0 fails."""
         gathered = self._arrays(gathered_as(self._folder_dtype), {})
-        failure: Exception | None = None
-        if self._world.rank == 0:
-            try:
-                tensors, dtype = for_folder(gathered, self._folder_dtype)
-                write_folder(folder, self._config_json(dtype), tensors, tokenizer_from=self._model_path)
-            except (MyxaError, OSError) as error:
-                failure = error
-        self._world.agree(failure, f"exporting to {folder}")
-
-    def _config_json(self, dtype: torch.dtype) -> dict[str, Any]:
-        name = NAME_OF[dtype]
-        return {**self._config.source, "dtype": name, "torch_dtype": name}
+        write_gathered(self._world, gathered, self._folder_dtype, self._config, folder, self._model_path)
 
     def _collect(self, dtype: torch.dtype, buffers: dict[str, Tensor]) -> None:
         is_first = self._world.place.pp_rank == 0

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,14 +26,13 @@ from ....algos.objective import (
     needs_proximal,
     needs_reference,
     objective_config,
-    policy_objective,
 )
 from ....core.clock import Clock
-from ....core.errors import MyxaError, TrainError, UserCodeError
+from ....core.errors import MyxaError, TrainError
 from ....core.protocols import StepStats
 from ....core.samples import F32, TrainSample, TrainShard
 from ..torch_backend.accounting import (
-    MetricSums,
+    TrainingStep,
     accusation,
     charges_kl,
     fill_advantages,
@@ -42,12 +41,9 @@ from ..torch_backend.accounting import (
     report,
     skips_neutral,
     tally_counts,
-    tally_objective,
-    token_batch,
     whiten_together,
 )
 from ..torch_backend.microbatch import (
-    ShownScores,
     check_samples,
     left_out,
     plan_scoring,
@@ -62,20 +58,6 @@ from .batch import Pack, PackCutting, PackedBatch, cut_shard, pack_samples
 from .optimizer import MegatronAdamW
 from .schedule import Pipeline
 from .world import MegatronWorld
-
-
-@dataclass(slots=True)
-class _Step:
-    shard: TrainShard
-    settings: StepSettings
-    objective: ObjectiveConfig
-    tally: MetricSums
-    shown: ShownScores
-    num_updates: int = 0
-    mean_weights: Sequence[float] = ()
-    """Of each mini-batch; see `accounting.mean_weights`."""
-    failure: UserCodeError | None = None
-    """Of a function of the user's, on this rank."""
 
 
 class MegatronStepper:
@@ -114,9 +96,8 @@ class MegatronStepper:
         loss or gradient is not finite, and UserCodeError likewise for a function of the user's that failed.
         """
         started_s = self._clock.monotonic()
-        objective = objective_config(settings.algo, max(1, len(shard.minibatches)))
-        step = _Step(shard, settings, objective, MetricSums(), ShownScores(shard))
-        minibatches = cut_shard(shard, self._cutting_for(objective))
+        step = TrainingStep.begin(shard, settings)
+        minibatches = cut_shard(shard, self._cutting_for(step.objective))
         self._score_before(step, minibatches)
         for number, micros in enumerate(minibatches):
             if micros:  # fewer groups than mini-batches: the last ones are empty on every rank
@@ -169,7 +150,7 @@ class MegatronStepper:
     def _cutting_for(self, objective: ObjectiveConfig) -> PackCutting:
         return replace(self._cutting, skips_neutral=skips_neutral(objective))
 
-    def _score_before(self, step: _Step, minibatches: Sequence[Sequence[PackedBatch]]) -> None:
+    def _score_before(self, step: TrainingStep, minibatches: Sequence[Sequence[PackedBatch]]) -> None:
         """Fill in proximal and reference log-probs and the advantages of every token, and what is known of the weights
         of all of them."""
         objective = step.objective
@@ -198,16 +179,11 @@ class MegatronStepper:
             whiten_together(micros, self._world.replicas.sum, self._world.device)
         step.mean_weights = mean_weights(minibatches, objective, self._world.replicas.sum, self._world.device)
 
-    def _update(self, step: _Step, number: int, micros: Sequence[PackedBatch]) -> MyxaError | None:
+    def _update(self, step: TrainingStep, number: int, micros: Sequence[PackedBatch]) -> MyxaError | None:
         """Gradient of one mini-batch and an AdamW update; or the error that all ranks agreed on, and no update."""
         settings, optimizer, world = step.settings, self._optimizer, self._world
         place = f"step {step.shard.step}, mini-batch {number}"
-        normaliser = Normaliser(
-            tokens=step.shard.minibatch_tokens[number],
-            samples=step.shard.minibatch_samples[number],
-            constant=step.shard.minibatch_samples[number] * settings.max_new_tokens,
-            mean_weight=step.mean_weights[number],
-        )
+        normaliser = step.normaliser(number)
         losses = self._passes(step, micros, normaliser, is_first=number == 0)
         bad = first_not_finite(torch.stack(losses)) if losses else -1
         norm = optimizer.gradient_norm()
@@ -229,23 +205,16 @@ class MegatronStepper:
         return None
 
     def _passes(
-        self, step: _Step, micros: Sequence[PackedBatch], normaliser: Normaliser, *, is_first: bool
+        self, step: TrainingStep, micros: Sequence[PackedBatch], normaliser: Normaliser, *, is_first: bool
     ) -> list[Tensor]:
         losses: list[Tensor] = []
 
         def loss_of(number: int, scores: TokenScores) -> Tensor:
             if self._world.place.is_teller:
                 step.shown.take(micros[number].layout, scores.logprobs_M)
-            batch = token_batch(micros[number], scores.logprobs_M, scores.entropy_M)
-            try:
-                objective = policy_objective(batch, step.objective, normaliser, step.settings.functions)
-            except UserCodeError as error:  # other ranks are in the middle of their passes: all hear of it after them
-                step.failure = step.failure or error
-                return scores.logprobs_M.sum() * 0
-            with torch.no_grad():
-                tally_objective(step.tally, step.objective, batch, objective, is_first=is_first)
-            losses.append(objective.loss.detach())
-            return objective.loss
+            loss = step.policy_loss(micros[number], scores, normaliser, step.tally, is_first=is_first)
+            losses.append(loss.detach())
+            return loss
 
         self._optimizer.forget_gradients()
         has_choices = needs_proximal(step.objective) or charges_kl(step.objective)
@@ -256,14 +225,14 @@ class MegatronStepper:
         return losses
 
     def _find_bad_gradient(
-        self, step: _Step, micros: Sequence[PackedBatch], normaliser: Normaliser, place: str
+        self, step: TrainingStep, micros: Sequence[PackedBatch], normaliser: Normaliser, place: str
     ) -> TrainError:
         """All losses are finite but the gradient is not: repeat the passes one by one to find where it comes from.
 
         Gradients are summed over replicas as they are made, so the micro-batches of one round are accused together.
         """
         for k, micro in enumerate(micros):
-            spare = _Step(step.shard, step.settings, step.objective, MetricSums(), ShownScores(step.shard))
+            spare = TrainingStep.begin(step.shard, step.settings)
             alone = [micro, *self._empty(self._cutting.multiple_of_micros - 1)]
             self._passes(spare, alone, normaliser, is_first=False)
             if not math.isfinite(self._optimizer.gradient_norm()):
@@ -282,7 +251,9 @@ class MegatronStepper:
         )
         return cut_shard(nothing, self._cutting)[0][:count] if count else []
 
-    def _metrics(self, step: _Step, minibatches: Sequence[Sequence[PackedBatch]], started_s: float) -> dict[str, float]:
+    def _metrics(
+        self, step: TrainingStep, minibatches: Sequence[Sequence[PackedBatch]], started_s: float
+    ) -> dict[str, float]:
         """Everything reduced over replicas, under `train/`; see `report`."""
         tally_counts(step.tally, step.shard, [micro for minibatch in minibatches for micro in minibatch])
 

@@ -10,18 +10,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from ....algos.advantages import less_kl, needs_whitening, token_advantages, whiten
 from ....algos.kl import kl_terms
-from ....algos.objective import Objective, ObjectiveConfig, TokenBatch, weight_sums
-from ....algos.segments import Segments
+from ....algos.objective import (
+    Normaliser,
+    Objective,
+    ObjectiveConfig,
+    TokenBatch,
+    objective_config,
+    policy_objective,
+    weight_sums,
+)
 from ....core.config import AlgoConfig
-from ....core.errors import TrainError
+from ....core.errors import TrainError, UserCodeError
 from ....core.samples import TrainShard
+from ..vocab_scores import TokenScores
+from .microbatch import MicroBatch, ShownScores
+from .settings import StepSettings
 from .tensors import floats, integers
 from .world import World
 
@@ -78,25 +89,6 @@ behaviour against live."""
 COUNTS = ("num_tokens", "num_samples", "num_trained_samples", "num_computed_tokens")
 
 
-class LossRows(Protocol):
-    """The loss tokens of one micro-batch, one after another; masked tokens do not appear."""
-
-    behaviour_M: Tensor
-    segments: Segments
-    scalar_S: Tensor
-    """float32 [S]: sample-level advantages."""
-    advantages_M: Tensor
-    given_M: Tensor | None
-    """float32 [M]: advantages per token, where a function of the user's gave such."""
-    proximal_M: Tensor | None
-    reference_M: Tensor | None
-    values_M: Tensor | None
-    returns_M: Tensor | None
-
-    @property
-    def num_tokens(self) -> int: ...
-
-
 def skips_neutral(objective: ObjectiveConfig) -> bool:
     """Whether samples of advantage 0 may go: if the policy loss is all there is, A = 0 makes loss and gradient 0."""
     return (
@@ -113,7 +105,9 @@ def charges_kl(objective: ObjectiveConfig) -> bool:
     return objective.kl_coef > 0 and objective.kl_in != "loss"
 
 
-def fill_advantages(rows: LossRows, algo: AlgoConfig, objective: ObjectiveConfig, start_M: Tensor | None) -> None:
+def fill_advantages(
+    rows: MicroBatch[Any], algo: AlgoConfig, objective: ObjectiveConfig, start_M: Tensor | None
+) -> None:
     """Token advantages of one micro-batch, and the returns that go with them if there are values; `start_M` are
     log-probs at the step's start, needed if KL is charged."""
     kl_M: Tensor | None = None
@@ -140,7 +134,7 @@ def fill_advantages(rows: LossRows, algo: AlgoConfig, objective: ObjectiveConfig
 
 
 def whiten_together(
-    micros: Sequence[LossRows], sum_over_ranks: Callable[[Tensor], Tensor], device: torch.device
+    micros: Sequence[MicroBatch[Any]], sum_over_ranks: Callable[[Tensor], Tensor], device: torch.device
 ) -> None:
     """Whiten the advantages over all loss tokens of the step, on all ranks. Collective."""
     counts = [len(m.advantages_M) for m in micros]
@@ -152,7 +146,7 @@ def whiten_together(
         start += count
 
 
-def token_batch(rows: LossRows, logprobs_M: Tensor, entropy_M: Tensor) -> TokenBatch:
+def token_batch(rows: MicroBatch[Any], logprobs_M: Tensor, entropy_M: Tensor) -> TokenBatch:
     return TokenBatch(
         logprobs_T=logprobs_M,
         behaviour_T=rows.behaviour_M,
@@ -167,7 +161,7 @@ def token_batch(rows: LossRows, logprobs_M: Tensor, entropy_M: Tensor) -> TokenB
 
 
 def mean_weights(
-    minibatches: Sequence[Sequence[LossRows]],
+    minibatches: Sequence[Sequence[MicroBatch[Any]]],
     objective: ObjectiveConfig,
     sum_over_ranks: Callable[[Tensor], Tensor],
     device: torch.device,
@@ -213,7 +207,56 @@ def tally_objective(
         tally.top("logprob_diff_abs_max", gap_M)
 
 
-def tally_counts(tally: MetricSums, shard: TrainShard, micros: Sequence[LossRows]) -> None:
+@dataclass(slots=True)
+class TrainingStep:
+    """What stays the same from the first to the last update of a step, and what is counted in it."""
+
+    shard: TrainShard
+    settings: StepSettings
+    objective: ObjectiveConfig
+    tally: MetricSums
+    shown: ShownScores
+    num_updates: int = 0
+    mean_weights: Sequence[float] = ()
+    """Of each mini-batch; see the function of that name."""
+    failure: UserCodeError | None = None
+
+    @classmethod
+    def begin(cls, shard: TrainShard, settings: StepSettings) -> Self:
+        objective = objective_config(settings.algo, max(1, len(shard.minibatches)))
+        return cls(shard, settings, objective, MetricSums(), ShownScores(shard))
+
+    def normaliser(self, number: int) -> Normaliser:
+        samples = self.shard.minibatch_samples[number]
+        return Normaliser(
+            tokens=self.shard.minibatch_tokens[number],
+            samples=samples,
+            constant=samples * self.settings.max_new_tokens,
+            mean_weight=self.mean_weights[number],
+        )
+
+    def policy_loss(
+        self,
+        rows: MicroBatch[Any],
+        scores: TokenScores,
+        normaliser: Normaliser,
+        tally: MetricSums,
+        *,
+        is_first: bool,
+    ) -> Tensor:
+        """A micro-batch's share of the global loss, 0-dim, and its metrics into the tally."""
+        batch = token_batch(rows, scores.logprobs_M, scores.entropy_M)
+        try:
+            objective = policy_objective(batch, self.objective, normaliser, self.settings.functions)
+        except UserCodeError as error:  # the other ranks are in the middle of their passes: all hear of it after them
+            self.failure = self.failure or error
+            return scores.logprobs_M.sum() * 0
+        with torch.no_grad():
+            tally_objective(tally, self.objective, batch, objective, is_first=is_first)
+        return objective.loss
+
+
+def tally_counts(tally: MetricSums, shard: TrainShard, micros: Sequence[MicroBatch[Any]]) -> None:
     values = (
         sum(len(s.token_ids) for s in shard.samples),
         len(shard.samples),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from ....core.protocols import NamedArray
 from ...models.hf_folder import ModelConfig, write_folder
 from .parallel import Replica
 from .tensors import NAME_OF, from_bytes, largest_beyond, raw_bytes, whole_tensor
+from .world import World
 
 _log = logging.getLogger("myxa.backends")
 
@@ -58,6 +58,21 @@ def for_folder(arrays: list[NamedArray], dtype: torch.dtype) -> tuple[list[Named
         narrow.append(named_array(array.spec.name, tensor.to(dtype), offset))
         offset += narrow[-1].spec.num_bytes
     return narrow, dtype
+
+
+def write_gathered(
+    world: World, gathered: list[NamedArray], wanted: torch.dtype, config: ModelConfig, folder: str, model_path: str
+) -> None:
+    """Write weights, gathered on rank 0, as a folder. Collective; raises on every rank if rank 0 fails."""
+    failure: Exception | None = None
+    if world.rank == 0:
+        try:
+            tensors, dtype = for_folder(gathered, wanted)
+            facts = {**config.source, "dtype": NAME_OF[dtype], "torch_dtype": NAME_OF[dtype]}
+            write_folder(folder, facts, tensors, tokenizer_from=model_path)
+        except (MyxaError, OSError) as error:
+            failure = error
+    world.agree(failure, f"exporting to {folder}")
 
 
 class TorchExporter:
@@ -116,18 +131,7 @@ class TorchExporter:
     def write(self, folder: str) -> None:
         """Write a HuggingFace folder, tokenizer files included. Collective; raises on every rank if rank 0 fails."""
         gathered = self._arrays(gathered_as(self._folder_dtype), {})
-        failure: Exception | None = None
-        if self._replica.world.rank == 0:
-            try:
-                tensors, dtype = for_folder(gathered, self._folder_dtype)
-                write_folder(folder, self._config_json(dtype), tensors, tokenizer_from=self._model_path)
-            except (MyxaError, OSError) as error:
-                failure = error
-        self._replica.world.agree(failure, f"exporting to {folder}")
-
-    def _config_json(self, dtype: torch.dtype) -> dict[str, Any]:
-        name = NAME_OF[dtype]
-        return {**self._config.source, "dtype": name, "torch_dtype": name}
+        write_gathered(self._replica.world, gathered, self._folder_dtype, self._config, folder, self._model_path)
 
     def _on_host(self, name: str, tensor: Tensor, dtype: torch.dtype, buffers: dict[str, Tensor]) -> Tensor:
         is_cuda = tensor.device.type == "cuda"

@@ -15,7 +15,7 @@ so that all are or none is.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -28,14 +28,14 @@ from ....algos.objective import (
     needs_proximal,
     needs_reference,
     objective_config,
-    policy_objective,
 )
 from ....core.clock import Clock
-from ....core.errors import MyxaError, TrainError, UserCodeError
+from ....core.errors import MyxaError, TrainError
 from ....core.protocols import StepStats
 from ....core.samples import F32, TrainSample, TrainShard
 from .accounting import (
     MetricSums,
+    TrainingStep,
     accusation,
     charges_kl,
     fill_advantages,
@@ -44,8 +44,6 @@ from .accounting import (
     report,
     skips_neutral,
     tally_counts,
-    tally_objective,
-    token_batch,
     whiten_together,
 )
 from .adamw import AdamW
@@ -54,7 +52,6 @@ from .layout import Layout, plan_layout
 from .microbatch import (
     Cutting,
     MicroBatch,
-    ShownScores,
     check_samples,
     check_shard,
     cut_shard,
@@ -130,19 +127,6 @@ class Learner:
         tally.add(f"{self.name}lr", 0.0 if self._is_held else rate * share)
 
 
-@dataclass(slots=True)
-class _Step:
-    shard: TrainShard
-    settings: StepSettings
-    objective: ObjectiveConfig
-    tally: MetricSums
-    shown: ShownScores
-    num_updates: int = 0
-    mean_weights: Sequence[float] = ()
-    """Of each mini-batch; see `accounting.mean_weights`."""
-    failure: UserCodeError | None = None
-
-
 class Stepper:
     """Trains a replica, shard by shard."""
 
@@ -176,9 +160,8 @@ class Stepper:
         UserCodeError likewise for a function of the user's that failed.
         """
         started_s = self._clock.monotonic()
-        objective = objective_config(settings.algo, max(1, len(shard.minibatches)))
-        step = _Step(shard, settings, objective, MetricSums(), ShownScores(shard))
-        minibatches = cut_shard(shard, self._cutting_for(objective))
+        step = TrainingStep.begin(shard, settings)
+        minibatches = cut_shard(shard, self._cutting_for(step.objective))
         self._score_before(step, minibatches)
         for number, micros in enumerate(minibatches):
             if micros:  # fewer groups than mini-batches: the last ones are empty on every rank
@@ -232,7 +215,7 @@ class Stepper:
     def _cutting_for(self, objective: ObjectiveConfig) -> Cutting:
         return replace(self._cutting, skips_neutral=skips_neutral(objective))
 
-    def _score_before(self, step: _Step, minibatches: Sequence[Sequence[MicroBatch[Layout]]]) -> None:
+    def _score_before(self, step: TrainingStep, minibatches: Sequence[Sequence[MicroBatch[Layout]]]) -> None:
         """Fill in proximal and reference log-probs, values, and the advantages of every token, and what is known of
         the weights of all of them."""
         objective = step.objective
@@ -256,17 +239,12 @@ class Stepper:
             whiten_together(micros, self._world.sum, self._world.device)
         step.mean_weights = mean_weights(minibatches, objective, self._world.sum, self._world.device)
 
-    def _update(self, step: _Step, number: int, micros: Sequence[MicroBatch[Layout]]) -> MyxaError | None:
+    def _update(self, step: TrainingStep, number: int, micros: Sequence[MicroBatch[Layout]]) -> MyxaError | None:
         """Gradients of one mini-batch and AdamW updates of policy and critic; or the error that all ranks agreed on,
         and no update of either."""
         settings = step.settings
         place = f"step {step.shard.step}, mini-batch {number}"
-        normaliser = Normaliser(
-            tokens=step.shard.minibatch_tokens[number],
-            samples=step.shard.minibatch_samples[number],
-            constant=step.shard.minibatch_samples[number] * settings.max_new_tokens,
-            mean_weight=step.mean_weights[number],
-        )
+        normaliser = step.normaliser(number)
         learners = self._learners(step, normaliser, is_first=number == 0)
         for learner in learners:
             learner.backward(micros, step.tally)
@@ -283,11 +261,14 @@ class Stepper:
         step.num_updates += 1
         return None
 
-    def _learners(self, step: _Step, normaliser: Normaliser, *, is_first: bool) -> list[Learner]:
+    def _learners(self, step: TrainingStep, normaliser: Normaliser, *, is_first: bool) -> list[Learner]:
         critic = self._critic
 
         def policy_loss(micro: MicroBatch[Layout], tally: MetricSums) -> Tensor:
-            return self._loss(step, micro, normaliser, tally, is_first=is_first)
+            needs_entropy_grad = step.objective.entropy_coef > 0
+            scores = self._replica.forward(micro.layout, needs_entropy_grad=needs_entropy_grad)
+            step.shown.take(micro.layout, scores.logprobs_M)
+            return step.policy_loss(micro, scores, normaliser, tally, is_first=is_first)
 
         is_held = critic is not None and critic.trains_alone(step.shard.step)
         learners = [Learner(self._replica, self._optimizer, policy_loss, is_held=is_held)]
@@ -300,7 +281,7 @@ class Stepper:
         return learners
 
     def _trouble(
-        self, step: _Step, learners: Sequence[Learner], micros: Sequence[MicroBatch[Layout]], place: str
+        self, step: TrainingStep, learners: Sequence[Learner], micros: Sequence[MicroBatch[Layout]], place: str
     ) -> MyxaError | None:
         """What any rank found to be wrong with any learner, in the words of all; None if all is well. Collective."""
         bad = [learner.bad_loss() for learner in learners]
@@ -329,25 +310,8 @@ class Stepper:
             remedy="lower the learning rate or the loss: their sum overflows",
         )
 
-    def _loss(
-        self, step: _Step, micro: MicroBatch[Layout], normaliser: Normaliser, tally: MetricSums, *, is_first: bool
-    ) -> Tensor:
-        """The policy's share of the global loss from this micro-batch, 0-dim, and its metrics into the tally."""
-        needs_entropy_grad = step.objective.entropy_coef > 0
-        scores = self._replica.forward(micro.layout, needs_entropy_grad=needs_entropy_grad)
-        step.shown.take(micro.layout, scores.logprobs_M)
-        batch = token_batch(micro, scores.logprobs_M, scores.entropy_M)
-        try:
-            objective = policy_objective(batch, step.objective, normaliser, step.settings.functions)
-        except UserCodeError as error:  # the other ranks are in the middle of their passes: all hear of it after them
-            step.failure = step.failure or error
-            return scores.logprobs_M.sum() * 0
-        with torch.no_grad():
-            tally_objective(tally, step.objective, batch, objective, is_first=is_first)
-        return objective.loss
-
     def _metrics(
-        self, step: _Step, minibatches: Sequence[Sequence[MicroBatch[Layout]]], started_s: float
+        self, step: TrainingStep, minibatches: Sequence[Sequence[MicroBatch[Layout]]], started_s: float
     ) -> dict[str, float]:
         """Everything reduced over ranks, under `train/`; see `report`."""
         tally_counts(step.tally, step.shard, [micro for minibatch in minibatches for micro in minibatch])
