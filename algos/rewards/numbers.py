@@ -242,7 +242,7 @@ class Quantity:
         """Whether this is the wanted one: near enough, and of no other unit. 50 % is 50, and also 0.5."""
         if not are_same(self.unit, wanted.unit):
             return False
-        mine, theirs = _meanings(self), _meanings(wanted)
+        mine, theirs = ((of.value, of.value / 100) if of.unit == PERCENT else (of.value,) for of in (self, wanted))
         pairs = (
             [(a, b) for a in mine for b in theirs] if len(mine) != len(theirs) else list(zip(mine, theirs, strict=True))
         )
@@ -292,10 +292,6 @@ def last_quantity(text: str) -> Quantity | None:
 def close(answer: Fraction, expected: Fraction, *, relative: Fraction, absolute: Fraction) -> bool:
     """Whether the two differ by at most `absolute` or `relative * |expected|`, whichever is larger."""
     return abs(answer - expected) <= max(absolute, relative * abs(expected))
-
-
-def _meanings(of: Quantity) -> tuple[Fraction, ...]:
-    return (of.value, of.value / 100) if of.unit == PERCENT else (of.value,)
 
 
 def _with_unit(plain: str, unit: Unit) -> Quantity | None:

@@ -22,7 +22,7 @@ from .parser import Command, Parser, add_json_flag, add_run_flags, stretch_s
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from ...core.device_memory import DeviceView, MemoryView, TagReport, TenantReport
+    from ...core.device_memory import DeviceView, MemoryView, TagReport
     from ..tui.feed import Feed
 
 COLUMNS = ("actor", "state", "pid", "node", "host", "attempt", "epoch", "up", "memory", "doing")
@@ -321,15 +321,11 @@ def _device(device: DeviceView) -> Iterator[str]:
         line += f", unattributed {size(device.unattributed_bytes)}"
     yield line
     for tenant in device.tenants:
-        yield from _tenant(tenant)
-
-
-def _tenant(tenant: TenantReport) -> Iterator[str]:
-    held = sum(tag.num_bytes for tag in tenant.tags if tag.backing in ON_DEVICE)
-    rest = f" + {size(tenant.residue_bytes)} that stay" if tenant.residue_bytes else ""
-    yield f"  {tenant.tenant} ({tenant.gang}): {tenant.state}, {size(held)}{rest}"
-    for parts in _alike(tenant.tags):
-        yield f"    {_tag(parts)}"
+        held = sum(tag.num_bytes for tag in tenant.tags if tag.backing in ON_DEVICE)
+        rest = f" + {size(tenant.residue_bytes)} that stay" if tenant.residue_bytes else ""
+        yield f"  {tenant.tenant} ({tenant.gang}): {tenant.state}, {size(held)}{rest}"
+        for parts in _alike(tenant.tags):
+            yield f"    {_tag(parts)}"
 
 
 def _alike(tags: Sequence[TagReport]) -> list[list[TagReport]]:

@@ -151,7 +151,11 @@ class LoopWatch:
                 _log.warning("the event loop has been held up for %g s:\n%s", missed_s, self._stack())
             if missed_s >= self._limit_s:
                 _log.error("the event loop has been held up for %g s:\n%s", missed_s, self._stack())
-                self._give_up(self._line())
+                # the innermost line of a file that is neither ours nor installed; else the innermost of all
+                places = [(frame.filename, frame.lineno) for frame in traceback.extract_stack(self._frame())]
+                foreign = [place for place in places if not place[0].startswith((*INSTALLED, "<"))]
+                filename, line = (foreign or places)[-1]
+                self._give_up(f"{filename}:{line}")
                 return
 
     def _ask(self) -> None:
@@ -163,13 +167,6 @@ class LoopWatch:
 
     def _stack(self) -> str:
         return "".join(traceback.format_stack(self._frame()))
-
-    def _line(self) -> str:
-        """The innermost line of a file that is neither ours nor installed; else the innermost of all."""
-        places = [(frame.filename, frame.lineno) for frame in traceback.extract_stack(self._frame())]
-        foreign = [place for place in places if not place[0].startswith((*INSTALLED, "<"))]
-        filename, line = (foreign or places)[-1]
-        return f"{filename}:{line}"
 
     def _frame(self) -> FrameType | None:
         frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage] - documented, and there is no other way

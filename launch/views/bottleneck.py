@@ -12,29 +12,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...core.files import WAITS
-from .numbers import short
+from .numbers import percent, short
 
 FOR_DISK = "/".join(WAITS)
 """Part of an actor's time."""
 
 Bound = Literal[
-    "unknown",
-    "starting",
-    "disk",
-    "paused",
-    "filter",
-    "generation",
-    "concurrency",
-    "reward",
-    "environment",
-    "data",
-    "training",
-    "weights",
-    "guard",
-    "capacity",
-    "memory",
-    "none",
-]
+    "unknown", "starting", "disk", "paused", "filter", "generation", "concurrency", "reward", "environment", "data",
+    "training", "weights", "guard", "capacity", "memory", "none",
+]  # fmt: skip
 
 NOTABLE = 0.25
 AT_LIMIT = "compute/generate at limit"
@@ -209,13 +195,13 @@ def _thrown_away(leader: str, trainer: Mapping[str, float], filtered: Filtered) 
     if filtered.only_reward is not None:
         why = f"the reward is always {short(filtered.only_reward)}"
     elif filtered.flat >= NEARLY_ALL:
-        shares = f"all wrong {_whole(filtered.all_wrong)}, all right {_whole(filtered.all_right)}"
+        shares = f"all wrong {percent(filtered.all_wrong)}, all right {percent(filtered.all_right)}"
         why = f"the answers of a group all get the same reward ({shares})"
     else:
         why = "see algo.group_filter"
     sentence = (
         f"{leader} waits for data {_pct(trainer, 'wait-data')} of the time: the filter leaves out "
-        f"{_whole(filtered.left_out)} of the newest {filtered.num_groups:.0f} groups: {why}"
+        f"{percent(filtered.left_out)} of the newest {filtered.num_groups:.0f} groups: {why}"
     )
     return _verdict("filter", sentence, trainer.get("wait-data", 0.0))
 
@@ -303,16 +289,12 @@ def _verdict(bound: Bound, sentence: str, share: float) -> Bottleneck:
     return Bottleneck(bound, sentence, REMEDIES.get(bound, ""), share)
 
 
-def _whole(share: float) -> str:
-    return f"{share * 100:.0f} %"
-
-
 def _role(name: str) -> str:
     return name.partition("/")[0]
 
 
 def _pct(shares: Mapping[str, float], kind: str) -> str:
-    return f"{shares.get(kind, 0.0) * 100:.0f} %"
+    return percent(shares.get(kind, 0.0))
 
 
 def _verb(who: str, verb: str) -> str:

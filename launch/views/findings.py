@@ -127,14 +127,5 @@ def _sinks(run: RunFiles) -> Iterator[ReportFinding]:
 
 
 _RULES: tuple[Callable[[RunFiles], Iterator[ReportFinding]], ...] = (
-    _non_finite,
-    _over_stale,
-    _logprob_gap,
-    _no_spread,
-    _truncated,
-    _collapse,
-    _entropy,
-    _dropped,
-    _restarts,
-    _sinks,
-)
+    _non_finite, _over_stale, _logprob_gap, _no_spread, _truncated, _collapse, _entropy, _dropped, _restarts, _sinks,
+)  # fmt: skip

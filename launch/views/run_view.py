@@ -383,12 +383,14 @@ def notice_text(view: RunView) -> str:
 
 
 def fact_lines(view: RunView, pace: StepPace) -> list[tuple[str, str]]:
+    rates = [("generated", view.rate("rollout/tokens_per_s")), ("trained", view.rate("train/tokens_per_s"))]
+    speeds = [f"{what} {short(rate)} tokens/s" for what, rate in rates if rate is not None]
     lines = [
         ("step", _step_line(view, pace)),
         ("reward", _reward_line(view)),
         ("learning", _pairs(view.metrics, _LEARNING)),
         ("lag", lag_text(view)),
-        ("speed", _speed_line(view)),
+        ("speed", "   ".join(speeds)),
         ("groups", _groups_line(view.buffer)),
         ("warning", clean(view.buffer.complaint) if view.buffer else ""),
         ("engines", _engines_line(view.status)),
@@ -439,13 +441,6 @@ def _reward_line(view: RunView) -> str:
 def _evaluation(view: RunView) -> float | None:
     told = view.status.eval_reward if view.status else None
     return view.metrics.get("eval/reward") if told is None else told
-
-
-def _speed_line(view: RunView) -> str:
-    generated, trained = view.rate("rollout/tokens_per_s"), view.rate("train/tokens_per_s")
-    parts = [f"generated {short(generated)} tokens/s"] if generated is not None else []
-    parts += [f"trained {short(trained)} tokens/s"] if trained is not None else []
-    return "   ".join(parts)
 
 
 def _groups_line(stats: BufferStats | None) -> str:

@@ -53,9 +53,8 @@ from ...checkpoints.folder import (
 )
 from ...models.model_config import ModelConfig
 from ...models.safetensors_file import open_safetensors, write_safetensors
-from ..torch_backend.checkpoint import RNG_CPU, RNG_CUDA, agreed_checkpoint, check_extra, of_a_checkpoint
+from ..torch_backend.checkpoint import agreed_checkpoint, check_extra, of_a_checkpoint, random_state, restore_random
 from ..torch_backend.export import named_array
-from ..torch_backend.tensors import from_bytes
 from . import mcore
 from .checkpoint_files import files_of, list_of
 from .optimizer import MegatronAdamW
@@ -197,7 +196,7 @@ class PendingMegatronCheckpoint:
         with world.together(self._what):
             state.optimizer.settle()
             self._shards = begin_shards(_sharded(state, is_loading=False), str(partial_of(target, writer_of(extra))))
-            self._random = _random_state(world.device)
+            self._random = [named_array(name, found) for name, found in random_state(world.device)]
 
     @property
     def _what(self) -> str:
@@ -263,7 +262,10 @@ def load_checkpoint(folder: str | Path, state: MegatronTrainingState) -> dict[st
             chunk.load_state_dict(loaded[name], strict=True)
         _restore_optimizer(state.optimizer.megatron, loaded["optimizer"])
         state.optimizer.num_updates = manifest.num_updates
-        _restore_random(path / rank_file(world.rank), world.device)
+        own_file = path / rank_file(world.rank)
+        if own_file.exists():  # not in a larger gang than the one that saved
+            with open_safetensors(own_file) as own:
+                restore_random(own, world.device)
     return manifest.extra
 
 
@@ -312,19 +314,3 @@ def _check_layout(path: Path, manifest: Manifest, state: MegatronTrainingState) 
             "optimizer state of experts apart if ep > 1 only",
             remedy="resume with ep > 1 if it was above 1, else with ep = 1",
         )
-
-
-def _random_state(device: torch.device) -> list[Any]:
-    found = [named_array(RNG_CPU, torch.get_rng_state())]
-    if device.type == "cuda":
-        found.append(named_array(RNG_CUDA, torch.cuda.get_rng_state(device)))
-    return found
-
-
-def _restore_random(path: Path, device: torch.device) -> None:
-    if not path.exists():  # a larger gang than the one that saved
-        return
-    with open_safetensors(path) as own:
-        torch.set_rng_state(from_bytes(own[RNG_CPU]))
-        if RNG_CUDA in own and device.type == "cuda":
-            torch.cuda.set_rng_state(from_bytes(own[RNG_CUDA]), device)

@@ -71,7 +71,11 @@ def agreed_checkpoint(world: World, place: str | Path, check: ManifestCheck) -> 
     Raises on every rank: TornCheckpoint if anything is not as it was written, TrainError if there is none, if `check`
     refuses it, or if ranks see different checkpoints there.
     """
-    folder = _named(world, place)
+    named = ""
+    with world.together(f"loading checkpoint {place}"):
+        if world.rank == 0:
+            named = str(find_checkpoint(place))
+    folder = Path(world.exchange(named)[0])
     what = f"loading checkpoint {folder}"
     manifests: list[Manifest] = []
     own = CheckpointFinding()
@@ -95,14 +99,6 @@ def agreed_checkpoint(world: World, place: str | Path, check: ManifestCheck) -> 
             )
         )
     return folder, manifests[0]
-
-
-def _named(world: World, place: str | Path) -> Path:
-    folder = ""
-    with world.together(f"loading checkpoint {place}"):
-        if world.rank == 0:
-            folder = str(find_checkpoint(place))
-    return Path(world.exchange(folder)[0])
 
 
 def _look(folder: Path, world: World, check: ManifestCheck, found: list[Manifest]) -> CheckpointFinding:
@@ -242,9 +238,20 @@ def _tensors(state: TrainingState) -> Iterator[tuple[str, Tensor]]:
             for kind, part in zip(KINDS, parts, strict=False):  # a frozen one has no moments
                 if part.numel():  # a small tensor leaves the last ranks without rows
                     yield f"{kind}/{prefix}{name}", part
+    yield from random_state(world.device)
+
+
+def random_state(device: torch.device) -> Iterator[tuple[str, Tensor]]:
     yield RNG_CPU, torch.get_rng_state()
-    if world.device.type == "cuda":
-        yield RNG_CUDA, torch.cuda.get_rng_state(world.device)
+    if device.type == "cuda":
+        yield RNG_CUDA, torch.cuda.get_rng_state(device)
+
+
+def restore_random(own: Mapping[str, NamedArray], device: torch.device) -> None:
+    if RNG_CPU in own:
+        torch.set_rng_state(from_bytes(own[RNG_CPU]))
+    if RNG_CUDA in own and device.type == "cuda":
+        torch.cuda.set_rng_state(from_bytes(own[RNG_CUDA]), device)
 
 
 def _restore(state: TrainingState, files: list[dict[str, NamedArray]]) -> None:
@@ -252,14 +259,12 @@ def _restore(state: TrainingState, files: list[dict[str, NamedArray]]) -> None:
     for prefix, replica, optimizer in state.trained():
         for name, parameter in replica.parameters():
             parts = (local_part(parameter.detach()), *optimizer.moments.get(name, ()))
-            first_row = _first_row(parameter.shape[0], replica)
+            num_rows, first_row = parameter.shape[0], 0
+            if replica.is_sharded:  # `fully_shard` cuts like `torch.chunk`
+                first_row = min(num_rows, -(-num_rows // world.size) * world.rank)
             for kind, part in zip(KINDS, parts, strict=False):  # a frozen one has no moments
-                _copy_rows(f"{kind}/{prefix}{name}", files, part, first_row, parameter.shape[0])
-    own = files[world.rank] if world.rank < len(files) else {}
-    if RNG_CPU in own:
-        torch.set_rng_state(from_bytes(own[RNG_CPU]))
-    if RNG_CUDA in own and world.device.type == "cuda":
-        torch.cuda.set_rng_state(from_bytes(own[RNG_CUDA]), world.device)
+                _copy_rows(f"{kind}/{prefix}{name}", files, part, first_row, num_rows)
+    restore_random(files[world.rank] if world.rank < len(files) else {}, world.device)
 
 
 def _copy_rows(key: str, files: list[dict[str, NamedArray]], part: Tensor, first: int, num_rows: int) -> None:
@@ -283,14 +288,6 @@ def _copy_rows(key: str, files: list[dict[str, NamedArray]], part: Tensor, first
         raise TrainError(
             f"the checkpoint holds {start} of {num_rows} rows of {key}", remedy="it is torn; use an older one"
         )
-
-
-def _first_row(num_rows: int, replica: Replica) -> int:
-    """First row of this rank's shard: `fully_shard` cuts like `torch.chunk`."""
-    if not replica.is_sharded:
-        return 0
-    each = -(-num_rows // replica.world.size)
-    return min(num_rows, each * replica.world.rank)
 
 
 def _gather_entries(world: World, entry: FileEntry) -> list[FileEntry]:
