@@ -1,7 +1,5 @@
 """Which rank trains which samples in which micro-batch: balanced, within the token limit, the same on every machine.
 
-Pure Python over token counts and group ids, deterministic.
-
     whole batch --groups, evenly--> mini-batches --samples, by tokens--> bins <= max_tokens --dealt--> ranks
 
 A mini-batch is an optimizer step, so groups stay whole in it; inside it any rank may train any sample, because

@@ -1,6 +1,5 @@
 """Which token belongs to which sample, and which tokens count: sums and means per sample without padding.
 
-The token axis is flat; losses and models are elsewhere.
 Shapes: T = response tokens of a micro-batch, all samples one after another; S = samples.
 Library: torch.nested and torch_scatter were considered. Nested tensors lack the scans needed here and change from
 release to release; torch_scatter is a compiled extension for three lines of `index_add`.

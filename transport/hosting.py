@@ -27,7 +27,7 @@ class NodeEvents(Protocol):
 
 
 class Hosting:
-    """Implements `session_host.SessionHost`."""
+    """Implements `session.SessionHost`."""
 
     def __init__(self, node_events: NodeEvents) -> None:
         self._cells: dict[int, ActorRunner] = {}

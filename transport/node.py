@@ -1,9 +1,7 @@
 """A process's part in the actor system: hosts actors, carries their calls, knows the other processes.
 
 Attaches to a running loop; installs no loop policy, no signal handler, no logging handler. Everything that runs here is
-ended by `close`. Knows transports only through `opening.open_transport`; the rules are in `session.py`.
-
-Its parts: `NodeContext` (what an actor sees of its node), `failure_counters`, and the guard after a fork.
+ended by `close`.
 
 After a fork the child has a copy of every node, and none of them may be touched: the sockets, their threads' work and
 the loop's epoll set belong to the parent (a child that unregisters a descriptor does so in the parent too). One hook

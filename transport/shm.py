@@ -12,10 +12,6 @@ A reader checks it before it reads and again after; what it read in between coun
 The digest is zlib's CRC-32 over specs and bytes: 3.9 GiB/s where BLAKE2b does 0.9 and SHA-256 1.7, a fifth of a read's
 time at most, and in every interpreter. xxh64 (12 GiB/s) would need its package in the engines' environments too. It
 guards against mistakes, not against malice: a process that can write the slab could also write the manifest.
-
-Memory files of other processes: anonymous (`memfd_create`), opened by `/proc/<pid>/fd/<n>`, as the same user may.
-
-Linux. It does not interpret their contents.
 """
 
 from __future__ import annotations

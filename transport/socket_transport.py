@@ -6,8 +6,6 @@ connections are made and ended; the session decides what is said on them.
 Where cores are short, ZeroMQ's bulk thread gets a lower priority than the loop and the thread of small messages: it
 always has work while bulk is under way, and the kernel would let it finish its slice of some milliseconds first.
 ZeroMQ's own option for the priority of its threads is one for all of them.
-
-Chooses and opens a node's transport: in-process, or sockets of this host and, where wanted, tcp.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Findings: sentences about what looks wrong in a run, by rules with named thresholds. Pure.
+"""Findings: sentences about what looks wrong in a run, by rules with thresholds. Pure.
 
 Red: do not trust the result. Amber: worth a look.
 """

@@ -10,10 +10,7 @@ registry that comes back takes the directory of sockets and the tcp port of its 
 alive when it died counts as alive until it had time to come back.
 
 `join` gets an epoch for a process that has none. It speaks under a provisional identity (a random number, epoch 0),
-which may only register.
-
-The mirror asks the registry for changes, again and again; the registry answers when there are some. While it does not
-answer, the mirror stays as it is and calls continue.
+which may only register. While the registry does not answer, the mirror stays as it is and calls continue.
 """
 
 from __future__ import annotations

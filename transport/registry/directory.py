@@ -2,8 +2,6 @@
 
 The mirror is a snapshot at some version and the updates after it, in order; a gap asks for a new snapshot. Calls use
 the mirror, so the data plane works on while the registry is away.
-
-The registry's rules: who may take which epoch, what the directory says, what subscribers have missed. Sans-IO.
 """
 
 from __future__ import annotations

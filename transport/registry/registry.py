@@ -4,8 +4,8 @@ The launcher of node 0 hosts it. The data plane does not need it: nodes call eac
 while it is away; only joining and reports of exits wait for it. With a journal it may die and come back: it then has
 its members again, and reports none of them as gone before that member had time to report.
 
-`RegistryState` has the rules, sans-IO: who may take which epoch, what the directory says, what subscribers have missed.
-`RegistryRights` decides who may report what; no member speaks in another's name. The caller is known by its connection.
+`RegistryState` has the rules, sans-IO. By `RegistryRights` no member speaks in another's name. The caller is known by
+its connection.
 A caller over ipc or in the process is trusted as far as the operating system trusts it: the processes of one user on
 one host may do everything, as launchers may.
 """

@@ -1,9 +1,6 @@
 """The session layer of one process: who the peers are, and where each envelope goes. Sans-IO.
 
-Inputs: envelopes, connections that come and go, the clock's ticks, what the registry says of other processes, and the
-intents of `Calls` and `Serving`. Outputs: envelopes to a `Transport`, work to a `SessionHost`, ends of calls to their
-sinks. It runs unchanged over sockets, over the in-process transport, or in a test.
-
+It runs unchanged over sockets, over the in-process transport, or in a test.
 The first envelope of a connection is HELLO; everything before it is dropped. An envelope for another incarnation, or
 from one that is over, has no effect.
 
@@ -16,9 +13,8 @@ from one that is over, has no effect.
 Other lost calls and answers end by their deadline. Repair runs every `EVERY_S`, only on calls that make no progress,
 and is not on the path of a call. All its questions are CREDIT envelopes, distinguished by `method`.
 
-`InboundRouter` decides what a received envelope is for: what comes from a known peer for this incarnation goes to the
-handler of its kind, all else is counted, and refused or dropped. `ProtocolViolations` bans a connection with too many
-violations within a minute, for a while. Its memory is bounded: the oldest entries are forgotten first.
+`InboundRouter`: what comes from a known peer for this incarnation goes to the handler of its kind, all else is counted,
+and refused or dropped. `ProtocolViolations` bans a connection with too many violations within a minute, for a while.
 """
 
 from __future__ import annotations
