@@ -21,10 +21,8 @@ CHUNK = 128
 
 
 def discounted_sums(x_SL: Tensor, factor: float) -> Tensor:
-    """[S, L]: y_t = sum over s >= t of factor^(s - t) x_s along the last axis; `factor` in [0, 1].
-
-    Inside a chunk of 128 one product with the matrix of powers, between chunks a carry: L / 128 steps, not L.
-    """
+    """[S, L]: y_t = sum over s >= t of factor^(s - t) x_s along the last axis; `factor` in [0, 1]. Inside a chunk of
+    128 one product with the matrix of powers, between chunks a carry: L / 128 steps, not L."""
     if factor == 1.0:
         return x_SL.flip(-1).cumsum(-1).flip(-1)
     out_SL = torch.zeros_like(x_SL)
@@ -49,11 +47,9 @@ def discounted_returns(rewards_T: Tensor, segments: Segments, gamma: float) -> T
 def gae(
     rewards_T: Tensor, values_T: Tensor, segments: Segments, gamma: float = 1.0, lam: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """(advantages, returns), float [T] each, 0 at masked tokens, detached.
-
-    delta_t = reward_t + gamma V_{t+1} - V_t with V = 0 behind the last token;
-    A_t = sum (gamma lam)^(s - t) delta_s; G_t = A_t + V_t. GAE, arXiv 1506.02438, eq. 16.
-    """
+    """(advantages, returns), float [T] each, 0 at masked tokens, detached. delta_t = reward_t + gamma V_{t+1} - V_t
+    with V = 0 behind the last token; A_t = sum (gamma lam)^(s - t) delta_s; G_t = A_t + V_t. GAE, arXiv 1506.02438, eq.
+    16."""
     rewards_SL = segments.padded_SL(rewards_T.detach())
     values_SL = segments.padded_SL(values_T.detach().to(rewards_T.dtype))
     behind_S1 = values_SL.new_zeros((values_SL.shape[0], min(1, values_SL.shape[1])))
@@ -117,11 +113,9 @@ def token_advantages(
 
 
 def less_kl(advantages_T: Tensor, kl_T: Tensor, kl_coef: float) -> Tensor:
-    """Float [T]: A_t - kl_coef k_t, for every kind; `kl_T` is 0 at masked tokens, as `advantages_T` is.
-
-    With k1 and a teacher as reference the second term is the policy gradient of the reverse KL per token, log-ratio by
-    log-ratio (on-policy distillation, arXiv 2306.13649 with the reverse KL; the discount is 0).
-    """
+    """Float [T]: A_t - kl_coef k_t, for every kind; `kl_T` is 0 at masked tokens, as `advantages_T` is. With k1 and a
+    teacher as reference the second term is the policy gradient of the reverse KL per token, log-ratio by log-ratio
+    (on-policy distillation, arXiv 2306.13649 with the reverse KL; the discount is 0)."""
     return advantages_T - kl_coef * kl_T.detach()
 
 

@@ -26,11 +26,9 @@ MAX_EXPONENT = 20.0
 
 
 def kl_terms(kind: KlKind, live_T: Tensor, reference_T: Tensor, ratio_T: Tensor | None = None) -> Tensor:
-    """Per-token KL estimate, float [T] in nats, differentiable in `live_T` (and `ratio_T`).
-
-    `ratio_T` (live / sampling policy, with gradient) makes it the unbiased variant: the estimate is multiplied by
-    the ratio. Raises ConfigError for an unknown kind.
-    """
+    """Per-token KL estimate, float [T] in nats, differentiable in `live_T` (and `ratio_T`). `ratio_T` (live / sampling
+    policy, with gradient) makes it the unbiased variant: the estimate is multiplied by the ratio. Raises ConfigError
+    for an unknown kind."""
     x_T = live_T - reference_T.detach()
     if kind == "k1":
         k_T = x_T

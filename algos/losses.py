@@ -57,10 +57,8 @@ def ppo_clip_loss(
 def cispo_loss(
     logprobs_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: float
 ) -> TokenLoss:
-    """-sg(clip(r, 1 - low, 1 + high)) A logp: the weight is clipped, every token keeps its gradient.
-
-    CISPO, MiniMax-M1, arXiv 2506.13585, eq. 4. Usual bounds: low >= 1 (none), high about 4.
-    """
+    """-sg(clip(r, 1 - low, 1 + high)) A logp: the weight is clipped, every token keeps its gradient. CISPO, MiniMax-M1,
+    arXiv 2506.13585, eq. 4. Usual bounds: low >= 1 (none), high about 4."""
     fixed_T = ratio_T.detach()
     bounded_T = fixed_T.clamp(max(1 - clip_low, 0.0), 1 + clip_high)
     loss_T = -bounded_T * advantages_T * logprobs_T
@@ -103,11 +101,9 @@ class ValueLoss:
 
 
 def value_loss(values_T: Tensor, old_T: Tensor, returns_T: Tensor, value_clip: float) -> ValueLoss:
-    """max((V - G)^2, (old + clamp(V - old, -c, c) - G)^2) per token, float [T] each; `value_clip` c = 0: (V - G)^2.
-
-    The square of PPO's objective (arXiv 1707.06347, eq. 9) with the bound of its authors' implementation: what would
-    go further than c from the value before the update, towards the return or past it, is not pulled any more.
-    """
+    """max((V - G)^2, (old + clamp(V - old, -c, c) - G)^2) per token, float [T] each; `value_clip` c = 0: (V - G)^2. The
+    square of PPO's objective (arXiv 1707.06347, eq. 9) with the bound of its authors' implementation: what would go
+    further than c from the value before the update, towards the return or past it, is not pulled any more."""
     plain_T = (values_T - returns_T).square()
     if value_clip == 0:
         return ValueLoss(plain_T, torch.zeros_like(plain_T, dtype=torch.bool))

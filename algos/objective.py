@@ -76,10 +76,8 @@ NOT_NEGATIVE = ("clip_low", "clip_high", "dual_clip", "tis_cap", "tis_floor", "m
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveConfig:
-    """What `policy_objective` does. "auto" for loss and correction is replaced by its meaning on construction.
-
-    Raises ConfigError for values that do not exist or do not go together.
-    """
+    """What `policy_objective` does. "auto" for loss and correction is replaced by its meaning on construction. Raises
+    ConfigError for values that do not exist or do not go together."""
 
     kind: AlgoKind = "grpo"
     loss: LossName = "auto"
@@ -150,11 +148,9 @@ class ObjectiveConfig:
 
 
 def needs_proximal(config: ObjectiveConfig) -> bool:
-    """Whether the batch must be scored once under the step's first weights, before its first mini-batch.
-
-    With one mini-batch the live log-probs of the training pass are the same numbers, unless weights must be known
-    before it (`mis_normalise`).
-    """
+    """Whether the batch must be scored once under the step's first weights, before its first mini-batch. With one
+    mini-batch the live log-probs of the training pass are the same numbers, unless weights must be known before it
+    (`mis_normalise`)."""
     if config.correction in ("none", "behaviour"):
         return False
     return config.minibatches > 1 or (config.correction == "mis" and config.mis_normalise)
@@ -198,10 +194,8 @@ def objective_config(algo: AlgoConfig, minibatches: int | None = None) -> Object
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """One micro-batch: the response tokens of all its samples one after another, masked ones included.
-
-    Values at masked tokens are never read. T may be 0 (an empty micro-batch that only pads the count).
-    """
+    """One micro-batch: the response tokens of all its samples one after another, masked ones included. Values at masked
+    tokens are never read. T may be 0 (an empty micro-batch that only pads the count)."""
 
     logprobs_T: Tensor
     """float [T]: live log-probs, with gradient."""
@@ -305,10 +299,8 @@ OPTIONS_OWN = TokenFunctions()
 def policy_objective(
     batch: TokenBatch, config: ObjectiveConfig, normaliser: Normaliser, functions: TokenFunctions = OPTIONS_OWN
 ) -> Objective:
-    """This micro-batch's share of the loss and its metrics. Gradient flows through `logprobs_T` and `entropy_T`.
-
-    Raises TrainError when log-probs that the options need are missing or a denominator is, and what `functions` raise.
-    """
+    """This micro-batch's share of the loss and its metrics. Gradient flows through `logprobs_T` and `entropy_T`. Raises
+    TrainError when log-probs that the options need are missing or a denominator is, and what `functions` raise."""
     view = _view(batch, config)
     mean_weight = normaliser.mean_weight
     weights = _weights(view, config, mean_weight) if functions.weight is None else functions.weight(view)
@@ -345,10 +337,8 @@ def policy_objective(
 
 
 def weight_sums(batch: TokenBatch, config: ObjectiveConfig) -> Tensor:
-    """float64 [2]: (sum, count) of this micro-batch's importance weights before normalisation.
-
-    Add them over micro-batches and ranks before the first backward pass; the quotient is `Normaliser.mean_weight`.
-    """
+    """float64 [2]: (sum, count) of this micro-batch's importance weights before normalisation. Add them over
+    micro-batches and ranks before the first backward pass; the quotient is `Normaliser.mean_weight`."""
     view = _view(batch, config)
     return ratios.weight_sums(_weights(view, config, 1.0).weight_T, view.segments, config.mis_level)
 
@@ -480,10 +470,8 @@ def _metrics(
 
 
 def mismatch_sums(train_T: Tensor, behaviour_T: Tensor, segments: Segments) -> dict[str, Tensor]:
-    """Masked token sums (0-dim, detached) of diff_abs, k1, k3, chi2; divide by the number of unmasked tokens.
-
-    Additive over micro-batches and ranks.
-    """
+    """Masked token sums (0-dim, detached) of diff_abs, k1, k3, chi2; divide by the number of unmasked tokens. Additive
+    over micro-batches and ranks."""
     x_T = segments.kept((train_T - behaviour_T).detach())
     q_T = torch.exp(x_T.clamp(-MAX_EXPONENT, MAX_EXPONENT))
     return {

@@ -58,10 +58,8 @@ def ratio(live_T: Tensor, old_T: Tensor) -> Tensor:
 
 
 def sequence_ratio(live_T: Tensor, old_T: Tensor, segments: Segments) -> Tensor:
-    """Geometric mean of live / old over each sample's unmasked tokens, spread to its tokens, [T], differentiable.
-
-    GSPO, arXiv 2507.18071, eq. 7. A fully masked sample has ratio 1.
-    """
+    """Geometric mean of live / old over each sample's unmasked tokens, spread to its tokens, [T], differentiable. GSPO,
+    arXiv 2507.18071, eq. 7. A fully masked sample has ratio 1."""
     mean_S = segments.mean_S(live_T - old_T.detach())
     return torch.exp(segments.spread_T(mean_S).clamp(-MAX_EXPONENT, MAX_EXPONENT))
 
@@ -125,11 +123,9 @@ def veto(train_T: Tensor, behaviour_T: Tensor, segments: Segments, threshold: fl
 
 
 def weight_sums(weight_T: Tensor, segments: Segments, level: Level) -> Tensor:
-    """float64 [2]: (sum of weights, their count) over unmasked tokens, or over samples that have any.
-
-    Add them over micro-batches and ranks; their quotient is the mean by which `normalise` divides. A mean taken
-    inside one micro-batch would make the loss depend on how the batch was cut. Raises ConfigError for geometric.
-    """
+    """float64 [2]: (sum of weights, their count) over unmasked tokens, or over samples that have any. Add them over
+    micro-batches and ranks; their quotient is the mean by which `normalise` divides. A mean taken inside one
+    micro-batch would make the loss depend on how the batch was cut. Raises ConfigError for geometric."""
     if level == "geometric":
         raise ConfigError("geometric weights have no batch mean", remedy="normalise at level token or sequence")
     wide_T = weight_T.double()

@@ -88,10 +88,8 @@ class LineEntry:
 
 class GroupLine:
     """Groups from the oldest unconsumed one on. A group that is dropped leaves, and all behind it move up by one.
-
-    `base` is the *effective index* of the first entry: the number of groups consumed or in front of it since
-    version 0 (a run that starts at version k counts from `k * batch_size`).
-    """
+    `base` is the *effective index* of the first entry: the number of groups consumed or in front of it since version 0
+    (a run that starts at version k counts from `k * batch_size`)."""
 
     __slots__ = ("_entries", "base", "num_open", "num_ready")
 
@@ -457,10 +455,8 @@ class Admission:
     # ---- events of a group
 
     def may_dispatch(self, engine_version: int, group_id: int | None = None) -> bool:
-        """May an engine that serves `engine_version` start a new group, or continue the handed-back `group_id`?
-
-        An engine that announces a version that does not exist (left over from before a rewind) counts as newest.
-        """
+        """May an engine that serves `engine_version` start a new group, or continue the handed-back `group_id`? An
+        engine that announces a version that does not exist (left over from before a rewind) counts as newest."""
         version = min(engine_version, self.newest_version)
         if group_id is None:
             return self._rules.admits(self._line, version, self.next_step)
@@ -506,10 +502,8 @@ class Admission:
         self._line.remove(group_id)
 
     def ready(self, group_id: int, oldest_version: int) -> None:
-        """A group is finished and kept. `oldest_version`: stamp of its oldest token.
-
-        Without any stamp (demonstrations) it is negative, and what was announced at the dispatch counts.
-        """
+        """A group is finished and kept. `oldest_version`: stamp of its oldest token. Without any stamp (demonstrations)
+        it is negative, and what was announced at the dispatch counts."""
         entry = self._line.get(group_id)
         _expect(entry, LineStage.UNDER_WAY, LineStage.WAITING)
         if oldest_version >= 0:
@@ -518,11 +512,9 @@ class Admission:
         self._swept_for = -1
 
     def select(self, step: int) -> Selection:
-        """The batch of the next step if it can be formed now, and the groups that have become too old.
-
-        After a batch is chosen, `overdue` also holds what cannot make the step after it. Raises StalenessError when
-        `step` is not the next one.
-        """
+        """The batch of the next step if it can be formed now, and the groups that have become too old. After a batch is
+        chosen, `overdue` also holds what cannot make the step after it. Raises StalenessError when `step` is not the
+        next one."""
         if step != self.next_step:
             raise StalenessError(f"step {step} asks for a batch, but the next step is {self.next_step}")
         overdue = self._sweep(step)
@@ -546,10 +538,8 @@ class Admission:
     def retune(
         self, *, max_staleness: int | None = None, policy: str | None = None, window: int | None = None
     ) -> tuple[Overdue, ...]:
-        """Change the bound or the policy; None leaves a value. Returns what is too old for the new bound.
-
-        Raises ConfigError and changes nothing when the values do not go together.
-        """
+        """Change the bound or the policy; None leaves a value. Returns what is too old for the new bound. Raises
+        ConfigError and changes nothing when the values do not go together."""
         eta = self.max_staleness if max_staleness is None else max_staleness
         # A window chosen by hand fits one eta only: another eta without another window goes back to the rule.
         if window is None:

@@ -414,10 +414,8 @@ class Eager:
         self._is_closed = False
 
     def start(self, coro: Coro, context: contextvars.Context) -> asyncio.Task[Any] | None:
-        """Step `coro` in `context`: None if it has ended (or was cancelled), else the task that continues it.
-
-        What it raises in its first step passes through.
-        """
+        """Step `coro` in `context`: None if it has ended (or was cancelled), else the task that continues it. What it
+        raises in its first step passes through."""
         loop, stand_in = self._loop, self._stand_in
         self._stand_in = None
         if stand_in is None or (task := stand_in.task).done() or task.cancelling():

@@ -61,9 +61,7 @@ class UndecodableError(ValueError):
 
 def encode_value(value: Any) -> tuple[bytes, list[memoryview]]:
     """Body and array frames of `value`. Frames are views of the caller's arrays: copy them before returning to it.
-
-    Raises BadRequest naming what cannot travel.
-    """
+    Raises BadRequest naming what cannot travel."""
     lifted: list[memoryview] = []
     try:
         tree = msgspec.to_builtins(value, enc_hook=lambda item: lift(item, lifted), str_keys=True)
@@ -128,10 +126,8 @@ def _nonfinite(tree: Any) -> list[tuple[list[str | int], str]]:
 
 
 def decode_value(body: Buffer, frames: list[memoryview], kind: Any) -> Any:
-    """The value of type `kind`; arrays are writable, aligned and own (or solely hold) their memory.
-
-    Raises UndecodableError; never anything else, whatever the bytes.
-    """
+    """The value of type `kind`; arrays are writable, aligned and own (or solely hold) their memory. Raises
+    UndecodableError; never anything else, whatever the bytes."""
     tree, odd = _split(body)
     reader = ArrayReader(frames)
     try:
@@ -240,10 +236,8 @@ class Codec:
         self._decode = msgspec.json.Decoder(tuple[kind], dec_hook=_read_array).decode
 
     def encode(self, value: Any) -> tuple[bytes, tuple[memoryview, ...]]:
-        """Body and array frames. Frames are views of the caller's arrays: copy them before returning to it.
-
-        Raises BadRequest naming what cannot travel.
-        """
+        """Body and array frames. Frames are views of the caller's arrays: copy them before returning to it. Raises
+        BadRequest naming what cannot travel."""
         if self._has_arrays:
             return self._encode_arrays(value)
         try:

@@ -119,10 +119,8 @@ class SlabWriter:
         return int(self._words[_GENERATION_WORD])
 
     def write(self, arrays: Sequence[NamedArray]) -> tuple[tuple[TensorSpec, ...], str, int]:
-        """Replace the content; returns specs with their offsets, the digest and the generation.
-
-        Raises SlabError if it does not fit or an array's bytes are not what its spec says; then the old content stays.
-        """
+        """Replace the content; returns specs with their offsets, the digest and the generation. Raises SlabError if it
+        does not fit or an array's bytes are not what its spec says; then the old content stays."""
         specs = self._lay_out(arrays)
         self._words[_GENERATION_WORD] += 1
         target = np.frombuffer(self._map, dtype=np.uint8)
@@ -247,10 +245,8 @@ def path_of(descriptor: int) -> str:
 
 
 def open_to_read(path: str, name: str) -> int:
-    """A descriptor of the memory file that its owner made under `name`.
-
-    Raises SlabError if it is gone or another one. Whatever else has that number is not opened: a pipe would block us.
-    """
+    """A descriptor of the memory file that its owner made under `name`. Raises SlabError if it is gone or another one.
+    Whatever else has that number is not opened: a pipe would block us."""
     if _PATH.fullmatch(path) is None:
         raise SlabError(f"{path!r} is no slab's path", remedy="take it from the manifest")
     try:

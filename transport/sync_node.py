@@ -106,11 +106,9 @@ class NodeThread:
     """A node whose loop runs in a thread of its own. Calls may come from any thread but that one."""
 
     def __init__(self, *, loop_factory: LoopFactory = uvloop.new_event_loop, **options: Unpack[AttachOptions]) -> None:
-        """Start the thread and join the system; arguments and errors as of `Node.attach`.
-
-        `loop_factory`: uvloop is faster, but its first loop leaves a pipe (two descriptors) in the process;
-        `asyncio.SelectorEventLoop` leaves nothing.
-        """
+        """Start the thread and join the system; arguments and errors as of `Node.attach`. `loop_factory`: uvloop is
+        faster, but its first loop leaves a pipe (two descriptors) in the process; `asyncio.SelectorEventLoop` leaves
+        nothing."""
         if options.get("network") is not None:
             raise LaunchError(
                 f"{options['name']}: an in-process network connects nodes of one loop, and this node has its own",
@@ -145,10 +143,8 @@ class NodeThread:
         return self._submit(work)
 
     def run(self, make: Callable[[], Coroutine[Any, Any, T]], timeout_s: float) -> T:
-        """Run a coroutine on the node's loop and wait for it, at most `timeout_s`, then it is cancelled.
-
-        Raises DeadlineExceeded after that, and what the coroutine raises.
-        """
+        """Run a coroutine on the node's loop and wait for it, at most `timeout_s`, then it is cancelled. Raises
+        DeadlineExceeded after that, and what the coroutine raises."""
         if threading.current_thread() is self._thread:
             raise WouldDeadlock(
                 f"the thread of {self.name} would wait for itself", remedy="await references inside handlers"
@@ -217,10 +213,8 @@ class NodeThread:
         return ActorGroup(self._caller, contract, members, self._node.peers)
 
     def call(self, method: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a reference's method and wait for the answer: `node.call(buffer.stats)`.
-
-        Ends by the call's own deadline (`with_deadline(buffer, 5)` changes it) with the outcomes of every call.
-        """
+        """Call a reference's method and wait for the answer: `node.call(buffer.stats)`. Ends by the call's own deadline
+        (`with_deadline(buffer, 5)` changes it) with the outcomes of every call."""
         target, deadline_s = _called(method)
 
         async def work() -> T:

@@ -116,9 +116,7 @@ class Transport(Protocol):
 
     def connect(self, peer: PeerKey, endpoints: Endpoints) -> None:
         """Begin to connect; sending may begin at once. Again for a known peer: only its endpoints are taken note of.
-
-        Raises LaunchError if no endpoint can be used.
-        """
+        Raises LaunchError if no endpoint can be used."""
         ...
 
     def send(self, peer: PeerKey, lane: Lane, parcel: Parcel) -> None:

@@ -71,9 +71,7 @@ def make_context() -> zmq.Context[Socket]:
 
 def make_inbox(context: zmq.Context[Socket], lane: Lane, key: KeyPair | None) -> Socket:
     """Receive-only ROUTER. libzmq makes the routing ids: with chosen ones a restarted peer got a dead one's replies.
-
-    Raises LaunchError without free descriptors.
-    """
+    Raises LaunchError without free descriptors."""
     inbox = _new_socket(context, zmq.ROUTER, "an endpoint")
     _common(inbox, lane, has_network=key is not None)
     inbox.setsockopt(zmq.MAXMSGSIZE, max_message(lane))
@@ -88,9 +86,7 @@ def make_inbox(context: zmq.Context[Socket], lane: Lane, key: KeyPair | None) ->
 
 def make_outbox(context: zmq.Context[Socket], lane: Lane, key: KeyPair | None, server: str = "") -> Socket:
     """Send-only DEALER for one connection: it never reconnects by itself, so each connection begins with our HELLO.
-
-    `key`: our own pair, `server`: the peer's public key, both for tcp. Raises LaunchError without free descriptors.
-    """
+    `key`: our own pair, `server`: the peer's public key, both for tcp. Raises LaunchError without free descriptors."""
     outbox = _new_socket(context, zmq.DEALER, "a connection")
     _common(outbox, lane, has_network=key is not None)
     outbox.setsockopt(zmq.IMMEDIATE, 1)
@@ -118,10 +114,8 @@ def _new_socket(context: zmq.Context[Socket], kind: int, what: str) -> Socket:
 
 
 def read_event(monitor: Socket) -> tuple[int, int, str]:
-    """(event, its value, endpoint) of the next message of a monitor; raises zmq.Again.
-
-    pyzmq's own reader makes a member of an enumeration of every value that it meets, and keeps them all.
-    """
+    """(event, its value, endpoint) of the next message of a monitor; raises zmq.Again. pyzmq's own reader makes a
+    member of an enumeration of every value that it meets, and keeps them all."""
     head, endpoint = monitor.recv_multipart(zmq.NOBLOCK)
     event, value = _MONITOR_EVENT.unpack(head)
     return event, value, endpoint.decode("ascii", "replace")
@@ -361,8 +355,7 @@ class Inbox:
 
     def _receive(self) -> tuple[bytes, zmq.Frame | None, memoryview]:
         """Source and message. Nothing in place of a message whose sender chose its routing id, or of a second frame: no
-        process of ours sends such. To ask of each message whether it has more frames costs as much as receiving it.
-        """
+        process of ours sends such. To ask of each message whether it has more frames costs as much as receiving it."""
         recv = self._socket.recv
         source = recv(_NOBLOCK)
         if len(source) != _ID_BYTES:

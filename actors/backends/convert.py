@@ -125,9 +125,7 @@ _LAYERS = re.compile(r"decoder\.layers\.(?:(?P<layer>\d+)\.)?(?P<name>.+)")
 
 def read_whole_weights(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """(HuggingFace name, whole CPU tensor), one Megatron parameter of the file read at a time; no order is promised.
-
-    Raises TrainError naming the parameter that is missing or that no rule knows.
-    """
+    Raises TrainError naming the parameter that is missing or that no rule knows."""
     reader = FileSystemReader(folder)
     index = cast("Mapping[str, Any]", reader.read_metadata().state_dict_metadata)
     shapes = config.tensor_shapes()

@@ -191,10 +191,8 @@ class RankBackend(Generic[C, P]):
             yield from parts.exporter.on_device(to_all=to_all)
 
     def save(self, folder: str, extra: dict[str, Any]) -> None:
-        """Write a checkpoint to `folder`; it appears there when it is complete on all ranks. Collective.
-
-        `extra` must be JSON. Raises TrainError (on every rank) if any rank fails; an older checkpoint there then stays.
-        """
+        """Write a checkpoint to `folder`; it appears there when it is complete on all ranks. Collective. `extra` must
+        be JSON. Raises TrainError (on every rank) if any rank fails; an older checkpoint there then stays."""
         parts = self._ready_with_optimizer()
         with parts.world.phase("save a checkpoint"):
             pending = parts.begin_save(folder, extra)

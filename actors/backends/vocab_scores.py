@@ -40,10 +40,8 @@ _log = logging.getLogger("myxa.backends")
 
 def fused(fn: Callable[P, R]) -> Callable[P, R]:
     """`fn` compiled for tensors on a GPU. It is pure, its first argument is a tensor; sizes may change call by call.
-
     What cannot be compiled, now or for a later kind of arguments, runs as it is from then on; a true error comes from
-    that too.
-    """
+    that too."""
     chosen: list[Callable[P, R]] = []
 
     @functools.wraps(fn)
@@ -105,11 +103,9 @@ def score_rows(
     *,
     needs_entropy_grad: bool = False,
 ) -> Tensor:
-    """Log-prob and entropy of `targets_M` (int64 [M]) under softmax(hidden_Mh @ head_Vh.T / temperature).
-
-    float32 [M, 2], in nats, equal on all ranks of the group. The gradient of `hidden_Mh` is this slice's part: add it
-    up over the group. Entropy passes no gradient on unless asked to.
-    """
+    """Log-prob and entropy of `targets_M` (int64 [M]) under softmax(hidden_Mh @ head_Vh.T / temperature). float32 [M,
+    2], in nats, equal on all ranks of the group. The gradient of `hidden_Mh` is this slice's part: add it up over the
+    group. Entropy passes no gradient on unless asked to."""
     scores = cast(
         Tensor, cast(Any, _ScoreRows).apply(hidden_Mh, head_Vh, targets_M, vocab, temperature, needs_entropy_grad)
     )
@@ -187,10 +183,8 @@ def _in_rows(temperature: Temperature, rows: slice) -> Temperature:
 
 
 def _row_facts(logits_CV: Tensor, own_C: Tensor, temperature: Temperature) -> Tensor:
-    """float32 [C, 4] of this slice: maximum m, sum of exp(z - m), sum of (z - m) exp(z - m), target's logit (or 0).
-
-    A slice without rows has m = -inf and sums of 0.
-    """
+    """float32 [C, 4] of this slice: maximum m, sum of exp(z - m), sum of (z - m) exp(z - m), target's logit (or 0). A
+    slice without rows has m = -inf and sums of 0."""
     if logits_CV.shape[1]:
         return _measured(logits_CV, own_C, temperature)
     empty = logits_CV.new_zeros(logits_CV.shape[0], 4, dtype=torch.float32)

@@ -46,11 +46,8 @@ def numeric(
     completion: Completion, *, extract_from: Extract = "auto", tolerance: float | None = None, absolute: float = 0.0
 ) -> float:
     """Whether the answer is the label as a number, within `tolerance * |label|` or `absolute`. Without `tolerance`, a
-    label that is a whole number is met exactly, others to 1e-6.
-
-    A marked answer is one number, with a unit or `x =` if it likes, or wrong; in unmarked text the last number counts.
-    Raises ValueError for a label that is no number.
-    """
+    label that is a whole number is met exactly, others to 1e-6. A marked answer is one number, with a unit or `x =` if
+    it likes, or wrong; in unmarked text the last number counts. Raises ValueError for a label that is no number."""
     wanted = [one for label in labels_of_numbers(completion.label) if (one := quantity_of_label(label)) is not None]
     if not wanted:
         raise ValueError(f"the label {completion.label[:80]!r} is not a number")
@@ -154,9 +151,8 @@ def bind_builtin(
     strip_thinking: bool = True,
     key: str = "reward.args",
 ) -> RewardFunction:
-    """The named reward with its arguments, from `key` of the run file. `strip_thinking`: it reads only what
-    follows a model's thoughts, unless its pattern speaks of them. Raises ConfigError for arguments that it does not
-    take."""
+    """The named reward with its arguments, from `key` of the run file. `strip_thinking`: it reads only what follows a
+    model's thoughts, unless its pattern speaks of them. Raises ConfigError for arguments that it does not take."""
     builtin = BUILTINS[name]
     given = dict(args or {})
     if pattern and builtin.takes_pattern:

@@ -81,10 +81,8 @@ class ControlNote(msgspec.Struct, frozen=True, kw_only=True):
 
 def find_run(named: Path | None, *, command: str = "") -> ControlNote:
     """The run that is named, else the only live one: of `runs/` here, of this folder or one below, or else of this user
-    on this host. `command`: what was typed, of a command that changes the run: one elsewhere has to be named.
-
-    Raises LaunchError when there is none, or more than one to choose from, which it lists.
-    """
+    on this host. `command`: what was typed, of a command that changes the run: one elsewhere has to be named. Raises
+    LaunchError when there is none, or more than one to choose from, which it lists."""
     if named is not None:
         return _named(named)
     of_user = _live(_of_this_user())
@@ -154,11 +152,9 @@ CHUNK_BYTES = 1 << 16
 
 
 class ControlClient:
-    """Asks one run. Each call has its own connection, so a client may be kept for any time.
-
-    Speaks HTTP/1.0, where an answer ends with its connection: the standard library's client takes longer to import than
-    a command takes to run.
-    """
+    """Asks one run. Each call has its own connection, so a client may be kept for any time. Speaks HTTP/1.0, where an
+    answer ends with its connection: the standard library's client takes longer to import than a command takes to
+    run."""
 
     def __init__(self, note: ControlNote, *, view: bool = False) -> None:
         self.note = note

@@ -117,10 +117,8 @@ def _shown_sample(sample: Sample, tokenizer: Tokenizer, max_tokens: int) -> dict
 
 
 def token_texts(ids: Sequence[int], tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Text of each token; one that only begins a character has none, the one that completes it has all of it.
-
-    Each is decoded after the one before, since tokenizers treat the first token of a text in their own way.
-    """
+    """Text of each token; one that only begins a character has none, the one that completes it has all of it. Each is
+    decoded after the one before, since tokenizers treat the first token of a text in their own way."""
     texts: list[str] = []
     begun: list[int] = []
     before: list[int] = []

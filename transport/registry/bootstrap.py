@@ -181,10 +181,8 @@ async def join(
     timeout_s: float,
     door: ConnectionGuard | None = None,
 ) -> NodeRecord:
-    """Register and return our record. Raises LaunchError naming the registry's endpoint if it does not answer.
-
-    A registry that was restarted since its record was written is found on the way; `place` then says where it is.
-    """
+    """Register and return our record. Raises LaunchError naming the registry's endpoint if it does not answer. A
+    registry that was restarted since its record was written is found on the way; `place` then says where it is."""
     stranger = _Stranger()
     own = PeerKey(PROVISIONAL | secrets.randbits(31), 0)
     session = Session(own=own, name=name, transport=transport, host=stranger, clock=clock, door=door)

@@ -66,10 +66,8 @@ class RegistryContract(Actor):
     @call(deadline=10, reentrant=True)
     async def process_exited(self, node: str, epoch: int, status: int, pid: int = 0) -> bool:
         """A launcher saw the process end (negative status: by a signal). It knows the epoch or the process id; 0: not.
-
         All nodes hear of it; calls pending to it fail at once. False if that incarnation was gone or replaced already.
-        Give one of the two: with neither, a report that comes late would hit the next incarnation.
-        """
+        Give one of the two: with neither, a report that comes late would hit the next incarnation."""
         raise NotImplementedError
 
     @call(deadline=10, reentrant=True)
@@ -89,10 +87,8 @@ class RegistryContract(Actor):
 
     @call(deadline=UPDATES_S + 3.0, reentrant=True)
     async def updates(self, after: int, history: int, wait_s: float = UPDATES_S) -> tuple[DirectoryUpdate, ...]:
-        """What happened after version `after` (-1: a snapshot), once something has; none after `wait_s`.
-
-        `history`: of which incarnation of the registry that version is; for another one a snapshot comes first.
-        """
+        """What happened after version `after` (-1: a snapshot), once something has; none after `wait_s`. `history`: of
+        which incarnation of the registry that version is; for another one a snapshot comes first."""
         raise NotImplementedError
 
 

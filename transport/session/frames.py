@@ -167,10 +167,8 @@ class EnvelopeChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode(envelope: Envelope) -> bytearray:
-    """The bytes of an envelope, in its own memory: arrays may change as soon as this returns.
-
-    See `pack_head` for the many that have neither options nor arrays.
-    """
+    """The bytes of an envelope, in its own memory: arrays may change as soon as this returns. See `pack_head` for the
+    many that have neither options nor arrays."""
     body, frames = envelope.body, envelope.frames
     extras, flags = options(envelope.key, envelope.trace, envelope.chain)
     if envelope.is_idempotent:
@@ -302,10 +300,8 @@ def _read_chunk(data: memoryview, limits: FrameLimits) -> EnvelopeChunk | Malfor
 
 
 class Assembly:
-    """Puts the chunks of one connection together; they must come in order.
-
-    Memory grows as bytes arrive: a peer that only announces a large envelope costs nothing but addresses.
-    """
+    """Puts the chunks of one connection together; they must come in order. Memory grows as bytes arrive: a peer that
+    only announces a large envelope costs nothing but addresses."""
 
     def __init__(self) -> None:
         self._reset(0)
@@ -500,10 +496,8 @@ class Assemblies:
         self.num_bytes = 0
 
     def add(self, source: bytes, chunk: EnvelopeChunk) -> memoryview | Malformed | None:
-        """The whole envelope with its last chunk; Malformed for one out of order; None: there is more to come.
-
-        Raises MemoryError if the process may not have so much; the caller drops it then.
-        """
+        """The whole envelope with its last chunk; Malformed for one out of order; None: there is more to come. Raises
+        MemoryError if the process may not have so much; the caller drops it then."""
         if chunk.index == 0:
             self._given_up.pop(source, None)
         elif self._given_up.get(source) == chunk.total:

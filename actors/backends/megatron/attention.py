@@ -62,10 +62,8 @@ def _cumulated(lengths: Sequence[int], device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionPlan:
-    """What one rank attends to in one micro-batch, shared by all layers.
-
-    Segment i of the queries sees segment i of the keys, causally, both ending at the same token.
-    """
+    """What one rank attends to in one micro-batch, shared by all layers. Segment i of the queries sees segment i of the
+    keys, causally, both ending at the same token."""
 
     query_lengths: tuple[int, ...]
     key_lengths: tuple[int, ...]
@@ -131,10 +129,8 @@ class _GatherRows(torch.autograd.Function):
 
 
 class VarlenAttention(nn.Module):
-    """Core attention of one layer. Queries [T, heads, d], keys and values [T, groups, d] -> [T, heads * d].
-
-    Without packed sequences it takes [s, b, heads, d] and gives [s, b, heads * d].
-    """
+    """Core attention of one layer. Queries [T, heads, d], keys and values [T, groups, d] -> [T, heads * d]. Without
+    packed sequences it takes [s, b, heads, d] and gives [s, b, heads * d]."""
 
     def __init__(
         self,

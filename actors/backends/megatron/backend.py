@@ -65,11 +65,9 @@ class MegatronBackend(RankBackend[MegatronRankSettings, _Parts]):
         self._offload = offload
 
     def setup(self) -> dict[str, Any]:
-        """Join the gang, build model, reference and optimizer; returns facts for the log.
-
-        Raises ModelError for a bad folder, LaunchError if the gang does not meet, ConfigError for settings that do not
-        go together or that the installed megatron-core does not know, UserCodeError for a function that cannot be had.
-        """
+        """Join the gang, build model, reference and optimizer; returns facts for the log. Raises ModelError for a bad
+        folder, LaunchError if the gang does not meet, ConfigError for settings that do not go together or that the
+        installed megatron-core does not know, UserCodeError for a function that cannot be had."""
         config, home = self._config, self._offload
         check_schedule(config.optimizer, config.total_updates)
         check_settings(config)

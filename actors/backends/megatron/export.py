@@ -49,10 +49,7 @@ class MegatronExporter:
 
     def on_device(self, *, to_all: bool = False) -> Iterator[tuple[str, Tensor]]:
         """(HuggingFace name, whole tensor) of this stage on its sending rank, in a fixed order; nothing elsewhere. With
-        `to_all` of all stages on every rank.
-
-        Collective: every rank must go through it to its end.
-        """
+        `to_all` of all stages on every rank. Collective: every rank must go through it to its end."""
         for name, tensor in self._tensors(to_all):
             yield name, tensor.detach().to(self._serving_dtype)
 

@@ -122,11 +122,9 @@ def _find(rules: Sequence[Rule], name: str) -> Rule:
 def load_hf_folder(
     chunks: Sequence[nn.Module], folder: str | Path, config: ModelConfig, layout: ParallelLayout
 ) -> None:
-    """Fill this rank's parameters; table rows that only pad the vocabulary become zero. Not collective.
-
-    Raises ModelError naming file and weight if the folder is not the config's, ConfigError if the chunks were not
-    built with this layout.
-    """
+    """Fill this rank's parameters; table rows that only pad the vocabulary become zero. Not collective. Raises
+    ModelError naming file and weight if the folder is not the config's, ConfigError if the chunks were not built with
+    this layout."""
     grid = read_grid()
     built = (grid.tp.size(), grid.pp.size(), grid.cp.size(), grid.ep.size(), grid.etp.size())
     if built != (layout.tp, layout.pp, layout.cp, layout.ep, layout.etp):

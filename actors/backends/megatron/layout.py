@@ -93,11 +93,8 @@ class ParallelLayout:
         return rank // (self.tp * self.cp) % self.dp(world_size)
 
     def check_model(self, config: ModelConfig, overrides: Collection[str] = ()) -> None:
-        """Raise ConfigError naming the first degree that cannot cut this model.
-
-        `overrides`: names of fields in `[megatron.model]`; some place layers on stages by hand, whose number then need
-        not divide.
-        """
+        """Raise ConfigError naming the first degree that cannot cut this model. `overrides`: names of fields in
+        `[megatron.model]`; some place layers on stages by hand, whose number then need not divide."""
         heads = f"num_attention_heads = {config.num_heads}"
         groups = f"num_key_value_heads = {config.num_kv_heads}"
         for key, degree, length, what in (

@@ -37,10 +37,8 @@ class Precision:
 def wrap_chunks(
     chunks: Sequence[nn.Module], config: Any, settings: MegatronSettings, options: Mapping[str, Any]
 ) -> list[nn.Module]:
-    """Data parallelism around every chunk; sets in the pipeline's `config` how gradients are synchronised.
-
-    `options`: checked fields of DistributedDataParallelConfig.
-    """
+    """Data parallelism around every chunk; sets in the pipeline's `config` how gradients are synchronised. `options`:
+    checked fields of DistributedDataParallelConfig."""
     fields = {
         "grad_reduce_in_fp32": True,
         "check_for_nan_in_grad": False,  # all ranks agree on that before an update, and name the groups
@@ -167,11 +165,9 @@ def _offload(settings: MegatronSettings, precision: Precision) -> dict[str, Any]
 
 
 def _prepare(inner: torch.optim.AdamW, device: torch.device) -> None:
-    """One kernel per update on GPUs, and moments that exist from the start.
-
-    torch's default on CUDA ("foreach") makes temporary copies as large as all parameters; and Megatron's checkpoints
-    read the moments of an optimizer that has not stepped yet.
-    """
+    """One kernel per update on GPUs, and moments that exist from the start. torch's default on CUDA ("foreach") makes
+    temporary copies as large as all parameters; and Megatron's checkpoints read the moments of an optimizer that has
+    not stepped yet."""
     for group in inner.param_groups:
         if device.type == "cuda":
             group["fused"], group["foreach"] = True, False

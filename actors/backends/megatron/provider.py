@@ -50,10 +50,8 @@ def transformer_config(
     uses_engine: bool = False,
 ) -> Any:
     """megatron-core's TransformerConfig of the model. `overrides`: the run file's `[megatron.model]`, field by field.
-
     Raises ConfigError naming the key for a field that is unknown, not the user's to set, or refused by megatron-core,
-    and for a layout that does not fit the model.
-    """
+    and for a layout that does not fit the model."""
     settings_type = mcore.module("transformer").TransformerConfig
     check_table("model", overrides, {field.name for field in fields(settings_type)}, OWNED_MODEL)
     layout.check_model(config, overrides)
@@ -74,10 +72,8 @@ def build_model_chunks(
     transformer_engine: str = "auto",
 ) -> list[nn.Module]:
     """This rank's part of the model with random weights, one module per virtual stage, on this rank's device.
-
     megatron-core's parallel state must be initialised with the same layout. In half precision each module is wrapped in
-    megatron-core's Float16Module. Raises ConfigError as `transformer_config` does.
-    """
+    megatron-core's Float16Module. Raises ConfigError as `transformer_config` does."""
     uses_engine = chosen_engine(transformer_engine, config, precision)
     settings = transformer_config(config, layout, precision, overrides, uses_engine=uses_engine)
     chunks: list[nn.Module] = []
@@ -273,10 +269,8 @@ def _experts_spec() -> Any:
 
 def chosen_engine(choice: str, config: ModelConfig, precision: torch.dtype) -> bool:
     """Whether to build with Transformer Engine. `choice`: "off", "on", or "auto": if it is installed and helps, that is
-    for dense layers in half precision on a GPU (experts are ours either way; torch's grouped product is faster).
-
-    Raises ConfigError for "on" where it cannot be, and for another word.
-    """
+    for dense layers in half precision on a GPU (experts are ours either way; torch's grouped product is faster). Raises
+    ConfigError for "on" where it cannot be, and for another word."""
     if choice == "off":
         return False
     if choice not in ("auto", "on"):

@@ -169,9 +169,7 @@ class Pipeline:
 
     def train(self, packs: Sequence[Pack], loss_of: LossOf, *, needs_entropy_grad: bool = False) -> None:
         """Forward and backward of all micro-batches; gradients end summed over all ranks that share them. Collective.
-
-        Every rank gives as many packs; `loss_of` is called in their order, on scoring ranks only.
-        """
+        Every rank gives as many packs; `loss_of` is called in their order, on scoring ranks only."""
         self._run(packs, loss_of, needs_entropy_grad=needs_entropy_grad, forward_only=False)
 
     @torch.no_grad()

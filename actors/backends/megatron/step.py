@@ -90,11 +90,9 @@ class MegatronStepper:
         return with_knobs(self._settings, knobs, has_reference=self._reference is not None)
 
     def train(self, shard: TrainShard, settings: StepSettings) -> StepStats:
-        """One update per mini-batch; returns metrics, equal on all ranks except for times, and what is shown.
-
-        Ranks of one replica give the same shard. Raises TrainError, on all ranks and before the update concerned, if a
-        loss or gradient is not finite, and UserCodeError likewise for a function of the user's that failed.
-        """
+        """One update per mini-batch; returns metrics, equal on all ranks except for times, and what is shown. Ranks of
+        one replica give the same shard. Raises TrainError, on all ranks and before the update concerned, if a loss or
+        gradient is not finite, and UserCodeError likewise for a function of the user's that failed."""
         started_s = self._clock.monotonic()
         step = TrainingStep.begin(shard, settings)
         minibatches = cut_shard(shard, self._cutting_for(step.objective))
@@ -228,9 +226,7 @@ class MegatronStepper:
         self, step: TrainingStep, micros: Sequence[PackedBatch], normaliser: Normaliser, place: str
     ) -> TrainError:
         """All losses are finite but the gradient is not: repeat the passes one by one to find where it comes from.
-
-        Gradients are summed over replicas as they are made, so the micro-batches of one round are accused together.
-        """
+        Gradients are summed over replicas as they are made, so the micro-batches of one round are accused together."""
         for k, micro in enumerate(micros):
             spare = TrainingStep.begin(step.shard, step.settings)
             alone = [micro, *self._empty(self._cutting.multiple_of_micros - 1)]

@@ -299,10 +299,8 @@ def first_not_finite(values_K: Tensor) -> int:
 
 
 def accusation(world: World, what: str, place: str, micro: int, group_ids: Sequence[int]) -> TrainError | None:
-    """The error all ranks raise if any of them found micro-batch `micro` (-1: none) bad; None if all are well.
-
-    `what`: "loss" or "gradient"; `place`: step and mini-batch in words.
-    """
+    """The error all ranks raise if any of them found micro-batch `micro` (-1: none) bad; None if all are well. `what`:
+    "loss" or "gradient"; `place`: step and mini-batch in words."""
     named = list(group_ids[:MAX_NAMED]) if micro >= 0 else []
     claim = torch.full((2 + MAX_NAMED,), -1, dtype=torch.int64)
     claim[0] = micro

@@ -57,11 +57,9 @@ class TorchBackend(RankBackend[RankSettings, _Parts]):
         self._offload = offload
 
     def setup(self) -> dict[str, Any]:
-        """Join the gang, build model, reference and optimizer; returns facts for the log.
-
-        Raises ModelError for a bad folder, LaunchError if the gang does not meet, ConfigError for settings that do not
-        go together, UserCodeError for a function that cannot be imported.
-        """
+        """Join the gang, build model, reference and optimizer; returns facts for the log. Raises ModelError for a bad
+        folder, LaunchError if the gang does not meet, ConfigError for settings that do not go together, UserCodeError
+        for a function that cannot be imported."""
         config = self._config
         check_schedule(config.optimizer, config.total_updates)
         functions = load_functions(config.algo)

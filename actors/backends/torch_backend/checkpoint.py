@@ -66,11 +66,9 @@ class CheckpointFinding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def agreed_checkpoint(world: World, place: str | Path, check: ManifestCheck) -> tuple[Path, Manifest]:
-    """The folder that rank 0 finds at `place`, and its manifest. Collective.
-
-    Raises on every rank: TornCheckpoint if anything is not as it was written, TrainError if there is none, if `check`
-    refuses it, or if ranks see different checkpoints there.
-    """
+    """The folder that rank 0 finds at `place`, and its manifest. Collective. Raises on every rank: TornCheckpoint if
+    anything is not as it was written, TrainError if there is none, if `check` refuses it, or if ranks see different
+    checkpoints there."""
     named = ""
     with world.together(f"loading checkpoint {place}"):
         if world.rank == 0:

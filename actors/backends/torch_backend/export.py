@@ -38,10 +38,8 @@ def gathered_as(folder_dtype: torch.dtype) -> torch.dtype:
 
 
 def for_folder(arrays: list[NamedArray], dtype: torch.dtype) -> tuple[list[NamedArray], torch.dtype]:
-    """Weights, gathered as `gathered_as` says, in the type of a folder; in float32 if one would become infinite.
-
-    Then the log says so: a run that ends writes its model all the same.
-    """
+    """Weights, gathered as `gathered_as` says, in the type of a folder; in float32 if one would become infinite. Then
+    the log says so: a run that ends writes its model all the same."""
     if gathered_as(dtype) == dtype:
         return arrays, dtype
     narrow: list[NamedArray] = []
@@ -98,9 +96,7 @@ class TorchExporter:
 
     def on_host(self) -> list[NamedArray]:
         """All weights in the order of the forward pass, one behind the other (`offset`); empty on other ranks.
-
-        Collective: under fsdp every tensor is gathered, one at a time.
-        """
+        Collective: under fsdp every tensor is gathered, one at a time."""
         return self._arrays(self._dtype, self._buffers)
 
     def _arrays(self, dtype: torch.dtype, buffers: dict[str, Tensor]) -> list[NamedArray]:
@@ -118,10 +114,8 @@ class TorchExporter:
         return arrays
 
     def on_device(self, *, to_all: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole tensor on this rank's device) in the order of `tensors`, on rank 0, or on all.
-
-        Collective: every rank must exhaust it. Live parameters where they are whole and of the serving type already.
-        """
+        """(name, whole tensor on this rank's device) in the order of `tensors`, on rank 0, or on all. Collective: every
+        rank must exhaust it. Live parameters where they are whole and of the serving type already."""
         parameters = dict(self._replica.parameters())
         for name in self._config.tensor_shapes():
             whole = whole_tensor(parameters[name].detach())

@@ -50,10 +50,8 @@ class AttentionBlock:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One micro-batch as index tensors on the model's device.
-
-    M = loss tokens, T = packed tokens, N = packed tokens that predict a loss token, S = slots of all blocks.
-    """
+    """One micro-batch as index tensors on the model's device. M = loss tokens, T = packed tokens, N = packed tokens
+    that predict a loss token, S = slots of all blocks."""
 
     token_ids_T: Tensor
     """int64 [T]"""

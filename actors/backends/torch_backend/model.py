@@ -66,9 +66,7 @@ class Embedding(nn.Module):
 
 class _PadRows(Function):
     """Packed [T, ...] -> slots [S, ...]. Each token has one slot, so the gradient is a gather too and no scatter-add.
-
-    What reaches padding slots is dropped: it is zero, because no real token attends to them.
-    """
+    What reaches padding slots is dropped: it is zero, because no real token attends to them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index_S: Tensor, slots_T: Tensor) -> Tensor:
@@ -276,11 +274,9 @@ class CausalLM(PackedModel):
 
 
 def linear_cost(config: ModelConfig, device: torch.device) -> float:
-    """Number of attended tokens whose attention costs what the matrix products of one token cost in a layer.
-
-    By operations; on CUDA a quarter of that, since products use the tensor cores better than masked attention does
-    (0.6B on an H200, 200 prompt and 400 answer tokens: sharing by operations alone was 15% slower than not sharing).
-    """
+    """Number of attended tokens whose attention costs what the matrix products of one token cost in a layer. By
+    operations; on CUDA a quarter of that, since products use the tensor cores better than masked attention does (0.6B
+    on an H200, 200 prompt and 400 answer tokens: sharing by operations alone was 15% slower than not sharing)."""
     share = 0.25 if device.type == "cuda" else 1.0
     attention = config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
     products = attention + 3 * config.hidden_size * config.intermediate_size

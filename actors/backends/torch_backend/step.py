@@ -154,11 +154,9 @@ class Stepper:
         return with_knobs(self._settings, knobs, has_reference=self._reference is not None)
 
     def train(self, shard: TrainShard, settings: StepSettings) -> StepStats:
-        """One update per mini-batch; returns metrics, equal on all ranks except for times, and what is shown.
-
-        Raises TrainError, on all ranks and before the update concerned, if a loss or gradient is not finite, and
-        UserCodeError likewise for a function of the user's that failed.
-        """
+        """One update per mini-batch; returns metrics, equal on all ranks except for times, and what is shown. Raises
+        TrainError, on all ranks and before the update concerned, if a loss or gradient is not finite, and UserCodeError
+        likewise for a function of the user's that failed."""
         started_s = self._clock.monotonic()
         step = TrainingStep.begin(shard, settings)
         minibatches = cut_shard(shard, self._cutting_for(step.objective))

@@ -75,10 +75,8 @@ def from_bytes(array: NamedArray) -> Tensor:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, sharing its memory: the local tensor of a DTensor, else the tensor itself.
-
-    Asked by attribute, not by type: importing DTensor costs half a second that only sharded runs should pay.
-    """
+    """This rank's part of a tensor, sharing its memory: the local tensor of a DTensor, else the tensor itself. Asked by
+    attribute, not by type: importing DTensor costs half a second that only sharded runs should pay."""
     return cast(Tensor, cast(Any, tensor).to_local()) if hasattr(tensor, "to_local") else tensor
 
 

@@ -59,10 +59,8 @@ class Gang:
     def from_environment(
         environment: Mapping[str, str], timeout_s: float = 300.0, *, collective_s: float = 0.0
     ) -> Gang:
-        """From RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK as torchrun sets them; none set: alone.
-
-        Raises LaunchError for a value that is not a number.
-        """
+        """From RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK as torchrun sets them; none set: alone. Raises
+        LaunchError for a value that is not a number."""
         numbers = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": 0, "LOCAL_RANK": 0}
         for name in numbers:
             text = environment.get(name, "")
@@ -94,10 +92,8 @@ class World:
 
     @staticmethod
     def join(gang: Gang, device: torch.device) -> World:
-        """Meet the other ranks and form the process group.
-
-        Raises LaunchError naming the ranks that did not come, or what is wrong with the address.
-        """
+        """Meet the other ranks and form the process group. Raises LaunchError naming the ranks that did not come, or
+        what is wrong with the address."""
         rank, size = gang.rank, gang.world_size
         if not 0 <= rank < size:
             raise LaunchError(f"trainer rank {rank} is outside a gang of {size}", remedy="check RANK and WORLD_SIZE")
