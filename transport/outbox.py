@@ -293,8 +293,11 @@ class Outbox:
             self._on_broken("its host does not answer")
 
     def _on_no_answer(self) -> None:
+        # Its kernel takes connections and its process does nothing: stopped or stuck, which is not unreachable. Whether
+        # it hangs is for the loop's heartbeat to say.
         if not self._has_moved_on():
-            self._on_stuck("no answer to the handshake")
+            self._down_since = self._loop.time()
+            self._on_broken("no answer to the handshake")
 
     def _has_moved_on(self) -> bool:
         """Time is up, but this loop may have been held up longer than the other side: see what has come meanwhile."""
@@ -312,12 +315,6 @@ class Outbox:
         self._queue.appendleft(Parcel(self._sink_of().greeting(self._peer, self._lane, self._sent_units)))
         self._sink_of().connected(self._peer, self._lane)
         self._depart()
-
-    def _on_stuck(self, why: str) -> None:
-        """Its kernel takes connections and its process does nothing: stopped or stuck, which is not unreachable.
-        Whether it hangs is for the loop's heartbeat to say."""
-        self._down_since = self._loop.time()
-        self._on_broken(why)
 
     def _on_broken(self, why: str) -> None:
         if self._state not in (OutboxState.CONNECTING, _READY):

@@ -322,7 +322,10 @@ class Dashboard:
             raise web.HTTPUnsupportedMediaType(text="send JSON")
         verb, pairs = request.match_info["verb"], [pair for pair in request.query.items() if pair[0] != "token"]
         if not self._feed.socket:
-            return await self._of_files(verb, dict(pairs))
+            if verb == "samples":
+                return await self._kept_samples(dict(pairs))
+            over = LaunchError("the run is over", remedy="`myxa report RUN` shows how it went")
+            return _answer(409, {"error": error_answer(over)})
         with self._asking():
             try:
                 return await self._passed_on(request, verb, pairs)
@@ -332,13 +335,6 @@ class Dashboard:
             finally:
                 if request.method == "POST":
                     self._feed.wake()
-
-    async def _of_files(self, verb: str, asked: Mapping[str, str]) -> web.Response:
-        """Of a run that is over."""
-        if verb == "samples":
-            return await self._kept_samples(asked)
-        over = LaunchError("the run is over", remedy="`myxa report RUN` shows how it went")
-        return _answer(409, {"error": error_answer(over)})
 
     async def _passed_on(self, request: web.Request, verb: str, pairs: list[tuple[str, str]]) -> web.StreamResponse:
         url = f"http://{CONTROL_HOST}/{quote(verb, safe='')}"

@@ -191,7 +191,10 @@ class RegistryState:
 
     def announce(self, name: str, epoch: int, actors: tuple[HostedActor, ...], reasons: dict[str, str]) -> NodeRecord:
         """The actors of an incarnation, all of them. Raises StaleEpoch if it is not the current one."""
-        old = self._current(name, epoch)
+        old = self._nodes.get(name)
+        if old is None or old.epoch != epoch:
+            newest = self._epochs.get(name, 0)
+            raise StaleEpoch(f"{name} epoch {epoch} is not registered; the newest is {newest}")
         for actor in actors:
             host = self.find(actor.name)
             if host is not None and host.name != name:
@@ -213,13 +216,6 @@ class RegistryState:
         self.presumed.discard(name)
         self._note(gone=(_departure(node, reason),))
         return True
-
-    def _current(self, name: str, epoch: int) -> NodeRecord:
-        node = self._nodes.get(name)
-        if node is None or node.epoch != epoch:
-            newest = self._epochs.get(name, 0)
-            raise StaleEpoch(f"{name} epoch {epoch} is not registered; the newest is {newest}")
-        return node
 
     def _note(
         self,

@@ -136,7 +136,10 @@ class Serving:
         if arrival.is_answered or arrival.is_cast:
             self._settle(arrival)
             return
-        self._check_size(body, frames)
+        if frames or len(body) > self._limits.bulk_from:
+            num_bytes = len(body) + sum(map(len, frames))
+            if num_bytes > self._limits.message - (1 << 20) or len(body) > self._limits.body:
+                raise MessageTooLarge(f"a reply of {num_bytes} bytes is over the limit", remedy="send it in parts")
         if arrival.envelope.key:
             for waiter in self._replay.answered(arrival.envelope.key, body, frames):
                 self._answer(waiter, Kind.REPLY, body, frames)
@@ -188,13 +191,6 @@ class Serving:
         )  # fmt: skip
         data = encode(envelope)
         self._links.send(link, Lane.BULK if len(data) > self._limits.bulk_from else Lane.CONTROL, data)
-
-    def _check_size(self, body: Buffer, frames: tuple[Buffer, ...]) -> None:
-        if not frames and len(body) <= self._limits.bulk_from:
-            return
-        num_bytes = len(body) + sum(map(len, frames))
-        if num_bytes > self._limits.message - (1 << 20) or len(body) > self._limits.body:
-            raise MessageTooLarge(f"a reply of {num_bytes} bytes is over the limit", remedy="send it in parts")
 
 
 W = TypeVar("W")

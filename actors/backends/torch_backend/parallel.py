@@ -97,7 +97,11 @@ class Replica:
             start = 0
             for parameter in bucket:
                 end = start + parameter.numel()
-                _set_gradient(parameter, total[start:end].view_as(parameter))
+                part = total[start:end].view_as(parameter)
+                if parameter.grad is None:
+                    parameter.grad = part
+                else:  # into the memory that is there: it may be a kind that leaves the device
+                    parameter.grad.copy_(part)
                 start = end
 
     def gradient_norm(self) -> Tensor:
@@ -124,14 +128,6 @@ class Replica:
             bucket.append(parameter)
             size += parameter.numel()
         yield bucket
-
-
-def _set_gradient(parameter: nn.Parameter, value: Tensor) -> None:
-    """Into the memory that is there: it may be a kind that leaves the device."""
-    if parameter.grad is None:
-        parameter.grad = value
-    else:
-        parameter.grad.copy_(value)
 
 
 def _check_same_weights(module: PackedModel, world: World) -> None:
