@@ -6,7 +6,6 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
