@@ -219,25 +219,47 @@ class EngineCore:
     @torch.inference_mode()
     def step(self) -> int:
         """One token for every row, rows of requests that join in this step included; returns how many were drawn. A
-        step that fails once (a moment without memory) is repeated from the tokens that there are; raises when the next
-        one fails too."""
+        step that fails once (a moment without memory) is repeated from the tokens that there are. If that fails too,
+        each of its requests takes a step alone; those that fail end with EngineError. Raises where all of several fail.
+        """
         if self.is_paused:
             return 0
         new = take_waiting(self._waiting, self._slots.num_free, PREFILL_TOKENS)
         if not (new or self._slots.rows):
             return 0
+        num_others = len(self._waiting)
         try:
             num_drawn = self._advance(new)
-        except Exception as err:
+        except Exception as err:  # noqa: BLE001 -- found out below whose it is
             self._waiting.extendleft(one for one in reversed(new) if one not in self._slots.rows)
             self.retract()
             if self._has_failed:
-                raise
-            _log.error("%s: a step failed, and is repeated", self._options.name, exc_info=err)
-            self._has_failed = True
+                self._part([self._waiting.popleft() for _ in range(len(self._waiting) - num_others)], err)
+            else:
+                _log.error("%s: a step failed, and is repeated", self._options.name, exc_info=err)
+            self._has_failed = not self._has_failed
             return 0
         self._has_failed = False
         return num_drawn
+
+    def _part(self, asked: Sequence[Running], err: Exception) -> None:
+        sound: list[Running] = []
+        failed: list[tuple[Running, Exception]] = []
+        for one in asked:
+            try:
+                self._advance([one])
+            except Exception as again:  # noqa: BLE001 -- this request's
+                while self._slots.rows:
+                    self._slots.remove(0)
+                failed.append((one, again))
+            else:
+                self.retract()
+                sound += [self._waiting.popleft()] if one in self._waiting else []
+        if 1 < len(failed) == len(asked):
+            raise err
+        for one, again in failed:
+            self._forget(one, self._request_failed(one, again))
+        self._waiting.extendleft(reversed(sound))
 
     def _advance(self, new: Sequence[Running]) -> int:
         admission = plan_admission(new, len(self._slots))
