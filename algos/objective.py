@@ -113,7 +113,7 @@ class ObjectiveConfig:
     entropy_coef: float = 0.0
     reduction: Reduction = "token"
     opsm_delta: float = 0.0
-    """Off-policy sequence masking: samples of negative advantage further away than this lose their loss; 0 = off."""
+    """Off-policy sequence masking: samples of negative advantage further away than this lose their policy loss; 0 = off."""
     has_loss_fn: bool = False
     """The loss per token is a function of the user's; `loss` says what the metrics' ratio is."""
 
@@ -128,9 +128,9 @@ class ObjectiveConfig:
                 raise ConfigError(f"{name} = {value}", remedy="it must be a finite number, not negative")
         if self.loss == "auto":
             object.__setattr__(self, "loss", LOSS_OF_KIND.get(self.kind, "ppo"))
-        # A demonstration has no behaviour policy, so there is nothing to correct for.
         if self.minibatches < 1:
             raise ConfigError(f"minibatches = {self.minibatches}", remedy="it must be at least 1")
+        # A demonstration has no behaviour policy, so there is nothing to correct for.
         resolved = "none" if self.loss == "sft" else resolve_correction(self.correction, self.minibatches)
         object.__setattr__(self, "correction", resolved)
         self._check_together()

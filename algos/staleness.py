@@ -1,8 +1,8 @@
 """The staleness rule: how old the tokens of a training step may be. Events in, decisions out; no clock, no IO.
 
-`lag = version being trained from - version of the oldest token of the group`, `max_staleness = eta` bounds it hard:
-the policy prevents violations, and `Admission.select` checks every group once more, because the line may break the
-bound all the same (a lower eta, an engine that stamps older than it announced, a ledger of another batch size).
+`lag = version being trained from - version of the oldest token of the group`. `max_staleness = eta` is a hard bound on
+it. The policy keeps the bound. `Admission.select` checks every group once more, because a lower eta, an engine that
+stamps older than it announced or a ledger of another batch size can break it.
 
 The buffer reports each event of a group and obeys the answers; after a restart it rebuilds the line from its
 ledger with `restore`. Group ids must grow in the order of dispatch. The line (`GroupLine`) holds groups in that order,

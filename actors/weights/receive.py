@@ -1,6 +1,6 @@
 """A rollout actor's end of weight sync: prepare and commit a version in its engine, and reach the ranks that send it.
 
-    prepare    the engine takes the bytes beside the weights that serve; those stay whole whatever happens
+    prepare    the engine gets ready while it generates; the weights that serve stay whole whatever happens
     commit     the next token is of the new version; the stamps of tokens are checked against it from here on
 
 The coordinator calls both (`coordinator`), the engine fetches bytes through `TrainerSenders` from the trainer's ranks.

@@ -196,8 +196,8 @@ class RoleSettings(Section, frozen=True):
     """After a failure: one (only the failed actor is restarted), gang (all of the role), never (the run ends)."""
     max_restarts: CountInt = 3
     """Restarts of one actor (or gang) within 5 minutes after which the run ends; those that led to no work count
-    without limit of time. Restarts are immediate after 20 s of uptime; otherwise back-off doubles from 0.5 s to 30 s,
-    with up to 50 % jitter."""
+    without limit of time. The first restart is immediate, and so is one after 20 s of uptime; otherwise
+    the pause is 1 s, doubled each time up to 30 s, less up to half of it at random."""
     when_hung: WhenHung = "wait"
     """A process whose event loop does not answer: wait (it is named in the log and left alone) or kill (it is
     killed, with its stacks in its log; then `restart` decides)."""
