@@ -113,7 +113,8 @@ class ObjectiveConfig:
     entropy_coef: float = 0.0
     reduction: Reduction = "token"
     opsm_delta: float = 0.0
-    """Off-policy sequence masking: samples of negative advantage further away than this lose their policy loss; 0 = off."""
+    """Off-policy sequence masking: samples of negative advantage further away than this lose their policy loss; 0 =
+    off."""
     has_loss_fn: bool = False
     """The loss per token is a function of the user's; `loss` says what the metrics' ratio is."""
 

@@ -58,7 +58,8 @@ STEP_TUNABLES: tuple[Tunable, ...] = (
     _knob("veto", "float", "algo.veto",
           "Importance weight of a token below which mis removes its whole sample; 0 = off.", **_SHARE, **_WITH_OTHERS),
     _knob("opsm_delta", "float", "algo.opsm_delta",
-          "Mean of (behaviour - live) log-probs above which a sample of negative advantage loses its policy loss; 0 = off.",
+          "Mean of (behaviour - live) log-probs above which a sample of negative advantage loses its policy loss; "
+          "0 = off.",
           unit="nats", **_FROM_0, **_WITH_OTHERS),
     _knob("kl_coef", "float", "algo.kl_coef",
           "Weight of the KL term towards the reference model; above 0 only in a run that began so and keeps that "
