@@ -75,7 +75,6 @@ class KnobsContract(Actor):
 
     @call(deadline=10, reentrant=True)
     async def knobs(self) -> KnobSheet:
-        """Declarations and values in force."""
         raise NotImplementedError
 
     @call(deadline=10, reentrant=True)
@@ -101,7 +100,6 @@ class ConductContract(Actor):
 
     @call(deadline=30, reentrant=True)
     async def knob_table(self) -> KnobTable:
-        """All knobs of all owners."""
         raise NotImplementedError
 
     @call(deadline=60, reentrant=True)
@@ -175,12 +173,10 @@ class MemoryContract(Actor):
 
     @call(deadline=10, reentrant=True)
     async def process_ended(self, process: WatchedProcess) -> None:
-        """Said by the agent of another node, until it is answered; twice does no harm."""
         raise NotImplementedError
 
     @call(deadline=10, reentrant=True)
     async def view(self) -> MemoryView:
-        """Who holds what, in which state, and the timeline."""
         raise NotImplementedError
 
 
@@ -219,12 +215,10 @@ class BufferContract(KnobsContract):
 
     @call(deadline=30)
     async def drop_group(self, dropped: GroupDropped) -> None:
-        """A group that will never be finished."""
         raise NotImplementedError
 
     @call(deadline=30)
     async def return_group(self, returned: GroupReturned) -> None:
-        """A group to be continued elsewhere."""
         raise NotImplementedError
 
     @call(deadline=30)
@@ -303,7 +297,6 @@ class BufferContract(KnobsContract):
 
     @call(deadline=10)
     async def stats(self) -> BufferStats:
-        """Counts by state."""
         raise NotImplementedError
 
 
@@ -382,7 +375,6 @@ class CoordinatorContract(KnobsContract, ConductContract):
 
     @call(deadline=10, reentrant=True)
     async def status(self) -> RunStatus:
-        """Phase, version and engines of the run."""
         raise NotImplementedError
 
     @call(deadline=30, reentrant=True)
@@ -415,7 +407,6 @@ class MonitorContract(KnobsContract):
 
     @cast
     async def telemetry(self, bundle: Telemetry) -> None:
-        """Take a bundle."""
         raise NotImplementedError
 
     @call(deadline=10, reentrant=True)
@@ -470,7 +461,6 @@ class RolloutContract(TenantContract, KnobsContract):
 
     @call(deadline=10, reentrant=True)
     async def status(self) -> EngineStatus:
-        """Engine version and load."""
         raise NotImplementedError
 
     @call(deadline=120, reentrant=True, cancellable=False)
@@ -536,7 +526,6 @@ class TrainerContract(TenantContract, KnobsContract):
 
     @call(deadline=1800)
     async def export_hf(self, folder: str) -> None:
-        """Collective export to a HuggingFace folder."""
         raise NotImplementedError
 
     @call(deadline=30, reentrant=True)
@@ -557,7 +546,6 @@ class TrainerContract(TenantContract, KnobsContract):
 
     @call(deadline=60, reentrant=True)
     async def join_channel(self, request: JoinRequest) -> JoinOffer:
-        """Open the meeting place of a channel."""
         raise NotImplementedError
 
     @call(deadline=300, reentrant=True)
@@ -577,7 +565,6 @@ class TrainerContract(TenantContract, KnobsContract):
 
     @call(deadline=60, reentrant=True)
     async def sample_weights(self, request: SampleRequest) -> SampleReply:
-        """A few values of a version that this rank sends."""
         raise NotImplementedError
 
     @call(deadline=30, reentrant=True)

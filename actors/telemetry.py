@@ -36,7 +36,6 @@ class ReportPace:
 
     @property
     def every_s(self) -> float:
-        """Seconds between two reports."""
         return self._every_s
 
     def change(self, every_s: float) -> None:
@@ -46,7 +45,6 @@ class ReportPace:
         changed.set()
 
     async def pause(self) -> None:
-        """Until the next report is due."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         while (left_s := began_s + self._every_s - loop.time()) > 0:

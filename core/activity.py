@@ -93,7 +93,6 @@ class ActivityMeter:
 
     @property
     def kind(self) -> ActivityKind:
-        """What the actor does now."""
         return self._state.kind
 
     @contextlib.contextmanager
@@ -297,7 +296,6 @@ class TelemetryBuffer:
         self._append(self._spans, span)
 
     def sample(self, group: GroupText) -> None:
-        """A group that people may want to read."""
         self._append(self._samples, group, min(self._max_records, _MAX_SAMPLES))
 
     def hop(self, hop: Hop, group_ids: Iterable[int], start_wall_s: float, duration_s: float, **args: Any) -> None:

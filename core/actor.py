@@ -71,11 +71,9 @@ class Mailbox(Generic[T]):
         self._num_counted += 1
 
     def release(self) -> None:
-        """An admitted message is done with."""
         self._num_counted -= 1
 
     def put(self, item: T) -> None:
-        """Queue an admitted message."""
         self.waiting.append(item)
 
     def put_event(self, item: T) -> None:
@@ -83,7 +81,6 @@ class Mailbox(Generic[T]):
         self.waiting.append(item)
 
     def take(self) -> T | None:
-        """Oldest item, or None."""
         return self.waiting.popleft() if self.waiting else None
 
     def remove(self, item: T) -> bool:
@@ -116,7 +113,6 @@ class PeerEvent:
     """restarted: a new incarnation registered before the end of the old one was seen. suspect, hung, recovered: its
     process exists, but its event loop does not answer (any more, or answers again), as this node sees it."""
     name: str
-    """Actor name."""
     epoch: int
     """Of the incarnation that came up, or went down."""
     reason: str = ""
@@ -131,9 +127,7 @@ class ActorContext(Protocol):
     """What an actor has of its surroundings."""
 
     @property
-    def name(self) -> str:
-        """Own name, e.g. "rollout/0"."""
-        ...
+    def name(self) -> str: ...
 
     @property
     def epoch(self) -> int:

@@ -25,7 +25,6 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     text: str
     """Text of the last model turn, without special tokens."""
     turns: tuple[str, ...] = ()
-    """Text of every model turn."""
     conversation: tuple[Message, ...] = ()
     """All that was said after the prompt: model turns, and replies of tools and environments."""
     label: str = ""
@@ -45,5 +44,4 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def is_truncated(self) -> bool:
-        """Whether the answer was cut off by a token limit."""
         return self.finish == "length"

@@ -61,7 +61,6 @@ class TenantReport(Record, frozen=True):
     """All that a manager needs to know of a tenant; sent again whenever it changes, and when a manager asks."""
 
     tenant: str
-    """Actor name."""
     epoch: int
     """Of the tenant's process incarnation."""
     gang: str

@@ -130,7 +130,6 @@ class KnobSheet(Record, frozen=True):
     """All knobs of one owner."""
 
     owner: str
-    """Actor name."""
     knobs: tuple[KnobState, ...]
     epoch: int = 0
     """Of the newest change that is in force here; 0: none yet."""
@@ -199,7 +198,6 @@ class KnobMove(Record, frozen=True):
 
     name: str
     owner: str
-    """Actor name."""
     old: KnobValue
     new: KnobValue
     boundary: Boundary

@@ -210,7 +210,6 @@ class StepReport(Record, frozen=True):
     step: int
     """Version trained from."""
     version: int
-    """Version made: `step + 1`."""
     metrics: dict[str, float]
     lags: tuple[int, ...] = ()
     """Per group: `step - oldest version`."""
@@ -361,7 +360,6 @@ class MetricPoint(Record, frozen=True):
     """Values that belong to one step or one moment."""
 
     source: str
-    """Actor name."""
     step: int
     wall_s: float
     values: dict[str, float]

@@ -100,9 +100,7 @@ class Engine(Protocol):
         in_place: they wait and keep their KV."""
         ...
 
-    async def resume(self) -> None:
-        """Continue after a pause."""
-        ...
+    async def resume(self) -> None: ...
 
     async def prepare_weights(self, manifest: WeightManifest) -> None:
         """Bring the bytes beside the old weights and check the digest; the old ones still serve."""
@@ -112,9 +110,7 @@ class Engine(Protocol):
         """Serve `version` from the next token on. Raises EngineError if that version was not prepared."""
         ...
 
-    async def info(self) -> EngineInfo:
-        """Current state."""
-        ...
+    async def info(self) -> EngineInfo: ...
 
     async def until_lost(self) -> None:
         """Waits while the engine is well; raises EngineError as soon as it is known to serve no more (its process
@@ -268,9 +264,7 @@ class WeightWriter(Protocol):
         """Write all tensors and return where they are. The bytes stay valid until `release(version)`."""
         ...
 
-    def release(self, version: int) -> None:
-        """`version` is not read any more."""
-        ...
+    def release(self, version: int) -> None: ...
 
     def close(self) -> None:
         """Free everything; never raises."""
@@ -287,9 +281,7 @@ class WeightSender(Protocol):
         is kept: this rank does not send."""
         ...
 
-    def release(self, version: int) -> None:
-        """`version` is not needed any more."""
-        ...
+    def release(self, version: int) -> None: ...
 
     def plan(self, request: PlanRequest) -> PlanReply:
         """How the version is cut; refused when it is not staged."""
@@ -323,29 +315,19 @@ class WeightSender(Protocol):
 class WeightSenders(Protocol):
     """The senders as an engine reaches them, by actor name. Raise CallError when one cannot be asked, or refuses."""
 
-    async def plan(self, sender: str, request: PlanRequest) -> PlanReply:
-        """See `WeightSender`."""
-        ...
+    async def plan(self, sender: str, request: PlanRequest) -> PlanReply: ...
 
-    async def join(self, sender: str, request: JoinRequest) -> JoinOffer:
-        """See `WeightSender`."""
-        ...
+    async def join(self, sender: str, request: JoinRequest) -> JoinOffer: ...
 
-    async def send(self, sender: str, order: SendOrder) -> SendReport:
-        """See `WeightSender`."""
-        ...
+    async def send(self, sender: str, order: SendOrder) -> SendReport: ...
 
     async def leave(self, sender: str, channel: str, reason: str) -> None:
         """See `WeightSender`. Never raises: a sender that is gone has left."""
         ...
 
-    async def share(self, sender: str, request: ShareRequest) -> ShareReply:
-        """See `WeightSender`."""
-        ...
+    async def share(self, sender: str, request: ShareRequest) -> ShareReply: ...
 
-    async def sample(self, sender: str, request: SampleRequest) -> SampleReply:
-        """See `WeightSender`."""
-        ...
+    async def sample(self, sender: str, request: SampleRequest) -> SampleReply: ...
 
 
 class WeightReader(Protocol):
@@ -399,9 +381,7 @@ class Tokenizer(Protocol):
         """Token ids of plain text, no special tokens added; special tokens written out in the text are recognised."""
         ...
 
-    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Text of token ids."""
-        ...
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str: ...
 
 
 class EngineTrace(Record, frozen=True, kw_only=True):
@@ -453,9 +433,7 @@ class PromptSource(Protocol):
         """Held-out rows of the set of that name (the only one is called ""); 0 without such a set."""
         ...
 
-    def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
-        """The first `limit` held-out prompts of that set (the only one is called ""); empty without such a set."""
-        ...
+    def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]: ...
 
 
 @runtime_checkable
@@ -481,6 +459,4 @@ class MixedSources(Protocol):
         """Held-out rows of the set of that name (the only one is called ""); 0 without such a set."""
         ...
 
-    def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
-        """As a single source's."""
-        ...
+    def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]: ...

@@ -65,7 +65,6 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.role == "assistant" and all(self.extra.get(key, 1) == 1 for key in LOSS_KEYS)
 
     def with_text(self, text: str) -> Message:
-        """The same message with another content."""
         return msgspec.structs.replace(self, content=text, parts=(), keys=())
 
 
@@ -144,7 +143,6 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def num_tokens(self) -> int:
-        """P + R."""
         return int(self.prompt_ids.shape[0] + self.response_ids.shape[0])
 
 

@@ -116,7 +116,6 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         self._books: _Books | None = None
         """None: before the start, and while the disk refuses."""
         self._refused: DiskRefused | None = None
-        """Why the ledger is closed."""
         self._last_stats: BufferStats | None = None
         self._draw_wait_s = 0.0
         self._claim_wait_s = 0.0
@@ -313,7 +312,6 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             pass
 
     async def _answer(self, request: DrawRequest, until_s: float) -> DrawReply:
-        """As soon as there is something to say, or its time is over."""
         books = self._books
         while True:
             if self._books is not books:  # the actor must report again which groups it holds
@@ -495,7 +493,6 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         return max(next_step, settings.until_step or 0)
 
     def _book_waiting(self) -> None:
-        """What the time between two messages counts as."""
         if self._books is None:
             return
         is_resting = not self._store.settings.serves(self._store.ledger.next_step)
@@ -567,7 +564,6 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         self._telemetry.event(kind, text)
 
     async def _gauge_forever(self) -> None:
-        """What the monitor shows, as often as the actor reports."""
         while True:
             await self._pace.pause()
             if self._books is None:
@@ -599,7 +595,6 @@ class LongPolls:
         self._changed = asyncio.Event()
 
     def ring(self) -> None:
-        """Wake all waiting calls."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 

@@ -76,7 +76,6 @@ class PromptCursor:
         return self.sources.prompt(row)
 
     def finished(self, row: Row, reward: float) -> None:
-        """A group was finished, with that mean reward."""
         self.difficulty.judged(row, reward, self.window)
 
     def failed(self, row: Row, reason: str, detail: str) -> None:
@@ -92,7 +91,6 @@ class PromptCursor:
 
     @property
     def has_next(self) -> bool:
-        """Is there a prompt that was not drawn yet?"""
         return self.ledger.redraw() is not None or any(not self._is_ended(name, 0) for name in self._wanted)
 
     def names_on(self, ahead: Counter[str], new: Collection[str]) -> list[str]:
@@ -117,13 +115,11 @@ class PromptCursor:
         return found
 
     def _under_way(self) -> Collection[str]:
-        """Sources of groups that rollout actors have, or are to have again."""
         if self._busy is None:
             self._busy = {row.source for row in self.ledger.rows(State.DISPATCHED, State.REQUEUED)}
         return self._busy
 
     def shares(self, names: Sequence[str]) -> dict[str, int]:
-        """Of these sources among each other."""
         key = tuple(names)
         if key not in self._shares:
             self._shares[key] = shares_of({name: self._weights[name] for name in names})
@@ -131,7 +127,6 @@ class PromptCursor:
 
     @property
     def chooses(self) -> bool:
-        """Whether there are several sources."""
         return bool(self._weights)
 
     def is_outside(self, row: Row) -> bool:
@@ -159,7 +154,6 @@ class PromptCursor:
         return not self.sources.has(name, self.ledger.draws.taken[name] + ahead)
 
     def _tell_of(self, off: set[str], dry: set[str], ahead: Counter[str], *, rest: str) -> None:
-        """Once of each source that is drawn from no more while there are several."""
         for name in sorted(off - self._off) if self._weights else ():
             if name in dry:
                 self._news.append(("source-outside", f"{self.difficulty.in_words([name], self.window)}{rest}"))
@@ -178,11 +172,9 @@ class Draft:
         self._ledger = cursor.ledger
         self._taken: Counter[str] = Counter()
         self._given: set[str] = set()
-        """Sources of those that are given out."""
         self._repeated: set[int] = set()
         self._in_stretch: Counter[str] = Counter(cursor.ledger.draws.in_stretch)
         self.stretch = cursor.ledger.draws.stretch
-        """Of the newest draw."""
         self.rows: list[Row] = []
         """In order, those that are passed over among them."""
         self.prompts: dict[int, Prompt] = {}
@@ -211,7 +203,6 @@ class Draft:
         return None
 
     def _take(self) -> Row | None:
-        """The next draw, whether its prompt may be given out or not."""
         group_id = self._ledger.next_group_id + len(self.rows)
         if (again := self._ledger.redraw(self._repeated)) is not None:
             dropped, draw = again

@@ -31,11 +31,9 @@ class Window(Record, frozen=True):
 
     @property
     def is_open(self) -> bool:
-        """Whether everything is inside."""
         return self.low >= self.high
 
     def holds(self, reward: float) -> bool:
-        """Whether a prompt with that mean reward is inside."""
         return self.is_open or self.low <= reward <= self.high
 
 
@@ -44,8 +42,6 @@ NO_WINDOW = Window()
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """The newest finished group of a prompt."""
-
     group_id: int
     pass_index: int
     reward: float
@@ -63,18 +59,15 @@ class Difficulty:
         """Source -> draws of it that were passed over since one of its prompts was inside."""
 
     def judged(self, row: Row, reward: float, window: Window) -> None:
-        """A group was finished."""
         if self._seen is not None:
             self._note(row.group_id, row.source, row.draw_of_source, reward)
         if window.holds(reward):
             self._circled[row.source] = 0
 
     def changed(self) -> None:
-        """The window is another than before."""
         self._circled.clear()
 
     def passes_over(self, row: Row, window: Window) -> bool:
-        """Whether that draw is passed over."""
         if window.is_open:
             return False
         pass_index, at = self._sources.place(row.source, row.draw_of_source)
@@ -94,7 +87,6 @@ class Difficulty:
         return not window.is_open and self._circled[name] >= 2 * self._sources.num_rows(name) - 1
 
     def in_words(self, names: Sequence[str], window: Window) -> str:
-        """Where the prompts of these sources lie."""
         known = [seen.reward for (name, _), seen in self._known().items() if name in names]
         rewards = [reward for reward in known if not window.holds(reward)]
         below = sum(reward < window.low for reward in rewards)

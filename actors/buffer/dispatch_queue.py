@@ -45,17 +45,14 @@ class DispatchQueue:
 
     @property
     def may_draw(self) -> bool:
-        """Whether there is, or may come, a prompt that was not drawn yet."""
         return not self._settings.is_stopping and self._cursor.has_next
 
     @property
     def wants_new(self) -> bool:
-        """Whether any of those is to be drawn now."""
         return not self._settings.is_stopping and not self._has_enough
 
     @property
     def is_open(self) -> bool:
-        """Whether work is given away at all."""
         return self._settings.serves(self._ledger.next_step)
 
     def turn(self, request: DrawRequest, version: int, now_s: float) -> tuple[list[Row], int]:
@@ -76,7 +73,6 @@ class DispatchQueue:
         return self._shares.limit(request.rollout, request.room or request.max_groups, num_free, self._held, now_s)
 
     def why_none(self, request: DrawRequest, version: int, now_s: float) -> DrawBlock:
-        """Why an engine that serves `version` got nothing just now."""
         if not self.is_open or self._has_enough:
             return "paused"
         allowed, max_groups = self.turn(request, version, now_s)
@@ -93,13 +89,11 @@ class DispatchQueue:
 
     @property
     def _has_enough(self) -> bool:
-        """Paused, but for some steps: is all that they need drawn?"""
         if (until := self._settings.until_step) is None:
             return False
         return self._admission.num_open >= (until - self._ledger.next_step) * self._admission.batch_size
 
     def _held(self) -> Counter[str]:
-        """Groups that each rollout actor runs."""
         return Counter(row.rollout for row in self._ledger.rows(State.DISPATCHED))
 
     def _dispatchable(self, rows: list[Row], version: int) -> list[Row]:
@@ -185,12 +179,10 @@ class _Waiting:
     """When something was first kept for it that it did not take."""
 
     def is_over(self, now_s: float) -> bool:
-        """Whether it had its time."""
         return self.reserved_since_s is not None and now_s >= self.reserved_since_s + RESERVED_S
 
 
 def _fill(running: int, room: int, level: int) -> int:
-    """Groups that bring an actor to the level, as far as it has room."""
     return min(room, max(0, level - running))
 
 

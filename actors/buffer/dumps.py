@@ -144,7 +144,6 @@ class DumpWriter:
         self.num_bytes += len(data) + 1
 
     def close(self) -> None:
-        """Nothing more is written."""
         self._file.close()
 
 
@@ -171,8 +170,6 @@ def group_of(line: bytes) -> DumpedGroup:
 
 
 class _Next:
-    """A dump of the groups to come."""
-
     def __init__(self, writer: DumpWriter, num_groups: int) -> None:
         self.writer = writer
         self.num_left = num_groups
@@ -238,7 +235,6 @@ class BufferDumps:
         return _report(self._next.writer, is_whole=False, reason=f"waits for {num_groups} groups")
 
     def claimed(self, group_ids: Sequence[int]) -> None:
-        """A batch was formed."""
         if (wanted := self._next) is None:
             return
         ids = group_ids[: wanted.num_left]
@@ -267,14 +263,12 @@ class BufferDumps:
         return report
 
     def close(self) -> None:
-        """The buffer ends."""
         if self._next is not None:
             self._next.writer.close()
 
     # ---- all of them
 
     def reports(self) -> tuple[DumpReport, ...]:
-        """The newest dumps, oldest first."""
         going_on = self._next
         if going_on is None:
             return tuple(self._reports)

@@ -116,7 +116,6 @@ def mask_members(group: Group, of_samples: SampleFilter) -> tuple[Group, dict[st
 
 
 def is_all_masked(group: Group) -> bool:
-    """Whether there is nothing to learn from."""
     return not any(bool(sample.loss_mask.any()) for sample in group.samples)
 
 
@@ -153,7 +152,6 @@ def _listed(returned: object, num_samples: int) -> list[bool | str]:
 
 
 def _is_text(verdict: str) -> bool:
-    """Whether the ledger can hold it."""
     try:
         verdict.encode()
     except UnicodeEncodeError:

@@ -188,17 +188,14 @@ def refusal(group: Group, prompt: Prompt, num_samples: int, group_filter: GroupF
 
 
 def mean_reward(group: Group) -> float:
-    """Over all members."""
     return float(group.rewards.mean(dtype=np.float64))
 
 
 def num_response_tokens(group: Group) -> int:
-    """Response tokens of all members."""
     return num_tokens_of(group.samples)
 
 
 def num_tokens_of(samples: Sequence[Sample]) -> int:
-    """Response tokens of so many samples."""
     return sum(int(sample.response_ids.size) for sample in samples)
 
 

@@ -88,11 +88,9 @@ class BufferKnobs(KnobOwner):
         )
 
     def sheet(self) -> KnobSheet:
-        """As any owner's, and what groups from before this process carry."""
         return msgspec.structs.replace(super().sheet(), past_epoch=self._past_epoch)
 
     def judge(self, values: Mapping[str, KnobValue], at: int) -> KnobVerdict:
-        """As any owner does, and what only holds for all values together."""
         new = msgspec.structs.replace(self._settings.values, **self._mine(values))
         refusal = super().judge(values, at).refusal or self._contradiction(new)
         return KnobVerdict(refusal=refusal, remark=self._consequence(new) if not refusal else "")
@@ -143,7 +141,6 @@ class BufferKnobs(KnobOwner):
         return ""
 
     def _consequence(self, new: BufferValues) -> str:
-        """What the operator should know although it is allowed."""
         num_old = self._admission.num_beyond(new.max_staleness)
         if not num_old or new.max_staleness >= self._settings.values.max_staleness:
             return ""

@@ -77,7 +77,6 @@ class PoisonTracker:
         self._news: list[str] = []
 
     def __contains__(self, group_id: int) -> bool:
-        """Whether any death is counted against it."""
         return group_id in self._deaths
 
     def __bool__(self) -> bool:
@@ -94,7 +93,6 @@ class PoisonTracker:
             self.forget(group_id)
 
     def forget(self, group_id: int) -> None:
-        """Nothing is held against it (any more)."""
         self._barren.pop(group_id, None)
         self._excused.discard(group_id)
         self._suspects.discard(group_id)
@@ -139,13 +137,11 @@ class PoisonTracker:
         self._in_doubt_until_s[actor] = now_s + DOUBT_S
 
     def finished(self, actor: ActorKey, group_id: int) -> None:
-        """It finished that one."""
         self._in_doubt_until_s.pop(actor, None)
         self._num_new.pop(actor, None)
         self.forget(group_id)
 
     def dispatched(self, actor: ActorKey, num_tokens: Mapping[int, int], now_s: float) -> None:
-        """These groups go there now, with so many tokens each."""
         for group_id, num in num_tokens.items():
             self._barren.pop(group_id, None)  # last in line again
             self._barren[group_id] = num
@@ -156,11 +152,9 @@ class PoisonTracker:
         return now_s < self._in_doubt_until_s.get(actor, now_s)
 
     def why(self) -> str:
-        """The reason for which a group is dropped."""
         return f"{self._max_deaths} actors or engines in a row ended while they ran it, the last one ran it alone"
 
     def take_news(self) -> list[str]:
-        """Who came under suspicion since the last look, in words."""
         news, self._news = self._news, []
         return news
 
@@ -183,7 +177,6 @@ class PoisonTracker:
         return [group_id for group_id in waiting if not self.must_be_alone(group_id)], max_groups
 
     def _keep(self) -> None:
-        """Of groups that still have somewhere to go."""
         under_way = {row.group_id for row in self._ledger.rows(State.DISPATCHED, State.REQUEUED)}
         self._deaths = {group_id: deaths for group_id, deaths in self._deaths.items() if group_id in under_way}
         self._suspects &= under_way
@@ -213,7 +206,6 @@ class QuarantinedPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """The draw that brought it here."""
     reason: str
     count: int
-    """Failures so far."""
     detail: str = ""
     """What was said of the last one."""
 
@@ -264,7 +256,6 @@ class Quarantine:
         )
 
     def take_news(self) -> list[str]:
-        """What was listed since the last look, in words."""
         news, self._news = self._news, []
         return news
 

@@ -42,7 +42,6 @@ class RecentGroups:
         self._scored: list[RecentGroup] = []
 
     def add(self, group: Group, attempt: int, rollout: str, result: PutResult, wall_s: float) -> None:
-        """A finished group arrived, and this became of it."""
         if result.outcome not in ("ready", "filtered"):
             return
         found = RecentGroup(
@@ -150,11 +149,9 @@ class SampleLog:
             self._tell(group, step, "filtered", rollout, reason)
 
     def num_wanted(self, step: int) -> int:
-        """Groups of the batch of this step that are to be logged."""
         return self._per_step - (self._num_left_out if step == self._step else 0)
 
     def trained(self, groups: Iterable[Group], step: int) -> None:
-        """These were trained on."""
         for group in groups:
             self._tell(group, step, "kept", "")
 

@@ -47,12 +47,10 @@ class BufferValues(Record, frozen=True):
 
     @property
     def difficulty(self) -> Window:
-        """Of prompts that are drawn."""
         return Window(low=self.difficulty_low, high=self.difficulty_high, skips=self.difficulty_skips)
 
     @classmethod
     def first(cls, admission: Admission, sampling: SamplingParams, num_samples: int, group_filter: str) -> BufferValues:
-        """As the run file says them."""
         return cls(
             max_staleness=admission.max_staleness,
             on_stale=admission.policy,
@@ -68,7 +66,6 @@ class BufferValues(Record, frozen=True):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Names of the sources, where there are several."""
         return tuple(part.partition(":")[0] for part in self.mix.split(",")) if self.mix else ()
 
     def with_draws(self, weights: Mapping[str, float], window: Window) -> BufferValues:
@@ -116,11 +113,9 @@ class LiveSettings:
         self._admission = admission
         self._sampling = sampling
         self.values = first
-        """In force now."""
         self.epoch = 0
         """Of the newest change of a knob; 0: none yet."""
         self.is_stopping = bool(ledger.recall(_STOPPING))
-        """No new prompts are wanted."""
         paused = ledger.recall(_PAUSED)
         self.is_paused = bool(paused)
         """No work is handed out and no batch formed, but for steps below `until_step`."""
@@ -151,7 +146,6 @@ class LiveSettings:
 
     @property
     def terms(self) -> Terms:
-        """What groups are dispatched under now."""
         values = self.values
         sampling = msgspec.structs.replace(
             self._sampling,
@@ -173,7 +167,6 @@ class LiveSettings:
         self.is_paused, self.until_step = is_paused, until_step
 
     def serves(self, step: int) -> bool:
-        """May a batch be formed for `step`, and work be handed out for it?"""
         return not self.is_paused or (self.until_step is not None and step < self.until_step)
 
     def stop(self, is_stopping: bool = True) -> None:

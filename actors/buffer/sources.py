@@ -40,11 +40,9 @@ class Sources:
         return tuple(self._by_name)
 
     def num_rows(self, name: str) -> int:
-        """In one pass."""
         return len(self._by_name[name])
 
     def has(self, name: str, draw: int) -> bool:
-        """Whether a source has that draw."""
         return name in self._by_name and self._by_name[name].row_of(draw) is not None
 
     def place(self, name: str, draw: int) -> tuple[int, int]:
@@ -116,7 +114,6 @@ def _weight(name: str, number: str) -> Fraction:
 
 
 def mix_text(weights: Mapping[str, float]) -> str:
-    """The value of the knob that says so."""
     return ",".join(f"{name}:{repr(weight).removesuffix('.0')}" for name, weight in sorted(weights.items()))
 
 

@@ -168,7 +168,6 @@ class BufferStore:
         ]
 
     def why_no_work(self, request: DrawRequest, version: int, now_s: float) -> DrawBlock:
-        """Why an engine that serves `version` got nothing just now."""
         return "finished" if self.is_finished else self._queue.why_none(request, version, now_s)
 
     # ---- what comes back
@@ -373,7 +372,6 @@ class BufferStore:
     # ---- facts
 
     def stats(self) -> BufferStats:
-        """Counts by state and what admission allows now."""
         tally, states = self.ledger.tally, self.ledger.tally.states
         return BufferStats(
             states=states,
@@ -389,7 +387,6 @@ class BufferStore:
         )
 
     def gauges(self) -> dict[str, float]:
-        """For the monitor: counts of groups now, and what became of the others so far."""
         stats = self.stats()
         values = {
             "buffer/ready": float(self.admission.num_ready),
@@ -408,7 +405,6 @@ class BufferStore:
         return values | {f"buffer/mean_tokens/{name}": mean for name, mean in stats.mean_tokens.items()}
 
     def _gauges_of_sources(self) -> dict[str, float]:
-        """Prompts drawn, the share since the ratios were last changed, and the mean reward of the newest groups."""
         draws, values = self.ledger.draws, dict[str, float]()
         total = draws.in_stretch.total()
         for name in self.cursor.sources.names:
@@ -419,7 +415,6 @@ class BufferStore:
         return values
 
     def inventory(self) -> str:
-        """What became of the data, in words."""
         dropped = self.ledger.tally.dropped
         reasons = ", ".join(f"{reason} {count}" for reason, count in dropped.items())
         left_out = f", {sum(dropped.values())} groups left out ({reasons})" if dropped else ""
@@ -427,7 +422,6 @@ class BufferStore:
 
     @property
     def may_draw(self) -> bool:
-        """Whether there is, or may come, a prompt that was not drawn yet."""
         return self._queue.may_draw
 
     # ---- inside
@@ -468,7 +462,6 @@ class Payloads:
         """The group that was kept last, as it is kept: some of its members may be masked."""
 
     def partial(self, group_id: int) -> tuple[Sample, ...]:
-        """Unfinished samples; empty if there are none."""
         data = self._ledger.payload(group_id)
         return () if data is None else decode_partial(group_id, data)
 
@@ -480,7 +473,6 @@ class Payloads:
         return True
 
     def group(self, group_id: int) -> Group:
-        """A whole group."""
         row = self._ledger.find(group_id)
         if row is None:
             raise LedgerError(f"group {group_id} was never drawn")
@@ -489,7 +481,6 @@ class Payloads:
         return decode_group(group_id, self._ledger.payload(group_id) or b"")
 
     def meta_of(self, row: Row) -> GroupMeta:
-        """The account of a group that is whole."""
         meta = self._metas.get(row.group_id)
         return meta or self.keep_meta(self.group(row.group_id), row.version)
 
@@ -500,7 +491,6 @@ class Payloads:
         return meta
 
     def forget(self, group_id: int) -> None:
-        """No batch will be planned with it."""
         self._metas.pop(group_id, None)
 
     def forget_all(self) -> None:
@@ -510,13 +500,11 @@ class Payloads:
     # ---- terms
 
     def number_terms(self, terms: Terms) -> int:
-        """Under which number the ledger keeps these terms."""
         number = self._ledger.number_terms(msgspec.json.encode(terms).decode())
         self._terms[number] = terms
         return number
 
     def terms_of(self, row: Row) -> Terms:
-        """The terms that a group was dispatched under first."""
         if row.terms not in self._terms:
             text = self._ledger.terms(row.terms)
             try:
@@ -556,12 +544,10 @@ class StarvationCheck:
         self._tell_at = self._limit
 
     def kept(self) -> None:
-        """A group is ready to be trained on."""
         self._reasons.clear()
         self._tell_at = self._limit
 
     def left_out(self, reason: str, detail: str = "") -> None:
-        """A group was filtered or dropped."""
         is_known = reason in self._reasons or len(self._reasons) < _MAX_REASONS
         self._reasons[reason if is_known else "other"] += 1
         self._last_detail = detail
@@ -585,7 +571,6 @@ class StarvationCheck:
 
     @property
     def verdict(self) -> DataError | None:
-        """Why going on is hopeless, if it is."""
         num = self._reasons.total()
         if num < self._limit or set(self._reasons) != {UNUSABLE}:
             return None

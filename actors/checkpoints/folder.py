@@ -112,7 +112,6 @@ class CheckpointInfo:
 
 
 def rank_file(rank: int) -> str:
-    """File name of a rank's part."""
     return f"rank-{rank:05d}.safetensors"
 
 
@@ -345,7 +344,6 @@ GONE = ".gone-"
 
 
 def old_of(place: Path) -> Path:
-    """Where the older folder is while `place` is empty."""
     return place.with_name(OLD + place.name)
 
 
@@ -423,7 +421,6 @@ def writer_of(extra: Mapping[str, Any]) -> Writer | None:
 
 
 def partial_of(folder: Path, writer: Writer | None = None) -> Path:
-    """Where a checkpoint grows before it is complete."""
     return folder.with_name(f"{GROWING}{f'{_name_of(writer)}-' if writer else ''}{folder.name}")
 
 

@@ -181,7 +181,6 @@ def _head_of(line: bytes) -> AuditHead | None:
 
 
 def _lines(path: Path) -> tuple[list[bytes], bool]:
-    """Whole lines, and whether something without an end follows them."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -194,7 +193,6 @@ def _lines(path: Path) -> tuple[list[bytes], bool]:
 
 @contextmanager
 def _locked(path: Path) -> Generator[int]:
-    """The open file, as long as this process alone may write it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         if not lock_within(descriptor, LOCK_S):
@@ -245,5 +243,4 @@ class AuditWriter:
         return await in_daemon_thread(lambda: self._log.append(record), "audit")
 
     async def newest(self, limit: int) -> tuple[AuditRecord, ...]:
-        """The newest records, oldest first."""
         return await in_daemon_thread(lambda: read_audit(self._log.path, max(limit, 1)), "audit")

@@ -103,7 +103,6 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         self.ctx.spawn(self._run(is_anew=kept is not None), name="coordinator-run")
 
     def _make_parts(self) -> None:
-        """In the order in which they need each other."""
         options, state, journal = self._options, self._state, self._journal
         audit = AuditWriter(options.audit_path, self._version, self._clock)
         engines: dict[str, EngineStatus] = {}
@@ -501,7 +500,6 @@ class PhaseMoves:
         self._on_change = on_change
 
     def kept(self) -> RunState:
-        """For the journal."""
         return self._next.kept()
 
     async def to(self, phase: RunPhase) -> bool:
@@ -558,15 +556,12 @@ class WallClock:
         self._moved = asyncio.Event()
 
     def start(self) -> None:
-        """Training begins now."""
         self._started_s, self._state.started_wall_s = self._clock.monotonic(), self._clock.wall()
 
     def move(self) -> None:
-        """The limit is another one now."""
         self._moved.set()
 
     def age_s(self) -> float:
-        """Since training began."""
         return self._clock.monotonic() - self._started_s
 
     async def run(self, end: Callable[[str], Awaitable[None]]) -> None:

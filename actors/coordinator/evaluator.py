@@ -125,7 +125,6 @@ class Evaluator:
         return results
 
     async def _ask(self, one: EvalSet) -> EvalResult:
-        """Metrics come with their whole names."""
         live, buffer = self._live, self._ctx.ref(DataContract, "buffer")
         ready = await self._adopter.engines_at(None)
         name = max(ready, key=lambda n: self._adoption.serving.get(n, -1))

@@ -81,14 +81,12 @@ class Order:
     drafter: Callable[[OwnerStates], ChangeDraft]
     """Says what it is, or raises ConfigError."""
     asked: Mapping[str, object]
-    """For the audit log."""
     at: int = 0
     """The very number that it is for; 0: the first possible one."""
     is_recorded: bool = True
     """Whether a refusal goes into the audit log."""
 
     def record(self, result: str, **more: Any) -> AuditRecord:
-        """Of what became of it, for the audit log."""
         return AuditRecord(
             number=0, wall_s=0.0, verb=self.verb, who=self.request.who, arguments=dict(self.asked), result=result,
             reason=self.request.reason, **more,
@@ -153,7 +151,6 @@ class KnobConductor:
         return await self.make(self._undoing("undo", request, Due(epoch, frozenset())))
 
     async def table(self) -> KnobTable:
-        """All knobs of all owners."""
         roster = await self.roster()
         return KnobTable(
             sheets=tuple(roster.sheets),
@@ -173,7 +170,6 @@ class KnobConductor:
         return OwnerStates(sheets=[a for a in answers if isinstance(a, KnobSheet)], silent=silent)
 
     async def _sheet(self, name: str) -> KnobSheet | str:
-        """Of an owner, or why there is none."""
         try:
             async with asyncio.timeout(ASK_S):
                 return await self._ref(name).knobs()
@@ -201,7 +197,6 @@ class KnobConductor:
         return self.decisions.news(owner, after)
 
     async def live(self) -> LiveKnobs:
-        """For a checkpoint."""
         await self._is_decided.wait()
         return self.decisions.live(self._version())
 

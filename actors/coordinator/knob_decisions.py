@@ -84,7 +84,6 @@ class ChangeDraft:
     wanted: Mapping[str, Mapping[str, KnobValue]]
     """Owner that is there -> what it gets."""
     moves: tuple[KnobMove, ...]
-    """What differs from before."""
     tunables: Mapping[str, Tunable]
 
     def judged(self) -> dict[str, dict[str, KnobValue]]:
@@ -323,7 +322,6 @@ class Decisions:
             self._made.append(_Made(epoch, one, knob.at))
 
     def continue_from(self, epoch: int) -> None:
-        """Count on from a resumed run's epoch."""
         self.epoch = max(self.epoch, epoch)
 
     def has_due(self, old_version: int, version: int) -> bool:
@@ -358,7 +356,6 @@ class Decisions:
         return LiveKnobs(epoch=self.epoch, knobs=tuple(v for name in sorted(names) for v in self._course(owner, name)))
 
     def live(self, version: int) -> LiveKnobs:
-        """For a checkpoint of that version."""
         found: list[LiveKnob] = []
         for target, name in sorted(
             {(made.decision.target, name) for made in self._made for name in made.decision.values}
@@ -391,7 +388,6 @@ class Decisions:
             before = epoch, value
 
     def _holder(self, owner: str, name: str, number: int, without: int = 0) -> _Made | None:
-        """The change that gives the value."""
         for made in reversed(self._made):
             if made.epoch != (without or -1) and made.holds(name, number) and fits(owner, made.decision.target):
                 return made

@@ -50,7 +50,6 @@ class LiveOptions:
 
     @classmethod
     def of(cls, options: CoordinatorOptions) -> LiveOptions:
-        """As the run file says."""
         return cls(
             eval_every=options.eval_every,
             eval_prompts=options.eval_prompts,

@@ -28,7 +28,6 @@ class EvalSet:
     pass_reward: float = 1.0
 
     def sampling(self, others: SamplingParams) -> SamplingParams:
-        """How its prompts are answered."""
         return msgspec.structs.replace(
             others,
             temperature=others.temperature if self.temperature is None else self.temperature,
@@ -47,7 +46,6 @@ class CoordinatorOptions:
     has_engines: bool
     """False for supervised runs: nothing to adopt, nothing to evaluate on."""
     audit_path: Path
-    """The audit log of what operators change."""
     journal_path: Path
     """What a restarted coordinator must know; see `journal.py`."""
     launch: str

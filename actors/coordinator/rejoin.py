@@ -90,7 +90,6 @@ class LeaderControl:
         self._telling: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Have it begin or continue from the run's version."""
         if self._starting is not None:
             self._starting.cancel()
         self._starting = self._ctx.spawn(self._start(), name="run-leader")

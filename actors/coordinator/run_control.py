@@ -88,7 +88,6 @@ class RunControl:
         """The buffer may have heard of something that was taken back."""
 
     def kept(self) -> PauseKept:
-        """For the journal."""
         return self._now
 
     def take_up(self, kept: PauseKept) -> None:
@@ -138,7 +137,6 @@ class RunControl:
         return "" if is_going else self._now.reason
 
     def version_made(self, version: int) -> None:
-        """The trainer came to a version."""
         if self.is_paused and version == self.until_step:
             self._rests(f"at version {version}: {self._now.reason}")
 
@@ -200,7 +198,6 @@ class RunControl:
         return await self._carried_out(deed, work, is_recorded=False)
 
     async def history(self, limit: int) -> tuple[AuditRecord, ...]:
-        """The newest records of the audit log."""
         return await self._audit.newest(min(limit, 1000))
 
     async def _change(self, deed: _Deed, wanted: PauseKept, num_steps: int = 0) -> int:

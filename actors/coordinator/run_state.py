@@ -52,7 +52,6 @@ class RunState:
 
     @property
     def is_over(self) -> bool:
-        """Nothing comes after this."""
         return not _ALLOWED[self.phase]
 
     @property
@@ -61,7 +60,6 @@ class RunState:
         return max(self.version, 0)
 
     def status(self, name: str, num_steps: int, engines: tuple[EngineStatus, ...], paused: str) -> RunStatus:
-        """For the launcher and for people."""
         return RunStatus(
             name=name,
             phase=self.phase,
@@ -83,7 +81,6 @@ class NextPhase:
         self._coming: RunPhase | None = None
 
     def kept(self) -> RunState:
-        """What the journal is to say."""
         return replace(self._state, phase=self._coming or self._state.phase, engines=set(self._state.engines))
 
     def propose(self, phase: RunPhase) -> bool:

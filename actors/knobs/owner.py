@@ -64,7 +64,6 @@ class KnobOwner:
             self._first[name] = knob.read()
 
     def sheet(self) -> KnobSheet:
-        """All knobs with their present values."""
         states = tuple(
             KnobState(tunable=knob.tunable, value=knob.read(), first=self._first[name], pending=self._pending(name))
             for name, knob in self._knobs.items()

@@ -97,23 +97,19 @@ class LedgerReader:
             raise LedgerError(f"{path} cannot be used as a ledger: {error}", remedy="is it another file?") from error
 
     def close(self) -> None:
-        """Release the file; never raises."""
         self._db.close()
         self._traces.close()
 
     def query(self, sql: str, *args: Any) -> list[tuple[Any, ...]]:
-        """Rows of a SELECT."""
         try:
             return self._db.execute(sql, args).fetchall()
         except sqlite3.Error as error:
             raise LedgerError(f"{self.path} cannot be read: {error}") from error
 
     def meta(self) -> dict[str, str]:
-        """The run's identity and marks."""
         return dict(self.query("SELECT key, value FROM meta"))
 
     def rows(self, where: str, *args: Any) -> list[Row]:
-        """Groups in order of id."""
         found = self.query(f"SELECT {', '.join(_COLUMNS)} FROM groups WHERE {where} ORDER BY group_id", *args)
         return [_row(dict(zip(_COLUMNS, values, strict=True))) for values in found]
 
@@ -122,7 +118,6 @@ class LedgerReader:
         return int(self.query("SELECT COALESCE(MAX(seq), 0) FROM transitions")[0][0])
 
     def terms(self) -> dict[int, str]:
-        """All terms by number."""
         return dict(self.query("SELECT id, data FROM terms"))
 
     def payload(self, group_id: int) -> tuple[bool, bytes] | None:

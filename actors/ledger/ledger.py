@@ -63,7 +63,6 @@ class GroupTally:
             self.masked[reason] += count * num_groups
 
     def change(self, before: Row | None, after: Row) -> None:
-        """One group went from `before` to `after`."""
         for row, sign in ((before, -1), (after, 1)):
             if row is not None:
                 self._add(row.state, row.reason, sign, sign * (row.num_tokens >= 0), sign * max(row.num_tokens, 0))
@@ -213,7 +212,6 @@ class Ledger:
 
     @property
     def next_group_id(self) -> int:
-        """Id of the next group."""
         return self.draws.next_id
 
     @property
@@ -238,7 +236,6 @@ class Ledger:
 
     @property
     def tally(self) -> GroupTally:
-        """Counts by state and reason."""
         return self._tally
 
     def redraw(self, besides: Collection[int] = ()) -> tuple[int, int] | None:

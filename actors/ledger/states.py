@@ -114,7 +114,6 @@ class Row:
 
     @property
     def draw_of_source(self) -> int:
-        """Which of its source's draws it was."""
         return self.draw if self.source_draw < 0 else self.source_draw
 
 

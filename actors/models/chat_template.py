@@ -169,13 +169,11 @@ class PlainText:
     def render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Tools = (), goes_on: bool = False
     ) -> str:
-        """The contents in order; who says them is not written."""
         return "".join(message.content for message in messages)
 
     def write(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = False, tools: Tools = ()
     ) -> RenderedChat:
-        """The same."""
         return RenderedChat(self.render(messages, add_generation_prompt=add_generation_prompt))
 
 

@@ -39,9 +39,7 @@ class RopeScaling:
 
     kind: Literal["linear", "llama3", "yarn"]
     factor: float
-    """By how much."""
     original_context: int = 0
-    """Tokens of context before the stretch."""
     low_freq_factor: float = 0.0
     """Of llama3: channels that turn less often in the original context are stretched fully."""
     high_freq_factor: float = 0.0

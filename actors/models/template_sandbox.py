@@ -114,12 +114,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super()._generate(_Counting().visit(source), *more, **named)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Results of a bounded size."""
         _check_operation(operator, left, right)
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 -- names are the template's
-        """Counted, and with bounded widths."""
         _budget().count()
         method = getattr(__obj, "__wrapped__", __obj)
         owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
@@ -200,7 +198,6 @@ def _check_name(name: object) -> None:
 
 
 def _steps(value: Any) -> Any:
-    """The same to go through, counted."""
     if isinstance(value, Sized):
         _budget().count(len(value) + 1)
         return value
@@ -278,8 +275,6 @@ def _check_widths(given: Iterable[Any]) -> None:
 
 
 def _guarded(name: str, made: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that looks at what it is given."""
-
     @wraps(made)
     def checked(*args: Any, **kwargs: Any) -> Any:
         _budget().count()

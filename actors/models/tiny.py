@@ -81,7 +81,6 @@ def make_tiny_model(
 
 
 def tiny_config(preset: str, vocab_size: int = 320, context_length: int = 2048) -> ModelConfig:
-    """The config of a preset."""
     sizes = PRESETS.get(preset)
     if sizes is None:
         raise ModelError(f"there is no tiny model {preset!r}", remedy=f"choose one of {', '.join(PRESETS)}")

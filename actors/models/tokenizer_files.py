@@ -82,12 +82,10 @@ class TokenizerFiles:
 
     @property
     def added_texts(self) -> set[str]:
-        """Tokens that a side file adds to the vocabulary."""
         return {_text(token) for token in (*self.legacy.values(), *(self.added or ()), *self.extra)}
 
     @property
     def special_texts(self) -> dict[str, str]:
-        """What a template sees of the special tokens."""
         return {key: str(_text(token)) for key, token in self.named.items()}
 
     def complete(self, tokenizer: tokenizers.Tokenizer) -> None:

@@ -42,7 +42,6 @@ class _Curve:
             self._kept = {s: v for s, v in self._kept.items() if s % self._stride == 0}
 
     def points(self) -> dict[str, float]:
-        """Step (as text) -> value, by step; the newest is always there."""
         points = dict(self._kept)
         if self._newest is not None:
             points[self._newest[0]] = self._newest[1]
@@ -118,7 +117,6 @@ class Latest:
         """Values that were not kept because there are too many names or sources."""
 
     def apply(self, bundle: Telemetry) -> None:
-        """Fold one bundle in."""
         self.num_bundles += 1
         self.num_dropped += bundle.dropped
         for point in bundle.metrics:

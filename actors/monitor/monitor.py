@@ -102,14 +102,12 @@ class Monitor(OwnsKnobs, MonitorContract):
             _log.warning("coordinator has not said within %g s which knobs are in force: %s", _JOIN_S, error)
 
     async def on_stop(self, why: str) -> None:
-        """Write what waits and close the files, whatever the reason."""
         self._tell_own()
         self._write_held()
         await self._until(self._sinks.stop())
         self._sinks.join()
 
     async def telemetry(self, bundle: Telemetry) -> None:
-        """Take a bundle."""
         with self._meter.working("fold"):
             self._take(bundle)
         if self._clock.monotonic() >= self._own_told_s + self._pace.every_s:
@@ -134,7 +132,6 @@ class Monitor(OwnsKnobs, MonitorContract):
         return view
 
     async def shares(self, window_s: float) -> dict[str, dict[str, float]]:
-        """See `Latest.shares`."""
         return self._latest.shares(window_s)
 
     async def finish(self) -> str:

@@ -71,7 +71,6 @@ class SinkThread:
 
     @property
     def active(self) -> tuple[str, ...]:
-        """Names of the sinks that still work."""
         return tuple(sink.name for sink in self._sinks)
 
     def start(self) -> Future[None]:
@@ -134,7 +133,6 @@ class SinkThread:
             self._end()
 
     def _end(self) -> None:
-        """From now on nothing is taken; waiting flushes end."""
         self._ending.set_result(None)
         self._release()
 
@@ -257,7 +255,6 @@ class BesideSink:
 
     @property
     def name(self) -> str:
-        """The inner sink's."""
         return self._inner.name
 
     def open(self, context: SinkContext) -> None:
@@ -281,7 +278,6 @@ class BesideSink:
             )
 
     def write(self, bundle: Telemetry) -> None:
-        """Hand the bundle on, or drop it."""
         if self._thread is not None and self._thread.active:
             self._thread.put(bundle)
 

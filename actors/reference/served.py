@@ -96,11 +96,9 @@ class ServedReference:
         return self._guard.too_many_errors
 
     def allow(self, max_error_rate: float) -> None:
-        """Another share of failed calls from now on."""
         self._guard.allow(max_error_rate)
 
     def listen(self, tell: Tell) -> None:
-        """`tell` is called when calls stop and when they continue."""
         self._guard.listen(tell)
 
     def gauges(self) -> dict[str, float]:
@@ -112,7 +110,6 @@ class ServedReference:
         return values
 
     async def close(self) -> None:
-        """End all connections."""
         await self._servers.close()
 
 

@@ -58,7 +58,6 @@ class ReferenceServer:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self.num_asked = 0
-        """Calls under way."""
         self.rests_until_s = 0.0
         """On the loop's clock: it failed, others are better asked."""
         self._num_failed = 0
@@ -219,7 +218,6 @@ class ReferenceServers:
         return self._access
 
     async def close(self) -> None:
-        """End all connections; calls that run fail."""
         self._is_closed = True
         if self._access is not None:
             await self._access.session.close()

@@ -20,7 +20,6 @@ from ..user_code.loop import Blocked
 Answers = tuple[Completion, ...]
 """What one call judges: a single answer, or all of a group in the order of their numbers."""
 Outcomes = tuple[RewardOutcome, ...]
-"""One for each of them."""
 REMOTE = "remote"
 """The built-in that is no function: a service is asked, see `remote.py`."""
 
@@ -33,12 +32,10 @@ class RewardKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of_one(cls, name: str) -> RewardKeys:
-        """Of one of several functions."""
         return cls(f"reward.functions.{name}.fn", f"reward.functions.{name}.args")
 
     @classmethod
     def of_eval_set(cls, name: str) -> RewardKeys:
-        """Of an evaluation set's own."""
         return cls(f"eval.sets.{name}.reward", f"eval.sets.{name}.reward_args")
 
 
@@ -61,7 +58,6 @@ class RewardFn:
 
     name: str
     fn: Callable[[Any], Any]
-    """Of a completion, or of a tuple of them."""
     is_async: bool = False
     is_light: bool = False
     """A built-in that is quick enough for an actor's loop."""
@@ -73,7 +69,6 @@ class RewardFn:
     """File and line where it is defined, if it is the user's."""
 
     def argument(self, answers: Answers) -> Answers | Completion:
-        """What the function is called with."""
         return answers if self.takes_group else answers[0]
 
     def num_judged(self, answers: Answers) -> int | None:
@@ -143,7 +138,6 @@ def checked(outcomes: Sequence[RewardOutcome], num_answers: int) -> Outcomes:
 
 
 def raised(error: BaseException) -> BadReward:
-    """What the function raised, and where."""
     if isinstance(error, Blocked):
         return BadReward(f"{error}; a plain def may, and so may asyncio.to_thread")
     return BadReward(f"raised {what_was_raised(error)}")

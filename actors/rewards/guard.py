@@ -71,7 +71,6 @@ class Breaker:
         self._opened_s = self._probe_at_s = 0.0
         self.state = _S.CLOSED
         self.num_opened = 0
-        """How often it opened."""
 
     @property
     def is_in_doubt(self) -> bool:
@@ -80,7 +79,6 @@ class Breaker:
 
     @property
     def opened_s(self) -> float:
-        """When it opened last."""
         return self._opened_s
 
     def may_call(self, now_s: float) -> bool:
@@ -149,7 +147,6 @@ class RewardGate:
     def __init__(self, breaker: Breaker) -> None:
         self.breaker = breaker
         self.num_waiting = 0
-        """Calls that wait now."""
         self._changed = asyncio.Event()
 
     async def enter(self) -> bool:
@@ -165,7 +162,6 @@ class RewardGate:
         return self.breaker.state is BreakerState.PROBING
 
     def worked(self, *, is_probe: bool) -> None:
-        """A call worked."""
         self.breaker.worked(is_probe=is_probe)
         if is_probe:
             self._ring()
@@ -184,7 +180,6 @@ class RewardGate:
 
     @property
     def open_for_s(self) -> float:
-        """Since the breaker opened last."""
         return _now_s() - self.breaker.opened_s
 
     async def _wait(self, timeout_s: float | None) -> None:
@@ -216,13 +211,11 @@ class ErrorBudget:
 
     def __init__(self, max_rate: float) -> None:
         self.max_rate = max_rate
-        """The allowed share."""
         self._recent: deque[bool] = deque(maxlen=WINDOW_CALLS)
         self.num_calls = 0
         self.num_errors = 0
 
     def note(self, *, has_failed: bool) -> None:
-        """One more call."""
         self._recent.append(has_failed)
         self.num_calls += 1
         self.num_errors += has_failed
@@ -244,7 +237,6 @@ class LostGroups:
 
     def __init__(self, max_rate: float) -> None:
         self.max_rate = max_rate
-        """The allowed share."""
         self._recent: dict[int, bool] = {}
 
     def note(self, group_id: int, *, is_lost: bool) -> None:
@@ -279,7 +271,6 @@ class GroupBudget:
 
     @property
     def max_rate(self) -> float:
-        """The allowed share."""
         return self._budget.max_rate
 
     @max_rate.setter
@@ -351,7 +342,6 @@ class CallGuard:
             Breaker(after=settings.pause_after, cool_down_s=settings.cool_down_s, max_wait_s=settings.max_outage_s)
         )
         self.num_errors = 0
-        """Failed calls so far."""
         self._in_doubt: list[int] = []
         """Groups of failures in a row that are not held against it yet: it may be an outage."""
         self._tell: Tell = _ignore
@@ -360,7 +350,6 @@ class CallGuard:
         """What it did when it failed last: a sentence without its subject."""
 
     def listen(self, tell: Tell) -> None:
-        """`tell` is called when calls stop and when they resume."""
         self._tell = tell
 
     async def enter(self) -> bool:
@@ -368,7 +357,6 @@ class CallGuard:
         return await self._gate.enter()
 
     def worked(self, group_id: int, *, is_probe: bool) -> None:
-        """A call worked."""
         self._is_well(is_probe=is_probe)
         self._book(group_id, has_failed=False)
 
@@ -449,7 +437,6 @@ class CallGuard:
             self._gate.abandoned()
 
     def gauges(self) -> dict[str, float]:
-        """What the monitor shows of it."""
         failed, calls = self._budget.recent
         is_paused = self._gate.breaker.state is not BreakerState.CLOSED
         return {
@@ -460,7 +447,6 @@ class CallGuard:
         }
 
     def allow(self, max_error_rate: float) -> None:
-        """Another share of failed calls from now on."""
         self._budget.max_rate = self._groups.max_rate = max_error_rate
 
     @property

@@ -103,11 +103,9 @@ class RewardPool:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Processes now alive."""
         return tuple(worker.pid for worker in self._workers if worker.is_alive)
 
     async def close(self) -> None:
-        """Kill all workers and wait for their end. Calls that still run fail."""
         self._is_closed = True
         for worker in self._workers:
             worker.kill()
@@ -232,8 +230,6 @@ MAX_ALONE = 4
 
 
 class _Lost(Exception):
-    """The worker ended."""
-
     def __init__(self, *, is_known_whose: bool) -> None:
         super().__init__()
         self.is_known_whose = is_known_whose
@@ -278,11 +274,9 @@ class SideBySide:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Processes now alive."""
         return (*(worker.pid for worker in self._workers if worker.is_alive), *self._alone.pids)
 
     async def close(self) -> None:
-        """Kill all workers and wait for their end. Calls that still run fail."""
         self._is_closed = True
         if self._loading is not None:
             self._loading.kill()

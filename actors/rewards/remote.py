@@ -86,14 +86,12 @@ class RemoteReward:
         self._is_closed = False
 
     async def ask(self, answers: Answers) -> Outcomes:
-        """The service's judgement. Raises BadReward."""
         body = self._body(answers)
         async with self._room:
             value = await self._with_patience(body)
         return judged(value, len(answers) if self._takes_group else None)
 
     async def close(self) -> None:
-        """End all connections; calls that run fail."""
         self._is_closed = True
         if self._session is not None:
             await self._session.close()

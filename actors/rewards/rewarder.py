@@ -133,7 +133,6 @@ class Rewarder:
         return MAX_WORKERS if settings.isolate and not is_harmless else 0
 
     def listen(self, tell: Tell) -> None:
-        """`tell` is called when calls stop and when they resume."""
         self._guard.listen(tell)
 
     async def score(self, completion: Completion) -> RewardOutcome:
@@ -186,16 +185,13 @@ class Rewarder:
         return kind(f'reward function "{self._reward.name}" {words} ({place})', remedy=REMEDY)
 
     def gauges(self) -> dict[str, float]:
-        """What the monitor shows of it."""
         return {**self._guard.gauges(), "reward/workers": float(len(self.worker_pids))}
 
     def allow(self, max_error_rate: float) -> None:
-        """Another share of failed calls from now on."""
         self._guard.allow(max_error_rate)
 
     @property
     def num_errors(self) -> int:
-        """Failed calls so far."""
         return self._guard.num_errors
 
     @property
@@ -205,11 +201,9 @@ class Rewarder:
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
-        """Worker processes now alive."""
         return self._pool.pids if self._pool is not None else ()
 
     async def close(self) -> None:
-        """End all worker processes and connections; nothing of them is left afterwards."""
         if self._remote is not None:
             await self._remote.close()
         if self._pool is not None:
@@ -278,11 +272,9 @@ class SeveralRewards:
         """Whether a function gets all answers of a group at once."""
 
     async def score(self, completion: Completion) -> RewardOutcome:
-        """The reward of one completion. Raises as a `Rewarder`."""
         return (await self.score_group((completion,)))[0]
 
     async def score_group(self, completions: Sequence[Completion]) -> Outcomes:
-        """The rewards of all answers of a group. Raises as a `Rewarder`."""
         answers = tuple(completions)
         names = self._names_for(answers[0])
         done = await asyncio.gather(*(self._judged(name, answers) for name in names), return_exceptions=True)
@@ -333,7 +325,6 @@ class SeveralRewards:
 
     @property
     def num_errors(self) -> int:
-        """Failed calls so far."""
         return sum(one.num_errors for one in self._by_name.values())
 
     @property
@@ -343,26 +334,21 @@ class SeveralRewards:
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
-        """Worker processes now alive."""
         return tuple(pid for one in self._by_name.values() for pid in one.worker_pids)
 
     def listen(self, tell: Tell) -> None:
-        """`tell` is called when calls stop and when they resume."""
         for one in self._by_name.values():
             one.listen(tell)
 
     def allow(self, max_error_rate: float) -> None:
-        """Another share of failed calls from now on."""
         for one in self._by_name.values():
             one.allow(max_error_rate)
 
     def gauges(self) -> dict[str, float]:
-        """What the monitor shows of them."""
         shown = [one.gauges() for one in self._by_name.values()]
         return {key: (max if key in WORST else sum)(one[key] for one in shown) for key in shown[0]}
 
     async def close(self) -> None:
-        """End all worker processes and connections."""
         await asyncio.gather(*(one.close() for one in self._by_name.values()))
 
 

@@ -78,8 +78,6 @@ def _judge(reward: RewardFn, body: bytes, runner: asyncio.Runner) -> Reply:
 
 
 class _Call:
-    """One of several that share the loop."""
-
     def __init__(self) -> None:
         self.threads: list[threading.Thread] = []
 
@@ -94,7 +92,6 @@ class _SideBySide:
         """The tasks that the function runs in, those left out that it made itself."""
 
     async def run(self, incoming: BinaryIO) -> None:
-        """Until the input ends."""
         self._loop = loop = asyncio.get_running_loop()
         loop.set_default_executor(DaemonThreads())
         Watch(loop, self._max_block_s, self._tell_stuck)

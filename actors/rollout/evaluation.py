@@ -93,7 +93,6 @@ class Evaluation:
             self._show(msgspec.structs.replace(text, step=max(text.newest_version, version)))
 
     async def close(self) -> None:
-        """End what judges."""
         closing = [scorer.close() for scorer in self._scorers.values()]
         for error in filter(None, await asyncio.gather(*closing, return_exceptions=True)):
             raise error

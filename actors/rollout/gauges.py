@@ -110,7 +110,6 @@ class RolloutTime:
         self._book()
 
     def load(self, load: GroupLoad) -> None:
-        """Samples were begun or ended; evaluation's too."""
         self._load = load
         self._book()
 
@@ -125,7 +124,6 @@ class RolloutTime:
         self._book()
 
     def turn(self, has_turn: bool) -> None:
-        """The device was given to the engine, or taken from it."""
         self._has_turn = has_turn
         self._book()
 

@@ -88,7 +88,6 @@ class GroupPull:
 
     @property
     def num_groups(self) -> int:
-        """Groups in flight."""
         return len(self._in_flight)
 
     def resize(self, max_groups: int) -> None:
@@ -234,7 +233,6 @@ class GroupPull:
             pause_s = max(self._save_s, took_s / SAVING_SHARE)
 
     def end(self) -> list[asyncio.Task[None]]:
-        """Take nothing new; returns the tasks of the groups that are in flight."""
         self.is_draining = True
         self._time.draining()
         self._room.set()
@@ -290,7 +288,6 @@ class GroupHandover:
         self._scorer.allow(max_error_rate)
 
     async def deliver(self, group: Group, attempt: int) -> None:
-        """A finished group."""
         self._budget.note(None)
         result = await self._ask(lambda: self._buffer.put_group(group, attempt, self._name))
         if result.outcome not in ("ready", "filtered"):
@@ -298,7 +295,6 @@ class GroupHandover:
         self.counts.num_groups += 1
 
     async def give_back(self, assignment: Assignment, partial: Partial) -> None:
-        """A group to be continued elsewhere."""
         returned = GroupReturned(
             group_id=assignment.prompt.group_id,
             attempt=assignment.attempt,

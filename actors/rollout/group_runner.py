@@ -107,7 +107,6 @@ class FailureCounts:
     num_masked: int = 0
 
     def gauges(self) -> dict[str, float]:
-        """What the monitor shows of them."""
         kinds = {f"rollout/failures/{kind}": float(self.by_kind[kind]) for kind in FAILURE_KINDS}
         return kinds | {"rollout/num_retried": float(self.num_retried), "rollout/num_masked": float(self.num_masked)}
 
@@ -150,7 +149,6 @@ class _Task:
 
     @property
     def where(self) -> str:
-        """For messages."""
         prompt = self.assignment.prompt
         return f"(group {prompt.group_id}, sample {self.index}, row {prompt.row} of {prompt.source})"
 
@@ -213,16 +211,13 @@ class GroupRunner:
 
     @property
     def model(self) -> ModelAccess:
-        """How its episodes reach the model."""
         return self._model
 
     def so_far(self, group_id: int) -> tuple[Sample, ...]:
-        """What there is of a group that runs: members with at least one token; empty for any other group."""
         made = self._made.get(group_id)
         return () if made is None else made.samples()
 
     def has(self, group_id: int) -> bool:
-        """Whether that group runs, and is not whole yet."""
         return group_id in self._made
 
     async def run(self, assignment: Assignment) -> Group:
@@ -582,9 +577,7 @@ class HasTokens(Protocol):
     """An episode, wherever it runs."""
 
     @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing of it."""
-        ...
+    def is_empty(self) -> bool: ...
 
     def so_far(self) -> Sample:
         """The record of everything so far."""
@@ -601,11 +594,9 @@ class GroupSoFar:
         self._finished: dict[int, Sample] = {}
 
     def begun(self, index: int, episode: HasTokens) -> None:
-        """That member is in the making."""
         self._episodes[index] = episode
 
     def finished(self, sample: Sample) -> None:
-        """That member is whole."""
         self._finished[sample.index] = sample
 
     def again(self, index: int) -> None:
@@ -635,7 +626,6 @@ class Stretches:
 
     @contextmanager
     def of(self, hop: Hop) -> Generator[None]:
-        """A member is there."""
         began_s = self._clock.monotonic()
         try:
             yield

@@ -23,38 +23,26 @@ class Scorer(Protocol):
     """Scores completions; raises UserCodeError naming function, sample and cause."""
 
     @property
-    def judges_groups(self) -> bool:
-        """Whether it is given all answers of a group at once."""
-        ...
+    def judges_groups(self) -> bool: ...
 
-    async def score(self, completion: Completion) -> ScoredOutcome:
-        """The reward of one completion."""
-        ...
+    async def score(self, completion: Completion) -> ScoredOutcome: ...
 
-    async def score_group(self, completions: Sequence[Completion]) -> Sequence[ScoredOutcome]:
-        """The rewards of all answers of a group."""
-        ...
+    async def score_group(self, completions: Sequence[Completion]) -> Sequence[ScoredOutcome]: ...
 
 
 class _Guarded(Protocol):
     """Something with an error budget, and what else it has to close."""
 
     @property
-    def too_many_errors(self) -> str:
-        """Empty, or the sentence that ends the run."""
-        ...
+    def too_many_errors(self) -> str: ...
 
-    def allow(self, max_error_rate: float) -> None:
-        """Another share of failed calls from now on."""
-        ...
+    def allow(self, max_error_rate: float) -> None: ...
 
     def listen(self, tell: Callable[[str, str], None]) -> None:
         """`tell` (kind, text) is called when calls stop and when they resume."""
         ...
 
-    def gauges(self) -> dict[str, float]:
-        """What the monitor shows of it."""
-        ...
+    def gauges(self) -> dict[str, float]: ...
 
     async def close(self) -> None: ...
 
@@ -81,15 +69,12 @@ class ScorerAndReference:
 
     @property
     def judges_groups(self) -> bool:
-        """The scorer's."""
         return self._scorer.judges_groups
 
     async def score(self, completion: Completion) -> ScoredOutcome:
-        """The scorer's."""
         return await self._scorer.score(completion)
 
     async def score_group(self, completions: Sequence[Completion]) -> Sequence[ScoredOutcome]:
-        """The scorer's."""
         return await self._scorer.score_group(completions)
 
     @property
@@ -98,17 +83,14 @@ class ScorerAndReference:
         return next((words for one in self._both if (words := one.too_many_errors)), "")
 
     def allow(self, max_error_rate: float) -> None:
-        """To each of them."""
         for one in self._both:
             one.allow(max_error_rate)
 
     def listen(self, tell: Callable[[str, str], None]) -> None:
-        """To each of them."""
         for one in self._both:
             one.listen(tell)
 
     def gauges(self) -> dict[str, float]:
-        """Of both."""
         return {key: value for one in self._both for key, value in one.gauges().items()}
 
     async def close(self) -> None:

@@ -170,7 +170,6 @@ class Rollout(OwnsKnobs, RolloutContract):
         self.ctx.spawn(self._run(), name="rollout-run")
 
     def _own_knobs(self) -> None:
-        """Before the engine is up: an operator may ask at any time."""
         self._pace = ReportPace(self._options.report_s)
         self.knob_owner = KnobOwner(self.ctx.name, rollout_knobs(self._live, self._apply), self._telemetry)
         self.knob_owner.add(process_knobs(self._pace))
@@ -252,14 +251,12 @@ class Rollout(OwnsKnobs, RolloutContract):
         await self._pull.run(runner, lambda: ServedWeights(self._weights.lineage, self._version))
 
     async def _start_workers(self) -> None:
-        """Before an engine is loaded, so that a mistake in the user's code is reported first."""
         if self._tenant is not None:
             await self._tenant.register()  # room for the engine may be asked for meanwhile
         if isinstance(self._workflow, WorkflowPool):
             await self._workflow.start()
 
     def _set_up(self, runner: GroupRunner) -> None:
-        """What the runner does beside generating."""
         runner.reference, runner.run_name = self._reference, Path(self._options.run_dir).name
         runner.zero_on_error, runner.on_failure = self._options.zero_on_error, self._tell_failure
         runner.max_retries = self._options.max_retries

@@ -98,7 +98,6 @@ class RolloutTenant:
         await self._tenant.loaded()
 
     def joined(self) -> None:
-        """The coordinator knows the engine."""
         self._has_joined.set()
 
     async def load(self) -> None:
@@ -107,15 +106,12 @@ class RolloutTenant:
         await self._has_joined.wait()
 
     async def on_peer(self, event: PeerEvent) -> None:
-        """The manager may be another one now."""
         await self._tenant.on_peer(event)
 
     async def command(self, command: MemoryCommand) -> MemoryReply:
-        """One step of a switch."""
         return await self._tenant.command(command)
 
     def report(self) -> TenantReport:
-        """State of the engine's memory."""
         return self._tenant.report()
 
     async def _tell_loss(self) -> None:
@@ -175,7 +171,6 @@ class EngineTurn:
 
     @property
     def has_turn(self) -> bool:
-        """Whether requests go through."""
         return self._gate.is_set() and not self._is_ending
 
     def started(self) -> None:
@@ -226,7 +221,6 @@ class EngineTurn:
         await self._memory.park(PARK_S)
 
     async def resume(self) -> None:
-        """Resume. Raises EngineError while the engine would generate with weights without contents."""
         if self._owes_loss:
             raise EngineError("the engine's weights have no contents", remedy="a version has to be given to it first")
         if self._is_started:

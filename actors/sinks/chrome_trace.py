@@ -79,7 +79,6 @@ class ChromeTraceSink:
         self._context: SinkContext | None = None
 
     def open(self, context: SinkContext) -> None:
-        """Begin a trace, or continue the one an earlier monitor left."""
         self._context = context
         path = context.run_dir / TRACE_FILE
         self._begin(path)
@@ -149,7 +148,6 @@ class ChromeTraceSink:
             self._name_track(source, track, tid)
 
     def close(self) -> None:
-        """Flush and close."""
         if self._file < 0:
             return
         try:
@@ -398,7 +396,6 @@ class TraceFlows:
             self._groups.popitem(last=False)
 
     def made(self, version: int, place: TraceSlice) -> Iterator[Arrow]:
-        """A weight version was made; also again, after a restart."""
         self._makers[version] = place
         self._makers.move_to_end(version)
         for adoption in self._adoptions.pop(version, []):
@@ -407,7 +404,6 @@ class TraceFlows:
             self._makers.popitem(last=False)
 
     def adopted(self, version: int, place: TraceSlice) -> Iterator[Arrow]:
-        """An engine took a version."""
         maker = self._makers.get(version)
         if maker is not None:
             yield from _arrow(f"version {version}", "weights", maker, place)
@@ -469,7 +465,6 @@ class TraceVolume:
         """Slices and points that were left out."""
 
     def has_room(self, row: tuple[int, int], start_us: int, duration_us: int) -> bool:
-        """Whether a slice is to be drawn."""
         if duration_us >= _SHORT_US:
             return True
         second, num = self._seconds.get(row, (0, 0))
@@ -482,7 +477,6 @@ class TraceVolume:
         return True
 
     def is_due(self, pid: int, counter: str, at_us: int) -> bool:
-        """Whether a point of a counter is to be drawn."""
         before_us = self._newest_us.get((pid, counter))
         if before_us is not None and 0 <= at_us - before_us < _COUNTER_GAP_US:
             self.num_skipped += 1

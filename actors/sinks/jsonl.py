@@ -43,7 +43,6 @@ class JsonlSink:
         self._events: LineFile | None = None
 
     def open(self, context: SinkContext) -> None:
-        """Open the files for appending, repairing a torn last line."""
         self._context = context
         self._metrics = LineFile(context.run_dir / METRICS_FILE, context.emit)
         self._events = LineFile(context.run_dir / EVENTS_FILE, context.emit)
@@ -80,7 +79,6 @@ class JsonlSink:
                 file.flush()
 
     def close(self) -> None:
-        """Flush and close."""
         files = (self._metrics, self._events, self._samples)
         self._metrics = self._events = self._samples = None
         with ExitStack() as closing:  # both, whatever one of them raises
@@ -189,12 +187,10 @@ class SamplesFile:
         self._file.add(line)
 
     def flush(self) -> None:
-        """Hand the lines to the kernel."""
         if self._file is not None:
             self._file.flush()
 
     def close(self) -> None:
-        """Flush and close."""
         file, self._file = self._file, None
         if file is not None:
             file.close()

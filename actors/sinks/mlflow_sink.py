@@ -110,7 +110,6 @@ class MlflowSink:
         ]
 
     def flush(self) -> None:
-        """Write what was collected."""
         with public_errors(self._tracking_uri):
             self._send(self._client)
 
@@ -120,7 +119,6 @@ class MlflowSink:
             client.log_batch(self._run_id, metrics=pending[start : start + _MAX_BATCH])
 
     def close(self) -> None:
-        """Write the rest and end the MLflow run."""
         client, self._client = self._client, None
         if client is None:
             return

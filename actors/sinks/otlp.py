@@ -73,7 +73,6 @@ class OtlpSink:
         context.emit("otlp-opened", f"OpenTelemetry goes to {self._shown}")
 
     def write(self, bundle: Telemetry) -> None:
-        """Collect until the next export."""
         for span in bundle.spans:
             self._collect(span)
         for point in bundle.metrics:
@@ -90,7 +89,6 @@ class OtlpSink:
             raise OSError(f"{self._shown} took nothing for {self._num_failures} exports; {self._num_lost} spans lost")
 
     def close(self) -> None:
-        """Export the rest and close the connections."""
         if self._context is None:
             return
         self._export()

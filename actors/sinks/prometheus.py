@@ -69,7 +69,6 @@ class PrometheusSink(Collector):
         context.emit("prometheus-bound", f"metrics are served at http://{LOOPBACK}:{port}/metrics")
 
     def write(self, bundle: Telemetry) -> None:
-        """Remember the latest values."""
         with self._lock:
             self._num_dropped += bundle.dropped
             for point in bundle.metrics:

@@ -59,7 +59,6 @@ class TensorBoardSink:
             writer.add_event(self._make_event(wall_time=point.wall_s, step=step, summary=summary))
 
     def flush(self) -> None:
-        """Hand everything to the kernel."""
         for writer in self._writers.values():
             writer.flush()
 

@@ -95,7 +95,6 @@ class WandbSink:
         """Nothing to do: the library sends by itself."""
 
     def close(self) -> None:
-        """End the W&B run; its process ends with it."""
         run, self._run = self._run, None
         if run is not None:
             run.finish()

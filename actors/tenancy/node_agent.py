@@ -215,7 +215,6 @@ class NodeWatch:
             self.ended(process)
 
     def close(self) -> None:
-        """Watch nothing of this node any more."""
         self._own.close()
 
 
@@ -260,6 +259,5 @@ class ProcessWatch:
             os.close(fd)
 
     def close(self) -> None:
-        """No more calls."""
         for pid, started_at in list(self._fds):
             self._drop(pid, started_at)

@@ -55,9 +55,7 @@ class Gate(Protocol):
         """Admit nothing, finish what runs, synchronise. Cancelled at the deadline; then `resume` is called."""
         ...
 
-    async def resume(self) -> None:
-        """Admit again."""
-        ...
+    async def resume(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +63,6 @@ class TenantOptions:
     """Who it is."""
 
     name: str
-    """Actor name."""
     epoch: int
     """Of the process incarnation."""
     gang: str
@@ -113,12 +110,10 @@ class Tenant:
 
     @property
     def state(self) -> str:
-        """Its present state."""
         return self._machine.state
 
     @property
     def is_planned(self) -> bool:
-        """Something is leased that was not loaded yet."""
         return bool(self._assets.planned)
 
     def add_store(self, store: AssetStore) -> None:
@@ -172,7 +167,6 @@ class Tenant:
         await self.changed()
 
     async def changed(self) -> None:
-        """Tags are larger, smaller or others than before."""
         if self._manager is not None:
             try:
                 await self._manager.changed(self.report())
@@ -228,7 +222,6 @@ class Tenant:
             return self._reply(command, reason=f"{type(error).__name__}: {error}")
 
     def _rest(self) -> None:
-        """Where a tenant with a closed gate is after something failed."""
         if self._machine.state in ("releasing", "restoring"):
             self._machine.rest(self._rested())
 
@@ -327,7 +320,6 @@ class Carried:
         self._spend("", getattr(moved, "parts", None))
 
     def _spend(self, part: str, spent: Mapping[str, float] | float | None) -> None:
-        """Seconds of the part, or of each of its parts."""
         if spent is None:
             return
         parts = spent if isinstance(spent, Mapping) else {part: spent}
@@ -476,18 +468,15 @@ class WorkspaceRoom:
         self._is_held = True
 
     def report(self) -> tuple[TagReport, ...]:
-        """See the protocol."""
         backing = "mapped_dirty" if self._is_held else "discarded"
         return (TagReport(tag=WORKSPACE, num_bytes=self._num_bytes, policy="discard", backing=backing),)
 
     def release(self, tags: Collection[Tag]) -> MovedBytes:
-        """See the protocol."""
         left, self._is_held = self._is_held and WORKSPACE in tags, self._is_held and WORKSPACE not in tags
         if left:
             self._vacate()
         return MovedMemory(dropped_bytes=self._num_bytes if left else 0)
 
     def restore(self, tags: Collection[Tag]) -> MovedBytes:
-        """See the protocol."""
         self._is_held = self._is_held or WORKSPACE in tags
         return MovedMemory()

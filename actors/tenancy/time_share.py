@@ -147,7 +147,6 @@ class TimeShare:
 
     @property
     def has_newcomers(self) -> bool:
-        """Whether an engine waits to be let in."""
         return self._has_newcomers
 
     # -- leases

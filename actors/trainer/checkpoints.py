@@ -160,7 +160,6 @@ class Checkpoints:
 
     @property
     def is_pending(self) -> bool:
-        """Whether one is being written."""
         return self._pending is not None
 
     @property
@@ -179,7 +178,6 @@ class Checkpoints:
         return -1 if self._newest is None else self._newest[0]
 
     def continue_from(self, version: int) -> None:
-        """Where training begins."""
         self._began_at = self._covered = version
 
     def is_due(self, version: int) -> bool:
@@ -192,7 +190,6 @@ class Checkpoints:
         return version % self.every == 0
 
     def folder_of(self, version: int) -> Path:
-        """Where its checkpoint lies."""
         return Path(self._options.run_dir) / "checkpoints" / f"version_{version:08d}"
 
     def lacks(self, version: int) -> bool:
@@ -356,7 +353,6 @@ class Checkpoints:
             take_away_unread(info.path)
 
     def _parted(self, newest: Path) -> _Parted:
-        """The `keep_last` newest stay, all of them for 0."""
         own = look_at(newest).writer
         found = list_checkpoints(newest.parent)  # one that lost its place to a newer one in a crash is among them
         beside = [info for info in found if info.path != newest and version_in(info.path) >= 0]
@@ -382,7 +378,6 @@ class Checkpoints:
             raise TrainError(f"{self._ctx.name} could not save a checkpoint: {error}") from error
 
     def close(self) -> None:
-        """This process ends, or the actor: the next writer removes what is left half written."""
         self._let_go()
 
     async def _clear_after(self, error: MyxaError, holder: Path) -> None:
@@ -404,7 +399,6 @@ class Checkpoints:
             self._ctx.log.warning("leftovers in %s could not be deleted: %s", holder, error)
 
     async def _all(self, what: str, send: Callable[[], Awaitable[object]]) -> None:
-        """A call to all ranks; one that fails is named."""
         try:
             await send()
         except GatherError as error:

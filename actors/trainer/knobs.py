@@ -119,7 +119,6 @@ class TrainerKnobs:
         """The run makes no more steps."""
 
     def knobs(self) -> tuple[Knob, ...]:
-        """For the owner."""
         return tuple(self._knob(t) for t in TUNABLES if t.name in self._first)
 
     def _knob(self, tunable: Tunable) -> Knob:

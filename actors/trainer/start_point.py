@@ -67,7 +67,6 @@ class FixedStart:
         self._start = StartPoint(checkpoint=checkpoint)
 
     def find(self, torn: Mapping[str, str]) -> StartPoint:
-        """See `StartFinder`."""
         if self._start.checkpoint in torn:
             raise TrainError(torn[self._start.checkpoint], remedy="name another checkpoint")
         return self._start

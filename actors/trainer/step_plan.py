@@ -78,8 +78,6 @@ def _load(name: str, expected: Expected) -> UserFunction | None:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One call of a function for one batch."""
-
     expected: Expected
     function: UserFunction
     step: int
@@ -105,7 +103,6 @@ class _Call:
         return pairs
 
     def numbers(self, group: Group, row: Sequence[object], what: str) -> list[float]:
-        """One number for each sample."""
         return [self._number(value, what, group, i) for i, value in enumerate(row)]
 
     def advantages(self, group: Group, row: Sequence[object]) -> list[float | F32]:

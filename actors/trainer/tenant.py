@@ -52,11 +52,9 @@ class BackendTurn:
         await self._in_thread(int)
 
     async def resume(self) -> None:
-        """Resume."""
         self._gate.set()
 
     async def wait(self) -> None:
-        """For the turn."""
         while not self._gate.is_set():  # it may be closed again before this wakes up
             await self._gate.wait()
 
@@ -96,7 +94,6 @@ class TrainerTenant:
         )
 
     async def join(self) -> None:
-        """Register with the manager."""
         manager = self._tenancy.share.manager
         self._ctx.watch(manager)
         await self._tenant.join(self._ctx.ref(MemoryContract, manager))
@@ -118,11 +115,9 @@ class TrainerTenant:
         await self._tenant.loaded()
 
     async def on_peer(self, event: PeerEvent) -> None:
-        """The manager may be another one now."""
         await self._tenant.on_peer(event)
 
     async def command(self, command: MemoryCommand) -> MemoryReply:
-        """One step of a switch."""
         return await self._tenant.command(command)
 
     async def report(self) -> TenantReport:

@@ -180,12 +180,10 @@ class TrainLoop:
         self._has_order.set()
 
     def stop(self, reason: str) -> None:
-        """End after the current step."""
         self._stop_reason, self._may_go = self._stop_reason or reason, True
         self._has_order.set()
 
     async def released(self, version: int) -> None:
-        """No engine reads `version` any more."""
         await self._publisher.released(version)
 
     def publish_again(self, version: int) -> None:
@@ -194,13 +192,11 @@ class TrainLoop:
         self._has_order.set()
 
     async def write_now(self, *, export: bool) -> str:
-        """Have a checkpoint or an export written between two steps; returns the folder."""
         return await self._orders.ask(is_export=export)
 
     # -- the loop
 
     def on_peer(self, event: PeerEvent) -> None:
-        """The coordinator may be a new one."""
         self._link.on_peer(event)
 
     async def run(
@@ -495,7 +491,6 @@ class TrainerGang:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All of them, rank 0 first."""
         return self.together.names
 
     async def train(self, shards: Sequence[TrainShard], knobs: dict[str, float]) -> StepStats:
@@ -554,7 +549,6 @@ class CoordinatorLink:
         await self._ask(COORDINATOR, lambda: self._coordinator.trainer_ready(version, manifest, facts, live))
 
     async def finished(self, version: int, reason: str) -> None:
-        """The loop ended."""
         self._finished = reason
         await self._ask(COORDINATOR, lambda: self._coordinator.trainer_finished(version, reason))
 

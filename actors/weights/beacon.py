@@ -29,7 +29,6 @@ class Beacon:
         self._num_done += 1
 
     def progress(self) -> WeightProgress:
-        """Where it is."""
         return WeightProgress(at=self._at, num_done=self._num_done, is_counted=self._is_counted)
 
 

@@ -93,7 +93,6 @@ class ChannelEnds:
         return manifest
 
     async def release(self, version: int) -> None:
-        """No engine reads `version` any more."""
         channel = self._held.pop(version, None)
         if channel is None:
             return

@@ -112,7 +112,6 @@ class Publisher:
 
     @property
     def readable(self) -> WeightManifest | None:
-        """The newest version, if it was not released yet."""
         return self._manifest if self.newest in self._unreleased else None
 
     async def release_older(self, before: int) -> None:

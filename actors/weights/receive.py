@@ -96,7 +96,6 @@ class EngineWeights:
         )
 
     def progress(self) -> WeightProgress:
-        """How far an adoption that is under way is."""
         engine = self._engine
         return engine.weight_progress() if isinstance(engine, ReportsProgress) else WeightProgress(at="not reported")
 
@@ -119,7 +118,6 @@ class TrainerSenders:
         self._actor: Actor | None = None
 
     def speak_as(self, actor: Actor) -> None:
-        """The actor whose calls these are."""
         self._actor = actor
 
     def _ref(self, sender: str, within_s: float = 0.0) -> TrainerContract:
@@ -129,28 +127,22 @@ class TrainerSenders:
         return with_deadline(ref, within_s) if within_s else ref
 
     async def plan(self, sender: str, request: PlanRequest) -> PlanReply:
-        """See the protocol."""
         return await self._ref(sender).weight_plan(request)
 
     async def join(self, sender: str, request: JoinRequest) -> JoinOffer:
-        """See the protocol."""
         return await self._ref(sender, request.timeout_s).join_channel(request)
 
     async def send(self, sender: str, order: SendOrder) -> SendReport:
-        """See the protocol."""
         return await self._ref(sender, order.timeout_s + ANSWER_S).send_weights(order)
 
     async def leave(self, sender: str, channel: str, reason: str) -> None:
-        """See the protocol."""
         with suppress(CallError):
             await self._ref(sender, ANSWER_S).leave_channel(channel, reason)
 
     async def share(self, sender: str, request: ShareRequest) -> ShareReply:
-        """See the protocol."""
         return await self._ref(sender).share_weights(request)
 
     async def sample(self, sender: str, request: SampleRequest) -> SampleReply:
-        """See the protocol."""
         return await self._ref(sender).sample_weights(request)
 
 

@@ -165,7 +165,6 @@ class Adoption:
         self._engines[engine] = joined
 
     def gone(self, engine: str, epoch: int) -> None:
-        """That incarnation is dead."""
         known = self._engines.get(engine)
         if known is not None and known.epoch <= epoch:
             del self._engines[engine]
@@ -362,7 +361,6 @@ class Adopter:
         self._adopted.set()
 
     def fence(self, name: str, epoch: int, reason: str) -> None:
-        """Have that incarnation of an engine end and be built again; the other engines are not delayed."""
         self._adoption.fenced(name, epoch)
         self._telemetry.event("engine-fenced", f"{name}: {reason}")
         self._ctx.log.error("%s (epoch %d) is fenced: %s", name, epoch, reason)

@@ -39,8 +39,6 @@ class Demonstrated:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Of a turn in the text."""
-
     start: int
     end: int
     needs_end: bool = False
@@ -92,7 +90,6 @@ class _Writer:
         return span
 
     def _start(self, at: int) -> int:
-        """Where the model begins to speak."""
         opened = self._render(self._messages[:at], opens=True)
         if self._text.startswith(opened):
             return len(opened)

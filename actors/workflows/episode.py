@@ -94,7 +94,6 @@ SEED_BITS = 63
 
 
 def turn_seed(seed: int, draw: int, index: int, turn: int) -> int:
-    """Of one turn, from 0 up to 2**63: other turns, samples, draws and runs have unrelated ones."""
     digest = blake2b(f"{seed}/{draw}/{index}/{turn}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> (64 - SEED_BITS)
 
@@ -191,12 +190,10 @@ class Episode:
             )
         self._segments: list[TokenSegment] = []
         self._under_way: list[TokenSegment] = []
-        """Of the turn that is being generated."""
         self._turns: list[str] = []
         self._replies: list[tuple[Message, ...]] = []
         self._finish: FinishReason = "abort"
         self._temperature: float | None = None
-        """Of the model turns; None before the first."""
         self._recorded_at = 1.0 if recorded is None else recorded.temperature
         self._replay: list[TokenSegment] = []
         if recorded is not None and np.array_equal(recorded.prompt_ids, self._prompt_ids):
@@ -213,22 +210,18 @@ class Episode:
 
     @property
     def prompt(self) -> Prompt:
-        """The prompt this episode answers."""
         return self._prompt
 
     @property
     def num_turns(self) -> int:
-        """Model turns finished so far."""
         return len(self._turns)
 
     @property
     def temperature(self) -> float | None:
-        """Of the model turns; None before the first."""
         return self._temperature
 
     @property
     def room(self) -> int:
-        """Tokens that still fit into the context."""
         return self._model.context_length - len(self._context())
 
     def _context(self) -> I32:
@@ -298,7 +291,6 @@ class Episode:
     async def _draw(
         self, request: GenerateRequest, start: TokenSegment, params: SamplingParams
     ) -> tuple[TokenSegment, FinishReason]:
-        """The turn's tokens so far, `start` included, and why they end."""
         self._under_way = [start]
         whole, finish = await drawn(self._model.generate, request, self._stops(params), self._under_way)
         self._under_way = []

@@ -93,14 +93,11 @@ class TokensSoFar:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it was not begun, and nothing was recorded."""
         return self._closed is None
 
 
 @dataclass(slots=True)
 class _Turn:
-    """What a drawing task found."""
-
     number: int
     segment: TokenSegment
     finish: FinishReason
@@ -115,8 +112,6 @@ class _Running:
 
 
 class _Lost(WorkerGone):
-    """The worker ended."""
-
     def __init__(self, how: str, episode: int) -> None:
         super().__init__(how)
         self.episode = episode
@@ -136,7 +131,6 @@ class WorkflowWorker(UserProcess):
 
     @property
     def num_episodes(self) -> int:
-        """In it."""
         return len(self.running) + len(self.ending)
 
 
@@ -166,12 +160,10 @@ class WorkflowPool:
 
     @property
     def name(self) -> str:
-        """Of the workflow, in words."""
         return self._spec.workflow.rpartition("/")[2]
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Processes now alive."""
         return tuple(worker.pid for worker in self._workers if worker.is_alive)
 
     def places(self) -> list[str]:

@@ -138,7 +138,6 @@ class Worker:
         self.out.flush()
 
     def ended(self, episode: int) -> None:
-        """It has reported its end."""
         self._plays.pop(episode, None)
 
     def _tell_waits(self) -> None:
@@ -184,17 +183,14 @@ class Play:
             self._answer = None
 
     def drawn(self, answer: DrawnTurn) -> None:
-        """A turn came."""
         if self._answer is not None and answer.turn == self._turn and not self._answer.done():
             self._answer.set_result(answer)
 
     @property
     def waits_for_model(self) -> bool:
-        """Whether a turn is being drawn."""
         return self._answer is not None
 
     def cancel(self) -> None:
-        """End it; its teardown runs all the same."""
         if not self._is_cancelled:
             self._is_cancelled = True
             self.task.cancel()

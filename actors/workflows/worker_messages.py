@@ -35,7 +35,6 @@ class PhaseLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total_s(self) -> float:
-        """Of an episode, at most."""
         return self.setup_s + self.run_s + self.finalize_s + self.score_s + self.teardown_s
 
 
@@ -80,7 +79,6 @@ class DrawnTurn(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unkn
 
     @property
     def segment(self) -> TokenSegment:
-        """The tokens."""
         return TokenSegment(self.ids, self.logprobs, self.versions, is_model=True)
 
 

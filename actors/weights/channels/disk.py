@@ -52,7 +52,6 @@ class DiskWeightWriter:
         )
 
     def release(self, version: int) -> None:
-        """Delete that version's folder."""
         folder = self._folders.pop(version, None)
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)

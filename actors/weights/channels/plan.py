@@ -70,7 +70,6 @@ class WeightPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Of all buckets."""
         return sum(bucket.num_bytes for bucket in self.buckets)
 
 

@@ -43,7 +43,6 @@ class ChannelReader:
         self._shm.close()
 
     def close(self) -> None:
-        """See the protocol."""
         self._shm.close()
 
 

@@ -80,7 +80,6 @@ class DeviceWeightSender:
         """Fingerprint of a plan, and its buckets' metadata."""
 
     def publish(self, version: int, export: Callable[[], Tensors]) -> WeightManifest | None:
-        """See the protocol."""
         staged = self._staging.publish(version, lambda: self._wanted(export()))
         if staged is None:
             return None
@@ -107,11 +106,9 @@ class DeviceWeightSender:
             yield from self._quantise(tensors)
 
     def release(self, version: int) -> None:
-        """See the protocol."""
         self._staging.release(version)
 
     def plan(self, request: PlanRequest) -> PlanReply:
-        """See the protocol."""
         staged = self._staging.read(request.version)
         self._staging.done(staged)
         plan = staged.buffers.plan
@@ -123,19 +120,16 @@ class DeviceWeightSender:
         )
 
     def join(self, request: JoinRequest) -> JoinOffer:
-        """See the protocol."""
         device = self._staging.device
         if device is None:
             raise TrainError(f"{self._name} has published nothing yet", remedy="publish a version first")
         return self._channels.join(request, device)
 
     def send(self, order: SendOrder) -> SendReport:
-        """See the protocol."""
         staged = self._staging.read(order.version)
         return self._channels.send(order, staged, lambda: self._staging.done(staged))
 
     def leave(self, channel: str, reason: str) -> None:
-        """See the protocol."""
         self._channels.leave(channel, reason)
 
     def progress(self) -> dict[str, str]:
@@ -143,7 +137,6 @@ class DeviceWeightSender:
         return self._channels.progress()
 
     def share(self, request: ShareRequest) -> ShareReply:
-        """See the protocol."""
         staged = self._staging.read(request.version)
         try:
             with beside_training(staged.buffers.device):
@@ -156,7 +149,6 @@ class DeviceWeightSender:
         return ShareReply(payloads=payloads, fingerprint=staged.buffers.plan.fingerprint)
 
     def _metadata_of(self, plan: WeightPlan) -> tuple[WrittenPart, ...]:
-        """Metadata of each bucket, the same for all versions of the plan."""
         fingerprint, metadata = self._metadata
         if fingerprint != plan.fingerprint:
             metadata = tuple(bucket_metadata(bucket) for bucket in plan.buckets)
@@ -164,7 +156,6 @@ class DeviceWeightSender:
         return metadata
 
     def sample(self, request: SampleRequest) -> SampleReply:
-        """See the protocol."""
         staged = self._staging.read(request.version)
         try:
             with beside_training(staged.buffers.device):
@@ -181,7 +172,6 @@ class DeviceWeightSender:
         return tuple(cast("list[float]", first.tolist()))  # pyright: ignore[reportUnknownMemberType]
 
     def close(self) -> None:
-        """See the protocol."""
         self._channels.close()
         self._staging.close()
 
@@ -230,7 +220,6 @@ class Channels:
         self._is_closed = False
 
     def has(self, name: str) -> bool:
-        """Whether that channel is open or being built."""
         return name in self._channels
 
     def published(self) -> None:
@@ -352,7 +341,6 @@ class Channels:
         channel.give_up(reason)
 
     def close(self) -> None:
-        """Give up all of them."""
         self._is_closed = True
         for name in list(self._channels):
             self.leave(name, f"{self._name} ends")

@@ -60,7 +60,6 @@ class ShmWeightWriter:
         return SlabWriter.create(needed)
 
     def release(self, version: int) -> None:
-        """The slab of that version may be written again."""
         slab = self._used.pop(version, None)
         if slab is not None:
             self._free.append(slab)
@@ -128,6 +127,5 @@ class ShmWeightReader:
             slab.close()
 
     def close(self) -> None:
-        """Unmap everything."""
         for location in list(self._open):
             self._forget(location)

@@ -99,7 +99,6 @@ class _Copies:
             self.flush()
 
     def flush(self) -> None:
-        """Copy what waits, by a function that has no public name."""
         if self._targets:
             torch._foreach_copy_(self._targets, self._sources)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
         self._targets, self._sources, self._num_bytes = [], [], 0
