@@ -51,7 +51,7 @@ def keep_gloo_within(address: str) -> None:
     gloo takes the host's own address otherwise, or what its name means. All groups of a process read the variable,
     those that Megatron makes too.
     """
-    if not address or _is_loopback(address):
+    if not address or address == "localhost" or (_is_number(address) and ipaddress.ip_address(address).is_loopback):
         os.environ.setdefault(_GLOO_INTERFACE, LOOPBACK_INTERFACE)  # noqa: TID251 -- gloo reads nothing else
 
 
@@ -69,10 +69,6 @@ def _listen(address: str, port: int) -> socket.socket:
     if is_name and (ipaddress.ip_address(str(place[0])).is_loopback or not _is_own(family, str(place[0]))):
         return socket.create_server(("", port), backlog=_BACKLOG)
     return socket.create_server(place[:2], family=family, backlog=_BACKLOG)
-
-
-def _is_loopback(address: str) -> bool:
-    return address == "localhost" or (_is_number(address) and ipaddress.ip_address(address).is_loopback)
 
 
 def _is_number(address: str) -> bool:

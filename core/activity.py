@@ -140,7 +140,11 @@ class ActivityMeter:
     def shares(self) -> dict[ActivityKind, float]:
         """Share of each kind over the last window; sums to 1."""
         self._settle()
-        return self._normalised(self._window.sums())
+        seconds = self._window.sums()
+        total = sum(seconds.values())
+        if total <= 0.0:
+            return {kind: float(kind == self._state.kind) for kind in ACTIVITY_KINDS}
+        return {kind: seconds.get(kind, 0.0) / total for kind in ACTIVITY_KINDS}
 
     def drain_spans(self) -> tuple[tuple[Span, ...], int]:
         """Finished spans in order of time, and how many were thrown away since the last drain."""
@@ -156,12 +160,6 @@ class ActivityMeter:
         """End the running span now, so that the next drain holds everything up to this moment."""
         self._settle()
         self._close_span()
-
-    def _normalised(self, seconds: Mapping[Any, float]) -> dict[ActivityKind, float]:
-        total = sum(seconds.values())
-        if total <= 0.0:
-            return {kind: float(kind == self._state.kind) for kind in ACTIVITY_KINDS}
-        return {kind: seconds.get(kind, 0.0) / total for kind in ACTIVITY_KINDS}
 
     def _current(self) -> _State:
         if self._blocks:
@@ -412,9 +410,13 @@ class TimeWindow:
             stop_s = min(end_s, (index + 1) * self._bucket_s)
             if stop_s <= start_s:  # the bucket's edge is not representable: do not spin on it
                 stop_s = end_s
-            self._book(index, key, stop_s - start_s)
+            if not self._buckets or self._buckets[-1][0] < index:
+                self._buckets.append((index, {}))
+            bucket = self._buckets[-1][1]
+            bucket[key] = bucket.get(key, 0.0) + (stop_s - start_s)
             start_s = stop_s
-        self._forget(last)
+        while self._buckets and self._buckets[0][0] <= last - self._num_buckets:
+            self._buckets.popleft()
 
     def sums(self) -> dict[str, float]:
         """Seconds per key inside the window."""
@@ -423,16 +425,6 @@ class TimeWindow:
             for key, seconds in bucket.items():
                 total[key] = total.get(key, 0.0) + seconds
         return total
-
-    def _book(self, index: int, key: str, seconds: float) -> None:
-        if not self._buckets or self._buckets[-1][0] < index:
-            self._buckets.append((index, {}))
-        bucket = self._buckets[-1][1]
-        bucket[key] = bucket.get(key, 0.0) + seconds
-
-    def _forget(self, last: int) -> None:
-        while self._buckets and self._buckets[0][0] <= last - self._num_buckets:
-            self._buckets.popleft()
 
 
 _WINDOW_S = 1.0

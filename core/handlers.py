@@ -159,10 +159,15 @@ def _compile(cls: type, index: int, declarer: Callable[..., Any]) -> HandlerSpec
     reply = hints["return"]
     if declaration.kind == "cast" and reply not in (None, type(None)):
         raise TypeError(f"{place}: a cast returns nothing; annotate it `-> None`")
-    _check_travels(place, request, reply)
+    for kind in (request, reply):
+        try:
+            msgspec.json.Decoder(kind, dec_hook=lambda _, value: value)
+        except TypeError as error:
+            raise TypeError(f"{place}: cannot travel: {error}") from error
     if declaration.kind == "put" and declaration.key.split(".")[0] not in request.__struct_fields__:
         raise TypeError(f"{place}: key {declaration.key!r} does not start with a parameter")
-    _check_coroutine(place, implementation)
+    if not inspect.iscoroutinefunction(implementation):
+        raise TypeError(f"{place}: a handler is `async def`")
     schema = fingerprint(declaration.kind, name, *(x for f in fields for x in (f[0], f[1])), reply)
     return HandlerSpec(name, index, declaration, request, reply, schema)
 
@@ -173,19 +178,6 @@ def _parameters(place: str, fn: Callable[..., Any]) -> list[inspect.Parameter]:
         if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
             raise TypeError(f"{place}: parameter {parameter.name!r} must be a plain one (no *, /, **)")
     return parameters
-
-
-def _check_travels(place: str, request: type[msgspec.Struct], reply: Any) -> None:
-    for kind in (request, reply):
-        try:
-            msgspec.json.Decoder(kind, dec_hook=lambda _, value: value)
-        except TypeError as error:
-            raise TypeError(f"{place}: cannot travel: {error}") from error
-
-
-def _check_coroutine(place: str, implementation: Callable[..., Any]) -> None:
-    if not inspect.iscoroutinefunction(implementation):
-        raise TypeError(f"{place}: a handler is `async def`")
 
 
 def fingerprint(*parts: Any) -> str:

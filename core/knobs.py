@@ -60,7 +60,11 @@ class Tunable(Record, frozen=True):
                 raise self._refusal(value, "must be true or false")
             return value
         if self.kind in ("text", "choice"):
-            return self._check_text(value)
+            if not isinstance(value, str):
+                raise self._refusal(value, "must be text")
+            if self.kind == "choice" and value not in self.choices:
+                raise self._refusal(value, f"must be one of {', '.join(self.choices)}")
+            return value
         return self._check_number(value, first, force=force)
 
     def range_text(self) -> str:
@@ -70,13 +74,6 @@ class Tunable(Record, frozen=True):
         low = "" if self.low is None else f"{'above' if self.is_low_open else 'from'} {_limit_text(self.low)}"
         high = "" if self.high is None else f"{'up to' if low else 'at most'} {_limit_text(self.high)}"
         return " ".join(filter(None, (low, high))) or {"bool": "true | false"}.get(self.kind, "any")
-
-    def _check_text(self, value: KnobValue) -> KnobValue:
-        if not isinstance(value, str):
-            raise self._refusal(value, "must be text")
-        if self.kind == "choice" and value not in self.choices:
-            raise self._refusal(value, f"must be one of {', '.join(self.choices)}")
-        return value
 
     def _check_number(self, value: KnobValue, first: KnobValue | None, *, force: bool) -> KnobValue:
         if not isinstance(value, bool | str) and not abs(value) < MAX_NUMBER:  # NaN is not below, either

@@ -216,13 +216,10 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         """The groups of a rollout actor that died are requeued. While the disk refuses, nothing is recorded: the next
         incarnation reports with its first draw which groups it holds."""
         with suppress(DiskRefused):
-            await self._note_peer(event)
-
-    async def _note_peer(self, event: PeerEvent) -> None:
-        if event.kind == "down":
-            await self.rollout_gone(event.name, event.epoch)
-        elif event.kind == "restarted":
-            await self.rollout_gone(event.name, event.epoch - 1)
+            if event.kind == "down":
+                await self.rollout_gone(event.name, event.epoch)
+            elif event.kind == "restarted":
+                await self.rollout_gone(event.name, event.epoch - 1)
 
     # ---- a disk that refuses
 
@@ -301,15 +298,12 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             return await self._answer(request, until_s)
         except DiskRefused:
             if request.blocked_by == "disk":
-                await self._until_open(until_s)
+                while self._books is None and await self._polls.wait(until_s) is not None:
+                    pass
             return DrawReply(blocked_by="disk")
         finally:
             if self._books is not None:
                 self._store.shares.leaves(request.rollout)
-
-    async def _until_open(self, until_s: float) -> None:
-        while self._books is None and await self._polls.wait(until_s) is not None:
-            pass
 
     async def _answer(self, request: DrawRequest, until_s: float) -> DrawReply:
         books = self._books

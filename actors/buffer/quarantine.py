@@ -114,7 +114,10 @@ class PoisonTracker:
             if deaths >= self._max_deaths:
                 convicted.append(group_id)
         if barren:
-            self._keep()
+            under_way = {row.group_id for row in self._ledger.rows(State.DISPATCHED, State.REQUEUED)}
+            self._deaths = {group_id: deaths for group_id, deaths in self._deaths.items() if group_id in under_way}
+            self._suspects &= under_way
+            self._save()
         return convicted
 
     def _suspect(self, actor: ActorKey, group_id: int) -> bool:
@@ -175,12 +178,6 @@ class PoisonTracker:
                 self._clearing, self._clearing_until_s = actor, now_s + CLEARING_S
                 return (), 0
         return [group_id for group_id in waiting if not self.must_be_alone(group_id)], max_groups
-
-    def _keep(self) -> None:
-        under_way = {row.group_id for row in self._ledger.rows(State.DISPATCHED, State.REQUEUED)}
-        self._deaths = {group_id: deaths for group_id, deaths in self._deaths.items() if group_id in under_way}
-        self._suspects &= under_way
-        self._save()
 
     def _save(self) -> None:
         self._ledger.remember(_KEY, msgspec.json.encode(self._deaths).decode())

@@ -92,7 +92,11 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         self.knob_owner.add(process_knobs(pace))
         self._journal.make, self._journal.tell = self._to_keep, self._event
         if kept is not None:
-            self._take_up(kept)
+            state = self._state
+            self._event("coordinator-restarted", f"the run is {state.phase}, version {state.version}")
+            self.control.take_up(kept.pause)
+            if state.has_stale_engines:
+                self._adoption.rewound()
         self._take_up_knobs(is_anew=kept is not None)
         if ignored:
             self._event("journal-ignored", ignored)
@@ -170,7 +174,13 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
     async def _run(self, *, is_anew: bool) -> None:
         if is_anew:
             await self._rejoin.run(self.fleet.present)
-            self._continue_run()
+            # An evaluation that the end of an earlier incarnation cut off; at start and end it comes anyway.
+            if self._state.phase == "running" and not self.control.paused:
+                self.meter.switch("wait-data", "orders")
+            if self._state.evaluating >= 0:
+                self._event("eval-repeated", f"the evaluation at version {self._state.evaluating} was cut off")
+                if self._state.phase == "running":
+                    self.ctx.spawn(self._evaluate(), name="evaluate-again")
         self.conductor.begin()
         if self._state.is_over:
             return
@@ -196,13 +206,6 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         except MyxaError as error:
             self._event("journal-not-written", str(error))
 
-    def _take_up(self, kept: Kept) -> None:
-        state = self._state
-        self._event("coordinator-restarted", f"the run is {state.phase}, version {state.version}")
-        self.control.take_up(kept.pause)
-        if state.has_stale_engines:
-            self._adoption.rewound()
-
     def _take_up_knobs(self, *, is_anew: bool) -> None:
         """What an earlier incarnation decided. Raises LedgerError for an audit log that cannot be read."""
         self.conductor.decisions.continue_from(self._state.past_epoch)
@@ -213,15 +216,6 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
                 raise
             self._event("audit-incomplete", str(error))
         self.knob_owner.take(self.conductor.decisions.news(self.ctx.name, 0))
-
-    def _continue_run(self) -> None:
-        """An evaluation that the end of an earlier incarnation cut off; at start and end it comes anyway."""
-        if self._state.phase == "running" and not self.control.paused:
-            self.meter.switch("wait-data", "orders")
-        if self._state.evaluating >= 0:
-            self._event("eval-repeated", f"the evaluation at version {self._state.evaluating} was cut off")
-            if self._state.phase == "running":
-                self.ctx.spawn(self._evaluate(), name="evaluate-again")
 
     # -- start
 
@@ -298,7 +292,11 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         if is_leading:
             self._state.version = max(self._state.version, version)
             self._event("trainer-ready", f"continues from version {version}")
-            await self._already_leads()
+            # The trainer's loop is running, whatever the journal says: no part of a start is repeated.
+            if self._state.phase == "starting":
+                self._wall.start()
+                await self._phases.to("running")
+            self._leader.tell_stop()
         elif self._state.phase == "starting":
             if is_again and version != self._state.version:
                 self.fleet.rewound()
@@ -316,13 +314,6 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
             self._leader.start()
         elif self._state.phase == "starting" and self._state.has_restored and is_again:
             self.ctx.spawn(self.fleet.adopt(), name="adopt-again")  # the start may wait for engines at its weights
-
-    async def _already_leads(self) -> None:
-        """The trainer's loop is running, whatever the journal says: no part of a start is repeated."""
-        if self._state.phase == "starting":
-            self._wall.start()
-            await self._phases.to("running")
-        self._leader.tell_stop()
 
     async def _rewind(self, version: int) -> None:
         """The gang was restarted in mid-run, from its newest checkpoint. Engines keep their weights until they adopt a

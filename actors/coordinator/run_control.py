@@ -214,16 +214,13 @@ class RunControl:
             await self._audit.write(deed.record("done", str(wanted.until_step or "")))
             return await self._tell_buffer()
         except MyxaError:
-            await self._take_back(before)
+            self._now, self._is_unsent = before, True
+            try:
+                await self._journal.keep()
+            except MyxaError as error:
+                self._tell("journal-not-written", str(error))
+            self._ctx.spawn(self.tell_again(), name="pause-taken-back")
             raise
-
-    async def _take_back(self, before: PauseKept) -> None:
-        self._now, self._is_unsent = before, True
-        try:
-            await self._journal.keep()
-        except MyxaError as error:
-            self._tell("journal-not-written", str(error))
-        self._ctx.spawn(self.tell_again(), name="pause-taken-back")
 
     async def _tell_buffer(self) -> int:
         now = self._now
@@ -257,7 +254,10 @@ class RunControl:
         try:
             done = await work()
         except MyxaError as error:
-            await self._record_failure(deed, error)
+            try:
+                await self._audit.write(deed.record("failed", str(error)))
+            except MyxaError as another:
+                self._tell("audit-incomplete", f"that {deed.verb} failed was not recorded: {another}")
             return error
         if not is_recorded:
             try:
@@ -265,12 +265,6 @@ class RunControl:
             except MyxaError as error:
                 return LedgerError(f"{deed.verb} was done ({done}), but could not be recorded: {error}")
         return done
-
-    async def _record_failure(self, deed: _Deed, error: MyxaError) -> None:
-        try:
-            await self._audit.write(deed.record("failed", str(error)))
-        except MyxaError as another:
-            self._tell("audit-incomplete", f"that {deed.verb} failed was not recorded: {another}")
 
 
 def _by(who: Operator) -> str:

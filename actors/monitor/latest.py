@@ -134,7 +134,11 @@ class Latest:
                 seconds[name.removeprefix(TIME_PREFIX)] = value
             elif name in values or len(values) < _MAX_NAMES:
                 values[name] = value
-                self._merge(name, point.step, value)
+                step = point.step
+                if name not in self._merged or self._merged[name][0] <= step or step < 0:
+                    self._merged[name] = (step, value)
+                if name in self._curves and step >= 0:
+                    self._curves[name].put(step, value)
             else:
                 self.num_refused += 1
         if seconds:
@@ -142,12 +146,6 @@ class Latest:
             if time is None:
                 time = self._time[point.source] = _TimeShares(LONGEST_WINDOW_S, _SPACING_S)
             time.put(point.wall_s, seconds)
-
-    def _merge(self, name: str, step: int, value: float) -> None:
-        if name not in self._merged or self._merged[name][0] <= step or step < 0:
-            self._merged[name] = (step, value)
-        if name in self._curves and step >= 0:
-            self._curves[name].put(step, value)
 
     def shares(self, window_s: float) -> dict[str, dict[str, float]]:
         """Actor -> kind, or "kind/name", -> share of its time over the last `window_s` seconds."""

@@ -77,7 +77,11 @@ class Monitor(OwnsKnobs, MonitorContract):
         async with asyncio.timeout(60.0):
             await asyncio.wrap_future(self._sinks.start())
         self._mark_gap()
-        await self._catch_up()
+        try:
+            async with asyncio.timeout(_JOIN_S):
+                await catch_up(self.ctx, self.knob_owner)
+        except (CallError, TimeoutError) as error:
+            _log.warning("coordinator has not said within %g s which knobs are in force: %s", _JOIN_S, error)
         self._meter.switch("wait-data", "messages")
 
     def _mark_gap(self) -> None:
@@ -93,13 +97,6 @@ class Monitor(OwnsKnobs, MonitorContract):
                 duration_s=max(0.0, now_s - since_s), track="gap",
             )  # fmt: skip
             self._sinks.put(Telemetry(events=(event,), spans=(span,)))
-
-    async def _catch_up(self) -> None:
-        try:
-            async with asyncio.timeout(_JOIN_S):
-                await catch_up(self.ctx, self.knob_owner)
-        except (CallError, TimeoutError) as error:
-            _log.warning("coordinator has not said within %g s which knobs are in force: %s", _JOIN_S, error)
 
     async def on_stop(self, why: str) -> None:
         self._tell_own()

@@ -200,18 +200,15 @@ class SinkThread:
                 if refusal(error) is None:
                     self._disable(sink, f"failed to {what}", error)
                 else:
-                    self._note_refusal(sink, error, num_bundles=what == "write")
+                    if sink.name not in self._refused:
+                        self._emit(REFUSED_EVENT, f"sink {sink.name}: {refused(self._context.run_dir, error)}")
+                    self._refused[sink.name] = self._refused.get(sink.name, 0) + (what == "write")
             else:
                 if what == "flush" and sink.name in self._refused:
                     lost = self._refused.pop(sink.name)
                     self._emit(
                         WRITTEN_EVENT, f"sink {sink.name} writes again" + (f"; {lost} bundles are lost" if lost else "")
                     )
-
-    def _note_refusal(self, sink: Sink, error: Exception, *, num_bundles: int) -> None:
-        if sink.name not in self._refused:
-            self._emit(REFUSED_EVENT, f"sink {sink.name}: {refused(self._context.run_dir, error)}")
-        self._refused[sink.name] = self._refused.get(sink.name, 0) + num_bundles
 
     def _disable(self, sink: Sink, what: str, error: Exception) -> None:
         self._sinks.remove(sink)

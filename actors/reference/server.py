@@ -74,7 +74,10 @@ class ReferenceServer:
             self._worked()
             raise
         except NoScore:
-            self._failed()
+            now_s = asyncio.get_running_loop().time()
+            if now_s >= self.rests_until_s:  # else a call that was begun before: it is the same failure
+                self.rests_until_s = now_s + min(2.0**self._num_failed, MAX_REST_S)
+                self._num_failed += 1
             raise
         finally:
             self.num_asked -= 1
@@ -83,12 +86,6 @@ class ReferenceServer:
 
     def _worked(self) -> None:
         self._num_failed, self.rests_until_s = 0, 0.0
-
-    def _failed(self) -> None:
-        now_s = asyncio.get_running_loop().time()
-        if now_s >= self.rests_until_s:  # else a call that was begun before: it is the same failure
-            self.rests_until_s = now_s + min(2.0**self._num_failed, MAX_REST_S)
-            self._num_failed += 1
 
     async def _get_known(self, access: Access) -> None:
         try:
@@ -190,7 +187,9 @@ class ReferenceServers:
         num_tries = max(MIN_TRIES, len(self._servers))
         pause_s, asked = self._pause_s, set[ReferenceServer]()
         for number in range(1, num_tries + 1):
-            server = self._next(asked)
+            now_s = asyncio.get_running_loop().time()
+            left = [server for server in self._servers if server not in asked]
+            server = min(left, key=lambda server: (server.rests_until_s > now_s, server.num_asked))
             asked.add(server)
             try:
                 return await server.logprobs(self._open(), wanted)
@@ -203,11 +202,6 @@ class ReferenceServers:
                 await asyncio.sleep(min(pause_s, MAX_PAUSE_S) * random.uniform(0.5, 1.5))
                 pause_s *= 2
         raise NoScore(f"{'; '.join(failed.values())}; in {num_tries} tries")
-
-    def _next(self, asked: set[ReferenceServer]) -> ReferenceServer:
-        now_s = asyncio.get_running_loop().time()
-        left = [server for server in self._servers if server not in asked]
-        return min(left, key=lambda server: (server.rests_until_s > now_s, server.num_asked))
 
     def _open(self) -> Access:
         if self._is_closed:

@@ -123,7 +123,12 @@ class RemoteReward:
                 asyncio.timeout(self._timeout_s),
                 self._connected().post(url, data=body, headers=JSON_HEADERS, allow_redirects=False) as answer,
             ):
-                raw = await _limited(answer, url)
+                found = bytearray()
+                async for chunk in answer.content.iter_chunked(1 << 16):
+                    found += chunk
+                    if len(found) > MAX_ANSWER_BYTES:
+                        raise BadReward(f"{url} answered with more than {MAX_ANSWER_BYTES} bytes")
+                raw = bytes(found)
                 status = answer.status
         except TimeoutError as late:
             raise _Try(f"{url} did not answer within {self._timeout_s:g} s") from late
@@ -144,15 +149,6 @@ class RemoteReward:
         if self._session is None:
             self._session = client_session(keepalive_s=KEEPALIVE_S, max_connections=self._options.max_calls)
         return self._session
-
-
-async def _limited(answer: aiohttp.ClientResponse, url: str) -> bytes:
-    found = bytearray()
-    async for chunk in answer.content.iter_chunked(1 << 16):
-        found += chunk
-        if len(found) > MAX_ANSWER_BYTES:
-            raise BadReward(f"{url} answered with more than {MAX_ANSWER_BYTES} bytes")
-    return bytes(found)
 
 
 def _body_of(one: Completion) -> dict[str, Any]:

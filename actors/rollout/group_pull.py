@@ -103,7 +103,8 @@ class GroupPull:
         if self._save_s:
             self._ctx.spawn(self._save_forever(runner), name="save-partials")
         while not self.is_draining:
-            await self._calm()
+            while (left_s := self._broke_s + LOSS_S - self._ctx.clock.monotonic()) > 0:
+                await asyncio.sleep(left_s)
             await self._judge()
             free = self._max_groups - len(self._in_flight)
             if free <= 0:
@@ -164,7 +165,12 @@ class GroupPull:
             group = await runner.run(assignment)
             await self._handover.deliver(group, assignment.attempt)
         except Partial as partial:
-            await self._leave_off(assignment, partial)
+            # Another actor continues, with the tokens so far. The buffer, which knows the other attempts, judges
+            # whether this group breaks engine after engine.
+            if partial.cause is not None:
+                self._broke_s = self._ctx.clock.monotonic()
+                self._handover.note_break(assignment, partial)
+            await self._handover.give_back(assignment, partial)
         except MyxaError as err:
             if isinstance(err, CallError):
                 raise
@@ -174,18 +180,6 @@ class GroupPull:
                 known.pop(assignment.prompt.group_id, None)
             self._note_load()
             self._room.set()
-
-    async def _leave_off(self, assignment: Assignment, partial: Partial) -> None:
-        """Another actor continues, with the tokens so far. The buffer, which knows the other attempts, judges whether
-        this group breaks engine after engine."""
-        if partial.cause is not None:
-            self._broke_s = self._ctx.clock.monotonic()
-            self._handover.note_break(assignment, partial)
-        await self._handover.give_back(assignment, partial)
-
-    async def _calm(self) -> None:
-        while (left_s := self._broke_s + LOSS_S - self._ctx.clock.monotonic()) > 0:
-            await asyncio.sleep(left_s)
 
     # -- tokens outlive the engine
 

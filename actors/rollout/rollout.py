@@ -164,15 +164,12 @@ class Rollout(OwnsKnobs, RolloutContract):
                 self.ctx, self._engine, self._tenancy,
                 telemetry=self._telemetry, clock=self._clock, on_change=self._time.turn,
             )  # fmt: skip
-        self._own_knobs()
-        send = self.ctx.ref(MonitorContract, "monitor").telemetry
-        self.ctx.spawn(report_forever(self._telemetry, send, self._pace), name="rollout-telemetry")
-        self.ctx.spawn(self._run(), name="rollout-run")
-
-    def _own_knobs(self) -> None:
         self._pace = ReportPace(self._options.report_s)
         self.knob_owner = KnobOwner(self.ctx.name, rollout_knobs(self._live, self._apply), self._telemetry)
         self.knob_owner.add(process_knobs(self._pace))
+        send = self.ctx.ref(MonitorContract, "monitor").telemetry
+        self.ctx.spawn(report_forever(self._telemetry, send, self._pace), name="rollout-telemetry")
+        self.ctx.spawn(self._run(), name="rollout-run")
 
     def _apply(self) -> None:
         """Put the live values where they act; what is not there yet gets them when it comes."""

@@ -118,7 +118,9 @@ class ChromeTraceSink:
         if not self._pending or self._file < 0:
             return
         if len(self._pending) > _MAX_WAITING:
-            self._forget()
+            names = [event for event in self._pending if event["ph"] == "M"]
+            self._num_lost += len(self._pending) - len(names)
+            self._pending = names
         lines = [orjson.dumps(event, default=str, option=orjson.OPT_SERIALIZE_NUMPY) for event in self._pending]
         before = b",\n" if self._end > 1 else b"\n" if self._end else b"[\n"
         self._commit(before + b",\n".join(lines))
@@ -129,11 +131,6 @@ class ChromeTraceSink:
             self._num_lost = 0
         if self._end > self._part_bytes and self._context is not None:
             self._rotate(self._context.run_dir / TRACE_FILE)
-
-    def _forget(self) -> None:
-        names = [event for event in self._pending if event["ph"] == "M"]
-        self._num_lost += len(self._pending) - len(names)
-        self._pending = names
 
     def _rotate(self, path: Path) -> None:
         """The next part begins. Rows keep their numbers; what waited for the other end of its arrow is forgotten."""

@@ -131,7 +131,10 @@ class LineFile:
         no refusal of the disk."""
         try:
             while self._waiting:
-                self._write(b"".join(self._waiting))
+                data = b"".join(self._waiting)
+                rest = data[os.write(self._file, data) :]
+                self._waiting = deque(rest.splitlines(keepends=True))
+                self._num_bytes = len(rest)
         except OSError as error:
             if refusal(error) is None:
                 raise
@@ -143,11 +146,6 @@ class LineFile:
             lost = f"; {self._num_lost} lines were lost meanwhile" if self._num_lost else ""
             self._is_refused, self._num_lost = False, 0
             self._tell(WRITTEN_EVENT, f"{self._path.name} is written again{lost}")
-
-    def _write(self, data: bytes) -> None:
-        rest = data[os.write(self._file, data) :]
-        self._waiting = deque(rest.splitlines(keepends=True))
-        self._num_bytes = len(rest)
 
     def close(self) -> None:
         """Raises OSError if the disk refuses what still waits; it is closed all the same."""

@@ -195,7 +195,11 @@ class MemoryManager(MemoryContract):
             self._journal.command(instruction.tenant, instruction.command)
             self.ctx.spawn(self._send(instruction), name=instruction.command.command_id)
         elif isinstance(instruction, Measure):
-            self._begin_measure(instruction)
+            for part in self._by_node(instruction) if instruction.key == WATCH else (instruction,):
+                key = (part.key, part.devices)
+                if key not in self._measuring:  # a device that hangs is not asked again until it has answered
+                    self._measuring.add(key)
+                    self.ctx.spawn(self._measure(part), name=f"measure for {part.key}")
         elif isinstance(instruction, AskReport):
             self.ctx.spawn(self._ask(instruction.tenant), name=f"ask {instruction.tenant}")
         elif isinstance(instruction, LeaseAnswer):
@@ -243,13 +247,6 @@ class MemoryManager(MemoryContract):
         if report is not None:
             self._do(self._arbiter.reported(report, self._clock.monotonic()))
             self._heard(report)
-
-    def _begin_measure(self, measure: Measure) -> None:
-        for part in self._by_node(measure) if measure.key == WATCH else (measure,):
-            key = (part.key, part.devices)
-            if key not in self._measuring:  # a device that hangs is not asked again until it has answered
-                self._measuring.add(key)
-                self.ctx.spawn(self._measure(part), name=f"measure for {part.key}")
 
     def _by_node(self, measure: Measure) -> list[Measure]:
         """Quiet devices of the other nodes are still watched when one node does not answer."""

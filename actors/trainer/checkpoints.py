@@ -334,7 +334,10 @@ class Checkpoints:
         self._sweep(newest.parent)
         try:
             if self.keep_last and look_at(newest).is_complete:
-                self._take_oldest(newest)
+                parted = self._parted(newest)
+                useless = [info for info in parted.others if version_in(info.path) < parted.first_to_stay]
+                for info in (*(info for info in parted.too_many if not is_kept(info.path)), *useless):
+                    take_away_unread(info.path)
         except OSError as error:
             self._ctx.log.warning("older checkpoints beside %s could not all be deleted: %s", newest, error)
 
@@ -345,12 +348,6 @@ class Checkpoints:
             return self._parted(newest).first_to_stay
         except OSError:
             return None
-
-    def _take_oldest(self, newest: Path) -> None:
-        parted = self._parted(newest)
-        useless = [info for info in parted.others if version_in(info.path) < parted.first_to_stay]
-        for info in (*(info for info in parted.too_many if not is_kept(info.path)), *useless):
-            take_away_unread(info.path)
 
     def _parted(self, newest: Path) -> _Parted:
         own = look_at(newest).writer

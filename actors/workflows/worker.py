@@ -108,7 +108,8 @@ class Worker:
         Watch(loop, self.spec.max_block_s, self._tell_stuck)
         over = read_in_thread(incoming, self._take)
         while not over.is_set():
-            self._tell_waits()
+            places = {number: place for number, play in self._plays.items() if (place := play.place())}
+            self.out.put(Waits(places))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(WAITS_EVERY_S):
                     await over.wait()
@@ -139,10 +140,6 @@ class Worker:
 
     def ended(self, episode: int) -> None:
         self._plays.pop(episode, None)
-
-    def _tell_waits(self) -> None:
-        places = {number: place for number, play in self._plays.items() if (place := play.place())}
-        self.out.put(Waits(places))
 
 
 class _Late(Exception):
