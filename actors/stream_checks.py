@@ -9,8 +9,7 @@ Every piece of every stream:
 The first piece that fails ends the stream with EngineLied; the tokens before it are sound. The checks know which
 versions the actor had the engine load (a trainer that went back makes numbers go down: order counts, not size). Tokens
 that are missing or doubled with plausible numbers are not seen here: the clients count tokens
-(`engines/sglang/wire.HeldTokens`), and the canary compares log-probs with the trainer's. `check_sample` and its like
-check what a workflow returned.
+(`engines/sglang/wire.HeldTokens`), and the canary compares log-probs with the trainer's.
 """
 
 from __future__ import annotations

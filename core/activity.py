@@ -8,8 +8,7 @@ this order of precedence:
     3. the last `switch(...)`                                     (the reason to wait)
 
 Blocks may close in any order, because tasks of one actor interleave. Not thread-safe: call it from the actor's loop.
-prometheus-client and OpenTelemetry were considered: the first counts but does not partition time, the spans of the
-second may overlap, so neither can promise 100 %.
+prometheus-client and OpenTelemetry were considered: neither partitions time, so neither can promise 100 %.
 
 `TimeWindow` keeps seconds per key over the last stretch of time in buckets: its memory is fixed at any rate of changes.
 `FlowSampler` chooses which groups the trace follows: all while they are few, one in k when they are many. Actors need

@@ -1,8 +1,6 @@
 """Actors: objects whose handlers are called by messages, one at a time unless a handler says otherwise.
 
-A node (`transport/node.py`) hosts actors, gives each one its context and carries the messages; nothing here uses
-sockets or a loop. An actor's background tasks live in its task scope (`ctx.spawn`): they end with the actor, and an
-error in one of them fails it.
+Nothing here uses sockets or a loop. Background tasks (`ctx.spawn`) end with the actor; an error in one fails it.
 
 The mailbox is a bounded first-in-first-out queue. A full mailbox refuses the sender; it never drops a message
 silently. `asyncio.Queue` was considered: it has no second, unbounded class of items, and it cannot count what was

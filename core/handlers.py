@@ -4,8 +4,7 @@
     @cast            one way, under credit; an exception in it fails the actor, because no caller sees its outcome
     @durable_put     request and reply, re-sent until answered, executed once per key and content by an incarnation
 
-Undecorated methods cannot be called from outside. A method that overrides a declared one inherits the declaration:
-a contract class declares, a role implements. The transport encodes the compiled types.
+A method that overrides a declared one inherits the declaration: a contract class declares, a role implements.
 
 `fingerprint` is a short digest of a type as it travels: two processes with different code notice it when they connect.
 It covers field names, their types and whether they are required; defaults and docstrings do not count.

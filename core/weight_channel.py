@@ -1,7 +1,7 @@
 """What trainer ranks and engines send each other about weights that travel from device to device.
 
 A *sender* is a trainer rank that has whole tensors; a *channel* is a process group of one sender and the ranks of one
-engine. Bytes never pass through these records. Order of events:
+engine. Order of events:
 
     plan    which tensors lie in which bucket, byte for byte; the same for every version of one model
     join    the sender opens a rendezvous and waits there; the engine is asked to join (once per engine incarnation)

@@ -2,7 +2,7 @@
 
 `draw` and `claim` are long polls: they hold until something changes, until their own time is over or shortly before the
 caller's deadline. All other calls answer at once. `store.py` decides and never waits. Knows contracts, ledger and
-admission; knows no concrete dataset, engine or trainer, and no torch.
+caller's deadline. All other calls answer at once. `store.py` decides and never waits.
 
 A disk that refuses to be written is a pause. All parts that were made from the ledger are dropped, and are made again,
 as by the next process of the buffer, once the file can be opened and written. Until then draws and claims find no work,

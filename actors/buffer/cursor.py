@@ -3,7 +3,7 @@ of its draws.
 
 The cursor itself is derived from the ledger; this only asks the sources. A prompt that is passed over, because it is
 quarantined or outside the difficulty window, is drawn and given up in the same moment, so that every draw is in the
-ledger. Knows no admission and no actor.
+ledger.
 """
 
 from __future__ import annotations

@@ -2,10 +2,8 @@
 
 What is known of a prompt is the mean reward of its newest group (the one drawn last) that was finished, whether it was
 kept then or left out by the filter, and in which pass that was. Groups that were given up before they were finished
-carry no signal. A prompt of which nothing is known is always drawn. One that is passed over becomes known again after
-`skips` passes, by being drawn once more: a model that learns makes hard prompts easier.
-
-All of it is in the ledger, and read from there when a window is first asked for.
+carry no signal. A prompt of which nothing is known is always drawn. One that is passed over is drawn once more after
+`skips` passes: a model that learns makes hard prompts easier. All of it is read from the ledger.
 """
 
 from __future__ import annotations

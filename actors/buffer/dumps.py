@@ -1,19 +1,14 @@
-"""Dumps of groups that the buffer writes beside its work: all that is not trained yet, or the next groups that are
-claimed.
-
-One JSON object a line, first a header, then a group each; `jq` can read them.
+"""Dumps of groups that the buffer writes beside its work: all that is not trained yet, or the next that are claimed.
 
     {"format": "myxa-groups/1", "run": ..., "what": "buffer" | "next", "version": ..., "wall_s": ...}
     {"group_id": ..., "state": ..., "attempt": ..., "rollout": ..., "version": ..., "step": ..., "draw": ...,
      "num_samples": ..., "terms": {"knobs": ..., "sampling": {...}} | null, "group": {...} | null, "partial": [...]}
 
 `group` is a finished group (`core.samples.Group`), `partial` the unfinished samples of one that is not; arrays are
-lists of numbers, and floats have all their digits, so that what is read back is what was written. A group that an
-engine works on for the first time has neither: its tokens are there. Written with the standard JSON encoder of msgspec;
-safetensors was considered and not used, since texts, rewards and states would need a second file beside it.
+lists of numbers, and floats have all their digits. A group that an engine works on for the first time has neither: its
+tokens are there. safetensors was considered: texts, rewards and states would need a second file beside it.
 
-Files are written in a thread, from the ledger itself, so that neither the loop nor the ledger waits. A dump that fails
-is reported and does not hurt the run. Knows the ledger's file and the run directory; takes no path from a message.
+Files are written in a thread, from the ledger itself. A dump that fails is reported and does not hurt the run.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Finished groups: whether they are what was asked for, and the rewards of all of them, filtered ones included.
 
 A batch's rewards cover only the groups that the filter kept; `FinishedGroups` covers the model's performance on all
-prompts, by step and over the newest groups. The checks are pure functions from records to a sentence or None. A lying
-engine or workflow costs its group and nothing else; only a failure of the user's filter is raised. Token ids are
-compared with the vocabulary at the rollout actor, where the vocabulary is known.
+prompts, by step and over the newest groups. A lying engine or workflow costs its group and nothing else; only a failure
+of the user's filter is raised. The rollout actor compares token ids with the vocabulary.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
     quarantine.jsonl    one line per prompt, in the run directory; removing a line frees its prompt
 
-The ledger counts the failures. So a lost or unreadable file is rebuilt, and a prompt that was freed gets one more try
-before it is listed again. The file only grows, a line at a time: what a person writes into it stays.
+The ledger counts the failures: a lost or unreadable file is rebuilt, and a prompt that was freed gets one more try.
 
-`PoisonPrompts` finds groups that may end the actors that run them:
+`PoisonTracker` finds groups that may end the actors that run them:
 
     an attempt ended with its actor or engine, without a token    one death more
     the attempt brought tokens                                    no death: the prompt can be served

@@ -3,10 +3,7 @@
 The choice of the next source is Tijdeman's for the chairman assignment problem (Discrete Mathematics 32, 1980): of the
 sources that a draw would not put too far ahead, the one that would be too far behind first. With k sources of shares s,
 after any number t of draws each has had within 1 - 1/(2k - 2) of s * t. So every batch has the ratios, to less than two
-prompts (one, if there are two sources), and what comes next follows from what was drawn. In whole numbers, so that it
-is the same everywhere.
-
-Knows prompt sources and what a row says of its draw.
+prompts (one, if there are two sources). In whole numbers, so that it is the same everywhere.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ step (renameat2). A file system that cannot (NFS) leaves an instant between two 
 name `old_of(place)`, by which readers find it. Readers share a lock on the manifest. A writer that deletes older
 checkpoints skips those that are locked, or whose lock it cannot read.
 
-No torch here, so launcher and coordinator may import it. Considered: torch.distributed.checkpoint (its metadata file is
-a pickle, which runs code of its writer, and has no digests); `renameat2` on PyPI (a binding for one call).
+No torch here, so launcher and coordinator may import it. torch.distributed.checkpoint was considered: its metadata file
+is a pickle, which runs code of its writer, and has no digests.
 """
 
 from __future__ import annotations

@@ -8,9 +8,6 @@ the "knob" events of the run, which carry it).
 
 Several processes may append: each takes the file's lock, reads the last line, writes, and calls fsync. A line without
 its end was never acknowledged (its writer died): the next append removes it. Blocking; a loop calls it in a thread.
-
-Written by hand: `python-json-logger` and `structlog` format lines and have no chain; `pymerkle` keeps a tree beside the
-log, for queries that are not needed here.
 """
 
 from __future__ import annotations

@@ -6,10 +6,6 @@ phases of a run are in `run_state`; the launcher reads them here, and ends the p
 It may die at any time. What only it knows (phase, pause) is in its journal before it takes effect; what it decided
 about knobs is in the audit log. The trainer's version and the engines' versions are reported to its next incarnation,
 which continues in the same phase:
-
-    start -> journal, audit log -> owners and buffer hear what is decided -> trainer and engines report in -> as before
-
-Its parts: `adopter`, `evaluator`, `knob_conductor` (live knobs), `run_control` (pause, steps, checkpoints), `rejoin`.
 """
 
 from __future__ import annotations

@@ -3,11 +3,8 @@
     coordinator.journal     digest of the rest, end of line, one JSON record
 
 The file is replaced as a whole and made durable before its content takes effect, by one writer at a time; a write
-completes even if its caller is gone. What was decided about knobs is in the audit log. Everything else (the trainer's
-version, what engines serve) the actors report to the new coordinator themselves. A journal of an earlier launch in the
-same directory is not used.
-
-Written by hand: `sqlitedict` or `diskcache` keep a database, where one record that is replaced is all that is needed.
+completes even if its caller is gone. Knobs are in the audit log; everything else (the trainer's version, what engines
+serve) the actors report. A journal of an earlier launch in the same directory is not used.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What a request for a change means, and what was decided about the knobs during the run. Sans-IO.
 
-`draft_change` and `Decisions.draft_undo` say whose knobs get which values, or why not. `Decisions` holds what was
-decided, as the audit log has it. One rule gives the value of a knob at an actor: that of the newest change that fits
-the actor, came to its number and was not ended (taken back, or for a time that is over); without one, the run file's.
+One rule gives the value of a knob at an actor: that of the newest change that fits the actor, came to its number and
+was not ended (taken back, or for a time that is over); without one, the run file's.
 
 Targets are actor names ("rollout/3"), roles ("rollout/*", or just "rollout"), or empty: every owner of the knob. An
 actor that joins later and fits the target gets the same values.

@@ -5,8 +5,7 @@ raises LedgerError and changes nothing. Draw numbers, group ids, the next step a
 the rows. Unfinished groups are mirrored in memory; trained and dropped ones are in the file alone, since a run without
 checkpoints keeps all that it ever trained.
 
-`LedgerCounts` and `Draws` are counts derived from the rows and updated change by change: groups by state and reason
-and their lengths, for the run report; the cursor over all sources and each of them, for the next draw.
+`GroupTally` and `Draws` are counts derived from the rows and updated change by change.
 """
 
 from __future__ import annotations

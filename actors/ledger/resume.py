@@ -2,9 +2,7 @@
 
 A copy is written beside its place and renamed: a crash leaves no copy or a whole one. The source stays unchanged.
 
-A `LedgerSnapshot` reads the ledger as of one moment, over its own connection, while the buffer writes: groups,
-or a copy for a run checkpoint. SQLite's own backup reads under one snapshot, so writers work meanwhile and the copy
-never holds a part of a transaction. The copy is one file with a digest.
+`copy_ledger` uses SQLite's own backup, which reads as of one moment while the buffer writes.
 """
 
 from __future__ import annotations

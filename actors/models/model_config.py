@@ -1,8 +1,7 @@
 """What myxa needs to know of a model's `config.json`, which tensors such a model has, and which of them are trained.
 
 Covers the decoder families Qwen3 (dense and with experts), Qwen2, Llama and GLM-4. Anything in the file that would
-change the mathematics and is not implemented is refused by name, never ignored. Code that runs only part of the
-families calls `require_plain`.
+change the mathematics and is not implemented is refused by name, never ignored.
 
 Library considered: transformers' AutoConfig. Not used: seconds of import, and it accepts what our engine cannot run.
 """

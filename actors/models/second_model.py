@@ -1,9 +1,7 @@
 """The second models of a trainer: which folder can be the reference model of a KL term, and which a critic's beginning.
 
-A reference model's log-probs are compared token by token with those of the model that is trained, and a critic reads
-the policy's tokens, so both need the policy's vocabulary. Megatron's trainer runs policy and reference by the same code
-in the same cut, so they must be of one shape; the torch trainer builds each by itself, of any shape. A critic's folder
-may have a value head. No torch here.
+A reference and a critic need the policy's vocabulary. Megatron runs policy and reference in the same cut, so they must
+be of one shape; the torch trainer takes any. A critic's folder may have a value head. No torch here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Tiny Qwen3 models from nothing, offline: byte-level tokenizer, chat template, random weights, all in one folder.
 
-They make the whole system run on a laptop and in CI. Folders of this layout load in transformers, SGLang, vLLM and the
-embedded engine. Needs numpy, tokenizers and safetensors; no torch, so the launcher can make one.
+Folders of this layout load in transformers, SGLang, vLLM and the embedded engine. No torch, so launchers make them.
 
 Choices: one special token per role (role names would cost 8-13 byte tokens a turn); every id of the padded vocabulary
 decodes, because engines sample from the whole head; head_dim 64, where the usual GPU attention kernels start; two

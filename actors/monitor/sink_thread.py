@@ -1,6 +1,5 @@
 """One thread that feeds all sinks, so that no disk, socket or library can hold the monitor's loop up.
 
-
     put(bundle) -> bounded queue -> thread: write to every sink -> flush at least every `flush_s`
 
 A sink that raises is switched off with one event; the others stay. One whose disk refuses (`core/files.py`) stays:

@@ -1,7 +1,7 @@
 """When a reward function is called, when it is given a pause, and when its failures end the run.
 
-Consecutive failures are treated as an outage: calls wait at the `Gate` and are repeated. Until the outage is decided
-its failures count against no group. The breaker's states (pure: times are passed in):
+Consecutive failures are treated as an outage: calls wait at the `RewardGate` and are repeated. Until the outage is
+decided its failures count against no group. The breaker's states (pure: times are passed in):
 
     CLOSED ── `after` failures in a row, of as many groups ──> OPEN ── cool-down over ──> PROBING (one call)
       ^                                                         ^                            │

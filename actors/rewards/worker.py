@@ -1,9 +1,8 @@
 """A worker process that judges completions, one call at a time, or those of an async function side by side;
 `actors/user_code/subreaper.py` starts it.
 
-Speaks over its standard input and output; what the reward function prints goes to standard error, the actor's log.
-The function runs in the main thread, where math-verify's time limits (signals) work.
-Side by side, one that blocks the loop of all is interrupted and named, see `actors/user_code/loop.py`.
+What the reward function prints goes to standard error, the actor's log. The function runs in the main thread, where
+math-verify's time limits (signals) work. Side by side, one that blocks the loop is interrupted (`user_code/loop.py`).
 """
 
 from __future__ import annotations

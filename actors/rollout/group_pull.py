@@ -1,13 +1,10 @@
 """A rollout actor's groups: drawn from the buffer while there is room, run, and returned to the buffer.
 
-The pull loop waits for room here, then for work in the buffer (long poll). Each group's task waits for engine and
-rewards, then for the buffer's answer. The room may change while groups run: with less room what runs ends as usual, and
-work that was on its way is returned at once.
+The room may change while groups run: with less room what runs ends as usual, and work on its way is returned at once.
 
 Tokens outlive the engine: a group whose stream broke is returned with its tokens; all groups are returned before this
 actor drops its engine; and long groups are copied to the buffer from time to time, in case the actor is killed.
-`GroupHandover` returns finished, interrupted and failed groups, also while the buffer restarts, and counts failures
-against the budget of errors.
+`GroupHandover` returns groups, also while the buffer restarts, and counts failures against the budget of errors.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 finished, or all of them together once the last one is.
 
 `GroupSoFar` is what a running group has at any moment, for another actor that must continue it. `Stretches` records
-when the first and the last member of a group reached each stage, for the trace. Knows workflows, rewards and the
-engine's contract; the ledger, admission and other actors are not known here.
+when the first and the last member of a group reached each stage, for the trace.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """The rollout role: pulls groups from the buffer, has them generated and rewarded, and returns them.
 
-    groups         `group_pull.py`
-    weight update  `weights/receive.py`: prepare (beside the old weights) -> commit (between two tokens); generation
-                   continues meanwhile
-
 An actor serves nothing before its first commit: the coordinator brings every engine to the trainer's version first,
 so that what an engine calls version v is what the trainer calls version v, whatever folder it was started from. It
-reports to the coordinator when its engine is up, and again to a coordinator that restarted (`CoordinatorReport`). Knows
-the contracts of buffer, coordinator and engine; no concrete engine.
+reports to the coordinator when its engine is up, and again to one that restarted (`CoordinatorReport`). Generation
+continues while weights are prepared and committed.
 """
 
 from __future__ import annotations

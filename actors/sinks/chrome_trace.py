@@ -14,9 +14,6 @@ whole line, a short write (disk full) is rolled back, and trace viewers accept a
 
 Bounded: at `PART_BYTES` the file becomes `trace.1.json`, in the place of the one that had that name, and a new one
 begins with the names of all rows. Each part is a separate trace; no arrow leads from one into the other.
-
-Considered: viztracer and perfetto's own SDK (they profile functions, not actors), small trace writers on PyPI
-(single-person projects that write at exit only).
 """
 
 from __future__ import annotations

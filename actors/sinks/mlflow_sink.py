@@ -6,8 +6,7 @@
     experiment = "sorting"
     tracking_uri = ""        # empty: a file store in the run directory, `mlflow ui --backend-store-uri <run>/mlruns`
 
-mlflow is imported in `open` only: it is an optional extra and slow to import. Metrics are collected and written in
-batches at `flush`. After a restart of the monitor the same MLflow run continues.
+mlflow is imported in `open` only: it is optional and slow to import. After a restart the same MLflow run continues.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Devices measured and processes watched: by the memory manager on its own node, by a node agent on each other node.
 
-    measure   all devices asked about, of all nodes at the same time: half a picture proves nothing
-    watch     repeated until the agent has answered, and again, all of it, when the agent was restarted
-    ended     repeated until the manager has answered: no death is lost with a message, nor with the manager
-
-An agent decides nothing and keeps nothing that matters.
+measure   all devices asked about, of all nodes at the same time: half a picture proves nothing
+watch     repeated until the agent has answered, and again, all of it, when the agent was restarted
+ended     repeated until the manager has answered: no death is lost with a message, nor with the manager
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@
     restore   the stores' tags, then communicators
     commit    the gate opens
 
-Knows gates, stores and communicators by their protocols; what may be obeyed is `TenantMachine`'s business. Tags that
-are planned but not loaded yet are leased like others: their bytes are reserved, and no store is called for them.
+Tags that are planned but not loaded yet are leased like others: their bytes are reserved, and no store is called.
 """
 
 from __future__ import annotations

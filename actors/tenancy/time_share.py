@@ -5,8 +5,7 @@
     offer     the engines' weights have room again, engines that were not loaded yet load; nothing generates
     give      the engines have the device: requests continue
 
-Between `offer` and `give` the weights are handed over on the device as in any other run. Knows the manager's contract
-and what a turn costs; decides nothing about bytes: what has to leave, and how, is the manager's business.
+Between `offer` and `give` the weights are handed over on the device as in any other run.
 """
 
 from __future__ import annotations

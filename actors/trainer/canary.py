@@ -1,9 +1,8 @@
 """The canary check: does the engine compute what the trainer computes?
 
-An engine answers a few prompts, and the trainer scores them under the same weight version. Both give log p(token) of
-the same tokens from the same weights, so the mean absolute difference measures what lies between them: precision,
-kernels, a wrong layout of a tensor, a weight that never arrived. The mean separates such causes; the maximum does not,
-because one unlikely token in bf16 may be off by a nat.
+Both give log p(token) of the same tokens from the same weights, so the mean absolute difference measures precision,
+kernels, a wrong layout of a tensor, a weight that never arrived. The maximum does not separate these: one unlikely
+token in bf16 may be off by a nat.
 
     loop -> coordinator.canary(v)     an engine that serves v answers the canary prompts (the trainer stays at v)
     loop -> all ranks: score          log-probs of those tokens under v

@@ -9,9 +9,6 @@
 One at a time: the next checkpoint first settles the one before. A checkpoint that lacks a later decision about knobs is
 written again in its place. A scheduled one that cannot be written is reported, with what is not covered, and tried
 again at a later boundary, without end: a full disk or an absent buffer is no reason to throw training back.
-
-`RunSide` asks buffer and coordinator, which may restart, for what belongs into a checkpoint. `CheckpointOrders` serves
-checkpoints and exports that an operator asks for: between two steps, and while the loop waits for data.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 Rank 0 looks and sends the other ranks its choice: ranks that look for themselves might see different checkpoints and
 silently train from different states.
 
-`MemoryCheckpoints` keeps the training state of a few steps back in a folder in memory, which outlives the ranks, so a
-gang that restarts continues from there. It is written like any checkpoint. It makes nothing durable, since memory is
-lost with the host: the buffer keeps what an older checkpoint would need.
+`Standby` keeps the training state of a few steps back in a folder in memory, which outlives the ranks. It makes nothing
+durable, since memory is lost with the host: the buffer keeps what an older checkpoint would need.
 """
 
 from __future__ import annotations

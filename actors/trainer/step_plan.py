@@ -3,7 +3,7 @@
 A user's functions over a whole batch (rewards to rewards, rewards to advantages) run on the leader alone, so all ranks
 train on the same numbers. They may take long or hang, so they run in a thread with a deadline. A wrong function or
 answer raises a UserCodeError that names the function, the step and the group, and ends the run: a retry would end the
-same way. Without such functions the plan is pure arithmetic on the loop.
+same way.
 """
 
 from __future__ import annotations

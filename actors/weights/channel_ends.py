@@ -5,8 +5,7 @@ when newer versions go through another channel and engines released the last ver
                       version, by whatever channel, it deletes what a trainer that was killed has left
     nccl, cuda_ipc    every rank has a `WeightSender`; it takes tensors in the backend's thread, and answers in any
 
-So a run may go over to another channel between two versions (knob `weight_channel`): what the old one holds stays
-readable until it is released. Knows these protocols and the backend's. For the rank's loop, not thread-safe.
+What the old channel holds stays readable until it is released. For the rank's loop, not thread-safe.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ So each version comes with its lineage: the epoch of the trainer's leader that p
     draw(v, lineage)       says what was served when the draw was sent; it may be older than the newest `adopted`
     adopted(v, lineage)    an engine took v
     rewound(r, lineage)    that leader begins at r: of what earlier ones made, whatever is above r counts as r
-
-The owner of this book keeps the rewinds for its next process. Engines report what they serve again with every draw.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@
 The channel of a new version is the knob `weight_channel` as it is in force at the boundary "weights". The first version
 after a start, and a version that is published again, take the channel that was decided last: a channel that does not
 work could not be left otherwise, because the next version may be waiting for this one.
-
-Ranks and rollout actors are called by their contracts. How bytes travel is the business of `channel_ends.py`.
 """
 
 from __future__ import annotations

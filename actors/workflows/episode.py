@@ -2,8 +2,7 @@
 
 An `Episode` owns the token stream of a sample. Model turns come from the engine with their log-probs and version
 stamps; replies (tools, environments) are rendered by the chat template and carry loss mask 0. Text is decoded for
-the workflow to look at and is never encoded back, so the trained ids are the generated ids. A workflow receives the
-episode and its settings in a `WorkflowContext`.
+the workflow to look at and is never encoded back, so the trained ids are the generated ids.
 
 Continuation: an episode may start with the tokens of an interrupted attempt. The workflow runs from its beginning.
 Recorded turns are replayed without the engine as long as the workflow repeats its steps; the first unfinished turn

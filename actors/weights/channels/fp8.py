@@ -7,9 +7,6 @@ A matrix W [m, n] becomes Q [m, n] in float8_e4m3fn and `<name>_scale_inv` S [ce
 448 is the largest number of e4m3fn. A block of zeros has scale 1, not 0: dividing by 0 makes NaN. Blocks at the edges
 are smaller. Which matrices: those of which the engines' own model folder holds a `_scale_inv`; asked of the folder, so
 that routers, embeddings, heads and whatever a recipe left out stay as they are there.
-
-torch only: amax, division and a cast are three kernels that read the matrix at memory speed. Triton kernels were
-considered (slime's): not faster here, and not on a CPU.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ builds its group through torch's own helper, which puts the group's name, the na
 every key; this module builds the very same backend on the very same keys without torch's default group, which belongs
 to the trainer's gang (if there is one).
 
-Library considered: `torch.distributed.new_group` (only subsets of the default group) and `split_group` (same).
-
 A group is used by one thread at a time; `abort` may come from any.
 """
 
