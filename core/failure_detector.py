@@ -89,8 +89,6 @@ class FailureDetector:
         self._gaps = deque((0.75 * guess_s, 1.25 * guess_s), maxlen=policy.window)
         self._learn()
 
-    # -- what happens
-
     def heard(self, now: float, busy_s: float = 0.0) -> bool:
         """It was heard, and said that it may be silent for the next `busy_s` seconds (0: it takes back what
         it said before). True if it was suspect or hung until now."""
@@ -128,8 +126,6 @@ class FailureDetector:
             if self.state not in (before, "ok"):
                 entered.append(self.state)
         return tuple(entered)
-
-    # -- questions
 
     def silence_s(self, now: float) -> float:
         """How long it should have been heard and was not: not counting what it declared as busy."""

@@ -120,8 +120,6 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         self._draw_wait_s = 0.0
         self._claim_wait_s = 0.0
 
-    # ---- start and end
-
     async def on_start(self) -> None:
         """Open the ledger. Raises LedgerError if it is in use, damaged or of another run or dataset, CallError when the
         coordinator of a running run does not say which knobs are in force."""
@@ -221,8 +219,6 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             elif event.kind == "restarted":
                 await self.rollout_gone(event.name, event.epoch - 1)
 
-    # ---- a disk that refuses
-
     @property
     def _store(self) -> BufferStore:
         """Raises DiskRefused while the ledger is closed."""
@@ -281,8 +277,6 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             self._begin_with(books)
             self._tell(WRITTEN_EVENT, f"{self._ledger_path} can be written again; the run continues")
             return
-
-    # ---- rollout actors
 
     async def draw(self, request: DrawRequest) -> DrawReply:
         if request.version < 0:
@@ -394,8 +388,6 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         self._polls.ring()
         return num_groups
 
-    # ---- the trainer
-
     async def claim(self, step: int, wait_s: float, blocked_by: str | None = None) -> Claim:
         until_s = self._polls.until_s(wait_s)
         while True:
@@ -469,8 +461,6 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         self._polls.ring()
         return num_groups
 
-    # ---- the operator
-
     def _retune(self, store: BufferStore, values: Mapping[str, KnobValue], epoch: int) -> None:
         with self._at_work("retune"):
             overdue = store.retune(values, epoch)
@@ -503,8 +493,6 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         last, why = self._last_stats or _NO_STATS, str(self._refused)
         return msgspec.structs.replace(last, complaint=why, disk=why)
 
-    # ---- the data's prompts that are no draws
-
     async def num_held_out(self, name: str = "") -> int:
         return self._source.num_held_out(name)
 
@@ -517,8 +505,6 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             msgspec.structs.replace(prompt, group_id=CANARY_ID - number) for number, prompt in enumerate(found)
         )
 
-    # ---- samples for people
-
     async def recent(self, num_groups: int) -> tuple[RecentGroup, ...]:
         return self._recent.newest(num_groups)
 
@@ -530,8 +516,6 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
 
     async def dumps(self) -> tuple[DumpReport, ...]:
         return self._dumps.reports()
-
-    # ---- telling
 
     @contextmanager
     def _at_work(self, name: str) -> Generator[None]:

@@ -196,8 +196,6 @@ class BufferDumps:
         self._next: _Next | None = None
         self._reports: deque[DumpReport] = deque(maxlen=KEPT_REPORTS)
 
-    # ---- all that is there
-
     async def whole(self, max_bytes: int) -> DumpReport:
         """Groups that were not trained yet, as of one moment. Raises DataError or LedgerError."""
         writer = self._open("buffer", max_bytes)
@@ -209,8 +207,6 @@ class BufferDumps:
         self._reports.append(report)
         self._tell("dumped", f"{report.num_groups} groups, {report.num_bytes:,} bytes in {report.path} {report.reason}")
         return report
-
-    # ---- what comes
 
     async def begin_next(self, num_groups: int, max_bytes: int) -> DumpReport:
         """From the next claim on; 0 ends the running dump. Raises BadRequest while another one runs, DataError for an
@@ -260,8 +256,6 @@ class BufferDumps:
     def close(self) -> None:
         if self._next is not None:
             self._next.writer.close()
-
-    # ---- all of them
 
     def reports(self) -> tuple[DumpReport, ...]:
         going_on = self._next

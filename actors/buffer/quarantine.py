@@ -277,8 +277,6 @@ class Quarantine:
         )
         return entry
 
-    # ---- the file
-
     def _found(self) -> bool:
         """At the start: whether there is a list, and it was read. An unreadable one (power loss, an editing mistake) is
         renamed and kept for its author."""

@@ -121,8 +121,6 @@ class LiveSettings:
         """No work is handed out and no batch formed, but for steps below `until_step`."""
         self.until_step = int(paused) if paused.isdecimal() else None
 
-    # ---- knobs
-
     def change(self, values: Mapping[str, KnobValue], epoch: int) -> tuple[Overdue, ...]:
         """Other values from now on; returns what is too old for a new bound.
 
@@ -156,8 +154,6 @@ class LiveSettings:
             stop_token_ids=stop_ids(values.stop_token_ids),
         )
         return Terms(knobs=self.epoch, sampling=sampling)
-
-    # ---- pausing and stopping
 
     def pause(self, is_paused: bool, until_step: int | None = None) -> None:
         """Stop or resume handing out work; steps below `until_step` are served all the same."""

@@ -90,8 +90,6 @@ class BufferStore:
         self.finished = FinishedGroups()
         self._rebuild()
 
-    # ---- drawing
-
     def hear(self, request: DrawRequest) -> None:
         """What a rollout actor reports of itself in a draw: its incarnation, and the groups that it holds."""
         owned, holding = self._owned_by(request.rollout), request.holding
@@ -169,8 +167,6 @@ class BufferStore:
 
     def why_no_work(self, request: DrawRequest, version: int, now_s: float) -> DrawBlock:
         return "finished" if self.is_finished else self._queue.why_none(request, version, now_s)
-
-    # ---- what comes back
 
     def put(self, group: Group, attempt: int, rollout: str) -> PutResult:
         """A finished group; only the attempt and actor that have it now are heard."""
@@ -290,8 +286,6 @@ class BufferStore:
         for row in rows:
             self.admission.requeued(row.group_id, oldest[row.group_id])
 
-    # ---- training
-
     def claim(self, step: int) -> tuple[GroupMeta, ...] | None:
         """The batch of `step`, now or again; None while it cannot be formed. Sets `is_finished` when it never will."""
         if held := self.ledger.claim_of(step):
@@ -369,8 +363,6 @@ class BufferStore:
             self.payloads.forget(item.group_id)
             self.poison.forget(item.group_id)
 
-    # ---- facts
-
     def stats(self) -> BufferStats:
         tally, states = self.ledger.tally, self.ledger.tally.states
         return BufferStats(
@@ -423,8 +415,6 @@ class BufferStore:
     @property
     def may_draw(self) -> bool:
         return self._queue.may_draw
-
-    # ---- inside
 
     def _rebuild(self) -> None:
         """Admission from the ledger: at the start, after a rewind, and when the ledger could not be written."""
@@ -496,8 +486,6 @@ class Payloads:
     def forget_all(self) -> None:
         """After the rows were changed behind these accounts."""
         self._metas.clear()
-
-    # ---- terms
 
     def number_terms(self, terms: Terms) -> int:
         number = self._ledger.number_terms(msgspec.json.encode(terms).decode())

@@ -64,8 +64,6 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         self._trainer_is_up = asyncio.Event()
         self._restored: LiveKnobs | None = None
 
-    # -- start and end
-
     async def on_start(self) -> None:
         """Raises ConfigError for a journal that was damaged, LedgerError for an audit log that cannot be read."""
         self.meter = ActivityMeter(self.ctx.name, self._clock)
@@ -186,8 +184,6 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         self.ctx.spawn(self._wall.run(self.stop), name="wall-clock")
         await self._adopt_forever()
 
-    # -- from one incarnation to the next
-
     def _to_keep(self) -> Kept:
         return Kept(
             launch=self._options.launch,
@@ -212,8 +208,6 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
                 raise
             self._event("audit-incomplete", str(error))
         self.knob_owner.take(self.conductor.decisions.news(self.ctx.name, 0))
-
-    # -- start
 
     async def _start_run(self) -> None:
         """Restore knobs, bring one engine to the trainer's version, evaluate once, let the leader go."""
@@ -259,8 +253,6 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
     def _engine_adopted(self, name: str, epoch: int, version: int) -> None:
         self.fleet.adopted(name, epoch, version)
 
-    # -- weights
-
     async def _adopt_forever(self) -> None:
         while self._state.phase in ("running", "draining"):
             self._changed.clear()  # before: what happens meanwhile is looked at again
@@ -269,8 +261,6 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
                 await self._end(self._state.leader_reason)
                 return
             await self._changed.wait()
-
-    # -- reports of others
 
     async def rollout_ready(self, status: EngineStatus, epoch: int) -> None:
         await self.fleet.ready(status, epoch)
@@ -364,8 +354,6 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
             finally:  # the caller may be cancelled meanwhile
                 self._leader.tell_stop()
 
-    # -- evaluation
-
     async def _evaluate(self) -> None:
         result = await self.evaluator.attempt()
         if result is not None:
@@ -380,8 +368,6 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         target = self._live.stop_reward
         if target and reward >= target and self._state.phase == "running":
             await self.stop(f"held-out reward {reward:.3f} reached run.stop_reward = {target:g}")
-
-    # -- knobs
 
     async def _owner_is_broken(self, owner: str, why: str) -> None:
         if owner.startswith("rollout/"):
@@ -446,8 +432,6 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
 
     async def evaluate_now(self, who: Operator, reason: str, name: str) -> EvalResult:
         return await self.control.evaluate(who, reason, name)
-
-    # -- the end
 
     async def _end(self, reason: str) -> None:
         if self._state.phase == "running":

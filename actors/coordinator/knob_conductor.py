@@ -136,8 +136,6 @@ class KnobConductor:
         self._is_attached.set()
         self._ctx.spawn(self._expire_forever(), name="knobs-expire")
 
-    # -- asked by operators
-
     async def change(self, request: ChangeRequest) -> ChangeReply:
         """All or none. A refusal is an answer, not an error."""
         asked = {n: v for n in ASKED if (v := getattr(request, n)) or n in ("values", "target")}
@@ -185,8 +183,6 @@ class KnobConductor:
     def _ref(self, name: str) -> KnobsContract:
         return self._own if name == self._ctx.name else self._ctx.ref(KnobsContract, name)
 
-    # -- asked by actors
-
     async def news(self, owner: str, after: int, number: int) -> LiveKnobs:
         """What concerns an owner of the decisions after epoch `after`. `number`: of the boundary that the owner is
         about to pass, for which no more is decided after this; -1: of none."""
@@ -224,8 +220,6 @@ class KnobConductor:
         """The run came to another version: something may be due. Returns whether a numbered value came into force."""
         self._news.set()
         return self.decisions.has_due(old_version, version)
-
-    # -- one change
 
     async def make(self, order: Order) -> ChangeReply:
         """Make a change once the one before it is decided."""
@@ -316,8 +310,6 @@ class KnobConductor:
         except MyxaError as error:
             return KnobVerdict(refusal=f"{owner} did not answer: {error.message}")
 
-    # -- owners use it
-
     async def _until_used(self, reply: ChangeReply, owners: Sequence[str]) -> ChangeReply:
         """The reply, with what a person should know of owners that do not use it yet."""
         if not owners:
@@ -363,8 +355,6 @@ class KnobConductor:
                 return "" if epoch == self.decisions.epoch else await self.joined(owner, patience_s)
             await asyncio.sleep(RETRY_S)
 
-    # -- taking back
-
     async def _expire_forever(self) -> None:
         """Changes that were made for a time go back by themselves; one that cannot is tried again every second."""
         while True:
@@ -393,8 +383,6 @@ class KnobConductor:
             return self.decisions.draft_undo(due.epoch, roster, due.names)
 
         return Order(verb, request, drafter, {"epoch": due.epoch}, due.at, is_recorded=is_recorded)
-
-    # -- telling
 
     def _tell_moves(self, record: AuditRecord) -> None:
         more = {name: getattr(record, name) for name in ("epoch", "at", "version", "verb", "reason", "digest")}

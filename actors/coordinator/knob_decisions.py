@@ -281,8 +281,6 @@ class Decisions:
         """Of the newest change that was decided."""
         self._made: list[_Made] = []
 
-    # -- deciding
-
     def replay(self, records: Iterable[AuditRecord]) -> None:
         """As an earlier incarnation of the coordinator wrote them."""
         for record in records:
@@ -332,8 +330,6 @@ class Decisions:
         for made in self._made:
             made.at = _back(made.at, old_version, version)
             made.ended = {name: _back(at, old_version, version) for name, at in made.ended.items()}
-
-    # -- asking
 
     def latest(self, owner: str, name: str, *, without: int = 0) -> KnobValue | None:
         """What was decided last for a knob at an owner, in force or not; None: nothing. `without`: epoch of a change
@@ -392,8 +388,6 @@ class Decisions:
                 return made
         return None
 
-    # -- taking back
-
     def draft_undo(self, epoch: int, roster: OwnerStates, names: frozenset[str] = frozenset()) -> ChangeDraft:
         """What takes a change back: the newest (0), or that of `epoch`; with `names` only these knobs.
 
@@ -441,8 +435,6 @@ class Decisions:
         if undoes := made.decision.undoes:
             raise ConfigError(f"change {epoch} took change {undoes} back", remedy="set the values again instead")
         return made
-
-    # -- changes for a time
 
     def _for_a_time(self) -> Iterator[_Made]:
         return (m for m in self._made if m.standing and (m.decision.for_steps or m.decision.for_s))

@@ -125,8 +125,6 @@ class LedgerReader:
         found = self.query("SELECT is_whole, data FROM payloads WHERE group_id = ?", group_id)
         return (bool(found[0][0]), found[0][1]) if found else None
 
-    # ---- checking
-
     def check(self, since: int = 0) -> None:
         """Raise LedgerError naming the first broken invariant and a group that breaks it.
 

@@ -207,8 +207,6 @@ class Ledger:
                 self._move(change, row, (State.REQUEUED,), detail="the buffer was restarted")
         self._commit(change)
 
-    # ---- facts
-
     @property
     def next_group_id(self) -> int:
         return self.draws.next_id
@@ -304,8 +302,6 @@ class Ledger:
     def remember(self, key: str, value: str) -> None:
         """Keep a setting for the next process of this run (not for a run that continues this one)."""
         self._file.commit(LedgerChange(meta={LIVE + key: value}))
-
-    # ---- states of a group
 
     def dispatch(self, new: Sequence[Row] = (), again: Sequence[Row] = (), stretch: Stretch | None = None) -> None:
         """Groups start: new draws (ids in sequence), and requeued ones. Attempts are counted here.
@@ -485,8 +481,6 @@ class Ledger:
             self._move(change, row, (State.TRAINED,), detail=f"known from the checkpoint of {version}", table=REWIND)
         elif row.step > version or (row.step == version and row.state is not State.CLAIMED):
             self._move(change, replace(row, step=-1), (State.READY,), detail=back, table=REWIND)
-
-    # ---- inside
 
     def _get(self, group_id: int) -> Row:
         row = self.find(group_id)

@@ -88,8 +88,6 @@ class ServedReference:
             self._call_s += self._clock.monotonic() - started_s
             return found
 
-    # -- what the actor asks, as of rewards
-
     @property
     def too_many_errors(self) -> str:
         """Empty, or the sentence that ends the run."""

@@ -321,8 +321,6 @@ class SeveralRewards:
             parts |= {f"{name}/{part}": value for part, value in outcome.parts.items()}
         return RewardOutcome(total, parts)
 
-    # -- for all of them
-
     @property
     def num_errors(self) -> int:
         return sum(one.num_errors for one in self._by_name.values())

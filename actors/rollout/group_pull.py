@@ -178,8 +178,6 @@ class GroupPull:
             self._note_load()
             self._room.set()
 
-    # -- tokens outlive the engine
-
     async def hand_back(self, cause: EngineError | None = None) -> int:
         """Return all groups with their tokens, since this actor is about to fail; returns how many. `cause`: the engine
         failed, perhaps because of one of them. Takes `HAND_BACK_S` at most: a group that does not get through continues

@@ -123,8 +123,6 @@ class Rollout(OwnsKnobs, RolloutContract):
             pause_mode=engine.pause_mode if isinstance(engine, PausesByMode) else None,
         )
 
-    # -- start and end
-
     async def on_start(self) -> None:
         self._meter = ActivityMeter(self.ctx.name, self._clock)
         self._telemetry = TelemetryBuffer(self.ctx.name, self._clock, meter=self._meter)
@@ -281,8 +279,6 @@ class Rollout(OwnsKnobs, RolloutContract):
         for error in filter(None, await asyncio.gather(*closing, return_exceptions=True)):
             raise error
 
-    # -- weights
-
     async def judge_channel(self, channel: WeightChannel, host: str) -> str:
         return channel_refusal(channel, host, self._options.run_dir)
 
@@ -316,8 +312,6 @@ class Rollout(OwnsKnobs, RolloutContract):
         self.ctx.spawn(self._give_engine_up(error, is_fenced=True), name="fenced")
         return True
 
-    # -- an engine that is of no more use
-
     async def _watch(self, engine: Engine) -> None:
         try:
             await engine.until_lost()
@@ -338,8 +332,6 @@ class Rollout(OwnsKnobs, RolloutContract):
         self.ctx.log.error("the engine is given up, %d groups go elsewhere: %s", num_groups, error)
         raise error
 
-    # -- memory
-
     async def load_engine(self) -> None:
         await require(self._tenant, self.ctx.name).load()
 
@@ -348,8 +340,6 @@ class Rollout(OwnsKnobs, RolloutContract):
 
     async def memory_report(self) -> TenantReport | None:
         return None if self._tenant is None else self._tenant.report()
-
-    # -- questions
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
         runner, log = self._ready_runner(), self.ctx.log
@@ -393,8 +383,6 @@ class Rollout(OwnsKnobs, RolloutContract):
         if self._runner is None:
             raise EngineError(f"{self.ctx.name} has no engine yet", remedy="ask again once it serves")
         return self._runner
-
-    # -- telling
 
     def _room(self) -> dict[str, float]:
         return {

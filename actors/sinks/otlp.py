@@ -96,8 +96,6 @@ class OtlpSink:
         self._span_exporter.shutdown()
         self._metric_exporter.shutdown()
 
-    # -- spans
-
     def _collect(self, span: Span) -> None:
         """A span of a group or of a version, once in the trace of each group that it is about."""
         args = span.args
@@ -140,8 +138,6 @@ class OtlpSink:
     def _context_of(self, trace_id: int, span_id: int) -> Any:
         flags = self._api.TraceFlags(self._api.TraceFlags.SAMPLED)
         return self._api.SpanContext(trace_id=trace_id, span_id=span_id, is_remote=False, trace_flags=flags)
-
-    # -- export
 
     def _export(self) -> None:
         if self._context is None:

@@ -86,8 +86,6 @@ class MemoryManager(MemoryContract):
         self._silent: set[str] = set()
         """Tenants whose silence was said."""
 
-    # -- start and end
-
     async def on_start(self) -> None:
         self._meter = ActivityMeter(self.ctx.name, self._clock)
         self._telemetry = TelemetryBuffer(self.ctx.name, self._clock, meter=self._meter)
@@ -137,8 +135,6 @@ class MemoryManager(MemoryContract):
         else:
             self._do(self._arbiter.unreachable(event.name, epoch, reason, now))
 
-    # -- what others ask
-
     async def register(self, report: TenantReport) -> int:
         check_report(report)
         if not self._node_watch.knows(report.node):
@@ -180,8 +176,6 @@ class MemoryManager(MemoryContract):
             devices=tuple(ledger.view(device) for device in sorted(ledger.devices)),
             timeline=tuple(self._timeline),
         )
-
-    # -- instructions
 
     def _do(self, instructions: list[Instruction]) -> None:
         """Carry them out, in order; what takes time is spawned."""
@@ -306,8 +300,6 @@ class MemoryManager(MemoryContract):
         spent_s = phase.ended_s - phase.started_s
         for device in phase.devices or ("",):
             self._telemetry.span(phase.phase, "other", started_s, spent_s, track=f"memory {device}", lease=phase.switch)
-
-    # -- processes
 
     def _heard(self, report: TenantReport) -> None:
         """A report is in the books: note it, watch the tenant's name and processes. One that came after the end of its

@@ -111,8 +111,6 @@ class NodeWatch:
         """Whether this node or an agent there can be asked."""
         return node == self._node or node in self._agents
 
-    # -- devices
-
     async def measure(self, uses: Mapping[int, Collection[DeviceUse]], *, within_s: float) -> dict[str, DeviceReading]:
         """`uses`: by node. Raises MemoryFault for a device that cannot be read in time, CallError naming the agent that
         does not answer."""
@@ -145,8 +143,6 @@ class NodeWatch:
         if name is None:
             raise MemoryFault(f"node {node} has no agent of {self._ctx.name}", remedy="add it to roles.memory.nodes")
         return self._ctx.ref(NodeAgentContract, name)
-
-    # -- processes
 
     def watch(self, process: WatchedProcess) -> bool:
         """From now on; False if it is known to be gone already."""

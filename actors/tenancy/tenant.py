@@ -105,8 +105,6 @@ class Tenant:
         self._free = asyncio.Condition()
         self._tasks: dict[str, asyncio.Task[MemoryReply]] = {}
 
-    # -- who it is
-
     @property
     def state(self) -> str:
         return self._machine.state
@@ -171,8 +169,6 @@ class Tenant:
                 await self._manager.changed(self.report())
             except MyxaError as error:
                 _log.warning("%s: the memory manager did not hear of it: %s", self._options.name, error)
-
-    # -- commands
 
     async def command(self, command: MemoryCommand) -> MemoryReply:
         """Obey, answer again, or refuse. A caller that goes away does not end what it began."""

@@ -137,8 +137,6 @@ class TimeShare:
                 await group.options(deadline_s=self._options.start_s).all(RolloutContract.load_engine)
             self._loaded |= set(empty.items())
 
-    # -- new engines
-
     def on_peer(self, event: PeerEvent) -> None:
         """A rollout actor that was started again has an engine to load and weights to be given."""
         if event.kind in ("up", "restarted") and event.name in self._options.rollouts:
@@ -147,8 +145,6 @@ class TimeShare:
     @property
     def has_newcomers(self) -> bool:
         return self._has_newcomers
-
-    # -- leases
 
     async def _lease(self, gang: str, tags: tuple[Tag, ...], *, is_active: bool, quiet: tuple[str, ...]) -> None:
         self._num_asked += 1
@@ -174,8 +170,6 @@ class TimeShare:
                 f"{gang} cannot have {wholes(tags)}: {reply.reason}" + (f" [{held}]" if held else ""),
                 remedy="see `myxa mem`; lower what the engine or the trainer takes, or free the device",
             )
-
-    # -- what it costs
 
     def _idles(self) -> None:
         if self._idle_since is None:

@@ -150,8 +150,6 @@ class TrainerKnobs:
             return f"num_steps = {wanted}: the trainer makes version {earliest + 1} next"
         return ""
 
-    # -- what takes values
-
     def for_step(self) -> dict[str, float]:
         """What ranks must know: the values that are not the run file's, which they have."""
         return of_ranks({name: v for name, v in self._values.items() if v != self._first[name]})

@@ -167,8 +167,6 @@ class TrainLoop:
         self._stop_reason = ""
         self._inventory = ""
 
-    # -- orders of the coordinator
-
     def go(self, start_version: int) -> None:
         """Start stepping from the version that the ranks have; `start_version` is the coordinator's view of it. An
         order that arrives before the gang reported in was meant for the gang before it, and is void."""
@@ -193,8 +191,6 @@ class TrainLoop:
 
     async def write_now(self, *, export: bool) -> str:
         return await self._orders.ask(is_export=export)
-
-    # -- the loop
 
     def on_peer(self, event: PeerEvent) -> None:
         self._link.on_peer(event)
@@ -338,8 +334,6 @@ class TrainLoop:
             self._telemetry.metric(made, self._share.metrics())
         return made
 
-    # -- knobs
-
     async def _pass_step(self, version: int) -> None:
         """What was decided for the step from `version` is in force from here on."""
         with self._meter.during("wait-data", "knobs"):
@@ -349,8 +343,6 @@ class TrainLoop:
             self.checkpoints.keep_last = self._knobs.count("keep_last")
             if self._options.publishes:
                 self._guard.every = self._knobs.count("guard_every")
-
-    # -- weights
 
     async def _publish_if_due(self, made: int) -> WeightManifest | None:
         """None where engines keep what they have. The last version is always published."""
@@ -428,8 +420,6 @@ class TrainLoop:
             await self._standby.copy(version)
         await self._orders.serve(version)
         await self._standby.superseded(self.checkpoints.newest)
-
-    # -- turns on a device that engines share
 
     @asynccontextmanager
     async def _engines_turn(self, version: int) -> AsyncGenerator[None]:

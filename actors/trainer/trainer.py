@@ -108,8 +108,6 @@ class Trainer(OwnsKnobs, TrainerContract):
         self._pending_save: PendingSave | None = None
         self._saving: asyncio.Task[TrainError | None] | None = None
 
-    # -- start and end
-
     async def on_start(self) -> None:
         self._meter = ActivityMeter(self.ctx.name, self._clock)
         self._telemetry = TelemetryBuffer(self.ctx.name, self._clock, meter=self._meter)
@@ -312,8 +310,6 @@ class Trainer(OwnsKnobs, TrainerContract):
     async def sample_weights(self, request: SampleRequest) -> SampleReply:
         sender = self._ends.sender_of(request.version)
         return await in_daemon_thread(lambda: sender.sample(request), f"sample {request.version}")
-
-    # -- memory
 
     async def memory_command(self, command: MemoryCommand) -> MemoryReply:
         if self._tenant is None:

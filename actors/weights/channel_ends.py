@@ -113,8 +113,6 @@ class ChannelEnds:
     async def _beside(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self.thread, work)
 
-    # -- who answers an engine
-
     def sender_of(self, version: int) -> WeightSender:
         """The end that version lies in. Raises TrainError when none sends it."""
         channel = self._held.get(version)
@@ -139,8 +137,6 @@ class ChannelEnds:
         """An engine has left that group. Nothing where its end is closed, which gave it up too."""
         if "nccl" in self._senders:
             self._senders["nccl"].leave(group, reason)
-
-    # -- the end
 
     def close_senders(self) -> None:
         """Never raises, never waits."""

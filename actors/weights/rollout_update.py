@@ -381,8 +381,6 @@ class Adopter:
             else:
                 return
 
-    # -- one engine
-
     async def _bring(self, instruction: Adopt) -> None:
         """Prepare and commit one engine, and report the result to the bookkeeping."""
         name, epoch, version = instruction.engine, instruction.epoch, instruction.manifest.version

@@ -250,8 +250,6 @@ class WorkflowPool:
         else:
             running.inbox.put_nowait(_Turn(ask.turn, segment, finish))
 
-    # -- workers
-
     async def _take(self) -> WorkflowWorker:
         async with self._starting:
             fit = [worker for worker in self._workers if worker.is_alive and not worker.is_retired]

@@ -162,8 +162,6 @@ class Play:
         self._doing: asyncio.Task[Any] | None = None
         self.task = worker.loop.create_task(self._run())  # kept by the worker until it has reported its end
 
-    # -- the model
-
     async def ask(self, ask: AskModel) -> DrawnTurn:
         """The model's next turn. Raises UserCodeError while another one is drawn."""
         if self._answer is not None:
@@ -196,8 +194,6 @@ class Play:
     def tasks(self) -> tuple[asyncio.Task[Any] | None, ...]:
         """That its code runs in, those left out that it made itself."""
         return self.task, self._doing
-
-    # -- the phases
 
     async def _run(self) -> None:
         CALL.set(self)
@@ -325,8 +321,6 @@ class Play:
 
     def _fault(self, words: str, remedy: str, *, error: str = "") -> EpisodeFailed:
         return EpisodeFailed(episode=self._start.episode, kind="user-code", words=words, remedy=remedy, error=error)
-
-    # -- where it is
 
     def place(self) -> str:
         """Where it waits for anything but the model; empty: it does not, or the place is unknown."""
