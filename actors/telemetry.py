@@ -31,23 +31,19 @@ class ReportPace:
     """How often an actor reports to the monitor; may be changed at any time. For one event loop."""
 
     def __init__(self, every_s: float = 1.0) -> None:
-        self._every_s = every_s
+        self.every_s = every_s
         self._changed = asyncio.Event()
-
-    @property
-    def every_s(self) -> float:
-        return self._every_s
 
     def change(self, every_s: float) -> None:
         """From now on, also for a pause that has begun."""
-        self._every_s = every_s
+        self.every_s = every_s
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
     async def pause(self) -> None:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        while (left_s := began_s + self._every_s - loop.time()) > 0:
+        while (left_s := began_s + self.every_s - loop.time()) > 0:
             try:
                 async with asyncio.timeout(left_s):
                     await self._changed.wait()

@@ -46,30 +46,25 @@ class Mailbox(Generic[T]):
         self._policy = policy
         self.waiting: deque[T] = deque()
         """Oldest first. Only this class changes it."""
-        self._num_counted = 0
+        self.num_held = 0
         self.num_refused = 0
 
     def __len__(self) -> int:
         return len(self.waiting)
 
-    @property
-    def num_held(self) -> int:
-        """Messages waiting or running."""
-        return self._num_counted
-
     def admit(self) -> None:
         """Count one more message, or raise Overloaded. Every admitted one is given back by `release`."""
-        if self._num_counted >= self._policy.size:
+        if self.num_held >= self._policy.size:
             self.num_refused += 1
             raise Overloaded(
                 f"{self._owner}: mailbox is full ({self._policy.size} messages)",
                 retry_after_s=self._policy.retry_after_s,
                 remedy="come back later, or give it a larger MailboxPolicy",
             )
-        self._num_counted += 1
+        self.num_held += 1
 
     def release(self) -> None:
-        self._num_counted -= 1
+        self.num_held -= 1
 
     def put(self, item: T) -> None:
         self.waiting.append(item)

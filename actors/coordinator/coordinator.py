@@ -124,7 +124,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
                 sent_commit_s=options.sent_commit_s,
                 stall_s=options.stall_s,
             ),
-            on_adopted=self._engine_adopted,
+            on_adopted=lambda name, epoch, version: self.fleet.adopted(name, epoch, version),
             on_work=self._changed.set,
             meter=self.meter,
             telemetry=self._telemetry,
@@ -249,9 +249,6 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
 
     def _version(self) -> int:
         return self._state.known_version
-
-    def _engine_adopted(self, name: str, epoch: int, version: int) -> None:
-        self.fleet.adopted(name, epoch, version)
 
     async def _adopt_forever(self) -> None:
         while self._state.phase in ("running", "draining"):

@@ -197,9 +197,10 @@ class Ledger:
         """What was drawn from which source. To be looked at only."""
         newest = query("SELECT COALESCE(MAX(step), -1) + 1 FROM groups WHERE state IN ('TRAINED', 'DURABLE')")[0][0]
         claimed = query("SELECT COALESCE(MAX(step), -1) + 1 FROM groups WHERE state = 'CLAIMED'")[0][0]
-        self._newest = max(self._base, newest)
-        self._next_step = max(self._newest, claimed)
-        self._tally = GroupTally(query(GroupTally.SQL), query(GroupTally.MASKED_SQL))
+        self.newest_version = max(self._base, newest)
+        self.next_step = max(self.newest_version, claimed)
+        """The first without a claim."""
+        self.tally = GroupTally(query(GroupTally.SQL), query(GroupTally.MASKED_SQL))
         self._terms = self._file.terms()
         change = LedgerChange(meta={LIVE + _CHECKED: str(self._file.newest_transition())})
         for row in movable:
@@ -217,23 +218,9 @@ class Ledger:
         return self.draws.next_draw
 
     @property
-    def next_step(self) -> int:
-        """The first step without a claim."""
-        return self._next_step
-
-    @property
-    def newest_version(self) -> int:
-        """The newest version that was trained."""
-        return self._newest
-
-    @property
     def is_broken(self) -> bool:
         """The file could not be written (disk full, read-only): the run cannot continue."""
         return self._file.is_broken
-
-    @property
-    def tally(self) -> GroupTally:
-        return self._tally
 
     def redraw(self, besides: Collection[int] = ()) -> tuple[int, int] | None:
         """(dropped group, its draw number) of the first prompt that is to be drawn once more, `besides` left out."""
@@ -340,7 +327,7 @@ class Ledger:
         row = replace(self._get(group_id), version=version, num_tokens=num_tokens, reward=reward)
         self._move(change, row, _FINISH, detail=note)
         self._commit(change)
-        self._tally.note_masked(note)
+        self.tally.note_masked(note)
 
     def refuse(self, group_id: int, reason: str, *, detail: str, num_tokens: int, reward: float | None = None) -> None:
         """A whole group arrived and is not kept: filtered, or its samples are wrong, and then it has no reward."""
@@ -385,28 +372,28 @@ class Ledger:
 
     def claim(self, step: int, group_ids: Sequence[int]) -> None:
         """A batch is formed."""
-        if step != self._next_step:
-            raise LedgerError(f"step {step} is claimed, but the next step is {self._next_step}")
+        if step != self.next_step:
+            raise LedgerError(f"step {step} is claimed, but the next step is {self.next_step}")
         change = LedgerChange()
         for group_id in group_ids:
             self._move(change, replace(self._get(group_id), step=step), (State.CLAIMED,), detail=f"step {step}")
         self._commit(change)
-        self._next_step = step + 1
+        self.next_step = step + 1
 
     def trained(self, step: int) -> bool:
         """The batch of `step` was trained. False if that was known. Raises LedgerError if it was never claimed."""
-        if step < self._newest:
+        if step < self.newest_version:
             return False
-        if step != self._newest or step >= self._next_step:
+        if step != self.newest_version or step >= self.next_step:
             raise LedgerError(
-                f"step {step} was trained, but claimed are {self._newest} to {self._next_step - 1}",
+                f"step {step} was trained, but claimed are {self.newest_version} to {self.next_step - 1}",
                 remedy="claim a step before training it; after a restart of the trainer call rewind",
             )
         change = LedgerChange()
         for row in self.claim_of(step):
             self._move(change, row, (State.TRAINED,), detail=f"version {step + 1}")
         self._commit(change)
-        self._newest = step + 1
+        self.newest_version = step + 1
         return True
 
     def durable(self, version: int, oldest: int | None = None) -> int:
@@ -415,8 +402,8 @@ class Ledger:
         Payloads of what was trained since version `oldest`, of the oldest checkpoint that training may fall back to,
         stay; and in any case since the checkpoint before this one: the newest may turn out to be damaged.
         """
-        if version > self._newest:
-            raise LedgerError(f"a checkpoint of version {version} is reported, but the newest is {self._newest}")
+        if version > self.newest_version:
+            raise LedgerError(f"a checkpoint of version {version} is reported, but the newest is {self.newest_version}")
         if version <= self._durable:
             return 0
         floor = max(self._floor, self._durable if oldest is None else min(self._durable, oldest))
@@ -442,11 +429,11 @@ class Ledger:
         of groups trained after `version` are gone, or if its claims do not lead to `version`: those weights hold groups
         that would be trained on again. A ledger of which nothing was ever claimed begins at any version.
         """
-        if version > self._next_step and self._file.query(
+        if version > self.next_step and self._file.query(
             "SELECT 1 FROM transitions WHERE to_state = 'CLAIMED' LIMIT 1"
         ):
             raise LedgerError(
-                f"cannot continue from version {version}: the steps claimed lead to version {self._next_step} at most",
+                f"cannot continue from version {version}: the steps claimed lead to version {self.next_step} at most",
                 remedy="the checkpoint is of another past: begin from one of this ledger's, or with the copy in it",
             )
         if version < self._floor:
@@ -467,9 +454,9 @@ class Ledger:
             if row.state in OPEN and row.version > version:  # stamps of versions that are undone
                 change.rows[row.group_id] = replace(row, version=version)
         self._commit(change, before=before)
-        self._base = self._newest = version
+        self._base = self.newest_version = version
         self._durable = min(self._durable, version)
-        self._next_step = version + 1 if self.claim_of(version) else version
+        self.next_step = version + 1 if self.claim_of(version) else version
         return num_ready
 
     def _rewind_row(self, change: LedgerChange, row: Row, version: int, back: str) -> None:
@@ -520,7 +507,7 @@ class Ledger:
             self._mirror(known[group_id], row)
 
     def _mirror(self, before: Row | None, row: Row) -> None:
-        self._tally.change(before, row)
+        self.tally.change(before, row)
         if before is not None and before.state not in _IN_FILE:
             self._rows[before.state].pop(row.group_id, None)
         if row.state not in _IN_FILE:

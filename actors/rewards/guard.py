@@ -68,7 +68,7 @@ class Breaker:
         self._has_worked = False
         self._failed: set[int] = set()
         """Groups whose calls failed since the last one that worked."""
-        self._opened_s = self._probe_at_s = 0.0
+        self.opened_s = self._probe_at_s = 0.0
         self.state = _S.CLOSED
         self.num_opened = 0
 
@@ -76,10 +76,6 @@ class Breaker:
     def is_in_doubt(self) -> bool:
         """Whether a failure now may turn out to be the beginning of an outage."""
         return bool(self._after) and self._has_worked and self.state is _S.CLOSED
-
-    @property
-    def opened_s(self) -> float:
-        return self._opened_s
 
     def may_call(self, now_s: float) -> bool:
         """Whether the caller may call now. If the state is PROBING afterwards, the call is the probe, and its caller
@@ -110,7 +106,7 @@ class Breaker:
         elif self.is_in_doubt:
             self._failed.add(group_id)
             if len(self._failed) >= self._after:
-                self._opened_s = now_s
+                self.opened_s = now_s
                 self.num_opened += 1
                 self._rest(now_s)
         return self.state in (_S.OPEN, _S.PROBING)
@@ -121,7 +117,7 @@ class Breaker:
         self._go(_S.OPEN)
 
     def _rest(self, now_s: float) -> None:
-        last_s = self._opened_s + self._max_wait_s
+        last_s = self.opened_s + self._max_wait_s
         if self.state is _S.PROBING and now_s >= last_s:
             self._go(_S.GIVEN_UP)
             return

@@ -18,8 +18,8 @@ functions by weight, or calls the one that the row names; each has its own worke
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ...algos.rewards.builtin import BUILTINS, bind_builtin
 from ...algos.rewards.outcome import RewardOutcome, overlong_penalty
@@ -68,12 +68,6 @@ MAX_WORKERS = 4
 REMEDY = "mend the function or the row; reward.max_error_rate says how many failures a run bears"
 
 
-class RunReward(Protocol):
-    """One way to run a reward function. Raises BadReward when it fails."""
-
-    async def __call__(self, answers: Answers) -> Outcomes: ...
-
-
 class Rewarder:
     """One per rollout actor; `score` and `score_group` may be called concurrently."""
 
@@ -100,7 +94,7 @@ class Rewarder:
         self._pool: RewardPool | SideBySide | None = None
         self._run = self._way_to_run(self._reward)
 
-    def _way_to_run(self, reward: RewardFn) -> RunReward:
+    def _way_to_run(self, reward: RewardFn) -> Callable[[Answers], Awaitable[Outcomes]]:
         if self._remote is not None:
             return self._remote.ask
         of = self._settings

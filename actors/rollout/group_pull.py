@@ -61,7 +61,7 @@ class GroupPull:
         self._buffer = buffer
         self._handover = handover
         self._time = time
-        self._max_groups = max_groups
+        self.max_groups = max_groups
         self._save_s = save_s
         self._runner: GroupRunner | None = None
         self._in_flight: dict[int, asyncio.Task[None]] = {}
@@ -79,17 +79,12 @@ class GroupPull:
         self._note_load()
 
     @property
-    def max_groups(self) -> int:
-        """Groups in flight at most."""
-        return self._max_groups
-
-    @property
     def num_groups(self) -> int:
         return len(self._in_flight)
 
     def resize(self, max_groups: int) -> None:
         """Room for so many groups from now on; what runs already runs to its end."""
-        self._max_groups = max_groups
+        self.max_groups = max_groups
         self._note_load()
         self._room.set()
 
@@ -103,7 +98,7 @@ class GroupPull:
             while (left_s := self._broke_s + LOSS_S - self._ctx.clock.monotonic()) > 0:
                 await asyncio.sleep(left_s)
             await self._judge()
-            free = self._max_groups - len(self._in_flight)
+            free = self.max_groups - len(self._in_flight)
             if free <= 0:
                 self._room.clear()
                 await self._room.wait()
@@ -147,7 +142,7 @@ class GroupPull:
         if group_id in self._in_flight:
             self._ctx.log.warning("group %d was assigned twice; the second is ignored", group_id)
             return
-        if self.is_draining or len(self._in_flight) >= self._max_groups:  # the room went while the draw was under way
+        if self.is_draining or len(self._in_flight) >= self.max_groups:  # the room went while the draw was under way
             await self._handover.give_back(assignment, Partial(assignment.partial))
             return
         self.num_samples = assignment.num_samples
@@ -228,7 +223,7 @@ class GroupPull:
         return list(self._in_flight.values())
 
     def _note_load(self) -> None:
-        self._time.groups(len(self._in_flight), self._max_groups)
+        self._time.groups(len(self._in_flight), self.max_groups)
 
 
 def _num_tokens(samples: Sequence[Sample]) -> int:

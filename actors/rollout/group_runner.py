@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Gener
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -175,7 +175,7 @@ class GroupRunner:
         self._scorer = scorer
         self._tokenizer = tokenizer
         self._renderer = TurnRenderer(tokenizer)
-        self._model = model
+        self.model = model
         self._max_turns = max_turns
         self._clock = clock
         self._on_load = on_load
@@ -207,10 +207,6 @@ class GroupRunner:
         other = copy(self)
         other._scorer, other.reference = scorer, None
         return other
-
-    @property
-    def model(self) -> ModelAccess:
-        return self._model
 
     def so_far(self, group_id: int) -> tuple[Sample, ...]:
         made = self._made.get(group_id)
@@ -365,9 +361,9 @@ class GroupRunner:
     async def _produce(self, task: _Task) -> Sample:
         prompt, index = task.assignment.prompt, task.index
         model = replace(
-            self._model,
+            self.model,
             sampling=task.assignment.sampling,
-            request_prefix=f"{self._model.request_prefix}a{task.assignment.attempt}.{_retry(task.num_before)}",
+            request_prefix=f"{self.model.request_prefix}a{task.assignment.attempt}.{_retry(task.num_before)}",
         )
         if isinstance(self._workflow, WorkflowPool):
             sample, temperature = await self._in_worker(self._workflow, task, model)
@@ -572,27 +568,16 @@ def drop_reason(error: MyxaError) -> DropReason:
     return next(reason for kind, reason in _REASONS if isinstance(error, kind))
 
 
-class HasTokens(Protocol):
-    """An episode, wherever it runs."""
-
-    @property
-    def is_empty(self) -> bool: ...
-
-    def so_far(self) -> Sample:
-        """The record of everything so far."""
-        ...
-
-
 class GroupSoFar:
     """See the module's head."""
 
     def __init__(self, recorded: dict[int, Sample]) -> None:
         """`recorded`: index -> what an earlier attempt left."""
         self._recorded = recorded
-        self._episodes: dict[int, HasTokens] = {}
+        self._episodes: dict[int, Episode | TokensSoFar] = {}
         self._finished: dict[int, Sample] = {}
 
-    def begun(self, index: int, episode: HasTokens) -> None:
+    def begun(self, index: int, episode: Episode | TokensSoFar) -> None:
         self._episodes[index] = episode
 
     def finished(self, sample: Sample) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from ...core.activity import ActivityMeter, Hop, TelemetryBuffer
+from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import ActorContext, MailboxPolicy, PeerEvent
 from ...core.clock import Clock
 from ...core.device_memory import MemoryCommand, MemoryReply, TenantReport
@@ -214,7 +214,7 @@ class Rollout(OwnsKnobs, RolloutContract):
             max_turns=self._options.max_turns,
             clock=self._clock,
             on_load=self._time.load,
-            on_hop=self._tell_hop,
+            on_hop=lambda hop, group_id, began_s, took_s: self._telemetry.hop(hop, (group_id,), began_s, took_s),
             vocab_size=vocab_size,
         )
         self._set_up(runner)
@@ -396,9 +396,6 @@ class Rollout(OwnsKnobs, RolloutContract):
     def _tell_failure(self, kind: str, words: str) -> None:
         self.ctx.log.warning("member-failed (%s): %s", kind, words)
         self._telemetry.event("member-failed", f"{kind}: {words}", failure=kind)
-
-    def _tell_hop(self, hop: Hop, group_id: int, began_wall_s: float, lasted_s: float) -> None:
-        self._telemetry.hop(hop, (group_id,), began_wall_s, lasted_s)
 
 
 COORDINATOR = "coordinator"

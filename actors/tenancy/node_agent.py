@@ -98,7 +98,7 @@ class NodeWatch:
         self._meter = meter
         self._clock = clock
         self._on_end = on_end
-        self._own = ProcessWatch(self._own_ended)
+        self._own = ProcessWatch(lambda pid, started_at: self.ended(WatchedProcess(self._node, pid, started_at)))
         self._watched: dict[int, set[WatchedProcess]] = {}
         """By node."""
         self._sent: dict[int, set[WatchedProcess]] = {}
@@ -168,9 +168,6 @@ class NodeWatch:
             watched.discard(process)
             self._sent.get(process.node, set()).discard(process)
             self._on_end(process)
-
-    def _own_ended(self, pid: int, started_at: int) -> None:
-        self.ended(WatchedProcess(self._node, pid, started_at))
 
     def on_peer(self, event: PeerEvent) -> None:
         """A restarted agent watches no process yet."""

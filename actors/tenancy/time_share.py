@@ -70,7 +70,7 @@ class TimeShare:
         self._loaded: set[tuple[str, int]] = set()
         """Rollout actors, with their process's epoch, whose engines were ordered to load. A tenant's state does not say
         so: room may have been granted to one that has not loaded."""
-        self._has_newcomers = False
+        self.has_newcomers = False
         self._switch_s = 0.0
         self._copied_bytes = 0
         self._exposed_s = 0.0
@@ -122,7 +122,7 @@ class TimeShare:
                 return
 
     async def _offer(self) -> None:
-        self._has_newcomers = False  # before looking: who comes later sets it again
+        self.has_newcomers = False  # before looking: who comes later sets it again
         reports = await self._rollouts.all(RolloutContract.memory_report)
         empty = {
             name: report.epoch
@@ -140,11 +140,7 @@ class TimeShare:
     def on_peer(self, event: PeerEvent) -> None:
         """A rollout actor that was started again has an engine to load and weights to be given."""
         if event.kind in ("up", "restarted") and event.name in self._options.rollouts:
-            self._has_newcomers = True
-
-    @property
-    def has_newcomers(self) -> bool:
-        return self._has_newcomers
+            self.has_newcomers = True
 
     async def _lease(self, gang: str, tags: tuple[Tag, ...], *, is_active: bool, quiet: tuple[str, ...]) -> None:
         self._num_asked += 1

@@ -23,6 +23,7 @@ import msgspec
 from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.errors import GatherError, MyxaError, TornCheckpoint, TrainError
 from ...core.knobs import LiveKnobs
+from ...core.protocols import TrainBackend
 from ...core.refs import ActorGroup
 from ..checkpoints.folder import sweep, version_in
 from ..contracts import TrainerContract
@@ -97,15 +98,7 @@ def shared_start(
     return word.start
 
 
-class Restorer(Protocol):
-    """What of a `TrainBackend` is needed here."""
-
-    def load(self, folder: str) -> dict[str, Any]: ...
-
-    def exchange(self, text: str) -> tuple[str, ...]: ...
-
-
-def restore(rank: int, finder: StartFinder, backend: Restorer) -> tuple[StartPoint, dict[str, Any]]:
+def restore(rank: int, finder: StartFinder, backend: TrainBackend) -> tuple[StartPoint, dict[str, Any]]:
     """Where all ranks begin, and what was saved beside it; version 0 of the model folder where nothing was.
 
     Collective, in the backend's thread. A checkpoint that turns out to be torn is passed over by all ranks, if there is

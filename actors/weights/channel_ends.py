@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ...core.errors import TrainError
 from ...core.messages import WeightChannel, WeightManifest
@@ -34,10 +34,8 @@ class EndMakers:
     """Deletes versions that a trainer which was killed has left behind."""
 
 
-class InThread(Protocol):
-    """Runs blocking work in the backend's thread."""
-
-    def __call__(self, work: Callable[[], Any], /) -> Awaitable[Any]: ...
+InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
+"""Runs blocking work in the backend's thread."""
 
 
 class ChannelEnds:

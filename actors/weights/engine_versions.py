@@ -49,12 +49,7 @@ class EngineVersions:
         """`rewinds`: those that an earlier process of the buffer knew."""
         self._engines: dict[str, tuple[int, ServedWeights]] = {}
         """Rollout actor -> its newest incarnation, and the latest weights that it reported."""
-        self._rewinds = tuple(rewinds)
-
-    @property
-    def rewinds(self) -> tuple[Rewind, ...]:
-        """Those that may still matter, oldest first."""
-        return self._rewinds
+        self.rewinds = tuple(rewinds)
 
     def reported(self, rollout: str, epoch: int, weights: ServedWeights) -> bool:
         """An engine serves these weights, or did when it said so; whether that is news."""
@@ -68,8 +63,8 @@ class EngineVersions:
     def rewound(self, version: int, lineage: int) -> None:
         """The leader with that epoch begins at `version`. What an earlier rewind to the same version or a later one
         says is said by this one too; one of a greater epoch is of an earlier launch, whose engines are gone."""
-        kept = [one for one in self._rewinds if one.lineage < lineage and one.version < version]
-        self._rewinds = (*kept, Rewind(lineage, version))
+        kept = [one for one in self.rewinds if one.lineage < lineage and one.version < version]
+        self.rewinds = (*kept, Rewind(lineage, version))
 
     def serving(self, rollout: str, epoch: int, reported: ServedWeights, newest: int) -> JudgedVersion:
         """The version by which a draw that reported these weights is judged. `newest`: of the run."""
@@ -77,7 +72,7 @@ class EngineVersions:
             return JudgedVersion(newest)
         known_epoch, known = self._engines.get(rollout, (-1, reported))
         weights = max(reported, known) if known_epoch == epoch else reported
-        undone_to = [one.version for one in self._rewinds if one.lineage > weights.lineage]
+        undone_to = [one.version for one in self.rewinds if one.lineage > weights.lineage]
         worth = min(undone_to, default=weights.version)
         if worth < weights.version:
             return JudgedVersion(worth, is_undone=True)

@@ -96,17 +96,12 @@ class Adoption:
         """May be changed at any time; engines that adopt already are left to it."""
         self._engines: dict[str, _Engine] = {}
         self._manifests: dict[int, WeightManifest] = {}
-        self._lineage = 0
+        self.lineage = 0
 
     @property
     def newest(self) -> int:
         """Newest published version, -1 before the first, and after a rewind before the next."""
         return max(self._manifests, default=-1)
-
-    @property
-    def lineage(self) -> int:
-        """How often the trainer went back."""
-        return self._lineage
 
     @property
     def serving(self) -> dict[str, int]:
@@ -127,7 +122,7 @@ class Adoption:
         return [
             name
             for name, served in self.serving.items()
-            if version in (None, served) and self._engines[name].lineage == self._lineage
+            if version in (None, served) and self._engines[name].lineage == self.lineage
         ]
 
     def published(self, manifest: WeightManifest) -> None:
@@ -149,7 +144,7 @@ class Adoption:
     def rewound(self) -> None:
         """The trainer continues from an older state, in a new process: versions published before cannot be read any
         more and are forgotten, not released. Every engine is behind from now on; engines that serve keep serving."""
-        self._lineage += 1
+        self.lineage += 1
         self._manifests.clear()
 
     def joined(self, engine: str, epoch: int, version: int = -1) -> None:
@@ -161,7 +156,7 @@ class Adoption:
         joined = _Engine(epoch=epoch, version=version, state=EngineState.JOINED)
         if version >= 0:
             joined.state = EngineState.SERVING
-            joined.lineage = self._lineage if self._lineage == 0 else _UNKNOWN_LINEAGE
+            joined.lineage = self.lineage if self.lineage == 0 else _UNKNOWN_LINEAGE
         self._engines[engine] = joined
 
     def gone(self, engine: str, epoch: int) -> None:
@@ -189,7 +184,7 @@ class Adoption:
         name = min(behind)[-1]
         engine = self._engines[name]
         engine.move(name, EngineState.ADOPTING)
-        engine.target, engine.target_lineage, engine.is_put_off = newest, self._lineage, False
+        engine.target, engine.target_lineage, engine.is_put_off = newest, self.lineage, False
         return Adopt(engine=name, epoch=engine.epoch, manifest=self._manifests[newest])
 
     def adopted(self, engine: str, epoch: int, version: int) -> bool:
@@ -237,7 +232,7 @@ class Adoption:
     def releasable(self) -> tuple[int, ...]:
         """Versions that no engine will read again, oldest first; they are forgotten by this call."""
         engines = self._engines.values()
-        keep = {e.target for e in engines if e.state is EngineState.ADOPTING and e.target_lineage == self._lineage}
+        keep = {e.target for e in engines if e.state is EngineState.ADOPTING and e.target_lineage == self.lineage}
         if self._keeps_newest or any(self._is_behind(e) for e in engines if e.state is not EngineState.FENCED):
             keep.add(self.newest)
         free = tuple(sorted(v for v in self._manifests if v not in keep))
@@ -247,10 +242,10 @@ class Adoption:
 
     def _is_behind(self, engine: _Engine) -> bool:
         """Or ahead: a number that the trainer does not have is one of weights that were undone."""
-        return engine.lineage != self._lineage or engine.version != self.newest
+        return engine.lineage != self.lineage or engine.version != self.newest
 
     def _waits(self, engine: _Engine) -> bool:
-        return engine.is_put_off and (engine.target_lineage, engine.target) == (self._lineage, self.newest)
+        return engine.is_put_off and (engine.target_lineage, engine.target) == (self.lineage, self.newest)
 
 
 LOOK_S = 1.0
