@@ -307,7 +307,12 @@ class BufferStore:
             self._rebuild()
             raise
         if self.admission.num_open < self.admission.batch_size and not self.may_draw:
-            self._finish()
+            leftovers = self.ledger.rows(*OPEN)
+            self.ledger.drop([(row.group_id, LEFTOVER) for row in leftovers], "no whole batch can be formed any more")
+            for row in leftovers:
+                self.admission.filtered(row.group_id)
+                self.payloads.forget(row.group_id)
+            self.is_finished = True
         return None
 
     def fetch(self, group_ids: Iterable[int]) -> tuple[Group, ...]:
@@ -347,14 +352,6 @@ class BufferStore:
         self.cursor.use(self.settings.values.mix, self.settings.values.difficulty)
         self._drop_overdue(overdue)
         return overdue
-
-    def _finish(self) -> None:
-        leftovers = self.ledger.rows(*OPEN)
-        self.ledger.drop([(row.group_id, LEFTOVER) for row in leftovers], "no whole batch can be formed any more")
-        for row in leftovers:
-            self.admission.filtered(row.group_id)
-            self.payloads.forget(row.group_id)
-        self.is_finished = True
 
     def _drop_overdue(self, overdue: tuple[Overdue, ...]) -> None:
         if overdue:

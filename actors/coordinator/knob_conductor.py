@@ -272,15 +272,12 @@ class KnobConductor:
         self.decisions.add(record)
         self._news.set()
         self._tell_moves(record)
-        self._tell_who_came(draft)
-        return msgspec.structs.replace(reply, epoch=record.epoch), list(draft.wanted)
-
-    def _tell_who_came(self, draft: ChangeDraft) -> None:
-        """Owners that came between the look at all owners and the decision: they asked too early to hear of it."""
+        # Owners that came between the look at all owners and the decision: they asked too early to hear of it.
         there = [name for name in ALONE if name in self._ctx.peers(name)]
         for name in (*there, *self._ctx.peers("trainer/"), *self._ctx.peers("rollout/")):
             if name not in draft.wanted and fits(name, draft.decision.target):
                 self._ctx.spawn(self.joined(name), name=f"knobs-for-{name}")
+        return msgspec.structs.replace(reply, epoch=record.epoch), list(draft.wanted)
 
     def _nothing_to_change(self, request: ChangeRequest) -> tuple[str, ...]:
         """The warnings. A value that was requested again still reverts; the operator may expect it to stay."""

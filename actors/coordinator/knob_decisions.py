@@ -292,7 +292,12 @@ class Decisions:
         decision = record.decision
         assert decision is not None
         if record.verb == "rewind":
-            self._rewind(record.at, record.version)
+            # What was in force stays so, at once, and what was still to come keeps its number.
+            old_version = record.at
+            version = record.version
+            for made in self._made:
+                made.at = _back(made.at, old_version, version)
+                made.ended = {name: _back(at, old_version, version) for name, at in made.ended.items()}
             return
         self.epoch = max(self.epoch, record.epoch)
         if decision.live:
@@ -324,12 +329,6 @@ class Decisions:
     def has_due(self, old_version: int, version: int) -> bool:
         """Whether a numbered value came into force between these versions."""
         return any(old_version < made.at <= version for made in self._made)
-
-    def _rewind(self, old_version: int, version: int) -> None:
-        """What was in force stays so, at once, and what was still to come keeps its number."""
-        for made in self._made:
-            made.at = _back(made.at, old_version, version)
-            made.ended = {name: _back(at, old_version, version) for name, at in made.ended.items()}
 
     def latest(self, owner: str, name: str, *, without: int = 0) -> KnobValue | None:
         """What was decided last for a knob at an owner, in force or not; None: nothing. `without`: epoch of a change

@@ -136,7 +136,9 @@ class RewardPool:
     async def _start(self) -> RewardWorker:
         if self._is_closed:
             raise BadReward("was called after the rewarder was closed")
-        await self._forget_dead()
+        for worker in [one for one in self._workers if not one.is_alive]:
+            await worker.gone()
+            self._workers.discard(worker)  # not before: who is cancelled meanwhile leaves it to `close`
         worker = await RewardWorker.start()
         if self._is_closed:  # while it was being started: no other code will wait for its end
             worker.kill()
@@ -145,11 +147,6 @@ class RewardPool:
         self._workers.add(worker)
         await worker.load(self._spec, f'reward function "{self._spec.fn}"')
         return worker
-
-    async def _forget_dead(self) -> None:
-        for worker in [one for one in self._workers if not one.is_alive]:
-            await worker.gone()
-            self._workers.discard(worker)  # not before: who is cancelled meanwhile leaves it to `close`
 
     async def _ask(self, worker: RewardWorker, answers: Answers, timeout_s: float) -> Reply:
         try:

@@ -307,15 +307,12 @@ class WorkflowPool:
                     running.place = message.places.get(number, "")
                 self.on_waits()
             else:
-                self._hand_on(worker, message)
-
-    def _hand_on(self, worker: WorkflowWorker, message: AskModel | EpisodeDone | EpisodeFailed) -> None:
-        if (running := worker.running.get(message.episode)) is not None:
-            running.inbox.put_nowait(message)
-        elif isinstance(message, EpisodeDone | EpisodeFailed):
-            worker.ending.discard(message.episode)
-            worker.is_retired |= message.is_hanging
-            self._mind(worker)
+                if (running := worker.running.get(message.episode)) is not None:
+                    running.inbox.put_nowait(message)
+                elif isinstance(message, EpisodeDone | EpisodeFailed):
+                    worker.ending.discard(message.episode)
+                    worker.is_retired |= message.is_hanging
+                    self._mind(worker)
 
     async def close(self) -> None:
         """End all workers: what runs in them is cancelled, and cleans up within its limit."""

@@ -86,7 +86,11 @@ class ShmWeightReader:
         written meanwhile: what was copied must then be thrown away.
         """
         try:
-            slab = self._slab(manifest.location)
+            location = manifest.location
+            slab = self._open.pop(location, None) or self._open_anew(location)
+            self._open[location] = slab
+            while len(self._open) > MAX_OPEN:
+                self._forget(next(iter(self._open)))
             slab.verify(manifest.tensors, manifest.digest, manifest.generation)
             views = {spec.name: slab.view(spec) for spec in manifest.tensors}
         except MyxaError as err:
@@ -106,13 +110,6 @@ class ShmWeightReader:
             raise EngineError(
                 f"weight version {manifest.version} was overwritten while it was read: {err.message}", remedy=err.remedy
             ) from err
-
-    def _slab(self, location: str) -> SlabReader:
-        slab = self._open.pop(location, None) or self._open_anew(location)
-        self._open[location] = slab
-        while len(self._open) > MAX_OPEN:
-            self._forget(next(iter(self._open)))
-        return slab
 
     def _open_anew(self, location: str) -> SlabReader:
         """A trainer that was started again has slabs of its own; those of one that ended only hold memory."""
