@@ -124,7 +124,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
                 sent_commit_s=options.sent_commit_s,
                 stall_s=options.stall_s,
             ),
-            on_adopted=lambda name, epoch, version: self.fleet.adopted(name, epoch, version),
+            on_adopted=self._engine_adopted,
             on_work=self._changed.set,
             meter=self.meter,
             telemetry=self._telemetry,
@@ -235,6 +235,9 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
             self._wall.start()
             if await self._phases.to("running"):
                 self._leader.start()
+
+    def _engine_adopted(self, name: str, epoch: int, version: int) -> None:
+        self.fleet.adopted(name, epoch, version)
 
     async def _restore_knobs(self) -> None:
         """Before any engine has weights and draws; with the first of them, which says what knobs such actors have."""
