@@ -36,12 +36,7 @@ def host_store(address: str, port: int, world_size: int, timeout_s: float) -> TC
 def find_store(address: str, port: int, world_size: int, timeout_s: float) -> TCPStore:
     """The store that another process hosts. Raises RuntimeError."""
     return TCPStore(
-        address,
-        port,
-        world_size,
-        is_master=False,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
+        address, port, world_size, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
     )
 
 

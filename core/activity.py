@@ -61,13 +61,7 @@ class ActivityMeter:
     """Partitions one actor's wall time into activity kinds and cuts it into spans."""
 
     def __init__(
-        self,
-        source: str,
-        clock: Clock,
-        *,
-        window_s: float = 60.0,
-        max_spans: int = 2048,
-        max_span_s: float = 10.0,
+        self, source: str, clock: Clock, *, window_s: float = 60.0, max_spans: int = 2048, max_span_s: float = 10.0
     ) -> None:
         """`max_spans` bounds what waits to be drained (the oldest go first, counted); a state that lasts is reported in
         pieces of about `max_span_s`, so a trace shows it before it ends."""

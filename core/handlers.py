@@ -62,11 +62,7 @@ def _mark(fn: F, declaration: Declaration) -> F:
 
 
 def call(
-    *,
-    deadline: float | None = 30.0,
-    reentrant: bool = False,
-    idempotent: bool = False,
-    cancellable: bool = True,
+    *, deadline: float | None = 30.0, reentrant: bool = False, idempotent: bool = False, cancellable: bool = True
 ) -> Callable[[F], F]:
     """Request and reply. `deadline` in seconds is the default and may be shortened or stretched per call."""
     declaration = Declaration("call", deadline, reentrant, idempotent, cancellable)

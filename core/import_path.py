@@ -24,8 +24,7 @@ def load_attr(path: str, *, where: str) -> Any:
         if error.name is None or not (module_name == error.name or module_name.startswith(error.name + ".")):
             raise
         raise ConfigError(
-            f"{where}: there is no module {error.name!r}",
-            remedy="install it, or put its folder on PYTHONPATH",
+            f"{where}: there is no module {error.name!r}", remedy="install it, or put its folder on PYTHONPATH"
         ) from error
     for part in attr_path.split("."):
         if not hasattr(found, part):

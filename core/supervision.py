@@ -339,10 +339,7 @@ class RestartBudget:
             self._proven.popleft()
 
 
-HOPELESS: Final[dict[int, str]] = {
-    2: "its configuration is wrong",
-    5: "its data or a user's function is wrong",
-}
+HOPELESS: Final[dict[int, str]] = {2: "its configuration is wrong", 5: "its data or a user's function is wrong"}
 """Exit status -> why another attempt would end the same way."""
 
 BUDGET_SPENT: Final = 4

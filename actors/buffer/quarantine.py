@@ -209,14 +209,7 @@ class QuarantinedPrompt(msgspec.Struct, frozen=True, kw_only=True):
 class Quarantine:
     """The list. One per buffer; `after` = 0 keeps no list and heeds none."""
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        after: int,
-        failures: Iterable[Failure],
-        log: logging.Logger,
-    ) -> None:
+    def __init__(self, path: Path, *, after: int, failures: Iterable[Failure], log: logging.Logger) -> None:
         """`after`: failures of one prompt. `failures`: those that the ledger knows."""
         self._path = path
         self._after = after

@@ -46,7 +46,7 @@ NUM_BATCHES = 20
 UNUSABLE = "prompt-too-long"
 REMEDIES = {
     "zero_variance": "all samples of each group got the same reward: the task is too hard or too easy, or the reward "
-    "is constant",
+    "is constant"
 }
 OTHER_REMEDY = "the events of kind group-dropped, the ledger and the actors' logs say more"
 _MAX_REASONS = 8

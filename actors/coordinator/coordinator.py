@@ -185,11 +185,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         await self._adopt_forever()
 
     def _to_keep(self) -> Kept:
-        return Kept(
-            launch=self._options.launch,
-            run=self._phases.kept(),
-            pause=self.control.kept(),
-        )
+        return Kept(launch=self._options.launch, run=self._phases.kept(), pause=self.control.kept())
 
     async def _keep(self) -> None:
         """Write the journal. A disk that refuses or hangs is reported, and tried again with the next change."""

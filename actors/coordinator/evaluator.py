@@ -130,10 +130,7 @@ class Evaluator:
         name = max(ready, key=lambda n: self._adoption.serving.get(n, -1))
         num_prompts = one.num_prompts or live.eval_prompts
         prompts = await until_answered(
-            lambda: buffer.eval_prompts(num_prompts, one.name),
-            who="buffer",
-            clock=self._ctx.clock,
-            log=self._ctx.log,
+            lambda: buffer.eval_prompts(num_prompts, one.name), who="buffer", clock=self._ctx.clock, log=self._ctx.log
         )
         num_rows = await until_answered(
             lambda: buffer.num_held_out(one.name), who="buffer", clock=self._ctx.clock, log=self._ctx.log

@@ -24,15 +24,7 @@ import msgspec
 from ...core.activity import TelemetryBuffer
 from ...core.actor import ActorContext
 from ...core.clock import Clock
-from ...core.errors import (
-    ConfigError,
-    LaunchError,
-    LedgerError,
-    MyxaError,
-    NoSuchActor,
-    PeerDied,
-    RemoteError,
-)
+from ...core.errors import ConfigError, LaunchError, LedgerError, MyxaError, NoSuchActor, PeerDied, RemoteError
 from ...core.knobs import (
     AuditRecord,
     ChangeReply,

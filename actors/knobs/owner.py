@@ -165,12 +165,7 @@ class OwnsKnobs(KnobsContract):
 
 
 async def pull(
-    ctx: ActorContext,
-    owner: KnobOwner,
-    boundary: Boundary = "now",
-    number: int = -1,
-    *,
-    give_up_s: float = GIVE_UP_S,
+    ctx: ActorContext, owner: KnobOwner, boundary: Boundary = "now", number: int = -1, *, give_up_s: float = GIVE_UP_S
 ) -> dict[str, KnobValue]:
     """Ask the coordinator for what was decided, and use it. `number`: of the numbered boundary that the actor is about
     to pass; waits while a change is undecided that might be meant for it. Returns what came into force there.

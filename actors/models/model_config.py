@@ -221,8 +221,7 @@ def parse_model_config(source: Mapping[str, Any], place: str) -> ModelConfig:
     model_type = fields.get("model_type")
     if model_type not in MODEL_TYPES:
         raise fields.fail(
-            f"model_type {model_type!r} is not known",
-            remedy=f"use a model of type {', '.join(MODEL_TYPES)}",
+            f"model_type {model_type!r} is not known", remedy=f"use a model of type {', '.join(MODEL_TYPES)}"
         )
     if fields.get("auto_map"):
         raise fields.fail(

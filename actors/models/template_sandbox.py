@@ -103,12 +103,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         filters |= {"tojson": _guarded("tojson", _to_json), "_steps": _steps, "_joined": _joined}
         for name in RANDOM:
             filters[name] = names[name] = _no_chance
-        names |= {
-            "raise_exception": _refuse,
-            "strftime_now": _clock(day),
-            "dict": _Dict(),
-            "namespace": _Namespace,
-        }
+        names |= {"raise_exception": _refuse, "strftime_now": _clock(day), "dict": _Dict(), "namespace": _Namespace}
 
     def _generate(self, source: nodes.Template, *more: Any, **named: Any) -> str:
         return super()._generate(_Counting().visit(source), *more, **named)

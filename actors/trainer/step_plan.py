@@ -45,10 +45,7 @@ class BatchFunctions:
     @classmethod
     def load(cls, algo: AlgoConfig) -> BatchFunctions:
         """Raises ConfigError or UserCodeError for one that cannot be loaded."""
-        return cls(
-            _load(algo.reward_post_process, REWARD_POST_PROCESS),
-            _load(algo.advantage_fn, ADVANTAGE_FN),
-        )
+        return cls(_load(algo.reward_post_process, REWARD_POST_PROCESS), _load(algo.advantage_fn, ADVANTAGE_FN))
 
     def __bool__(self) -> bool:
         return self.reward_post_process is not None or self.advantage_fn is not None

@@ -150,12 +150,7 @@ class TrainLoop:
         self.checkpoints = Checkpoints(ctx, options.checkpoints, self._together, side, meter, telemetry, clock)
         self._orders = CheckpointOrders(self.checkpoints, self._together, options.run_dir, meter, ctx.log)
         channels = ChannelChoice(
-            owner,
-            lambda: knobs.text(CHANNEL),
-            options.channel,
-            options.refused_channels,
-            side.live_knobs,
-            telemetry,
+            owner, lambda: knobs.text(CHANNEL), options.channel, options.refused_channels, side.live_knobs, telemetry
         )
         self._publisher = Publisher(ctx, self._together, channels, meter, self._tell, Path(options.run_dir))
         self._standby = Standby(options.standby, self._together, meter, telemetry, side.live_knobs)
@@ -512,12 +507,7 @@ class TrainerGang:
 class CoordinatorLink:
     """Reports to the coordinator that the gang is up or finished, and reports again to a coordinator that restarted."""
 
-    def __init__(
-        self,
-        ctx: ActorContext,
-        publisher: Publisher,
-        ask: AskUntilAnswered,
-    ) -> None:
+    def __init__(self, ctx: ActorContext, publisher: Publisher, ask: AskUntilAnswered) -> None:
         self._ctx = ctx
         self._publisher = publisher
         self._ask = ask

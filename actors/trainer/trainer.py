@@ -119,11 +119,7 @@ class Trainer(OwnsKnobs, TrainerContract):
 
     def _own_knobs(self, pace: ReportPace) -> KnobOwner:
         """Rank 0 owns the trainer's for all ranks; every process has its own beside."""
-        owner = KnobOwner(
-            self.ctx.name,
-            () if self._options.rank else self._knobs.knobs(),
-            self._telemetry,
-        )
+        owner = KnobOwner(self.ctx.name, () if self._options.rank else self._knobs.knobs(), self._telemetry)
         owner.add(process_knobs(pace))
         return owner
 

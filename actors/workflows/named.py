@@ -62,10 +62,7 @@ def shown_turns(prompt: Prompt) -> list[Message]:
     return [Message(role="assistant", content=answer)]
 
 
-BUILTINS: Mapping[str, Workflow] = {
-    "single_turn": answer_once,
-    "demonstration": replay_demonstration,
-}
+BUILTINS: Mapping[str, Workflow] = {"single_turn": answer_once, "demonstration": replay_demonstration}
 """They run in the actor's own process; all others in workers."""
 PHASES = ("setup", "run", "finalize", "score", "teardown")
 

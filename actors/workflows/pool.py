@@ -137,14 +137,7 @@ class WorkflowWorker(UserProcess):
 class WorkflowPool:
     """At most `max_workers` processes, started as they are needed; `play` may be called concurrently."""
 
-    def __init__(
-        self,
-        spec: WorkflowSpec,
-        limits: PhaseLimits,
-        tokenizer: Tokenizer,
-        *,
-        max_workers: int,
-    ) -> None:
+    def __init__(self, spec: WorkflowSpec, limits: PhaseLimits, tokenizer: Tokenizer, *, max_workers: int) -> None:
         """`limits.run_s` is that of each episode's start."""
         self._spec = spec
         self._limits = limits

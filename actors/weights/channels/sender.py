@@ -256,14 +256,7 @@ class Channels:
             try:
                 with beside_training(device):
                     channel.group = ChannelGroup.join(
-                        store,
-                        request.channel,
-                        0,
-                        world_size,
-                        device,
-                        request.timeout_s,
-                        channel.gone,
-                        address=address,
+                        store, request.channel, 0, world_size, device, request.timeout_s, channel.gone, address=address
                     )
             except (RuntimeError, OSError) as err:
                 self.leave(request.channel, f"{request.engine} did not join within {request.timeout_s:g} s ({err})")
