@@ -15,11 +15,9 @@ _BACKLOG = 4096
 
 
 def host_store(address: str, port: int, world_size: int, timeout_s: float) -> TCPStore:
-    """A store in this process that listens at `address`, and on no other interface; port 0: any free one.
-
-    A host's name may mean loopback here and an address on other hosts (/etc/hosts), or be that of a proxy. Then the
-    store listens on every interface, as torch does it. Raises OSError or RuntimeError.
-    """
+    """A store in this process that listens at `address`, and on no other interface; port 0: any free one. A host's name
+    may mean loopback here and an address on other hosts (/etc/hosts), or be that of a proxy. Then the store listens on
+    every interface, as torch does it. Raises OSError or RuntimeError."""
     listener = _listen(address, port)
     number = int(listener.getsockname()[1])
     return TCPStore(
@@ -41,11 +39,9 @@ def find_store(address: str, port: int, world_size: int, timeout_s: float) -> TC
 
 
 def keep_gloo_within(address: str) -> None:
-    """Process groups that meet on this host alone connect over loopback alone, unless the user named interfaces.
-
-    gloo takes the host's own address otherwise, or what its name means. All groups of a process read the variable,
-    those that Megatron makes too.
-    """
+    """Process groups that meet on this host alone connect over loopback alone, unless the user named interfaces. gloo
+    takes the host's own address otherwise, or what its name means. All groups of a process read the variable, those
+    that Megatron makes too."""
     if not address or address == "localhost" or (_is_number(address) and ipaddress.ip_address(address).is_loopback):
         os.environ.setdefault(_GLOO_INTERFACE, LOOPBACK_INTERFACE)  # noqa: TID251 -- gloo reads nothing else
 

@@ -214,11 +214,9 @@ def _remove(blocks: list[_State], block: _State) -> None:
 
 
 class TelemetryBuffer:
-    """Telemetry of an actor until the next bundle leaves. Bounded: the oldest records go first, counted.
-
-    With a meter it adds the meter's spans, and the meter's totals as metrics "time/<kind>" and
-    "time/<kind>/<name>" in cumulative seconds: a lost bundle then costs resolution, never truth.
-    """
+    """Telemetry of an actor until the next bundle leaves. Bounded: the oldest records go first, counted. With a meter
+    it adds the meter's spans, and the meter's totals as metrics "time/<kind>" and "time/<kind>/<name>" in cumulative
+    seconds: a lost bundle then costs resolution, never truth."""
 
     def __init__(
         self,

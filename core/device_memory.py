@@ -241,19 +241,16 @@ class MovedBytes(Protocol):
 
 
 class AssetStore(Protocol):
-    """Bytes of one tenant on one device, by tag.
-
-    Both commands are idempotent: a tag that is gone already, or mapped already, is passed over, and so is a tag this
-    store does not have. After an exception `report` is still true, tag by tag (`poisoned`: contents are lost).
-    """
+    """Bytes of one tenant on one device, by tag. Both commands are idempotent: a tag that is gone already, or mapped
+    already, is passed over, and so is a tag this store does not have. After an exception `report` is still true, tag by
+    tag (`poisoned`: contents are lost)."""
 
     def report(self) -> tuple[TagReport, ...]:
         """Every tag it has, mapped or not; quick, safe from any thread."""
         ...
 
     def release(self, tags: Collection[Tag]) -> MovedBytes:
-        """Take them off the device, by the policy of each; on return the memory is given back.
-        Raises MemoryFault."""
+        """Take them off the device, by the policy of each; on return the memory is given back. Raises MemoryFault."""
         ...
 
     def restore(self, tags: Collection[Tag]) -> MovedBytes:

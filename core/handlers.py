@@ -80,11 +80,9 @@ def cast(fn: Any = None, /, *, deadline: float | None = 30.0, reentrant: bool = 
 
 
 def durable_put(*, key: str, deadline: float | None = 60.0, reentrant: bool = False) -> Callable[[F], F]:
-    """Re-sent until answered, also to the callee's next incarnation; executed once per key and content.
-
-    `key` is a dotted path into the parameters. Once in effect over restarts of the callee needs the callee's own
-    ledger; one incarnation remembers the replies that it gave.
-    """
+    """Re-sent until answered, also to the callee's next incarnation; executed once per key and content. `key` is a
+    dotted path into the parameters. Once in effect over restarts of the callee needs the callee's own ledger; one
+    incarnation remembers the replies that it gave."""
     if not key:
         raise ValueError("a durable put needs a key: the path of what identifies it among the parameters")
     declaration = Declaration("put", deadline, reentrant, is_idempotent=True, is_cancellable=False, key=key)

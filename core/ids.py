@@ -21,10 +21,8 @@ MAX_NAME_LENGTH = 120
 
 
 class PeerKey(NamedTuple):
-    """One incarnation of one node. Nothing addressed to a key ever reaches another incarnation.
-
-    A tuple, because it is looked up several times per call and a dataclass hashes in Python.
-    """
+    """One incarnation of one node. Nothing addressed to a key ever reaches another incarnation. A tuple, because it is
+    looked up several times per call and a dataclass hashes in Python."""
 
     node_id: int
     epoch: int

@@ -10,11 +10,9 @@ from .errors import ConfigError
 
 
 def load_attr(path: str, *, where: str) -> Any:
-    """The object behind "module:attr" ("pkg.mod:Class.method"). `where` names the setting, for the error.
-
-    Raises ConfigError for a malformed path, a missing module or attribute. An import error *inside* the module
-    is the module's own and passes through with its traceback.
-    """
+    """The object behind "module:attr" ("pkg.mod:Class.method"). `where` names the setting, for the error. Raises
+    ConfigError for a malformed path, a missing module or attribute. An import error *inside* the module is the module's
+    own and passes through with its traceback."""
     module_name, separator, attr_path = path.partition(":")
     if not (module_name and separator and attr_path):
         raise ConfigError(f"{where}: {path!r} does not say where the code is", remedy='write it as "module:attr"')

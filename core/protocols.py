@@ -222,8 +222,7 @@ class TrainBackend(Protocol):
     def export_device(self, *, to_all: bool = False) -> Iterator[tuple[str, Any]]:
         """(HuggingFace name, whole torch tensor on this rank's device, in the serving dtype) on sending ranks, always
         in the same order; nothing elsewhere. With `to_all` the whole model, on every rank. Collective: every rank must
-        exhaust it. A tensor's values hold as long as
-        the tensor is kept and nothing is trained."""
+        exhaust it. A tensor's values hold as long as the tensor is kept and nothing is trained."""
         ...
 
     def save(self, folder: str, extra: dict[str, Any]) -> None:
@@ -334,11 +333,9 @@ class WeightReader(Protocol):
     """Engine's end of a weight channel."""
 
     def open(self, manifest: WeightManifest) -> AbstractContextManager[Mapping[str, NamedArray]]:
-        """The published tensors by HuggingFace name; their bytes are valid inside the block only.
-
-        The bytes are checked against `manifest.digest` and `manifest.generation`: on entry where they cannot change
-        afterwards, else on leaving the block. Both ends raise EngineError; what was copied must then be thrown away.
-        """
+        """The published tensors by HuggingFace name; their bytes are valid inside the block only. The bytes are checked
+        against `manifest.digest` and `manifest.generation`: on entry where they cannot change afterwards, else on
+        leaving the block. Both ends raise EngineError; what was copied must then be thrown away."""
         ...
 
     def close(self) -> None:

@@ -134,9 +134,7 @@ class ActorGroup(Generic[C]):
     @property
     def names(self) -> tuple[str, ...]:
         """The members if a call began now: the names given, or those registered under the prefix, numbers in order.
-
-        Raises NoSuchActor if there are none.
-        """
+        Raises NoSuchActor if there are none."""
         if not isinstance(self._members, str):
             names = self._members
         else:

@@ -36,11 +36,8 @@ async def until_answered(
     waits_for_disk: bool = True,
 ) -> T:
     """The answer of `send()`, repeated while the callee is away, or waits for its disk (without end, unless
-    `waits_for_disk` is False: then that is an error as any other).
-
-    Raises the callee's own error if the handler ran and raised, and CallError naming `who` after `give_up_s` seconds
-    without an answer.
-    """
+    `waits_for_disk` is False: then that is an error as any other). Raises the callee's own error if the handler ran and
+    raised, and CallError naming `who` after `give_up_s` seconds without an answer."""
     started = clock.monotonic()
     reported = ""
     while True:

@@ -92,10 +92,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One finished generation: everything per *token*, exactly as the engine produced it.
-
-    `len(response_ids) == len(logprobs) == len(loss_mask) == len(versions) == R`.
-    """
+    """One finished generation: everything per *token*, exactly as the engine produced it. `len(response_ids) ==
+    len(logprobs) == len(loss_mask) == len(versions) == R`."""
 
     group_id: int
     index: int

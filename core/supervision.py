@@ -274,10 +274,9 @@ class Backoff:
 
 class RestartBudget:
     """At most `max_restarts` in any `period_s` seconds. A restart is reserved when it is decided and spent when the
-    last process that it has to wait for is gone: one that is decided meanwhile must not find its place free.
-
-    A restart begins to grow old when it has led to work (`prove`), not when it happened: attempts that take long to
-    fail, and never come to work, would be forgotten one after the other and follow each other for ever."""
+    last process that it has to wait for is gone: one that is decided meanwhile must not find its place free. A restart
+    begins to grow old when it has led to work (`prove`), not when it happened: attempts that take long to fail, and
+    never come to work, would be forgotten one after the other and follow each other for ever."""
 
     def __init__(self, max_restarts: int, period_s: float) -> None:
         self.max_restarts = max_restarts

@@ -563,10 +563,8 @@ class _Books:
 
 
 class LongPolls:
-    """The waiting calls of one actor. Made on its loop.
-
-    Each change wakes all of them, and each looks again for itself: conditions differ from caller to caller, and callers
-    are few."""
+    """The waiting calls of one actor. Made on its loop. Each change wakes all of them, and each looks again for itself:
+    conditions differ from caller to caller, and callers are few."""
 
     def __init__(self, ctx: ActorContext) -> None:
         self._ctx = ctx

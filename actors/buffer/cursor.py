@@ -96,10 +96,8 @@ class PromptCursor:
     def names_on(self, ahead: Counter[str], new: Collection[str]) -> list[str]:
         """Sources to draw from, after so many draws `ahead` of each; empty: there is none, or none yet. One that has
         nothing inside the window is left out: for good, or with `skips` while groups of its own are under way (`new`:
-        sources of those about to be), whose rewards might be informative.
-
-        Raises DataError if no prompt is inside for good, and no group is under way.
-        """
+        sources of those about to be), whose rewards might be informative. Raises DataError if no prompt is inside for
+        good, and no group is under way."""
         names = [name for name in self._wanted if not self._is_ended(name, ahead[name])]
         outside = [name for name in names if self.difficulty.is_outside(name, self.window)]
         busy = {*new, *self._under_way()} if outside else set[str]()

@@ -77,11 +77,9 @@ class Difficulty:
         return True
 
     def is_outside(self, name: str, window: Window) -> bool:
-        """Whether all rows of that source were passed over in a row: will be until something changes, or, with
-        `skips`, for some passes yet.
-
-        Where passes are shuffled, a row that comes first in one and last in the next has twice the rest between.
-        """
+        """Whether all rows of that source were passed over in a row: will be until something changes, or, with `skips`,
+        for some passes yet. Where passes are shuffled, a row that comes first in one and last in the next has twice the
+        rest between."""
         return not window.is_open and self._circled[name] >= 2 * self._sources.num_rows(name) - 1
 
     def in_words(self, names: Sequence[str], window: Window) -> str:

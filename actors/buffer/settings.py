@@ -80,10 +80,8 @@ class BufferValues(Record, frozen=True):
 
 
 def stop_ids(text: str) -> tuple[int, ...]:
-    """Token ids of "13,198", or "13," on a command line, where 13 is a number; none of "none".
-
-    Raises ValueError for what is no list of numbers from 0 on.
-    """
+    """Token ids of "13,198", or "13," on a command line, where 13 is a number; none of "none". Raises ValueError for
+    what is no list of numbers from 0 on."""
     if text == NO_IDS:
         return ()
     words = [word.strip() for word in text.removesuffix(",").split(",")]
@@ -122,10 +120,8 @@ class LiveSettings:
         self.until_step = int(paused) if paused.isdecimal() else None
 
     def change(self, values: Mapping[str, KnobValue], epoch: int) -> tuple[Overdue, ...]:
-        """Other values from now on; returns what is too old for a new bound.
-
-        Raises ConfigError, and changes nothing, for a bound, policy and window that do not go together.
-        """
+        """Other values from now on; returns what is too old for a new bound. Raises ConfigError, and changes nothing,
+        for a bound, policy and window that do not go together."""
         new = msgspec.structs.replace(self.values, **values)
         overdue: tuple[Overdue, ...] = ()
         if any(getattr(new, name) != getattr(self.values, name) for name in _ADMISSION):

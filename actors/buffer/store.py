@@ -517,9 +517,8 @@ def _meta(group: Group, version: int) -> GroupMeta:
 
 
 class StarvationCheck:
-    """Counts groups in a row that gave nothing to train on: says when a person must hear of it, and when to give up.
-
-    A run whose groups are all left out would generate for ever and only look slow. It is not stopped: a model may yet
+    """Counts groups in a row that gave nothing to train on: says when a person must hear of it, and when to give up. A
+    run whose groups are all left out would generate for ever and only look slow. It is not stopped: a model may yet
     learn to solve a task. Prompts that cannot be used at all are another matter: training makes them no shorter."""
 
     def __init__(self, batch_size: int) -> None:

@@ -234,10 +234,8 @@ def digest_of_manifest(folder: Path) -> str:
 
 
 def list_checkpoints(folder: str | Path) -> tuple[CheckpointInfo, ...]:
-    """All checkpoints in `folder`, oldest first; torn ones come first and say why in `problem`.
-
-    Sizes are checked, digests are not. A folder that does not exist holds none.
-    """
+    """All checkpoints in `folder`, oldest first; torn ones come first and say why in `problem`. Sizes are checked,
+    digests are not. A folder that does not exist holds none."""
     root = Path(folder)
     if not root.is_dir():
         return ()
@@ -303,10 +301,7 @@ def _read_through(info: CheckpointInfo) -> CheckpointInfo:
 def find_checkpoint(place: str | Path, *, reads_all: bool = True, why_not: WhyNot = lambda _: "") -> Path:
     """The checkpoint meant by `trainer.resume`: a checkpoint folder itself, which is not looked into, or the newest
     whole one in a folder of checkpoints or in a run directory; `reads_all` False: as far as sizes show. `why_not`: for
-    one of several.
-
-    Raises TrainError naming what was found instead.
-    """
+    one of several. Raises TrainError naming what was found instead."""
     root = Path(place)
     if (root / MANIFEST).exists() or (root / rank_file(0)).exists():
         return root

@@ -66,11 +66,9 @@ class AuditLog:
         self.path = path
 
     def append(self, record: AuditRecord) -> AuditRecord:
-        """Write it durably; `number`, `previous` and `digest` are set here. Returns it as written.
-
-        Raises ConfigError for a record that is too long, LedgerError when the file cannot be written or locked, or its
-        last line is not one.
-        """
+        """Write it durably; `number`, `previous` and `digest` are set here. Returns it as written. Raises ConfigError
+        for a record that is too long, LedgerError when the file cannot be written or locked, or its last line is not
+        one."""
         try:
             with _locked(self.path) as descriptor:
                 return self._append(descriptor, record)

@@ -471,12 +471,10 @@ class PhaseMoves:
 
     async def to(self, phase: RunPhase) -> bool:
         """Enter a phase: the journal has it before it is reported and before its work begins. False: another phase came
-        first. The move completes even if the caller is cancelled.
-
-        A start must be in the journal, since the next incarnation would begin the run again: it waits for a disk that
-        refuses, and raises LedgerError for any other reason. All other phases proceed without the journal, and without
-        a disk that hangs: the actor that reported the end reports it again.
-        """
+        first. The move completes even if the caller is cancelled. A start must be in the journal, since the next
+        incarnation would begin the run again: it waits for a disk that refuses, and raises LedgerError for any other
+        reason. All other phases proceed without the journal, and without a disk that hangs: the actor that reported the
+        end reports it again."""
         if not self._next.propose(phase):
             return False
         return await asyncio.shield(self._ctx.spawn(self._move(phase), name=f"to-{phase}"))

@@ -66,10 +66,8 @@ class Evaluator:
 
     async def evaluate(self, name: str = "") -> EvalResult:
         """On the engine that serves the newest version; one at a time. `name`: of one set, else all of them, one after
-        the other; the reward is then the mean over the sets.
-
-        Raises ConfigError without held-out prompts, or for a set that there is not, EngineError and CallError when no
-        engine answers."""
+        the other; the reward is then the mean over the sets. Raises ConfigError without held-out prompts, or for a set
+        that there is not, EngineError and CallError when no engine answers."""
         chosen = self._chosen(name)
         async with self._turn:
             self._state.evaluating = self._state.known_version

@@ -63,9 +63,7 @@ class CoordinatorJournal:
 
     def load(self) -> tuple[Kept | None, str]:
         """What an earlier incarnation kept, or None and why there is nothing (empty for a first start). Blocking.
-
-        Raises ConfigError, since nothing that is tried again mends it, for a file that is not as it was written.
-        """
+        Raises ConfigError, since nothing that is tried again mends it, for a file that is not as it was written."""
         try:
             data = _read(self.path)
         except FileNotFoundError:

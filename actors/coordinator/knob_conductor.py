@@ -313,10 +313,8 @@ class KnobConductor:
 
     async def joined(self, owner: str, patience_s: float = JOIN_S) -> str:
         """Have an owner use what was decided; told until it does or is gone. Returns what an operator should know.
-
         `patience_s`: for one that the registry may not know yet, or know as its former incarnation. An owner that
-        answers and fails to use it is broken, since others rely on it; the monitor is an exception.
-        """
+        answers and fails to use it is broken, since others rely on it; the monitor is an exception."""
         began_s, num_failed = self._clock.monotonic(), 0
         while True:
             epoch = self.decisions.epoch

@@ -388,10 +388,8 @@ class Decisions:
         return None
 
     def draft_undo(self, epoch: int, roster: OwnerStates, names: frozenset[str] = frozenset()) -> ChangeDraft:
-        """What takes a change back: the newest (0), or that of `epoch`; with `names` only these knobs.
-
-        Raises ConfigError naming the obstacle.
-        """
+        """What takes a change back: the newest (0), or that of `epoch`; with `names` only these knobs. Raises
+        ConfigError naming the obstacle."""
         undone = self._newest() if not epoch else self._require(epoch)
         wanted = undone.standing & names if names else undone.standing
         target = undone.decision.target

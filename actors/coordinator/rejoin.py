@@ -77,9 +77,8 @@ class Rejoin:
 
 
 class LeaderControl:
-    """Sends start, continue and stop to the trainer's leader; retries until acknowledged.
-
-    An order to an earlier gang is void: the new gang gets the next one when it reports in."""
+    """Sends start, continue and stop to the trainer's leader; retries until acknowledged. An order to an earlier gang
+    is void: the new gang gets the next one when it reports in."""
 
     def __init__(self, ctx: ActorContext, state: RunState, clock: Clock) -> None:
         self._ctx = ctx

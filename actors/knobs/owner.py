@@ -168,10 +168,8 @@ async def pull(
     ctx: ActorContext, owner: KnobOwner, boundary: Boundary = "now", number: int = -1, *, give_up_s: float = GIVE_UP_S
 ) -> dict[str, KnobValue]:
     """Ask the coordinator for what was decided, and use it. `number`: of the numbered boundary that the actor is about
-    to pass; waits while a change is undecided that might be meant for it. Returns what came into force there.
-
-    Raises CallError naming the coordinator when it does not answer for long.
-    """
+    to pass; waits while a change is undecided that might be meant for it. Returns what came into force there. Raises
+    CallError naming the coordinator when it does not answer for long."""
     if number >= 0:
         owner.reach(boundary, number)
     coordinator = ctx.ref(CoordinatorContract, "coordinator")
@@ -190,11 +188,9 @@ JOIN_GIVE_UP_S = 60.0
 
 
 async def catch_up(ctx: ActorContext, owner: KnobOwner, *, waits: bool = False) -> None:
-    """Bring `owner` to what the coordinator decided so far. Called in `on_start`, before the first message.
-
-    Without a coordinator, as at the start of a run, nothing was decided yet, and there is no wait: a coordinator that
-    comes up tells all owners to ask. `waits`: for the coordinator, where the run has begun. Raises CallError when it
-    does not answer.
-    """
+    """Bring `owner` to what the coordinator decided so far. Called in `on_start`, before the first message. Without a
+    coordinator, as at the start of a run, nothing was decided yet, and there is no wait: a coordinator that comes up
+    tells all owners to ask. `waits`: for the coordinator, where the run has begun. Raises CallError when it does not
+    answer."""
     if waits or "coordinator" in ctx.peers("coordinator"):
         await pull(ctx, owner, give_up_s=JOIN_GIVE_UP_S)

@@ -126,11 +126,8 @@ class LedgerReader:
         return (bool(found[0][0]), found[0][1]) if found else None
 
     def check(self, since: int = 0) -> None:
-        """Raise LedgerError naming the first broken invariant and a group that breaks it.
-
-        `since`: the histories of groups that have not moved after that transition were checked before. All rows are
-        looked at in any case.
-        """
+        """Raise LedgerError naming the first broken invariant and a group that breaks it. `since`: the histories of
+        groups that have not moved after that transition were checked before. All rows are looked at in any case."""
         for text, where in _INVARIANTS:
             self._forbid(text, f"SELECT group_id, state FROM groups WHERE {where} LIMIT 1")
         moved, args = (_MOVED, (since,)) if since else ("TRUE", ())

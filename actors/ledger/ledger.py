@@ -165,11 +165,8 @@ class Ledger:
 
     def __init__(self, path: Path, *, run: str, fingerprint: str, wall: Callable[[], float]) -> None:
         """Open or create the file, check it (what an earlier opening did not) and requeue what was under way when the
-        last buffer ended.
-
-        `run`: name of the run; `fingerprint`: of the prompt source; `wall`: seconds since the epoch, for the record.
-        Raises LedgerError if the file is in use, damaged, or of another run or dataset.
-        """
+        last buffer ended. `run`: name of the run; `fingerprint`: of the prompt source; `wall`: seconds since the epoch,
+        for the record. Raises LedgerError if the file is in use, damaged, or of another run or dataset."""
         self._file = LedgerFile(path, {"run": run, "dataset": fingerprint})
         try:
             self._wall = wall
@@ -291,11 +288,9 @@ class Ledger:
         self._file.commit(LedgerChange(meta={LIVE + key: value}))
 
     def dispatch(self, new: Sequence[Row] = (), again: Sequence[Row] = (), stretch: Stretch | None = None) -> None:
-        """Groups start: new draws (ids in sequence), and requeued ones. Attempts are counted here.
-
-        The given rows say `rollout`, `epoch` and `version` (lower bound of the oldest token); a new one that has a
-        reason is given up at once. `stretch`: that the newest draws belong to, if sources are chosen at all.
-        """
+        """Groups start: new draws (ids in sequence), and requeued ones. Attempts are counted here. The given rows say
+        `rollout`, `epoch` and `version` (lower bound of the oldest token); a new one that has a reason is given up at
+        once. `stretch`: that the newest draws belong to, if sources are chosen at all."""
         change = LedgerChange()
         for offset, row in enumerate(new):
             if row.group_id != self.draws.next_id + offset:
@@ -397,11 +392,9 @@ class Ledger:
         return True
 
     def durable(self, version: int, oldest: int | None = None) -> int:
-        """A checkpoint covers version `version`. Returns how many groups became durable.
-
-        Payloads of what was trained since version `oldest`, of the oldest checkpoint that training may fall back to,
-        stay; and in any case since the checkpoint before this one: the newest may turn out to be damaged.
-        """
+        """A checkpoint covers version `version`. Returns how many groups became durable. Payloads of what was trained
+        since version `oldest`, of the oldest checkpoint that training may fall back to, stay; and in any case since the
+        checkpoint before this one: the newest may turn out to be damaged."""
         if version > self.newest_version:
             raise LedgerError(f"a checkpoint of version {version} is reported, but the newest is {self.newest_version}")
         if version <= self._durable:
@@ -423,12 +416,10 @@ class Ledger:
 
     def rewind(self, version: int) -> int:
         """Training continues from `version`: what was trained after it is READY again. Returns the number of groups.
-
         Claims of earlier steps count as trained (the checkpoint holds them), a claim of step `version` stays, later
         ones are dissolved. What was left over at an earlier end of the run comes back. Raises LedgerError if payloads
         of groups trained after `version` are gone, or if its claims do not lead to `version`: those weights hold groups
-        that would be trained on again. A ledger of which nothing was ever claimed begins at any version.
-        """
+        that would be trained on again. A ledger of which nothing was ever claimed begins at any version."""
         if version > self.next_step and self._file.query(
             "SELECT 1 FROM transitions WHERE to_state = 'CLAIMED' LIMIT 1"
         ):

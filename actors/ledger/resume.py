@@ -69,10 +69,8 @@ the first to begin must not be the last to replace the target."""
 
 def copy_ledger(path: Path, target: Path) -> FileEntry:
     """Copy the ledger, which may be in use, to `target`; any thread, one after another. Returns what is durably there
-    then. A target belongs to one process, which finds what a crash left of a draft and replaces it.
-
-    Raises LedgerError naming both files if it cannot be read or written.
-    """
+    then. A target belongs to one process, which finds what a crash left of a draft and replaces it. Raises LedgerError
+    naming both files if it cannot be read or written."""
     with _one_at_a_time:
         return _copy(path, target)
 
@@ -121,10 +119,8 @@ class LedgerFacts:
 
 
 def read_facts(path: Path) -> LedgerFacts:
-    """Read through the whole ledger, without a change and without its lock; it must have no writer.
-
-    Raises LedgerError if it is missing, damaged or no ledger.
-    """
+    """Read through the whole ledger, without a change and without its lock; it must have no writer. Raises LedgerError
+    if it is missing, damaged or no ledger."""
     if not path.is_file():
         raise LedgerError(f"there is no ledger at {path}", remedy="without it a resumed run would repeat prompts")
     file = LedgerReader(path)
@@ -168,9 +164,7 @@ def _mark(path: Path, name: str) -> str:
 
 def continue_ledger(earlier: Path, path: Path, run: str) -> bool:
     """Copy `earlier` to `path` as the ledger of `run`; False if `path` is there already (the buffer was restarted).
-
-    Raises LedgerError if the earlier ledger is missing, in use or no ledger.
-    """
+    Raises LedgerError if the earlier ledger is missing, in use or no ledger."""
     if path.exists():
         return False
     if not earlier.is_file():

@@ -198,11 +198,8 @@ def _roles(seen: Sequence[dict[str, Any]]) -> str:
 def load_chat_template(
     folder: str | Path, arguments: Mapping[str, Any] | None = None, *, day: date | None = None
 ) -> ChatTemplate:
-    """The folder's template: `chat_template.jinja` and `additional_chat_templates/`, else what
-    `tokenizer_config.json` has.
-
-    `arguments`: see `ChatTemplate`. Raises ModelError naming both files when neither has one.
-    """
+    """The folder's template: `chat_template.jinja` and `additional_chat_templates/`, else what `tokenizer_config.json`
+    has. `arguments`: see `ChatTemplate`. Raises ModelError naming both files when neither has one."""
     root = Path(folder)
     files = read_tokenizer_files(root)
     if not files.templates:

@@ -123,10 +123,8 @@ def find_tokenizer(folder: str | Path) -> Path:
 
 
 def read_eos_token_ids(folder: str | Path) -> tuple[int, ...]:
-    """Ids that end a generation by the word of `generation_config.json` and `config.json`, without repetition.
-
-    The ids of the tokenizer's own `eos_token` are added by `tokenizer.load_tokenizer`.
-    """
+    """Ids that end a generation by the word of `generation_config.json` and `config.json`, without repetition. The ids
+    of the tokenizer's own `eos_token` are added by `tokenizer.load_tokenizer`."""
     root = Path(folder)
     found: list[int] = []
     for name in (GENERATION_CONFIG, CONFIG):
@@ -139,10 +137,8 @@ def read_eos_token_ids(folder: str | Path) -> tuple[int, ...]:
 
 @contextmanager
 def open_weights(folder: str | Path, config: ModelConfig) -> Generator[Mapping[str, NamedArray], None, None]:
-    """All weights by HuggingFace name, as views of the mapped files, checked against `config`.
-
-    The bytes are valid inside the block only. Raises ModelError for a missing file, name or a wrong shape.
-    """
+    """All weights by HuggingFace name, as views of the mapped files, checked against `config`. The bytes are valid
+    inside the block only. Raises ModelError for a missing file, name or a wrong shape."""
     root = Path(folder)
     with ExitStack() as stack:
         tensors: dict[str, NamedArray] = {}
@@ -192,9 +188,7 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, NamedArray], place:
 
 def check_values(names: Collection[str], tensors: Mapping[str, NamedArray], place: str, *, max_bytes: int = 0) -> None:
     """Raise ModelError naming the first of the weights `names` that is of no float type, or holds NaN or infinity.
-
-    `max_bytes`: read no more than that; of larger models an equal share from the start of each weight. 0: read all.
-    """
+    `max_bytes`: read no more than that; of larger models an equal share from the start of each weight. 0: read all."""
     whole = sum(tensors[name].spec.num_bytes for name in names)
     share = min(1.0, max_bytes / whole) if max_bytes and whole else 1.0
     for name in names:
@@ -232,11 +226,9 @@ def write_folder(
     tokenizer_from: str | Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write a folder that transformers, SGLang, vLLM and myxa load: config, weights, tokenizer files.
-
-    `config` is the JSON object of `config.json` (`ModelConfig.source`). Files are mode 0644; the weights appear under
-    their names only when complete. Raises ModelError naming the file when the disk refuses.
-    """
+    """Write a folder that transformers, SGLang, vLLM and myxa load: config, weights, tokenizer files. `config` is the
+    JSON object of `config.json` (`ModelConfig.source`). Files are mode 0644; the weights appear under their names only
+    when complete. Raises ModelError naming the file when the disk refuses."""
     root = Path(folder)
     shards = _shards(tensors, max_shard_bytes)
     try:

@@ -51,10 +51,8 @@ DTYPES: Mapping[str, tuple[str, int]] = {
 
 @contextmanager
 def open_safetensors(path: Path) -> Generator[dict[str, NamedArray], None, None]:
-    """Tensors of the file by name; their bytes are a view of the file and valid inside the block only.
-
-    Raises ModelError naming the file when it is missing, torn or not of this format.
-    """
+    """Tensors of the file by name; their bytes are a view of the file and valid inside the block only. Raises
+    ModelError naming the file when it is missing, torn or not of this format."""
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size

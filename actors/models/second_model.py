@@ -17,10 +17,8 @@ from .model_config import ModelConfig
 
 
 def read_second_model(key: str, path: str, model: ModelConfig, reader: str) -> ModelConfig:
-    """The configuration of the folder that the run file's `key` names; `reader` is whose it is to be.
-
-    Raises ConfigError unless it is a plain decoder over the vocabulary of `model`.
-    """
+    """The configuration of the folder that the run file's `key` names; `reader` is whose it is to be. Raises
+    ConfigError unless it is a plain decoder over the vocabulary of `model`."""
     try:
         found = read_config(path)
         found.require_plain(reader)
@@ -74,10 +72,8 @@ HEADS = ("value_head", "score")
 
 
 def critic_config(critic: CriticConfig, model: ModelConfig) -> ModelConfig:
-    """The configuration of the critic's layers, which have no vocabulary head: tied embeddings say so.
-
-    Raises ConfigError for a `critic.path` that is no model folder, or one of another vocabulary.
-    """
+    """The configuration of the critic's layers, which have no vocabulary head: tied embeddings say so. Raises
+    ConfigError for a `critic.path` that is no model folder, or one of another vocabulary."""
     if not critic.path:
         return replace(model, tie_word_embeddings=True)
     found = read_second_model("critic.path", critic.path, model, "the torch trainer's critic")

@@ -69,10 +69,8 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 def make_tiny_model(
     folder: str | Path, preset: str = "1m", seed: int = 0, vocab_size: int = 320, context_length: int = 2048
 ) -> ModelConfig:
-    """Write a model folder with random weights; the same arguments give the same bytes.
-
-    Raises ModelError for an unknown preset, a vocabulary below 262 or a folder that cannot be written.
-    """
+    """Write a model folder with random weights; the same arguments give the same bytes. Raises ModelError for an
+    unknown preset, a vocabulary below 262 or a folder that cannot be written."""
     config = tiny_config(preset, vocab_size, context_length)
     write_folder(folder, config.source, init_weights(config, seed))
     write_tokenizer(folder, config)
@@ -95,11 +93,9 @@ def qwen3_config(
     rope_theta: float = 10_000.0,
     dtype: str = "float32",
 ) -> ModelConfig:
-    """The config of a Qwen3 of any size, with tied embeddings and our tokenizer's special ids.
-
-    `rope_theta` is written twice: transformers 5 reads one place, all others the other. Raises ModelError for a
-    vocabulary that is too small.
-    """
+    """The config of a Qwen3 of any size, with tied embeddings and our tokenizer's special ids. `rope_theta` is written
+    twice: transformers 5 reads one place, all others the other. Raises ModelError for a vocabulary that is too
+    small."""
     if vocab_size < MIN_VOCAB_SIZE:
         raise ModelError(
             f"vocab_size {vocab_size} is too small: {NUM_BYTES} bytes and {len(SPECIAL_TOKENS)} special tokens",
@@ -138,11 +134,9 @@ def qwen3_config(
 
 
 def init_weights(config: ModelConfig, seed: int) -> list[NamedArray]:
-    """Random weights, float32: normal with deviation 1/sqrt(fan in), norms 1, biases 0.
-
-    Matrices that write into the residual stream are scaled by 1/sqrt(2 layers), so that its variance does not grow
-    with depth (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3).
-    """
+    """Random weights, float32: normal with deviation 1/sqrt(fan in), norms 1, biases 0. Matrices that write into the
+    residual stream are scaled by 1/sqrt(2 layers), so that its variance does not grow with depth (Radford et al. 2019,
+    "Language Models are Unsupervised Multitask Learners", section 2.3)."""
     generator = np.random.default_rng(seed)
     into_residual = 1.0 / math.sqrt(2 * config.num_layers)
     weights: list[NamedArray] = []

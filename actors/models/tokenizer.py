@@ -127,9 +127,7 @@ class FolderTokenizer:
 
 def load_tokenizer(folder: str | Path, template: ChatTemplate | PlainText | None = None) -> FolderTokenizer:
     """Read the folder's tokenizer. `template`: instead of the folder's own; `PlainText()` where nothing is rendered.
-
-    Raises ModelError naming the file that is missing or broken.
-    """
+    Raises ModelError naming the file that is missing or broken."""
     root = Path(folder)
     tokenizer = read_tokenizer(root)
     files = read_tokenizer_files(root)
@@ -189,10 +187,8 @@ def _steps(part: Any) -> Iterator[dict[str, Any]]:
 
 
 def _check_pace(path: Path, tokenizer: tokenizers.Tokenizer) -> None:
-    """Raise ModelError for a pattern that takes longer for each character the longer the text is: it would hang.
-
-    Each letter is repeated twice as often until the limit, so that no trial takes much longer than the limit.
-    """
+    """Raise ModelError for a pattern that takes longer for each character the longer the text is: it would hang. Each
+    letter is repeated twice as often until the limit, so that no trial takes much longer than the limit."""
     backend: Any = tokenizer
     steps = [*_steps(backend.normalizer), *_steps(backend.pre_tokenizer)]
     patterns = [step["pattern"]["Regex"] for step in steps if "Regex" in step.get("pattern", {})]
@@ -250,11 +246,9 @@ def _beyond_embedding(
 def load_eos_token_ids(
     folder: str | Path, tokenizer: tokenizers.Tokenizer, files: TokenizerFiles, known: Collection[str]
 ) -> tuple[int, ...]:
-    """All ids that end a generation: the tokenizer's end-of-turn token, then those of the configs.
-
-    `known`: tokens of `tokenizer.json`. Raises ModelError when there is none, or one that no file knows: generation
-    could only ever end by length.
-    """
+    """All ids that end a generation: the tokenizer's end-of-turn token, then those of the configs. `known`: tokens of
+    `tokenizer.json`. Raises ModelError when there is none, or one that no file knows: generation could only ever end by
+    length."""
     named = files.special_texts.get("eos_token", "")
     is_known = named in known or named in files.added_texts
     end_of_turn = tokenizer.token_to_id(named) if named and is_known else None

@@ -233,10 +233,9 @@ CLOSE_S = 6.0
 
 
 class BesideSink:
-    """A sink that feeds `inner` in its own thread: a network or a large library must not hold the files up.
-
-    `open` waits a moment for a refusal, so that a wrong option is reported at the start; a slower opening continues
-    beside the run. Bundles that the inner sink is too slow for are dropped and counted."""
+    """A sink that feeds `inner` in its own thread: a network or a large library must not hold the files up. `open`
+    waits a moment for a refusal, so that a wrong option is reported at the start; a slower opening continues beside the
+    run. Bundles that the inner sink is too slow for are dropped and counted."""
 
     def __init__(
         self, inner: Sink, *, max_bundles: int = 2048, open_s: float = OPEN_S, close_s: float = CLOSE_S

@@ -175,10 +175,8 @@ class ReferenceServers:
         self._is_closed = False
 
     async def logprobs(self, wanted: WantedScores) -> F32:
-        """float32 [wanted tokens]. Raises NoScore that says what each server answered last, Refused, ConfigError.
-
-        Takes at most `timeout_s` and a pause for each try, once there is room: those before take no longer each.
-        """
+        """float32 [wanted tokens]. Raises NoScore that says what each server answered last, Refused, ConfigError. Takes
+        at most `timeout_s` and a pause for each try, once there is room: those before take no longer each."""
         async with self._room:
             return await self._with_patience(wanted)
 

@@ -73,11 +73,8 @@ class RewardPool:
 
     async def score(self, answers: Answers, timeout_s: float) -> Outcomes:
         """Judge what belongs into one call. Raises BadReward if the function fails, hangs or ends its process twice;
-        ConfigError or UserCodeError if a worker cannot load it.
-
-        A worker's end is not always the answers' fault (memory that earlier ones left, a SIGKILL from outside): a
-        second worker tries before they are blamed.
-        """
+        ConfigError or UserCodeError if a worker cannot load it. A worker's end is not always the answers' fault (memory
+        that earlier ones left, a SIGKILL from outside): a second worker tries before they are blamed."""
         async with self._room:
             try:
                 reply = await self._with_a_worker(answers, timeout_s)

@@ -130,10 +130,8 @@ class Rewarder:
         self._guard.listen(tell)
 
     async def score(self, completion: Completion) -> RewardOutcome:
-        """The reward of one completion, after a while if the function is out of order.
-
-        Raises UserCodeError naming function, group, sample and cause, DeadlyReward if the call ended its worker.
-        """
+        """The reward of one completion, after a while if the function is out of order. Raises UserCodeError naming
+        function, group, sample and cause, DeadlyReward if the call ended its worker."""
         return (await self.score_group((completion,)))[0]
 
     async def score_group(self, completions: Sequence[Completion]) -> Outcomes:

@@ -51,10 +51,8 @@ class Evaluation:
     async def answer(
         self, runner: GroupRunner, request: EvalRequest, name: str, version: int, *, log: logging.Logger
     ) -> EvalResult:
-        """Mean reward over the prompts that were answered; failures are logged and counted.
-
-        `version` is used when no token has a version. Raises EngineError when not a single prompt was answered.
-        """
+        """Mean reward over the prompts that were answered; failures are logged and counted. `version` is used when no
+        token has a version. Raises EngineError when not a single prompt was answered."""
         scorer, number = self._scorers.get(request.name), self.number()
         judged = runner if scorer is None else runner.judged_by(scorer)
         assignments = [
@@ -115,10 +113,8 @@ async def answer_canary(
     model: ModelAccess, tokenizer: Tokenizer, request: EvalRequest, *, name: str, prefix: str
 ) -> CanaryAnswers:
     """One turn for every prompt, side by side; the first that fails ends the others. Raises what the engine raises,
-    DataError for a prompt that is too long, EngineError when the actor had to stop.
-
-    `prefix`: makes the request ids unique among all that this actor sends, also for the same question asked again.
-    """
+    DataError for a prompt that is too long, EngineError when the actor had to stop. `prefix`: makes the request ids
+    unique among all that this actor sends, also for the same question asked again."""
     access = replace(model, sampling=request.sampling, request_prefix=prefix)
 
     async def answer(prompt: Prompt, index: int) -> Sample:

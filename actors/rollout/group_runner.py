@@ -216,13 +216,10 @@ class GroupRunner:
         return group_id in self._made
 
     async def run(self, assignment: Assignment) -> Group:
-        """All members of one group, rewarded.
-
-        Raises Partial when generation was interrupted or the engine failed, PromptTooLong for a prompt that does not
-        fit, DataError for one that cannot be rendered, TemplateError for a reply that the chat template cannot write,
-        UserCodeError for a workflow or reward that failed, MemberFailed if no member is left or the policy made one
-        fail, RequestRefused for a request that no engine can serve.
-        """
+        """All members of one group, rewarded. Raises Partial when generation was interrupted or the engine failed,
+        PromptTooLong for a prompt that does not fit, DataError for one that cannot be rendered, TemplateError for a
+        reply that the chat template cannot write, UserCodeError for a workflow or reward that failed, MemberFailed if
+        no member is left or the policy made one fail, RequestRefused for a request that no engine can serve."""
         recorded = {s.index: s for s in assignment.partial}
         prompt_ids = self._renderer.prompt(assignment.prompt)
         stretches, made = Stretches(self._clock), GroupSoFar(recorded)

@@ -64,10 +64,8 @@ def rollout_knobs(live: RolloutLive, apply: Callable[[], None]) -> tuple[Knob, .
 
 
 def crowding(concurrency: int, num_samples: int, max_running: int) -> str:
-    """What the operator should know of a concurrency that the engine cannot follow; empty: nothing.
-
-    `num_samples`: of a group, as far as one was seen; `max_running`: sequences that the engine decodes together.
-    """
+    """What the operator should know of a concurrency that the engine cannot follow; empty: nothing. `num_samples`: of a
+    group, as far as one was seen; `max_running`: sequences that the engine decodes together."""
     wanted = concurrency * num_samples
     if not max_running or wanted <= max_running:
         return ""

@@ -357,11 +357,9 @@ class Arrow:
 
 class TraceFlows:
     """Which arrows a trace has: from station to station of a group, from the making of a weight version to each
-    adoption.
-
-    Different actors report stations, in any order and some never. An arrow is given out once both of its ends are
-    known: no arrow of the file is without an end. A group that has all its arrows is forgotten. Arrows that wait for
-    their other end are bounded; the oldest is forgotten first."""
+    adoption. Different actors report stations, in any order and some never. An arrow is given out once both of its ends
+    are known: no arrow of the file is without an end. A group that has all its arrows is forgotten. Arrows that wait
+    for their other end are bounded; the oldest is forgotten first."""
 
     def __init__(self) -> None:
         self._groups: OrderedDict[int, dict[int, TraceSlice]] = OrderedDict()

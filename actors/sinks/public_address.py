@@ -33,9 +33,7 @@ def public_address(address: str) -> str:
 @contextmanager
 def public_errors(address: str) -> Generator[None]:
     """Errors raised inside that quote `address`, or what `public_address` leaves out of it, quote its public form.
-
-    Raises OSError in the place of such an error; others pass as they are.
-    """
+    Raises OSError in the place of such an error; others pass as they are."""
     try:
         yield
     except Exception as error:

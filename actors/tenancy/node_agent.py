@@ -215,10 +215,9 @@ def read_all(meter: DeviceMeter, uses: Collection[DeviceUse]) -> dict[str, Devic
 
 
 class ProcessWatch:
-    """Calls `on_end(pid, started_at)` on the loop, once for each watched process that ends.
-
-    The kernel reports the end (pidfd), not silence. A number that is used again is another process: start times tell
-    them apart. psutil was considered: it polls."""
+    """Calls `on_end(pid, started_at)` on the loop, once for each watched process that ends. The kernel reports the end
+    (pidfd), not silence. A number that is used again is another process: start times tell them apart. psutil was
+    considered: it polls."""
 
     def __init__(self, on_end: Callable[[int, int], None]) -> None:
         self._on_end = on_end

@@ -323,10 +323,9 @@ class Carried:
 
 
 class TenantAssets:
-    """What a tenant holds, as one list of tags: stores, communicators (tag "nccl"), and what is planned.
-
-    `release` and `restore` block and belong into the tenant's thread. The loop may ask for `tags` at any time: while a
-    command works it answers with the state before, because a store at work does not answer."""
+    """What a tenant holds, as one list of tags: stores, communicators (tag "nccl"), and what is planned. `release` and
+    `restore` block and belong into the tenant's thread. The loop may ask for `tags` at any time: while a command works
+    it answers with the state before, because a store at work does not answer."""
 
     def __init__(
         self, planned: Mapping[Tag, tuple[int, TagPolicy]], stores: Sequence[AssetStore], comms: CommResidency | None
@@ -452,9 +451,8 @@ WORKSPACE: Tag = "workspace"
 
 
 class WorkspaceRoom:
-    """Room on a device that a tenant needs in its turn and that is not allocated ahead: activations, logits.
-
-    An `AssetStore` of so many bytes that are only counted, so that the engine leaves as much as the trainer's step will
+    """Room on a device that a tenant needs in its turn and that is not allocated ahead: activations, logits. An
+    `AssetStore` of so many bytes that are only counted, so that the engine leaves as much as the trainer's step will
     take. But torch keeps what a step took: `vacate` gives back the unused part when the room is given up."""
 
     def __init__(self, num_bytes: int, vacate: Callable[[], None]) -> None:

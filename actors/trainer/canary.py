@@ -95,11 +95,9 @@ def as_train_samples(samples: Sequence[Sample]) -> tuple[TrainSample, ...]:
 
 
 def judge(version: int, who: str, samples: Sequence[Sample], scores: F32, bound: float) -> CanaryVerdict:
-    """Compare. `scores`: float32 [sum of R], the trainer's log-probs of all response tokens in order.
-
-    Tokens that another version generated are left out. A difference that is no number is above every bound. Raises
-    ValueError when the scores are of other tokens.
-    """
+    """Compare. `scores`: float32 [sum of R], the trainer's log-probs of all response tokens in order. Tokens that
+    another version generated are left out. A difference that is no number is above every bound. Raises ValueError when
+    the scores are of other tokens."""
     if not samples:
         return CanaryVerdict(mean_diff=0.0, max_diff=0.0, num_tokens=0)
     engine = np.concatenate([sample.logprobs for sample in samples])

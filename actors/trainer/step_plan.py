@@ -203,12 +203,9 @@ class ClaimedBatch:
 
 
 def plan_step(step: int, groups: Sequence[Group], options: StepPlanOptions) -> tuple[TrainShard, ...]:
-    """One shard per rank, covering every sample exactly once.
-
-    Advantages are normalised inside each group by its id, so groups of unequal size are safe; or they are the user's.
-    Raises ValueError for an empty batch, UserCodeError for a function of the user's that fails, DataError for a sample
-    without the reference log-probs that it should bring.
-    """
+    """One shard per rank, covering every sample exactly once. Advantages are normalised inside each group by its id, so
+    groups of unequal size are safe; or they are the user's. Raises ValueError for an empty batch, UserCodeError for a
+    function of the user's that fails, DataError for a sample without the reference log-probs that it should bring."""
     if not groups:
         raise ValueError(f"step {step}: no groups to train on")
     if options.takes_reference:
@@ -306,11 +303,9 @@ def _shard(
 def batch_metrics(
     step: int, batch: ClaimedBatch, sources: Sequence[str] = ()
 ) -> tuple[dict[str, float], tuple[int, ...]]:
-    """Reward, length, lag and knob facts of a batch, and the lag of every group (-1: no engine took part).
-
-    `sources`: names, where there are several: the share of each in the batch, and its mean reward.
-    Demonstrations alone have no reward to report: every one of them counts 1.
-    """
+    """Reward, length, lag and knob facts of a batch, and the lag of every group (-1: no engine took part). `sources`:
+    names, where there are several: the share of each in the batch, and its mean reward. Demonstrations alone have no
+    reward to report: every one of them counts 1."""
     groups = batch.groups
     rewards = np.concatenate([g.rewards for g in groups]).astype(np.float64)
     lengths = [len(s.response_ids) for g in groups for s in g.samples]

@@ -447,11 +447,9 @@ class TrainLoop:
 
 
 class TrainerGang:
-    """Calls all ranks at once, with one deadline, and names a rank that does not answer.
-
-    A rank that died ends the wait at once, because the other ranks would wait for it in a collective. A rank that hangs
-    ends the wait at the deadline. Both fail the loop, and the gang restarts as one.
-    """
+    """Calls all ranks at once, with one deadline, and names a rank that does not answer. A rank that died ends the wait
+    at once, because the other ranks would wait for it in a collective. A rank that hangs ends the wait at the deadline.
+    Both fail the loop, and the gang restarts as one."""
 
     def __init__(
         self,
@@ -552,11 +550,9 @@ class CoordinatorLink:
 
 
 class GroupFetcher:
-    """Fetches the groups of a claimed batch in as few messages as the message limit allows.
-
-    Only the buffer knows how large texts and metadata are. The fetcher asks for all groups, and for half as many after
-    a reply was too large; it keeps that number for later batches.
-    """
+    """Fetches the groups of a claimed batch in as few messages as the message limit allows. Only the buffer knows how
+    large texts and metadata are. The fetcher asks for all groups, and for half as many after a reply was too large; it
+    keeps that number for later batches."""
 
     def __init__(self, fetch: Callable[[tuple[int, ...]], Awaitable[tuple[Group, ...]]]) -> None:
         """`fetch`: asks the buffer; raises MessageTooLarge if the answer is."""

@@ -108,11 +108,9 @@ ANSWER_S = 5.0
 
 
 class TrainerSenders:
-    """The trainer ranks that send weights, as the engine of a rollout actor calls them: under deadlines.
-
-    Fulfils `core.protocols.WeightSenders`. An engine is made before its actor has a place in the run, so the actor is
-    named later (`speak_as`); nothing is asked before it has started.
-    """
+    """The trainer ranks that send weights, as the engine of a rollout actor calls them: under deadlines. Fulfils
+    `core.protocols.WeightSenders`. An engine is made before its actor has a place in the run, so the actor is named
+    later (`speak_as`); nothing is asked before it has started."""
 
     def __init__(self) -> None:
         self._actor: Actor | None = None

@@ -523,10 +523,8 @@ class StallCheck:
         return f"{where}, silent since" if self._is_silent and self._last is not None else where
 
     def heard(self, progress: WeightProgress | None, now_s: float) -> bool:
-        """What the engine answered, None for no answer; whether it made no progress for longer than it may.
-
-        An answer that nothing can be counted just now counts as progress: then only the phase's deadline counts.
-        """
+        """What the engine answered, None for no answer; whether it made no progress for longer than it may. An answer
+        that nothing can be counted just now counts as progress: then only the phase's deadline counts."""
         last, self._last = self._last, progress or self._last
         self._is_silent = progress is None
         if progress is not None:

@@ -328,11 +328,9 @@ class Episode:
         return Turn(text=text, token_ids=tuple(segment.ids.tolist()), finish=finish)
 
     def reply(self, role: str, content: str, *, name: str = "", tool_call_id: str = "") -> bool:
-        """Append a message that the model did not write (mask 0) and open the next model turn.
-
-        Returns False, and ends the episode as "length", if it does not fit into the context. Raises UserCodeError
-        without a model turn before it, TemplateError for a role that the chat template cannot append.
-        """
+        """Append a message that the model did not write (mask 0) and open the next model turn. Returns False, and ends
+        the episode as "length", if it does not fit into the context. Raises UserCodeError without a model turn before
+        it, TemplateError for a role that the chat template cannot append."""
         return self.reply_with(Message(role=role, content=content, name=name, tool_call_id=tool_call_id))
 
     def reply_with(self, *messages: Message) -> bool:

@@ -168,11 +168,9 @@ class WorkflowPool:
         await self._take()
 
     async def play(self, start: EpisodeStart, model: ModelAccess, record: TokensSoFar) -> tuple[Sample, float | None]:
-        """The sample that the workflow returned, unchecked but for its types, and the temperature of its turns.
-
-        Raises MemberFailed, UserCodeError and other errors of myxa's by what the workflow did, Interrupted when the
-        engine had to abort, and what the engine raises.
-        """
+        """The sample that the workflow returned, unchecked but for its types, and the temperature of its turns. Raises
+        MemberFailed, UserCodeError and other errors of myxa's by what the workflow did, Interrupted when the engine had
+        to abort, and what the engine raises."""
         limits = msgspec.structs.replace(self._limits, run_s=start.run_s)
         worker = await self._take()
         self._number += 1

@@ -40,10 +40,8 @@ Render = Callable[[Sequence[Message]], str]
 
 
 def between(render: Render, messages: Sequence[Message], place: str) -> str:
-    """The text between a turn of the model and the text of the first of these messages, for any such text.
-
-    `place`: of the template. Raises TemplateError if it cannot append them, with the roles that it can.
-    """
+    """The text between a turn of the model and the text of the first of these messages, for any such text. `place`: of
+    the template. Raises TemplateError if it cannot append them, with the roles that it can."""
     try:
         return _tried(render, messages, place)
     except TemplateError as err:
@@ -133,11 +131,8 @@ class TurnRenderer:
 
     def reply(self, messages: Sequence[Message], *, ended_by: int | None, tools: Tools = ()) -> I32:
         """Token ids from the end of a turn to where the model begins to speak again. `ended_by`: the token that the
-        turn was ended with by the model; None: it was cut off.
-
-        Raises TemplateError for messages of a kind that the template cannot append, DataError for texts that it
-        refuses.
-        """
+        turn was ended with by the model; None: it was cut off. Raises TemplateError for messages of a kind that the
+        template cannot append, DataError for texts that it refuses."""
         joint = self._joint(messages, tools)
         ids = self._tokenizer.encode(self._behind_answer(messages, tools))
         is_drawn = ended_by is not None and (ended_by == joint.mark or (joint.is_own and ended_by in self._ends))

@@ -68,9 +68,7 @@ class ChannelGroup:
 
     def broadcast(self, flat: Tensor, cancel: threading.Event, timeout_s: float) -> None:
         """Send `flat` from rank 0, or receive into it, on the current stream; returns when the bytes are through.
-
-        Raises RuntimeError when the group fails, TimeoutError after `timeout_s`, MyxaError once `cancel` is set.
-        """
+        Raises RuntimeError when the group fails, TimeoutError after `timeout_s`, MyxaError once `cancel` is set."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         if self._kind == "gloo":
@@ -120,10 +118,8 @@ def _gloo_options(address: str, timeout_s: float) -> Any:
 
 
 def _nccl(store: Store, rank: int, world_size: int, name: str) -> Any:
-    """NCCL whose watchdog neither times out nor ends the process when a peer dies: a trainer outlives its engines.
-
-    The constructor reads that choice from the environment alone, at this moment and for this group only.
-    """
+    """NCCL whose watchdog neither times out nor ends the process when a peer dies: a trainer outlives its engines. The
+    constructor reads that choice from the environment alone, at this moment and for this group only."""
     kind = cast(Any, dist).ProcessGroupNCCL
     options = kind.Options(is_high_priority_stream=True)
     options._timeout = _FOR_EVER

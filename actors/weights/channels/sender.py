@@ -274,9 +274,7 @@ class Channels:
         that sends has ended, which after a missed deadline may be later than the return. A broadcast of NCCL's that
         missed it may then still be queued on the device, until the group's abort has ended it; what it sends counts for
         nothing, because the engine's version has failed and is loaded again as a whole: buckets may be overwritten.
-
-        Raises TrainError that names the sender, the engine, the phase and the bucket.
-        """
+        Raises TrainError that names the sender, the engine, the phase and the bucket."""
         channel = self._channels.get(order.channel)
         if channel is None:
             on_end()
@@ -348,11 +346,9 @@ _LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 def address_for(request: JoinRequest, own_host: str) -> str:
-    """Loopback for an engine on this host, else the address of ours from which a packet to it would leave.
-
-    An engine with a loopback address seen from another host is on that other host; then our host's name has to do.
-    Raises OSError for an unknown name.
-    """
+    """Loopback for an engine on this host, else the address of ours from which a packet to it would leave. An engine
+    with a loopback address seen from another host is on that other host; then our host's name has to do. Raises OSError
+    for an unknown name."""
     if request.engine_host in _LOCAL:
         return LOOPBACK if request.asker_host == own_host else socket.gethostbyname(socket.gethostname())
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -80,11 +80,8 @@ class ShmWeightReader:
 
     @contextmanager
     def open(self, manifest: WeightManifest) -> Generator[Mapping[str, NamedArray]]:
-        """Tensors where they lie; valid inside the block.
-
-        Raises EngineError on entry for a slab that is gone or does not match its digest, and on leaving if it was
-        written meanwhile: what was copied must then be thrown away.
-        """
+        """Tensors where they lie; valid inside the block. Raises EngineError on entry for a slab that is gone or does
+        not match its digest, and on leaving if it was written meanwhile: what was copied must then be thrown away."""
         try:
             location = manifest.location
             slab = self._open.pop(location, None) or self._open_anew(location)

@@ -120,11 +120,9 @@ class Staging:
         self._staged: dict[int, Staged] = {}
 
     def publish(self, version: int, export: Callable[[], Iterator[tuple[str, Tensor]]]) -> Staged | None:
-        """Copy all tensors; None if this rank hands none over. Returns when the copies are done on the device.
-
-        The first time `export` is gone through twice, on every rank: once to see the shapes, so that nothing has to be
-        kept while the buckets are cut. Later versions must have the same names, types and shapes, else TrainError.
-        """
+        """Copy all tensors; None if this rank hands none over. Returns when the copies are done on the device. The
+        first time `export` is gone through twice, on every rank: once to see the shapes, so that nothing has to be kept
+        while the buckets are cut. Later versions must have the same names, types and shapes, else TrainError."""
         self.release(version)
         if not self._is_cut:
             shapes = [self._shape(name, tensor) for name, tensor in export()]
