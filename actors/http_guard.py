@@ -79,8 +79,7 @@ class HttpAccess:
 
 
 def elsewhere(head: Head, hosts: frozenset[str] = HOSTS, *, is_visit: bool = False) -> Refusal | None:
-    """Why a request is another site's, or comes by a name that another site may have. `is_visit`: a link that is
-    followed to a page."""
+    """Why a request is another site's, or by a name another site may have. `is_visit`: a link followed to a page."""
     if host_name(head.host) not in hosts:
         return Refusal(421, "this host name is not mine: ask http://127.0.0.1 or http://localhost")
     if head.origin and not _is_own(head.origin, head.host):

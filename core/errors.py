@@ -61,13 +61,11 @@ class DeadlyReward(RewardError):
 
 
 class ReferenceFailed(RewardError):
-    """No server of the reference model gave the log-probs of a sample: it is judged as little as one whose reward
-    failed."""
+    """No server of the reference model gave the log-probs of a sample: as a failed reward."""
 
 
 class MemberFailed(MyxaError):
-    """A workflow failed for one member of a group, through its environment, sandbox, network or policy; user code that
-    is wrong is a UserCodeError."""
+    """A workflow failed for one member of a group, through its environment, sandbox, network or policy."""
 
     exit_code = 5
 
@@ -114,8 +112,7 @@ class LedgerError(MyxaError):
 
 
 class DiskRefused(MyxaError):
-    """A disk refuses to be written (full, over a quota, read-only, failing). Nothing took effect: it may be repeated,
-    and succeeds once the disk can be written again."""
+    """A disk refuses to be written (full, quota, read-only, failing). Nothing took effect; repeating it is safe."""
 
 
 class MemoryFault(MyxaError):

@@ -54,8 +54,7 @@ def take_lock(path: Path, mode: Literal["r", "r+", "w"] = "w", *, is_shared: boo
 
 
 def lock_now(descriptor: int, *, is_shared: bool = False) -> bool:
-    """Take the lock of an open file, which goes when that is closed; False: another process has it. Raises OSError if
-    the file system has no locks."""
+    """Lock an open file until it is closed; False: another process has it. Raises OSError if there are no locks."""
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -19,8 +19,7 @@ from .record import Record, argument
 KnobValue = bool | int | float | str
 KnobKind = Literal["float", "int", "bool", "text", "choice"]
 Boundary = Literal["now", "request", "step", "weights"]
-"""When a decided value is used: at once; for the next work handed out; for the step or the weight version of the number
-that the coordinator chose."""
+"""When a decided value is used: at once; for the next work; for the step or weight version of the number chosen."""
 
 MAX_NUMBER = 2.0**63
 """Numbers are below it in size, which keeps out infinities and what no float or 64-bit integer holds."""

@@ -120,8 +120,7 @@ class DrawRequest(Record, frozen=True):
     """Groups the rollout actor still has. A group assigned to this incarnation that is not among them was
     lost on the way (its draw reply never arrived) and goes back to REQUEUED. None: unknown."""
     blocked_by: DrawBlock | None = None
-    """The reason for having no work that it knows: as soon as there is another one the call is answered. None: held
-    whatever the reason."""
+    """The reason for no work that it knows: another one is answered at once. None: held whatever the reason."""
     lineage: int = 0
     """Of the weights that its engine serves (`WeightManifest.lineage`)."""
     room: int = 0
@@ -198,8 +197,7 @@ class WeightManifest(Record, frozen=True):
     host: str
     """Boot id of the publishing host: shm is readable only there."""
     lineage: int = 0
-    """Epoch of the trainer's leader that published it: a restarted one makes the same numbers again, and they
-    mean other weights."""
+    """Epoch of the trainer's leader that published it: a restarted one makes the same numbers of other weights."""
     attempt: int = 0
     """How often that leader had published it before: the same weights, written again."""
 

@@ -39,11 +39,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """int32 [P]: the whole context, earlier turns and partial tokens included."""
     sampling: SamplingParams
     session: str = ""
-    """Requests of one session have beginnings in common (a group's samples, a sample's turns): best sent where that
-    beginning is cached."""
+    """Requests of one session (a group's samples, a sample's turns) begin alike: best sent where that is cached."""
     source: str = ""
-    """Data that the prompt was drawn from, and below its row there: an engine that answers from recordings finds them
-    by these, others do not look."""
+    """Data that the prompt was drawn from, and its row: an engine that answers from recordings looks by these."""
     row: int = -1
     index: int = 0
     """Which sample of its group is wanted."""
@@ -87,8 +85,7 @@ class Engine(Protocol):
         ...
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
-        """Stream tokens. Ends with a delta whose `finish` is set ("abort" if aborted or paused with abort).
-        Closing the iterator early aborts the request."""
+        """Stream tokens. The last delta has `finish` ("abort" if aborted or paused so). Closing it early aborts."""
         ...
 
     async def abort(self, request_id: str | None = None) -> None:
@@ -247,8 +244,7 @@ class TrainBackend(Protocol):
         ...
 
     def memory(self) -> AssetStore | None:
-        """Its memory, if that can leave the device; None: it stays. Its methods may be called after `setup` only, in
-        the backend's thread."""
+        """Its memory, if that can leave the device; None: it stays. Called after `setup`, in the backend's thread."""
         ...
 
     def close(self) -> None:
@@ -422,8 +418,7 @@ class PromptSource(Protocol):
         ...
 
     def row_of(self, draw: int) -> int | None:
-        """Which of the rows of one pass that draw brings, counted from 0, without reading it: draws with equal numbers
-        bring equal prompts. None as `prompt` does."""
+        """Row of one pass, from 0, without reading it: equal numbers bring equal prompts. None as `prompt` does."""
         ...
 
     def num_held_out(self, name: str = "") -> int:

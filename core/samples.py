@@ -77,8 +77,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     pass_index: int
     """How often the data had been gone through when this row was drawn."""
     draw: int = -1
-    """Number of the draw in the run: a prompt that is drawn again has a new group and its old draw. -1: it was not
-    drawn (held-out)."""
+    """Number of the draw: a prompt drawn again has a new group and its old draw. -1: it was not drawn (held-out)."""
     messages: tuple[Message, ...]
     """The conversation so far; a plain-text prompt is one user message."""
     tools: tuple[dict[str, Any], ...] = ()
@@ -218,8 +217,7 @@ class TrainSample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     advantage: float
     """Sample-level advantage after group normalisation; token-level terms (KL, discounting) are added by the rank."""
     token_advantages: F32 | None = None
-    """float32 [R]: advantages per token, if a function of the user's gave such; then `advantage` is the mean of those
-    in the loss."""
+    """float32 [R]: per token, if the user's function gave such; then `advantage` is the mean of those in the loss."""
     temperature: float = 1.0
     """Temperature that the tokens were drawn at, above 0: log-probs are those of the distribution at it."""
     reference_logprobs: F32 | None = None

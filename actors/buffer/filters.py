@@ -105,8 +105,7 @@ def load_sample_filter(name: str, args: Mapping[str, Any]) -> SampleFilter:
 
 
 def mask_members(group: Group, of_samples: SampleFilter) -> tuple[Group, dict[str, int]]:
-    """The group with those members masked, and how many for which reason. Raises UserCodeError for a filter that
-    fails."""
+    """The group with those members masked, and how many for which reason. Raises UserCodeError if the filter fails."""
     reasons = of_samples(group)
     masked = Counter(reason for reason in reasons if reason is not None)
     if not masked:

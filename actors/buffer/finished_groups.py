@@ -46,8 +46,7 @@ class FinishedGroups:
     """Of the groups that were finished since the buffer started."""
 
     def __init__(self, pass_reward: float = 1.0, *, has_rewards: bool = True) -> None:
-        """`pass_reward`: from which on an answer is right. `has_rewards`: False for demonstrations, which all count
-        1: nothing is reported of them."""
+        """`pass_reward`: from which on an answer is right. `has_rewards`: False for demonstrations (they count 1)."""
         self._pass_reward = pass_reward
         self._has_rewards = has_rewards
         self._since_step: list[_Outcome] = []
@@ -164,8 +163,7 @@ def wrong_in_samples(samples: Sequence[Sample], group_id: int) -> str | None:
 
 
 def refusal(group: Group, prompt: Prompt, num_samples: int, group_filter: GroupFilter) -> tuple[str | None, str]:
-    """Why a whole group is not kept, and more of it in words; None if it is. Raises UserCodeError for a filter that
-    fails."""
+    """Why a whole group is not kept, and in words; None if it is. Raises UserCodeError if the filter fails."""
     wrong = wrong_in_group(group, prompt, num_samples)
     if wrong is not None:
         return INVALID, wrong

@@ -68,8 +68,7 @@ class BufferKnobs(KnobOwner):
         retune: Callable[[dict[str, KnobValue], int], None],
         telemetry: TelemetryBuffer | None = None,
     ) -> None:
-        """`filters`: names of the group filters that were loaded. `retune(values, epoch)`: use these values
-        from now on."""
+        """`filters`: names of the group filters. `retune(values, epoch)`: use these values from now on."""
         self._settings = settings
         self._admission = admission
         self._retune = retune
@@ -156,8 +155,7 @@ _knob = knob_maker(OWNER, "request")
 
 # fmt: off
 def buffer_tunables(filters: Sequence[str], limits: BufferLimits, sources: Sequence[str] = ()) -> tuple[Tunable, ...]:
-    """What the buffer declares. `filters`: names of the group filters that there are; `sources`: where there are
-    several, theirs."""
+    """What the buffer declares. `filters`: names of the group filters; `sources`: theirs, where there are several."""
     return (
         *_ADMISSION,
         _knob("temperature", "float", "rollout.temperature",

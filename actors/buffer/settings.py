@@ -94,8 +94,7 @@ def stop_ids(text: str) -> tuple[int, ...]:
 
 
 class Terms(Record, frozen=True):
-    """What a group is dispatched under, from its first dispatch to its end: a sample that continues on another engine
-    keeps its temperature."""
+    """What a group is dispatched under first: a sample that continues on another engine keeps its temperature."""
 
     knobs: int
     """Epoch of the live knobs."""

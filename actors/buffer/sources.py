@@ -81,8 +81,7 @@ Shares = Mapping[str, int]
 
 
 def parse_mix(text: str, names: Sequence[str]) -> dict[str, Fraction]:
-    """Weights of "math:0.7,code:0.3". Raises ValueError, with cause and remedy, unless it names every source once, with
-    weights that are not all 0."""
+    """Weights of "math:0.7,code:0.3". Raises ValueError unless it names every source once, not all weights 0."""
     weights: dict[str, Fraction] = {}
     for part in text.split(","):
         name, colon, number = (word.strip() for word in part.partition(":"))

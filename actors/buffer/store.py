@@ -69,8 +69,7 @@ class BufferStore:
         quarantine: Quarantine | None = None,
         max_deaths: int = 3,
     ) -> None:
-        """`filters`: the settings say which of them judges groups. `max_deaths`: of actors, that one group
-        may bring about (`PoisonTracker`)."""
+        """`max_deaths`: of actors, that one group may bring about (`PoisonTracker`)."""
         self.ledger = ledger
         self.admission = admission
         self.settings = settings

@@ -161,8 +161,7 @@ def place_of(folder: Path, writer: Writer | None) -> Generator[None]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest, after a look at the sizes of the files it names. Raises TornCheckpoint saying what is wrong, and
-    TrainError for one of another format."""
+    """The manifest; sizes of its files fit. Raises TornCheckpoint, and TrainError for one of another format."""
     path = folder / MANIFEST
     try:
         if path.stat().st_size > MAX_MANIFEST_BYTES:
@@ -192,8 +191,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def forget_writer(folder: Path) -> None:
-    """Remove the writer from its manifest: another run takes it over, and counts its lives from one. Raises TrainError
-    or OSError."""
+    """Remove the writer: another run takes it over, and counts its lives from one. Raises TrainError or OSError."""
     manifest = read_manifest(folder)
     extra = {key: value for key, value in manifest.extra.items() if key not in ("life", "attempt")}
     nameless = msgspec.structs.replace(manifest, extra=extra)
@@ -218,8 +216,7 @@ def check_whole(folder: Path) -> Manifest:
 
 
 def check_share(folder: Path, manifest: Manifest, reader: int, num_readers: int) -> None:
-    """Look at every byte of this reader's share of the files: all readers' shares together are all files. Raises
-    TornCheckpoint."""
+    """Look at every byte of this reader's share of the files. Raises TornCheckpoint."""
     with ThreadPoolExecutor(READERS, thread_name_prefix="digest") as pool:
         for _ in pool.map(partial(check_digest, folder), manifest.files[reader::num_readers]):
             pass
@@ -265,8 +262,7 @@ def newest_checkpoint(
 def newest_whole(
     folder: str | Path, why_not: WhyNot = lambda _: ""
 ) -> tuple[CheckpointInfo | None, tuple[CheckpointInfo, ...]]:
-    """(newest checkpoint of which every byte is as it was written, or None; those that were passed over for it, newest
-    first, with the reason in `problem`)."""
+    """(newest checkpoint whole in every byte, or None; those passed over for it, newest first, with `problem`)."""
     passed: list[CheckpointInfo] = []
     for found in whole_ones(folder):
         info = found if found.problem else replace(found, problem=why_not(found))

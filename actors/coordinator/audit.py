@@ -126,8 +126,7 @@ def read_audit(path: Path, limit: int = 0) -> tuple[AuditRecord, ...]:
 
 
 def verify_audit(path: Path, head: AuditHead | None = None) -> AuditVerdict:
-    """Check the whole chain; with `head` also that the line noted there is still in it. Never raises for what the file
-    holds; LedgerError if it cannot be read."""
+    """Check the whole chain, and that the line of `head` is in it. Raises LedgerError only if it cannot be read."""
     lines, is_torn = _lines(path)
     digest = ""
     for number, line in enumerate(lines, start=1):

@@ -298,8 +298,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
             self.ctx.spawn(self.fleet.adopt(), name="adopt-again")  # the start may wait for engines at its weights
 
     async def _rewind(self, version: int) -> None:
-        """The gang was restarted in mid-run, from its newest checkpoint. Engines keep their weights until they adopt a
-        version that was published since."""
+        """The gang was restarted in mid-run: engines keep their weights until they adopt a version published since."""
         before, self._state.version = self._state.version, version
         self.fleet.rewound()
         await self.conductor.rewound(before, version)

@@ -94,8 +94,7 @@ class ChangeDraft:
         }
 
     def earliest(self, roster: OwnerStates, version: int) -> int:
-        """First number that no owner has passed, of the boundaries of its knobs; 0 where none has numbers. `version`:
-        the run's."""
+        """First boundary that no owner of its knobs has passed; 0 where none has numbers. `version`: the run's."""
         boundaries = {self.tunables[name].boundary for name in self.decision.numbered}
         passed = [
             number
@@ -163,8 +162,7 @@ def _move(name: str, owner: str, state: KnobState, old: KnobValue, new: KnobValu
 
 
 def draft_restored(kept: Sequence[LiveKnob], roster: OwnerStates, decisions: Decisions, version: int) -> ChangeDraft:
-    """What decides the values of a checkpoint of `version` again, each the knob of some actor. Whom a target means may
-    be still to come. Raises ConfigError."""
+    """What decides the values of a checkpoint again. Whom a target means may be still to come. Raises ConfigError."""
     states = {knob.name: roster.states(knob.name) for knob in kept}
     tunables, numbered = _tunables(states), _numbered(states)
     live: list[LiveKnob] = []
@@ -331,8 +329,7 @@ class Decisions:
         return any(old_version < made.at <= version for made in self._made)
 
     def latest(self, owner: str, name: str, *, without: int = 0) -> KnobValue | None:
-        """What was decided last for a knob at an owner, in force or not; None: nothing. `without`: epoch of a change
-        that is left out."""
+        """Decided last for a knob at an owner, in force or not; None: nothing. `without`: a change that is left out."""
         found = self._holder(owner, name, LAST, without)
         return None if found is None else found.decision.values[name]
 
@@ -388,8 +385,7 @@ class Decisions:
         return None
 
     def draft_undo(self, epoch: int, roster: OwnerStates, names: frozenset[str] = frozenset()) -> ChangeDraft:
-        """What takes a change back: the newest (0), or that of `epoch`; with `names` only these knobs. Raises
-        ConfigError naming the obstacle."""
+        """What takes a change back: the newest (0), or `epoch`; `names`: only these knobs. Raises ConfigError."""
         undone = self._newest() if not epoch else self._require(epoch)
         wanted = undone.standing & names if names else undone.standing
         target = undone.decision.target

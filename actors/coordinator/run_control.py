@@ -201,8 +201,7 @@ class RunControl:
         return await self._audit.newest(min(limit, 1000))
 
     async def _change(self, deed: _Deed, wanted: PauseKept, num_steps: int = 0) -> int:
-        """Durable, recorded, then sent; returns where the trainer rests, `num_steps` after where it would by `wanted`.
-        It is as before if any of it fails."""
+        """Durable, recorded, sent; returns where the trainer rests, `num_steps` later. As before if any of it fails."""
         before = self._now
         try:
             if num_steps:  # the step is certain once nothing more begins

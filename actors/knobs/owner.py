@@ -28,8 +28,7 @@ class Knob:
     read: Callable[[], KnobValue]
     """The value in force. Called once when the knob is added: that is what the run file said."""
     use: Callable[[KnobValue], None]
-    """Put a value into force, on the actor's loop. It was judged before and must not fail: an owner that cannot use a
-    value has failed."""
+    """Put a value into force, on the actor's loop. It was judged before: an owner that cannot use it has failed."""
     judge: Callable[[KnobValue], str] | None = None
     """A reason to refuse that only the owner knows, or nothing. Only for a knob that is declared `is_judged`."""
 
@@ -77,8 +76,7 @@ class KnobOwner:
         return self._used.get(name, 0), self._knobs[name].read()
 
     def judge(self, values: Mapping[str, KnobValue], at: int) -> KnobVerdict:
-        """Of values that are within their ranges. `at`: number at which they would be in force, where that is
-        numbered."""
+        """Of values within their ranges. `at`: number at which they would be in force, where that is numbered."""
         judges = ((self._knobs[name].judge, value) for name, value in values.items() if name in self._knobs)
         return KnobVerdict(refusal="; ".join(filter(None, (judge(value) for judge, value in judges if judge))))
 

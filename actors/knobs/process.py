@@ -21,8 +21,7 @@ MODULES = (
     "actors", "backends", "control", "embed", "embedded", "launcher", "pool", "sglang",
     "transport", "weights", "worker",
 )  # fmt: skip
-"""Loggers below it that have a name of their own, whichever of them a process uses. A closed list, so that a mistyped
-one is refused."""
+"""Loggers below it that have a name of their own. A closed list, so that a mistyped one is refused."""
 NO_PARTS = "none"
 
 _knob = knob_maker(OWNER, "now")

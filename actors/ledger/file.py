@@ -82,8 +82,7 @@ class LedgerChange:
 
 
 class LedgerReader:
-    """A ledger without a writer, read without a lock and without a change. All failures of SQLite become LedgerError
-    with the path."""
+    """A ledger without a writer, read without a lock. All failures of SQLite become LedgerError with the path."""
 
     def __init__(self, path: Path) -> None:
         """Raises LedgerError if it cannot be opened, or is no ledger."""

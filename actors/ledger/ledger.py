@@ -249,8 +249,7 @@ class Ledger:
         return sorted(found, key=lambda row: row.group_id)
 
     def claim_of(self, step: int) -> list[Row]:
-        """Groups claimed for a step and not trained yet, in the order of their draws: a step that is made again after
-        a resumption has the same order."""
+        """Groups claimed for a step and not trained yet, in the order of their draws, also after a resumption."""
         return sorted((row for row in self.rows(State.CLAIMED) if row.step == step), key=lambda row: row.draw)
 
     def line(self) -> list[Row]:

@@ -119,8 +119,7 @@ class LedgerFacts:
 
 
 def read_facts(path: Path) -> LedgerFacts:
-    """Read through the whole ledger, without a change and without its lock; it must have no writer. Raises LedgerError
-    if it is missing, damaged or no ledger."""
+    """Read through the whole ledger, without its lock; it has no writer. Raises LedgerError if missing or damaged."""
     if not path.is_file():
         raise LedgerError(f"there is no ledger at {path}", remedy="without it a resumed run would repeat prompts")
     file = LedgerReader(path)

@@ -434,8 +434,7 @@ SHOWN = 3
 
 
 def frozen_names(patterns: Sequence[str], names: Iterable[str]) -> frozenset[str]:
-    """The names in which any pattern is found. Raises ConfigError for a pattern that is found in none, and if nothing
-    is left to train."""
+    """Names in which any pattern is found. Raises ConfigError for a pattern found in none, or nothing left to train."""
     every = tuple(names)
     found: set[str] = set()
     for pattern in patterns:

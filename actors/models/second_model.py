@@ -92,8 +92,7 @@ def check_critic(critic: CriticConfig, model: ModelConfig) -> None:
 
 
 def value_head_in(tensors: Mapping[str, NamedArray], layers: ModelConfig, place: str) -> dict[str, NamedArray]:
-    """`weight` and, where there is one, `bias` of the value head in a folder; empty if it has none. Raises ModelError
-    for a head of another shape."""
+    """`weight` and perhaps `bias` of a folder's value head; empty: it has none. Raises ModelError for another shape."""
     name = next((name for name in HEADS if f"{name}.weight" in tensors), "")
     found = {part: tensors[f"{name}.{part}"] for part in ("weight", "bias") if f"{name}.{part}" in tensors}
     shapes = {"weight": (1, layers.hidden_size), "bias": (1,)}

@@ -77,8 +77,7 @@ class FolderTokenizer:
     def render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Tools = (), goes_on: bool = False
     ) -> list[int]:
-        """Token ids of a conversation. `goes_on`: the last message is left open. Raises DataError when the template
-        refuses it."""
+        """Token ids. `goes_on`: the last message is left open. Raises DataError when the template refuses it."""
         return self.encode(
             self.render_text(messages, add_generation_prompt=add_generation_prompt, tools=tools, goes_on=goes_on)
         )

@@ -113,8 +113,7 @@ def scores_in(raw: bytes, wanted: WantedScores) -> tuple[F32, list[str | None]]:
 
 NUM_PROBES = 48
 MOST_THAT_DIFFER = 0.25
-"""Share of probes; tokenizers of one vocabulary write a few tokens differently that are no whole characters, or
-special."""
+"""Share of probes; tokenizers of one vocabulary write a few special or partial tokens differently."""
 UNREADABLE = "\ufffd"
 """What a part of a character is decoded to."""
 

@@ -85,8 +85,7 @@ def load_reward(
     strip_thinking: bool = True,
     keys: RewardKeys = ALONE,
 ) -> RewardFn:
-    """The function with its arguments bound; built-ins judge single answers. `keys`: of the run file, that say so.
-    Raises ConfigError or UserCodeError."""
+    """The function with its arguments bound; built-ins judge single answers. Raises ConfigError or UserCodeError."""
     if name in BUILTINS:
         bound = bind_builtin(name, pattern=pattern, args=args, strip_thinking=strip_thinking, key=keys.args)
         bound = as_the_only_one(bound, name) if keys == ALONE else bound
@@ -122,8 +121,7 @@ async def await_reward(reward: RewardFn, answers: Answers) -> Outcomes:
 
 
 def judged(returned: object, num_answers: int | None) -> Outcomes:
-    """What a function returned, as outcomes. `num_answers`: of the group that was judged; None: it was a single answer.
-    Raises BadReward."""
+    """What a function returned, as outcomes. `num_answers`: of the group; None: a single answer. Raises BadReward."""
     try:
         return (outcome_of(returned),) if num_answers is None else outcomes_of(returned, num_answers)
     except (TypeError, ValueError) as error:

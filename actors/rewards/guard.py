@@ -322,8 +322,7 @@ class CallGuard:
     """Of one thing that is called, in one rollout actor, on its loop."""
 
     def __init__(self, settings: RewardSettings, what: str, kind: str = "reward", place: str = "") -> None:
-        """`what` is called, for messages; `kind`: first word of its events and gauges; `place`: file and line where it
-        is defined."""
+        """`what` is called; `kind`: first word of its events and gauges; `place`: file and line where it is defined."""
         self._settings = settings
         self._what = what
         self._kind = kind

@@ -46,8 +46,7 @@ class RewardWorker(UserProcess):
     MODULE = "myxa.actors.rewards.worker"
 
     async def ask(self, message: object, timeout_s: float) -> Reply:
-        """Send one message, read one reply. After any exception (TimeoutError, WorkerGone, SpokeGarbage) the worker is
-        of no use."""
+        """Send one message, read one reply. After any exception (TimeoutError, ...) the worker is of no use."""
         async with asyncio.timeout(timeout_s):
             await self.send(message)
             try:

@@ -37,8 +37,7 @@ class Evaluation:
         self._numbers = itertools.count(1)
 
     def listen(self, tell: Callable[[str, str], None], show: Callable[[GroupText], None] | None = None) -> None:
-        """`tell` (kind, text) is called when calls of a set's own function stop, so that answers wait, and when they
-        resume; `show` is called with answers."""
+        """`tell` (kind, text): calls of a set's own function stop or resume; `show`: answers."""
         self._show = show
         for name, scorer in self._scorers.items():
             scorer.listen(lambda kind, text, name=name: tell(kind, f"evaluation set {name}: {text}"))

@@ -33,8 +33,7 @@ POLL_S = 5.0
 RETRY_S = 0.2
 """Pause after a call that failed because its callee is being restarted."""
 LOSS_S = 1.0
-"""Nothing is drawn for so long after a stream broke: an engine that is lost, or about to be fenced, ends this actor
-within that time."""
+"""Nothing is drawn for so long after a stream broke: an engine that is lost ends this actor within that time."""
 HAND_BACK_S = 2.0
 """For handing all groups back before this actor fails."""
 SAVING_SHARE = 0.05

@@ -145,8 +145,7 @@ class CanaryGuard:
         self._coordinator = ctx.ref(CoordinatorContract, "coordinator")
 
     async def check(self, version: int, scoring: Callable[[], AbstractAsyncContextManager[None]] = nullcontext) -> None:
-        """If it is due. `scoring`: inside it the trainer can score. Raises TrainError above the bound when the options
-        say that this is fatal."""
+        """If it is due. `scoring`: inside it the trainer can score. Raises TrainError above the bound if `is_fatal`."""
         if not replace(self._options, every=self.every).is_due(version, self._checked):
             return
         self._checked = version

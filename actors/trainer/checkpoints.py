@@ -178,8 +178,7 @@ class Checkpoints:
         self._began_at = self._covered = version
 
     def is_due(self, version: int) -> bool:
-        """After the step that made this version; if the last one could not be written, whenever it is time to try
-        again."""
+        """After the step that made this version; if the last one failed, whenever it is time to try again."""
         if not self.every:
             return False
         if self._num_failed and not self.is_pending:
@@ -260,8 +259,7 @@ class Checkpoints:
         self._pending = _Pending(version, folder, live, begun_at, task)
 
     async def settle(self) -> None:
-        """Wait until the one that is being written is there. When that fails nothing of it is left to be settled, for
-        no repetition could finish it."""
+        """Wait until the one that is being written is there. If that fails, nothing of it is left to be settled."""
         pending = self._pending
         if pending is None:
             return

@@ -61,8 +61,7 @@ class BatchFunctions:
         ]
 
     def advantages(self, step: int, groups: Sequence[Group]) -> list[float | F32] | None:
-        """Of every sample, one group after another: a number, or float32 [R]. None: the algorithm's own. Raises
-        UserCodeError."""
+        """Of every sample in order: a number, or float32 [R]. None: the algorithm's own. Raises UserCodeError."""
         if self.advantage_fn is None:
             return None
         call = _Call(ADVANTAGE_FN, self.advantage_fn, step)

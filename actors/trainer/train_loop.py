@@ -121,8 +121,7 @@ class TrainLoop:
         knobs: TrainerKnobs,
         share: TimeShare | None = None,
     ) -> None:
-        """`owner` puts changes of `knobs` into force at their boundary. `share`: where the ranks and the engines have
-        the devices in turns."""
+        """`owner` puts changes of `knobs` into force. `share`: where ranks and engines have the devices in turns."""
         self._owner = owner
         self._knobs = knobs
         self._share = share
@@ -356,8 +355,7 @@ class TrainLoop:
             await self._offer(version)
 
     async def _give_held_back(self, version: int) -> None:
-        """No batch, and engines lack `version`: they are given it once nothing is under way, for no group may start
-        before they have it."""
+        """Engines lack `version`: given once nothing is under way, for no group may start before they have it."""
         if not self._options.publishes or self._publisher.newest == version:
             return
         stats = await self._ask("buffer", self._buffer.stats)
@@ -430,8 +428,7 @@ class TrainLoop:
 
     @asynccontextmanager
     async def _trainers_turn(self, version: int) -> AsyncGenerator[None]:
-        """The ranks compute inside, between two steps; then `version`, which may have left the engines, is handed over
-        again."""
+        """The ranks compute inside; then `version`, which may have left the engines, is handed over again."""
         if self._share is None:
             yield
             return
@@ -521,8 +518,7 @@ class CoordinatorLink:
     async def ready(
         self, version: int, manifest: WeightManifest | None, facts: dict[str, str], live: LiveKnobs | None
     ) -> None:
-        """The gang is up. `live`: knobs as its checkpoint holds them. A coordinator that restarts
-        just now may get this twice, which does no harm."""
+        """The gang is up. `live`: knobs of its checkpoint. A coordinator that restarts just now may get this twice."""
         self._facts, self._live, self.version = facts, live, version
         await self._ask(COORDINATOR, lambda: self._coordinator.trainer_ready(version, manifest, facts, live))
 

@@ -346,8 +346,7 @@ class Trainer(OwnsKnobs, TrainerContract):
         return KnobVerdict(refusal=reason)
 
     def _refusal(self, values: dict[str, KnobValue], at: int) -> str:
-        """Why values do not go together, with one another or with what is in force or waits to be. `at`: the step that
-        would be the first to use them."""
+        """Why values do not go together, or with what is in force or waits. `at`: the first step to use them."""
         if reason := self._knobs.refuses_end(values, at):
             return reason
         saves = bool(values.get("checkpoint_every"))

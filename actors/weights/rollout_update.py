@@ -117,8 +117,7 @@ class Adoption:
         return tuple(sorted(n for n, e in self._engines.items() if e.state is EngineState.ADOPTING))
 
     def engines_at(self, version: int | None) -> list[str]:
-        """Engines that serve that version of the trainer as it is now, not one that was undone; None: any of its
-        versions."""
+        """Engines that serve that version of the trainer as it is now, not an undone one; None: any of its versions."""
         return [
             name
             for name, served in self.serving.items()
@@ -254,8 +253,7 @@ MAX_REFUSALS = 5
 """In a row; at the next one the engine is fenced if others could take what it refuses; otherwise it is asked again, but
 no longer waited for. Refusals while the trainer is away do not count."""
 RETRY_S = 1.0
-"""Pause before an engine that refused is asked again, doubled each time up to `RETRY_LIMIT_S`; also before a lost
-message is sent again."""
+"""Before an engine that refused is asked again, doubled up to `RETRY_LIMIT_S`; also before a lost message is resent."""
 RETRY_LIMIT_S = 4.0
 
 RELEASE_S = 10.0
@@ -300,8 +298,7 @@ class Adopter:
         telemetry: TelemetryBuffer,
         clock: Clock,
     ) -> None:
-        """`on_adopted`: called when an engine serves a version (name, epoch, version). `on_work`: called when
-        `adopt_pending` has something to do again."""
+        """`on_adopted`: name, epoch, version that an engine serves. `on_work`: `adopt_pending` has something to do."""
         self._ctx = ctx
         self._adoption = adoption
         self._limits = limits
@@ -483,8 +480,7 @@ class Adopter:
             self._ctx.spawn(self._tell_released(), name="release-weights")
 
     async def _tell_released(self) -> None:
-        """Until it has heard: it may wait for just this before it makes another version, and then nothing else would
-        ever happen that could remind us."""
+        """Until it has heard: it may wait for just this before another version, and nothing else would remind us."""
         pause_s = RETRY_S
         try:
             while self._unreleased:

@@ -424,8 +424,7 @@ class WorkflowContext:
     session_id: str = ""
     """Of this member of this group in this run: the same in every attempt, in whatever process it is made."""
     attempt: int = 0
-    """How often this member was begun before, as far as the run knows: by an actor that died, or by an attempt that
-    failed through its environment."""
+    """How often this member was begun before, as far as the run knows: its actor died, or its environment failed."""
 
     @property
     def is_replay(self) -> bool:

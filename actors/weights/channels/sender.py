@@ -177,8 +177,7 @@ class DeviceWeightSender:
 
 
 IDLE_VERSIONS = 8
-"""A channel that carried none of so many published versions is closed: its engine died silently. A merely busy engine
-joins again."""
+"""A channel idle for so many published versions is closed: its engine died silently, or joins again."""
 
 
 @dataclass(slots=True)

@@ -227,8 +227,7 @@ class Staging:
 
 @contextmanager
 def beside_training(device: torch.device) -> Generator[None]:
-    """This thread's work on a GPU goes to its own stream: not behind the training kernels that are queued on the
-    default one. Nothing on a CPU."""
+    """This thread's work on a GPU goes to its own stream, not behind queued training kernels. Nothing on a CPU."""
     if device.type != "cuda":
         yield
         return
