@@ -266,7 +266,7 @@ async def test_d01_an_async_workflow_runs_in_a_worker_and_gives_what_the_engine_
         again = (await made.run(1, partial=(partial,))).samples[0]
         assert again.response_ids.tolist() == longer
         assert len(made.engine.requests[0].input_ids) == len(one.prompt_ids) + 1
-        made.runner._model = ModelAccess(generate=made.engine.generate, sampling=SamplingParams(), context_length=4)
+        made.runner.model = ModelAccess(generate=made.engine.generate, sampling=SamplingParams(), context_length=4)
         with pytest.raises(PromptTooLong):
             await made.run(1)
 
