@@ -65,6 +65,7 @@ class EngineFleet:
         self._on_change()
 
     async def leaving(self, rollout: str, reason: str) -> None:
+        """It ends on purpose."""
         if rollout in self._state.engines:
             self._state.engines.discard(rollout)
             await self._keep()
@@ -90,9 +91,11 @@ class EngineFleet:
             self._adopter.fence(rollout, self._epochs[rollout], why)
 
     def lost(self, rollout: str, epoch: int) -> None:
+        """It is well, but its weights left the device."""
         self._adoption.lost(rollout, epoch)
 
     def offered(self, manifest: WeightManifest) -> None:
+        """A version can be read (again)."""
         self._adoption.published(manifest)
         self._on_change()
 
@@ -102,10 +105,12 @@ class EngineFleet:
         self._adoption.rewound()
 
     def adopted(self, name: str, epoch: int, version: int) -> None:
+        """That incarnation serves that version now."""
         if self._epochs.get(name) == epoch:
             self.present[name] = EngineStatus(rollout=name, version=version, running=0, waiting=0)
 
     async def adopt(self) -> None:
+        """Bring everybody to the newest version."""
         await self._adopter.adopt_pending()
         if self._state.has_stale_engines and set(self._adoption.serving) <= set(self._adoption.engines_at(None)):
             self._state.has_stale_engines = False

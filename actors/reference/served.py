@@ -88,15 +88,19 @@ class ServedReference:
             self._call_s += self._clock.monotonic() - started_s
             return found
 
+    # -- what the actor asks, as of rewards
+
     @property
     def too_many_errors(self) -> str:
         """Empty, or the sentence that ends the run."""
         return self._guard.too_many_errors
 
     def allow(self, max_error_rate: float) -> None:
+        """Another share of failed calls from now on."""
         self._guard.allow(max_error_rate)
 
     def listen(self, tell: Tell) -> None:
+        """`tell` is called when calls stop and when they continue."""
         self._guard.listen(tell)
 
     def gauges(self) -> dict[str, float]:
@@ -108,6 +112,7 @@ class ServedReference:
         return values
 
     async def close(self) -> None:
+        """End all connections."""
         await self._servers.close()
 
 
