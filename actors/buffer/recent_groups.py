@@ -1,8 +1,7 @@
 """Groups for people to read: the ones finished last, and a log of some groups of each step.
 
 The groups finished last are bounded by count and by tokens; a few of every step come back from training with the
-trainer's log-probs of their tokens. The log goes by telemetry to the monitor, which writes files. Knows groups and
-where the ledger says they are.
+trainer's log-probs of their tokens. The log goes by telemetry to the monitor, which writes files.
 """
 
 from __future__ import annotations

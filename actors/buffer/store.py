@@ -1,8 +1,7 @@
 """What the buffer decides, without waiting: the ledger, admission and the prompt source in step.
 
 Every method is one event. The ledger is written first and admission follows; where admission has to answer first
-(draw, claim) and the ledger then cannot be written, admission is rebuilt from the ledger. Knows no actor, no message
-loop, no clock but the time that it is passed.
+(draw, claim) and the ledger then cannot be written, admission is rebuilt from the ledger.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Held-out reward beside training, and canary answers for the trainer's comparison. Part of the coordinator.
-
-Knows contracts; an engine answers, the buffer has the prompts.
-"""
+"""Held-out reward beside training, and canary answers for the trainer's comparison."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Knobs that every actor process has, whatever its role: how much it and its parts log, how often it reports.
 
 Each owner adds them to its own by `KnobOwner.add`. Actors that share a process (embedded ones) share its logger: a
-level set at one of them holds for all. Knows logging and the report pace only.
+level set at one of them holds for all.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A model folder as HuggingFace lays it out: config, weights in one file or in shards, tokenizer files.
 
-Knows files; knows no torch (the launcher and engine-less rollouts read folders too). Every complaint is a ModelError
-that names the file and says what to do.
+No torch: the launcher and engine-less rollouts read folders too. Every complaint is a ModelError that names the file.
 """
 
 from __future__ import annotations

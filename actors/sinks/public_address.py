@@ -1,6 +1,6 @@
 """Addresses as events and logs may show them: without user, password and query, which may hold secrets.
 
-Knows the syntax of addresses only. `urllib.parse` alone is not enough: it takes an unescaped `/`, `?` or `#` in a
+`urllib.parse` alone is not enough: it takes an unescaped `/`, `?` or `#` in a
 password for the end of the host, so that what it calls the host may be half a secret.
 """
 
