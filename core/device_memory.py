@@ -85,7 +85,6 @@ class TenantReport(Record, frozen=True):
     sequence: int = 0
     """Grows with every report of one incarnation: of two that overtook each other the later one counts."""
     node: int = 0
-    """Where its devices and processes are."""
 
 
 class MemoryCommand(Record, frozen=True, kw_only=True):

@@ -109,7 +109,6 @@ class DrawRequest(Record, frozen=True):
     """A rollout actor with room asks the buffer for work."""
 
     rollout: str
-    """Actor name, e.g. "rollout/0"."""
     epoch: int
     version: int
     """Weight version its engine serves now."""

@@ -34,9 +34,7 @@ class Sink(Protocol):
     """A place where telemetry goes. All methods are called from one thread, `open` first and `close` last."""
 
     @property
-    def name(self) -> str:
-        """Short name for events and errors."""
-        ...
+    def name(self) -> str: ...
 
     def open(self, context: SinkContext) -> None:
         """Raise ConfigError or LaunchError to refuse the start of the run; any other exception only switches this

@@ -79,7 +79,6 @@ class PromptCursor:
         self.difficulty.judged(row, reward, self.window)
 
     def failed(self, row: Row, reason: str, detail: str) -> None:
-        """A group was dropped: its prompt may be quarantined for that."""
         if self.quarantine is not None:
             self.quarantine.failed(self.prompt_of(row), row.draw, reason, detail)
 

@@ -125,7 +125,6 @@ class FairShare:
         self._waiting[rollout] = _Waiting(room, known.reserved_since_s if known else None)
 
     def leaves(self, rollout: str) -> None:
-        """Its draw is held no longer; it may ask again."""
         if rollout in self._waiting:
             self._waiting[rollout].room = 0
 

@@ -41,7 +41,6 @@ class BufferLimits:
     max_deaths: int = 3
     """Of rollout actors or engines, that one group may bring about."""
     difficulty: Window = NO_WINDOW
-    """Of prompts that are drawn, as the run file says."""
     has_rewards: bool = True
     """Whether prompts can be judged by them, so that a window means something."""
     pass_reward: float = 1.0

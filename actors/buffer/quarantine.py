@@ -203,7 +203,6 @@ class QuarantinedPrompt(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     count: int
     detail: str = ""
-    """What was said of the last one."""
 
 
 class Quarantine:

@@ -29,7 +29,6 @@ class BufferValues(Record, frozen=True):
 
     max_staleness: int
     on_stale: str
-    """Name of the staleness policy."""
     window: int
     temperature: float
     top_p: float

@@ -324,7 +324,6 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
             self.ctx.spawn(self._evaluate(), name=f"evaluate-{report.version}")
 
     def _num_steps(self) -> int:
-        """The trainer's own knob, as it was decided last."""
         return int(self.conductor.newest("num_steps", self._options.num_steps))
 
     async def trainer_finished(self, version: int, reason: str) -> None:

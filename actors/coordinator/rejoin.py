@@ -48,7 +48,6 @@ class Rejoin:
         self._news = asyncio.Event()
 
     def heard(self, name: str) -> None:
-        """The trainer, or a rollout actor, has reported in."""
         if name == "trainer/0":
             self._is_trainer_wanted = False
         self._wanted.discard(name)

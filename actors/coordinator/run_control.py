@@ -127,7 +127,6 @@ class RunControl:
 
     @property
     def until_step(self) -> int | None:
-        """See `is_paused`."""
         return self._now.until_step
 
     @property

@@ -365,7 +365,6 @@ class Ledger:
         self._file.commit(LedgerChange(payloads=[(group_id, False, partial)]))
 
     def claim(self, step: int, group_ids: Sequence[int]) -> None:
-        """A batch is formed."""
         if step != self.next_step:
             raise LedgerError(f"step {step} is claimed, but the next step is {self.next_step}")
         change = LedgerChange()

@@ -112,7 +112,6 @@ class Latest:
         self._curves: dict[str, _Curve] = {name: _Curve() for name in CURVES}
         self.num_bundles = 0
         self.num_dropped = 0
-        """Records that senders had to throw away."""
         self.num_refused = 0
         """Values that were not kept because there are too many names or sources."""
 

@@ -46,7 +46,6 @@ class Access:
     session: aiohttp.ClientSession
     headers: dict[str, str]
     timeout_s: float
-    """For one answer."""
     probes: Probes
     model_path: str
     """Of the policy, for messages."""

@@ -64,7 +64,6 @@ class RewardFn:
     needs_process: bool = False
     """A built-in that must not run in an actor's process."""
     takes_group: bool = False
-    """It is called with all answers of a group."""
     place: str = ""
     """File and line where it is defined, if it is the user's."""
 

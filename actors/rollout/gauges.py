@@ -128,7 +128,6 @@ class RolloutTime:
         self._book()
 
     def draining(self) -> None:
-        """Nothing new is taken any more."""
         self._is_draining = True
         self._book()
 

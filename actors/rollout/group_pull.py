@@ -65,7 +65,6 @@ class GroupPull:
         self._runner: GroupRunner | None = None
         self._in_flight: dict[int, asyncio.Task[None]] = {}
         self._assignments: dict[int, Assignment] = {}
-        """Of the groups in flight."""
         self._num_saved: dict[int, int] = {}
         """Tokens of a group that the buffer has."""
         self._broke_s = -LOSS_S

@@ -40,7 +40,6 @@ class Tenancy:
     devices: tuple[str, ...]
     node: int
     manager: str
-    """Actor name."""
 
 
 class RolloutTenant:
@@ -83,7 +82,6 @@ class RolloutTenant:
         )
 
     async def register(self) -> None:
-        """With the memory manager: room for the engine may be asked for from now on."""
         self._ctx.watch(self._manager)
         await self._tenant.join(self._ctx.ref(MemoryContract, self._manager))
 

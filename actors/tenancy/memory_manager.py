@@ -55,7 +55,6 @@ class ManagerOptions:
 
     arbiter: ArbiterOptions = field(default_factory=ArbiterOptions)
     ask_s: float = 5.0
-    """For a tenant to report."""
     measure_s: float = 20.0
     """For all devices of one measurement."""
     node: int = 0

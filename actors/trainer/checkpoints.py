@@ -142,7 +142,6 @@ class Checkpoints:
         self._try_at_s = 0.0
         """When the next of them may be made."""
         self._began_at = 0
-        """Version that this attempt of the gang continued from."""
         self._covered = 0
         """Version that is safe: of the newest checkpoint, or the one that training continued from."""
         self.every = options.every

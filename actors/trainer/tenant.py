@@ -100,7 +100,6 @@ class TrainerTenant:
         self._has_joined.set()
 
     async def until_turn(self) -> None:
-        """Until this rank may compute."""
         await self._turn.wait()
 
     async def loaded(self, store: AssetStore | None) -> None:
@@ -121,6 +120,5 @@ class TrainerTenant:
         return await self._tenant.command(command)
 
     async def report(self) -> TenantReport:
-        """State of the rank's memory, once the manager knows of it."""
         await self._has_joined.wait()
         return self._tenant.report()
