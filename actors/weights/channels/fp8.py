@@ -7,6 +7,9 @@ A matrix W [m, n] becomes Q [m, n] in float8_e4m3fn and `<name>_scale_inv` S [ce
 448 is the largest number of e4m3fn. A block of zeros has scale 1, not 0: dividing by 0 makes NaN. Blocks at the edges
 are smaller. Which matrices: those of which the engines' own model folder holds a `_scale_inv`; asked of the folder, so
 that routers, embeddings, heads and whatever a recipe left out stay as they are there.
+
+torch only: amax, division and a cast are three kernels that read the matrix at memory speed. Triton kernels were
+considered (slime's): not faster here, and not on a CPU.
 """
 
 from __future__ import annotations
@@ -31,8 +34,10 @@ HEADER_LIMIT = 1 << 28
 
 
 def quantise_blocks(weight: Tensor, block: tuple[int, int] = (128, 128)) -> tuple[Tensor, Tensor]:
-    """(Q float8_e4m3fn [m, n], S float32 [blocks down, blocks across]) of a matrix of any float type. Raises ValueError
-    for what is no matrix, or holds NaN or infinity: an engine must never be handed those."""
+    """(Q float8_e4m3fn [m, n], S float32 [blocks down, blocks across]) of a matrix of any float type.
+
+    Raises ValueError for what is no matrix, or holds NaN or infinity: an engine must never be handed those.
+    """
     if weight.dim() != 2:
         raise ValueError(f"a matrix is needed, not {list(weight.shape)}")
     rows, columns = weight.shape
@@ -60,8 +65,10 @@ class Fp8Rule:
 
     @staticmethod
     def of_folder(folder: Path) -> Fp8Rule | None:
-        """As the folder's own weights are; None for a folder that is not quantised. Raises ConfigError for a
-        quantisation of another kind, ModelError for a folder that cannot be read."""
+        """As the folder's own weights are; None for a folder that is not quantised.
+
+        Raises ConfigError for a quantisation of another kind, ModelError for a folder that cannot be read.
+        """
         config = _config(folder)
         quantisation = config.get("quantization_config")
         if not isinstance(quantisation, dict):
