@@ -176,7 +176,7 @@ class PlantedSeat:
         lines = [f"12:00:{n % 60:02d} info {given.target}: line {n} \x1b[31mred\x1b[0m" for n in range(given.num_lines)]
         return {"actor": given.target, "lines": lines}
 
-    def stack(self, given: verbs.StackArguments) -> dict[str, Any]:
+    def stack(self, given: verbs.TargetArguments) -> dict[str, Any]:
         text = 'Thread 1 (MainThread):\n  File "trainer.py", line 12 in step\n    loss.backward()'
         return {"actor": given.target, "text": text}
 

@@ -151,7 +151,11 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
                 raise
             self._close_for(refused(self._ledger_path, error))
         else:
-            await catch_up(self.ctx, books.knobs, waits=has_begun)  # before the first draw
+            try:
+                await catch_up(self.ctx, books.knobs, waits=has_begun)  # before the first draw
+            except BaseException:
+                books.ledger.close()
+                raise
             self._begin_with(books)
         self.ctx.watch("rollout/")
         send = self.ctx.ref(MonitorContract, "monitor").telemetry

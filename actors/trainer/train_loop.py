@@ -492,7 +492,7 @@ class TrainerGang:
             return UserCodeError(cause.message, remedy=cause.remedy)
         if not isinstance(cause, DeadlineExceeded):
             return TrainError(f"{name} failed in step {step}: {cause}", remedy=f"see the log of {name}")
-        silent = ", ".join((name, *error.unheard))
+        silent = ", ".join(name for name in self.names if name in error.errors or name in error.unheard)
         return TrainError(
             f"step {step} was not done within {self._step_timeout_s:g} s: no answer from {silent}",
             remedy="see their logs for where they hang; a step that needs longer wants a higher trainer.step_timeout_s",

@@ -107,7 +107,6 @@ class Lab:
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.gather(*(asyncio.to_thread(stage.stop) for stage in self.stages.values()))
-        self._meter.close()
         if self._node is not None:
             with contextlib.suppress(Exception):
                 await self._node.close(grace_s=0.5)

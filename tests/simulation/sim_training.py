@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tests.harness.decider import Decider
 from tests.simulation.sim_network import Net
 from tests.simulation.simulator import Nemesis, Sim, carry_out
 
@@ -214,6 +215,11 @@ async def training(seed: int, folder: Path) -> Sim:
             books.ledger.close()
 
     async with Sim(seed, Net(delay_s=(0.0, 0.02))) as sim:
+
+        async def open_coordinator(node: Any) -> None:
+            await node.start(Decider(), "coordinator")
+
+        await sim.node("coordinator", open_coordinator)
         await sim.node("buffer", open_buffer, on_crash=buffer_killed)
         names = [f"rollout-{i}" for i in range(rng.choice((2, 3)))]
         for index, name in enumerate(names):

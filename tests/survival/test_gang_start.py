@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tests.survival.checkpoint_maker import RunOnDisk, make_checkpoint
@@ -45,7 +45,7 @@ class Ranks:
 
     def _one(self, rank: int, finder: Any) -> Any:
         try:
-            return restore(rank, finder, Rank(self, rank))
+            return restore(rank, finder, cast("Any", Rank(self, rank)))
         except MyxaError as error:
             return error
 
