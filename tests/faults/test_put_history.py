@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from tests.faults.put_history import History, faults_of
+from tests.harness.decider import Decider
 from tests.harness.programs import Program, start_program
 
 from myxa.actors.contracts import BufferContract
@@ -66,6 +67,7 @@ class Arena:
     async def open(self) -> None:
         self.node = await Node.attach(name="launcher/0")
         self.node.rendezvous.save(self.folder / "rdzv.json")
+        await self.node.start(Decider(), "coordinator")
         self._tell_version()
         for name in self.kills:
             await self.start(name)
