@@ -595,7 +595,7 @@ class Supervisor:
         return self._do_without(child, child, f"{what} and its budget of {budget.words(now)} is spent", now)
 
     def _do_without(self, child: str, culprit: str, what: str, now: float) -> list[Instruction]:
-        """A child will never run again: its role gives it up, or the run fails."""
+        """A child will never run again: its role continues without it, or the run fails."""
         role = self._role_of(child)
         if child in self._given_up:
             return []

@@ -331,7 +331,7 @@ class EnginePool:
         self._require_some()
 
     async def _tried(self, servers: list[PoolServer], act: Callable[[PoolMember], Awaitable[object]]) -> list[_Try]:
-        """How `act` went on each of them that is not fenced."""
+        """The outcome of `act` for each of them that is not fenced."""
 
         async def one(server: PoolServer, client: PoolMember) -> _Try:
             try:

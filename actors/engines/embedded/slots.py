@@ -114,7 +114,7 @@ class SlotTable:
         return self._tokens[row, int(record[first]) : int(record["length"])]
 
     def news(self, row: int, finish: FinishReason | None = None) -> Delta | None:
-        """The row's tokens since the last call; None if there are none and it goes on."""
+        """The row's tokens since the last call; None if there are none and it continues."""
         new = self._own(row, "sent")
         if not (len(new) or finish):
             return None
