@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from myxa.actors.backends.megatron.checkpoint import files_of, list_of
+from myxa.actors.backends.megatron.checkpoint_files import files_of, list_of
 
 
 def test_every_file_is_one_rank_s_and_lists_that_come_early_are_nobody_s(tmp_path: Path) -> None:

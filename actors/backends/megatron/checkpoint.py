@@ -56,6 +56,7 @@ from ...models.safetensors_file import open_safetensors, write_safetensors
 from ..torch_backend.checkpoint import agreed_checkpoint, check_extra, of_a_checkpoint, random_state, restore_random
 from ..torch_backend.export import named_array
 from . import mcore
+from .checkpoint_files import files_of, list_of
 from .optimizer import MegatronAdamW
 from .world import MegatronWorld
 
@@ -313,28 +314,3 @@ def _check_layout(path: Path, manifest: Manifest, state: MegatronTrainingState) 
             "optimizer state of experts apart if ep > 1 only",
             remedy="resume with ep > 1 if it was above 1, else with ep = 1",
         )
-
-
-# -- names of the files, and who wrote which
-
-_LIST = ".files-"
-_UNFINISHED = ".tmp"
-"""safetensors writes beside the place under such a name and renames; torch ends a name with it."""
-
-
-def list_of(rank: int) -> str:
-    """File in which a rank says what it wrote, until the manifest does."""
-    return f"{_LIST}{rank:05d}.json"
-
-
-def files_of(partial: Path, rank: int) -> list[Path]:
-    """What that rank wrote, or for all of them; not the lists of files, which other ranks may be writing by now, nor
-    what another rank has under way and will rename."""
-    names = [path.name for path in partial.iterdir() if not path.name.startswith((_LIST, _UNFINISHED))]
-    return [partial / name for name in sorted(names) if not name.endswith(_UNFINISHED) and _writer_of(name) == rank]
-
-
-def _writer_of(name: str) -> int:
-    """The rank that wrote a file: `__3_0.distcp`, `rank-00003.safetensors`; rank 0 for what all share."""
-    number = name.removeprefix("__").split("_")[0] if name.startswith("__") else name[5:10]
-    return int(number) if number.isdigit() and name.startswith(("__", "rank-")) else 0
