@@ -34,8 +34,9 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: demo test test-fast check soak fuzz sglang-cpu clean setup
 .DELETE_ON_ERROR:
 
+# Bytecode is kept: each of its processes imports torch.
 demo: $(DEMO_STAMP)
-	@$(BIN)/myxa demo
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/myxa demo
 
 # More workers than cores: most tests wait for processes most of the time. The longest files begin first.
 WORKERS ?= 4
@@ -88,7 +89,7 @@ define install
 	  echo "make: $(PYTHON) cannot make virtual environments (its ensurepip is missing)." >&2; \
 	  echo "make: install it (Debian, Ubuntu: the package python3-venv) or say make PYTHON=/path/to/another/python" >&2; exit 2; }
 	@$(BIN)/python -c 'import pip; $(IS_NEW)' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
-	@echo "make: installing into $(VENV); the first time takes some minutes (torch)"
+	@echo "make: installing into $(VENV); the first time downloads torch"
 	@$(PIP) install -q -c constraints.txt uv && $(UV) -c constraints.txt -e ".[$(1)]" || \
 	  { echo "make: uv failed; trying pip" >&2; $(PIP) install -q -c constraints.txt -e ".[$(1)]"; }
 endef
@@ -96,7 +97,6 @@ endef
 # The demo needs less than the tests do.
 $(DEMO_STAMP): pyproject.toml constraints.txt
 	$(call install,$(DEMO_EXTRAS))
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import torch'
 	@touch $@
 
 $(STAMP): pyproject.toml constraints.txt
