@@ -168,7 +168,6 @@ class ActorGroup(Generic[C]):
             name: loop.create_task(self._one(send, name, place), name=f"{self!r}: {name}")
             for place, name in enumerate(names)
         }
-        unheard: tuple[str, ...] = ()
         try:
             when = asyncio.FIRST_EXCEPTION if self._options.fails_fast else asyncio.ALL_COMPLETED
             await asyncio.wait(tasks.values(), return_when=when)

@@ -151,11 +151,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
                 raise
             self._close_for(refused(self._ledger_path, error))
         else:
-            try:
-                await catch_up(self.ctx, books.knobs, waits=has_begun)  # before the first draw
-            except BaseException:
-                books.ledger.close()
-                raise
+            await self._catch_up(books, waits=has_begun)
             self._begin_with(books)
         self.ctx.watch("rollout/")
         send = self.ctx.ref(MonitorContract, "monitor").telemetry
@@ -202,6 +198,14 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         knobs.add(process_knobs(self._pace))
         versions = EngineVersions(msgspec.json.decode(ledger.recall(_REWINDS) or "[]", type=tuple[Rewind, ...]))
         return _Books(ledger, store, versions, knobs)
+
+    async def _catch_up(self, books: _Books, *, waits: bool) -> None:
+        """What was decided about knobs, before the first draw. Where it fails, the ledger is closed."""
+        try:
+            await catch_up(self.ctx, books.knobs, waits=waits)
+        except BaseException:
+            books.ledger.close()
+            raise
 
     def _begin_with(self, books: _Books) -> None:
         self._books, self._refused = books, None
@@ -267,17 +271,12 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
                 self._refused = refused(self._ledger_path, error)
                 continue
             try:
-                await catch_up(self.ctx, books.knobs, waits=True)
+                await self._catch_up(books, waits=True)
             except CallError as error:  # the coordinator is away too
                 self.ctx.log.warning("the ledger can be written again, but %s", error)
-                books.ledger.close()
                 continue
             except LedgerError:
-                books.ledger.close()
                 continue
-            except BaseException:
-                books.ledger.close()
-                raise
             self._begin_with(books)
             self._tell(WRITTEN_EVENT, f"{self._ledger_path} can be written again; the run continues")
             return
