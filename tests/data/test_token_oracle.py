@@ -30,7 +30,7 @@ from myxa.launch.checks.files import data, read_tokenizer
 from myxa.launch.supervisor.placement import place
 
 FOLDER = Path(__file__).parents[1] / "workflows" / "chat_templates"
-TODAY = dt.date.today()
+DAY = dt.date(2026, 1, 5)
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
@@ -116,11 +116,18 @@ OTHER_CLASSES = (
 ARGUMENTS: list[dict[str, Any]] = [{}, {"enable_thinking": False}]
 
 
+class FixedClock(dt.datetime):
+    @classmethod
+    def now(cls, tz: dt.tzinfo | None = None) -> "FixedClock":
+        return cls(DAY.year, DAY.month, DAY.day, tzinfo=tz)
+
+
 @pytest.fixture(scope="module", autouse=True)
-def compiler_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Where torch's compiler may put the folder that it makes when transformers imports it."""
+def judges_surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A folder for torch's compiler, which transformers imports, and one day: midnight changes no prompt."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        patch.setattr("transformers.utils.chat_template_utils.datetime", FixedClock)
         yield
 
 
@@ -145,9 +152,10 @@ def cases() -> Iterator[tuple[str, Rows, Rows, dict[str, bool]]]:
 
 def judged(judge: Any, rows: Rows, tools: Rows, how: dict[str, bool], more: dict[str, Any]) -> list[int] | None:
     """None: it refuses."""
+    more = {"tools": tools or None, **how, **more}
     try:
-        found = judge.apply_chat_template(rows, tools=tools or None, tokenize=True, return_dict=False, **how, **more)
-        text = judge.apply_chat_template(rows, tools=tools or None, tokenize=False, **how, **more)
+        found = judge.apply_chat_template(rows, tokenize=True, return_dict=False, **more)
+        text = judge.apply_chat_template(rows, tokenize=False, **more)
     except Exception:
         return None
     return None if PRINTED_PARTS in text else found
@@ -168,7 +176,7 @@ def test_a1_ids_equal_those_of_transformers(pair: tuple[Any, FolderTokenizer, Pa
     special = read_tokenizer_files(folder).special_texts
     num_equal = 0
     for arguments in ARGUMENTS if "enable_thinking" in source else ARGUMENTS[:1]:
-        template = ChatTemplate(source, f"{name}.jinja", special, arguments, day=TODAY)
+        template = ChatTemplate(source, f"{name}.jinja", special, arguments, day=DAY)
         mine = FolderTokenizer(ours._tokenizer, template, ours.eos_token_ids)
         for which, rows, tools, how in cases():
             wanted = judged(judge, rows, tools, how, arguments)
@@ -348,7 +356,7 @@ def learn(tokenizer: FolderTokenizer, prompt: Prompt) -> Sample:
 
 
 def with_template(ours: FolderTokenizer, source: str, special: dict[str, str], **arguments: Any) -> FolderTokenizer:
-    template = ChatTemplate(source, "x.jinja", special, arguments, day=TODAY)
+    template = ChatTemplate(source, "x.jinja", special, arguments, day=DAY)
     return FolderTokenizer(ours._tokenizer, template, ours.eos_token_ids)
 
 
