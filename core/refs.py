@@ -86,7 +86,7 @@ def _method(spec: HandlerSpec) -> Callable[..., Any]:
             bound = bind(ref, args, kwargs)
         return ref.ref_caller.request(ref.ref_target, spec, bound, deadline_s)
 
-    request.__name__ = spec.name  # what tracebacks show, and how `NodeThread.call` knows the handler
+    request.__name__ = spec.name  # what tracebacks show
     return request
 
 

@@ -22,9 +22,6 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """What a process must know to join: plain data for a file; holds no secret."""
 
     endpoints: Endpoints
-    node_id: int = 1
-    epoch: int = 1
-    """Of that node. A run has one registry process, so this is 1 unless it was restarted."""
     socket_dir: str = ""
     """Where nodes of the registry's host put their ipc sockets (0700)."""
     key_file: str = ""

@@ -33,8 +33,7 @@ from .address import Rendezvous
 from .call_client import CallClient
 from .hosting import Hosting
 from .inproc import InprocNetwork
-from .registry.bootstrap import Mirror, RegistryLocation, RegistryLock, claim_registry, host_registry, join
-from .registry.directory import NodeRecord
+from .registry.bootstrap import Mirror, host_registry, join
 from .registry.registry import REGISTRY, RegistryActor, RegistryContract
 from .security import JobKey, KeyPair
 from .session.calls import TICK_S
@@ -56,10 +55,10 @@ _log = logging.getLogger("myxa.transport")
 class Node:
     """Use `await Node.attach(...)`; the constructor is internal."""
 
-    def __init__(self, *, name: str, key: PeerKey, place: RegistryLocation, opened: Opened, clock: Clock) -> None:
+    def __init__(self, *, name: str, key: PeerKey, rdzv: Rendezvous, opened: Opened, clock: Clock) -> None:
         loop = asyncio.get_running_loop()
         self.name = name
-        self._place = place
+        self.rendezvous = rdzv
         self.failed: asyncio.Future[BaseException] = loop.create_future()
         """Resolves (never raises) with the first error that failed an actor of this node or the node itself."""
         self.on_failure: Callable[[str, BaseException], None] | None = None
@@ -72,7 +71,7 @@ class Node:
             own=key, name=name, transport=opened.transport, host=self._hosting, clock=clock, door=opened.door
         )
         self._hosting.serve_with(self._session)
-        self._mirror = Mirror(place, self._session, clock, self._hosting.tell, self.node_failed, self._describe)
+        self._mirror = Mirror(rdzv, self._session, clock, self._hosting.tell, self.node_failed)
         self.turn = opened.turn
         self._call_client = CallClient(self._session.calls, self._mirror, clock)
         self._mirror.call_with(self._call_client)
@@ -103,7 +102,6 @@ class Node:
         network: InprocNetwork | None = None,
         timeout_s: float = 10.0,
         turn_budget_s: float = TURN_S,
-        journal: Path | str | None = None,
     ) -> Node:
         """Join the system on the running loop.
 
@@ -113,30 +111,24 @@ class Node:
         `key`, or a key file named by `rdzv`; with a key and a registry on tcp the interface is found by itself. `key`:
         the job's, or one that was announced to the registry (`RegistryContract.expect`) and that fits this name only.
         `network`: no sockets at all, other nodes are in this process. `turn_budget_s`: how long the node may take in
-        messages before the loop's other work gets its turn. `journal`: file of a registry that shall survive its own
-        death: attach again under the same name with the same file, and with the same `tcp` (or port 0).
+        messages before the loop's other work gets its turn.
         Raises LaunchError naming the registry's endpoint if it does not answer within `timeout_s`.
         """
         check_name(name)
         clock = clock or SystemClock()
-        claim = claim_registry(name, tcp, journal) if rdzv is None else RegistryLock(None, tcp)
-        opened: Opened | None = None
+        opened = open_transport(
+            rdzv=rdzv, run_dir=Path(run_dir) if run_dir else None, node_rank=node_rank, key=key, listen=tcp,
+            network=network, turn=TurnBudget(turn_budget_s),
+        )  # fmt: skip
         registry: RegistryActor | None = None
         try:
-            opened = open_transport(
-                rdzv=rdzv, run_dir=Path(run_dir) if run_dir else None, node_rank=node_rank, key=key,
-                listen=claim.tcp, network=network, turn=TurnBudget(turn_budget_s), reused_dir=claim.socket_dir,
-            )  # fmt: skip
             if rdzv is None:
-                registry, record, place = await host_registry(name, opened, claim)
+                registry, record, rdzv = host_registry(name, opened)
             else:
-                place = RegistryLocation(rdzv, node_rank)
-                record = await join(place, name, opened.transport, clock, timeout_s, opened.door)
-            node = cls(name=name, key=record.key, place=place, opened=opened, clock=clock)
+                record = await join(rdzv, name, opened.transport, clock, timeout_s, opened.door)
+            node = cls(name=name, key=record.key, rdzv=rdzv, opened=opened, clock=clock)
         except BaseException:
-            claim.release()
-            if opened is not None:
-                await opened.close(0.0)
+            await opened.close(0.0)
             raise
         try:
             node._registry = registry
@@ -144,7 +136,6 @@ class Node:
             node._run()
             await (node._in_step(record.epoch, timeout_s) if registry is None else node.start(registry, REGISTRY))
         except BaseException:
-            claim.release()
             await node.close(grace_s=0.0)
             raise
         return node
@@ -243,13 +234,7 @@ class Node:
 
     async def _announce(self) -> None:
         reasons, self._reasons = self._reasons, {}
-        await self._mirror.announce(self._hosting.records(), reasons)
-
-    def _describe(self) -> NodeRecord:
-        return NodeRecord(
-            name=self.name, node_id=self._key.node_id, epoch=self._key.epoch, pid=os.getpid(),
-            endpoints=self._opened.transport.endpoints, actors=self._hosting.records(),
-        )  # fmt: skip
+        await self._mirror.announce(self.name, self._key.epoch, self._hosting.records(), reasons)
 
     def _on_failed(self, cell: ActorRunner, error: BaseException) -> None:
         self._report(cell.name, error)
@@ -266,10 +251,6 @@ class Node:
             _log.warning("%s: the registry did not hear that %s ended: %s", self.name, cell.name, error)
 
     # -- surroundings
-
-    @property
-    def rendezvous(self) -> Rendezvous:
-        return self._place.rdzv
 
     @property
     def epoch(self) -> int:
@@ -308,7 +289,7 @@ class Node:
 
     def counters(self) -> dict[str, int]:
         """What was dropped, refused or repeated, for a monitor: all zero in a healthy run."""
-        return failure_counters(self._opened, self._session, self._registry)
+        return failure_counters(self._opened, self._session)
 
     def peer_unreachable(self, key: PeerKey, why: str) -> None:
         _log.warning("%s: gave up %s: %s", self.name, key, why)
@@ -343,7 +324,6 @@ class Node:
         self._session.tick()
         self._num_ticks += 1
         if self._num_ticks % PARKED_RETRY_TICKS == 0:
-            self._mirror.look_for_registry()
             for target in self._session.calls.parked_targets:
                 self._session.calls.on_located(target, self._mirror.reroute)
 
@@ -419,7 +399,7 @@ class NodeContext:
         return self._node.busy(self._cell.name, limit_s, why)
 
 
-def failure_counters(opened: Opened, session: Session, registry: RegistryActor | None) -> dict[str, int]:
+def failure_counters(opened: Opened, session: Session) -> dict[str, int]:
     return {
         **opened.counters,
         **session.counters,
@@ -427,7 +407,6 @@ def failure_counters(opened: Opened, session: Session, registry: RegistryActor |
         "casts_refused": session.calls.num_casts_refused,
         "puts_replayed": session.serving.num_replayed,
         "calls_wrong": session.serving.num_wrong,
-        "rejoins_refused": registry.num_refused if registry is not None else 0,
     }
 
 

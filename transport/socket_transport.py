@@ -37,7 +37,7 @@ from .address import (
 )
 from .inproc import InprocNetwork
 from .outbox import Outbox
-from .registry.registry import REGISTRY_NODE_ID
+from .registry.registry import REGISTRY_KEY
 from .security import CurveKeys, JobKey, KeyPair
 from .session.guard import PeerGuard
 from .wire import ConnectionGuard, Endpoints, InboundSink, Lane, Parcel, Transport
@@ -393,9 +393,8 @@ def open_transport(
     listen: str,
     network: InprocNetwork | None,
     turn: TurnBudget,
-    reused_dir: Path | None = None,
 ) -> Opened:
-    """See `Node.attach`. `reused_dir`: of an earlier incarnation of this process. Raises LaunchError."""
+    """See `Node.attach`. Raises LaunchError."""
     if network is not None:
         return Opened(network.transport(), turn=turn)
     if key is None and rdzv is not None and rdzv.key_file:
@@ -407,7 +406,7 @@ def open_transport(
     if rdzv is not None and rdzv.endpoints.node_rank == node_rank and rdzv.socket_dir:
         folder, made = check_socket_dir(Path(rdzv.socket_dir)), None
     else:
-        folder = made = reused_dir or make_socket_dir(run_dir)
+        folder = made = make_socket_dir(run_dir)
     keys, guard = _keys_and_guard(rdzv, key) if key is not None and listen else (None, None)
     try:
         transport = _bound(
@@ -435,6 +434,6 @@ def _bound(transport: SocketTransport) -> SocketTransport:
 def _keys_and_guard(rdzv: Rendezvous | None, key: KeyPair) -> tuple[CurveKeys, PeerGuard]:
     if rdzv is None:
         keys = CurveKeys.of_registry(key)
-        return keys, PeerGuard(keys.registry, registry_node=REGISTRY_NODE_ID, is_registry=True)
+        return keys, PeerGuard(keys.registry, registry_node=REGISTRY_KEY.node_id, is_registry=True)
     keys = CurveKeys.to_join(key, rdzv.endpoints.curve)
-    return keys, PeerGuard(keys.registry, registry_node=rdzv.node_id, is_registry=False)
+    return keys, PeerGuard(keys.registry, registry_node=REGISTRY_KEY.node_id, is_registry=False)

@@ -1,4 +1,4 @@
-"""A node in its own thread, for programs without a loop. It prints
+"""A node in a thread, for programs without a loop. It prints
 
 0.4
 0.5
@@ -6,20 +6,39 @@
 no actor is called 'judge/9'
 """
 
+import asyncio
+import threading
+
 from judge import Judge, JudgeContract
 
 from myxa.core.errors import NoSuchActor
 from myxa.core.refs import with_deadline
-from myxa.transport.sync_node import NodeThread
+from myxa.transport.node import Node
 
-with NodeThread(name="tool") as node:
-    node.start(Judge(), "judge/0")
+loop = asyncio.new_event_loop()
+thread = threading.Thread(target=loop.run_forever)
+thread.start()
+
+
+def begin(coro):
+    """Run it on the node's loop. Any thread may ask; cancelling the future cancels the call."""
+    return asyncio.run_coroutine_threadsafe(coro, loop)
+
+
+node = begin(Node.attach(name="tool")).result()
+try:
+    begin(node.start(Judge(), "judge/0")).result()
     judge = node.ref(JudgeContract, "judge/0")
-    print(node.call(judge.score, "four"))  # blocks, by the call's deadline at the longest
-    future = node.submit(judge.score, "seven")  # a concurrent.futures.Future
+    print(begin(judge.score("four")).result())  # blocks, by the call's deadline at the longest
+    future = begin(judge.score("seven"))
     print(future.result())
-    print(node.run(lambda: node.group(JudgeContract, "judge").all(JudgeContract.score, "x"), timeout_s=5))
+    print(begin(node.group(JudgeContract, "judge").all(JudgeContract.score, "x")).result())
     try:
-        node.call(with_deadline(node.ref(JudgeContract, "judge/9"), 0.5).score, "text")
+        begin(with_deadline(node.ref(JudgeContract, "judge/9"), 0.5).score("text")).result()
     except NoSuchActor as error:
         print(error.message)
+finally:
+    begin(node.close()).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()

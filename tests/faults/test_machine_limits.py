@@ -95,42 +95,6 @@ def test_no_room_for_a_slab_is_a_clear_error_and_costs_no_descriptor():
     assert last == "smaller ones go on"
 
 
-JOURNAL = """
-import asyncio, logging, resource, sys
-from pathlib import Path
-from myxa.core.errors import MyxaError
-from myxa.transport.node import Node
-
-logging.disable(logging.CRITICAL)
-
-async def main(path):
-    host = await Node.attach(name="launcher/0", journal=path)
-    if len(sys.argv) > 2:
-        limit = path.stat().st_size + 1500
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    for number in range(30):
-        try:
-            node = await Node.attach(name="guest", rdzv=host.rendezvous, timeout_s=1.5)
-        except MyxaError as error:
-            print(type(error).__name__)
-            break
-        print(node.epoch)
-        await node.close(grace_s=0.0)
-    await host.close(grace_s=0.2)
-
-asyncio.run(asyncio.wait_for(main(Path(sys.argv[1])), 40))
-"""
-
-
-def test_a_registry_that_cannot_write_its_journal_admits_nobody_and_no_epoch_is_given_out_twice(tmp_path):
-    path = tmp_path / "registry.journal"
-    *epochs, error = run(JOURNAL, str(path), "limited")
-    assert error in ("LaunchError", "CallError"), epochs
-    assert 1 <= len(epochs) < 25
-    later = run(JOURNAL, str(path))
-    assert int(later[0]) > int(epochs[-1])
-
-
 CALLER = """
 import asyncio, os, resource, sys
 sys.path.insert(0, os.environ["HERE"])

@@ -31,7 +31,7 @@ from myxa.core.errors import CallError
 from myxa.core.handlers import handlers_of
 from myxa.core.ids import PeerKey
 from myxa.transport.node import JobKey, KeyPair, Node, Rendezvous
-from myxa.transport.registry.registry import RegistryContract
+from myxa.transport.registry.registry import REGISTRY_KEY, RegistryContract
 from myxa.transport.session.frames import batch
 from myxa.transport.wire import Endpoints, Lane
 
@@ -66,7 +66,7 @@ class Field:
         self.witness = friend.ref(WitnessContract, "witness")
         host, _, port = rdzv.endpoints.tcp[0].removeprefix("tcp://").rpartition(":")
         self.host, self.port = host, int(port)
-        self.to = PeerKey(rdzv.node_id, rdzv.epoch)
+        self.to = REGISTRY_KEY
 
 
 @asynccontextmanager

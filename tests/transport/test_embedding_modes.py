@@ -1,4 +1,4 @@
-"""Two ways to live in another program, each in a real one: nothing of the host is changed, nothing is left."""
+"""A node in another program: nothing of the host is changed, nothing is left."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ import asyncio
 import itertools
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.transport.cast_of_actors import Echo, EchoContract
 
 from myxa.core.actor import MailboxPolicy
-from myxa.core.errors import ConfigError, LaunchError
-from myxa.transport.node import InprocNetwork, Node
-from myxa.transport.sync_node import NodeThread
+from myxa.core.errors import ConfigError
+from myxa.transport.node import Node
 
 pytestmark = pytest.mark.timeout(90)
 ROOT = Path(__file__).parents[2]
@@ -27,18 +24,6 @@ from tests.transport.cast_of_actors import Echo, EchoContract
 from tests.transport.host_state import assert_untouched, host_state
 from myxa.core.errors import MyxaError
 from myxa.transport.node import Node
-from myxa.transport.sync_node import NodeThread
-
-def calls(node, name="echo"):
-    ref = node.ref(EchoContract, name)
-    for _ in range(20):
-        node.call(ref.ping)
-    try:
-        node.call(ref.fail, "engine")
-    except MyxaError as error:
-        assert "made of glass" in str(error)
-    else:
-        raise AssertionError("no error came")
 """
 
 
@@ -86,110 +71,6 @@ async def main():
 )  # fmt: skip
 def test_attach_changes_nothing(loop: str):
     fine(f"{ATTACH}{loop}\nassert 'torch' not in sys.modules and 'transformers' not in sys.modules\nprint('fine')")
-
-
-THREAD = """
-def guest(**options):
-    with NodeThread(name="host", **options) as host:
-        host.start(Echo(), "echo")
-        with NodeThread(name="other", rdzv=host.rendezvous, **options) as other:
-            calls(other)
-            assert host.failure is None and other.peers("echo") == ("echo",)
-"""
-
-
-def test_a_thread_changes_nothing():
-    fine(
-        THREAD
-        + """
-before = host_state()
-guest(loop_factory=asyncio.SelectorEventLoop)
-assert_untouched(before)
-guest()
-assert_untouched(before, may_add=2)  # libuv keeps a pipe for as long as the process lives
-again = host_state()
-guest()
-assert_untouched(again)
-print("fine")
-"""
-    )
-
-
-def test_a_thread_beside_the_hosts_own_running_loop():
-    fine(
-        THREAD
-        + """
-async def main():
-    before = host_state()
-    await asyncio.to_thread(guest, loop_factory=asyncio.SelectorEventLoop)
-    with NodeThread(name="host", loop_factory=asyncio.SelectorEventLoop) as host:
-        host.start(Echo(), "echo")
-        ref = host.ref(EchoContract, "echo")
-        assert isinstance(await asyncio.wrap_future(host.submit(ref.ping)), int)
-        try:
-            await ref.ping()
-        except MyxaError as error:
-            assert "belongs to the loop of host" in str(error)
-        else:
-            raise AssertionError("a reference crossed to another loop")
-    before["threads"] = sorted([*before["threads"], "asyncio_0"])  # of asyncio.to_thread, the host's own
-    before["kernel threads"] = sorted([*before["kernel threads"], before["kernel threads"][0]])
-    assert_untouched(before)
-
-asyncio.run(main())
-print("fine")
-"""
-    )
-
-
-# -- hosts that forget
-
-
-FORGETFUL = """
-import logging
-logging.basicConfig(level=logging.WARNING)
-stopped = []
-class Careful(Echo):
-    async def on_stop(self, why):
-        print("stopped:", why, flush=True)
-
-node = NodeThread(name="host", run_dir=sys.argv[1] if len(sys.argv) > 1 else None)
-node.start(Careful(), "echo")
-node.call(node.ref(EchoContract, "echo").ping)
-"""
-
-
-def test_a_program_that_ends_without_closing_its_thread():
-    with tempfile.TemporaryDirectory(prefix="f-") as folder:
-        done = subprocess.run(
-            [sys.executable, "-W", "error", "-c", HEAD + FORGETFUL + "sys.exit(0)", folder],
-            capture_output=True, text=True, check=False, timeout=60, cwd=ROOT,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert done.stdout == "stopped: shutdown\n"
-        assert "the program ended without closing it" in done.stderr
-        assert list(Path(folder).iterdir()) == [], "the sockets' directory is left"
-
-
-def test_an_error_in_the_host_is_its_own_and_the_thread_waits_for_the_hosts_other_threads():
-    done = run(
-        FORGETFUL
-        + """
-def work():
-    time.sleep(0.3)
-    while threading.main_thread().is_alive():
-        time.sleep(0.01)
-    print(node.call(node.ref(EchoContract, "echo").sleep, 0.1) is not None, flush=True)
-threading.Thread(target=work).start()
-raise ValueError("mine")
-""",
-        expects=1,
-    )
-    assert "ValueError: mine" in done.stderr
-    assert done.stdout == "True\nstopped: shutdown\n"
-
-
-# -- forks
 
 
 FORK = """
@@ -256,36 +137,40 @@ print("fine")
     )
 
 
-def test_a_forked_child_cannot_use_a_facade_and_may_have_a_node_of_its_own():
+def test_a_forked_child_may_have_a_node_of_its_own_and_there_is_one_hook():
     fine(
         FORK
         + """
 hooks, register = [], os.register_at_fork
 os.register_at_fork = lambda **kinds: hooks.append(list(kinds)) or register(**kinds)
-host = NodeThread(name="host", loop_factory=asyncio.SelectorEventLoop)
-host.start(Echo(), "echo")
-rdzv = host.rendezvous
-ref = host.ref(EchoContract, "echo")
+rdzv = None
 
-def child():
-    refused(lambda: host.call(ref.ping))
-    refused(lambda: host.submit)
-    host.close()
-    with NodeThread(name="child", rdzv=rdzv, loop_factory=asyncio.SelectorEventLoop) as own:
-        assert own.call(own.ref(EchoContract, "echo").ping) != os.getpid()
+async def host():
+    global rdzv
+    node = await Node.attach(name="host")
+    await node.start(Echo(), "echo")
+    rdzv = node.rendezvous
+    ready.set()
+    while not over.is_set():
+        await asyncio.sleep(0.01)
+    await node.close()
 
-in_child(child)
-calls(host)
-host.close()
-with NodeThread(name="host"):
-    pass
+async def child():
+    node = await Node.attach(name="child", rdzv=rdzv)
+    assert await node.ref(EchoContract, "echo").ping() != os.getpid()
+    await node.close()
+
+ready, over = threading.Event(), threading.Event()
+thread = threading.Thread(target=lambda: asyncio.run(host()))
+thread.start()
+assert ready.wait(20)
+in_child(lambda: asyncio.run(child()))
+over.set()
+thread.join()
 assert hooks == [["after_in_child"]], hooks
 print("fine")
 """
     )
-
-
-# -- what all of them share
 
 
 def test_the_switch_interval_is_set_in_processes_of_our_own_only():
@@ -293,21 +178,6 @@ def test_the_switch_interval_is_set_in_processes_of_our_own_only():
     users = {str(file.relative_to(ROOT)) for floor in floors for file in (ROOT / floor).rglob("*.py")
              if "setswitchinterval(" in file.read_text()}  # fmt: skip
     assert users == {"launch/worker.py"}
-
-
-def test_the_facades_take_the_same_options_as_attach():
-    import inspect
-
-    from myxa.transport.sync_node import AttachOptions
-
-    wanted = {p.name for p in inspect.signature(Node.attach).parameters.values()}
-    assert set(AttachOptions.__annotations__) == wanted - {"network"}
-
-
-def test_a_thread_cannot_join_the_network_of_another_loop():
-    options: Any = {"network": InprocNetwork()}
-    with pytest.raises(LaunchError, match="in-process network"):
-        NodeThread(name="host", **options)
 
 
 async def test_a_turn_needs_time():

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from pathlib import Path
 
-import msgspec
 import pytest
 import zmq
 from tests.harness.waiting import until
 from tests.transport.cast_of_actors import Echo, EchoContract
 
-from myxa.core.errors import LaunchError, NotPermitted, StaleEpoch
+from myxa.core.errors import CallError, LaunchError, NotPermitted, StaleEpoch
 from myxa.core.ids import PeerKey
+from myxa.core.refs import with_deadline
+from myxa.transport.address import Rendezvous
 from myxa.transport.node import JobKey, KeyPair, Node
 from myxa.transport.registry.directory import NodeRecord
 from myxa.transport.session.frames import Envelope, Kind, batch, encode
@@ -162,9 +164,7 @@ async def test_the_registry_hears_of_a_node_only_from_itself_and_from_launchers(
     world.nodes.append(node)
     other = await world.join("other")
     registry = node.registry
-    (own_record,) = await registry.list_nodes("rollout/0")
     for deed in (
-        registry.rejoin(msgspec.structs.replace(own_record, role="keeper")),
         registry.leave("other", 1, "gone"),
         registry.announce("other", 1, (), {}),
         registry.process_exited("other", 1, 0),
@@ -344,3 +344,25 @@ def test_the_guard_is_bounded():
 def test_a_secret_is_never_shown():
     pair = JobKey.generate()
     assert pair.secret not in f"{pair!r} {pair}"
+
+
+async def test_a_registry_at_a_known_port_has_no_ear_for_those_of_an_earlier_job(tmp_path: Path, caplog):
+    """Same port, same job key, same names, same numbers, only the keys of the processes are others."""
+    caplog.set_level("CRITICAL")
+    key = JobKey.generate()
+    first = await Node.attach(name="launcher/0", key=key, tcp="127.0.0.1:0", run_dir=tmp_path)
+    address = first.rendezvous.endpoints.tcp[0].removeprefix("tcp://")
+    left_over = await Node.attach(name="launcher/1", rdzv=Rendezvous.at(address), key=key, node_rank=1)
+    await first._opened.close(0.0)  # it dies without a goodbye
+    second = await Node.attach(name="launcher/0", key=key, tcp=address, run_dir=tmp_path)
+    successor = await Node.attach(name="launcher/1", rdzv=Rendezvous.at(address), key=key, node_rank=1)
+    assert (left_over.epoch, first.epoch) == (successor.epoch, second.epoch)
+    await successor.start(Echo(), "echo")
+    assert await second.ref(EchoContract, "echo").ping() > 0
+    with pytest.raises(CallError):
+        await with_deadline(left_over.registry, 1.5).updates(-1)
+    await until(lambda: sum(second._opened.counters.values()) > 0, "the refusal is counted")
+    assert not successor.failed.done()
+    assert not second.failed.done()
+    for node in (left_over, first, successor, second):
+        await node.close(grace_s=0)

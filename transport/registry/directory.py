@@ -62,8 +62,6 @@ class DirectoryUpdate(DirectoryEntry, frozen=True):
     """One step of the registry's state, or (`is_snapshot`) all of it."""
 
     version: int
-    history: int = 0
-    """Epoch of the registry's process: another one counts its versions from the start."""
     is_snapshot: bool = False
     nodes: tuple[NodeRecord, ...] = ()
     gone: tuple[EndedNode, ...] = ()
@@ -97,8 +95,6 @@ class Directory:
     def __init__(self) -> None:
         self.version = -1
         """Of the last update applied; -1: none yet."""
-        self.history = 0
-        """To which that version belongs."""
         self._nodes: dict[str, NodeRecord] = {}
         self._actors: dict[str, Location] = {}
         self._tombstones: OrderedDict[str, str] = OrderedDict()
@@ -108,8 +104,6 @@ class Directory:
     def apply(self, update: DirectoryUpdate) -> tuple[list[PeerEvent], list[EndedNode]] | None:
         """Take an update: what changed for actors, and which incarnations are over. None: there is a gap before it."""
         if not update.is_snapshot:
-            if update.history != self.history:
-                return None
             if update.version <= self.version:
                 return [], []
             if update.version != self.version + 1:
@@ -129,7 +123,7 @@ class Directory:
         nodes.update({n.name: n for n in update.nodes})
         self._nodes = nodes
         self._actors = {a.name: Location(n, a) for n in nodes.values() for a in n.actors}
-        self.version, self.history = update.version, update.history
+        self.version = update.version
         self.routes.clear()
         reasons = {d.name: d.reason for d in gone}
         return self._changes(before, reasons, update.reasons), gone

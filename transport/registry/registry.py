@@ -1,8 +1,7 @@
 """The registry: the one well-known actor. It issues epochs, keeps the directory, and reports arrivals and exits.
 
 The launcher of node 0 hosts it. The data plane does not need it: nodes call each other directly and use their mirrors
-while it is away; only joining and reports of exits wait for it. With a journal it may die and come back: it then has
-its members again, and reports none of them as gone before that member had time to report.
+while it is away; only joining and reports of exits wait for it. A run ends with it.
 
 `RegistryState` has the rules, sans-IO. By `RegistryRights` no member speaks in another's name. The caller is known by
 its connection.
@@ -13,30 +12,24 @@ one host may do everything, as launchers may.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
-from collections.abc import Iterable
 
 import msgspec
 
 from ...core.actor import Actor
-from ...core.errors import LaunchError, NotPermitted, StaleEpoch
+from ...core.errors import NotPermitted, StaleEpoch
 from ...core.handlers import call, current_caller
 from ...core.ids import PeerKey, check_name
 from ...core.supervision import describe_status
 from ..session.guard import ANYBODY, KeyRights, PeerGuard, is_provisional
 from ..wire import Endpoints, is_public_key
 from .directory import DirectoryUpdate, EndedNode, HostedActor, NodeRecord
-from .journal import JournalLine, NodeEnded, NodeEntry, RegistryJournal
 
 REGISTRY = "registry"
-REJOIN_S = 20.0
-"""How long a restarted registry waits for a process that its last incarnation knew. On its host they notice within
-about a second, on others within ten."""
 UPDATES_S = 3.0
 """How long a node's question for updates is held back when there are none. An answer that is lost costs 3 s more."""
-
-_log = logging.getLogger("myxa.transport")
+REGISTRY_KEY = PeerKey(1, 1)
+"""Number and epoch of the process that hosts the registry."""
 
 
 class RegistryContract(Actor):
@@ -45,12 +38,6 @@ class RegistryContract(Actor):
     @call(deadline=10, reentrant=True)
     async def register(self, node: str, endpoints: Endpoints, pid: int) -> NodeRecord:
         """A process joins; the record holds its number and epoch. An older incarnation of that name is thereby over."""
-        raise NotImplementedError
-
-    @call(deadline=10, reentrant=True)
-    async def rejoin(self, record: NodeRecord) -> str:
-        """A process that an earlier incarnation of the registry admitted keeps its epoch. Empty, or why it may
-        not: then it is over, and whatever it still does has no effect."""
         raise NotImplementedError
 
     @call(deadline=10, reentrant=True)
@@ -81,20 +68,13 @@ class RegistryContract(Actor):
         """The node that hosts actor `name`, waiting for it to come up to `wait_s`."""
         raise NotImplementedError
 
-    @call(deadline=10, reentrant=True)
-    async def list_nodes(self, prefix: str = "") -> tuple[NodeRecord, ...]:
-        raise NotImplementedError
-
     @call(deadline=UPDATES_S + 3.0, reentrant=True)
-    async def updates(self, after: int, history: int, wait_s: float = UPDATES_S) -> tuple[DirectoryUpdate, ...]:
-        """What happened after version `after` (-1: a snapshot), once something has; none after `wait_s`. `history`: of
-        which incarnation of the registry that version is; for another one a snapshot comes first."""
+    async def updates(self, after: int, wait_s: float = UPDATES_S) -> tuple[DirectoryUpdate, ...]:
+        """What happened after version `after` (-1: a snapshot), once something has; none after `wait_s`."""
         raise NotImplementedError
 
 
 KEPT_UPDATES = 512
-REGISTRY_NODE_ID = 1
-"""Of the process that hosts the registry; its epoch is in the rendezvous record."""
 
 
 class RegistryState:
@@ -102,10 +82,6 @@ class RegistryState:
 
     def __init__(self) -> None:
         self.version = 0
-        self.history = 0
-        """Epoch of the process that hosts the registry; part of every update."""
-        self.presumed: set[str] = set()
-        """Nodes that were alive when the last incarnation of the registry died, and were not heard of since."""
         self._ids: dict[str, int] = {}
         self._epochs: dict[str, int] = {}
         self._nodes: dict[str, NodeRecord] = {}
@@ -120,74 +96,27 @@ class RegistryState:
                 return node
         return None
 
-    def nodes(self, prefix: str) -> tuple[NodeRecord, ...]:
-        return tuple(n for name, n in sorted(self._nodes.items()) if name.startswith(prefix))
+    def nodes(self) -> tuple[NodeRecord, ...]:
+        return tuple(self._nodes.values())
 
-    def since(self, version: int, history: int = 0) -> tuple[DirectoryUpdate, ...]:
-        """What a mirror at that version of that history needs: nothing, the updates it missed, or a snapshot."""
-        is_ours = history == self.history
-        if is_ours and version == self.version:
+    def since(self, version: int) -> tuple[DirectoryUpdate, ...]:
+        """What a mirror at that version needs: nothing, the updates it missed, or a snapshot."""
+        if version == self.version:
             return ()
-        if is_ours and self._updates and self._updates[0].version <= version + 1 <= self.version and version >= 0:
+        if self._updates and self._updates[0].version <= version + 1 <= self.version and version >= 0:
             return tuple(u for u in self._updates if u.version > version)
         nodes = tuple(self._nodes.values())
-        return (DirectoryUpdate(version=self.version, history=self.history, is_snapshot=True, nodes=nodes),)
-
-    def restore(self, entries: Iterable[JournalLine]) -> None:
-        """Take up what the last incarnation of the registry knew; whom it knew is presumed to be alive."""
-        for entry in entries:
-            if isinstance(entry, NodeEntry):
-                record = entry.record
-                self._ids[record.name] = record.node_id
-                if record.epoch >= self._epochs.get(record.name, 0):
-                    self._epochs[record.name] = record.epoch
-                    self._nodes[record.name] = record
-            elif isinstance(entry, NodeEnded):
-                record = self._nodes.get(entry.node)
-                if record is not None and record.epoch == entry.epoch:
-                    del self._nodes[entry.node]
-        self.presumed = set(self._nodes)
-
-    def grant(self, name: str, endpoints: Endpoints, pid: int = 0, role: str = "keeper") -> NodeRecord:
-        """A number and an epoch that were never used. `enter` announces them."""
-        epoch = self._epochs[name] = self._epochs.get(name, 0) + 1
-        node_id = self._ids.setdefault(name, max(self._ids.values(), default=REGISTRY_NODE_ID - 1) + 1)
-        return NodeRecord(name=name, node_id=node_id, epoch=epoch, endpoints=endpoints, pid=pid, role=role)
-
-    def enter(self, record: NodeRecord) -> None:
-        """An incarnation that was granted is there; a living older one is thereby over. Raises StaleEpoch if a newer
-        one has entered meanwhile."""
-        old = self._nodes.get(record.name)
-        if record.epoch != self._epochs.get(record.name) or (old is not None and old.epoch >= record.epoch):
-            raise StaleEpoch(f"{record.name} epoch {record.epoch} was replaced before it was there")
-        self._nodes[record.name] = record
-        self.presumed.discard(record.name)
-        self._note(
-            nodes=(record,), gone=(_departure(old, f"it was replaced by epoch {record.epoch}"),) if old else ()
-        )  # fmt: skip
+        return (DirectoryUpdate(version=self.version, is_snapshot=True, nodes=nodes),)
 
     def register(self, name: str, endpoints: Endpoints, pid: int = 0, role: str = "keeper") -> NodeRecord:
-        """Grant and enter, for registries that keep no journal."""
-        record = self.grant(name, endpoints, pid, role)
-        self.enter(record)
+        """A number and an epoch that were never used; a living older incarnation is thereby over."""
+        epoch = self._epochs[name] = self._epochs.get(name, 0) + 1
+        node_id = self._ids.setdefault(name, len(self._ids) + REGISTRY_KEY.node_id)
+        record = NodeRecord(name=name, node_id=node_id, epoch=epoch, endpoints=endpoints, pid=pid, role=role)
+        old = self._nodes.get(name)
+        self._nodes[name] = record
+        self._note(nodes=(record,), gone=(_departure(old, f"it was replaced by epoch {epoch}"),) if old else ())
         return record
-
-    def rejoin(self, record: NodeRecord) -> str:
-        """A process that an earlier incarnation of the registry admitted is still there. Why it is not: else empty."""
-        known = self._nodes.get(record.name)
-        newest = self._epochs.get(record.name, 0)
-        claimed = f"{record.name} epoch {record.epoch}"
-        if known is None or known.epoch != record.epoch:
-            if record.epoch > newest or newest == 0:
-                return f"{claimed} was not given out by this registry"
-            return f"{claimed} is over; " + (f"epoch {newest} is there" if known else f"the newest was {newest}")
-        if (known.node_id, known.endpoints, known.pid) != (record.node_id, record.endpoints, record.pid):
-            return f"{claimed} is another process"
-        self.presumed.discard(record.name)
-        if known.actors != record.actors:
-            self._nodes[record.name] = mended = msgspec.structs.replace(known, actors=record.actors)
-            self._note(nodes=(mended,))
-        return ""
 
     def announce(self, name: str, epoch: int, actors: tuple[HostedActor, ...], reasons: dict[str, str]) -> NodeRecord:
         """The actors of an incarnation, all of them. Raises StaleEpoch if it is not the current one."""
@@ -203,7 +132,6 @@ class RegistryState:
                 )
         record = msgspec.structs.replace(old, actors=actors)
         self._nodes[name] = record
-        self.presumed.discard(name)
         self._note(nodes=(record,), reasons=reasons)
         return record
 
@@ -213,7 +141,6 @@ class RegistryState:
         if node is None or epoch not in (0, node.epoch) or pid not in (0, node.pid):
             return False
         del self._nodes[name]
-        self.presumed.discard(name)
         self._note(gone=(_departure(node, reason),))
         return True
 
@@ -224,9 +151,7 @@ class RegistryState:
         reasons: dict[str, str] | None = None,
     ) -> None:
         self.version += 1
-        self._updates.append(
-            DirectoryUpdate(version=self.version, history=self.history, nodes=nodes, gone=gone, reasons=reasons or {})
-        )
+        self._updates.append(DirectoryUpdate(version=self.version, nodes=nodes, gone=gone, reasons=reasons or {}))
 
 
 def _departure(node: NodeRecord, reason: str) -> EndedNode:
@@ -236,40 +161,20 @@ def _departure(node: NodeRecord, reason: str) -> EndedNode:
 class RegistryActor(RegistryContract):
     """The registry of one system."""
 
-    def __init__(self, guard: PeerGuard | None = None, journal: RegistryJournal | None = None) -> None:
+    def __init__(self, guard: PeerGuard | None = None) -> None:
         self.state = RegistryState()
-        self.num_refused = 0
-        self._journal = journal
-        if journal is not None:
-            self.state.restore(journal.entries)
         self._rights = RegistryRights(self.state, guard)
         self._sleepers: dict[asyncio.Event, None] = {}  # in order: a simulated run repeats itself
 
     async def register(self, node: str, endpoints: Endpoints, pid: int) -> NodeRecord:
         role = self._rights.to_register(check_name(node), endpoints, current_caller())
-        record = self.state.grant(node, endpoints, pid, role)
-        if self._journal is not None:
-            self._journal.append(NodeEntry(record=record))
-            await self._journal.settle()
-        self.state.enter(record)
+        record = self.state.register(node, endpoints, pid, role)
         self._wake()
         return record
-
-    async def rejoin(self, record: NodeRecord) -> str:
-        self._rights.to_rejoin(record, current_caller())
-        refusal = self.state.rejoin(record)
-        if refusal:
-            self.num_refused += 1
-            _log.warning("refused: %s", refusal)
-        else:
-            self._remember(record.name)
-        self._wake()
-        return refusal
 
     async def announce(self, node: str, epoch: int, actors: tuple[HostedActor, ...], reasons: dict[str, str]) -> int:
         self._rights.to_speak_for(node, current_caller())
         self.state.announce(node, epoch, actors, reasons)
-        self._remember(node)
         self._wake()
         return self.state.version
 
@@ -286,7 +191,7 @@ class RegistryActor(RegistryContract):
 
     def unreachable(self, key: PeerKey, why: str) -> None:
         """This process lost the connection to that incarnation for good."""
-        for record in self.state.nodes(""):
+        for record in self.state.nodes():
             if record.key == key:
                 self._depart(record.name, record.epoch, why)
 
@@ -298,52 +203,17 @@ class RegistryActor(RegistryContract):
                 break
         return self.state.find(name) if record is None else record
 
-    async def list_nodes(self, prefix: str = "") -> tuple[NodeRecord, ...]:
-        return self.state.nodes(prefix)
-
-    async def updates(self, after: int, history: int, wait_s: float = UPDATES_S) -> tuple[DirectoryUpdate, ...]:
-        found = self.state.since(after, history)
+    async def updates(self, after: int, wait_s: float = UPDATES_S) -> tuple[DirectoryUpdate, ...]:
+        found = self.state.since(after)
         if not found and await self._sleep(wait_s):
-            found = self.state.since(after, history)
+            found = self.state.since(after)
         return found
 
-    async def on_start(self) -> None:
-        """Give those whom the last incarnation knew their time."""
-        if self.state.presumed:
-            self.ctx.spawn(self._wait_for_presumed(), name="wait for those who were there")
-
-    async def on_stop(self, why: str) -> None:
-        if self._journal is not None:
-            self._journal.close()
-
-    async def _wait_for_presumed(self) -> None:
-        await asyncio.sleep(REJOIN_S)
-        for name in sorted(self.state.presumed):
-            record = self.state.node(name)
-            if record is not None:
-                self._depart(name, record.epoch, f"it did not report within {REJOIN_S:g} s of the registry's restart")
-
     def _depart(self, node: str, epoch: int, reason: str, pid: int = 0) -> bool:
-        record = self.state.node(node)
-        if record is None or not self.state.depart(node, epoch, reason, pid):
-            return False
-        self._write(NodeEnded(node=node, epoch=record.epoch, reason=reason))
-        self._wake()
-        return True
-
-    def _remember(self, node: str) -> None:
-        record = self.state.node(node)
-        if record is not None:
-            self._write(NodeEntry(record=record))
-
-    def _write(self, entry: JournalLine) -> None:
-        """A journal that cannot be written stops grants, but ends are still announced."""
-        if self._journal is None:
-            return
-        try:
-            self._journal.append(entry)
-        except LaunchError as error:
-            _log.error("%s", error)
+        is_over = self.state.depart(node, epoch, reason, pid)
+        if is_over:
+            self._wake()
+        return is_over
 
     async def _sleep(self, timeout_s: float) -> bool:
         """Until something changes; False after `timeout_s`."""
@@ -369,7 +239,6 @@ class RegistryRights:
     def __init__(self, state: RegistryState, guard: PeerGuard | None) -> None:
         self._state = state
         self._guard = guard
-        self.num_refused = 0
 
     def to_register(self, name: str, endpoints: Endpoints, caller: PeerKey | None) -> str:
         """May that caller join as `name`, listening there? Returns the role that it has then."""
@@ -383,7 +252,7 @@ class RegistryRights:
         if badge.name not in ("", name) or badge.key not in ("", endpoints.curve):
             raise self._refusal(f"the key that was announced for {badge.name} was used to join as {name}")
         living = self._state.node(name)
-        if living is not None and living.node_id == REGISTRY_NODE_ID:
+        if living is not None and living.node_id == REGISTRY_KEY.node_id:
             raise self._refusal(f"{name} is the process of the registry itself")
         self._check_key(name, endpoints)
         self._guard.joined(endpoints.curve)
@@ -395,7 +264,7 @@ class RegistryRights:
             if any(endpoints.tcp):
                 raise self._refusal(f"{name} listens on tcp and has no key")
             return
-        owner = next((n.name for n in self._state.nodes("") if n.endpoints.curve == key), name)
+        owner = next((n.name for n in self._state.nodes() if n.endpoints.curve == key), name)
         if not is_public_key(key) or owner != name:
             raise self._refusal(f"{name} gives a key that is {'no key' if owner == name else f'that of {owner}'}")
 
@@ -403,15 +272,6 @@ class RegistryRights:
         record = self._record(caller)
         if record is not None and record.role != "keeper" and record.name != name:
             raise self._refusal(f"{record.name} spoke for {name}")
-
-    def to_rejoin(self, record: NodeRecord, caller: PeerKey | None) -> None:
-        """Say again what the registry knew of it; key and role stay as they were."""
-        self.to_speak_for(record.name, caller)
-        known = self._record(caller)
-        if known is not None and (known.key, known.role, known.endpoints.curve) != (
-            record.key, record.role, record.endpoints.curve,
-        ):  # fmt: skip
-            raise self._refusal(f"{known.name} came back with another number, key or role")
 
     def to_keep(self, what: str, caller: PeerKey | None) -> None:
         record = self._record(caller)
@@ -430,12 +290,10 @@ class RegistryRights:
         """Of a member; None: within the process. A process that has not joined may only call `register`."""
         if self._guard is None or caller is None:
             return None
-        for record in self._state.nodes(""):
+        for record in self._state.nodes():
             if record.key == caller:
                 return record
-        self.num_refused += 1
         raise StaleEpoch(f"{caller} is not registered (any more)")
 
     def _refusal(self, why: str) -> NotPermitted:
-        self.num_refused += 1
         return NotPermitted(why, remedy="a process speaks under its own name and key; launchers hold the job's key")

@@ -27,7 +27,7 @@ from typing import Protocol
 from ...core.clock import Clock
 from ...core.errors import BadRequest, LaunchError, MyxaError, Overloaded, StaleEpoch
 from ...core.ids import PeerKey
-from ..wire import ConnectionGuard, Endpoints, Lane, Transport
+from ..wire import ConnectionGuard, Lane, Transport
 from . import credit
 from .calls import Calls
 from .credit import cost_of
@@ -339,8 +339,6 @@ class Session:
         self._door = door
         self._handshake = Handshake(self._links, self.calls, self.counters, door, self.peer_over)
         self._num_greetings = 0
-        self.on_greeted: Callable[[PeerKey, Endpoints], object] | None = None
-        """Called when a process said who it is, before anything else is done with it."""
         handlers: dict[Kind, Handler] = {
             Kind.CALL: self.serving.on_call,
             Kind.CAST: self.serving.on_call,
@@ -429,10 +427,6 @@ class Session:
             self._router.drop(given_up)
             self._links.forget_sources(given_up)
 
-    def endpoints_of(self, key: PeerKey) -> Endpoints | None:
-        link = self._links.find(key)
-        return link.endpoints if link is not None else None
-
     def peers(self) -> tuple[PeerKey, ...]:
         """Incarnations we have a connection to, or are making one; without this process."""
         return tuple(link.key for link in self._links.all() if link.key != self.own)
@@ -476,8 +470,6 @@ class Session:
             return
         for older in self._links.heard_of(key):
             self.peer_over(older.key, f"{hello.name} restarted as epoch {key.epoch}")
-        if self.on_greeted is not None:
-            self.on_greeted(key, hello.endpoints)
         try:
             link = self._links.open(key, hello.endpoints)
             if hello.attempt <= link.attempts[lane]:
