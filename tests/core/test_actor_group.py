@@ -249,4 +249,4 @@ async def test_what_a_type_checker_knows(scene: Scene):
     with pytest.raises(GatherError):
         await scene.group.all(RankContract.step)  # pyright: ignore[reportCallIssue]
     with pytest.raises(BadRequest):
-        await scene.group.all(RegistryContract.updates)  # pyright: ignore[reportArgumentType]
+        await scene.group.all(RegistryContract.updates, 0)  # pyright: ignore[reportArgumentType]
