@@ -38,9 +38,8 @@ from myxa.core.knobs import (
 from myxa.core.messages import BufferStats, EngineStatus, RunStatus
 from myxa.launch.control import verbs
 from myxa.launch.control.client import ControlNote
-from myxa.launch.control.context import VerbContext
 from myxa.launch.control.look_verbs import StatusReply
-from myxa.launch.control.server import ControlServer, Handler
+from myxa.launch.control.server import ControlServer, Handler, VerbContext
 
 HOSTILE = "<script>window.hacked = true</script><img src=x onerror='window.hacked=true'> \u202egnirts"
 

@@ -32,9 +32,8 @@ from ..core.process import adopting_orphans
 from ..transport.descriptors import raise_limit
 from .contracts import SUPERVISOR, AgentContract, RunDescription, agent_name
 from .control.client import NOTE, ControlNote
-from .control.context import VerbContext
 from .control.handlers import HANDLERS
-from .control.server import ControlServer
+from .control.server import ControlServer, VerbContext
 from .frozen_code import freeze
 from .nodes.agent import Agent
 from .nodes.follower import follow, follow_late

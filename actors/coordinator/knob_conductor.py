@@ -60,8 +60,8 @@ TELL_AGAIN_S = 1.0
 ALONE = ("buffer", "monitor")
 """Owners that there is one of."""
 
-ASKED = ("values", "target", "expect", "for_steps", "for_s", "force", "not_before")
-"""Fields of a request that the audit log has."""
+NOT_ASKED = ("who", "reason", "dry_run")
+"""Fields of a request that the audit log has elsewhere, or never."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,8 @@ class KnobConductor:
 
     async def change(self, request: ChangeRequest) -> ChangeReply:
         """All or none. A refusal is an answer, not an error."""
-        asked = {n: v for n in ASKED if (v := getattr(request, n)) or n in ("values", "target")}
+        fields = msgspec.structs.asdict(request).items()
+        asked = {n: v for n, v in fields if n not in NOT_ASKED and (v or n in ("values", "target"))}
         return await self.make(
             Order("set", request, lambda roster: draft_change(request, roster, self.decisions), asked)
         )

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..control import verbs
-from .output import ask, show, table, verb_command
-from .parser import Parser, at_least
+from .parser import Parser, ask, at_least, show, table, verb_command
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.errors import ConfigError, LedgerError
 from ..control import verbs
-from .output import ask, folder_of, show, table, verb_command
-from .parser import Parser
+from .parser import Parser, ask, folder_of, show, table, verb_command
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

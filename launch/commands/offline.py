@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import ConfigError
-from .output import show
-from .parser import Command, Parser, add_json_flag
+from .parser import Command, Parser, add_json_flag, show
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -9,8 +9,18 @@ from typing import Any
 
 from ..control import verbs
 from ..control.client import find_run
-from .output import arguments_of, ask, client_of, client_or_folder, say_now, show, verb_command
-from .parser import Command, Parser, add_run_flags
+from .parser import (
+    Command,
+    Parser,
+    add_run_flags,
+    arguments_of,
+    ask,
+    client_of,
+    client_or_folder,
+    say_now,
+    show,
+    verb_command,
+)
 
 
 def _add_scale(parser: Parser) -> None:

@@ -15,8 +15,7 @@ from ..control import verbs
 from ..control.client import CONFIG, RUNS, ControlClient, ControlNote, NoLiveRun, find_run
 from ..run_dir import is_run_folder
 from ..supervisor.timeouts import RunTimeouts
-from .output import ask, note_of, show, table, verb_command
-from .parser import Command, Parser, add_json_flag, at_least
+from .parser import Command, Parser, add_json_flag, ask, at_least, note_of, show, table, verb_command
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -7,8 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .output import show, table
-from .parser import Command, Parser, add_json_flag
+from .parser import Command, Parser, add_json_flag, show, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

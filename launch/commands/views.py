@@ -16,8 +16,19 @@ from typing import TYPE_CHECKING, Any
 from ...core.errors import ConfigError, LaunchError
 from ..control import verbs
 from .knobs import change_words
-from .output import client_or_folder, folder_of, note_of, show, table, verb_command
-from .parser import Command, Parser, add_json_flag, add_run_flags, stretch_s
+from .parser import (
+    Command,
+    Parser,
+    add_json_flag,
+    add_run_flags,
+    client_or_folder,
+    folder_of,
+    note_of,
+    show,
+    stretch_s,
+    table,
+    verb_command,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -20,8 +20,7 @@ from ...core.refs import with_deadline
 from ...core.samples import F32, Sample
 from ..views.run_files import SampleQuery, read_samples
 from . import verbs
-from .context import VerbContext
-from .server import Handler
+from .server import Handler, VerbContext
 
 MIB = 1 << 20
 NOT_A_CHARACTER = "\ufffd"

@@ -1,25 +1,67 @@
-"""The handler of every verb; here those about the run as a whole: pause, resume, step, checkpoint, evaluation, end."""
+"""The handlers of verbs that the coordinator carries out: the run as a whole, and its knobs. Beside them the table of
+all handlers.
+
+A coordinator that died is back within seconds, so a call waits that long for it. A coordinator that dies during a
+call may have carried it out; the error says so.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from typing import Any
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, cast
 
-from ...actors.contracts import MemoryContract
+import msgspec
+
+from ...actors.contracts import CoordinatorContract, MemoryContract
+from ...actors.coordinator.audit import AUDIT_FILE, read_audit
+from ...core.config import RunConfig
+from ...core.config.section import walk
 from ...core.device_memory import MemoryView
-from ...core.errors import ConfigError
-from ...core.knobs import Operator
+from ...core.errors import ConfigError, LaunchError, NoSuchActor, NotSent, PeerDied
+from ...core.knobs import AuditRecord, ChangeReply, ChangeRequest, KnobTable, Operator
 from ...core.refs import with_deadline
+from ...core.suggestion import nearest, suggest
 from ..composition.memory_parts import manager_name, takes_turns
+from ..supervisor.run_actors import ActorStatus
 from . import verbs
-from .context import VerbContext, coordinator_call
 from .data_verbs import DATA_HANDLERS
-from .knob_verbs import KNOB_HANDLERS
 from .look_verbs import LOOK_HANDLERS
 from .process_verbs import PROCESS_HANDLERS
-from .server import Handler
+from .server import Handler, VerbContext
+from .targets import find_targets
 from .why_verbs import WHY_HANDLERS
+
+NAME = "coordinator"
+WAIT_S = 5.0
+
+
+@asynccontextmanager
+async def coordinator_call(context: VerbContext, seconds: float) -> AsyncGenerator[CoordinatorContract]:
+    """A reference with that deadline, to be used inside the block. Raises NotSent while it is away, PeerDied when it
+    ends meanwhile."""
+    try:
+        await context.node.wait_for(NAME, timeout_s=WAIT_S)
+    except LaunchError as error:
+        raise _away(context) from error
+    try:
+        yield with_deadline(context.node.ref(CoordinatorContract, NAME), seconds)
+    except PeerDied as error:
+        raise PeerDied(
+            "the coordinator ended over this request and is being restarted; it may or may not have been carried out",
+            remedy="look at `myxa history` and `myxa get`; then ask again",
+        ) from error
+    except (NoSuchActor, NotSent) as error:
+        raise _away(context) from error
+
+
+def _away(context: VerbContext) -> NotSent:
+    record = next((record for record in context.supervisor.statuses() if record.name == NAME), None)
+    state = f"{record.state}, attempt {record.attempt}" if record is not None else "not there"
+    return NotSent(f"the coordinator is restarting ({state}): nothing was asked of it", remedy="ask again in a moment")
+
 
 ASK_S = 10.0
 
@@ -75,8 +117,157 @@ async def _verbs(context: VerbContext, arguments: verbs.Arguments, who: Operator
     return [verbs.describe(verb) for verb in verbs.ALL]
 
 
+# -- knobs ------------------------------------------------------------------------------------------------------------
+
+
+def default_at(key: str) -> Any:
+    """What a run file means that leaves "section.key" out; None where there is no such key, or it has to be given."""
+    info = next((info for path, info in walk(RunConfig) if ".".join(path) == key), None)
+    return None if info is None or info.is_required() else info.get_default(call_default_factory=True)
+
+
+def flat(table: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """("optimizer.lr", 1e-4) for every leaf of nested tables."""
+    for name, value in table.items():
+        key = f"{above}.{name}" if above else name
+        if isinstance(value, dict):
+            yield from flat(cast(dict[str, Any], value), key)
+        else:
+            yield key, value
+
+
+MAX_RECORDS = 10_000
+
+
+async def knob_table(context: VerbContext) -> KnobTable:
+    """All knobs of the run. Raises CallError while there is no coordinator."""
+    async with coordinator_call(context, verbs.GET.ask_s) as coordinator:
+        return await coordinator.knob_table()
+
+
+def known_names(table: KnobTable) -> set[str]:
+    return {state.tunable.name for sheet in table.sheets for state in sheet.knobs}
+
+
+def check_names(names: Sequence[str], table: KnobTable, context: VerbContext) -> None:
+    """Raises ConfigError for a knob that does not exist, with what may be meant: another name, or a key of the file."""
+    known = known_names(table)
+    keys = {state.tunable.key: state.tunable.name for sheet in table.sheets for state in sheet.knobs}
+    for name in names:
+        if name in known:
+            continue
+        if name in keys:
+            raise ConfigError(f"{name!r} is a key of the run file", remedy=f"the knob is {keys[name]!r}")
+        if table.silent:  # it may be theirs
+            text = f"{name[:128]!r} is no knob of any actor that answers"
+            raise ConfigError(text, remedy=f"no answer from {', '.join(table.silent)}")
+        fixed = _keys_of_file(name, context.config)
+        if live := [keys[key] for key in fixed if key in keys]:
+            raise ConfigError(f"{name!r} is a key of the run file", remedy=f"the knob is {live[0]!r}")
+        if fixed:
+            raise ConfigError(
+                f"{name!r} is no knob: it is {' or '.join(fixed)} of the run file, and fixed while a run works",
+                remedy=f"`myxa down`, then `myxa resume {context.run_dir.path} --set {fixed[0]}=...`; or `myxa fork`",
+            )
+        raise ConfigError(f"{name[:128]!r} is no knob", remedy=_hint(name, table))
+
+
+def _keys_of_file(name: str, config: RunConfig) -> list[str]:
+    """Keys of the run file that a person may mean: "batch_size", or "algo.batch_size"."""
+    keys = (key for key, _ in flat(config.model_dump(by_alias=True)))
+    return [key for key in keys if name in (key, key.rpartition(".")[2])]
+
+
+def _hint(name: str, table: KnobTable) -> str:
+    known = known_names(table)
+    if nearest(name, known):
+        return suggest(name, known)
+    words = name.replace("_", " ").replace("-", " ").lower()
+    for state in (state for sheet in table.sheets for state in sheet.knobs):
+        if len(words) > 2 and words in state.tunable.help.lower():
+            return f'did you mean "{state.tunable.name}"? it is "{state.tunable.help}"'
+    return "`myxa get --all` lists them all"
+
+
+async def _get(context: VerbContext, arguments: verbs.GetArguments, who: Operator) -> KnobTable:
+    table = await knob_table(context)
+    if not arguments.names:
+        return table
+    check_names(arguments.names, table, context)
+    sheets = (
+        msgspec.structs.replace(sheet, knobs=tuple(s for s in sheet.knobs if s.tunable.name in arguments.names))
+        for sheet in table.sheets
+    )
+    return msgspec.structs.replace(table, sheets=tuple(sheet for sheet in sheets if sheet.knobs))
+
+
+async def _explain(context: VerbContext, arguments: verbs.ExplainArguments, who: Operator) -> dict[str, Any]:
+    """Its state at each owner, what the run file says, when it goes back by itself, and what became of it."""
+    name = arguments.name
+    table = await knob_table(context)
+    check_names((name,), table, context)
+    owners = {sheet.owner: state for sheet in table.sheets for state in sheet.knobs if state.tunable.name == name}
+    knob = next(iter(owners.values()))
+    key = knob.tunable.key
+    value = dict(flat(context.config.model_dump(by_alias=True))).get(key)
+    records = await asyncio.to_thread(read_audit, context.run_dir.path / AUDIT_FILE, MAX_RECORDS)
+    return {
+        "knob": knob,
+        "owners": owners,
+        "file_value": value,
+        "is_default": bool(key) and value == default_at(key),
+        "reverts": table.reverts.get(name, ""),
+        "history": [record for record in records if any(move.name == name for move in record.moves)],
+    }
+
+
+async def _set(context: VerbContext, request: ChangeRequest, who: Operator) -> ChangeReply:
+    if request.for_steps and request.for_s:
+        raise ConfigError("the change is to last for steps and for seconds", remedy="say one of them")
+    names = (*request.values, *request.expect)
+    if request.target.startswith("node:"):
+        owner = owner_on_node(request.target, context.supervisor.statuses(), names, await knob_table(context))
+        request = msgspec.structs.replace(request, target=owner)
+    async with coordinator_call(context, verbs.SET.ask_s) as coordinator:
+        reply = await coordinator.change_knobs(request)
+    if reply.refused:
+        # says better what was meant; asked only now, a good change is fast
+        check_names(names, await knob_table(context), context)
+    return reply
+
+
+def owner_on_node(target: str, roster: Sequence[ActorStatus], names: Sequence[str], table: KnobTable) -> str:
+    """A target that the coordinator knows for "node:1": the one owner of these knobs there, or its whole role if all of
+    it is there. Raises ConfigError when it is neither."""
+    here = {record.name for record in find_targets(target, roster)}
+    owners = {sheet.owner for sheet in table.sheets for state in sheet.knobs if state.tunable.name in names}
+    meant = sorted(owners & here)
+    if len(meant) == 1:
+        return meant[0]
+    roles = {owner.partition("/")[0] for owner in meant}
+    if len(roles) == 1 and {owner for owner in owners if owner.partition("/")[0] in roles} <= here:
+        return f"{roles.pop()}/*"
+    found = (
+        f"only {', '.join(meant)} of {', '.join(sorted(owners))} are on {target}" if meant else f"no owner on {target}"
+    )
+    raise ConfigError(
+        f"{found}: a change is for one owner, a role, or all", remedy="name one owner: --target rollout/1"
+    )
+
+
+async def _undo(context: VerbContext, arguments: verbs.UndoArguments, who: Operator) -> ChangeReply:
+    async with coordinator_call(context, verbs.UNDO.ask_s) as coordinator:
+        return await coordinator.undo(who, arguments.reason, arguments.epoch)
+
+
+async def _history(context: VerbContext, arguments: verbs.HistoryArguments, who: Operator) -> tuple[AuditRecord, ...]:
+    """From the file: process verbs are in it too, and it can be read while the coordinator is away."""
+    return await asyncio.to_thread(read_audit, context.run_dir.path / AUDIT_FILE, arguments.limit)
+
+
 HANDLERS: dict[verbs.Verb[Any], Handler] = {
     verbs.VERBS: _verbs, verbs.MEM: _memory, verbs.PAUSE: _pause, verbs.RESUME: _resume, verbs.STEP: _step,
     verbs.CKPT: _checkpoint, verbs.EVAL: _evaluate, verbs.DOWN: _down,
-    **KNOB_HANDLERS, **PROCESS_HANDLERS, **LOOK_HANDLERS, **DATA_HANDLERS, **WHY_HANDLERS,
+    verbs.GET: _get, verbs.EXPLAIN: _explain, verbs.SET: _set,
+    verbs.UNDO: _undo, verbs.HISTORY: _history, **PROCESS_HANDLERS, **LOOK_HANDLERS, **DATA_HANDLERS, **WHY_HANDLERS,
 }  # fmt: skip

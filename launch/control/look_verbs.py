@@ -35,8 +35,8 @@ from ..contracts import (
 from ..run_watch import RunWatch
 from ..supervisor.run_actors import ActorStatus
 from . import verbs
-from .context import VerbContext, answer_or_none, find_targets
-from .server import Answer, Handler
+from .server import Answer, Handler, VerbContext, answer_or_none
+from .targets import find_targets
 
 C = TypeVar("C")
 T = TypeVar("T")

@@ -17,8 +17,8 @@ from ..actor_spec import ActorSpec
 from ..supervisor.placement import START_ORDER, check_leaver, staff
 from ..supervisor.run_actors import ActorStatus
 from . import verbs
-from .context import VerbContext, find_targets, node_of
-from .server import Handler
+from .server import Handler, VerbContext
+from .targets import find_targets, node_of
 
 LOOK_S = 0.1
 BACK_S = 600.0

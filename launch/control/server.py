@@ -18,6 +18,7 @@ import contextlib
 import logging
 import os
 import pwd
+import re
 import socket
 import struct
 from collections import Counter
@@ -26,18 +27,23 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 from aiohttp import web
 
 from ...actors.http_guard import Head, HttpAccess
+from ...core.config import RunConfig
 from ...core.errors import CallError, ConfigError, DeadlineExceeded, LaunchError, MyxaError, NotExecuted, Overloaded
 from ...core.knobs import AuditRecord, Operator
 from ...core.record import Record
-from .context import VerbContext
-from .verbs import HOST, Verb, find_verb
-from .wire import arguments_from_body, arguments_from_query, encode, error_answer
+from ...core.suggestion import suggest
+from ...transport.node import Node
+from ..run_dir import RunDir
+from .verbs import HOST, WHO, Verb, argument_names, find_verb
+
+if TYPE_CHECKING:
+    from ..supervisor.run_supervisor import RunSupervisor
 
 USAGE = "POST /<verb> with a JSON body, or GET /<verb>?name=value for verbs that only read; GET /verbs lists them"
 MAX_BODY_BYTES = 1 << 20
@@ -47,9 +53,30 @@ BACKLOG = 64
 LOOK_EVERY_S = 0.5
 _log = logging.getLogger("myxa.control")
 
+
+@dataclass(frozen=True, slots=True)
+class VerbContext:
+    """What verbs may use. The launcher of node 0 makes it."""
+
+    node: Node
+    """Makes references to every actor: `context.node.ref(CoordinatorContract, "coordinator")`."""
+    run_dir: RunDir
+    config: RunConfig
+    supervisor: RunSupervisor
+    started_wall_s: float
+
+
+T = TypeVar("T")
 Answer = Awaitable[Any] | AsyncIterator[Any]
 Handler = Callable[[VerbContext, Any, Operator], Answer]
 """Carries a verb out: answers with JSON types or msgspec structs, or yields them; raises MyxaError."""
+
+
+async def answer_or_none(question: Awaitable[T]) -> T | None:
+    try:
+        return await question
+    except CallError:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,6 +419,90 @@ class _CountedLogger(logging.Logger):
         elif record.levelno >= logging.ERROR:
             self._counters["bug"] += 1
             _log.handle(record)
+
+
+# -- requests and answers as JSON ---------------------------------------------------------------------------------------
+
+MAX_QUOTED_CHARS = 200
+"""Of what a caller sent, in an answer to it."""
+_BEYOND = re.compile(r"Expected `(?:int|float)` ([<>]=?) (\S+) - at `\$\.(\w+)`")
+_RELATIONS = {">=": "at least", "<=": "at most", ">": "above", "<": "below"}
+
+
+class ErrorAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """An error as the caller gets it."""
+
+    type: str
+    message: str
+    remedy: str
+    exit_code: int
+
+
+def arguments_from_body(verb: Verb[Any], body: bytes, who: Operator) -> Record:
+    """The verb's arguments from JSON, types checked. Raises ConfigError with a hint."""
+    try:
+        table: Any = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{verb.name}: that is no JSON: {error}", remedy=_taken(verb)) from None
+    if not isinstance(table, dict):
+        raise ConfigError(f"{verb.name}: the body must be an object of arguments", remedy=_taken(verb))
+    return _arguments(verb, cast("dict[str, Any]", table), who, strict=True)
+
+
+def arguments_from_query(verb: Verb[Any], pairs: list[tuple[str, str]], who: Operator) -> Record:
+    """The same from the text of a URL's query: a key that is given again makes a list longer."""
+    lists = {field.name for field in msgspec.structs.fields(verb.arguments) if isinstance(field.default, tuple)}
+    table: dict[str, Any] = {}
+    for name, text in pairs:
+        if name in lists:
+            table.setdefault(name, []).append(text)
+        else:
+            table[name] = text
+    return _arguments(verb, table, who, strict=False)
+
+
+def _arguments(verb: Verb[Any], table: dict[str, Any], who: Operator, *, strict: bool) -> Record:
+    known = argument_names(verb)
+    for name in (name for name in table if name not in known):
+        hint = suggest(name[:MAX_QUOTED_CHARS], known) if known else _taken(verb)
+        raise ConfigError(f"{verb.name}: it takes no {name[:MAX_QUOTED_CHARS]!r}", remedy=hint)
+    if WHO in verb.arguments.__struct_fields__:
+        table = {**table, WHO: who}
+    try:
+        return msgspec.convert(table, verb.arguments, strict=strict)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{verb.name}: {_in_words(str(error))[:MAX_QUOTED_CHARS]}", remedy=_taken(verb)) from None
+
+
+def _taken(verb: Verb[Any]) -> str:
+    names = argument_names(verb)
+    return f"it takes {', '.join(names)}" if names else "it takes no arguments"
+
+
+def _in_words(text: str) -> str:
+    """The message about a number beyond its range, without the path into a JSON that the caller may not see."""
+    found = _BEYOND.fullmatch(text)
+    return text if found is None else f"{found[3]} must be {_RELATIONS[found[1]]} {found[2]}"
+
+
+def error_answer(error: BaseException) -> ErrorAnswer:
+    """The error as the caller gets it. Of an unexpected one the caller gets the name without the details."""
+    if isinstance(error, MyxaError):
+        kind = next(c.__name__ for c in type(error).__mro__ if c.__module__ == MyxaError.__module__)
+        return ErrorAnswer(type=kind, message=error.message, remedy=error.remedy, exit_code=error.exit_code)
+    return ErrorAnswer(
+        type="MyxaError",
+        message=f"the launcher failed at this: {type(error).__name__}",
+        remedy="this is a bug; the launcher's log has the rest",
+        exit_code=1,
+    )
+
+
+def encode(answer: Any) -> bytes:
+    return _ENCODER.encode(answer) + b"\n"
+
+
+_ENCODER = msgspec.json.Encoder(enc_hook=str)
 
 
 class ControlServer:

@@ -22,8 +22,7 @@ from ..views.advice import Facts, most_on_cores, num_cores
 from ..views.bottleneck import Filtered, engines_look_full
 from ..views.why import Reason, actors_of, explain, explain_actors
 from . import verbs
-from .context import VerbContext, answer_or_none
-from .server import Handler
+from .server import Handler, VerbContext, answer_or_none
 
 ASK_S = 5.0
 _LOOK_UP_TO = 4

@@ -16,8 +16,9 @@ from typing import Any, Protocol
 import msgspec
 
 from ...core.errors import LaunchError, MyxaError
-from ...core.knobs import ChangeReply, KnobValue
+from ...core.knobs import ChangeReply, ChangeRequest
 from ..control.client import ControlClient, ControlNote
+from ..control.verbs import WHO
 from ..views.run_files import RunFiles
 from ..views.run_view import ASKED, RunView, VerbAnswer, carried_over, outcome, run_view_of, run_view_of_files
 
@@ -139,11 +140,9 @@ class Feed:
         troubles = tuple(dict.fromkeys(answer.error for answer in answers.values()))
         return replace(last, troubles=troubles, silent_s=max(0.1, time.monotonic() - self._heard_s))
 
-    def set(self, values: dict[str, KnobValue], reason: str, for_steps: int = 0, force: bool = False) -> ChangeReply:
+    def set(self, request: ChangeRequest) -> ChangeReply:
         """Set knobs. Raises the run's refusal."""
-        arguments: dict[str, Any] = {"values": values, "reason": reason}
-        arguments |= {"for_steps": for_steps} if for_steps else {}
-        arguments |= {"force": True} if force else {}
+        arguments = {name: value for name, value in msgspec.to_builtins(request).items() if name != WHO}
         return msgspec.convert(self.ask("set", timeout_s=90.0, **arguments), ChangeReply)
 
     def ask(self, verb: str, timeout_s: float = 15.0, **arguments: Any) -> Any:

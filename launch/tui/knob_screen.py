@@ -19,12 +19,9 @@ from textual.screen import ModalScreen
 from textual.widgets import Input, Label, Static
 
 from ...core.errors import MyxaError
-from ...core.knobs import ChangeReply, KnobValue
+from ...core.knobs import ChangeReply, ChangeRequest, KnobValue
 from ..views.changes import value_text
 from ..views.knob_table import KnobRow, parsed_value, reply_text
-
-Turn = Callable[[dict[str, KnobValue], str, int, bool], ChangeReply]
-"""values, reason, number of steps after which it goes back (0: it stays), past the guard."""
 
 
 class KnobAnswered(Message):
@@ -50,7 +47,7 @@ class KnobScreen(ModalScreen[str]):
     #said { margin-top: 1; }
     """
 
-    def __init__(self, row: KnobRow, turn: Turn) -> None:
+    def __init__(self, row: KnobRow, turn: Callable[[ChangeRequest], ChangeReply]) -> None:
         super().__init__()
         self._row = row
         self._turn = turn
@@ -111,8 +108,9 @@ class KnobScreen(ModalScreen[str]):
             return
         self._is_asking = True
         self._say("asking the run ...")
-        asked = (value, self.query_one("#reason", Input).value.strip(), int(steps or 0), force)
-        threading.Thread(target=self._ask, args=asked, daemon=True, name="set").start()
+        reason = self.query_one("#reason", Input).value.strip()
+        asked = ChangeRequest(values={self._row.name: value}, reason=reason, for_steps=int(steps or 0), force=force)
+        threading.Thread(target=self._ask, args=(asked,), daemon=True, name="set").start()
 
     def _value(self) -> KnobValue | None:
         """The typed value; None if it has the wrong type, and the error is shown."""
@@ -122,9 +120,9 @@ class KnobScreen(ModalScreen[str]):
             self._say(str(error), is_bad=True)
             return None
 
-    def _ask(self, value: KnobValue, reason: str, for_steps: int, force: bool) -> None:
+    def _ask(self, request: ChangeRequest) -> None:
         try:
-            reply = self._turn({self._row.name: value}, reason, for_steps, force)
+            reply = self._turn(request)
         except (MyxaError, OSError, ValueError) as error:
             self.post_message(KnobAnswered(str(error), is_done=False))
         else:

@@ -32,8 +32,8 @@ from ...actors.http_client import stream_timeout
 from ...actors.http_guard import Head, Refusal, elsewhere, same
 from ...core.errors import ConfigError, LaunchError, MyxaError
 from ..control.client import ControlNote
+from ..control.server import encode, error_answer
 from ..control.verbs import HOST as CONTROL_HOST
-from ..control.wire import encode, error_answer
 from ..tui.feed import Feed
 from ..views.compare import runs_of
 from ..views.page_data import past_table, state_table

@@ -16,8 +16,7 @@ import msgspec
 from myxa.core.clock import SystemClock
 from myxa.core.errors import ConfigError, DeadlineExceeded
 from myxa.core.knobs import AuditRecord, Operator
-from myxa.launch.control.context import VerbContext
-from myxa.launch.control.server import ControlServer, Handler, ServerLimits
+from myxa.launch.control.server import ControlServer, Handler, ServerLimits, VerbContext
 from myxa.launch.control.verbs import COORDINATOR, Arguments, Verb
 
 

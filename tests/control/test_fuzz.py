@@ -19,9 +19,8 @@ from tests.control.control_room import Place, ask, speak
 
 from myxa.core.errors import NoSuchActor
 from myxa.core.knobs import AuditRecord
-from myxa.launch.control.context import VerbContext
 from myxa.launch.control.handlers import HANDLERS
-from myxa.launch.control.server import ControlServer, ServerLimits
+from myxa.launch.control.server import ControlServer, ServerLimits, VerbContext
 from myxa.launch.control.verbs import ALL, argument_names
 
 SEED = 20_240_611

@@ -19,8 +19,7 @@ from tests.control.control_room import Place, ask, control_bench
 from myxa.core.config.run import ControlSettings
 from myxa.core.errors import ConfigError
 from myxa.core.knobs import Operator
-from myxa.launch.control.context import VerbContext
-from myxa.launch.control.server import is_ours
+from myxa.launch.control.server import VerbContext, is_ours
 from myxa.launch.launcher import open_control
 from myxa.launch.run_dir import RunDir
 from myxa.launch.runtime_dir import RuntimeDir

@@ -8,7 +8,7 @@ import pytest
 
 from myxa.core.config import RoleName
 from myxa.core.errors import ConfigError
-from myxa.launch.control.context import find_targets
+from myxa.launch.control.targets import find_targets
 from myxa.launch.supervisor.run_actors import ActorStatus
 
 ROSTER = tuple(

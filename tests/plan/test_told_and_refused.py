@@ -12,7 +12,7 @@ from myxa.actors.models.hf_folder import read_config
 from myxa.core.config import RunConfig
 from myxa.core.errors import ConfigError, ModelError
 from myxa.core.knobs import KnobSheet, KnobState, KnobTable, Tunable
-from myxa.launch.control.knob_verbs import check_names, default_at
+from myxa.launch.control.handlers import check_names, default_at
 from myxa.launch.run_dir import RunDir
 
 
