@@ -182,7 +182,7 @@ def buffer_limits(config: RunConfig) -> BufferLimits:
 
 def _vocab_size(model_path: str) -> int:
     """From the model's folder; if it cannot be read here, every valid token id is allowed."""
-    from ..actors.buffer.settings import MAX_ID
+    from ..actors.buffer.knobs import MAX_ID
     from ..actors.models.hf_folder import read_config
 
     try:

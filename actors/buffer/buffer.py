@@ -65,10 +65,9 @@ from ..weights.engine_versions import EngineVersions, Rewind, ServedWeights
 from .dumps import BufferDumps
 from .filters import GroupFilters
 from .finished_groups import FinishedGroups
-from .knobs import BufferKnobs, BufferLimits
+from .knobs import BufferKnobs, BufferLimits, BufferValues, LiveSettings
 from .quarantine import open_quarantine
 from .recent_groups import RecentGroups, SampleLog
-from .settings import BufferValues, LiveSettings
 from .sources import Sources
 from .store import BufferStore
 

@@ -14,8 +14,8 @@ from ...core.messages import DrawBlock, DrawRequest
 from ..ledger.ledger import Ledger
 from ..ledger.states import Row, State
 from .cursor import PromptCursor
+from .knobs import LiveSettings
 from .quarantine import PoisonTracker
-from .settings import LiveSettings
 
 RESERVED_S = 15.0
 """How long new groups are kept for an actor that waits while its engine is behind the newest weights."""

@@ -33,7 +33,7 @@ from ...core.samples import Group, Sample
 from ..daemon_thread import in_daemon_thread
 from ..ledger.resume import LedgerEntry, entries_in, entries_of
 from ..ledger.states import State, decode_group, decode_partial
-from .settings import Terms
+from .knobs import Terms
 
 FOLDER = "dumps"
 MAX_NAMES = 10_000

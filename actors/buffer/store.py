@@ -34,8 +34,8 @@ from .finished_groups import (
     refusal,
     wrong_in_partial,
 )
+from .knobs import LiveSettings, Terms
 from .quarantine import POISON, PoisonTracker, Quarantine
-from .settings import LiveSettings, Terms
 
 REATTACH_S = 10.0
 """After a restart of the buffer, a group waits so long for the actor that still holds it."""

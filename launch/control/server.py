@@ -421,7 +421,7 @@ class _CountedLogger(logging.Logger):
             _log.handle(record)
 
 
-# -- requests and answers as JSON ---------------------------------------------------------------------------------------
+# -- requests and answers as JSON --------------------------------------------------------------------------------------
 
 MAX_QUOTED_CHARS = 200
 """Of what a caller sent, in an answer to it."""

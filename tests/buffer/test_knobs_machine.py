@@ -19,8 +19,7 @@ from tests.buffer.conftest import NumberedRows, make_group
 from tests.harness.decider import WHO, news
 
 from myxa.actors.buffer.filters import GroupFilters
-from myxa.actors.buffer.knobs import BufferKnobs, BufferLimits
-from myxa.actors.buffer.settings import BufferValues, LiveSettings
+from myxa.actors.buffer.knobs import BufferKnobs, BufferLimits, BufferValues, LiveSettings
 from myxa.actors.buffer.store import BufferStore
 from myxa.actors.coordinator.knob_decisions import Decisions, OwnerStates, draft_change
 from myxa.actors.ledger.ledger import Ledger

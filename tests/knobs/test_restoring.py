@@ -13,8 +13,7 @@ from tests.harness.waiting import until
 from tests.knobs.coordinator_room import WHO, Room, open_room
 from tests.knobs.knob_maker import FIRST, Desk, make_desk
 
-from myxa.actors.buffer.knobs import BufferKnobs, BufferLimits
-from myxa.actors.buffer.settings import BufferValues, LiveSettings, Terms
+from myxa.actors.buffer.knobs import BufferKnobs, BufferLimits, BufferValues, LiveSettings, Terms
 from myxa.actors.contracts import CoordinatorContract, RolloutContract
 from myxa.actors.coordinator.audit import read_audit
 from myxa.actors.knobs.owner import OwnsKnobs
