@@ -59,12 +59,8 @@ def gae(
 
 
 WHITENED = frozenset({"ppo", "reinforce_pp", "reinforce_pp_baseline"})
+"""Kinds whose token advantages are whitened over the whole batch: they have no other baseline."""
 WHITEN_EPS = 1e-8
-
-
-def needs_whitening(kind: str) -> bool:
-    """Whether token advantages of this kind are whitened over the whole batch: they have no other baseline."""
-    return kind in WHITENED
 
 
 def token_advantages(

@@ -7,6 +7,7 @@ so groups of unequal size (a member was masked, a workflow fanned out) are norma
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 
+Normalise = Literal["group", "batch", "none"]
 STD_EPS = 1e-6
 """Added to the standard deviation (in units of reward)."""
 
@@ -40,32 +42,36 @@ class _Groups:
         self.std_S: F64 = np.sqrt(square_G / np.maximum(count_G - 1, 1))[group_S]
 
 
-def _standardised(groups: _Groups, rewards_S: F64, normalise_std: bool) -> F64:
-    """(R - mean) / (std + eps), unbiased std: GRPO, arXiv 2402.03300, section 4.1.2; without std: Dr.GRPO."""
-    return groups.centred_S / (groups.std_S + STD_EPS) if normalise_std else groups.centred_S
+def _standardised(groups: _Groups, rewards_S: F64, normalise: Normalise) -> F64:
+    """(R - mean) / (std + eps), unbiased std: of the group, GRPO, arXiv 2402.03300, section 4.1.2; of the batch, arXiv
+    2508.08221, section 4.1; without std: Dr.GRPO."""
+    if normalise == "none":
+        return groups.centred_S
+    std_S = groups.std_S if normalise == "group" else rewards_S.std(ddof=1) if len(rewards_S) > 1 else 0.0
+    return groups.centred_S / (std_S + STD_EPS)
 
 
-def _centred(groups: _Groups, rewards_S: F64, normalise_std: bool) -> F64:
+def _centred(groups: _Groups, rewards_S: F64, normalise: Normalise) -> F64:
     """R - mean: Dr.GRPO, arXiv 2503.20783, section 3; REINFORCE++-baseline before its whitening."""
     return groups.centred_S
 
 
-def _leave_one_out(groups: _Groups, rewards_S: F64, normalise_std: bool) -> F64:
+def _leave_one_out(groups: _Groups, rewards_S: F64, normalise: Normalise) -> F64:
     """R - mean of the others = (R - mean) n / (n - 1): RLOO, arXiv 2402.14740. A lone sample gets 0."""
     return groups.centred_S * groups.count_S / np.maximum(groups.count_S - 1, 1)
 
 
-def _raw(groups: _Groups, rewards_S: F64, normalise_std: bool) -> F64:
+def _raw(groups: _Groups, rewards_S: F64, normalise: Normalise) -> F64:
     """R itself: PPO and REINFORCE++ have their baseline elsewhere (values, whitening over the batch)."""
     return rewards_S
 
 
-def _one(groups: _Groups, rewards_S: F64, normalise_std: bool) -> F64:
+def _one(groups: _Groups, rewards_S: F64, normalise: Normalise) -> F64:
     """Supervised: every demonstration counts the same."""
     return np.ones_like(rewards_S)
 
 
-BASELINES: dict[str, Callable[[_Groups, F64, bool], F64]] = {
+BASELINES: dict[str, Callable[[_Groups, F64, Normalise], F64]] = {
     "grpo": _standardised,
     "dapo": _standardised,
     "gspo": _standardised,
@@ -80,12 +86,12 @@ BASELINES: dict[str, Callable[[_Groups, F64, bool], F64]] = {
 
 
 def group_advantages(
-    kind: str, rewards_S: npt.ArrayLike, group_ids_S: npt.ArrayLike, *, normalise_std: bool = True
+    kind: str, rewards_S: npt.ArrayLike, group_ids_S: npt.ArrayLike, *, normalise: Normalise = "group"
 ) -> F32:
     """float32 [S]: one advantage per sample from its reward and the rewards of its group.
 
     `rewards_S` numbers [S] in any order, `group_ids_S` integers [S]. A group of equal rewards, or of one sample, gets
-    exactly 0 from all kinds that compare. `normalise_std` concerns grpo, dapo, gspo and cispo; the formula of each kind
+    exactly 0 from all kinds that compare. `normalise` concerns grpo, dapo, gspo and cispo; the formula of each kind
     is at its function above. Raises ConfigError for an unknown kind, TrainError for shapes that disagree and for
     a reward that is not a finite number.
     """
@@ -104,4 +110,4 @@ def group_advantages(
             f"sample {at} of the batch (group {int(ids[at])}) has reward {float(rewards[at])}",
             remedy="a reward function must return a finite number",
         )
-    return rule(_Groups(rewards, ids), rewards, normalise_std).astype(np.float32)
+    return rule(_Groups(rewards, ids), rewards, normalise).astype(np.float32)

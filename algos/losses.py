@@ -7,14 +7,18 @@ A critic's loss is here too; its targets are the returns of `advantages.gae`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ..core.errors import ConfigError
 from .segments import Segments
+
+Divergence = Literal["tv", "kl"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +28,7 @@ class TokenLoss:
     loss_T: Tensor
     """float [T], differentiable."""
     clipped_T: Tensor
-    """bool [T]: the clip changed the loss (or the weight, for CISPO)."""
+    """bool [T]: the clip changed the loss (or the weight, for CISPO), or the trust region masked the token (DPPO)."""
     dual_clipped_T: Tensor
     """bool [T]: the dual clip changed the loss."""
     metrics: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
@@ -64,6 +68,50 @@ def cispo_loss(
     loss_T = -bounded_T * advantages_T * logprobs_T
     clipped_T = bounded_T != fixed_T
     return TokenLoss(loss_T, clipped_T, torch.zeros_like(clipped_T))
+
+
+def dppo_loss(
+    ratio_T: Tensor,
+    live_T: Tensor,
+    behaviour_T: Tensor,
+    advantages_T: Tensor,
+    divergence: Divergence,
+    bound_low: float,
+    bound_high: float,
+) -> TokenLoss:
+    """-M r A with r = live/behaviour. M is 0 where the update would move a token further out of the trust region: the
+    divergence D exceeds its bound, and the probability p has left that of the sampling policy q on the side that A
+    pushes to. `bound_high` is for A > 0, `bound_low` for A < 0.
+
+        tv   D = |p - q|
+        kl   D = q log(q / p) + (1 - q) log((1 - q) / (1 - p))
+
+    DPPO, arXiv 2602.04879, its two binary divergences: of the sampled token against all others.
+    """
+    log_p_T, log_q_T = live_T.detach(), behaviour_T.detach()
+    p_T, q_T = log_p_T.exp().clamp(max=1), log_q_T.exp().clamp(max=1)  # rounding may put a certain token's above 1
+    if divergence == "tv":
+        divergence_T = (p_T - q_T).abs()
+    else:
+        least = torch.finfo(p_T.dtype).tiny
+        other_T = torch.log1p(-q_T).clamp(min=math.log(least)) - torch.log1p(-p_T).clamp(min=math.log(least))
+        divergence_T = q_T * (log_q_T - log_p_T) + (1 - q_T) * other_T
+    is_up_T = advantages_T > 0
+    is_leaving_T = torch.where(is_up_T, p_T > q_T, (p_T < q_T) & (advantages_T < 0))
+    bound_T = torch.where(is_up_T, p_T.new_tensor(bound_high), p_T.new_tensor(bound_low))
+    masked_T = is_leaving_T & (divergence_T > bound_T)
+    loss_T = torch.where(masked_T, 0.0, -ratio_T * advantages_T)
+    return TokenLoss(loss_T, masked_T, torch.zeros_like(masked_T))
+
+
+def sapo_loss(ratio_T: Tensor, advantages_T: Tensor, tau_pos: float, tau_neg: float) -> TokenLoss:
+    """-(4 / tau) sigmoid(tau (r - 1)) A; tau is `tau_pos` where A > 0, else `tau_neg`. At r = 1 its gradient is that of
+    -r A; away from it the gradient fades, on both sides. Nothing is clipped. SAPO, arXiv 2511.20347; its
+    temperatures: 1 and 1.05."""
+    tau_T = torch.where(advantages_T > 0, ratio_T.new_tensor(tau_pos), ratio_T.new_tensor(tau_neg))
+    loss_T = -torch.sigmoid(tau_T * (ratio_T - 1)) * (4 / tau_T) * advantages_T
+    nowhere_T = torch.zeros_like(loss_T, dtype=torch.bool)
+    return TokenLoss(loss_T, nowhere_T, nowhere_T)
 
 
 def reinforce_loss(logprobs_T: Tensor, ratio_T: Tensor, advantages_T: Tensor) -> TokenLoss:

@@ -44,6 +44,7 @@ from torch import Tensor
 
 from ..core.config.learning import (
     LOSS_OF_KIND,
+    TRUST_REGION_LOSSES,
     AlgoConfig,
     AlgoKind,
     Correction,
@@ -55,6 +56,7 @@ from ..core.config.learning import (
 )
 from ..core.errors import ConfigError, TrainError
 from . import losses, ratios
+from .advantages import WHITENED
 from .kl import MAX_EXPONENT, kl_terms
 from .ratios import Level, Mode, TokenWeights
 from .segments import Segments
@@ -89,6 +91,10 @@ class ObjectiveConfig:
     clip_high: float = 0.2
     dual_clip: float = 0.0
     """0 = off, else > 1; for the ppo and gspo losses."""
+    sapo_tau_pos: float = 1.0
+    """Temperature of the sapo loss where A > 0."""
+    sapo_tau_neg: float = 1.05
+    """The same where A <= 0."""
     tis_cap: float = 2.0
     """Upper bound of the weight of decoupled, tis and icepop."""
     tis_floor: float = 0.0
@@ -111,6 +117,8 @@ class ObjectiveConfig:
     kl_kind: KlKind = "k2"
     kl_unbiased: bool = False
     entropy_coef: float = 0.0
+    whiten: bool = True
+    """Whether kinds of `advantages.WHITENED` whiten theirs."""
     reduction: Reduction = "token"
     opsm_delta: float = 0.0
     """Off-policy sequence masking: samples of negative advantage further away than this lose their policy loss; 0 =
@@ -132,7 +140,8 @@ class ObjectiveConfig:
         if self.minibatches < 1:
             raise ConfigError(f"minibatches = {self.minibatches}", remedy="it must be at least 1")
         # A demonstration has no behaviour policy, so there is nothing to correct for.
-        resolved = "none" if self.loss == "sft" else resolve_correction(self.correction, self.minibatches)
+        resolved = resolve_correction(self.correction, self.minibatches, self.loss)
+        resolved = "none" if self.loss == "sft" else resolved
         object.__setattr__(self, "correction", resolved)
         self._check_together()
 
@@ -144,6 +153,15 @@ class ObjectiveConfig:
             raise ConfigError(
                 f'dual_clip = {self.dual_clip} with loss "{self.loss}"', remedy="more than 1, for ppo and gspo only"
             )
+        if self.loss in TRUST_REGION_LOSSES and self.correction != "behaviour":
+            raise ConfigError(
+                f'loss "{self.loss}" has its trust region around the sampling policy, not correction '
+                f'"{self.correction}"',
+                remedy='use correction = "auto" or "behaviour"',
+            )
+        for name in ("sapo_tau_pos", "sapo_tau_neg"):
+            if not 0 < float(getattr(self, name)) < float("inf"):
+                raise ConfigError(f"{name} = {getattr(self, name)}", remedy="it must be a finite number above 0")
         if self.mis_normalise and self.mis_level == "geometric":
             raise ConfigError("geometric weights have no batch mean", remedy='use mis_level = "token" or "sequence"')
 
@@ -155,6 +173,11 @@ def needs_proximal(config: ObjectiveConfig) -> bool:
     if config.correction in ("none", "behaviour"):
         return False
     return config.minibatches > 1 or (config.correction == "mis" and config.mis_normalise)
+
+
+def needs_whitening(config: ObjectiveConfig) -> bool:
+    """Whether token advantages are whitened over the whole batch."""
+    return config.whiten and config.kind in WHITENED
 
 
 def needs_reference(config: ObjectiveConfig) -> bool:
@@ -171,6 +194,8 @@ def objective_config(algo: AlgoConfig, minibatches: int | None = None) -> Object
         clip_low=algo.clip_low,
         clip_high=algo.clip_high,
         dual_clip=algo.dual_clip,
+        sapo_tau_pos=algo.sapo_tau_pos,
+        sapo_tau_neg=algo.sapo_tau_neg,
         tis_cap=algo.tis_cap,
         tis_floor=algo.tis_floor,
         mis_level=algo.mis_level,
@@ -187,6 +212,7 @@ def objective_config(algo: AlgoConfig, minibatches: int | None = None) -> Object
         kl_kind=algo.kl_estimator,
         kl_unbiased=algo.kl_unbiased,
         entropy_coef=algo.entropy_coef,
+        whiten=algo.whiten,
         reduction=algo.reduction,
         opsm_delta=algo.opsm_delta,
         has_loss_fn=bool(algo.loss_fn),
@@ -389,6 +415,12 @@ def _token_loss(view: LossTokens, ratio_T: Tensor, config: ObjectiveConfig) -> l
         return losses.sft_loss(view.live_T)
     if config.loss == "reinforce":
         return losses.reinforce_loss(view.live_T, ratio_T, view.advantages_T)
+    if config.loss == "sapo":
+        return losses.sapo_loss(ratio_T, view.advantages_T, config.sapo_tau_pos, config.sapo_tau_neg)
+    if config.loss in ("dppo_tv", "dppo_kl"):
+        divergence = "tv" if config.loss == "dppo_tv" else "kl"
+        tokens = (ratio_T, view.live_T, view.behaviour_T, view.advantages_T)
+        return losses.dppo_loss(*tokens, divergence, config.clip_low, config.clip_high)
     if config.loss == "cispo":
         return losses.cispo_loss(view.live_T, ratio_T, view.advantages_T, config.clip_low, config.clip_high)
     return losses.ppo_clip_loss(ratio_T, view.advantages_T, config.clip_low, config.clip_high, config.dual_clip)

@@ -386,7 +386,7 @@ def _plan_options(config: RunConfig, rank: int, *, num_ranks: int) -> StepPlanOp
 
     return StepPlanOptions(
         kind=config.algo.kind,
-        normalise_std=config.algo.normalise_std,
+        normalise=config.algo.normalise,
         num_ranks=num_ranks,
         max_tokens=config.trainer.max_tokens_per_microbatch,
         minibatches=config.algo.minibatches,

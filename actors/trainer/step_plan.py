@@ -16,7 +16,7 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
-from ...algos.baselines import group_advantages
+from ...algos.baselines import Normalise, group_advantages
 from ...algos.packing import plan_shards
 from ...core.config import AlgoConfig
 from ...core.errors import DataError, StalenessError, UserCodeError
@@ -161,7 +161,7 @@ class StepPlanOptions:
 
     kind: str
     """Algorithm, e.g. "grpo": decides the group-level advantage."""
-    normalise_std: bool
+    normalise: Normalise
     num_ranks: int
     max_tokens: int
     """Tokens (P + R) a micro-batch may hold; a single longer sample sits alone."""
@@ -214,7 +214,7 @@ def plan_step(step: int, groups: Sequence[Group], options: StepPlanOptions) -> t
     group_ids = np.asarray([g.group_id for g, _ in flat], dtype=np.int64)
     advantages = options.functions.advantages(step, groups)
     if advantages is None:
-        own = group_advantages(options.kind, rewards, group_ids, normalise_std=options.normalise_std)
+        own = group_advantages(options.kind, rewards, group_ids, normalise=options.normalise)
         advantages = [float(advantage) for advantage in own]
     samples = [
         _train_sample(g, i, advantage, takes_reference=options.takes_reference)

@@ -36,7 +36,7 @@ FILTER_BUILTINS = ("zero_variance", "none")
 
 SAMPLE_FILTER_BUILTINS = ("none", "truncated")
 
-LossName = Literal["auto", "ppo", "gspo", "cispo", "reinforce", "sft"]
+LossName = Literal["auto", "ppo", "gspo", "cispo", "reinforce", "dppo_tv", "dppo_kl", "sapo", "sft"]
 Correction = Literal["auto", "none", "behaviour", "decoupled", "tis", "icepop", "mis"]
 Reduction = Literal["token", "rollout", "constant"]
 KlPlace = Literal["loss", "reward", "advantage"]
@@ -48,8 +48,15 @@ REWARD_KL_KINDS: tuple[AlgoKind, ...] = ("ppo", "reinforce_pp", "reinforce_pp_ba
 """Algorithms whose token-level rewards have a place for a KL term."""
 COMPARING_KINDS: tuple[AlgoKind, ...] = ("grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp_baseline")
 """Algorithms that compare the samples of a group: it needs two at least."""
+NORMALISED_KINDS: tuple[AlgoKind, ...] = ("grpo", "dapo", "gspo", "cispo")
+"""Algorithms that divide by a standard deviation of rewards."""
 LOSS_OF_KIND: Mapping[AlgoKind, LossName] = {"gspo": "gspo", "cispo": "cispo", "sft": "sft"}
 """The loss that loss = "auto" means; ppo for all others."""
+
+
+TRUST_REGION_LOSSES: Mapping[LossName, float] = {"dppo_tv": 0.15, "dppo_kl": 0.05}
+"""Losses that bound a divergence from the sampling policy instead of the ratio, and the bound of their paper's runs
+(arXiv 2602.04879): what `clip_low` and `clip_high` are where they are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +103,16 @@ DualClip = Annotated[NonNegativeFloat, AfterValidator(_above_one)]
 Betas = Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Strict(False)]
 
 
-def resolve_correction(correction: Correction, minibatches: int) -> Correction:
-    """The meaning of "auto": behaviour with one optimizer step a batch, decoupled with several.
+def resolve_correction(correction: Correction, minibatches: int, loss: LossName) -> Correction:
+    """The meaning of "auto": behaviour with one optimizer step a batch, decoupled with several. A loss with a trust
+    region around the sampling policy takes behaviour with any number.
 
     With one step the proximal policy is the live one: decoupled would be an importance weight without any trust
     region, while the clip around the behaviour policy stops tokens that have moved far enough. Other names pass.
     """
     if correction != "auto":
         return correction
-    return "behaviour" if minibatches == 1 else "decoupled"
+    return "behaviour" if minibatches == 1 or loss in TRUST_REGION_LOSSES else "decoupled"
 
 
 class AlgoConfig(Section, frozen=True):
@@ -119,9 +127,15 @@ class AlgoConfig(Section, frozen=True):
     loss: LossName = "auto"
     """Policy loss; auto = the one that belongs to `kind`."""
     clip_low: PositiveFloat = 0.2
-    """Ratio is clipped below at `1 - clip_low`. Follows `kind` where it is left out."""
+    """Ratio is clipped below at `1 - clip_low`; dppo: bound of the divergence where A < 0. Follows `kind` and `loss`
+    where it is left out."""
     clip_high: PositiveFloat = 0.2
-    """Ratio is clipped above at `1 + clip_high`. Follows `kind` where it is left out."""
+    """Ratio is clipped above at `1 + clip_high`; dppo: bound of the divergence where A > 0. Follows `kind` and `loss`
+    where it is left out."""
+    sapo_tau_pos: PositiveFloat = 1.0
+    """Temperature of the sapo loss where the advantage is positive: a larger one fades the gradient earlier."""
+    sapo_tau_neg: PositiveFloat = 1.05
+    """The same where it is not."""
     dual_clip: DualClip = 0.0
     """Bound (> 1) on the loss of negative advantages, for the ppo and gspo losses; 0 = off."""
     correction: Correction = "auto"
@@ -182,8 +196,11 @@ class AlgoConfig(Section, frozen=True):
     reduction: Reduction = "rollout"
     """Mean of the loss: over all tokens, per rollout first, or divided by a constant (`rollout.max_new_tokens` times
     samples). Follows `kind` where it is left out."""
-    normalise_std: bool = True
-    """Whether group advantages are divided by the group's standard deviation."""
+    normalise: Literal["group", "batch", "none"] = "group"
+    """What divides R - mean of the group, for grpo, dapo, gspo and cispo: the standard deviation of the group's
+    rewards, of all rewards of the step, or nothing."""
+    whiten: bool = True
+    """Whether ppo, reinforce_pp and reinforce_pp_baseline whiten their advantages over the batch."""
     group_filter: Annotated[CodeName, named(*FILTER_BUILTINS), Field(min_length=1)] = "zero_variance"
     """Which groups are left out: zero_variance (all rewards equal), none, or your own `module:function`. Follows `kind`
     where it is left out; none with `kl_in = "advantage"`."""
@@ -209,6 +226,8 @@ class AlgoConfig(Section, frozen=True):
     """Discount per token."""
     lam: UnitFloat = 1.0
     """Lambda of generalised advantage estimation (ppo)."""
+    critic_lam: UnitFloat = 1.0
+    """Lambda of the returns that a critic learns. Follows `lam` where it is left out."""
 
     @model_validator(mode="before")
     @classmethod
@@ -223,11 +242,13 @@ class AlgoConfig(Section, frozen=True):
             return raw
         is_other_loss = loss in ("ppo", "gspo", "cispo") and loss != LOSS_OF_KIND.get(cast(AlgoKind, kind), "ppo")
         clips = DEFAULTS_OF_KIND[cast(AlgoKind, loss)] if is_other_loss else defaults
+        bound = TRUST_REGION_LOSSES.get(cast(LossName, loss)) if isinstance(loss, str) else None
         kl_in, kl_kind = table.get("kl_in", "loss"), table.get("kl_kind")
         return {
-            "clip_low": clips.clip_low,
-            "clip_high": clips.clip_high,
+            "clip_low": bound or clips.clip_low,
+            "clip_high": bound or clips.clip_high,
             "reduction": defaults.reduction,
+            "critic_lam": table.get("lam", 1.0),
             "group_filter": "none" if kl_in == "advantage" and table.get("kl_coef") else defaults.group_filter,
             "kl_unbiased": kl_in == "loss" and kl_kind != "k2" and kind != "sft",
             **table,
@@ -266,10 +287,17 @@ class AlgoConfig(Section, frozen=True):
              f'is not defined for kind = "{kind}", only for {", ".join(REWARD_KL_KINDS)}; use "loss"'),
             (self.kl_in == "advantage" and is_sft, "kl_in kind",
              'does not go with kind = "sft", which has no advantages; use "loss"'),
-            (self.clip_low > 1 and loss != "cispo", "clip_low kind",
+            (self.clip_low > 1 and loss not in ("cispo", "dppo_kl"), "clip_low kind",
              f'must be at most 1 for kind = "{kind}": ratios are not negative'),
+            (loss in TRUST_REGION_LOSSES and self.correction not in ("auto", "behaviour"), "loss correction",
+             f'has its trust region around the sampling policy, not correction = "{self.correction}"; use "behaviour"'),
             (self.dual_clip and loss not in ("ppo", "gspo"), "dual_clip kind loss",
              f'is not defined for the loss "{loss}"; use 0'),
+            (self.normalise != "group" and kind not in NORMALISED_KINDS, "normalise kind",
+             f'is for {", ".join(NORMALISED_KINDS)}, not kind = "{kind}"'),
+            (not self.whiten and kind not in REWARD_KL_KINDS, "whiten kind",
+             f'is for {", ".join(REWARD_KL_KINDS)}, not kind = "{kind}", which whitens nothing'),
+            (self.critic_lam != self.lam and kind != "ppo", "critic_lam kind", f'is for ppo, not kind = "{kind}"'),
             (self.opsm_delta and loss == "sft", "opsm_delta kind loss", 'is not defined for the loss "sft"; use 0'),
             (self.loss != "auto" and (self.loss == "sft") != is_sft, "loss kind",
              f'does not go with kind = "{kind}"; use "auto"'),

@@ -66,6 +66,7 @@ FORMER_KEYS: Mapping[KeyPath, str] = {
     ("control", "key_file"): _TUNNEL,
     ("control", "allow_file"): _TUNNEL,
     ("control", "autopilot"): "is no key any more: `myxa why` names the knob to turn, `myxa set` turns it",
+    ("algo", "normalise_std"): 'is no key any more: false is now normalise = "none", true "group"',
     ("memory", "backend"): "is no key any more: the trainer's memory follows roles.trainer.devices",
     ("chaos",): _BY_HAND,
     ("run", "chaos"): _BY_HAND,

@@ -5,6 +5,11 @@ from __future__ import annotations
 from ...core.config import RunConfig
 from ...core.config.learning import DEFAULTS_OF_KIND, AlgoConfig, resolve_correction
 
+BY_GROUP = {
+    "group": "(R - mean) / std of its group",
+    "batch": "(R - mean of its group) / std of all rewards of the step",
+    "none": "R - mean of its group",
+}
 ADVANTAGES = {
     "dr_grpo": "R - mean of its group",
     "rloo": "R - mean of the other members",
@@ -15,6 +20,10 @@ ADVANTAGES = {
 LOSSES = {
     "cispo": "-sg(clip(r, {low:g}, {high:g})) A log pi",
     "reinforce": "-sg(r) A log pi",
+    "dppo_tv": "-r A, 0 where A > 0 and pi - behaviour > {clip_high:g} or A < 0 and behaviour - pi > {clip_low:g}",
+    "dppo_kl": "-r A, 0 where pi has left behaviour on the side of A by a binary KL above {clip_high:g} (A > 0), "
+    "{clip_low:g} (A < 0)",
+    "sapo": "-(4 / tau) sigmoid(tau (r - 1)) A, tau = {tau_pos:g} (A > 0), {tau_neg:g} (else)",
     "sft": "-log pi",
 }
 RATIOS = {
@@ -40,7 +49,9 @@ def objective_lines(config: RunConfig) -> tuple[str, ...]:
     algo, coef = config.algo, config.algo.kl_coef
     weight, is_sft = algo.weight_fn or _weight(algo), algo.policy_loss == "sft"
     loss = LOSSES.get(algo.policy_loss, "-min(r A, clip(r, {low:g}, {high:g}) A)")
-    loss = algo.loss_fn or loss.format(low=max(0.0, 1 - algo.clip_low), high=1 + algo.clip_high)
+    bounds = {"low": max(0.0, 1 - algo.clip_low), "high": 1 + algo.clip_high}
+    bounds |= {"clip_low": algo.clip_low, "clip_high": algo.clip_high}
+    loss = algo.loss_fn or loss.format(**bounds, tau_pos=algo.sapo_tau_pos, tau_neg=algo.sapo_tau_neg)
     loss += f", at most {algo.dual_clip:g} |A| where A < 0" if algo.dual_clip and not algo.loss_fn else ""
     whole = f"mean({'w ' if weight else ''}L)"
     whole += f" + {coef:g} mean(k)" if coef and algo.kl_in == "loss" else ""
@@ -67,8 +78,10 @@ def objective_lines(config: RunConfig) -> tuple[str, ...]:
 
 
 def _advantage(algo: AlgoConfig) -> str:
-    by_group = "(R - mean) / std of its group" if algo.normalise_std else "R - mean of its group"
-    text = algo.advantage_fn or ADVANTAGES.get(algo.kind, by_group).format(gamma=algo.gamma, lam=algo.lam)
+    text = algo.advantage_fn or ADVANTAGES.get(algo.kind, BY_GROUP[algo.normalise])
+    text = text if algo.whiten else text.replace(", whitened over the batch", "")
+    text = text if algo.advantage_fn else text.format(gamma=algo.gamma, lam=algo.lam)
+    text += f"; the critic learns returns of lambda = {algo.critic_lam:g}" if algo.critic_lam != algo.lam else ""
     if algo.kl_coef and algo.kl_in == "advantage":
         text += f", less {algo.kl_coef:g} k per token"
     if algo.kl_coef and algo.kl_in == "reward":
@@ -79,7 +92,7 @@ def _advantage(algo: AlgoConfig) -> str:
 def _ratio(algo: AlgoConfig) -> str:
     at_start = "pi / proximal, the weights at the step's start"
     at_start += "" if algo.minibatches > 1 else ": 1 with one update a step"
-    text = RATIOS.get(resolve_correction(algo.correction, algo.minibatches), at_start)
+    text = RATIOS.get(resolve_correction(algo.correction, algo.minibatches, algo.policy_loss), at_start)
     return f"{text}; geometric mean over the sample" if algo.policy_loss == "gspo" else text
 
 
@@ -87,7 +100,7 @@ def _weight(algo: AlgoConfig) -> str:
     if algo.policy_loss == "sft":
         return ""
     numbers = {"mis_low": algo.mis_low, "mis_high": algo.mis_high, "level": algo.mis_level, "mode": algo.mis_mode}
-    text = WEIGHTS.get(resolve_correction(algo.correction, algo.minibatches), "")
+    text = WEIGHTS.get(resolve_correction(algo.correction, algo.minibatches, algo.policy_loss), "")
     text = text.format(cap=algo.tis_cap, floor=algo.tis_floor, **numbers)
     if algo.reject_high:
         text += f"; {algo.reject_level}s outside [{algo.reject_low:g}, {algo.reject_high:g}] are rejected"

@@ -37,7 +37,7 @@ def group(group_id: int, rewards: list[float], *, length: int = 5, version: int 
 
 
 def options(**changes: int) -> StepPlanOptions:
-    first = StepPlanOptions(kind="grpo", normalise_std=True, num_ranks=2, max_tokens=40, minibatches=1)
+    first = StepPlanOptions(kind="grpo", normalise="group", num_ranks=2, max_tokens=40, minibatches=1)
     return replace(first, **changes)
 
 

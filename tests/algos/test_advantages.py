@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import statistics
+from typing import get_args
 
 import pytest
 import torch
 
-from myxa.algos.advantages import CHUNK, discounted_sums, gae, less_kl, needs_whitening, token_advantages, whiten
+from myxa.algos.advantages import CHUNK, discounted_sums, gae, less_kl, token_advantages, whiten
+from myxa.algos.objective import ObjectiveConfig, needs_whitening
 from myxa.algos.segments import Segments
+from myxa.core.config.learning import AlgoKind
 from myxa.core.errors import ConfigError, TrainError
 
 # Sample 0 has a masked tool reply in the middle and at the end, 1 is fully masked, 2 is plain, 3 has no token at all.
@@ -180,9 +183,11 @@ def test_whitening_survives_a_large_offset_in_single_precision():
     assert whiten(values, torch.ones(3)).tolist() == pytest.approx([-1.0, 0.0, 1.0], abs=1e-6)
 
 
-def test_kinds_without_a_group_baseline_are_whitened():
-    kinds = ("grpo", "dr_grpo", "gspo", "cispo", "rloo", "sft", "ppo", "reinforce_pp", "reinforce_pp_baseline")
-    assert [k for k in kinds if needs_whitening(k)] == ["ppo", "reinforce_pp", "reinforce_pp_baseline"]
+def test_kinds_without_a_group_baseline_are_whitened_unless_that_is_off():
+    kinds = get_args(AlgoKind)
+    whitened = ["ppo", "reinforce_pp", "reinforce_pp_baseline"]
+    assert [k for k in kinds if needs_whitening(ObjectiveConfig(kind=k))] == whitened
+    assert not any(needs_whitening(ObjectiveConfig(kind=k, whiten=False)) for k in kinds)
 
 
 @pytest.mark.parametrize("owner", [[0, 0, 2], [0, -1, 0], [1, 0, 1]])

@@ -18,7 +18,7 @@ REWARDS = [1.0, 0.0, 0.5, 2.0, 1.0, -1.0, 3.0, 0.25, 0.25, 7.0]
 GROUPS = [4, 4, 9, 4, 9, 9, 9, 2, 2, 11]  # sizes 3, 4, 2, 1, not in order
 
 
-def by_hand(kind: str, rewards: list[float], groups: list[int], normalise_std: bool) -> list[float]:
+def by_hand(kind: str, rewards: list[float], groups: list[int], normalise: str) -> list[float]:
     out = []
     for i, reward in enumerate(rewards):
         mates = [r for r, g in zip(rewards, groups, strict=True) if g == groups[i]]
@@ -27,8 +27,9 @@ def by_hand(kind: str, rewards: list[float], groups: list[int], normalise_std: b
         if kind == "rloo":
             out.append(reward - statistics.fmean(others) if others else 0.0)
         elif kind in ("grpo", "dapo", "gspo", "cispo"):
-            spread = statistics.stdev(mates) if len(mates) > 1 else 0.0
-            out.append((reward - statistics.fmean(mates)) / (spread + 1e-6 if normalise_std else 1.0))
+            judged = {"group": mates, "batch": rewards}.get(normalise, [])
+            spread = statistics.stdev(judged) if len(judged) > 1 else 0.0
+            out.append((reward - statistics.fmean(mates)) / (1.0 if normalise == "none" else spread + 1e-6))
         elif kind in ("dr_grpo", "reinforce_pp_baseline"):
             out.append(reward - statistics.fmean(mates))
         elif kind == "sft":
@@ -39,12 +40,12 @@ def by_hand(kind: str, rewards: list[float], groups: list[int], normalise_std: b
 
 
 @pytest.mark.parametrize("kind", sorted(BASELINES))
-@pytest.mark.parametrize("normalise_std", [True, False])
-def test_uneven_groups_are_normalised_by_id(kind, normalise_std):
-    got = group_advantages(kind, REWARDS, GROUPS, normalise_std=normalise_std)
+@pytest.mark.parametrize("normalise", ["group", "batch", "none"])
+def test_uneven_groups_are_normalised_by_id(kind, normalise):
+    got = group_advantages(kind, REWARDS, GROUPS, normalise=normalise)
     assert got.dtype == np.float32
     assert got.shape == (10,)
-    assert got.tolist() == pytest.approx(by_hand(kind, REWARDS, GROUPS, normalise_std), rel=1e-5, abs=1e-6)
+    assert got.tolist() == pytest.approx(by_hand(kind, REWARDS, GROUPS, normalise), rel=1e-5, abs=1e-6)
 
 
 def test_every_algorithm_of_the_run_file_has_a_baseline():

@@ -77,10 +77,23 @@ class ByHand:
             return -fixed * a * live[t]
         if c.loss == "cispo":
             return -min(max(fixed, 1 - c.clip_low), 1 + c.clip_high) * a * live[t]
+        if c.loss == "sapo":
+            tau = c.sapo_tau_pos if a > 0 else c.sapo_tau_neg
+            return -a * 4 / tau / (1 + math.exp(-tau * (r - 1)))
+        if c.loss.startswith("dppo"):
+            return 0.0 if self.is_beyond(t) else -r * a
         if a >= 0:
             return -min(r, 1 + c.clip_high) * a
         reached = max(r, 1 - c.clip_low)
         return -a * (min(reached, c.dual_clip) if c.dual_clip else reached)
+
+    def is_beyond(self, t):
+        """Whether the token has left the trust region on the side that its advantage pushes to."""
+        c, a = self.config, self.draw.advantages[t]
+        p, q = math.exp(self.frozen[t]), math.exp(self.draw.behaviour[t])
+        kl = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+        distance = kl if c.loss == "dppo_kl" else abs(p - q)
+        return distance > c.clip_high and p > q if a > 0 else distance > c.clip_low and p < q
 
     def kl(self, t, live, has_proximal):
         x = live[t] - self.draw.reference[t]
@@ -130,7 +143,7 @@ def check(draw, config, *, mean_weight=1.0, leave_out=()):
     return result
 
 
-LOSSES = ("ppo", "gspo", "cispo", "reinforce")
+LOSSES = ("ppo", "gspo", "cispo", "reinforce", "sapo")
 CORRECTIONS = ("none", "behaviour", "decoupled", "tis", "icepop", "mis")
 
 
@@ -149,6 +162,22 @@ def test_one_minibatch_uses_the_live_policy_as_proximal(draw, correction, loss):
     result = check(draw(21), config, leave_out=("proximal_T",))
     assert float(result.sums["ratio"]) == float(result.tokens)
     assert float(result.sums["clip_fraction"]) == 0
+
+
+@pytest.mark.parametrize("loss", ["dppo_tv", "dppo_kl"])
+@pytest.mark.parametrize("minibatches", [1, 4])
+def test_a_trust_region_masks_what_leaves_it_and_keeps_what_comes_back(draw, loss, minibatches):
+    config = ObjectiveConfig(loss=loss, clip_low=0.02, clip_high=0.04, minibatches=minibatches)
+    assert config.correction == "behaviour"
+    some = draw(22, spread=1.0)
+    some = replace(some, **{name: [min(x, -0.05) for x in getattr(some, name)] for name in ("live", "behaviour")})
+    by_hand = ByHand(some, config)
+    masked = [bool(m) and by_hand.is_beyond(t) for t, m in enumerate(some.mask)]
+    result = check(some, config)
+    assert float(result.sums["clip_fraction"]) == sum(masked) > 0
+    comes_back = replace(some, advantages=[-a for a in some.advantages])
+    assert not any(was and ByHand(comes_back, config).is_beyond(t) for t, was in enumerate(masked))
+    check(comes_back, config)
 
 
 @pytest.mark.parametrize("mode", ["truncate", "clip", "mask"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import fields, replace
 
@@ -19,7 +20,8 @@ from myxa.algos.objective import (
 from myxa.core.config.learning import AlgoConfig, resolve_correction
 from myxa.core.errors import ConfigError, TrainError
 
-ALL_LOSSES = ("ppo", "gspo", "cispo", "reinforce")
+CORRECTED = ("behaviour", "decoupled", "tis", "icepop", "mis")
+ALL_LOSSES = ("ppo", "gspo", "cispo", "reinforce", "sapo")
 
 
 def normaliser_of(draw) -> Normaliser:
@@ -207,13 +209,15 @@ def test_half_precision_log_probs_are_widened(draw):
     assert bool(torch.isfinite(grad).all())
 
 
-@pytest.mark.parametrize("correction", ["behaviour", "decoupled", "tis", "icepop", "mis"])
-@pytest.mark.parametrize("loss", ALL_LOSSES)
-def test_absurd_log_probs_never_give_nan(draw, correction, loss):
+@pytest.mark.parametrize(
+    ("loss", "correction"),
+    [*itertools.product(ALL_LOSSES, CORRECTED), ("dppo_tv", "behaviour"), ("dppo_kl", "behaviour")],
+)
+def test_absurd_log_probs_never_give_nan(draw, loss, correction):
     """A token whose probability changed by e^300 is a broken engine, but it must not poison the weights."""
     some = draw(76, lengths=(3, 2))
     some = replace(
-        some, mask=[1] * 5, live=[-300.0, -1e-3, -1.0, -1e-4, -80.0], behaviour=[-1e-3, -300.0, -1.0, -90.0, -1e-4],
+        some, mask=[1] * 5, live=[-300.0, 1e-3, -1.0, -1e-4, -80.0], behaviour=[-1e-3, -300.0, -1.0, -90.0, -1e-4],
         proximal=[-150.0, -150.0, -1.0, -1e-4, -1.0], reference=[-1e-4, -300.0, -1.0, -1.0, -200.0],
     )  # fmt: skip
     config = ObjectiveConfig(loss=loss, correction=correction, minibatches=2, kl_coef=0.1, mis_level="sequence")
@@ -245,9 +249,10 @@ def test_reported_metrics_are_token_means_by_definition(draw):
 
 
 def test_auto_correction_depends_on_the_number_of_minibatches():
-    assert resolve_correction("auto", 1) == "behaviour"
-    assert resolve_correction("auto", 2) == "decoupled"
-    assert resolve_correction("none", 4) == "none"
+    assert resolve_correction("auto", 1, "ppo") == "behaviour"
+    assert resolve_correction("auto", 2, "ppo") == "decoupled"
+    assert resolve_correction("auto", 2, "dppo_kl") == "behaviour"
+    assert resolve_correction("none", 4, "ppo") == "none"
     assert ObjectiveConfig(minibatches=1).correction == "behaviour"
     assert ObjectiveConfig(minibatches=4).correction == "decoupled"
     assert ObjectiveConfig(kind="sft", minibatches=4).correction == "none"
@@ -278,16 +283,17 @@ def test_every_option_of_the_run_file_is_forwarded():
         tis_cap=3.5, mis_level="sequence", mis_mode="clip", mis_low=0.21, mis_high=4.5, kl_coef=0.07,
         kl_in="loss", kl_kind="k2", kl_unbiased=False, entropy_coef=0.013, reduction="token",
         mis_normalise=True, reject_level="token", reject_low=0.4, reject_high=2.5, veto=1e-4,
-        opsm_delta=0.02,
+        opsm_delta=0.02, whiten=True, sapo_tau_pos=0.9, sapo_tau_neg=1.4,
     )  # fmt: skip
     config = objective_config(algo)
     shared = {f.name for f in fields(ObjectiveConfig)} & set(AlgoConfig.model_fields)
     assert {name: getattr(config, name) for name in shared} == {name: getattr(algo, name) for name in shared}
-    assert len(shared) >= 24
+    assert len(shared) >= 27
     default = AlgoConfig()
     unchanged = {name for name in shared if getattr(algo, name) == getattr(default, name)}
-    assert unchanged == {"kl_in", "tis_floor"}  # the test would not notice these being dropped
+    assert unchanged == {"kl_in", "tis_floor", "whiten"}  # the test would not notice these being dropped
     assert objective_config(AlgoConfig(correction="tis", minibatches=2, tis_floor=0.1)).tis_floor == 0.1
+    assert not objective_config(AlgoConfig(kind="ppo", whiten=False)).whiten
     reward = AlgoConfig(kind="ppo", kl_in="reward", kl_coef=0.1)
     assert objective_config(reward).kl_in == "reward"
     assert objective_config(algo, 7).minibatches == 7
@@ -296,7 +302,8 @@ def test_every_option_of_the_run_file_is_forwarded():
 WRONG = [
     {"kind": "grppo"}, {"correction": "trust"}, {"reduction": "sum"}, {"clip_low": -0.1}, {"tis_cap": float("nan")},
     {"dual_clip": 0.9}, {"dual_clip": 3.0, "kind": "cispo"}, {"mis_low": 3.0}, {"reject_low": 2.0, "reject_high": 1.0},
-    {"mis_normalise": True, "mis_level": "geometric"}, {"minibatches": 0},
+    {"mis_normalise": True, "mis_level": "geometric"}, {"minibatches": 0}, {"sapo_tau_neg": 0.0},
+    {"correction": "decoupled", "loss": "dppo_tv"},
 ]  # fmt: skip
 
 

@@ -87,7 +87,7 @@ def make_shards(
 ) -> tuple[TrainShard, ...]:
     """One shard per rank, planned as the leader does. `is_served`: the reference log-probs come with the samples."""
     options = StepPlanOptions(
-        kind=kind, normalise_std=True, num_ranks=num_ranks, max_tokens=max_tokens, minibatches=minibatches,
+        kind=kind, normalise="group", num_ranks=num_ranks, max_tokens=max_tokens, minibatches=minibatches,
         takes_reference=is_served,
     )  # fmt: skip
     return plan_step(seed, make_groups(seed, **groups), options)

@@ -73,13 +73,13 @@ def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
     return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 
-def by_hand(rewards: float, values: np.ndarray) -> np.ndarray:
+def by_hand(rewards: float, values: np.ndarray, lam: float = PPO["lam"]) -> np.ndarray:
     advantages = np.zeros(len(values))
     ahead = 0.0
     for t in reversed(range(len(values))):
         is_last = t == len(values) - 1
         delta = (rewards if is_last else PPO["gamma"] * values[t + 1]) - values[t]
-        ahead = delta + PPO["gamma"] * PPO["lam"] * ahead
+        ahead = delta + PPO["gamma"] * lam * ahead
         advantages[t] = ahead
     return advantages
 
@@ -104,17 +104,20 @@ def test_a_value_is_that_of_the_state_that_the_token_is_drawn_from(
             assert abs(after[t + 1] - before[t + 1]) > 1e-6
 
 
+@pytest.mark.parametrize(("whiten", "critic_lam"), [(True, PPO["lam"]), (False, 1.0)])
 def test_the_step_is_that_of_advantages_computed_by_hand(
-    backends: Backends, make_shards: Shards, weights_of: Weights, judge: Path
+    backends: Backends, make_shards: Shards, weights_of: Weights, judge: Path, whiten: bool, critic_lam: float
 ) -> None:
-    """GAE from the critic's values, whitened, given to a policy without a critic as advantages per token: the same
-    weights come out. So does the value loss."""
+    """GAE from the critic's values, given to a policy without a critic as advantages per token: the same weights come
+    out. So does the value loss, of returns with the critic's own lambda."""
     (shard,) = make_shards(71, kind="ppo")
-    backend = backends(algo=PPO, optimizer=PLAIN, critic=critic(path=str(judge)))
+    algo = {**PPO, "whiten": whiten, "critic_lam": critic_lam}
+    backend = backends(algo=algo, optimizer=PLAIN, critic=critic(path=str(judge)))
     values = values_of(backend, shard)
     advantages = [by_hand(s.advantage, v) for s, v in zip(shard.samples, values, strict=True)]
     joined = np.concatenate(advantages)
-    white = [(a - joined.mean()) / np.sqrt(joined.var(ddof=1) + 1e-8) for a in advantages]
+    mean, std = (joined.mean(), np.sqrt(joined.var(ddof=1) + 1e-8)) if whiten else (0, 1)
+    white = [(a - mean) / std for a in advantages]
     metrics = backend.train(shard, {}).metrics
     samples = []
     for sample, row in zip(shard.samples, white, strict=True):
@@ -126,6 +129,7 @@ def test_the_step_is_that_of_advantages_computed_by_hand(
     found, right = weights_of(backend), weights_of(plain)
     for name in right:
         np.testing.assert_allclose(found[name], right[name], rtol=0, atol=2e-5, err_msg=name)
+    joined = np.concatenate([by_hand(s.advantage, v, critic_lam) for s, v in zip(shard.samples, values, strict=True)])
     returns = joined + np.concatenate(values)
     assert metrics["train/value_loss"] == pytest.approx(np.mean(joined**2), rel=1e-4)
     assert metrics["train/value_mean"] == pytest.approx(np.concatenate(values).mean(), rel=1e-4)

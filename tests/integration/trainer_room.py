@@ -234,7 +234,7 @@ async def trainer_room(
         world_size=1,
         num_steps=num_steps,
         plan=StepPlanOptions(
-            kind=algo_config.kind, normalise_std=True, num_ranks=1, max_tokens=64, minibatches=algo_config.minibatches
+            kind=algo_config.kind, normalise="group", num_ranks=1, max_tokens=64, minibatches=algo_config.minibatches
         ),
         publishes=True,
         run_dir=str(run_dir),

@@ -73,7 +73,7 @@ async def test_a_served_model_says_what_the_trainers_reference_model_says(tmp_pa
         await asked.close()
     group = Group(prompt=PROMPT, samples=tuple(judged), rewards=np.zeros(len(judged), np.float32))
     options = StepPlanOptions(
-        "grpo", normalise_std=True, num_ranks=1, max_tokens=500, minibatches=1, takes_reference=True
+        "grpo", normalise="group", num_ranks=1, max_tokens=500, minibatches=1, takes_reference=True
     )
     (shard,) = plan_step(0, [group], options)
     backend = TorchBackend(RankSettings(model_path=str(tmp_path / "teacher")))

@@ -78,7 +78,7 @@ class StageBackend:
 
 def trainer(rank: int, backend: StageBackend, run_dir: Path, channel: SentChannel = "nccl", beside: int = 2) -> Trainer:
     """`beside`: so many ranks, the first ones, are on the GPUs of engines."""
-    plan = StepPlanOptions(kind="grpo", normalise_std=True, num_ranks=2, max_tokens=100, minibatches=1)
+    plan = StepPlanOptions(kind="grpo", normalise="group", num_ranks=2, max_tokens=100, minibatches=1)
     leader = TrainLoopOptions(
         world_size=2, num_steps=1, plan=plan, publishes=True, run_dir=str(run_dir),
         checkpoints=CheckpointOptions(run_dir=str(run_dir)), channel=channel,

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....algos.advantages import needs_whitening
 from ....algos.objective import (
     Normaliser,
     ObjectiveConfig,
     needs_proximal,
     needs_reference,
+    needs_whitening,
     objective_config,
 )
 from ....core.clock import Clock
@@ -173,7 +173,7 @@ class MegatronStepper:
             elif needs_reference(objective):
                 micro.reference_M = served_reference(micro.layout, step.shard.samples, self._world.device)
             fill_advantages(micro, step.settings.algo, objective, start_M)
-        if needs_whitening(objective.kind):
+        if needs_whitening(objective):
             whiten_together(micros, self._world.replicas.sum, self._world.device)
         step.mean_weights = mean_weights(minibatches, objective, self._world.replicas.sum, self._world.device)
 

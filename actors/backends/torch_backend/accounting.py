@@ -11,18 +11,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from ....algos.advantages import less_kl, needs_whitening, token_advantages, whiten
+from ....algos.advantages import less_kl, token_advantages, whiten
 from ....algos.kl import kl_terms
 from ....algos.objective import (
     Normaliser,
     Objective,
     ObjectiveConfig,
     TokenBatch,
+    needs_whitening,
     objective_config,
     policy_objective,
     weight_sums,
@@ -93,7 +95,7 @@ def skips_neutral(objective: ObjectiveConfig) -> bool:
     """Whether samples of advantage 0 may go: if the policy loss is all there is, A = 0 makes loss and gradient 0."""
     return (
         objective.loss != "sft"
-        and not needs_whitening(objective.kind)
+        and not needs_whitening(objective)
         and objective.kl_coef == 0
         and objective.entropy_coef == 0
         and not objective.mis_normalise
@@ -117,18 +119,20 @@ def fill_advantages(
     if rows.given_M is not None:
         rows.advantages_M = rows.given_M
     else:
-        rows.advantages_M = token_advantages(
+        estimate = partial(
+            token_advantages,
             algo.kind,
             rows.scalar_S,
             rows.segments,
             kl_T=kl_M if is_reward else None,
             kl_coef=objective.kl_coef if is_reward else 0.0,
             gamma=algo.gamma,
-            lam=algo.lam,
             values_T=rows.values_M,
         )
-    if rows.values_M is not None:  # before a KL term that no return knows of, and before whitening
-        rows.returns_M = rows.advantages_M + rows.values_M
+        rows.advantages_M = estimate(lam=algo.lam)
+        if rows.values_M is not None:  # before a KL term that no return knows of, and before whitening
+            wide = rows.advantages_M if algo.critic_lam == algo.lam else estimate(lam=algo.critic_lam)
+            rows.returns_M = wide + rows.values_M
     if kl_M is not None and not is_reward:
         rows.advantages_M = less_kl(rows.advantages_M, kl_M, objective.kl_coef)
 

@@ -53,8 +53,9 @@ def learning_rate(config: OptimizerConfig, num_updates: int, total_updates: int)
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share)
 
 
-ALGO_KNOBS = ("clip_low", "clip_high", "dual_clip", "tis_cap", "tis_floor", "mis_low", "mis_high", "reject_low",
-              "reject_high", "veto", "opsm_delta", "kl_coef", "entropy_coef", "minibatches")  # fmt: skip
+ALGO_KNOBS = ("clip_low", "clip_high", "dual_clip", "sapo_tau_pos", "sapo_tau_neg", "tis_cap", "tis_floor",
+              "mis_low", "mis_high", "reject_low", "reject_high", "veto", "opsm_delta", "kl_coef", "entropy_coef",
+              "minibatches")  # fmt: skip
 OPTIMIZER_KNOBS = ("lr", "max_grad_norm", "weight_decay", "min_lr_ratio", "decay_steps")
 WHOLE = ("minibatches", "decay_steps")
 KNOBS = ALGO_KNOBS + OPTIMIZER_KNOBS

@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....algos.advantages import needs_whitening
 from ....algos.objective import (
     Normaliser,
     ObjectiveConfig,
     needs_proximal,
     needs_reference,
+    needs_whitening,
     objective_config,
 )
 from ....core.clock import Clock
@@ -233,7 +233,7 @@ class Stepper:
             fill_advantages(micro, step.settings.algo, objective, start_M)
             if self._critic is not None:
                 self._critic.count(micro, step.tally)
-        if needs_whitening(objective.kind):
+        if needs_whitening(objective):
             whiten_together(micros, self._world.sum, self._world.device)
         step.mean_weights = mean_weights(minibatches, objective, self._world.sum, self._world.device)
 
