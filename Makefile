@@ -41,12 +41,12 @@ demo: $(DEMO_STAMP)
 # More workers than cores: most tests wait for processes most of the time. The longest files begin first.
 WORKERS ?= 4
 test: $(STAMP)
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
+	@$(BIN)/python -m pytest --workers $(WORKERS) $(TESTS)
 
 # Folders whose tests start no run.
 FAST := $(addprefix tests/,config core algos models data actors report reference)
 test-fast: $(STAMP)
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(FAST)
+	@$(BIN)/python -m pytest --workers $(WORKERS) $(FAST)
 
 soak: $(STAMP)
 	@$(BIN)/python -m pytest $(TESTS) -m soak --timeout=1800

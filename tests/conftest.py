@@ -21,20 +21,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
-import psutil
 import pytest
 from hypothesis import HealthCheck, settings
-from tests.harness.commands import close_servers
+from tests.harness.commands import KEPT, close_servers, left_processes
 from tests.harness.own_segments import own_segments
 from tests.harness.pending_tasks import pending_tasks
+from tests.harness.workers import pytest_addoption, pytest_runtestloop  # noqa: F401  # its hooks
 
 MARK = "MYXA_TEST_SESSION"
 PATIENCE_S = 10.0
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 GPU = BENCH / "gpu"
-KEPT = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "command_server.py")
-"""Helpers of Python's, and those that commands are forked from, which end with the session. A command that was forked
-looks like itself."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -84,20 +81,6 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
 def is_xdist_worker() -> bool:
     """One of several processes that share the files of tests among them (`make test`)."""
     return "PYTEST_XDIST_WORKER" in os.environ
-
-
-def left_processes() -> set[str]:
-    """Children of this process, zombies included."""
-    left: set[str] = set()
-    for child in psutil.Process().children(recursive=True):
-        try:
-            line = " ".join(child.cmdline()) or child.name()
-            state = child.status()
-        except psutil.NoSuchProcess:
-            continue
-        if not any(name in line for name in KEPT):
-            left.add(f"process {child.pid} ({state}): {line[:200]}")
-    return left
 
 
 def left_threads() -> set[str]:

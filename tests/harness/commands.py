@@ -7,6 +7,7 @@ test_up.py, docs/control.md's examples, tests/launch/test_cli.py.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import selectors
@@ -29,6 +30,9 @@ SERVER = Path(__file__).with_name("command_server.py")
 FORK_S = 60.0
 """Time for the server's imports, on a machine that does much else, and for the fork."""
 FOR_EVER_S = 1e6
+KEPT = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", SERVER.name)
+"""Helpers of Python's, and those that commands are forked from, which end with the session. A command that was forked
+looks like itself."""
 TOLD = 3000
 """Characters of what one said that did not end in time."""
 
@@ -66,10 +70,38 @@ class _Server:
 _servers = {COMMANDS: _Server(), MEGATRON: _Server("myxa.actors.backends.megatron.backend")}
 
 
+_started: set[int] = set()
+"""Commands of this process."""
+
+
+def begin(server: str) -> None:
+    """A server, unless it runs. Workers of the suite have theirs in common (workers.py)."""
+    _servers[server].begin()
+
+
+def left_processes() -> set[str]:
+    """Children of this process, zombies included, and commands that it had started."""
+    families = {pid: [*_process(pid), *processes_below(pid)] for pid in _started}
+    _started.intersection_update(pid for pid, family in families.items() if family)
+    left: set[str] = set()
+    for child in {*psutil.Process().children(recursive=True), *itertools.chain(*families.values())}:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            line = " ".join(child.cmdline()) or child.name()
+            if not any(name in line for name in KEPT):
+                left.add(f"process {child.pid} ({child.status()}): {line[:200]}")
+    return left
+
+
 def close_servers() -> None:
     """At the end of a session. Commands that still run are left alone, and found."""
     for server in _servers.values():
         server.close()
+
+
+def _process(pid: int) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [psutil.Process(pid)]
+    return []
 
 
 def processes_below(pid: int) -> list[psutil.Process]:
@@ -114,7 +146,7 @@ class Command(subprocess.Popen[str]):
             "has_session": has_session, "has_stand_by": has_stand_by, "program": str(program or ""),
         }  # fmt: skip
         with open(os.devnull) as nothing:
-            _servers[server].begin()
+            begin(server)
             _servers[server].start(request, [*(streams[:1] or [nothing.fileno()]), *ends, report_end])
         for end in {*ends, report_end}:
             os.close(end)
@@ -122,6 +154,7 @@ class Command(subprocess.Popen[str]):
         self._hear(FORK_S, 1)
         assert self._told, f"no process was made of myxa {' '.join(words)} within {FORK_S:g} s"
         self.pid = int(self._told.split(b"\n")[0])
+        _started.add(self.pid)
 
     def _hear(self, timeout_s: float, num_lines: int) -> None:
         deadline = time.monotonic() + timeout_s
@@ -158,9 +191,7 @@ class Command(subprocess.Popen[str]):
 
     def family(self) -> list[psutil.Process]:
         """It and all below it; nothing, where it has ended."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            return [psutil.Process(self.pid), *self.below()]
-        return []
+        return [*_process(self.pid), *self.below()]
 
     def communicate(self, input: str | None = None, timeout: float | None = None) -> tuple[str, str]:
         """Everything that it said (and of errors, if not merged), once it has ended. Raises

@@ -11,6 +11,7 @@ SHARED = Path("/dev/shm")
 OURS = ("myxa", "psm_")
 """How names begin that could be ours; other programs of the machine have theirs there too."""
 WORKER = "PYTEST_XDIST_WORKER"
+"""Ours too (workers.py)."""
 
 
 def own_segments() -> set[str]:
