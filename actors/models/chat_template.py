@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jinja2
 
-from ...core.config import DataSettings
 from ...core.errors import DataError, ModelError, TemplateError
 from ...core.samples import REASONING_KEYS, Message
 from .template_sandbox import NoDate, OverBudget, Sandbox, run
@@ -220,7 +219,18 @@ def load_chat_template(
     return ChatTemplate(source, place, files.special_texts, arguments, day=day, with_tools=with_tools)
 
 
-def template_of(folder: str | Path, data: DataSettings) -> ChatTemplate | PlainText:
+class TemplateSettings(Protocol):
+    """Keys of the section `[data]`."""
+
+    @property
+    def apply_chat_template(self) -> bool: ...
+    @property
+    def chat_template_kwargs(self) -> dict[str, Any]: ...
+    @property
+    def date(self) -> str: ...
+
+
+def template_of(folder: str | Path, data: TemplateSettings) -> ChatTemplate | PlainText:
     """How a run's conversations are written. Raises ModelError."""
     if not data.apply_chat_template:
         return PlainText()

@@ -328,7 +328,9 @@ def make_pool(config: RunConfig, tokenizer: Tokenizer) -> WorkflowPool:
         max_turns=of.max_turns,
         max_block_s=of.max_block_s,
         model_path=config.model.path,
-        data=config.data.model_dump(mode="json"),
+        apply_chat_template=config.data.apply_chat_template,
+        chat_template_kwargs=config.data.chat_template_kwargs,
+        date=config.data.date,
     )
     limits = PhaseLimits(
         setup_s=of.setup_timeout_s,

@@ -22,7 +22,6 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 import msgspec
 
-from ...core.config.data import DataSettings
 from ...core.errors import MyxaError, UserCodeError
 from ...core.messages import SamplingParams
 from ...core.protocols import GenerateRequest, Tokenizer
@@ -77,8 +76,7 @@ def main() -> None:
     spec = spec_decoder.decode(first)
     try:
         workflow = load_workflow(spec.workflow, spec.args)
-        data = DataSettings.model_validate(spec.data, strict=False)
-        tokenizer = load_tokenizer(spec.model_path, template_of(spec.model_path, data))
+        tokenizer = load_tokenizer(spec.model_path, template_of(spec.model_path, spec))
     except MyxaError as error:
         write_frame(outgoing, LoadFailed.of(error))
         return

@@ -46,8 +46,9 @@ class WorkflowSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_turns: int
     max_block_s: float
     model_path: str
-    data: dict[str, Any]
-    """The section `[data]`, for the chat template."""
+    apply_chat_template: bool
+    chat_template_kwargs: dict[str, Any]
+    date: str
 
 
 class StartEpisode(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):

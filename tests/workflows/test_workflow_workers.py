@@ -27,7 +27,7 @@ from myxa.actors.workflows.episode import ModelAccess
 from myxa.actors.workflows.pool import WorkflowPool
 from myxa.actors.workflows.worker_messages import PhaseLimits, WorkflowSpec
 from myxa.core.clock import SystemClock
-from myxa.core.config import DataSettings, RewardSettings
+from myxa.core.config import RewardSettings
 from myxa.core.errors import FailureKind, MemberFailed, PromptTooLong, UserCodeError
 from myxa.core.messages import Assignment, SamplingParams
 from myxa.core.protocols import Delta, GenerateRequest
@@ -178,7 +178,7 @@ class Bench:
         tokenizer = load_tokenizer(model)
         spec = WorkflowSpec(
             workflow=f"{flows}:{name}", args=args, max_turns=4, max_block_s=limits.pop("block_s", 1.0),
-            model_path=str(model), data=DataSettings(train="x.jsonl").model_dump(mode="json"),
+            model_path=str(model), apply_chat_template=True, chat_template_kwargs={}, date="",
         )  # fmt: skip
         self.engine = Words(tokenizer)
         self.pool = WorkflowPool(spec, PhaseLimits(**{"teardown_s": 3.0, **limits}), tokenizer, max_workers=2)
