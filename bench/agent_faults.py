@@ -12,16 +12,21 @@ steps are trained, fewer than 10 % of the groups are lost, all kinds are counted
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 from myxa.actors.models.tiny import make_tiny_model
+from myxa.launch.cli import main as myxa
 from myxa.launch.demo.run import write_rows
 
 BATCH, SAMPLES = 8, 4
@@ -136,27 +141,34 @@ class Found:
         ]
 
 
-def run(folder: Path, *, steps: int, block: float, hang: float, limit: float, max_block: float, env: float) -> Found:
+def start_myxa(words: list[str], folder: Path, said: IO[str]) -> subprocess.Popen[str]:
+    """A process of its own."""
+    command = [sys.executable, "-m", "myxa.launch", *words]
+    return subprocess.Popen(command, cwd=folder, stdout=said, stderr=subprocess.STDOUT, text=True)
+
+
+def run(
+    folder: Path, *, steps: int, block: float, hang: float, limit: float, max_block: float, env: float,
+    start: Callable[[list[str], Path, IO[str]], subprocess.Popen[str]] = start_myxa,
+) -> Found:  # fmt: skip
     """One run in that folder, asked `why` while it goes on."""
     make_tiny_model(folder / "model", preset="0p5m", seed=0)
     write_rows(folder / "prompts.jsonl", 400, seed=1)
     (folder / "flow.py").write_text(FLOW)
     values = {"steps": steps, "block": block, "hang": hang, "limit": limit, "max_block": max_block, "env": env}
     (folder / "run.toml").write_text(RUN_FILE.format(**values))
-    myxa = (sys.executable, "-m", "myxa.launch")
     began_s, why = time.monotonic(), set[str]()
     with (folder / "said").open("w+") as said:
-        up = subprocess.Popen([*myxa, "up", "run.toml"], cwd=folder, stdout=said, stderr=subprocess.STDOUT)
+        up = start(["up", "run.toml"], folder, said)
         try:
             while True:
                 try:
                     up.wait(3.0)
                     break
                 except subprocess.TimeoutExpired:
-                    asked = subprocess.run(
-                        [*myxa, "why"], cwd=folder, capture_output=True, text=True, timeout=60, check=False
-                    )
-                    why.add(" ".join(asked.stdout.split("actor")[0].split()))
+                    with contextlib.redirect_stdout(io.StringIO()) as asked:
+                        myxa(["why", "--run", str(folder / "runs/latest")])
+                    why.add(" ".join(asked.getvalue().split("actor")[0].split()))
         finally:
             if up.poll() is None:
                 up.terminate()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import resource
 import sys
 from pathlib import Path
@@ -42,5 +43,5 @@ def address_space_bytes() -> int:
 
 if __name__ == "__main__":
     told = json.loads(sys.argv[1])
-    die_with_parent(told["parent"])
+    die_with_parent(os.getppid())
     sys.exit(asyncio.run(main(told)))

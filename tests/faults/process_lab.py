@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 import signal
-import sys
 import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -20,6 +18,7 @@ from tests.faults.depot import DepotContract, crates_of, effects
 from tests.faults.fault_lab import NOTED, FaultLab, LabReport, Rows, begun
 from tests.faults.fault_table import Fault
 from tests.faults.operations import CALLING, Plan, Result, begin, crate, judged
+from tests.harness.programs import Program, start_program
 
 from myxa.core.refs import with_deadline
 from myxa.transport.node import JobKey, Node, Rendezvous
@@ -40,15 +39,15 @@ class Child:
         self.limits = limits
         self.found = lab.folder / f"{name}.rdzv" if founds else None
         self.stock = lab.folder / f"{name}.stock"
-        self.process: asyncio.subprocess.Process
+        self.process: Program
 
     async def start(self) -> None:
         order = {
             "name": f"{self.name}-node", "key": str(self.lab.key_file), "sockets": self.lab.sockets,
             "rdzv": "" if self.found else str(self.lab.rdzv_file), "found": str(self.found or ""),
-            "stock": str(self.stock), "limits": self.limits, "parent": os.getpid(),
+            "stock": str(self.stock), "limits": self.limits,
         }  # fmt: skip
-        self.process = await asyncio.create_subprocess_exec(sys.executable, str(CHILD), json.dumps(order))
+        self.process = await start_program(CHILD, json.dumps(order))
         self.lab.children.append(self.process)
 
     @property
@@ -82,7 +81,7 @@ class ProcessLab(FaultLab):
         self.key = JobKey.generate()
         self.key_file = self.folder / "job.key"
         self.rdzv_file = self.folder / "rdzv.json"
-        self.children: list[asyncio.subprocess.Process] = []
+        self.children: list[Program] = []
         self._names = names
         self.fars: dict[str, Child] = {}
         self.registries: dict[str, Child] = {}

@@ -79,12 +79,12 @@ class Job:
         """Start and return at once."""
         return Command(self.words(*overrides), self.folder)
 
-    def paced(self, steps_per_s: float = 4.0) -> tuple[str, str]:
+    def paced(self, steps_per_s: float = 4.0) -> tuple[str, ...]:
         """Overrides of a run that has to go on while something else is looked at: so many steps a second, not all that
         the machine can."""
         groups = 8  # two batches of `RUN_TOML`
         (self.folder / "patient.py").write_text(PATIENT.format(seconds=groups / BATCH / steps_per_s))
-        return 'reward.fn="patient.py:reward"', f"rollout.max_groups={groups}"
+        return 'reward.fn="patient.py:reward"', "reward.isolate=false", f"rollout.max_groups={groups}"
 
     def run_dir(self) -> Path:
         """Directory of the newest run."""

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.harness.commands import Command
 from tests.harness.run_job import make_job, worker_pids
 from tests.harness.waiting import wait_until
 
@@ -24,7 +25,8 @@ def test_d01_d02_d03_a_run_with_a_bad_environment_trains_all_its_steps_and_blame
     bench = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "agent_faults", bench)
     spec.loader.exec_module(bench)
-    found = bench.run(tmp_path, steps=6, block=30.0, hang=3600.0, limit=6.0, max_block=1.0, env=0.5)
+    wishes = {"steps": 6, "block": 30.0, "hang": 3600.0, "limit": 6.0, "max_block": 1.0, "env": 0.5}
+    found = bench.run(tmp_path, **wishes, start=lambda words, folder, log: Command(words, folder, log=log))
     assert found.wrong(6) == []
 
 

@@ -32,7 +32,7 @@ def ledger(run_dir: Path, question: str) -> list[tuple]:
 
 
 def test_engines_come_and_go_under_load(job: Job) -> None:
-    process = job.start("roles.rollout.count=2", "run.num_steps=100000", "rollout.max_new_tokens=24")
+    process = job.start("roles.rollout.count=2", "run.num_steps=100000", "rollout.max_new_tokens=24", *job.paced(8))
     try:
         wait_until(lambda: step_of(job) >= 3, "the third step")
         client = ControlClient.of(job.run_dir())

@@ -32,6 +32,7 @@ from tests.harness.waiting import wait_until
 from myxa.actors.contracts import BufferContract, RolloutContract
 from myxa.actors.ledger.states import decode_partial
 from myxa.core.errors import LaunchError
+from myxa.launch.control.client import ControlClient
 from myxa.launch.embed import EmbeddedRollout, rollout_in
 
 pytestmark = pytest.mark.timeout(120)
@@ -325,6 +326,8 @@ def test_the_fastapi_example_serves_both_its_users_and_the_run(run: Run, tmp_pat
     words[words.index("--port") + 1] = "0"
     said = tmp_path / "said"
     num_before = run.num_trained(OWN)
+    live = ControlClient.of(run.folder)
+    live.ask("pause", reason="the processor is for the service's start")
     with said.open("w") as out:
         service = subprocess.Popen(
             [sys.executable, "-m", "uvicorn", *words],
@@ -342,6 +345,7 @@ def test_the_fastapi_example_serves_both_its_users_and_the_run(run: Run, tmp_pat
         visitor = Visitor(url[0])
         thread = visitor.start()
         wait_until(lambda: get(f"{url[0]}/myxa")["phase"] == "serving", "the embedded actor's first weights")
+        live.ask("resume", reason="it serves")
         wait_until(lambda: run.num_trained(OWN) >= num_before + 4, "training on groups of the embedded actor")
         status = get(f"{url[0]}/myxa")
         assert status["rollout"] == OWN

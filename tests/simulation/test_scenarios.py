@@ -22,14 +22,14 @@ REPRO = "python -m pytest tests/simulation -k"
 
 @pytest.mark.timeout(400)
 def test_messages_keep_their_promises() -> None:
-    """Calls, casts and puts between 2 to 4 nodes: 100 seeds."""
-    sweep(scenario, seeds(100, os.environ), repro=f"{REPRO} messages_keep")
+    """Calls, casts and puts between 2 to 4 nodes: 60 seeds."""
+    sweep(scenario, seeds(60, os.environ), repro=f"{REPRO} messages_keep")
 
 
 @pytest.mark.timeout(400)
 def test_training_loses_and_doubles_nothing(tmp_path: Path) -> None:
     """The real buffer between scripted rollout actors and a scripted trainer."""
-    sweep(lambda seed: training(seed, tmp_path), seeds(30, os.environ), repro=f"{REPRO} training_loses")
+    sweep(lambda seed: training(seed, tmp_path), seeds(20, os.environ), repro=f"{REPRO} training_loses")
 
 
 @pytest.mark.soak

@@ -10,7 +10,6 @@ import asyncio
 import gc
 import random
 import shutil
-import sys
 import tempfile
 import threading
 import time
@@ -20,12 +19,13 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import pytest_asyncio
 import uvloop
 import zmq
+from tests.harness.commands import left_processes
 from tests.harness.own_segments import own_segments
+from tests.harness.programs import Program, start_program
 
 from myxa.core.actor import Actor
 from myxa.transport.node import InprocNetwork, JobKey, Node
@@ -71,7 +71,7 @@ def held() -> Counter[str]:
     return Counter(
         [
             *(f"thread {t.name}" for t in threading.enumerate()),
-            *(f"child {c.pid}" for c in psutil.Process().children(recursive=True)),
+            *left_processes(),
             *(f"segment {name}" for name in own_segments()),
             *("ZeroMQ's" for _ in zmq_things()),
         ]
@@ -112,7 +112,7 @@ class World:
         self.tmp = tmp
         self.sockets = Path(tempfile.mkdtemp(prefix="w-"))  # a killed child leaves its socket directory behind
         self.nodes: list[Node] = []
-        self.children: list[asyncio.subprocess.Process] = []
+        self.children: list[Program] = []
         self.host: Node
 
     async def found(self) -> Node:
@@ -137,16 +137,14 @@ class World:
         await near.wait_for(name, timeout_s=5)
         return near, far
 
-    async def child(self, name: str, *args: str) -> asyncio.subprocess.Process:
+    async def child(self, name: str, *args: str) -> Program:
         """A process of its own that joins and hosts the actors of `child.py`."""
         rdzv = self.tmp / "rdzv.json"
         self.host.rendezvous.save(rdzv)
         key = self.tmp / "job.key"
         if self.key is not None and not key.exists():
             self.key.save(key)
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, str(CHILD), str(rdzv), str(key) if self.key else "", str(self.sockets), name, *args
-        )
+        process = await start_program(CHILD, str(rdzv), str(key) if self.key else "", str(self.sockets), name, *args)
         self.children.append(process)
         return process
 

@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gzip
 import logging
 import os
+from pathlib import Path
 
 from aiohttp import web
-from sglang.srt.profiler import ServerProfiler
 from tests.harness.engine_server import EngineServer, serve
 
 from myxa.actors.engines.embedded.core import EmbeddedOptions
 
 
 class SilentWhilePaused(EngineServer):
-    """The real one answers `/health` by generating a token, so it does not while it is paused. It profiles itself."""
+    """The real one answers `/health` by generating a token, so it does not while it is paused. Its profiles are empty."""
 
     def app(self) -> web.Application:
         app = super().app()
-        profiler = ServerProfiler()
-        app.router.add_post("/start_profile", profiler.start)
-        app.router.add_post("/stop_profile", profiler.stop)
+        app.router.add_post("/start_profile", self._start_profile)
+        app.router.add_post("/stop_profile", self._stop_profile)
         return app
+
+    async def _start_profile(self, request: web.Request) -> web.Response:
+        asked = await request.json()
+        self._trace = Path(asked["output_dir"]) / f"{asked['profile_id']}-TP-0.trace.json.gz"
+        return web.Response(text="Start profiling.\n")
+
+    async def _stop_profile(self, request: web.Request) -> web.Response:
+        self._trace.parent.mkdir(parents=True, exist_ok=True)
+        self._trace.write_bytes(gzip.compress(b'{"traceEvents": []}'))
+        return web.Response(text="Stop profiling. This will take some time.\n")
 
     async def _health(self, request: web.Request) -> web.Response:
         while self._is_paused:
