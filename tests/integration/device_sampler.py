@@ -15,7 +15,7 @@ from myxa.memory.arenas.host_vmm import device_bytes
 
 @dataclass
 class Sampler:
-    """Looks at what the actors hold of the device, as often as it can, while a run goes on."""
+    """Looks at what the actors hold of the device while a run goes on."""
 
     launcher_pid: int
     trainers: tuple[str, ...] = ("trainer/0",)
@@ -41,7 +41,7 @@ class Sampler:
 
     def _look_forever(self) -> None:
         pids: dict[str, int] = {}
-        while not self._ends.wait(0.01):
+        while not self._ends.wait(0.02):
             for name in (*self.trainers, *self.rollouts):
                 if name not in pids and (found := _pids(self.launcher_pid, name)):
                     pids[name] = found[-1]

@@ -20,6 +20,7 @@ TURNS = (
     'memory.share="switch"', f"memory.capacity_mb={CAPACITY_MIB}", "memory.switch_s=40", "engine.context_length=64",
     "engine.max_running=4",
 )  # fmt: skip
+REWARD = ('reward.fn="mine.py:score"', "reward.isolate=false")
 USERS_CODE = """
 def score(completion, **_):
     return (sum(map(ord, completion.text)) + completion.num_tokens) % 11 / 10
@@ -57,12 +58,15 @@ def test_a_run_in_turns_trains_what_a_run_trains_that_never_switches(job: Job) -
     """Bit for bit. On-policy, one request at a time in the engine and a seed of its own for each, so that nothing
     depends on what happened to run beside what."""
     plain = (
-        "async.max_staleness=0", "run.num_steps=2", "guard.every=0", 'reward.fn="mine.py:score"',
+        "async.max_staleness=0", "run.num_steps=2", "guard.every=0", *REWARD,
         'rollout.workflow="mine.py:seeded"', "engine.max_running=1", "rollout.deterministic=true",
     )  # fmt: skip
     code, said, never = job.run(*plain, "engine.context_length=64")
     assert code == 0, said
     sampler, turns = run_sampled(job, *TURNS, *plain)
+    on_policy = [p["values"] for p in metrics(never) if "lag/max" in p["values"]]
+    assert [step["lag/max"] for step in on_policy] == [0.0, 0.0]
+    assert max(step["train/logprob_diff_abs_max"] for step in on_policy) < 2e-5, "engine and trainer disagree"
     assert len(losses(never)) == 2
     assert all(norm > 0 for _, _, norm in losses(never)), "it learns something"
     assert losses(turns) == losses(never)
@@ -81,7 +85,7 @@ def test_ranks_on_two_devices_take_turns_with_an_engine_over_both(job: Job) -> N
     """A gang of two ranks, one a device; an engine that has its memory on both leaves and returns as a whole."""
     counts = ("memory.host_devices=2", "roles.trainer.count=2")
     sampler, run_dir = run_sampled(
-        job, *TURNS, *counts, "run.num_steps=4", 'reward.fn="mine.py:score"', trainers=("trainer/0", "trainer/1"),
+        job, *TURNS, *counts, "run.num_steps=4", *REWARD, trainers=("trainer/0", "trainer/1"),
         rollouts=("rollout/0",), devices=("host:0", "host:1"),
     )  # fmt: skip
     facts = audit(run_dir)
@@ -98,9 +102,9 @@ def test_ranks_on_two_devices_take_turns_with_an_engine_over_both(job: Job) -> N
 
 
 def test_parked_groups_are_neither_lost_nor_trained_twice(job: Job) -> None:
-    flags = ("run.num_steps=6", "async.max_staleness=2", "rollout.max_new_tokens=40", "trainer.checkpoint_every=3")
+    flags = ("run.num_steps=6", "async.max_staleness=2", "rollout.max_new_tokens=20", "trainer.checkpoint_every=3")
     evaluation = ('eval.data="data/heldout.jsonl"', "eval.num_prompts=8", "eval.every=2", "guard.every=4")
-    sampler, run_dir = run_sampled(job, *TURNS, *flags, *evaluation, 'reward.fn="mine.py:score"')
+    sampler, run_dir = run_sampled(job, *TURNS, *flags, *evaluation, *REWARD)
     facts = audit(run_dir)
     assert len(facts.trained) == len(set(facts.trained)) == 6 * 4
     assert not facts.states.get("DROPPED")

@@ -63,14 +63,6 @@ def test_a_run_ends_with_every_prompt_accounted_for(job: Job) -> None:
     assert (run_dir / "trace.json").exists()
 
 
-def test_on_policy_when_eta_is_zero(job: Job) -> None:
-    code, said, run_dir = job.run("async.max_staleness=0", "run.num_steps=3")
-    assert code == 0, said
-    steps = [p["values"] for p in metrics(run_dir) if "lag/max" in p["values"]]
-    assert [s["lag/max"] for s in steps] == [0.0, 0.0, 0.0]
-    assert max(s["train/logprob_diff_abs_max"] for s in steps) < 2e-5, "engine and trainer disagree"
-
-
 def test_a_closed_terminal_ends_the_run_and_leaves_nothing(job: Job) -> None:
     segments = own_segments()
     process = job.start("run.num_steps=100000")

@@ -92,22 +92,14 @@ def test_released_memory_is_really_gone_and_comes_back_the_same_at_the_same_plac
     assert arena.report()[0].host_bytes == 0, "the host copy went too"
 
 
-def test_each_policy_leaves_and_returns_in_its_way(arena: Arena):
-    grads, params = empty(arena, "grads", MIB, 3), empty(arena, "params", MIB, 4)
-    empty(arena, "context", MIB, 5)
-    moved = arena.release(["grads", "params"])
-    assert (moved.copied_bytes, moved.dropped_bytes, held()) == (0, 2 * MIB, MIB)
-    assert backing(arena) == {"grads": "discarded", "params": "discarded", "context": "mapped_dirty"}
-    restoring = arena.begin_restore(["grads", "params"])
-    restoring.wait("grads")
-    assert not grads.any()
+def test_only_what_is_on_its_way_is_waited_for(arena: Arena):
+    for tag in ("grads", "context"):
+        empty(arena, tag, MIB)
+    arena.release(["grads"])
+    restoring = arena.begin_restore(["grads"])
     with pytest.raises(MemoryFault, match="'context' is not on its way here"):
         restoring.wait("context")
-    restoring.wait_all()
-    assert backing(arena)["params"] == "copy_in", "its owner fills it"
-    params.fill_(6)
-    arena.mark_dirty("params")
-    assert backing(arena) == {"grads": "mapped_dirty", "params": "mapped_dirty", "context": "mapped_dirty"}
+    restoring.wait("grads")
 
 
 TOUCH = """

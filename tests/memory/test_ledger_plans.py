@@ -83,7 +83,7 @@ candidates = st.lists(st.tuples(sizes, st.integers(0, 3)), max_size=9).map(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(candidates, st.integers(-3, 200))
 def test_the_choice_suffices_and_is_no_dearer_than_needed(given_: list[Candidate], short: int) -> None:
     chosen = choose(given_, short)
@@ -102,7 +102,7 @@ def test_the_choice_suffices_and_is_no_dearer_than_needed(given_: list[Candidate
         assert sum(c.num_bytes for c in chosen if c.rank == worst) == least
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.tuples(sizes, st.sampled_from(["a", "b", "c", "a b", "b c", "a b c"])), max_size=8),
     st.dictionaries(st.sampled_from("abc"), st.integers(0, 60), min_size=1),

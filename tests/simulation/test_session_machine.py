@@ -313,7 +313,7 @@ class SessionMachine(RuleBasedStateMachine):
                 assert not any(link.waiting)
 
 
-SessionMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+SessionMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=60, deadline=None)
 TestSession = SessionMachine.TestCase
 
 
