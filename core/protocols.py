@@ -38,8 +38,6 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     input_ids: I32
     """int32 [P]: the whole context, earlier turns and partial tokens included."""
     sampling: SamplingParams
-    session: str = ""
-    """Requests of one session (a group's samples, a sample's turns) begin alike: best sent where that is cached."""
     source: str = ""
     """Data that the prompt was drawn from, and its row: an engine that answers from recordings looks by these."""
     row: int = -1

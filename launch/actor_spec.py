@@ -44,7 +44,7 @@ class ActorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     when_hung: WhenHung = "wait"
     quorum: int = 0
     """So many actors of its role are enough; 0: all."""
-    attach: tuple[str, ...] = ()
+    attach: str = ""
     """Servers that were named when it joined; empty: its share of the run file's, if there are any."""
     rank: RankSpec | None = None
     attempt: int = 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,7 +51,7 @@ from .composition.weight_channels import (
     refused_channels,
     sent_commit_s,
 )
-from .supervisor.placement import servers_of
+from .supervisor.placement import server_of
 
 if TYPE_CHECKING:
     from ..actors.buffer.knobs import BufferLimits
@@ -247,13 +246,12 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
 
 
 def _sglang(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Path, senders: TrainerSenders) -> Engine:
-    """Its own server, one that runs already, or several of those."""
-    from ..actors.engines.engine_pool import EnginePool
+    """Its own server, or one that runs already."""
     from ..actors.engines.sglang.engine import SglangEngine, SglangOptions
     from ..actors.engines.sglang.launch import LaunchedSglang, SglangLaunch
     from ..actors.models.hf_folder import read_eos_token_ids
 
-    engine, urls = config.engine, servers_of(spec, config)
+    engine, url = config.engine, server_of(spec, config)
     options = SglangOptions(
         vocab_size=model.vocab_size,
         model_type=model.model_type,
@@ -266,11 +264,11 @@ def _sglang(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Pat
         generate_url=engine.router,
         end_token_ids=read_eos_token_ids(config.model.path),
         needs=sglang_needs(config),
-        profile_dir="" if urls else str(run_dir / "profiles"),
+        profile_dir="" if url else str(run_dir / "profiles"),
         name=spec.name,
     )
     routes = _server_routes(spec, config, senders)
-    if not urls:
+    if not url:
         launch = SglangLaunch(
             python=engine.python or sys.executable,
             model_path=config.model.path,
@@ -285,9 +283,7 @@ def _sglang(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Pat
             expects=sglang_plan(spec, config, model),
         )
         return LaunchedSglang(launch, options, routes)
-    if len(urls) == 1:
-        return SglangEngine(urls[0], options, routes, saves_memory=takes_turns(config))
-    return EnginePool({url: partial(SglangEngine, url, options, routes) for url in urls}, name=spec.name)
+    return SglangEngine(url, options, routes, saves_memory=takes_turns(config))
 
 
 def _attach_key(config: RunConfig) -> str:

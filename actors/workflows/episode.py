@@ -277,7 +277,6 @@ class Episode:
             request_id=f"{self._model.request_prefix}{self._prompt.group_id}.{self._index}.{len(self._turns)}",
             input_ids=np.concatenate([self._context(), start.ids]).astype(np.int32, copy=False),
             sampling=replace(params.for_rest(num_done=len(start.ids), limit=limit), seed=self._seed(params)),
-            session=str(self._prompt.group_id),
             source=self._prompt.source,
             row=self._prompt.row,
             index=self._index,

@@ -224,9 +224,8 @@ def _turn_part_conflicts(config: RunConfig) -> Iterator[Conflict]:
     has_masters = trainer.dtype == "bfloat16" and config.megatron.distributed_optimizer
     rebuilds = memory.params == "rematerialise"
     return clashes(
-        (len(engine.attach) > config.roles.rollout.count or engine.router, f"engine.attach engine.router {SHARE}",
-         ("must be one server for each rollout actor when trainer and engine take turns on a device: name as many in "
-          "engine.attach as roles.rollout.count says, without engine.router")),
+        (engine.router, f"engine.router {SHARE}",
+         "must be empty when trainer and engine take turns on a device: each server answers its own actor's requests"),
         ("enable_memory_saver" in config.sglang, f"sglang.enable_memory_saver {SHARE}",
          'is myxa\'s own; leave it out, memory.share = "switch" sets it'),
         (is_torch and trainer.strategy != "ddp", f"trainer.strategy {SHARE}",
@@ -320,8 +319,8 @@ def _engine_conflicts(config: RunConfig) -> Iterator[Conflict]:
          'is for servers that are launched: roles.rollout.kind = "sglang" without engine.attach'),
         (attach and rollout.nodes == "*", "roles.rollout.nodes engine.attach",
          "must name the nodes when engine.attach is set"),
-        (attach and num_actors > len(attach), "engine.attach roles.rollout.count",
-         f"names {len(attach)} servers for {num_actors} rollout actors; each needs its own"),
+        (attach and num_actors and num_actors != len(attach), "engine.attach roles.rollout.count",
+         f"names {len(attach)} servers for {num_actors} rollout actors; each has one of its own: make them as many"),
         (limit and config.rollout.max_new_tokens >= limit, "rollout.max_new_tokens engine.context_length", no_room),
         *((limit and one.max_new_tokens >= limit, f"eval.sets.{name}.max_new_tokens engine.context_length", no_room)
           for name, one in config.eval.sets.items()),

@@ -512,11 +512,11 @@ class EngineSettings(Section, frozen=True):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Number type the engine computes in."""
     attach: Annotated[TextTuple, AfterValidator(check_urls)] = ()
-    """Addresses of running SGLang servers (rollout kind `sglang`), dealt out among the rollout actors: one each, or
-    several behind one actor, which shares its requests out among them. Empty: every rollout actor launches its own."""
+    """Addresses of running SGLang servers (rollout kind `sglang`), one for each rollout actor. Empty: every rollout
+    actor launches its own."""
     router: Annotated[str, AfterValidator(_router)] = ""
     """Address of an sglang-router in front of the attached servers: requests go through it, control goes to the
-    servers. Empty: myxa's own least-loaded routing."""
+    servers. Empty: each actor's requests go to its own server."""
     key_env: str = ""
     """Environment variable of the rollout actors that holds the key of the attached servers (their
     `--admin-api-key`); empty = they ask for none. Launched servers get their own key."""

@@ -145,7 +145,7 @@ class ScaleArguments(WithReason, frozen=True, kw_only=True):
     count: Annotated[int, argument("how many actors of it", flag="", ge=0, le=4096)]
     devices: Annotated[str, argument("unused GPUs of each node for new actors, e.g. 4-7", "GPUS", max_length=200)] = ""
     attach: Annotated[
-        str, argument("attached servers for new actors, http://host:port,...", "URLS", max_length=10_000)
+        str, argument("an attached server for each new actor, http://host:port,...", "URLS", max_length=10_000)
     ] = ""
     wait_s: Wait = 0.0
 

@@ -39,9 +39,7 @@ PRELOAD_SETS: Mapping[str, PreloadSet] = {
         ),
         patience_s=10.0,
     ),
-    SERVED: PreloadSet(
-        ("myxa.actors.engines.engine_pool", "myxa.actors.engines.sglang.launch"), patience_s=20.0, base=LIGHT
-    ),
+    SERVED: PreloadSet(("myxa.actors.engines.sglang.launch",), patience_s=20.0, base=LIGHT),
     TORCH: PreloadSet(
         (
             *("myxa.launch.composition.trainer_parts", "myxa.actors.trainer.trainer"),

@@ -117,49 +117,39 @@ def make_spec(role: RoleName, settings: RoleSettings, index: int, node: int, dev
     )
 
 
-def servers_of(actor: ActorSpec, config: RunConfig) -> tuple[str, ...]:
-    """Addresses of this actor's attached servers; empty: it launches its own."""
+def server_of(actor: ActorSpec, config: RunConfig) -> str:
+    """Address of this actor's attached server; empty: it launches its own."""
     urls = config.engine.attach
-    if actor.attach or not urls:
-        return actor.attach
-    return urls[actor.index % len(urls) :: num_at_start(config)]
+    return actor.attach if actor.attach or not urls else urls[actor.index % len(urls)]
 
 
-def num_at_start(config: RunConfig) -> int:
-    """Rollout actors among which the servers of the run file are divided."""
-    return max(config.roles.rollout.count * len(config.roles.rollout.nodes), 1)
-
-
-def divide_servers(config: RunConfig, text: str, num_actors: int, there: Iterable[ActorSpec]) -> list[tuple[str, ...]]:
-    """Divide the addresses "URL,URL,..." among so many new actors, at least one each. Without addresses: new actors may
-    take those of original actors that left. `there`: actors that have servers now. Raises ConfigError with the
-    reason."""
+def divide_servers(config: RunConfig, text: str, num_actors: int, there: Iterable[ActorSpec]) -> Sequence[str]:
+    """The addresses "URL,URL,...", one for each new actor. Without addresses: new actors may take those of original
+    actors that left. `there`: actors that have servers now. Raises ConfigError with the reason."""
     there = tuple(there)
     urls = tuple(part.strip() for part in text.split(",") if part.strip())
     is_attached = config.roles.rollout.kind == "sglang" and bool(config.engine.attach)
+    num = len(config.engine.attach)
     if not urls:
-        if not is_attached or (len(there) + num_actors <= num_at_start(config) and not any(a.attach for a in there)):
-            return [()] * num_actors
-        num = len(config.engine.attach)
+        if not is_attached or (len(there) + num_actors <= num and not any(a.attach for a in there)):
+            return [""] * num_actors
         raise ConfigError(
-            f"the {num} servers of engine.attach were divided among the rollout actors at the start",
+            f"the {num} servers of engine.attach have their rollout actors since the start",
             remedy="name servers for the new ones: myxa scale rollout=N --attach http://host:port,...",
         )
     if not is_attached:
         raise ConfigError("this run has no attached servers", remedy="leave --attach out: new actors have their own")
     _check_urls(urls, config, there)
-    if len(urls) < num_actors:
-        raise ConfigError(
-            f"{len(urls)} servers are too few for {num_actors} more rollout actors", remedy="name one for each at least"
-        )
-    return [urls[number::num_actors] for number in range(num_actors)]
+    if len(urls) != num_actors:
+        raise ConfigError(f"{len(urls)} servers for {num_actors} more rollout actors", remedy="name one for each")
+    return urls
 
 
 def _check_urls(urls: Sequence[str], config: RunConfig, there: Iterable[ActorSpec]) -> None:
     wrong = next((url for url in urls if not HTTP_URL.fullmatch(url)), "")
     if wrong:
         raise ConfigError(f'--attach: "{wrong}" is no address of a server', remedy="write http://host:port")
-    in_use = {_bare(url): actor.name for actor in there for url in servers_of(actor, config)}
+    in_use = {_bare(url): actor.name for actor in there if (url := server_of(actor, config))}
     taken = next((url for url in urls if _bare(url) in in_use), "")
     if taken:
         owner = in_use[_bare(taken)]
@@ -236,9 +226,9 @@ def staff(
     _check_growth(config, devices)
     given = parse_devices(devices) if devices else ()
     joining: list[ActorSpec] = []
-    for servers in divide_servers(config, attach, count - len(there), (*there, *present.leaving)):
+    for server in divide_servers(config, attach, count - len(there), (*there, *present.leaving)):
         one = _one_more(config, (*present.actors, *joining), present, given)
-        joining.append(replace(one, attach=servers))
+        joining.append(replace(one, attach=server))
     return Staffing(joining=tuple(joining))
 
 

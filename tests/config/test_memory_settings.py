@@ -126,7 +126,7 @@ def test_stand_in_devices_are_dealt_out_among_engines(
         (ON_HOST, ('memory.params="rematerialise"',), 'must be "backup"'),
         (ON_GPU, ("megatron.offload_optimizer=0.5", 'trainer.dtype="bfloat16"'), "leaves the device as a whole"),
         (ON_GPU, ("sglang.enable_memory_saver=false",), "is myxa's own"),
-        (ON_GPU, ('engine.attach=["http://a:1", "http://b:1"]',), "one server for each rollout actor"),
+        (ON_GPU, ('engine.attach=["http://a:1"]', 'engine.router="http://b:1"'), "each server answers its own actor's"),
         (ON_HOST, ("memory.switch_s=0",), "must be greater than 0"),
         (ON_HOST, ("memory.reserve_mb=-1",), "must be at least 0"),
         (ON_HOST, ('memory.share="turns"',), 'must be one of "none", "switch"'),

@@ -96,6 +96,18 @@ async def test_what_is_sent_is_sglangs_and_every_stream_has_an_id_of_its_own():
     ]  # fmt: skip
 
 
+async def test_behind_a_router_requests_go_through_it_and_control_goes_to_the_server(folders):
+    """As with sglang-router, another server may answer, which has not got the newest version yet."""
+    async with (
+        fake_sglang(chunks=ended("1")) as router,
+        connected(options(generate_url=router.url)) as (engine, server),
+    ):
+        await give(engine, 2, folders[0])
+        got = await collect(engine, ask("r1", 3, max_new_tokens=1))
+        assert got.versions.tolist() == [1]
+        assert router.paths() == ["/generate"] and "/generate" not in server.paths()
+
+
 async def test_broken_streams_name_server_request_and_cause():
     cases: list[tuple[list[bytes], bool, type[EngineError], str]] = [
         ([chunk([5], 1)], False, EngineError, "ended after 1 tokens without a finish reason"),

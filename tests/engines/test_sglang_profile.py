@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import aiohttp
 import pytest
 from tests.harness.fake_sglang import FakeSglang, fake_sglang
 
-from myxa.actors.engines.engine_pool import EnginePool
 from myxa.actors.engines.sglang import engine as sglang_engine
 from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
 from myxa.actors.rollout.rollout import profile_engine
@@ -94,17 +92,3 @@ async def test_a_server_that_does_not_answer_fails_the_profile_in_time(tmp_path,
         server.is_deaf = True
         with pytest.raises(EngineError, match=r"POST /start_profile failed within 0\.3 s: .* -- is the server alive"):
             await engine.profile(0.1)
-
-
-async def test_of_a_pool_each_server_answers_for_itself(tmp_path):
-    async with fake_sglang(profile_dir=tmp_path) as first, fake_sglang(absent=("/start_profile",)) as second:
-        makers = {one.url: partial(SglangEngine, one.url, SglangOptions(**OPTIONS)) for one in (first, second)}
-        pool = EnginePool(makers, name="rollout/3")
-        await pool.start()
-        traces = {trace.engine: trace for trace in await pool.profile(0.1)}
-        states = {state.value for state in pool.states().values()}
-        await pool.close()
-    assert not traces[first.url].refused
-    assert len(list(tmp_path.glob(traces[first.url].files[0]))) == 1
-    assert "POST /start_profile answered 404" in traces[second.url].refused
-    assert states == {"serving"}

@@ -494,8 +494,9 @@ async def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--key", default="")
     options = parser.parse_args()
-    async with serve(options.folder, options.port) as served:
+    async with serve(options.folder, options.port, key=options.key) as served:
         print(f"serving {options.folder} at {served.url}", flush=True)
         await asyncio.Event().wait()
 

@@ -15,7 +15,7 @@ import psutil
 from tests.harness.commands import run as run_command
 from tests.harness.run_job import Job, events, metrics
 from tests.harness.waiting import wait_until
-from tests.integration.attached_server import STAND_IN, listens, start_server
+from tests.integration.attached_server import STAND_IN
 
 LAUNCHES = (
     'roles.rollout.kind="sglang"', f'roles.rollout.env={{PYTHONPATH="{STAND_IN}"}}', "sglang.stream_interval=4",
@@ -90,38 +90,6 @@ def profile_server(job: Job, run_dir: Path) -> None:
     (trace,) = [line.strip() for line in done.stdout.splitlines() if line.endswith(".json.gz")]
     with gzip.open(run_dir / "profiles" / trace) as file:
         assert "traceEvents" in json.load(file)
-
-
-def test_one_actor_in_front_of_a_fleet_goes_on_when_a_server_of_it_dies(job: Job, monkeypatch) -> None:
-    monkeypatch.setenv("FLEET_KEY", "between-us")
-    keys = job.folder / "keys.yaml"
-    keys.write_text(json.dumps({"api-key": "between-us", "admin-api-key": "between-us"}))
-    fleet = [start_server(job, "--config", str(keys)) for _ in range(2)]
-    wait_until(lambda: all(listens(url) for url, _ in fleet), "the servers")
-    urls = ", ".join(f'"{url}"' for url, _ in fleet)
-    run = job.start(
-        'roles.rollout.kind="sglang"', f"engine.attach=[{urls}]", 'engine.key_env="FLEET_KEY"', "run.num_steps=400",
-        "guard.every=1", "guard.prompts=4", *job.paced(),
-    )  # fmt: skip
-    try:
-        wait_until(lambda: (job.folder / "runs").exists() and any(job.run_dir().iterdir()), "a run directory")
-        run_dir = job.run_dir()
-        wait_until(lambda: steps_done(run_dir) > 2, "the first steps")
-        fleet[0][1].kill()
-        fleet[0][1].wait()
-        at_loss = steps_done(run_dir)
-        wait_until(lambda: steps_done(run_dir) > at_loss + 5, "the run goes on")
-        log = (run_dir / "logs" / "rollout.0.0.log").read_text()
-        assert f"{fleet[0][0]} is fenced" in log
-        assert events(run_dir, "engine-gone") == []
-        assert events(run_dir, "group-dropped") == []
-        assert max(compared(run_dir).values()) < 1e-4
-    finally:
-        run.send_signal(signal.SIGINT)
-        run.communicate(timeout=60)
-        for _, server in fleet:
-            server.kill()
-            server.wait()
 
 
 def test_a_disagreement_pauses_the_run_with_the_reason(job: Job) -> None:

@@ -22,7 +22,7 @@ from myxa.launch.supervisor.placement import (
     check_distance,
     check_leaver,
     place,
-    servers_of,
+    server_of,
     staff,
     staff_node,
 )
@@ -125,7 +125,7 @@ def test_the_gpus_of_who_is_still_leaving_are_in_use(tmp_path: Path):
         (
             "rollout", 3,
             ('roles.rollout.kind="sglang"', "roles.rollout.count=2", 'engine.attach=["http://a:1", "http://b:1"]'),
-            "the 2 servers of engine.attach were divided among",
+            "the 2 servers of engine.attach have their rollout actors",
         ),
         (
             "rollout", 3,
@@ -148,24 +148,23 @@ FLEET = ('roles.rollout.kind="sglang"', "roles.rollout.count=2", 'engine.attach=
 def test_an_attached_fleet_grows_by_servers_that_are_named(tmp_path: Path):
     run = config(tmp_path, *FLEET)
     there = present(run)
-    assert [servers_of(actor, run) for actor in there.actors if actor.role == "rollout"] == [
-        ("http://a:1",), ("http://b:1",),
-    ]  # fmt: skip
-    got = staff(run, "rollout", 4, there, attach="http://c:1, http://d:1,http://e:1").joining
-    assert [(actor.name, servers_of(actor, run)) for actor in got] == [
-        ("rollout/2", ("http://c:1", "http://e:1")), ("rollout/3", ("http://d:1",)),
+    assert [server_of(actor, run) for actor in there.actors if actor.role == "rollout"] == ["http://a:1", "http://b:1"]
+    got = staff(run, "rollout", 4, there, attach="http://c:1, http://d:1").joining
+    assert [(actor.name, server_of(actor, run)) for actor in got] == [
+        ("rollout/2", "http://c:1"), ("rollout/3", "http://d:1"),
     ]  # fmt: skip
     left = Present(tuple(a for a in there.actors if a.name != "rollout/1"), (0,))
     (again,) = staff(run, "rollout", 2, left).joining
-    assert servers_of(again, run) == ("http://b:1",), "its share of the run file"
+    assert server_of(again, run) == "http://b:1", "the run file's"
     (again,) = staff(run, "rollout", 2, left, attach="http://b:1/").joining
-    assert (again.name, servers_of(again, run)) == ("rollout/1", ("http://b:1/",)), "it is free again"
+    assert (again.name, server_of(again, run)) == ("rollout/1", "http://b:1/"), "it is free again"
 
 
 @pytest.mark.parametrize(
     ("attach", "said"),
     [
-        ("http://c:1", "1 servers are too few for 2"),
+        ("http://c:1", "1 servers for 2"),
+        ("http://c:1,http://d:1,http://e:1", "3 servers for 2"),
         ("http://c:1,http://a:1/", "http://a:1/ serves rollout/0 already"),
         ("http://c:1,http://c:1", "names a server twice"),
         ("http://c:1,ftp://d", '"ftp://d" is no address'),

@@ -28,11 +28,12 @@ async def test_a_sharded_trainer_sends_what_the_server_then_computes_with(
 ):
     """And goes over to folders and back, while the run goes on."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))  # sharding imports torch's compiler
+    monkeypatch.setenv("FLEET_KEY", "between-us")
     job = make_job(tmp_path)
-    with serving(tmp_path / "model") as server:
+    with serving(tmp_path / "model", key="between-us") as server:
         process = job.start(
             "roles.rollout.kind=sglang", f'engine.attach=["{server.url}"]', "weights.channel=nccl",
-            "weights.bucket_mb=1", "weights.verify_every=1", "roles.trainer.count=2", "trainer.strategy=fsdp",
+            "engine.key_env=FLEET_KEY", "weights.bucket_mb=1", "weights.verify_every=1", "roles.trainer.count=2", "trainer.strategy=fsdp",
             "async.max_staleness=0", "reward.fn=regex", 'reward.pattern="[1-4]"', "run.num_steps=100000",
             "guard.every=0",
         )  # fmt: skip

@@ -47,9 +47,9 @@ class Server:
 
 
 @contextmanager
-def serving(folder: Path, port: int = 0) -> Iterator[Server]:
+def serving(folder: Path, port: int = 0, key: str = "") -> Iterator[Server]:
     """A server of a model folder; it is dead afterwards."""
-    words = (str(folder), "--port", str(port))
+    words = (str(folder), "--port", str(port), "--key", key)
     with Command(words, folder, is_merged=False, env=ENVIRONMENT, program=ENGINE_SERVER) as process:
         try:
             assert process.stdout is not None
