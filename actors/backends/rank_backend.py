@@ -17,7 +17,12 @@ from ...core.device_memory import AssetStore
 from ...core.errors import ConfigError, TrainError
 from ...core.protocols import NamedArray, PendingSave, StepStats
 from ...core.samples import F32, TrainSample, TrainShard
+from ..models.hf_folder import ModelConfig, export_dtype
+from .export import Exporter, ExportTypes
+from .residence import Residence
+from .step import Stepper
 from .torch_backend.settings import StepSettings, check_together
+from .torch_backend.tensors import DTYPE_OF
 from .torch_backend.token_functions import Loaded, called
 from .torch_backend.world import Gang, World
 
@@ -54,6 +59,14 @@ class RankSettings:
         """Optimizer updates of the policy in the whole run; 0 = unknown."""
         return max(0, self.num_steps - self.critic.warmup_steps) * self.algo.minibatches
 
+    def export_types(self, model: ModelConfig) -> ExportTypes:
+        trained = self.trainer.dtype
+        return ExportTypes(
+            host=DTYPE_OF[trained],
+            device=DTYPE_OF[self.serving_dtype or trained],
+            folder=DTYPE_OF[export_dtype(self.trainer.export_dtype, model, trained)],
+        )
+
     def step_settings(self, functions: Loaded) -> StepSettings:
         return StepSettings(
             algo=self.algo,
@@ -64,81 +77,45 @@ class RankSettings:
         )
 
 
-class _Stepper(Protocol):
-    def settings_for(self, knobs: dict[str, float]) -> StepSettings: ...
-
-    def train(self, shard: TrainShard, settings: StepSettings) -> StepStats: ...
-
-    def score(self, samples: Sequence[TrainSample], max_tokens: int) -> list[F32]: ...
-
-    def score_shard(self, shard: TrainShard) -> list[F32]: ...
-
-
-class _Exporter(Protocol):
-    def on_host(self) -> list[NamedArray]: ...
-
-    def on_device(self, *, to_all: bool = False) -> Iterator[tuple[str, Tensor]]: ...
-
-    def write(self, folder: str) -> None: ...
-
-
-class RankParts(Protocol):
-    """What exists after set-up."""
-
-    @property
-    def world(self) -> World: ...
-
-    @property
-    def stepper(self) -> _Stepper: ...
-
-    @property
-    def exporter(self) -> _Exporter: ...
+class TrainingState(Protocol):
+    """What a checkpoint is made of."""
 
     def begin_save(self, folder: str, extra: dict[str, Any]) -> PendingSave: ...
 
     def load(self, folder: str) -> dict[str, Any]: ...
 
 
-class OffloadStore(AssetStore, Protocol):
-    """A rank's memory, where it can leave its device: what must have been waited for, and said, by whom."""
+@dataclass(frozen=True, slots=True)
+class RankParts:
+    """What exists after set-up."""
 
-    def ready(self) -> None:
-        """Before parameters are read. May be collective."""
-        ...
-
-    def arrived(self) -> None:
-        """Before the optimizer's state is read or written."""
-        ...
-
-    def written(self) -> None:
-        """Parameters and the optimizer's state changed."""
-        ...
-
-    def close(self) -> None: ...
+    world: World
+    stepper: Stepper
+    exporter: Exporter
+    state: TrainingState
 
 
 C = TypeVar("C", bound=RankSettings)
-P = TypeVar("P", bound=RankParts)
 
 
-class RankBackend(Generic[C, P]):
+class RankBackend(Generic[C]):
     """One trainer rank; `setup`, which the trainer at hand brings, sets `_parts`."""
 
-    def __init__(self, config: C, clock: Clock | None = None, offload: OffloadStore | None = None) -> None:
+    def __init__(self, config: C, clock: Clock | None = None, offload: Residence | None = None) -> None:
         """`offload`: where parameters, gradients and optimizer lie if they can leave the device."""
         self._config = config
         self._clock = clock or SystemClock()
-        self._parts: P | None = None
+        self._parts: RankParts | None = None
         self._home = offload
 
-    def _ready(self) -> P:
+    def _ready(self) -> RankParts:
         if self._parts is None:
             raise TrainError(f"trainer rank {self._config.gang.rank} is not set up", remedy="call setup() first")
         if self._home is not None:
             self._home.ready()
         return self._parts
 
-    def _ready_with_optimizer(self) -> P:
+    def _ready_with_optimizer(self) -> RankParts:
         """The same, with the optimizer's state there too."""
         if self._home is not None:
             self._home.arrived()
@@ -195,7 +172,7 @@ class RankBackend(Generic[C, P]):
         be JSON. Raises TrainError (on every rank) if any rank fails; an older checkpoint there then stays."""
         parts = self._ready_with_optimizer()
         with parts.world.phase("save a checkpoint"):
-            pending = parts.begin_save(folder, extra)
+            pending = parts.state.begin_save(folder, extra)
             with parts.world.together(f"saving checkpoint {folder}"):
                 pending.write()
             pending.finish()
@@ -205,12 +182,12 @@ class RankBackend(Generic[C, P]):
         complete once `finish` was called on every rank."""
         parts = self._ready_with_optimizer()
         with parts.world.phase("copy a checkpoint"):
-            return parts.begin_save(folder, extra)
+            return parts.state.begin_save(folder, extra)
 
     def load(self, folder: str) -> dict[str, Any]:
         parts = self._ready_with_optimizer()
         with parts.world.phase("load a checkpoint"):
-            extra = parts.load(folder)
+            extra = parts.state.load(folder)
         if self._home is not None:
             self._home.written()
         return extra

@@ -191,7 +191,7 @@ def parameters_of(backend: TorchBackend) -> list[Any]:
     """What this rank holds of them."""
     parts = backend._parts
     assert parts is not None
-    return [getattr(p, "_local_tensor", p) for p in parts.stepper._replica.module.parameters()]
+    return [getattr(p, "_local_tensor", p) for p in parts.stepper._policy.replica.module.parameters()]
 
 
 def critic_of(backend: TorchBackend) -> dict[str, np.ndarray]:
@@ -199,7 +199,7 @@ def critic_of(backend: TorchBackend) -> dict[str, np.ndarray]:
     parts = backend._parts
     assert parts is not None
     critic = parts.state.critic
-    named = [] if critic is None else critic.replica.parameters()
+    named = [] if critic is None else critic.model.replica.parameters()
     return {name: whole_tensor(p.detach()).numpy().copy() for name, p in named}
 
 

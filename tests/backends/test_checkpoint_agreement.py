@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from myxa.actors.backends.torch_backend import checkpoint
+from myxa.actors.backends import checkpoint
+from myxa.actors.backends.checkpoint import agreed_checkpoint
 from myxa.actors.backends.torch_backend import checkpoint as checkpoint_module
-from myxa.actors.backends.torch_backend.checkpoint import agreed_checkpoint
 from myxa.actors.backends.torch_backend.world import World
 from myxa.actors.checkpoints import folder as folder_module
 from myxa.actors.checkpoints.folder import Manifest, begin, commit, rank_file

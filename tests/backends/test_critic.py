@@ -57,7 +57,7 @@ def the_critic(backend: TorchBackend) -> Any:
 
 
 def critic_weights(backend: TorchBackend) -> dict[str, np.ndarray]:
-    return {name: p.detach().numpy().copy() for name, p in the_critic(backend).replica.parameters()}
+    return {name: p.detach().numpy().copy() for name, p in the_critic(backend).model.replica.parameters()}
 
 
 def values_of(backend: TorchBackend, shard: TrainShard) -> list[np.ndarray]:
@@ -218,7 +218,7 @@ def test_a_critic_that_is_not_finite_stops_both(
     advantages of them, and would be well."""
     backend = backends(algo=PPO, optimizer=PLAIN, critic=critic())
     (shard,) = make_shards(78, kind="ppo", max_tokens=60)
-    head = the_critic(backend).replica.module.value_head.weight
+    head = the_critic(backend).model.replica.module.value_head.weight
     torch.nn.init.constant_(head, size)
     before = critic_weights(backend), weights_of(backend)
     with pytest.raises(

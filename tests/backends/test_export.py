@@ -42,17 +42,13 @@ def test_float32_on_a_cpu_is_not_copied(backends: Backends, make_shards: Shards)
     assert not np.array_equal(view, before), "the view shows the live parameters"
 
 
-def test_bfloat16_is_rounded_into_buffers_used_again(backends: Backends) -> None:
-    exact = backends().export_weights()
-    backend = backends(trainer={"dtype": "bfloat16"})
-    first, second = backend.export_weights(), backend.export_weights()
-    for full, half, again in zip(exact, first, second, strict=True):
+def test_bfloat16_is_rounded(backends: Backends) -> None:
+    exact, rounded = backends().export_weights(), backends(trainer={"dtype": "bfloat16"}).export_weights()
+    for full, half in zip(exact, rounded, strict=True):
         assert half.spec.dtype == "bfloat16"
         assert half.data.nbytes * 2 == full.data.nbytes
         expected = torch.frombuffer(bytearray(full.data), dtype=torch.float32).bfloat16()
         assert torch.equal(torch.frombuffer(bytearray(half.data), dtype=torch.bfloat16), expected)
-        address = np.frombuffer(half.data, np.uint8).ctypes.data
-        assert np.frombuffer(again.data, np.uint8).ctypes.data == address
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -166,8 +166,8 @@ def test_a_checkpoint_of_many_ranks_restores_on_one(
     if critic is None:
         return
     saved = load(gangs[1], "critic")
-    assert backend._parts.state.critic.optimizer.num_updates == 4
-    for name, parameter in backend._parts.state.critic.replica.parameters():
+    assert backend._parts.state.critic.model.num_updates == 4
+    for name, parameter in backend._parts.state.critic.model.replica.parameters():
         assert np.array_equal(parameter.detach().numpy(), saved[name]), name
 
 
@@ -195,7 +195,7 @@ def test_while_the_policy_waits_for_the_critic_it_stays_to_the_bit_and_is_saved(
         backend = backends(trainer={"freeze": gang[1][0]["frozen"]}, critic=CRITIC)
         backend.load(str(gang[0] / "held"))
         assert all(np.array_equal(value, held[name]) for name, value in weights_of(backend).items())
-        for name, parameter in backend._parts.state.critic.replica.parameters():
+        for name, parameter in backend._parts.state.critic.model.replica.parameters():
             assert np.array_equal(parameter.detach().numpy(), critic[name]), name
 
 

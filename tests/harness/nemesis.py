@@ -33,8 +33,8 @@ SPEC = "MYXA_WORKER_SPEC"
 
 _BUFFER = "actors.buffer.buffer:Buffer"
 _COORDINATOR = "actors.coordinator.coordinator:Coordinator"
-_STEP = "actors.backends.torch_backend.step:Learner"
-_CHECKPOINT = "actors.backends.torch_backend.checkpoint"
+_STEP = "actors.backends.trained_model:Learner"
+_CHECKPOINT = "actors.backends.checkpoint"
 POINTS: dict[str, tuple[str, ...]] = {
     "buffer.dispatch": ("after actors.buffer.store:BufferStore.draw",),  # written down as given, not answered
     "buffer.put": (f"before {_BUFFER}.put_group",),
@@ -47,8 +47,8 @@ POINTS: dict[str, tuple[str, ...]] = {
     "rollout.prepare": ("before actors.weights.receive:EngineWeights.prepare",),
     "rollout.commit": ("before actors.weights.receive:EngineWeights.commit",),
     "trainer.claim": ("before actors.trainer.step_plan:ClaimedBatch.check",),
-    "trainer.forward": (f"before {_STEP}.backward",),
-    "trainer.all_reduce": (f"before {_STEP}.share",),
+    "trainer.forward": (f"before {_STEP}.passes",),
+    "trainer.all_reduce": ("before actors.backends.torch_backend.parallel:TorchModel.gradient_norm",),
     "trainer.optimizer": (f"before {_STEP}.update",),
     "trainer.publish": ("before actors.trainer.trainer:Trainer.publish",),
     "trainer.trained": ("after actors.trainer.train_loop:TrainerGang.train",),  # the buffer does not know yet

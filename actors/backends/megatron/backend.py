@@ -1,60 +1,44 @@
 """The Megatron trainer: one rank of a gang that cuts the model by tensor, pipeline, context and expert parallelism.
 
-Composition only: `world` meets the other ranks, `provider` and `hf_weights` make the model, `schedule` runs it, `step`
-trains, `export` and `checkpoint` write. Fulfils `core.protocols.TrainBackend`; every method blocks and must be called
-in the same order on every rank. Ranks of one replica (same data-parallel rank) are given the same shard.
+Composition only: `world` meets the other ranks, `provider` and `hf_weights` make the model, `schedule` runs it,
+`../step.py` trains, `../export.py` and `checkpoint` write. Fulfils `core.protocols.TrainBackend`; every method blocks
+and must be called in the same order on every rank. Ranks of one replica (same data-parallel rank) are given the same
+shard.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ....core.clock import Clock
-from ...models.hf_folder import ModelConfig, export_dtype, read_config
+from ...models.hf_folder import ModelConfig, read_config
 from ...models.second_model import check_reference
-from ..rank_backend import RankBackend
+from ..export import Exporter
+from ..rank_backend import RankBackend, RankParts
+from ..step import Stepper
 from ..torch_backend.settings import check_schedule
 from ..torch_backend.tensors import DTYPE_OF
 from ..torch_backend.token_functions import agree_on_source, load_functions
 from . import mcore
 from .batch import PackCutting
-from .checkpoint import MegatronTrainingState, PendingMegatronCheckpoint, load_checkpoint
-from .export import MegatronExporter
+from .checkpoint import MegatronTrainingState
 from .hf_weights import iter_hf_tensors, load_hf_folder
 from .layout import check_routing
 from .offload import MegatronOffload
 from .optimizer import MegatronAdamW, Precision, wrap_chunks
 from .provider import build_model_chunks
-from .schedule import Pipeline, RoutingReplay
+from .schedule import MegatronPolicy, Pipeline, RoutingReplay
 from .settings import MegatronRankSettings, check_settings, checked_fields, model_fields
-from .step import MegatronStepper
 from .verbatim import OWNED_DDP, OWNED_OPTIMIZER
 from .world import MegatronWorld
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    world: MegatronWorld
-    model: ModelConfig
-    pipeline: Pipeline
-    optimizer: MegatronAdamW
-    stepper: MegatronStepper
-    exporter: MegatronExporter
-
-    def begin_save(self, folder: str, extra: dict[str, Any]) -> PendingMegatronCheckpoint:
-        return PendingMegatronCheckpoint(folder, MegatronTrainingState(self.world, self.optimizer, self.model), extra)
-
-    def load(self, folder: str) -> dict[str, Any]:
-        return load_checkpoint(folder, MegatronTrainingState(self.world, self.optimizer, self.model))
-
-
-class MegatronBackend(RankBackend[MegatronRankSettings, _Parts]):
+class MegatronBackend(RankBackend[MegatronRankSettings]):
     """One trainer rank."""
 
     def __init__(
@@ -109,33 +93,38 @@ class MegatronBackend(RankBackend[MegatronRankSettings, _Parts]):
             raise
         routing = RoutingReplay(wrapped) if config.megatron.routing_replay else None
         pipeline = Pipeline(wrapped, _config_of(chunks), model.vocab_size, routing)
-        stepper = MegatronStepper(
-            pipeline, reference, optimizer, config.step_settings(user), self._cutting(model, world), world, self._clock
+        policy = MegatronPolicy(pipeline, optimizer, self._cutting(model, world), world)
+
+        def whole_tensors(to_all: bool) -> Iterator[tuple[str, Tensor]]:
+            optimizer.settle()
+            return iter_hf_tensors(wrapped, model, config.layout, to_all=to_all)
+
+        each = world.size // config.layout.pp  # ranks have stages outermost, and the first of each stage sends
+        senders = range(each, world.size, each)
+        self._parts = RankParts(
+            world,
+            Stepper(policy, reference, config.step_settings(user), self._clock),
+            Exporter(world, model, config.export_types(model), config.model_path, whole_tensors, senders),
+            MegatronTrainingState(world, optimizer, model),
         )
-        exporter = self._exporter(world, model, precision.params)
-        self._parts = _Parts(world, model, pipeline, optimizer, stepper, exporter)
-        return self._facts(self._parts)
+        return self._facts(model, world, wrapped, has_reference=reference is not None)
 
-    def _exporter(self, world: MegatronWorld, model: ModelConfig, dtype: torch.dtype) -> MegatronExporter:
-        config = self._config
-        serving = DTYPE_OF[config.serving_dtype or config.trainer.dtype]
-        folder = DTYPE_OF[export_dtype(config.trainer.export_dtype, model, config.trainer.dtype)]
-        return MegatronExporter(world, model, dtype, serving, config.model_path, self._hf_tensors, folder)
-
-    def _facts(self, parts: _Parts) -> dict[str, Any]:
-        layout, world = self._config.layout, parts.world
+    def _facts(
+        self, model: ModelConfig, world: MegatronWorld, chunks: Sequence[nn.Module], *, has_reference: bool
+    ) -> dict[str, Any]:
+        layout = self._config.layout
         return {
             "backend": "megatron",
             "megatron_core": str(mcore.module("package_info").__version__),
-            "model": parts.model.model_type,
-            "num_parameters": parts.model.num_parameters,
-            "num_parameters_here": sum(p.numel() for chunk in parts.pipeline.chunks for p in chunk.parameters()),
+            "model": model.model_type,
+            "num_parameters": model.num_parameters,
+            "num_parameters_here": sum(p.numel() for chunk in chunks for p in chunk.parameters()),
             "dtype": self._config.trainer.dtype,
             "device": str(world.device),
             "world_size": world.size,
             "layout": f"dp{world.place.dp_size} tp{layout.tp} pp{layout.pp} vpp{layout.vpp} cp{layout.cp} "
             f"ep{layout.ep} etp{layout.etp}" + (" sp" if layout.sequence_parallel else ""),
-            "has_reference": parts.stepper.has_reference,
+            "has_reference": has_reference,
         }
 
     def _device(self) -> torch.device:
@@ -177,11 +166,6 @@ class MegatronBackend(RankBackend[MegatronRankSettings, _Parts]):
         if not self._config.megatron.offload_optimizer:
             return ""
         return "megatron.offload_optimizer does not go with checkpoints yet: begin the run without it"
-
-    def _hf_tensors(self, to_all: bool) -> Iterator[tuple[str, Tensor]]:
-        parts = self._ready()
-        parts.optimizer.settle()
-        return iter_hf_tensors(parts.pipeline.chunks, parts.model, self._config.layout, to_all=to_all)
 
 
 def _config_of(chunks: Sequence[nn.Module]) -> Any:

@@ -6,15 +6,8 @@
         rank-00000.safetensors   RNG state of rank 0
         manifest.json            written last: names, sizes and digests of all files, model, layout, counters, `extra`
 
-Shards are put together as the reader's layout wants them, so a run may continue with other tp, pp, vpp, cp and dp. The
-folder rules (grows under a hidden name, digests are checked before anything is loaded, torn ones are recognised) are
-the torch backend's.
-
-A save has three parts:
-
-    begin    collective: what each rank writes is planned, and its bytes are copied to the host
-    write    files only; any thread, at any time after, while training changes the originals
-    finish   collective: who wrote what is gathered into the index
+Shards are put together as the reader's layout wants them, so a run may continue with other tp, pp, vpp, cp and dp. What
+is collective, and the folder rules, are those of all checkpoints (`../checkpoint.py`).
 
 megatron.core.dist_checkpointing keeps its index as a pickle. Digests show that the bytes are those that were written,
 not who wrote them: resume from folders of your own runs only. It does the resharding; around it we keep three things
@@ -33,30 +26,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import msgspec
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ....core.errors import TrainError
-from ....core.files import FileEntry, describe_file
-from ...checkpoints.folder import (
-    FORMAT,
-    Manifest,
-    begin,
-    check_model,
-    commit,
-    identity_of,
-    partial_of,
-    rank_file,
-    writer_of,
-)
+from ...checkpoints.folder import FORMAT, Manifest, check_model, identity_of, rank_file
 from ...models.model_config import ModelConfig
 from ...models.safetensors_file import open_safetensors, write_safetensors
-from ..torch_backend.checkpoint import agreed_checkpoint, check_extra, of_a_checkpoint, random_state, restore_random
-from ..torch_backend.export import named_array
+from ..checkpoint import PendingCheckpoint, load_checkpoint, random_state, restore_random
+from ..export import named_array
 from . import mcore
-from .checkpoint_files import files_of, list_of
 from .optimizer import MegatronAdamW
 from .world import MegatronWorld
 
@@ -179,94 +159,70 @@ class MegatronTrainingState:
     optimizer: MegatronAdamW
     model: ModelConfig
 
-
-class PendingMegatronCheckpoint:
-    """A checkpoint whose content is copied away: training may continue while `write` runs in another thread."""
-
-    def __init__(self, folder: str | Path, state: MegatronTrainingState, extra: Mapping[str, Any]) -> None:
-        """Collective; raises TrainError on every rank if any rank fails. `extra` must be JSON."""
-        world, target = state.world, Path(folder)
-        check_extra(extra)
-        self._world, self._target, self._extra = world, target, dict(extra)
-        self._model, self._num_updates = state.model, state.optimizer.num_updates
-        self._entries: list[FileEntry] = []
-        with world.together(self._what):
-            if world.rank == 0:
-                begin(target, writer_of(extra))
-        with world.together(self._what):
-            state.optimizer.settle()
-            self._shards = begin_shards(_sharded(state, is_loading=False), str(partial_of(target, writer_of(extra))))
-            self._random = [named_array(name, found) for name, found in random_state(world.device)]
-
-    @property
-    def _what(self) -> str:
-        return f"saving checkpoint {self._target}"
-
-    def write(self) -> None:
-        """This rank's files; any thread, not collective. Raises TrainError when the disk refuses."""
-        partial = partial_of(self._target, writer_of(self._extra))
-        self._shards.write()
-        with of_a_checkpoint(self._what):
-            write_safetensors(partial / rank_file(self._world.rank), self._random)
-        self._entries = [describe_file(path) for path in files_of(partial, self._world.rank)]
-
-    def finish(self) -> None:
-        """Once every rank has written: the folder appears. Collective; an older checkpoint there stays until then."""
-        world, partial = self._world, partial_of(self._target, writer_of(self._extra))
-        with world.together(self._what):
-            self._shards.finish()
-            known = {entry.name for entry in self._entries}
-            late = [describe_file(path) for path in files_of(partial, world.rank) if path.name not in known]
-            (partial / list_of(world.rank)).write_bytes(msgspec.json.encode([*self._entries, *late]))
-        with world.together(self._what):
-            if world.rank == 0:
-                commit(self._target, self._manifest(partial))
-
-    def _manifest(self, partial: Path) -> Manifest:
-        entries: list[FileEntry] = []
-        for rank in range(self._world.size):
-            place = partial / list_of(rank)
-            entries.extend(msgspec.json.decode(place.read_bytes(), type=list[FileEntry]))
-            place.unlink()
-        return Manifest(
+    def begin_save(self, folder: str | Path, extra: Mapping[str, Any]) -> PendingCheckpoint:
+        manifest = Manifest(
             format=FORMAT,
-            model=identity_of(self._model),
-            world_size=self._world.size,
-            num_updates=self._num_updates,
-            files=tuple(entries),
-            extra=self._extra,
+            model=identity_of(self.model),
+            world_size=self.world.size,
+            num_updates=self.optimizer.num_updates,
+            files=(),
+            extra=dict(extra),
             backend="megatron",
-            layout=asdict(self._world.layout),
+            layout=asdict(self.world.layout),
         )
+        return PendingCheckpoint(folder, self.world, manifest, lambda partial: _Copy(self, partial))
 
+    def load(self, folder: str | Path) -> dict[str, Any]:
+        def check(path: Path, manifest: Manifest) -> None:
+            check_model(path, manifest, self.model, "megatron")
+            _check_layout(path, manifest, self)
 
-def load_checkpoint(folder: str | Path, state: MegatronTrainingState) -> dict[str, Any]:
-    """Restore weights, optimizer and RNG; returns `extra`. Collective.
+        return load_checkpoint(folder, self.world, check, self._restore)
 
-    Raises on every rank, before anything is changed, TornCheckpoint if it is not as it was written and TrainError if it
-    is of another model or of another kind of trainer, or another one on each rank. A TrainError while shards are read
-    leaves a part of them restored: then only another `load` makes a state of it that may be trained.
-    """
-    world = state.world
-
-    def check(path: Path, manifest: Manifest) -> None:
-        check_model(path, manifest, state.model, "megatron")
-        _check_layout(path, manifest, state)
-
-    path, manifest = agreed_checkpoint(world, folder, check)
-    what = f"loading checkpoint {path}"
-    with world.together(what), of_a_checkpoint(what):
+    def _restore(self, path: Path, manifest: Manifest) -> None:
         with as_train_error("reading"):
-            loaded = mcore.module("dist_checkpointing").load(_sharded(state, is_loading=True), str(path))
-        for name, chunk in _named_chunks(state.optimizer.chunks):
+            loaded = mcore.module("dist_checkpointing").load(_sharded(self, is_loading=True), str(path))
+        for name, chunk in _named_chunks(self.optimizer.chunks):
             chunk.load_state_dict(loaded[name], strict=True)
-        _restore_optimizer(state.optimizer.megatron, loaded["optimizer"])
-        state.optimizer.num_updates = manifest.num_updates
-        own_file = path / rank_file(world.rank)
+        _restore_optimizer(self.optimizer.megatron, loaded["optimizer"])
+        self.optimizer.num_updates = manifest.num_updates
+        own_file = path / rank_file(self.world.rank)
         if own_file.exists():  # not in a larger gang than the one that saved
             with open_safetensors(own_file) as own:
-                restore_random(own, world.device)
-    return manifest.extra
+                restore_random(own, self.world.device)
+
+
+class _Copy:
+    """Of this rank's part."""
+
+    def __init__(self, state: MegatronTrainingState, partial: Path) -> None:
+        self._rank = state.world.rank
+        state.optimizer.settle()
+        self._shards = begin_shards(_sharded(state, is_loading=False), str(partial))
+        self._random = [named_array(name, found) for name, found in random_state(state.world.device)]
+
+    def write(self, partial: Path) -> None:
+        self._shards.write()
+        write_safetensors(partial / rank_file(self._rank), self._random)
+
+    def finish(self, partial: Path) -> None:
+        self._shards.finish()
+
+    def files(self, partial: Path) -> list[Path]:
+        return files_of(partial, self._rank)
+
+
+def files_of(partial: Path, rank: int) -> list[Path]:
+    """What that rank wrote, or for all of them; not what another rank has under way and will rename: safetensors gives
+    it a name that begins with .tmp, torch one that ends so."""
+    names = sorted(path.name for path in partial.iterdir() if not path.name.startswith(".tmp"))
+    return [partial / name for name in names if not name.endswith(".tmp") and _writer_of(name) == rank]
+
+
+def _writer_of(name: str) -> int:
+    """The rank that wrote a file: `__3_0.distcp`, `rank-00003.safetensors`; rank 0 for what all share."""
+    number = name.removeprefix("__").split("_")[0] if name.startswith("__") else name[5:10]
+    return int(number) if number.isdigit() and name.startswith(("__", "rank-")) else 0
 
 
 def _sharded(state: MegatronTrainingState, *, is_loading: bool) -> dict[str, Any]:

@@ -6,7 +6,7 @@
     masters     float32 parameters, where they are apart from the parameters: copied, unless no step happened since
     optimizer   moments, in parts: copied like masters, and come back while forward and backward run
 
-`TaggedDeviceMemory` makes the allocations of a thread belong to a tag. Fulfils `core.device_memory.AssetStore`.
+`TaggedDeviceMemory` makes the allocations of a thread belong to a tag.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from torch import nn
 from ....core.clock import Clock
 from ....core.config import TrainerConfig
 from ....core.config.learning import MegatronSettings
-from ....core.device_memory import OPTIMIZER_PARTS, MovedBytes, MovedMemory, Tag, TagPolicy, TagReport
+from ....core.device_memory import OPTIMIZER_PARTS, Tag, TagPolicy
 from ....core.errors import ConfigError
+from ..residence import MovableMemory, Residence
 
 if TYPE_CHECKING:
     from .optimizer import MegatronAdamW
@@ -29,14 +30,8 @@ if TYPE_CHECKING:
 MASTER_BYTES, MOMENT_BYTES = 4, 8
 
 
-class ReturningTags(Protocol):
-    """Tags on their way back."""
-
-    def wait(self, tag: Tag) -> None: ...
-
-
-class TaggedDeviceMemory(Protocol):
-    """Memory of one GPU by tag."""
+class TaggedDeviceMemory(MovableMemory, Protocol):
+    """Of one GPU, with the allocations of a thread."""
 
     def region(self, tag: Tag, policy: TagPolicy) -> AbstractContextManager[None]:
         """What this thread allocates inside belongs to the tag."""
@@ -46,21 +41,9 @@ class TaggedDeviceMemory(Protocol):
 
     def divide(self, parts: Sequence[Tag]) -> None: ...
 
-    def mark_dirty(self, tag: Tag) -> None: ...
 
-    def release(self, tags: Collection[Tag]) -> MovedBytes: ...
-
-    def begin_restore(self, tags: Collection[Tag], *, awaited: Collection[Tag]) -> ReturningTags:
-        """Map them; contents may still be on their way, those `awaited` faster than the others."""
-        ...
-
-    def report(self) -> tuple[TagReport, ...]: ...
-
-    def close(self) -> None: ...
-
-
-class MegatronOffload:
-    """One rank's. All methods block and belong to the backend's thread, `report` to any."""
+class MegatronOffload(Residence):
+    """Over memory that is opened in set-up, once the device is chosen."""
 
     def __init__(
         self,
@@ -72,22 +55,20 @@ class MegatronOffload:
     ) -> None:
         """`open_memory(local GPU)`: called in set-up, once the device is chosen. `rebuilds`: parameters are rebuilt
         from masters instead of copied."""
+        super().__init__(clock)
         self._open = open_memory
         self._housing: TaggedDeviceMemory | None = None
         self._in_buffers = settings.distributed_optimizer
         self._params_policy: TagPolicy = "rematerialise" if rebuilds else "backup"
-        self._clock = clock
         self._optimizer: MegatronAdamW | None = None
         self._is_any: Callable[[bool], bool] = bool
         self._buffers: list[Any] = []
         self._buffers_seen = 0
-        self._coming: dict[Tag, ReturningTags] = {}
-        """Parts of the optimizer that `restore` did not wait for."""
         self._is_stale = False
         """Parameters came back without contents."""
 
     def begin(self, local_gpu: int) -> None:
-        self._housing = self._open(local_gpu)
+        self._movable = self._housing = self._open(local_gpu)
 
     def for_model(self) -> AbstractContextManager[None]:
         """Around building the chunks. With a distributed optimizer their parameters move to Megatron's buffers
@@ -150,59 +131,20 @@ class MegatronOffload:
         self._home().mark_dirty("params")
         self._is_stale = False
 
-    def arrived(self) -> None:
-        for tag, coming in self._coming.items():
-            coming.wait(tag)
-        self._coming.clear()
-
     def written(self) -> None:
-        self.arrived()
+        super().written()
         self._is_stale = False
-        for tag in self._known(("params", "masters", *OPTIMIZER_PARTS)):
-            self._home().mark_dirty(tag)
         if self._in_buffers and (num := self._num_buffer_writes()) != self._buffers_seen:
             self._buffers_seen = num
             self._home().mark_dirty("frozen")
 
+    def _came_back(self, tags: Collection[Tag]) -> None:
+        """Parameters are then to be rebuilt by `ready`."""
+        self._is_stale = self._is_stale or ("params" in tags and self._params_policy == "rematerialise")
+
     def _num_buffer_writes(self) -> int:
         """Untrained buffers may count too: a router's statistics."""
         return sum(buffer._version for buffer in self._buffers)
-
-    def report(self) -> tuple[TagReport, ...]:
-        return () if self._housing is None else tuple(r for r in self._housing.report() if r.num_bytes)
-
-    def release(self, tags: Collection[Tag]) -> MovedBytes:
-        self.arrived()
-        return self._home().release(self._known(tags))
-
-    def restore(self, tags: Collection[Tag]) -> MovedBytes:
-        """See the protocol; moments may still be on their way, and parameters to be rebuilt by `ready`."""
-        started = self._clock.monotonic()
-        self.arrived()
-        known = self._known(tags)
-        awaited: list[Tag] = [tag for tag in known if tag not in OPTIMIZER_PARTS]
-        away = {r.tag: r for r in self.report() if r.tag in known and r.backing in ("host", "discarded")}
-        coming = self._home().begin_restore(known, awaited=awaited)
-        self._coming = {tag: coming for tag in known if tag in OPTIMIZER_PARTS}
-        for tag in awaited:
-            coming.wait(tag)
-        if "params" in away and self._params_policy == "rematerialise":
-            self._is_stale = True
-        return MovedMemory(
-            copied_bytes=sum(r.num_bytes for r in away.values() if r.backing == "host"),
-            dropped_bytes=sum(r.num_bytes for r in away.values() if r.backing == "discarded"),
-            seconds=self._clock.monotonic() - started,
-        )
-
-    def _known(self, tags: Collection[Tag]) -> list[Tag]:
-        return [report.tag for report in self.report() if report.tag in tags]
-
-    def close(self) -> None:
-        """Give everything back; no tensor on it may be used again."""
-        self._coming.clear()
-        if self._housing is not None:
-            self._housing.close()
-            self._housing = None
 
 
 def _buffers(chunk: nn.Module) -> list[Any]:

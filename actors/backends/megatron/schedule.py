@@ -19,9 +19,10 @@ pass and nothing to replay: all tokens are trained under the weights that chose.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -31,9 +32,14 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from ....core.errors import TrainError
+from ....core.samples import TrainSample, TrainShard
+from ..torch_backend.microbatch import batch_of
+from ..trained_model import LossOf, TrainedModel
 from ..vocab_scores import Temperature, TokenScores, VocabSlice, score_rows
 from . import mcore
-from .batch import Pack
+from .batch import Pack, PackCutting, PackedBatch, cut_shard, pack_samples
+from .optimizer import MegatronAdamW
+from .world import MegatronWorld
 
 Mode = Literal["off", "record", "replay"]
 
@@ -150,10 +156,6 @@ def _whole_rows(hidden: Tensor, *, is_split: bool) -> Tensor:
     return tensor_parallel.copy_to_tensor_model_parallel_region(hidden) if torch.is_grad_enabled() else hidden
 
 
-LossOf = Callable[[int, TokenScores], Tensor]
-"""(number of the micro-batch, scores of its M loss tokens) -> 0-dim share of the loss."""
-
-
 class Pipeline:
     """This rank's chunks of one model, ready for passes."""
 
@@ -173,7 +175,7 @@ class Pipeline:
         self._run(packs, loss_of, needs_entropy_grad=needs_entropy_grad, forward_only=False)
 
     @torch.no_grad()
-    def score(self, packs: Sequence[Pack]) -> list[TokenScores]:
+    def score(self, layouts: Sequence[Pack]) -> list[TokenScores]:
         """Scores of each pack's M loss tokens by the same operations on the same shapes, hence the same bits; empty on
         ranks that do not score. Collective."""
         found: list[TokenScores] = []
@@ -182,7 +184,7 @@ class Pipeline:
             found.append(TokenScores(scores.logprobs_M.clone(), scores.entropy_M.clone()))
             return scores.logprobs_M.new_zeros(())
 
-        self._run(packs, keep, needs_entropy_grad=False, forward_only=True)
+        self._run(layouts, keep, needs_entropy_grad=False, forward_only=True)
         return found
 
     def routed(self, mode: Mode) -> AbstractContextManager[None]:
@@ -220,6 +222,58 @@ class Pipeline:
             return share, torch.zeros((), dtype=torch.int32, device=share.device), {}
 
         return output, loss
+
+
+class MegatronPolicy(TrainedModel):
+    """A pipeline with its optimizer."""
+
+    def __init__(
+        self, pipeline: Pipeline, optimizer: MegatronAdamW, cutting: PackCutting, world: MegatronWorld
+    ) -> None:
+        self.world, self.replicas = world, world.replicas
+        self.vocab_size = cutting.vocab_size
+        self.is_scoring, self.is_teller = world.place.is_scoring, world.place.is_teller
+        self._pipeline = pipeline
+        self._optimizer = optimizer
+        self._cutting = cutting
+
+    @property
+    def num_updates(self) -> int:
+        return self._optimizer.num_updates
+
+    def cut(self, shard: TrainShard, *, skips_neutral: bool) -> list[list[PackedBatch]]:
+        return cut_shard(shard, replace(self._cutting, skips_neutral=skips_neutral))
+
+    def layouts(self, samples: Sequence[TrainSample], micros: Sequence[Sequence[int]]) -> list[Pack]:
+        missing = -len(micros) % self._cutting.multiple_of_micros
+        return [pack_samples(samples, members, self._cutting) for members in (*micros, *[()] * missing)]
+
+    def filled_up(self, micro: PackedBatch) -> list[PackedBatch]:
+        empty = batch_of(pack_samples((), (), self._cutting), (), self._cutting.device)
+        return [micro, *[empty] * (self._cutting.multiple_of_micros - 1)]
+
+    def score(self, layouts: Sequence[Pack]) -> list[TokenScores]:
+        return self._pipeline.score(layouts)
+
+    def score_start(self, layouts: Sequence[Pack]) -> list[TokenScores]:
+        with self._pipeline.routed("record"):
+            return self._pipeline.score(layouts)
+
+    def train(self, layouts: Sequence[Pack], loss_of: LossOf, *, needs_entropy_grad: bool, replays: bool) -> None:
+        with self._pipeline.routed("replay" if replays else "off"):
+            self._pipeline.train(layouts, loss_of, needs_entropy_grad=needs_entropy_grad)
+
+    def gradient_norm(self) -> Tensor:
+        return torch.tensor(self._optimizer.gradient_norm(), dtype=torch.float64)
+
+    def has_finite_gradient(self) -> bool:
+        return math.isfinite(self._optimizer.gradient_norm())
+
+    def update(self, norm: Tensor, rate: float, weight_decay: float, max_norm: float) -> None:
+        self._optimizer.update(rate, weight_decay, max_norm)
+
+    def forget_gradients(self) -> None:
+        self._optimizer.forget_gradients()
 
 
 def _finalize(chunks: list[nn.Module], num_tokens: Tensor | None, **rest: Any) -> None:

@@ -61,6 +61,7 @@ class Replicas:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._group = parallel_state.get_data_parallel_group()
+        self.size = parallel_state.get_data_parallel_world_size()
 
     def sum(self, values: Tensor) -> Tensor:
         return self._reduce(values, dist.ReduceOp.SUM)
@@ -121,7 +122,6 @@ class MegatronWorld(World):
         return MegatronWorld(base, layout)
 
     def broadcast(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """A JSON object that the scoring ranks make, on every rank of their pipelines. Collective."""
         text = json.dumps(make()).encode() if self.place.is_scoring else b""
         size = torch.tensor([len(text)], dtype=torch.int64, device=self.device)
         self._from_last_stage(size)
@@ -133,7 +133,6 @@ class MegatronWorld(World):
         return value
 
     def shared(self, values: Tensor) -> Tensor:
-        """The scoring ranks' tensor, on every rank of their pipelines; others give one of its shape. Collective."""
         box = values.to(self.device, copy=True)
         self._from_last_stage(box)
         return box

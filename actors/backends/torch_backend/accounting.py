@@ -43,6 +43,7 @@ class SumRanks(Protocol):
     """Over whom a tally is added up; elementwise, and collective."""
 
     device: torch.device
+    size: int
 
     def sum(self, values: Tensor) -> Tensor: ...
 

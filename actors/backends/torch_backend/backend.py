@@ -1,52 +1,39 @@
 """The plain torch trainer: one rank of a gang, on CPU (gloo) or CUDA (NCCL), replicated or sharded.
 
-Composition only: `world` meets the other ranks, `model` computes, `parallel` shares gradients, `step` trains,
-`export` and `checkpoint` write. Fulfils `core.protocols.TrainBackend`; every method blocks and must be called in the
-same order on every rank.
+Composition only: `world` meets the other ranks, `model` computes, `parallel` shares gradients, `../step.py` trains,
+`../export.py` and `checkpoint` write. Fulfils `core.protocols.TrainBackend`; every method blocks and must be called in
+the same order on every rank.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ....core.clock import Clock
 from ....core.errors import ConfigError
-from ...models.hf_folder import ModelConfig, export_dtype, read_config
+from ...models.hf_folder import ModelConfig, read_config
 from ...models.second_model import check_reference, critic_config
-from ..rank_backend import RankBackend, RankSettings
+from ..export import Exporter
+from ..rank_backend import RankBackend, RankParts, RankSettings
+from ..step import Stepper
 from .adamw import AdamW
-from .checkpoint import PendingCheckpoint, TrainingState, load_checkpoint
+from .checkpoint import TorchState
 from .critic import Critic, ValueModel, load_value_model
-from .export import TorchExporter
 from .microbatch import Cutting
 from .model import CausalLM, linear_cost, load_weights
 from .offload import TorchOffload
-from .parallel import Replica
+from .parallel import Replica, TorchModel
 from .settings import check_schedule
-from .step import Stepper
-from .tensors import DTYPE_OF
+from .tensors import DTYPE_OF, whole_tensor
 from .token_functions import agree_on_source, load_functions
 from .world import World
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    world: World
-    state: TrainingState
-    stepper: Stepper
-    exporter: TorchExporter
-
-    def begin_save(self, folder: str, extra: dict[str, Any]) -> PendingCheckpoint:
-        return PendingCheckpoint(folder, self.state, extra)
-
-    def load(self, folder: str) -> dict[str, Any]:
-        return load_checkpoint(folder, self.state)
-
-
-class TorchBackend(RankBackend[RankSettings, _Parts]):
+class TorchBackend(RankBackend[RankSettings]):
     """One trainer rank."""
 
     def __init__(
@@ -76,30 +63,34 @@ class TorchBackend(RankBackend[RankSettings, _Parts]):
         with world.phase("set up"):
             agree_on_source(world, functions)
             replica = self._replica(model_config, world, is_trained=True)
-            reference = (
-                self._replica(reference_config, world, is_trained=False) if config.algo.keeps_reference else None
-            )
+            keeps = config.algo.keeps_reference
+            reference = self._replica(reference_config, world, is_trained=False) if keeps else None
             values = self._value_replica(layers, world) if layers is not None else None
             if self._offload is not None:
                 trained = replica.parameters() + (values.parameters() if values else [])
                 self._offload.house("params", [p for _, p in trained])
                 self._offload.house("frozen", [p for _, p in reference.parameters()] if reference else [])
-            optimizer = self._adamw(replica)
-            critic = Critic(values, self._adamw(values), config.critic, layers) if values and layers else None
-        stepper = Stepper(
-            replica,
-            reference,
-            optimizer,
-            settings,
-            Cutting(linear_cost(model_config, device), device, model_config.vocab_size, skips_neutral=False),
-            self._clock,
-            critic,
+            cutting = Cutting(linear_cost(model_config, device), device, model_config.vocab_size, skips_neutral=False)
+            policy = TorchModel(replica, self._adamw(replica), cutting)
+            critic = (
+                Critic(TorchModel(values, self._adamw(values), cutting), config.critic, layers)
+                if values and layers
+                else None
+            )
+
+        def whole_tensors(to_all: bool) -> Iterator[tuple[str, Tensor]]:
+            parameters = dict(replica.parameters())
+            for name in model_config.tensor_shapes():
+                whole = whole_tensor(parameters[name])
+                if to_all or world.rank == 0:
+                    yield name, whole
+
+        self._parts = RankParts(
+            world,
+            Stepper(policy, reference, settings, self._clock, critic),
+            Exporter(world, model_config, config.export_types(model_config), config.model_path, whole_tensors),
+            TorchState(policy, model_config, critic),
         )
-        dtype = DTYPE_OF[config.trainer.dtype]
-        serving_dtype = DTYPE_OF[config.serving_dtype or config.trainer.dtype]
-        folder_dtype = DTYPE_OF[export_dtype(config.trainer.export_dtype, model_config, config.trainer.dtype)]
-        exporter = TorchExporter(replica, model_config, dtype, config.model_path, serving_dtype, folder_dtype)
-        self._parts = _Parts(world, TrainingState(replica, optimizer, model_config, critic), stepper, exporter)
         return {
             "backend": "torch",
             "model": model_config.model_type,

@@ -1,234 +1,105 @@
-"""Saving and restoring the state of training: weights, AdamW's moments, RNG, number of updates; those of a critic too.
+"""The torch trainer's state in a checkpoint: weights, AdamW's moments, RNG, number of updates; those of a critic too.
 
 Every rank writes its own shards; a replicated model is written by rank 0 alone. Rows of a tensor are put together
 from all files that hold them, so a checkpoint may be restored on another number of ranks; on the same number the next
 step is the same to the last bit. Nothing is unpickled: files are safetensors.
-
-Before they load, ranks agree that all of them mean the same checkpoint and that every byte of it is as it was written.
-Rank 0 names the folder, each file is read by one rank, and what one rank finds wrong is raised on all: ranks that load
-different checkpoints would otherwise train on without an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import msgspec
-import torch
 from torch import Tensor
 
-from ....core.errors import ModelError, TornCheckpoint, TrainError
-from ....core.files import FileEntry, describe_file
+from ....core.errors import TrainError
 from ....core.protocols import NamedArray
-from ...checkpoints.folder import (
-    FORMAT,
-    Manifest,
-    begin,
-    check_model,
-    check_share,
-    commit,
-    digest_of_manifest,
-    find_checkpoint,
-    identity_of,
-    partial_of,
-    rank_file,
-    read_manifest,
-    writer_of,
-)
+from ...checkpoints.folder import FORMAT, Manifest, check_model, identity_of, rank_file
 from ...models.hf_folder import ModelConfig
 from ...models.safetensors_file import open_safetensors, write_safetensors
-from .adamw import AdamW
+from ..checkpoint import PendingCheckpoint, load_checkpoint, random_state, restore_random
+from ..export import named_array
 from .critic import Critic
-from .export import named_array
-from .parallel import Replica
-from .tensors import from_bytes, integers, local_part
-from .world import World
-
-
-class ManifestCheck(Protocol):
-    """Raises TrainError if this rank cannot use what the manifest lists."""
-
-    def __call__(self, folder: Path, manifest: Manifest, /) -> None: ...
-
-
-class CheckpointFinding(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank sees."""
-
-    version: int = -1
-    num_updates: int = -1
-    digest: str = ""
-    torn: str = ""
-    """What is not as it was written."""
-
-
-def agreed_checkpoint(world: World, place: str | Path, check: ManifestCheck) -> tuple[Path, Manifest]:
-    """The folder that rank 0 finds at `place`, and its manifest. Collective. Raises on every rank: TornCheckpoint if
-    anything is not as it was written, TrainError if there is none, if `check` refuses it, or if ranks see different
-    checkpoints there."""
-    named = ""
-    with world.together(f"loading checkpoint {place}"):
-        if world.rank == 0:
-            named = str(find_checkpoint(place))
-    folder = Path(world.exchange(named)[0])
-    what = f"loading checkpoint {folder}"
-    manifests: list[Manifest] = []
-    own = CheckpointFinding()
-    with world.together(what):
-        own = _look(folder, world, check, manifests)
-    findings = [
-        msgspec.json.decode(text, type=CheckpointFinding) for text in world.exchange(msgspec.json.encode(own).decode())
-    ]
-    for rank, found in enumerate(findings):
-        if found.torn:
-            raise world.agreed(TornCheckpoint(f"rank {rank}: {found.torn}", remedy="use an older one"))
-    if len(set(findings)) > 1:
-        seen = "; ".join(
-            f"rank {rank}: version {found.version} after {found.num_updates} updates, manifest {found.digest[:12]}"
-            for rank, found in enumerate(findings)
-        )
-        raise world.agreed(
-            TrainError(
-                f"ranks see different checkpoints in {folder}: {seen}",
-                remedy="is it on a file system that all ranks share?",
-            )
-        )
-    return folder, manifests[0]
-
-
-def _look(folder: Path, world: World, check: ManifestCheck, found: list[Manifest]) -> CheckpointFinding:
-    try:
-        manifest = read_manifest(folder)
-        check(folder, manifest)
-        check_share(folder, manifest, world.rank, world.size)
-        digest = digest_of_manifest(folder)
-    except TornCheckpoint as error:
-        return CheckpointFinding(torn=error.message)
-    found.append(manifest)
-    version = manifest.extra.get("version")
-    return CheckpointFinding(
-        version=version if isinstance(version, int) else -1, num_updates=manifest.num_updates, digest=digest
-    )
-
-
-@contextmanager
-def of_a_checkpoint(what: str) -> Generator[None]:
-    """Raise TrainError for a file that cannot be read or written: a ModelError would say that the configuration is
-    wrong, and the run would not retry."""
-    try:
-        yield
-    except (ModelError, OSError) as error:
-        cause = error.message if isinstance(error, ModelError) else str(error)
-        raise TrainError(f"{what}: {cause}", remedy="check disk and rights; another attempt may do") from error
-
+from .parallel import TorchModel
+from .tensors import from_bytes, local_part
 
 KINDS = ("weights", "first_moments", "second_moments")
 CRITIC = "critic."
 """Before the names of a critic's parameters; no policy's begin with it."""
-RNG_CPU, RNG_CUDA = "rng/cpu", "rng/cuda"
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingState:
+class TorchState:
     """What a checkpoint is made of."""
 
-    replica: Replica
-    optimizer: AdamW
+    policy: TorchModel
     model: ModelConfig
     critic: Critic | None = None
 
-    def trained(self) -> Iterator[tuple[str, Replica, AdamW]]:
-        yield "", self.replica, self.optimizer
+    def trained(self) -> Iterator[tuple[str, TorchModel]]:
+        yield "", self.policy
         if self.critic is not None:
-            yield CRITIC, self.critic.replica, self.critic.optimizer
+            yield CRITIC, self.critic.model
 
     def critic_identity(self) -> dict[str, Any]:
         """For the manifest; empty without a critic."""
         if self.critic is None:
             return {}
-        return {**identity_of(self.critic.layers), "num_updates": self.critic.optimizer.num_updates}
+        return {**identity_of(self.critic.layers), "num_updates": self.critic.model.num_updates}
+
+    def begin_save(self, folder: str | Path, extra: Mapping[str, Any]) -> PendingCheckpoint:
+        world = self.policy.world
+        manifest = Manifest(
+            format=FORMAT,
+            model=identity_of(self.model),
+            world_size=world.size,
+            num_updates=self.policy.num_updates,
+            files=(),
+            extra=dict(extra),
+            critic=self.critic_identity(),
+        )
+        return PendingCheckpoint(folder, world, manifest, lambda _: _Copy(self))
+
+    def load(self, folder: str | Path) -> dict[str, Any]:
+        def check(path: Path, manifest: Manifest) -> None:
+            check_model(path, manifest, self.model, "torch")
+            check_critic(path, manifest, self.critic)
+
+        return load_checkpoint(folder, self.policy.world, check, self._restore)
+
+    def _restore(self, path: Path, manifest: Manifest) -> None:
+        with ExitStack() as stack:
+            _restore(self, [stack.enter_context(open_safetensors(path / entry.name)) for entry in manifest.files])
+        self.policy.optimizer.num_updates = manifest.num_updates
+        if self.critic is not None:
+            self.critic.model.optimizer.num_updates = manifest.critic["num_updates"]
 
 
-class PendingCheckpoint:
-    """A checkpoint whose content is copied away: training may continue while `write` runs in another thread."""
+class _Copy:
+    """Of this rank's part."""
 
-    def __init__(self, folder: str | Path, state: TrainingState, extra: Mapping[str, Any]) -> None:
-        """Collective; raises TrainError on every rank if any rank fails. `extra` must be JSON."""
-        check_extra(extra)
-        self._world, self._target, self._extra = state.replica.world, Path(folder), dict(extra)
-        self._model, self._num_updates = state.model, state.optimizer.num_updates
-        self._critic = state.critic_identity()
-        self._entry: FileEntry | None = None
-        with self._world.together(self._what):
-            if self._world.rank == 0:
-                begin(self._target, writer_of(extra))
-        with self._world.together(self._what):
-            copies = [(name, tensor.to("cpu", copy=True)) for name, tensor in _tensors(state)]
-            self._tensors = [named_array(name, tensor) for name, tensor in copies]
+    def __init__(self, state: TorchState) -> None:
+        self._rank = state.policy.world.rank
+        copies = [(name, tensor.to("cpu", copy=True)) for name, tensor in _tensors(state)]
+        self._tensors = [named_array(name, tensor) for name, tensor in copies]
 
-    @property
-    def _what(self) -> str:
-        return f"saving checkpoint {self._target}"
+    def write(self, partial: Path) -> None:
+        write_safetensors(partial / rank_file(self._rank), self._tensors)
 
-    def write(self) -> None:
-        """This rank's file; any thread, not collective. Raises TrainError when the disk refuses."""
-        path = partial_of(self._target, writer_of(self._extra)) / rank_file(self._world.rank)
-        with of_a_checkpoint(self._what):
-            write_safetensors(path, self._tensors)
-        self._entry = describe_file(path)
+    def finish(self, partial: Path) -> None:
+        """It is complete."""
 
-    def finish(self) -> None:
-        """Once every rank has written: the folder appears. Collective; an older checkpoint there stays until then."""
-        files: list[FileEntry] = []
-        with self._world.together(self._what):
-            if self._entry is None:
-                raise TrainError(f"rank {self._world.rank} has not written its part", remedy="call write() first")
-            files = _gather_entries(self._world, self._entry)
-        with self._world.together(self._what):
-            if self._world.rank == 0:
-                manifest = Manifest(
-                    format=FORMAT,
-                    model=identity_of(self._model),
-                    world_size=self._world.size,
-                    num_updates=self._num_updates,
-                    files=tuple(files),
-                    extra=self._extra,
-                    critic=self._critic,
-                )
-                commit(self._target, manifest)
+    def files(self, partial: Path) -> list[Path]:
+        return [partial / rank_file(self._rank)]
 
 
-def load_checkpoint(folder: str | Path, state: TrainingState) -> dict[str, Any]:
-    """Restore weights, optimizer and RNG; returns `extra`. Collective.
-
-    Raises on every rank, before anything is changed, TornCheckpoint if it is not as it was written and TrainError if it
-    is of another model or critic (or of one where there is none here, or the other way round), or another one on each
-    rank. A TrainError while tensors are copied leaves a part of them restored: then only another `load` makes a state
-    of it that may be trained.
-    """
-    world = state.replica.world
-
-    def check(path: Path, manifest: Manifest) -> None:
-        check_model(path, manifest, state.model, "torch")
-        check_critic(path, manifest, state.critic)
-
-    path, manifest = agreed_checkpoint(world, folder, check)
-    what = f"loading checkpoint {path}"
-    with world.together(what), of_a_checkpoint(what), ExitStack() as stack:
-        files = [stack.enter_context(open_safetensors(path / entry.name)) for entry in manifest.files]
-        _restore(state, files)
-        state.optimizer.num_updates = manifest.num_updates
-        if state.critic is not None:
-            state.critic.optimizer.num_updates = manifest.critic["num_updates"]
-    return manifest.extra
-
-
-def _tensors(state: TrainingState) -> Iterator[tuple[str, Tensor]]:
-    world = state.replica.world
-    for prefix, replica, optimizer in state.trained():
+def _tensors(state: TorchState) -> Iterator[tuple[str, Tensor]]:
+    world = state.policy.world
+    for prefix, trained in state.trained():
+        replica, optimizer = trained.replica, trained.optimizer
         if not (replica.is_sharded or world.rank == 0):
             continue
         for name, parameter in replica.parameters():
@@ -239,22 +110,10 @@ def _tensors(state: TrainingState) -> Iterator[tuple[str, Tensor]]:
     yield from random_state(world.device)
 
 
-def random_state(device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    yield RNG_CPU, torch.get_rng_state()
-    if device.type == "cuda":
-        yield RNG_CUDA, torch.cuda.get_rng_state(device)
-
-
-def restore_random(own: Mapping[str, NamedArray], device: torch.device) -> None:
-    if RNG_CPU in own:
-        torch.set_rng_state(from_bytes(own[RNG_CPU]))
-    if RNG_CUDA in own and device.type == "cuda":
-        torch.cuda.set_rng_state(from_bytes(own[RNG_CUDA]), device)
-
-
-def _restore(state: TrainingState, files: list[dict[str, NamedArray]]) -> None:
-    world = state.replica.world
-    for prefix, replica, optimizer in state.trained():
+def _restore(state: TorchState, files: list[dict[str, NamedArray]]) -> None:
+    world = state.policy.world
+    for prefix, trained in state.trained():
+        replica, optimizer = trained.replica, trained.optimizer
         for name, parameter in replica.parameters():
             parts = (local_part(parameter.detach()), *optimizer.moments.get(name, ()))
             num_rows, first_row = parameter.shape[0], 0
@@ -286,32 +145,6 @@ def _copy_rows(key: str, files: list[dict[str, NamedArray]], part: Tensor, first
         raise TrainError(
             f"the checkpoint holds {start} of {num_rows} rows of {key}", remedy="it is torn; use an older one"
         )
-
-
-def _gather_entries(world: World, entry: FileEntry) -> list[FileEntry]:
-    own = torch.frombuffer(
-        bytearray(entry.num_bytes.to_bytes(8, "little") + bytes.fromhex(entry.sha256)), dtype=torch.uint8
-    )
-    rows = world.gather(own).cpu()
-    return [
-        FileEntry(
-            name=rank_file(rank),
-            num_bytes=int.from_bytes(bytes(integers(row[:8])), "little"),
-            sha256=bytes(integers(row[8:])).hex(),
-        )
-        for rank, row in enumerate(rows)
-    ]
-
-
-def check_extra(extra: Mapping[str, Any]) -> None:
-    """Raise TrainError if `extra` would not come back as it is."""
-    try:
-        same = msgspec.json.decode(msgspec.json.encode(extra)) == dict(extra)
-    except (TypeError, ValueError, msgspec.MsgspecError) as error:
-        remedy = "use numbers, texts, lists, objects"
-        raise TrainError(f"`extra` of a checkpoint is not JSON: {error}", remedy=remedy) from error
-    if not same:
-        raise TrainError("`extra` of a checkpoint changes in JSON", remedy="use lists for tuples and texts for keys")
 
 
 def check_critic(path: Path, manifest: Manifest, critic: Critic | None) -> None:

@@ -18,11 +18,10 @@ from ....core.errors import TrainError
 from ...models.hf_folder import ModelConfig, open_weights
 from ...models.second_model import value_head_in
 from .accounting import MetricSums
-from .adamw import AdamW
 from .layout import Layout
 from .microbatch import MicroBatch
 from .model import Linear, PackedModel
-from .parallel import Replica
+from .parallel import TorchModel
 from .settings import learning_rate
 from .tensors import from_bytes
 
@@ -33,8 +32,7 @@ SUMS = "critic/"
 class Critic:
     """A value model and what trains it."""
 
-    replica: Replica
-    optimizer: AdamW
+    model: TorchModel
     config: CriticConfig
     layers: ModelConfig
 
@@ -44,15 +42,13 @@ class Critic:
 
     def values(self, layout: Layout) -> Tensor:
         """float32 [M], without gradient."""
-        with torch.no_grad():
-            return cast(Tensor, self.replica.module(layout))
+        return cast(Tensor, self.model.score([layout])[0])
 
-    def loss(self, micro: MicroBatch[Layout], num_tokens: float, tally: MetricSums) -> Tensor:
+    def loss(self, micro: MicroBatch[Layout], values_M: Tensor, num_tokens: float, tally: MetricSums) -> Tensor:
         """This micro-batch's share of the mean over `num_tokens` loss tokens of the mini-batch, 0-dim, and its metrics
         into the tally."""
         if micro.values_M is None or micro.returns_M is None:
             raise TrainError("a critic is trained on a batch without returns", remedy="a bug: values come first")
-        values_M = cast(Tensor, self.replica.module(micro.layout))
         found = value_loss(values_M, micro.values_M, micro.returns_M, self.config.value_clip)
         loss = found.loss_T.sum() / max(num_tokens, 1.0)
         tally.add("value_loss", loss)
@@ -67,7 +63,7 @@ class Critic:
 
     def rate(self, optimizer: OptimizerConfig) -> float:
         own = optimizer.model_copy(update={"lr": self.config.lr or optimizer.lr, "schedule": "constant"})
-        return learning_rate(own, self.optimizer.num_updates, 0)
+        return learning_rate(own, self.model.num_updates, 0)
 
 
 def take_metrics(sums: dict[str, float]) -> dict[str, float]:
@@ -90,8 +86,8 @@ class ValueModel(PackedModel):
     def exact_parts(self) -> tuple[nn.Module, ...]:
         return (self.value_head,)
 
-    def forward(self, layout: Layout) -> Tensor:
-        """float32 [M]. No temperature: values are expectations, not draws."""
+    def forward(self, layout: Layout, needs_entropy_grad: bool = False) -> Tensor:
+        """float32 [M]. It has no entropy, and no temperature: values are expectations, not draws."""
         return self.value_head(self.hidden_Mh(layout).float()).squeeze(-1).clone()  # FSDP hooks no views
 
 

@@ -1,38 +1,36 @@
 """The torch trainer's parameters, gradients and moments on memory that can leave its device and come back.
 
-    params      the float32 masters themselves, a critic's too: copied out, and in again, when they leave
-    grads       always there between updates, zeroed instead of dropped; not copied, zeros when they come back
-    optimizer   in parts; copied, unless no update happened since; comes back while forward and backward run: the
-                update waits
-    frozen      the reference model: copied out once, because it never changes
-
-Fulfils `core.device_memory.AssetStore` over arenas.
+params      the float32 masters themselves, a critic's too: copied out, and in again, when they leave
+grads       always there between updates, zeroed instead of dropped; not copied, zeros when they come back
+optimizer   in parts; copied, unless no update happened since; comes back while forward and backward run: the
+            update waits
+frozen      the reference model: copied out once, because it never changes
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
 from ....core.clock import Clock
-from ....core.device_memory import OPTIMIZER_PARTS, MovedBytes, MovedMemory, Tag, TagPolicy, TagReport
-from ....memory.arenas.arena import Arena, Restoring
+from ....core.device_memory import OPTIMIZER_PARTS, Tag, TagPolicy
+from ....memory.arenas.arena import Arena
 from ....memory.arenas.cuda_memory import vacate
 from ....memory.arenas.tagged_memory import LEAST_GRANULES, shares
 from ....memory.arenas.tensors import empty_tensors
+from ..residence import Residence
 
 POLICIES: dict[Tag, TagPolicy] = {"params": "backup", "grads": "discard", "optimizer": "backup", "frozen": "backup"}
 
 
-class TorchOffload:
-    """One rank's. All methods block and belong to the backend's thread, `report` to any."""
+class TorchOffload(Residence):
+    """On arenas."""
 
     def __init__(self, arena: Arena, clock: Clock) -> None:
         """The arena is closed by `close`."""
+        super().__init__(clock, arena)
         self._arena = arena
-        self._clock = clock
-        self._coming: Restoring | None = None
         for tag, policy in POLICIES.items():
             for part in OPTIMIZER_PARTS if tag == "optimizer" else (tag,):
                 arena.tag(part, policy)
@@ -67,48 +65,8 @@ class TorchOffload:
             return []
         return empty_tensors(self._arena, tag, [(tuple(t.shape), t.dtype) for t in like], like[0].device)
 
-    def ready(self) -> None:
-        """Parameters come back whole."""
-
-    def arrived(self) -> None:
-        """Wait for what is still on its way. To be called before moments are read or written."""
-        if self._coming is not None:
-            self._coming.wait_all()
-            self._coming = None
-
-    def written(self) -> None:
-        self.arrived()
-        for tag in ("params", *OPTIMIZER_PARTS):
-            self._arena.mark_dirty(tag)
-
-    def report(self) -> tuple[TagReport, ...]:
-        return tuple(report for report in self._arena.report() if report.num_bytes)
-
-    def release(self, tags: Collection[Tag]) -> MovedBytes:
-        self.arrived()
+    def _vacate(self) -> None:
         vacate(self._arena.device)
-        return self._arena.release(self._known(tags))
-
-    def restore(self, tags: Collection[Tag]) -> MovedBytes:
-        started = self._clock.monotonic()
-        self.arrived()
-        vacate(self._arena.device)
-        known = self._known(tags)
-        awaited: list[Tag] = [tag for tag in known if tag not in OPTIMIZER_PARTS]
-        copied = sum(r.num_bytes for r in self.report() if r.tag in known and r.backing == "host")
-        dropped = sum(r.num_bytes for r in self.report() if r.tag in known and r.backing == "discarded")
-        self._coming = self._arena.begin_restore(known, awaited=awaited)
-        for tag in awaited:
-            self._coming.wait(tag)
-        return MovedMemory(copied_bytes=copied, dropped_bytes=dropped, seconds=self._clock.monotonic() - started)
-
-    def _known(self, tags: Collection[Tag]) -> list[Tag]:
-        return [report.tag for report in self.report() if report.tag in tags]
-
-    def close(self) -> None:
-        """Give everything back; no tensor on it may be used again."""
-        self._coming = None
-        self._arena.close()
 
 
 def _zeroed(tensors: list[Tensor]) -> list[Tensor]:

@@ -16,17 +16,21 @@ acts in the last micro-batch only. Where the exchange costs, fsdp is the strateg
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from ....core.errors import TrainError
+from ....core.samples import TrainSample, TrainShard
 from ...models.model_config import frozen_names
-from ..vocab_scores import TokenScores
-from .layout import Layout
+from ..trained_model import LossOf, TrainedModel
+from .adamw import AdamW
+from .layout import Layout, plan_layout
+from .microbatch import Cutting, MicroBatch, cut_shard
 from .model import PackedModel
-from .tensors import floats, local_part, whole_tensor
+from .tensors import backward, floats, local_part, whole_tensor
 from .world import World
 
 Strategy = Literal["ddp", "fsdp"]
@@ -72,13 +76,10 @@ class Replica:
     def trained(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, parameter) for name, parameter in self.parameters() if parameter.requires_grad]
 
-    def forward(self, layout: Layout, *, needs_entropy_grad: bool = False) -> TokenScores:
-        return cast(TokenScores, self.module(layout, needs_entropy_grad))
-
-    def score(self, layout: Layout) -> TokenScores:
-        """Score a layout without gradient: the same operations on the same shapes, hence the same bits."""
+    def score(self, layouts: Sequence[Layout]) -> list[Any]:
+        """Without gradient: the same operations on the same shapes, hence the same bits."""
         with torch.no_grad():
-            return cast(TokenScores, self.module(layout))
+            return [self.module(layout) for layout in layouts]
 
     def reshard(self) -> None:
         """Drop what a pass without a backward pass left gathered (fsdp): until then the outermost parameters are whole,
@@ -128,6 +129,53 @@ class Replica:
             bucket.append(parameter)
             size += parameter.numel()
         yield bucket
+
+
+class TorchModel(TrainedModel):
+    """A replica with its optimizer."""
+
+    def __init__(self, replica: Replica, optimizer: AdamW, cutting: Cutting) -> None:
+        self.replica = replica
+        self.optimizer = optimizer
+        self.world = self.replicas = replica.world
+        self.vocab_size = cutting.vocab_size
+        self._cutting = cutting
+
+    @property
+    def num_updates(self) -> int:
+        return self.optimizer.num_updates
+
+    def cut(self, shard: TrainShard, *, skips_neutral: bool) -> list[list[MicroBatch[Layout]]]:
+        return cut_shard(shard, replace(self._cutting, skips_neutral=skips_neutral))
+
+    def layouts(self, samples: Sequence[TrainSample], micros: Sequence[Sequence[int]]) -> list[Layout]:
+        cost, device = self._cutting.linear_cost, self._cutting.device
+        return [plan_layout(samples, members, linear_cost=cost, device=device) for members in micros]
+
+    def score(self, layouts: Sequence[Layout]) -> list[Any]:
+        return self.replica.score(layouts)
+
+    def train(self, layouts: Sequence[Layout], loss_of: LossOf, *, needs_entropy_grad: bool, replays: bool) -> None:
+        for number, layout in enumerate(layouts):
+            loss = loss_of(number, self.replica.module(layout, needs_entropy_grad))
+            backward(loss * self.replica.loss_scale)
+
+    def gradient_norm(self) -> Tensor:
+        self.replica.share_gradients()
+        return self.replica.gradient_norm()
+
+    def has_finite_gradient(self) -> bool:
+        return self.replica.local_gradient_is_finite()
+
+    def update(self, norm: Tensor, rate: float, weight_decay: float, max_norm: float) -> None:
+        self.replica.clip(norm, max_norm)
+        self.optimizer.update(rate, weight_decay)
+
+    def forget_gradients(self) -> None:
+        self.optimizer.forget_gradients()
+
+    def rest(self) -> None:
+        self.replica.reshard()
 
 
 def _check_same_weights(module: PackedModel, world: World) -> None:

@@ -1,0 +1,177 @@
+"""Weights on their way out: HuggingFace names, whole tensors, raw bytes on rank 0 or on the device."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...core.errors import MyxaError
+from ...core.messages import TensorSpec
+from ...core.protocols import NamedArray
+from ..models.hf_folder import ModelConfig, write_folder
+from .torch_backend.tensors import DTYPE_OF, NAME_OF, from_bytes, integers, largest_beyond, raw_bytes
+from .torch_backend.world import World
+
+_log = logging.getLogger("myxa.backends")
+
+
+def named_array(name: str, tensor: Tensor, offset: int = 0) -> NamedArray:
+    """A CPU tensor as raw bytes; a view of its memory when it is contiguous."""
+    raw = raw_bytes(tensor.contiguous())
+    spec = TensorSpec(
+        name=name, dtype=NAME_OF[tensor.dtype], shape=tuple(tensor.shape), offset=offset, num_bytes=raw.nbytes
+    )
+    return NamedArray(spec=spec, data=raw)
+
+
+def gathered_as(folder_dtype: torch.dtype) -> torch.dtype:
+    """The type that weights are gathered in for a folder of that type: what `for_folder` can still look at."""
+    return torch.float32 if folder_dtype == torch.float16 else folder_dtype
+
+
+def for_folder(arrays: list[NamedArray], dtype: torch.dtype) -> tuple[list[NamedArray], torch.dtype]:
+    """Weights, gathered as `gathered_as` says, in the type of a folder; in float32 if one would become infinite. Then
+    the log says so: a run that ends writes its model all the same."""
+    if gathered_as(dtype) == dtype:
+        return arrays, dtype
+    narrow: list[NamedArray] = []
+    offset = 0
+    for array in arrays:
+        tensor = from_bytes(array)
+        if largest := largest_beyond(tensor, dtype):
+            _log.warning(
+                "weight %s holds %g, which float16 has not: the folder is written in float32 -- set "
+                'trainer.export_dtype = "bfloat16"',
+                array.spec.name, largest,
+            )  # fmt: skip
+            return arrays, torch.float32
+        narrow.append(named_array(array.spec.name, tensor.to(dtype), offset))
+        offset += narrow[-1].spec.num_bytes
+    return narrow, dtype
+
+
+HEADER_BYTES = 512
+"""Room for a tensor's name, type and shape as JSON."""
+
+WholeTensors = Callable[[bool], Iterator[tuple[str, Tensor]]]
+"""(to all ranks?) -> (HuggingFace name, whole tensor on the device), in a fixed order. Collective: every rank must go
+through it to its end; it yields on sending ranks only, or all of them on every rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportTypes:
+    """Number types of what leaves."""
+
+    host: torch.dtype
+    device: torch.dtype
+    folder: torch.dtype
+
+
+class Exporter:
+    """Gathers a model's weights. Rank 0 sends; under a pipeline each stage has a sender, which holds its layers' whole
+    tensors one after another. For channels of the host they travel on to rank 0."""
+
+    def __init__(
+        self,
+        world: World,
+        config: ModelConfig,
+        types: ExportTypes,
+        model_path: str,
+        tensors: WholeTensors,
+        later_senders: Sequence[int] = (),
+    ) -> None:
+        """`later_senders`: ranks beside rank 0."""
+        self._world = world
+        self._config = config
+        self._types = types
+        self._model_path = model_path
+        self._tensors = tensors
+        self._later_senders = later_senders
+        self._buffers: dict[str, Tensor] = {}
+
+    def on_device(self, *, to_all: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """(HuggingFace name, whole tensor) on its sending rank, in a fixed order; nothing elsewhere. With `to_all` all
+        on every rank. Collective: every rank must go through it to its end. Live parameters where they are whole and
+        of the serving type already."""
+        for name, tensor in self._tensors(to_all):
+            yield name, tensor.detach().to(self._types.device)
+
+    def on_host(self) -> list[NamedArray]:
+        """All weights on rank 0 in the order of the model's own list, one behind the other (`offset`); empty on other
+        ranks. Collective. From a GPU the bytes lie in buffers that the next export overwrites; on the CPU they may be
+        the live parameters: they hold until the next training step or load."""
+        return self._arrays(self._types.host, self._buffers)
+
+    def write(self, folder: str) -> None:
+        """Write a HuggingFace folder, tokenizer files included. Collective; raises on every rank if rank 0 fails."""
+        wanted = self._types.folder
+        gathered = self._arrays(gathered_as(wanted), {})
+        failure: Exception | None = None
+        if self._world.rank == 0:
+            try:
+                tensors, dtype = for_folder(gathered, wanted)
+                facts = {**self._config.source, "dtype": NAME_OF[dtype], "torch_dtype": NAME_OF[dtype]}
+                write_folder(folder, facts, tensors, tokenizer_from=self._model_path)
+            except (MyxaError, OSError) as error:
+                failure = error
+        self._world.agree(failure, f"exporting to {folder}")
+
+    def _arrays(self, dtype: torch.dtype, buffers: dict[str, Tensor]) -> list[NamedArray]:
+        found: dict[str, Tensor] = {}
+        for name, tensor in self._collected(dtype):
+            if tensor.device.type == "cpu":
+                found[name] = tensor
+                continue
+            if name not in buffers:
+                buffers[name] = torch.empty(tensor.shape, dtype=dtype, device="cpu", pin_memory=True)
+            found[name] = buffers[name].copy_(tensor, non_blocking=True)
+        if self._world.rank != 0:
+            return []
+        if self._world.device.type == "cuda":
+            torch.cuda.synchronize(self._world.device)  # copies to pinned memory are under way until now
+        arrays: list[NamedArray] = []
+        offset = 0
+        for name in self._config.tensor_shapes():
+            arrays.append(named_array(name, found[name], offset))
+            offset += arrays[-1].spec.num_bytes
+        return arrays
+
+    def _collected(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """All, on rank 0."""
+        world = self._world
+        for name, whole in self._tensors(False):
+            tensor = whole.detach().to(dtype)
+            if world.rank == 0:
+                yield name, tensor
+                continue
+            header = json.dumps([name, NAME_OF[tensor.dtype], list(tensor.shape)]).encode()
+            dist.send(_padded(header, tensor.device), 0)
+            dist.send(tensor.contiguous(), 0)
+        if world.rank == 0:
+            for source in self._later_senders:
+                while (received := _receive(source, world.device)) is not None:
+                    yield received
+        elif world.rank in self._later_senders:
+            dist.send(_padded(b"", world.device), 0)
+
+
+def _receive(source: int, device: torch.device) -> tuple[str, Tensor] | None:
+    box = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=device)
+    dist.recv(box, source)
+    text = bytes(integers(box)).rstrip(b"\0")
+    if not text:
+        return None
+    name, dtype, shape = json.loads(text)
+    tensor = torch.empty(shape, dtype=DTYPE_OF[dtype], device=device)
+    dist.recv(tensor, source)
+    return name, tensor
+
+
+def _padded(header: bytes, device: torch.device) -> Tensor:
+    return torch.frombuffer(bytearray(header.ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8).to(device)

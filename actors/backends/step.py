@@ -1,0 +1,264 @@
+"""One training step, for both trainers: score what must be scored before, then one optimizer update per mini-batch.
+
+    before     proximal log-probs (weights of the step's start), reference log-probs, a critic's values, token
+               advantages, whitening
+    update     forward and backward of every micro-batch -> agreement that all numbers are finite -> clip -> AdamW,
+               for the policy and for the critic, if there is one
+    after      sums over micro-batches and ranks become metrics, the same on every rank
+
+A micro-batch computes its *share* of the mini-batch's global mean (denominators come with the shard), so shares add up
+over micro-batches and ranks, and any cut of a batch gives the same gradient. All ranks run the same passes in the same
+order, whatever they hold. All models have their gradients before any is updated, so that all are or none is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...algos.objective import (
+    Normaliser,
+    ObjectiveConfig,
+    needs_proximal,
+    needs_reference,
+    needs_whitening,
+    objective_config,
+)
+from ...core.clock import Clock
+from ...core.errors import MyxaError, TrainError
+from ...core.protocols import StepStats
+from ...core.samples import F32, TrainSample, TrainShard
+from .torch_backend.accounting import (
+    MetricSums,
+    TrainingStep,
+    accusation,
+    charges_kl,
+    fill_advantages,
+    mean_weights,
+    report,
+    skips_neutral,
+    tally_counts,
+    whiten_together,
+)
+from .torch_backend.critic import Critic, take_metrics
+from .torch_backend.microbatch import (
+    MicroBatch,
+    check_samples,
+    left_out,
+    plan_scoring,
+    scatter_scores,
+    served_reference,
+)
+from .torch_backend.settings import StepSettings, learning_rate, with_knobs
+from .torch_backend.tensors import floats, from_array
+from .torch_backend.token_functions import failure_of_all, name_metrics_alike
+from .trained_model import Learner, Micros, ScoringModel, TrainedModel
+from .vocab_scores import TokenScores
+
+
+class Stepper:
+    """Trains a policy, shard by shard."""
+
+    def __init__(
+        self,
+        policy: TrainedModel,
+        reference: ScoringModel | None,
+        settings: StepSettings,
+        clock: Clock,
+        critic: Critic | None = None,
+    ) -> None:
+        self._policy = policy
+        self.has_reference = reference is not None
+        self._reference = reference
+        self._settings = settings
+        self._clock = clock
+        self._critic = critic
+        self._world = policy.world
+
+    def settings_for(self, knobs: dict[str, float]) -> StepSettings:
+        """The settings with live values put in; needs no other rank. Raises ConfigError for impossible ones."""
+        return with_knobs(self._settings, knobs, has_reference=self.has_reference)
+
+    def train(self, shard: TrainShard, settings: StepSettings) -> StepStats:
+        """One update per mini-batch; returns metrics, equal on all ranks except for times, and what is shown. Ranks of
+        one replica give the same shard. Raises TrainError, on all ranks and before the update concerned, if a loss or
+        gradient is not finite, and UserCodeError likewise for a function of the user's that failed."""
+        started_s = self._clock.monotonic()
+        step = TrainingStep.begin(shard, settings)
+        minibatches = self._policy.cut(shard, skips_neutral=skips_neutral(step.objective))
+        self._score_before(step, minibatches)
+        for number, micros in enumerate(minibatches):
+            if micros:  # fewer groups than mini-batches: the last ones are empty on every rank
+                problem = self._update(step, number, micros)
+                if problem is not None:
+                    for model in self._models:
+                        model.forget_gradients()
+                        model.rest()
+                    raise self._world.agreed(problem)
+        self._rest()
+        return StepStats(metrics=self._metrics(step, minibatches, started_s), scores=step.shown.scores())
+
+    def score_shard(self, shard: TrainShard) -> list[F32]:
+        """Log-probs of each sample's loss tokens, float32 [R] (0 where the mask is 0), through exactly the passes that
+        `train` would make of this shard: with unchanged weights the numbers are the same to the last bit."""
+        objective = objective_config(self._settings.algo, max(1, len(shard.minibatches)))
+        skips = skips_neutral(objective)
+        layouts = [[m.layout for m in micros] for micros in self._policy.cut(shard, skips_neutral=skips)]
+        if skips:
+            layouts.append(self._policy.layouts(shard.samples, left_out(shard)))
+        return self._scores(shard.samples, layouts)
+
+    def score(self, samples: Sequence[TrainSample], max_tokens: int) -> list[F32]:
+        """Log-probs of each sample's loss tokens, float32 [R] (0 where the mask is 0); replicas may differ in samples,
+        ranks of one replica may not."""
+        check_samples(samples, self._policy.vocab_size)
+        micros = plan_scoring(samples, max_tokens)
+        longest = int(self._world.max(torch.tensor([len(micros)])).item())
+        micros += [[] for _ in range(longest - len(micros))]
+        return self._scores(samples, [self._policy.layouts(samples, micros)])
+
+    def _scores(self, samples: Sequence[TrainSample], parts: Sequence[Sequence[Any]]) -> list[F32]:
+        scores = [np.zeros(len(s.loss_mask), dtype=np.float32) for s in samples]
+        for layouts in parts:
+            for layout, found in zip(
+                layouts, self._policy.score(layouts), strict=False
+            ):  # none where nothing is scored
+                scatter_scores(found.logprobs_M, layout, scores)
+        self._rest()
+        whole = self._world.shared(from_array(np.concatenate([*scores, np.zeros(0, np.float32)]))).cpu().numpy()
+        return np.split(whole, np.cumsum([len(s) for s in scores])[:-1]) if scores else []
+
+    @property
+    def _models(self) -> list[TrainedModel]:
+        return [self._policy] if self._critic is None else [self._policy, self._critic.model]
+
+    def _rest(self) -> None:
+        for model in self._models:
+            model.rest()
+
+    def _score_before(self, step: TrainingStep, minibatches: Sequence[Micros]) -> None:
+        """Fill in proximal and reference log-probs, values, and the advantages of every token, and what is known of
+        the weights of all of them."""
+        objective, policy, critic, device = step.objective, self._policy, self._critic, self._world.device
+        micros = [micro for minibatch in minibatches for micro in minibatch]
+        layouts = [micro.layout for micro in micros]
+        step.mean_weights = [1.0] * len(minibatches)  # ranks that do not score have no use for another
+        starts = policy.score_start(layouts) if _needs_start(objective) else []
+        references = self._reference.score(layouts) if self._reference and needs_reference(objective) else []
+        if not policy.is_scoring:
+            return
+        for number, micro in enumerate(micros):
+            start_M = starts[number].logprobs_M if starts else None
+            if needs_proximal(objective):
+                micro.proximal_M = start_M
+            if references:
+                micro.reference_M = references[number].logprobs_M
+            elif needs_reference(objective):
+                micro.reference_M = served_reference(micro.layout, step.shard.samples, device)
+            if critic is not None:
+                micro.values_M = critic.values(micro.layout)
+            fill_advantages(micro, step.settings.algo, objective, start_M)
+            if critic is not None:
+                critic.count(micro, step.tally)
+        if needs_whitening(objective):
+            whiten_together(micros, policy.replicas.sum, device)
+        step.mean_weights = mean_weights(minibatches, objective, policy.replicas.sum, device)
+
+    def _update(self, step: TrainingStep, number: int, micros: Micros) -> MyxaError | None:
+        """Gradients of one mini-batch and AdamW updates of policy and critic; or the error that all ranks agreed on,
+        and no update of either."""
+        settings = step.settings.optimizer
+        learners = self._learners(step, step.normaliser(number), is_first=number == 0)
+        for learner in learners:
+            learner.passes(micros, step.tally)
+        for learner in learners:
+            if not learner.is_held:
+                learner.norm = learner.model.gradient_norm()
+        problem = self._trouble(step, learners, micros, f"step {step.shard.step}, mini-batch {number}")
+        if problem is not None:
+            return problem
+        rates = [learning_rate(settings, self._policy.num_updates, step.settings.total_updates)]
+        if self._critic is not None:
+            rates.append(self._critic.rate(settings))
+        for learner, rate in zip(learners, rates, strict=True):
+            learner.update(rate, settings, step.tally)
+        step.num_updates += 1
+        return None
+
+    def _learners(self, step: TrainingStep, normaliser: Normaliser, *, is_first: bool) -> list[Learner]:
+        policy, critic = self._policy, self._critic
+
+        def policy_loss(micro: MicroBatch[Any], scores: TokenScores, tally: MetricSums) -> Tensor:
+            if policy.is_teller:
+                step.shown.take(micro.layout, scores.logprobs_M)
+            return step.policy_loss(micro, scores, normaliser, tally, is_first=is_first)
+
+        is_held = critic is not None and critic.trains_alone(step.shard.step)
+        learners = [
+            Learner(policy, policy_loss, step.objective.entropy_coef > 0, _needs_start(step.objective), is_held)
+        ]
+        if critic is not None:
+
+            def critic_loss(micro: MicroBatch[Any], values_M: Tensor, tally: MetricSums) -> Tensor:
+                return critic.loss(micro, values_M, normaliser.tokens, tally)
+
+            learners.append(Learner(critic.model, critic_loss, name="critic_"))
+        return learners
+
+    def _trouble(self, step: TrainingStep, learners: Sequence[Learner], micros: Micros, place: str) -> MyxaError | None:
+        """What any rank found to be wrong with any model, in the words of all; None if all is well. Collective."""
+        own = [step.failure is not None]
+        for learner in learners:
+            own += [learner.bad_loss >= 0, not bool(torch.isfinite(learner.norm))]
+        has_failed, *found = floats(self._world.max(torch.tensor(own, dtype=torch.float32)))
+        if has_failed:
+            return failure_of_all(self._world, step.failure, place)
+        for k, learner in enumerate(learners):
+            whose = "critic's " if learner.name else ""
+            if found[2 * k]:
+                return self._accuse(f"{whose}loss", place, learner.bad_loss, micros)
+            if found[2 * k + 1]:
+                return self._bad_gradient(learner, micros, f"{whose}gradient", place)
+        return None
+
+    def _accuse(self, what: str, place: str, bad: int, micros: Micros) -> TrainError | None:
+        named = bad if self._policy.is_teller else -1
+        return accusation(self._world, what, place, named, micros[bad].group_ids if bad >= 0 else ())
+
+    def _bad_gradient(self, learner: Learner, micros: Micros, what: str, place: str) -> TrainError:
+        """All losses are finite but the gradient is not: the passes one by one again, to find the first micro-batch
+        that it comes from. A pipeline sums gradients over replicas as they are made: the micro-batches of one round are
+        then accused together."""
+        bad = -1
+        for number, micro in enumerate(micros):
+            learner.passes(self._policy.filled_up(micro), MetricSums())
+            if not learner.model.has_finite_gradient() and bad < 0:
+                bad = number
+        return self._accuse(what, place, bad, micros) or TrainError(
+            f"{place}: the {what} is not a finite number, though that of every micro-batch is",
+            remedy="lower the learning rate or the loss: their sum overflows",
+        )
+
+    def _metrics(self, step: TrainingStep, minibatches: Sequence[Micros], started_s: float) -> dict[str, float]:
+        """Everything reduced over replicas, under `train/`; see `report`."""
+        tally_counts(step.tally, step.shard, [micro for minibatch in minibatches for micro in minibatch])
+        name_metrics_alike(self._world, step.tally, step.settings.functions)
+
+        def reduced() -> dict[str, Any]:
+            sums, maxima = step.tally.reduced(self._policy.replicas)
+            return {"sums": sums, "maxima": maxima}
+
+        joined = self._world.broadcast(reduced)
+        values = take_metrics(joined["sums"])
+        step_s = self._clock.monotonic() - started_s
+        metrics = {**report(joined["sums"], joined["maxima"], step.num_updates, step_s), **values}
+        metrics["train/num_updates"] = float(self._policy.num_updates)
+        return metrics
+
+
+def _needs_start(objective: ObjectiveConfig) -> bool:
+    return needs_proximal(objective) or charges_kl(objective)
