@@ -55,19 +55,7 @@ from ..core.messages import (
 )
 from ..core.protocols import EngineTrace, StepStats
 from ..core.samples import Group, Prompt, ScoredSample, TrainSample, TrainShard
-from ..core.weight_channel import (
-    JoinOffer,
-    JoinRequest,
-    PlanReply,
-    PlanRequest,
-    SampleReply,
-    SampleRequest,
-    SendOrder,
-    SendReport,
-    ShareReply,
-    ShareRequest,
-    WeightProgress,
-)
+from ..core.weight_channel import AnyAnswer, AnyOrder, WeightProgress
 
 
 class KnobsContract(Actor):
@@ -539,32 +527,9 @@ class TrainerContract(TenantContract, KnobsContract):
         are written again as soon as the trainer waits for data."""
         raise NotImplementedError
 
-    @call(deadline=30, reentrant=True)
-    async def weight_plan(self, request: PlanRequest) -> PlanReply:
-        """How a version that this rank sends is cut into buckets."""
-        raise NotImplementedError
-
-    @call(deadline=60, reentrant=True)
-    async def join_channel(self, request: JoinRequest) -> JoinOffer:
-        raise NotImplementedError
-
     @call(deadline=300, reentrant=True)
-    async def send_weights(self, order: SendOrder) -> SendReport:
-        """Broadcast a version into a channel, beside training."""
-        raise NotImplementedError
-
-    @call(deadline=30, reentrant=True)
-    async def leave_channel(self, channel: str, reason: str) -> None:
-        """Give a channel up; a broadcast into it ends with an error."""
-        raise NotImplementedError
-
-    @call(deadline=60, reentrant=True)
-    async def share_weights(self, request: ShareRequest) -> ShareReply:
-        """Handles of a version's memory, for an engine on the same GPUs."""
-        raise NotImplementedError
-
-    @call(deadline=60, reentrant=True)
-    async def sample_weights(self, request: SampleRequest) -> SampleReply:
+    async def ask_sender(self, order: AnyOrder) -> AnyAnswer:
+        """What an engine asks of a rank that sends weights, beside training."""
         raise NotImplementedError
 
     @call(deadline=30, reentrant=True)

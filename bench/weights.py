@@ -41,7 +41,7 @@ from myxa.actors.weights.channels.process_group import ChannelGroup
 from myxa.actors.weights.channels.sender import DeviceWeightSender
 from myxa.actors.weights.channels.staging import DTYPES
 from myxa.core.process import boot_id
-from myxa.core.weight_channel import JoinRequest, SendOrder
+from myxa.core.weight_channel import JoinRequest, SendOrder, SendReport
 
 SENDER = "trainer/0"
 LIMIT_S = 120.0
@@ -56,25 +56,11 @@ class Senders:
         self._sender = sender
         self.send_s = 0.0
 
-    async def plan(self, sender: str, request: Any) -> Any:
-        return self._sender.plan(request)
-
-    async def join(self, sender: str, request: Any) -> Any:
-        return await asyncio.to_thread(self._sender.join, request)
-
-    async def send(self, sender: str, order: Any) -> Any:
-        report = await asyncio.to_thread(self._sender.send, order)
-        self.send_s = report.send_s
-        return report
-
-    async def leave(self, sender: str, channel: str, reason: str) -> None:
-        self._sender.leave(channel, reason)
-
-    async def share(self, sender: str, request: Any) -> Any:
-        return await asyncio.to_thread(self._sender.share, request)
-
-    async def sample(self, sender: str, request: Any) -> Any:
-        return self._sender.sample(request)
+    async def ask(self, sender: str, order: Any) -> Any:
+        answer = await asyncio.to_thread(self._sender.answer, order)
+        if isinstance(answer, SendReport):
+            self.send_s = answer.send_s
+        return answer
 
 
 def tensors_of(folder: Path, device: str) -> list[tuple[str, torch.Tensor]]:
@@ -144,7 +130,7 @@ def bare(options: argparse.Namespace, folder: Path) -> list[float]:
     request = JoinRequest(
         channel="bare", engine="bare", num_ranks=1, engine_host="127.0.0.1", asker_host=boot_id(), timeout_s=LIMIT_S
     )
-    offer = sender.join(request)
+    offer = sender.answer(request)
     times = options.updates + 1
     command = [
         sys.executable,
@@ -159,7 +145,7 @@ def bare(options: argparse.Namespace, folder: Path) -> list[float]:
         raise SystemExit("the bare broadcast is of one bucket: raise --bucket-mb")
     with subprocess.Popen(command, env=ENVIRONMENT) as member:
         order = SendOrder(channel="bare", version=1, timeout_s=LIMIT_S)
-        found = [sender.send(order).send_s * 1e3 for _ in range(times)]
+        found = [sender.answer(order).send_s * 1e3 for _ in range(times)]
         member.wait(timeout=LIMIT_S)
     sender.close()
     return found[1:]

@@ -7,26 +7,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
 from .device_memory import AssetStore, MovedBytes, Tag, TagReport
 from .messages import EngineUsage, Record, SamplingParams, TensorSpec, WeightManifest
 from .samples import F32, I32, FinishReason, Message, Prompt, ScoredSample, TrainSample, TrainShard
-from .weight_channel import (
-    JoinOffer,
-    JoinRequest,
-    PlanReply,
-    PlanRequest,
-    SampleReply,
-    SampleRequest,
-    SendOrder,
-    SendReport,
-    ShareReply,
-    ShareRequest,
-    WeightProgress,
-)
+from .weight_channel import SenderOrder, WeightProgress
+
+A = TypeVar("A")
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
@@ -276,28 +266,8 @@ class WeightSender(Protocol):
 
     def release(self, version: int) -> None: ...
 
-    def plan(self, request: PlanRequest) -> PlanReply:
-        """How the version is cut; refused when it is not staged."""
-        ...
-
-    def join(self, request: JoinRequest) -> JoinOffer:
-        """Open the meeting place and wait there in the background."""
-        ...
-
-    def send(self, order: SendOrder) -> SendReport:
-        """Broadcast; returns when the engine's ranks have the bytes. The channel is gone after any error."""
-        ...
-
-    def leave(self, channel: str, reason: str) -> None:
-        """Give a channel up; a `send` into it ends with an error. Unknown channels are ignored."""
-        ...
-
-    def share(self, request: ShareRequest) -> ShareReply:
-        """Handles of a version's buckets."""
-        ...
-
-    def sample(self, request: SampleRequest) -> SampleReply:
-        """Values of a staged version."""
+    def answer(self, order: SenderOrder[A]) -> A:
+        """The verbs of `core/weight_channel.py`."""
         ...
 
     def close(self) -> None:
@@ -308,19 +278,7 @@ class WeightSender(Protocol):
 class WeightSenders(Protocol):
     """The senders as an engine reaches them, by actor name. Raise CallError when one cannot be asked, or refuses."""
 
-    async def plan(self, sender: str, request: PlanRequest) -> PlanReply: ...
-
-    async def join(self, sender: str, request: JoinRequest) -> JoinOffer: ...
-
-    async def send(self, sender: str, order: SendOrder) -> SendReport: ...
-
-    async def leave(self, sender: str, channel: str, reason: str) -> None:
-        """See `WeightSender`. Never raises: a sender that is gone has left."""
-        ...
-
-    async def share(self, sender: str, request: ShareRequest) -> ShareReply: ...
-
-    async def sample(self, sender: str, request: SampleRequest) -> SampleReply: ...
+    async def ask(self, sender: str, order: SenderOrder[A]) -> A: ...
 
 
 class WeightReader(Protocol):

@@ -12,9 +12,11 @@ engine. Order of events:
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from .messages import Record, TensorSpec, WeightChannel
+
+A = TypeVar("A")
 
 CollectiveBackend = Literal["nccl", "gloo"]
 
@@ -26,6 +28,9 @@ SHARED_CHANNELS: frozenset[WeightChannel] = frozenset({"cuda_ipc"})
 model, for the engines of its GPU; over the others each has a part, for all engines."""
 
 
+ANSWER_S = 5.0
+
+
 class Bucket(Record, frozen=True):
     """Tensors that lie one behind the other in one flat buffer; `TensorSpec.offset` counts from its start."""
 
@@ -33,17 +38,16 @@ class Bucket(Record, frozen=True):
     num_bytes: int
 
 
-class PlanRequest(Record, frozen=True):
-    """Asks a sender how a version is cut into buckets."""
+class SenderOrder(Record, Generic[A], frozen=True):
+    """What an engine asks of a sender, which answers with an A: the verbs of weight sync are its subclasses."""
 
-    version: int
-    known: str = ""
-    """Fingerprint of the plan that the asker has already; the buckets are then left out of the answer."""
-    channel: str = ""
-    """Channel the asker means to use; empty: none yet."""
+    @property
+    def answer_s(self) -> float:
+        """How long the answer may take, on top of what the order itself may."""
+        return getattr(self, "timeout_s", 25.0) + ANSWER_S
 
 
-class PlanReply(Record, frozen=True):
+class PlanReply(Record, frozen=True, tag="plan"):
     """How one sender's part of a version is cut."""
 
     fingerprint: str
@@ -54,7 +58,25 @@ class PlanReply(Record, frozen=True):
     """Whether the channel asked about exists, on the sender's side."""
 
 
-class JoinRequest(Record, frozen=True):
+class PlanRequest(SenderOrder[PlanReply], frozen=True, tag="plan"):
+    """How is a version cut into buckets? Refused when it is not staged."""
+
+    version: int
+    known: str = ""
+    """Fingerprint of the plan that the asker has already; the buckets are then left out of the answer."""
+    channel: str = ""
+    """Channel the asker means to use; empty: none yet."""
+
+
+class JoinOffer(Record, frozen=True, tag="join"):
+    """Where the channel's ranks meet."""
+
+    address: str
+    port: int
+    backend: CollectiveBackend
+
+
+class JoinRequest(SenderOrder[JoinOffer], frozen=True, tag="join"):
     """An engine is about to join a channel; the sender opens the meeting place."""
 
     channel: str
@@ -70,23 +92,7 @@ class JoinRequest(Record, frozen=True):
     timeout_s: float
 
 
-class JoinOffer(Record, frozen=True):
-    """Where the channel's ranks meet."""
-
-    address: str
-    port: int
-    backend: CollectiveBackend
-
-
-class SendOrder(Record, frozen=True):
-    """Broadcast a version's buckets into a channel, in order."""
-
-    channel: str
-    version: int
-    timeout_s: float
-
-
-class SendReport(Record, frozen=True):
+class SendReport(Record, frozen=True, tag="send"):
     """What the sender saw."""
 
     num_bytes: int
@@ -95,15 +101,15 @@ class SendReport(Record, frozen=True):
     send_s: float
 
 
-class ShareRequest(Record, frozen=True):
-    """Handles of a version's buckets, for processes on the sender's GPU."""
+class SendOrder(SenderOrder[SendReport], frozen=True, tag="send"):
+    """Broadcast a version's buckets into a channel, in order."""
 
+    channel: str
     version: int
-    num_ranks: int
-    """Ranks of the engine on that GPU; each opens its own handles."""
+    timeout_s: float
 
 
-class ShareReply(Record, frozen=True):
+class ShareReply(Record, frozen=True, tag="share"):
     """`payloads[bucket][rank]`: what each rank is handed, base64 (see `actors/weights/channels/cuda_ipc.py`)."""
 
     payloads: tuple[tuple[str, ...], ...]
@@ -111,7 +117,21 @@ class ShareReply(Record, frozen=True):
     """Of the plan by which the buckets are cut: ranks of one server may be handed memory of several senders."""
 
 
-class SampleRequest(Record, frozen=True):
+class ShareRequest(SenderOrder[ShareReply], frozen=True, tag="share"):
+    """Handles of a version's buckets, for processes on the sender's GPU."""
+
+    version: int
+    num_ranks: int
+    """Ranks of the engine on that GPU; each opens its own handles."""
+
+
+class SampleReply(Record, frozen=True, tag="sample"):
+    """The first values of each tensor in row order, as float; in the order of the names."""
+
+    values: tuple[tuple[float, ...], ...]
+
+
+class SampleRequest(SenderOrder[SampleReply], frozen=True, tag="sample"):
     """A few numbers of a version, to hold against what an engine says it serves."""
 
     version: int
@@ -119,10 +139,19 @@ class SampleRequest(Record, frozen=True):
     num_values: int
 
 
-class SampleReply(Record, frozen=True):
-    """The first values of each tensor in row order, as float; in the order of the names."""
+class LeaveOrder(SenderOrder[None], frozen=True, tag="leave"):
+    """Give a channel up; a send into it ends with an error. Unknown channels are ignored."""
 
-    values: tuple[tuple[float, ...], ...]
+    channel: str
+    reason: str
+
+    @property
+    def answer_s(self) -> float:
+        return ANSWER_S
+
+
+AnyOrder = PlanRequest | JoinRequest | SendOrder | LeaveOrder | ShareRequest | SampleRequest
+AnyAnswer = PlanReply | JoinOffer | SendReport | ShareReply | SampleReply | None
 
 
 class WeightProgress(Record, frozen=True):

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -29,18 +29,7 @@ from ...core.knobs import KnobValue, KnobVerdict, LiveKnobs
 from ...core.messages import Scores, WeightChannel, WeightManifest
 from ...core.protocols import PendingSave, StepStats, TrainBackend
 from ...core.samples import TrainSample, TrainShard
-from ...core.weight_channel import (
-    JoinOffer,
-    JoinRequest,
-    PlanReply,
-    PlanRequest,
-    SampleReply,
-    SampleRequest,
-    SendOrder,
-    SendReport,
-    ShareReply,
-    ShareRequest,
-)
+from ...core.weight_channel import AnyAnswer, AnyOrder, SenderOrder
 from ..contracts import MonitorContract, TrainerContract
 from ..daemon_thread import in_daemon_thread
 from ..knobs.owner import KnobOwner, OwnsKnobs
@@ -283,29 +272,13 @@ class Trainer(OwnsKnobs, TrainerContract):
         with naming_disk(Path(folder)), exporting, self._blocking("exports the model"):
             await self._in_thread(lambda: self._backend.export_hf(folder))
 
-    # -- weights that engines take from this rank, each call in its own thread
-
-    async def weight_plan(self, request: PlanRequest) -> PlanReply:
-        return self._ends.sender_of(request.version).plan(request)
-
-    async def join_channel(self, request: JoinRequest) -> JoinOffer:
-        sender = self._ends.group_sender()
-        return await in_daemon_thread(lambda: sender.join(request), f"join {request.channel}")
-
-    async def send_weights(self, order: SendOrder) -> SendReport:
-        sender = self._ends.sender_of(order.version)
-        return await in_daemon_thread(lambda: sender.send(order), f"send {order.version}")
-
-    async def leave_channel(self, channel: str, reason: str) -> None:
-        self._ends.left(channel, reason)
-
-    async def share_weights(self, request: ShareRequest) -> ShareReply:
-        sender = self._ends.sender_of(request.version)
-        return await in_daemon_thread(lambda: sender.share(request), f"share {request.version}")
-
-    async def sample_weights(self, request: SampleRequest) -> SampleReply:
-        sender = self._ends.sender_of(request.version)
-        return await in_daemon_thread(lambda: sender.sample(request), f"sample {request.version}")
+    async def ask_sender(self, order: AnyOrder) -> AnyAnswer:
+        """Each in its own thread: an engine that takes weights never waits for a training step."""
+        sender = self._ends.sender_for(order)
+        if sender is None:
+            return None
+        asked = cast("SenderOrder[AnyAnswer]", order)
+        return await in_daemon_thread(lambda: sender.answer(asked), f"{type(order).__name__} of an engine")
 
     async def memory_command(self, command: MemoryCommand) -> MemoryReply:
         if self._tenant is None:

@@ -19,7 +19,7 @@ from typing import Any
 from ...core.errors import TrainError
 from ...core.messages import WeightChannel, WeightManifest
 from ...core.protocols import TrainBackend, WeightSender, WeightWriter
-from ...core.weight_channel import SENT_CHANNELS, SHARED_CHANNELS
+from ...core.weight_channel import SENT_CHANNELS, SHARED_CHANNELS, AnyOrder, JoinRequest, LeaveOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,30 +111,26 @@ class ChannelEnds:
     async def _beside(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self.thread, work)
 
-    def sender_of(self, version: int) -> WeightSender:
-        """The end that version lies in. Raises TrainError when none sends it."""
-        channel = self._held.get(version)
+    def sender_for(self, order: AnyOrder) -> WeightSender | None:
+        """The end that an engine's order is for: of a version, the one that it lies in; of a group, that of groups.
+        None: it is closed, and has given that group up too. Raises TrainError when there is none."""
+        if isinstance(order, LeaveOrder):
+            return self._senders.get("nccl")
+        if isinstance(order, JoinRequest):
+            if "nccl" not in self._senders:
+                raise TrainError(
+                    f"{self._name} sends no weights by nccl",
+                    remedy='`myxa set weight_channel=nccl`, or weights.channel = "nccl" in the run file',
+                )
+            return self._senders["nccl"]
+        channel = self._held.get(order.version)
         if channel in self._senders:
             return self._senders[channel]
         where = f"it lies in {channel}" if channel is not None else "it was released, or never published here"
         raise TrainError(
-            f"{self._name} does not send weight version {version}: {where}",
+            f"{self._name} does not send weight version {order.version}: {where}",
             remedy="the newest version will be offered next",
         )
-
-    def group_sender(self) -> WeightSender:
-        """The end that engines join groups with. Raises TrainError where there is none."""
-        if "nccl" not in self._senders:
-            raise TrainError(
-                f"{self._name} sends no weights by nccl",
-                remedy='`myxa set weight_channel=nccl`, or weights.channel = "nccl" in the run file',
-            )
-        return self._senders["nccl"]
-
-    def left(self, group: str, reason: str) -> None:
-        """An engine has left that group. Nothing where its end is closed, which gave it up too."""
-        if "nccl" in self._senders:
-            self._senders["nccl"].leave(group, reason)
 
     def close_senders(self) -> None:
         """Never raises, never waits."""

@@ -8,32 +8,22 @@ The coordinator calls both (`coordinator`), the engine fetches bytes through `Tr
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar, cast
 
 from ...core.activity import TelemetryBuffer
 from ...core.actor import Actor
 from ...core.clock import Clock
-from ...core.errors import CallError, EngineError, MyxaError, WeightsRefused
+from ...core.errors import EngineError, MyxaError, WeightsRefused
 from ...core.messages import WeightAck, WeightChannel, WeightManifest
 from ...core.process import boot_id
 from ...core.protocols import Engine, ReportsProgress
 from ...core.refs import with_deadline
-from ...core.weight_channel import (
-    JoinOffer,
-    JoinRequest,
-    PlanReply,
-    PlanRequest,
-    SampleReply,
-    SampleRequest,
-    SendOrder,
-    SendReport,
-    ShareReply,
-    ShareRequest,
-    WeightProgress,
-)
+from ...core.weight_channel import AnyOrder, SenderOrder, WeightProgress
 from ..contracts import TrainerContract
 from ..stream_checks import StreamChecks
+
+A = TypeVar("A")
 
 
 class EngineWeights:
@@ -103,10 +93,6 @@ class EngineWeights:
         return WeightAck(rollout=self._name, version=version, accepted=not reason, reason=reason, is_whole=is_whole)
 
 
-ANSWER_S = 5.0
-"""On top of what an order itself may take."""
-
-
 class TrainerSenders:
     """The trainer ranks that send weights, as the engine of a rollout actor calls them: under deadlines. Fulfils
     `core.protocols.WeightSenders`. An engine is made before its actor has a place in the run, so the actor is named
@@ -118,30 +104,11 @@ class TrainerSenders:
     def speak_as(self, actor: Actor) -> None:
         self._actor = actor
 
-    def _ref(self, sender: str, within_s: float = 0.0) -> TrainerContract:
+    async def ask(self, sender: str, order: SenderOrder[A]) -> A:
         if self._actor is None:
             raise EngineError("no actor is set to call the trainer", remedy="this is a bug: call speak_as first")
-        ref = self._actor.ctx.ref(TrainerContract, sender)
-        return with_deadline(ref, within_s) if within_s else ref
-
-    async def plan(self, sender: str, request: PlanRequest) -> PlanReply:
-        return await self._ref(sender).weight_plan(request)
-
-    async def join(self, sender: str, request: JoinRequest) -> JoinOffer:
-        return await self._ref(sender, request.timeout_s).join_channel(request)
-
-    async def send(self, sender: str, order: SendOrder) -> SendReport:
-        return await self._ref(sender, order.timeout_s + ANSWER_S).send_weights(order)
-
-    async def leave(self, sender: str, channel: str, reason: str) -> None:
-        with suppress(CallError):
-            await self._ref(sender, ANSWER_S).leave_channel(channel, reason)
-
-    async def share(self, sender: str, request: ShareRequest) -> ShareReply:
-        return await self._ref(sender).share_weights(request)
-
-    async def sample(self, sender: str, request: SampleRequest) -> SampleReply:
-        return await self._ref(sender).sample_weights(request)
+        ref = with_deadline(self._actor.ctx.ref(TrainerContract, sender), order.answer_s)
+        return cast(A, await ref.ask_sender(cast(AnyOrder, order)))
 
 
 def channel_refusal(channel: WeightChannel, host: str, run_dir: str) -> str:

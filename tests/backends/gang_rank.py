@@ -191,14 +191,16 @@ def parameters_of(backend: TorchBackend) -> list[Any]:
     """What this rank holds of them."""
     parts = backend._parts
     assert parts is not None
-    return [getattr(p, "_local_tensor", p) for p in parts.stepper._policy.replica.module.parameters()]
+    state: Any = parts.state
+    return [getattr(p, "_local_tensor", p) for p in state.policy.replica.module.parameters()]
 
 
 def critic_of(backend: TorchBackend) -> dict[str, np.ndarray]:
     """Copies of the critic's float32 weights, whole, on every rank; empty without one. Collective."""
     parts = backend._parts
     assert parts is not None
-    critic = parts.state.critic
+    state: Any = parts.state
+    critic = state.critic
     named = [] if critic is None else critic.model.replica.parameters()
     return {name: whole_tensor(p.detach()).numpy().copy() for name, p in named}
 

@@ -51,7 +51,8 @@ def with_head(source: Path, folder: Path, name: str, *, rows: int = 1, bias: boo
 def the_critic(backend: TorchBackend) -> Any:
     parts = backend._parts
     assert parts is not None
-    found = parts.state.critic
+    state: Any = parts.state
+    found = state.critic
     assert found is not None
     return found
 

@@ -35,10 +35,10 @@ from myxa.actors.weights.rollout_update import Adopter, Adoption, AdoptionLimits
 from myxa.core.activity import ActivityMeter, TelemetryBuffer
 from myxa.core.actor import Actor
 from myxa.core.clock import SystemClock
-from myxa.core.errors import EngineError, MyxaError, RemoteError
+from myxa.core.errors import DeadlineExceeded, EngineError, MyxaError, RemoteError
 from myxa.core.messages import WeightAck, WeightManifest
 from myxa.core.process import boot_id
-from myxa.core.weight_channel import WeightProgress
+from myxa.core.weight_channel import JoinRequest, LeaveOrder, PlanRequest, WeightProgress
 from myxa.transport.node import Node
 
 Hook = Callable[[str], Awaitable[None]]
@@ -174,27 +174,14 @@ class HurtSenders:
         self._engine = engine
         self._inner = inner
 
-    async def plan(self, sender: str, request: object) -> Any:
-        await self._engine.hook("plan")
-        return await self._inner().plan(sender, request)
-
-    async def join(self, sender: str, request: object) -> Any:
-        await self._engine.hook("join")
-        return await self._inner().join(sender, request)
-
-    async def send(self, sender: str, order: object) -> Any:
-        return await self._inner().send(sender, order)
-
-    async def share(self, sender: str, request: object) -> Any:
-        raise NotImplementedError
-
-    async def sample(self, sender: str, request: object) -> Any:
-        return await self._inner().sample(sender, request)
-
-    async def leave(self, sender: str, channel: str, reason: str) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(ROUTES.leave_s):
-                await self._inner().leave(sender, channel, reason)
+    async def ask(self, sender: str, order: Any) -> Any:
+        if isinstance(order, (PlanRequest, JoinRequest)):
+            await self._engine.hook("plan" if isinstance(order, PlanRequest) else "join")
+        try:
+            async with asyncio.timeout(ROUTES.leave_s if isinstance(order, LeaveOrder) else None):
+                return await self._inner().ask(sender, order)
+        except TimeoutError as err:
+            raise DeadlineExceeded("the sender does not answer") from err
 
 
 class ServerEngine(LabEngine):
@@ -301,7 +288,7 @@ class LabTrainer(TrainerContract):
     async def release_weights(self, version: int) -> None:
         self._lab.released.append(version)
         try:
-            await self._lab.sender.ask("release", version)
+            await self._lab.sender.do("release", version)
         except MyxaError as err:
             raise RemoteError(str(err), remote_type="TrainError") from err
 
@@ -346,7 +333,7 @@ class FaultLab:
         rest = () if self.channel == "nccl" else (self.channel, str(self._scratch), str(self.folders[0]))
         sender = await self._stack.enter_async_context(sending("trainer/0", BUCKET_BYTES, *rest))
         async with asyncio.timeout(START_S):
-            await sender.ask("progress", None)
+            await sender.do("progress", None)
         self.sender = sender  # from here on engines find it
 
     async def replace_sender(self) -> None:
@@ -402,7 +389,7 @@ class FaultLab:
 
     async def publish(self, version: int) -> None:
         folder = self.folders[version % len(self.folders)]
-        manifest = await self.sender.ask("publish", (version, str(folder)))
+        manifest = await self.sender.do("publish", (version, str(folder)))
         self.announced[version] = folder
         self.newest = version
         self.adoption.published(manifest)

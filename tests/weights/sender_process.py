@@ -23,9 +23,8 @@ from myxa.actors.weights.channels.shm import ShmWeightWriter
 from myxa.core.errors import MyxaError
 from myxa.core.messages import WeightManifest
 from myxa.core.process import boot_id
-from myxa.core.weight_channel import JoinRequest, PlanRequest, SampleRequest, SendOrder
+from myxa.core.weight_channel import AnyOrder
 
-REQUESTS = {"plan": PlanRequest, "join": JoinRequest, "send": SendOrder, "sample": SampleRequest}
 STRIDE = 3
 """Of chunks, one in so many is dropped."""
 CHUNK_BYTES = 1 << 14
@@ -106,11 +105,9 @@ def main() -> None:
             return made.harm(*msgspec.convert(argument, tuple[int, str]))
         if method == "release":
             return made.release(msgspec.convert(argument, int))
-        if method == "leave":
-            return sender().leave(*msgspec.convert(argument, tuple[str, str]))
         if method == "progress":
             return made.sender.progress() if isinstance(made, Sending) else {}
-        return getattr(sender(), method)(msgspec.convert(argument, REQUESTS[method]))
+        return sender().answer(msgspec.convert(argument, AnyOrder))
 
     def answer(number: int, method: str, argument: object) -> None:
         try:

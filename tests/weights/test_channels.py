@@ -19,7 +19,7 @@ from tests.harness.commands import Command
 from myxa.actors.weights.channels.sender import DeviceWeightSender
 from myxa.core.errors import TrainError
 from myxa.core.process import boot_id
-from myxa.core.weight_channel import JoinRequest, PlanRequest, SampleRequest, SendOrder, ShareRequest
+from myxa.core.weight_channel import JoinRequest, LeaveOrder, PlanRequest, SampleRequest, SendOrder, ShareRequest
 
 MEMBER = Path(__file__).with_name("sglang_member.py")
 TENSORS = [(f"model.layers.{n}.mlp.up_proj.weight", torch.full((300, 100), n, dtype=torch.bfloat16)) for n in range(5)]
@@ -39,7 +39,7 @@ def join(sender: DeviceWeightSender, name: str, num_ranks: int = 1, timeout_s: f
         channel=name, engine="the engine", num_ranks=num_ranks, engine_host="127.0.0.1", asker_host=boot_id(),
         timeout_s=timeout_s,
     )  # fmt: skip
-    return sender.join(request)
+    return sender.answer(request)
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def start(offer, name: str, rank: int, world_size: int, sizes: list[int]) -> Ite
 
 
 def sizes_of(sender: DeviceWeightSender) -> list[int]:
-    return [bucket.num_bytes for bucket in sender.plan(PlanRequest(version=1)).buckets]
+    return [bucket.num_bytes for bucket in sender.answer(PlanRequest(version=1)).buckets]
 
 
 def hashes(sender: DeviceWeightSender) -> list[str]:
@@ -69,8 +69,8 @@ def test_members_that_join_as_sglang_does_get_every_byte(sender: DeviceWeightSen
     offer = join(sender, "pair", num_ranks=2)
     assert offer.backend == "gloo" and offer.address == "127.0.0.1"
     with start(offer, "pair", 1, 3, sizes * 2) as one, start(offer, "pair", 2, 3, sizes * 2) as two:
-        first = sender.send(SendOrder(channel="pair", version=1, timeout_s=60))
-        again = sender.send(SendOrder(channel="pair", version=1, timeout_s=60))
+        first = sender.answer(SendOrder(channel="pair", version=1, timeout_s=60))
+        again = sender.answer(SendOrder(channel="pair", version=1, timeout_s=60))
         said = [member.communicate(timeout=60)[0].split() for member in (one, two)]
     assert said == [["joined", *hashes(sender), *hashes(sender)]] * 2
     assert first.num_bytes == again.num_bytes == sum(sizes) == 300 * 100 * 2 * 5
@@ -84,14 +84,14 @@ def test_two_channels_do_not_wait_for_each_other(sender: DeviceWeightSender):
 
     def wait_for_nobody() -> None:
         with pytest.raises(TrainError) as caught:
-            sender.send(SendOrder(channel="nobody", version=1, timeout_s=20))
+            sender.answer(SendOrder(channel="nobody", version=1, timeout_s=20))
         failure.append(caught.value)
 
     waiting = threading.Thread(target=wait_for_nobody)
     waiting.start()
     offer = join(sender, "somebody")
     with start(offer, "somebody", 1, 2, sizes_of(sender)) as member:
-        sender.send(SendOrder(channel="somebody", version=1, timeout_s=60))
+        sender.answer(SendOrder(channel="somebody", version=1, timeout_s=60))
         assert member.communicate(timeout=60)[0].split()[1:] == hashes(sender)
         waiting.join(timeout=30)
     (error,) = failure
@@ -105,55 +105,56 @@ def test_a_member_that_dies_or_stands_still_costs_one_send(sender: DeviceWeightS
     sizes = sizes_of(sender)
     offer = join(sender, "doomed")
     with start(offer, "doomed", 1, 2, sizes * 2) as member:
-        sender.send(SendOrder(channel="doomed", version=1, timeout_s=60))
+        sender.answer(SendOrder(channel="doomed", version=1, timeout_s=60))
         for _ in (1, *sizes):
             assert member.stdout is not None and member.stdout.readline()
         os.kill(member.pid, how)
         started = time.monotonic()
         with pytest.raises(TrainError, match=r"to the engine: bucket \d of 3: "):
-            sender.send(SendOrder(channel="doomed", version=1, timeout_s=3))
+            sender.answer(SendOrder(channel="doomed", version=1, timeout_s=3))
         assert time.monotonic() - started < 30
     assert "doomed" not in sender.progress(), "it is never used again"
     with pytest.raises(TrainError, match="has no channel doomed"):
-        sender.send(SendOrder(channel="doomed", version=1, timeout_s=3))
+        sender.answer(SendOrder(channel="doomed", version=1, timeout_s=3))
     assert sender.publish(2, lambda: iter(TENSORS)) is not None, "and the sender goes on"
 
 
 def test_a_send_ends_when_the_channel_is_left(sender: DeviceWeightSender):
     join(sender, "late", timeout_s=20)
-    threading.Timer(0.3, sender.leave, ("late", "the engine was fenced")).start()
+    leaves = LeaveOrder(channel="late", reason="the engine was fenced")
+    threading.Timer(0.3, sender.answer, (leaves,)).start()
     started = time.monotonic()
     with pytest.raises(TrainError, match="the engine was fenced"):
-        sender.send(SendOrder(channel="late", version=1, timeout_s=60))
+        sender.answer(SendOrder(channel="late", version=1, timeout_s=60))
     assert time.monotonic() - started < 15
 
 
 def test_versions_and_channels_that_are_not_there(sender: DeviceWeightSender):
     with pytest.raises(TrainError, match="version 9 is not staged"):
-        sender.plan(PlanRequest(version=9))
+        sender.answer(PlanRequest(version=9))
     with pytest.raises(TrainError, match="version 9 is not staged"):
-        sender.send(SendOrder(channel="x", version=9, timeout_s=1))
+        sender.answer(SendOrder(channel="x", version=9, timeout_s=1))
     with pytest.raises(TrainError, match="has no channel x"):
-        sender.send(SendOrder(channel="x", version=1, timeout_s=1))
+        sender.answer(SendOrder(channel="x", version=1, timeout_s=1))
     with pytest.raises(TrainError, match="published nothing yet"):
         join(DeviceWeightSender("t", channel="nccl", bucket_bytes=1, host=""), "x")
     with pytest.raises(TrainError, match="shares GPU memory"):
-        sender.share(ShareRequest(version=1, num_ranks=1))
+        sender.answer(ShareRequest(version=1, num_ranks=1))
     join(sender, "once", timeout_s=5)
     with pytest.raises(TrainError, match="a channel of that name"):
         join(sender, "once")
-    sender.leave("never heard of", "")
+    sender.answer(LeaveOrder(channel="never heard of", reason=""))
 
 
 def test_plans_are_told_once_and_samples_are_the_staged_values(sender: DeviceWeightSender):
-    plan = sender.plan(PlanRequest(version=1))
-    again = sender.plan(PlanRequest(version=1, known=plan.fingerprint))
+    plan = sender.answer(PlanRequest(version=1))
+    again = sender.answer(PlanRequest(version=1, known=plan.fingerprint))
     assert plan.buckets and not again.buckets and again.digest == plan.digest and not again.has_channel
     assert len(plan.digest.split(".")) == len(plan.buckets)
-    values = sender.sample(SampleRequest(version=1, names=(TENSORS[3][0],), num_values=4)).values
+    values = sender.answer(SampleRequest(version=1, names=(TENSORS[3][0],), num_values=4)).values
     assert values == ((3.0, 3.0, 3.0, 3.0),)
     with pytest.raises(TrainError, match="sends no weight nothing"):
-        sender.sample(SampleRequest(version=1, names=("nothing",), num_values=4))
+        sender.answer(SampleRequest(version=1, names=("nothing",), num_values=4))
 
 
 def test_a_channel_that_nobody_uses_any_more_is_given_up(sender: DeviceWeightSender):
@@ -161,11 +162,11 @@ def test_a_channel_that_nobody_uses_any_more_is_given_up(sender: DeviceWeightSen
     sizes = sizes_of(sender)
     used, idle = join(sender, "used"), join(sender, "idle")
     with start(used, "used", 1, 2, sizes * 12) as member, start(idle, "idle", 1, 2, sizes) as dead:
-        sender.send(SendOrder(channel="idle", version=1, timeout_s=60))
+        sender.answer(SendOrder(channel="idle", version=1, timeout_s=60))
         dead.kill()
         for version in range(2, 12):
             sender.publish(version, lambda: iter(TENSORS))
-            sender.send(SendOrder(channel="used", version=version, timeout_s=60))
+            sender.answer(SendOrder(channel="used", version=version, timeout_s=60))
         assert set(sender.progress()) == {"used"}
         assert member.poll() is None
-    assert not sender.plan(PlanRequest(version=11, channel="idle")).has_channel, "it would join anew"
+    assert not sender.answer(PlanRequest(version=11, channel="idle")).has_channel, "it would join anew"

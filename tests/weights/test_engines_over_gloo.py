@@ -29,6 +29,7 @@ from myxa.actors.weights.channels.sender import DeviceWeightSender
 from myxa.actors.weights.publish import join_parts
 from myxa.core.errors import EngineError
 from myxa.core.process import boot_id
+from myxa.core.weight_channel import LeaveOrder
 
 pytestmark = pytest.mark.timeout(120)
 BUCKET_BYTES = 1 << 18
@@ -168,7 +169,7 @@ async def test_a_transfer_that_breaks_once_is_repeated_through_a_new_group(folde
     async def leave(number: int) -> None:
         if number == 3:  # the sender gives up in the middle, once
             for channel in sender.progress():
-                sender.leave(channel, "a cable was pulled")
+                sender.answer(LeaveOrder(channel=channel, reason="a cable was pulled"))
 
     async with started(engine_of(shared.url, senders, leave, join_s=20, send_s=10)) as engine:
         await engine.prepare_weights(publish(1, folders[1]))
@@ -187,7 +188,7 @@ async def test_a_sender_that_dies_in_mid_broadcast_leaves_the_engine_alive(folde
                 await sender.process.wait()
 
         async with started(engine_of(shared.url, sender, kill, join_s=20, send_s=10, leave_s=2)) as engine:
-            await engine.prepare_weights(await sender.ask("publish", (1, str(folders[1]))))
+            await engine.prepare_weights(await sender.do("publish", (1, str(folders[1]))))
             with pytest.raises(EngineError, match="weights from trainer/0"):
                 await engine.commit_weights(1)
         # A new trainer, a new client: the server still answers and takes what comes.

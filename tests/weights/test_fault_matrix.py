@@ -67,7 +67,7 @@ async def stop_engine(lab: FaultLab, engine: LabEngine) -> None:
 async def harm(lab: FaultLab, engine: LabEngine, how: str) -> None:
     """What is published is damaged; but chunks that are dropped on the way from device to device are so by `arm`."""
     if how == "corrupt" or not isinstance(engine, ServerEngine):
-        await lab.sender.ask("harm", (lab.newest, how))
+        await lab.sender.do("harm", (lab.newest, how))
 
 
 async def slow(lab: FaultLab, engine: LabEngine) -> None:
@@ -221,7 +221,7 @@ async def test_a_fault_in_a_weight_update(cell: Cell, labs: Labs, fingerprints: 
         for name in (VICTIM, WITNESS):
             assert await is_whole(lab, lab.rollouts[name].engine, fingerprints) == f"version {lab.newest}"
         if cell.channel == "nccl":
-            assert len(await lab.sender.ask("progress", None)) <= 2, "channels that nobody uses are left"
+            assert len(await lab.sender.do("progress", None)) <= 2, "channels that nobody uses are left"
         assert continues_s < CONTINUES_S
         assert outcome in cell.outcome.split(" or ")
         assert outcome == "adopted" or re.search(cell.culprit, said), f"nobody was named: {said}"

@@ -121,13 +121,13 @@ def test_quantised_weights_travel_in_aligned_buckets(tmp_path: Path):
         ("m.0.mlp.gate_proj.weight", torch.randn(3, 5).bfloat16()),
     ]
     assert sender.publish(1, lambda: iter(tensors)) is not None
-    (bucket,) = sender.plan(PlanRequest(version=1)).buckets
+    (bucket,) = sender.answer(PlanRequest(version=1)).buckets
     assert [(s.name, s.dtype, s.offset) for s in bucket.tensors] == [
         ("m.0.mlp.up_proj.weight_scale_inv", "float32", 0),
         ("m.0.mlp.gate_proj.weight", "bfloat16", 4),
         ("m.0.mlp.up_proj.weight", "float8_e4m3fn", 34),
     ]
     names = ("m.0.mlp.up_proj.weight", "m.0.mlp.up_proj.weight_scale_inv")
-    quantised, scale = sender.sample(SampleRequest(version=1, names=names, num_values=100)).values
+    quantised, scale = sender.answer(SampleRequest(version=1, names=names, num_values=100)).values
     assert torch.allclose(torch.tensor(quantised) * scale[0], tensors[0][1].reshape(-1), rtol=2**-4, atol=1e-3)
     sender.close()

@@ -11,7 +11,7 @@ import pytest
 from myxa.actors.engines.sglang.device_weights import DeviceRouteOptions, GroupRoute
 from myxa.core.errors import EngineError, RequestRefused
 from myxa.core.messages import WeightManifest
-from myxa.core.weight_channel import JoinOffer, JoinRequest, PlanReply, PlanRequest
+from myxa.core.weight_channel import JoinOffer, JoinRequest, LeaveOrder, PlanReply
 
 INIT, DESTROY = "/init_weights_update_group", "/destroy_weights_update_group"
 
@@ -22,14 +22,12 @@ class Senders:
     def __init__(self) -> None:
         self.left: list[str] = []
 
-    async def plan(self, sender: str, request: PlanRequest) -> PlanReply:
+    async def ask(self, sender: str, order: Any) -> Any:
+        if isinstance(order, LeaveOrder):
+            self.left.append(order.channel)
+        elif isinstance(order, JoinRequest):
+            return JoinOffer(address="127.0.0.1", port=1, backend="gloo")
         return PlanReply(fingerprint=sender, digest="", buckets=(), has_channel=False)
-
-    async def join(self, sender: str, request: JoinRequest) -> JoinOffer:
-        return JoinOffer(address="127.0.0.1", port=1, backend="gloo")
-
-    async def leave(self, sender: str, channel: str, reason: str) -> None:
-        self.left.append(channel)
 
 
 class Server:

@@ -14,7 +14,7 @@ from myxa.core.weight_channel import ShareReply, ShareRequest
 
 
 class Senders:
-    """Answers `share` with payloads that say whose they are: sender, bucket, number. Whatever else is asked for is not
+    """Answers with payloads that say whose they are: sender, bucket, number. Whatever else is asked for is not
     there."""
 
     def __init__(self, num_buckets: int = 2) -> None:
@@ -22,7 +22,7 @@ class Senders:
         self.cuts: dict[str, str] = {}
         self._num_buckets = num_buckets
 
-    async def share(self, sender: str, request: ShareRequest) -> ShareReply:
+    async def ask(self, sender: str, request: ShareRequest) -> ShareReply:
         self.asked.append((sender, request))
         payloads = tuple(
             tuple(f"{sender} {bucket}.{number}" for number in range(request.num_ranks))

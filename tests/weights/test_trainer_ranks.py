@@ -152,15 +152,15 @@ async def test_over_a_shared_channel_each_rank_beside_an_engine_has_the_whole_mo
                 manifest = await ranks[0]._leader._publisher.publish(version)
                 assert (manifest.location, manifest.channel) == (location, "cuda_ipc")
                 assert manifest.num_bytes == sum(tensor.nbytes for _, tensor in tensors_of(folders[0])), "not twice"
-                plans = [await senders.plan(name, PlanRequest(version=version)) for name in location.split(",")]
+                plans = [await senders.ask(name, PlanRequest(version=version)) for name in location.split(",")]
                 names = [sorted(t.name for bucket in plan.buckets for t in bucket.tensors) for plan in plans]
                 assert names == [sorted(name for name, _ in tensors_of(folders[0]))] * beside
                 assert len({(plan.fingerprint, plan.digest) for plan in plans}) == 1
                 with pytest.raises(MyxaError, match='"cuda_ipc" shares GPU memory, but the weights are on cpu'):
-                    await senders.share("trainer/0", ShareRequest(version=version, num_ranks=1))
+                    await senders.ask("trainer/0", ShareRequest(version=version, num_ranks=1))
                 if beside == 1:
                     with pytest.raises(MyxaError, match=f"trainer/1 does not send weight version {version}"):
-                        await senders.share("trainer/1", ShareRequest(version=version, num_ranks=1))
+                        await senders.ask("trainer/1", ShareRequest(version=version, num_ranks=1))
             assert {(s.num_exports, s.num_exhausted) for s in stages} == {(3, 3)}, "gathering takes all, equally often"
             for version in (1, 2):
                 await ranks[0].release_weights(version)
@@ -202,7 +202,7 @@ async def test_stages_publish_send_and_release_together_while_they_train_and_go_
             async with started(engine_of(server.url, senders)) as engine:
                 sent = await serves(engine, manifest)
                 assert not any(t.done() for t in training), "nobody waited for the training step"
-                ends = [rank._ends.group_sender() for rank in (first, second)]
+                ends = [rank._ends._senders["nccl"] for rank in (first, second)]
                 for stage in stages:
                     stage.may_go_on.set()
                 await asyncio.gather(*training)
@@ -223,16 +223,16 @@ async def test_stages_publish_send_and_release_together_while_they_train_and_go_
                     stage.version = 0
                 folder = await go_over(decider, first, 3, "disk", 2)
                 assert (folder.channel, Path(folder.location).parent) == ("disk", tmp_path / "weights")
-                assert (await senders.plan("trainer/1", PlanRequest(version=1))).buckets
+                assert (await senders.ask("trainer/1", PlanRequest(version=1))).buckets
                 read, expected = await serves(engine, folder), await own_answer(folders[0])
                 assert read[0] == expected[0] and read[1] == pytest.approx(expected[1], abs=1e-5)
                 assert not engine._routes["nccl"]._channels, "the server has left both groups"  # pyright: ignore[reportAttributeAccessIssue]
                 await first.release_weights(1)
                 for rank, end in zip((first, second), ends, strict=True):
                     assert "nccl" not in rank._ends.open
-                    assert end._channels.progress() == {} == end._staging._staged  # pyright: ignore[reportAttributeAccessIssue]
+                    assert end._channels.progress() == {} == end._staging._staged  # type: ignore[attr-defined]
                 with pytest.raises(MyxaError, match="trainer/1 does not send weight version 1: it was released"):
-                    await senders.plan("trainer/1", PlanRequest(version=1))
+                    await senders.ask("trainer/1", PlanRequest(version=1))
 
                 # And back, through new groups.
                 for stage in stages:

@@ -26,7 +26,7 @@ from myxa.core.errors import MyxaError, PeerDied, RemoteError
 from myxa.core.messages import WeightManifest
 from myxa.core.process import boot_id
 from myxa.core.protocols import WeightSenders
-from myxa.core.weight_channel import JoinOffer, PlanReply, SampleReply, SendReport
+from myxa.core.weight_channel import AnyAnswer, LeaveOrder
 
 ENGINE_SERVER = Path(engine_server.__file__)
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -67,35 +67,17 @@ class InProcess:
         self.senders = {sender._name: sender for sender in senders}
         self.left: list[str] = []
 
-    async def _do(self, sender: str, method: str, *arguments: object) -> Any:
+    async def ask(self, sender: str, order: Any) -> Any:
+        if isinstance(order, LeaveOrder):
+            self.left.append(order.reason)
         try:
-            return await asyncio.to_thread(getattr(self.senders[sender], method), *arguments)
+            return await asyncio.to_thread(self.senders[sender].answer, order)
         except MyxaError as err:
             raise RemoteError(err.message, remote_type=type(err).__name__) from err
 
-    async def plan(self, sender: str, request: object) -> Any:
-        return await self._do(sender, "plan", request)
 
-    async def join(self, sender: str, request: object) -> Any:
-        return await self._do(sender, "join", request)
-
-    async def send(self, sender: str, order: object) -> Any:
-        return await self._do(sender, "send", order)
-
-    async def share(self, sender: str, request: object) -> Any:
-        return await self._do(sender, "share", request)
-
-    async def sample(self, sender: str, request: object) -> Any:
-        return await self._do(sender, "sample", request)
-
-    async def leave(self, sender: str, channel: str, reason: str) -> None:
-        self.left.append(reason)
-        self.senders[sender].leave(channel, reason)
-
-
-REPLIES = {
-    "plan": PlanReply, "join": JoinOffer, "send": SendReport, "sample": SampleReply, "publish": WeightManifest,
-    "leave": type(None), "release": type(None), "harm": type(None), "progress": dict[str, str],
+REPLIES: dict[str, Any] = {
+    "ask": AnyAnswer, "publish": WeightManifest, "release": type(None), "harm": type(None), "progress": dict[str, str],
 }  # fmt: skip
 
 
@@ -108,7 +90,7 @@ class SenderProcess:
     number: int = 0
     is_dead: bool = False
 
-    async def ask(self, method: str, argument: object) -> Any:
+    async def do(self, method: str, argument: object) -> Any:
         self.number += 1
         answer = self.waiting[self.number] = asyncio.get_running_loop().create_future()
         order = {"number": self.number, "method": method, "argument": argument}
@@ -132,24 +114,8 @@ class SenderProcess:
                 answer.set_exception(PeerDied("the sender's process is dead"))
         self.waiting.clear()
 
-    async def plan(self, sender: str, request: object) -> Any:
-        return await self.ask("plan", request)
-
-    async def join(self, sender: str, request: object) -> Any:
-        return await self.ask("join", request)
-
-    async def send(self, sender: str, order: object) -> Any:
-        return await self.ask("send", order)
-
-    async def share(self, sender: str, request: object) -> Any:
-        raise NotImplementedError
-
-    async def sample(self, sender: str, request: object) -> Any:
-        return await self.ask("sample", request)
-
-    async def leave(self, sender: str, channel: str, reason: str) -> None:
-        with suppress(PeerDied):
-            await self.ask("leave", (channel, reason))
+    async def ask(self, sender: str, order: Any) -> Any:
+        return await self.do("ask", order)
 
 
 @asynccontextmanager

@@ -23,6 +23,7 @@ import logging
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
@@ -30,7 +31,16 @@ from urllib.parse import urlsplit
 from ....core.errors import CallError, EngineError, MyxaError, RequestRefused
 from ....core.messages import WeightManifest
 from ....core.protocols import WeightSenders
-from ....core.weight_channel import Bucket, JoinRequest, PlanReply, PlanRequest, SampleRequest, SendOrder, ShareRequest
+from ....core.weight_channel import (
+    Bucket,
+    JoinRequest,
+    LeaveOrder,
+    PlanReply,
+    PlanRequest,
+    SampleRequest,
+    SendOrder,
+    ShareRequest,
+)
 from ...weights.beacon import Beacon
 from .weight_route import FolderRoute, Routes, ServerControl, WeightRoute, announces
 from .wire import version_number
@@ -118,7 +128,7 @@ class SenderPlans:
     async def ask(self, sender: str, version: int, channel: str = "") -> PlanReply:
         """The sender's plan is known afterwards."""
         known = self._known.get(sender)
-        reply = await self._senders.plan(
+        reply = await self._senders.ask(
             sender, PlanRequest(version=version, known=known.fingerprint if known else "", channel=channel)
         )
         if known is None or known.fingerprint != reply.fingerprint:
@@ -158,7 +168,7 @@ class SenderPlans:
             names = sampled_names(known.buckets, self._loaded, NUM_SAMPLED) if known else ()
             request = SampleRequest(version=self._loaded, names=names, num_values=SAMPLED_VALUES)
             try:
-                sent = (await self._senders.sample(sender, request)).values
+                sent = (await self._senders.ask(sender, request)).values
                 for name, values in zip(names, sent, strict=True):
                     body = {"name": name, "truncate_size": len(values)}
                     served = await self._server.ask("/get_weights_by_name", body)
@@ -282,7 +292,7 @@ class GroupRoute(_DeviceRoute):
             asker_host=self._options.host,
             timeout_s=limit_s,
         )
-        offer = await self._named("join", sender, self._senders.join(sender, request))
+        offer = await self._named("join", sender, self._senders.ask(sender, request))
         body = {
             "master_address": offer.address,
             "master_port": offer.port,
@@ -340,7 +350,7 @@ class GroupRoute(_DeviceRoute):
         """One sender's part: its broadcasts here, the server's receptions there; whether the version is announced."""
         order = SendOrder(channel=self._channels[sender], version=version, timeout_s=self._options.send_s)
         both: list[Awaitable[object]] = [
-            self._named("send", sender, self._senders.send(sender, order)),
+            self._named("send", sender, self._senders.ask(sender, order)),
             self._receive(sender, order, is_alone=is_alone),
         ]
         return (await _together(both))[1] is True
@@ -360,7 +370,8 @@ class GroupRoute(_DeviceRoute):
             channel = self._channels.pop(sender, None)
             if channel is None:
                 continue
-            await self._senders.leave(sender, channel, reason)
+            with suppress(CallError):  # a sender that is gone has left
+                await self._senders.ask(sender, LeaveOrder(channel=channel, reason=reason))
             if tells_server and hears:
                 try:
                     await self._server.post(
@@ -421,7 +432,7 @@ class HandleRoute(_DeviceRoute):
     async def _share(self, givers: list[str], version: int) -> None:
         counts = Counter(givers)
         replies = await _together(
-            self._named("share", sender, self._senders.share(sender, ShareRequest(version=version, num_ranks=count)))
+            self._named("share", sender, self._senders.ask(sender, ShareRequest(version=version, num_ranks=count)))
             for sender, count in counts.items()
         )
         if len({(reply.fingerprint, len(reply.payloads)) for reply in replies}) > 1:

@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 
@@ -33,10 +33,12 @@ from ....core.weight_channel import (
     CollectiveBackend,
     JoinOffer,
     JoinRequest,
+    LeaveOrder,
     PlanReply,
     PlanRequest,
     SampleReply,
     SampleRequest,
+    SenderOrder,
     SendOrder,
     SendReport,
     ShareReply,
@@ -48,6 +50,7 @@ from .plan import WeightPlan
 from .process_group import ChannelGroup
 from .staging import Staged, Staging, beside_training
 
+A = TypeVar("A")
 Tensors = Iterator[tuple[str, Any]]
 SentChannel = Literal["nccl", "cuda_ipc"]
 
@@ -108,7 +111,21 @@ class DeviceWeightSender:
     def release(self, version: int) -> None:
         self._staging.release(version)
 
-    def plan(self, request: PlanRequest) -> PlanReply:
+    def answer(self, order: SenderOrder[A]) -> A:
+        verbs: dict[type, Callable[[Any], Any]] = {
+            PlanRequest: self._plan,
+            JoinRequest: self._join,
+            SendOrder: self._send,
+            ShareRequest: self._share,
+            SampleRequest: self._sample,
+            LeaveOrder: self._leave,
+        }
+        return verbs[type(order)](order)
+
+    def _leave(self, order: LeaveOrder) -> None:
+        self._channels.leave(order.channel, order.reason)
+
+    def _plan(self, request: PlanRequest) -> PlanReply:
         staged = self._staging.read(request.version)
         self._staging.done(staged)
         plan = staged.buffers.plan
@@ -119,24 +136,21 @@ class DeviceWeightSender:
             has_channel=self._channels.has(request.channel),
         )
 
-    def join(self, request: JoinRequest) -> JoinOffer:
+    def _join(self, request: JoinRequest) -> JoinOffer:
         device = self._staging.device
         if device is None:
             raise TrainError(f"{self._name} has published nothing yet", remedy="publish a version first")
         return self._channels.join(request, device)
 
-    def send(self, order: SendOrder) -> SendReport:
+    def _send(self, order: SendOrder) -> SendReport:
         staged = self._staging.read(order.version)
         return self._channels.send(order, staged, lambda: self._staging.done(staged))
-
-    def leave(self, channel: str, reason: str) -> None:
-        self._channels.leave(channel, reason)
 
     def progress(self) -> dict[str, str]:
         """Where each channel is, for people: "bucket 2 of 5"."""
         return self._channels.progress()
 
-    def share(self, request: ShareRequest) -> ShareReply:
+    def _share(self, request: ShareRequest) -> ShareReply:
         staged = self._staging.read(request.version)
         try:
             with beside_training(staged.buffers.device):
@@ -155,7 +169,7 @@ class DeviceWeightSender:
             self._metadata = (plan.fingerprint, metadata)
         return metadata
 
-    def sample(self, request: SampleRequest) -> SampleReply:
+    def _sample(self, request: SampleRequest) -> SampleReply:
         staged = self._staging.read(request.version)
         try:
             with beside_training(staged.buffers.device):
