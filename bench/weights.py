@@ -32,8 +32,8 @@ from typing import Any
 
 import torch
 
-from myxa.actors.engines.sglang.device_weights import DeviceRouteOptions, device_routes
 from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
+from myxa.actors.engines.sglang.weight_routes import DeviceRouteOptions, device_routes
 from myxa.actors.models.hf_folder import open_weights, read_config
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.torch_store import find_store

@@ -55,7 +55,7 @@ from .supervisor.placement import server_of
 
 if TYPE_CHECKING:
     from ..actors.buffer.knobs import BufferLimits
-    from ..actors.engines.sglang.weight_route import Routes
+    from ..actors.engines.sglang.weight_routes import Routes
     from ..actors.trainer.step_plan import StepPlanOptions
 
 NCCL_ENVIRONMENT = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
@@ -401,7 +401,7 @@ def _guard(config: RunConfig) -> CanaryOptions:
 
 def _server_routes(spec: ActorSpec, config: RunConfig, senders: TrainerSenders) -> Routes:
     """Every channel by which a server can take weights."""
-    from ..actors.engines.sglang.device_weights import DeviceRouteOptions, device_routes
+    from ..actors.engines.sglang.weight_routes import DeviceRouteOptions, device_routes
 
     weights = config.weights
     options = DeviceRouteOptions(

@@ -163,7 +163,7 @@ RESOLVER = (
 
 def preload_facts() -> Preload:
     """What torch-memory-saver would preload, and whether a process starts with it."""
-    from ...actors.engines.sglang.memory import saver_env
+    from ...actors.engines.sglang.launch import saver_env
 
     if not has_module("torch_memory_saver"):
         return Preload()

@@ -2,7 +2,7 @@
 
 The actor that needs a thing checks it again. Packages are found without importing them. Names of SGLang's arguments are
 read from the source text of its ServerArgs; the rollout actor asks the class itself later. Attached servers are asked
-over HTTP, and `actors/engines/sglang/attach_check.py` judges their answers. Imports no torch.
+over HTTP, and `actors/engines/sglang/wire.py` judges their answers. Imports no torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from urllib.parse import urlsplit
 from ... import __version__
 from ...actors.backends.megatron.verbatim import check_tables
 from ...actors.data.data_files import needs_pyarrow
-from ...actors.engines.sglang.attach_check import FACTS_ROUTE, MODEL_ROUTE, ServerAnswer, attach_fault
+from ...actors.engines.sglang.wire import FACTS_ROUTE, MODEL_ROUTE, ServerAnswer, attach_fault
 from ...actors.models.hf_folder import export_dtype
 from ...actors.models.second_model import critic_parameters
 from ...actors.sinks.names import SHIPPED, check_name

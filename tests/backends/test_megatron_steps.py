@@ -68,7 +68,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"name": "routing-replayed", **ROUTED, "megatron": {"routing_replay": True}},
     ],
     2: [
-        {"name": "dp2-whole-optimizer", "megatron": {"distributed_optimizer": False}},
+        {"name": "dp2-whole-optimizer", "megatron": {"distributed_optimizer": False}, "algo": MASKED},
         {
             "name": "dp2-overlap",
             "megatron": {"ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True}},
@@ -76,24 +76,21 @@ CASES: dict[int, list[dict[str, Any]]] = {
             "has_reference": True,
         },
         {"name": "tp2-sp", "megatron": {"tp": 2, "sequence_parallel": True, "recompute": "full"}, "algo": WHITENED},
-        {"name": "pp2", "megatron": {"pp": 2}, "algo": SERVED},
+        {"name": "pp2", "megatron": {"pp": 2}, "algo": SERVED, "reloads": True},
         {"name": "pp2-vpp2", "megatron": {"pp": 2, "vpp": 2}, "has_reference": True},
         {"name": "ep2", "megatron": {"ep": 2}, "is_moe": True, "algo": PLAIN, "save": True, "saves_later": True},
         {"name": "bf16", "trainer": {"dtype": "bfloat16"}, "save": True, "temperatures": COOL},
         {
-            "name": "bf16-tp2",
+            "name": "bf16-pp2",
             "trainer": {"dtype": "bfloat16"},
-            "megatron": {"tp": 2},
+            "megatron": {"pp": 2},
             "load": "bf16",
             "temperatures": COOL,
         },
     ],
     4: [
         {"name": "tp2-pp2", "megatron": {"tp": 2, "pp": 2}, "save": True, "export_hf": True, "poison": True},
-        {"name": "tp2-pp2-reloaded", "megatron": {"tp": 2, "pp": 2}, "reloads": True},
-        {"name": "dp4", "load": "tp2-pp2", "save": True, "saves_later": True},
-        {"name": "tp2-pp2-back", "megatron": {"tp": 2, "pp": 2}, "load": "dp4"},
-        {"name": "dp2-tp2", "megatron": {"tp": 2}, "algo": MASKED},
+        {"name": "dp2-tp2", "megatron": {"tp": 2}, "load": "tp2-pp2"},
         {"name": "cp2-pp2", "megatron": {"cp": 2, "pp": 2}, "algo": OWN},
     ],
 }
@@ -276,11 +273,6 @@ def test_samples_of_our_own_scores_do_not_diverge_and_are_shown_once_by_a_rank_o
             assert all(gap == 0.0 for result in ranks for gap in result["shown"].values()), case["name"]
 
 
-def test_training_over_reloaded_communicators_is_training_to_the_bit(gangs: Gangs) -> None:
-    stayed, reloaded = (arrays(gangs(4), name, "weights") for name in ("tp2-pp2", "tp2-pp2-reloaded"))
-    assert all(np.array_equal(stayed[key], reloaded[key]) for key in stayed)
-
-
 def test_a_loss_of_the_users_that_fails_is_told_by_all_ranks_and_nobody_updates(gangs: Gangs) -> None:
     out = gangs(4)
     ranks = results(out, "cp2-pp2")
@@ -292,10 +284,9 @@ def test_a_loss_of_the_users_that_fails_is_told_by_all_ranks_and_nobody_updates(
     assert len({result["metrics_again"]["train/user/ratio"] for result in ranks}) == 1, "the gang is whole"
 
 
-@pytest.mark.parametrize(("source", "target"), [("tp2-pp2", "dp4"), ("dp4", "tp2-pp2-back")])
-def test_checkpoints_go_from_layout_to_layout(source: str, target: str, gangs: Gangs) -> None:
+def test_checkpoints_go_from_layout_to_layout(gangs: Gangs) -> None:
     """The moments too: a step of the same samples ends in the weights of the run that went on."""
-    out = gangs(4)
+    out, source, target = gangs(4), "tp2-pp2", "dp2-tp2"
     saved, loaded = arrays(out, source, "weights"), arrays(out, target, "loaded")
     assert saved.keys() == loaded.keys()
     for key, value in saved.items():
@@ -317,6 +308,8 @@ def test_a_checkpoint_folder_tells_what_it_is_and_when_it_is_torn(gangs: Gangs, 
     assert manifest.layout["tp"] == 2
     assert manifest.extra == {"version": 3}
     assert {entry.name for entry in manifest.files} | {"manifest.json"} == {p.name for p in folder.iterdir()}
+    written = {entry.name for entry in manifest.files}
+    assert {f"rank-{rank:05d}.safetensors" for rank in range(4)} | {".metadata", "__3_0.distcp"} <= written
     torn = tmp_path / "torn"
     torn.mkdir()
     for path in folder.iterdir():
@@ -401,14 +394,14 @@ def test_on_the_device_every_stage_sends_its_own_tensors_once_or_every_rank_has_
 def test_half_precision_stays_near_and_keeps_its_masters(gangs: Gangs, judge: Callable[..., dict[str, Any]]) -> None:
     out = gangs(2)
     right = judge(GRPO, COOL)
-    before, after = results(out, "bf16")[0], results(out, "bf16-tp2")[0]
+    before, after = results(out, "bf16")[0], results(out, "bf16-pp2")[0]
     for step, metrics in enumerate(right["metrics"]):
         found = before["metrics"][step]
         assert found["train/loss"] == pytest.approx(metrics["train/loss"], abs=0.02)
         assert found["train/grad_norm"] == pytest.approx(metrics["train/grad_norm"], rel=0.05)
     for key, value in arrays(out, "bf16", "weights").items():
         np.testing.assert_allclose(value, right["weights"][key], atol=0.02, err_msg=key)
-        assert np.array_equal(value, arrays(out, "bf16-tp2", "loaded")[key]), key
+        assert np.array_equal(value, arrays(out, "bf16-pp2", "loaded")[key]), key
     assert after["metrics"][0]["train/loss"] == pytest.approx(before["metrics_after"]["train/loss"], abs=0.02)
 
 

@@ -19,8 +19,7 @@ from tests.harness.waiting import until
 from myxa.actors.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
 from myxa.actors.engines.embedded.tensors import LentMemory
 from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
-from myxa.actors.engines.sglang.launch import LaunchedSglang, SglangLaunch, server_values
-from myxa.actors.engines.sglang.memory import hide_megatron, saver_env
+from myxa.actors.engines.sglang.launch import LaunchedSglang, SglangLaunch, hide_megatron, saver_env, server_values
 from myxa.actors.engines.sglang.server_args import OptionSchema, ServerSchema
 from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.actors.rollout.tenant import EngineTurn

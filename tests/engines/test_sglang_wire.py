@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from myxa.actors.engines.sglang import wire
-from myxa.actors.engines.sglang.weight_route import announces
+from myxa.actors.engines.sglang.weight_routes import announces
 from myxa.actors.engines.sglang.wire import HeldTokens, TokenSpan, version_number, versions_of
 from myxa.core.errors import EngineError
 from myxa.core.messages import EngineUsage

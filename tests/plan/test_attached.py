@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from tests.plan.memory_cases import SHAPES
 
-from myxa.actors.engines.sglang.attach_check import ServerAnswer, attach_fault
 from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
+from myxa.actors.engines.sglang.wire import ServerAnswer, attach_fault
 from myxa.core.config import RunConfig
 from myxa.core.errors import EngineError
 from myxa.launch.checks.check import CheckedRun

@@ -27,8 +27,8 @@ from tests.weights.fingerprint import greedy
 from tests.weights.weight_lab import CONTEXT, VOCAB, SenderProcess, Server, sending, serving
 
 from myxa.actors.contracts import RolloutContract, TrainerContract
-from myxa.actors.engines.sglang.device_weights import DeviceRouteOptions, device_routes
 from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
+from myxa.actors.engines.sglang.weight_routes import DeviceRouteOptions, device_routes
 from myxa.actors.stream_checks import StreamChecks
 from myxa.actors.weights.receive import EngineWeights
 from myxa.actors.weights.rollout_update import Adopter, Adoption, AdoptionLimits

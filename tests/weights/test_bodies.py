@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from myxa.actors.engines.sglang.device_weights import bucket_bodies, check_sample, sampled_names
+from myxa.actors.engines.sglang.weight_routes import bucket_bodies, check_sample, sampled_names
 from myxa.actors.weights.channels.plan import Shape, make_plan
 from myxa.core.errors import EngineError
 

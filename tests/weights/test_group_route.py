@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from myxa.actors.engines.sglang.device_weights import DeviceRouteOptions, GroupRoute
+from myxa.actors.engines.sglang.weight_routes import DeviceRouteOptions, GroupRoute
 from myxa.core.errors import EngineError, RequestRefused
 from myxa.core.messages import WeightManifest
 from myxa.core.weight_channel import JoinOffer, JoinRequest, LeaveOrder, PlanReply

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from myxa.actors.engines.sglang.device_weights import DeviceRouteOptions, HandleRoute
+from myxa.actors.engines.sglang.weight_routes import DeviceRouteOptions, HandleRoute
 from myxa.core.errors import EngineError
 from myxa.core.messages import WeightManifest
 from myxa.core.weight_channel import ShareReply, ShareRequest

@@ -18,9 +18,8 @@ from tests.harness.programs import Program, start_program
 from tests.weights import fingerprint
 
 from myxa.actors.engines.embedded.engine import EmbeddedEngine
-from myxa.actors.engines.sglang.device_weights import DeviceRouteOptions, device_routes
 from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
-from myxa.actors.engines.sglang.weight_route import ServerControl, WeightRoute
+from myxa.actors.engines.sglang.weight_routes import DeviceRouteOptions, ServerControl, WeightRoute, device_routes
 from myxa.actors.weights.channels.sender import DeviceWeightSender
 from myxa.core.errors import MyxaError, PeerDied, RemoteError
 from myxa.core.messages import WeightManifest

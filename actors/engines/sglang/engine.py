@@ -1,6 +1,6 @@
 """Any server that speaks SGLang's HTTP (SGLang 0.5.17 or later, or our own) as an `Engine`.
 
-    prepare_weights   the channel's route (`weight_route.py`) gets everything ready while tokens flow
+    prepare_weights   the channel's route (`weight_routes.py`) gets everything ready while tokens flow
     commit_weights    pause_generation -> route.load -> verify the version -> continue_generation
 
 The pause comes first because SGLang's update otherwise waits until all running requests have ended. A server whose
@@ -53,10 +53,9 @@ from ....core.protocols import Delta, EngineInfo, EngineTrace, GenerateRequest, 
 from ....core.weight_channel import WeightProgress
 from ...http_client import stream_timeout
 from ..embedded.request import check_request
-from .http_client import ServerSilence, SglangHttp
-from .memory import SglangMemory
+from .http_client import ServerSilence, SglangHttp, SglangMemory
 from .server_args import NO_NEEDS, SglangNeeds, ends_at_min_p
-from .weight_route import Routes, WeightRoute, close_others, folder_routes
+from .weight_routes import Routes, WeightRoute, close_others, folder_routes
 from .wire import HeldTokens, request_body, version_number, whole_number
 
 HEAD_START_S = 0.01

@@ -27,6 +27,7 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,6 @@ from ....core.device_memory import TagReport
 from ....core.errors import ConfigError, EngineError, LaunchError
 from ....core.protocols import EngineInfo
 from .engine import SglangEngine, SglangOptions
-from .memory import SAVER_FIELDS, hide_megatron, saver_env
 from .server_args import (
     MODULE,
     NO_NEEDS,
@@ -48,7 +48,7 @@ from .server_args import (
     command_line,
     read_schema,
 )
-from .weight_route import Routes, folder_routes
+from .weight_routes import Routes, folder_routes
 
 GRACE_S = 2.0
 """Between SIGTERM and SIGKILL: a server has nothing to lose, and its actor has five seconds to end."""
@@ -244,9 +244,6 @@ def _is_stopped(process: psutil.Process) -> bool:
 
 
 LOOPBACK = "127.0.0.1"
-PORT_TRIES = 3
-PORT_TAKEN = ("address already in use", "errno 98")
-"""What a server logs when its port is taken."""
 CAUSE_S = 0.5
 """How long a server that does not answer has for being seen to have ended."""
 DEFAULTS: Mapping[str, Any] = {"stream_interval": 32}
@@ -302,20 +299,13 @@ class LaunchedSglang(SglangEngine):
         self._begin()
         schema = await read_schema(self._name, self._launch.python, self._env)
         check_table(self._launch.table, schema)
-        for attempt in range(PORT_TRIES):
-            try:
-                return await self._start_once(schema)
-            except _PortTaken as err:
-                await self.close()
-                if attempt == PORT_TRIES - 1:
-                    raise
-                _log.warning("%s; another port is tried", err.message)
-            except BaseException:
-                await self.close()
-                raise
-        raise AssertionError("unreachable")
+        try:
+            return await self._start_server(schema)
+        except BaseException:
+            await self.close()
+            raise
 
-    async def _start_once(self, schema: ServerSchema) -> EngineInfo:
+    async def _start_server(self, schema: ServerSchema) -> EngineInfo:
         launch = self._launch
         key = secrets.token_hex(32)  # it becomes a word of a command line, where one that begins with "-" is none
         with tempfile.TemporaryDirectory(prefix="myxa-sglang-") as text, socket.socket() as reserved:
@@ -349,10 +339,7 @@ class LaunchedSglang(SglangEngine):
             ) from err
 
     async def _fail_when_ended(self, server: ServerProcess, doing: str) -> None:
-        death = server.death(await server.until_ended(), doing)
-        if any(word in death.message.lower() for word in PORT_TAKEN):
-            raise _PortTaken(death.message, remedy=death.remedy)
-        raise death
+        raise server.death(await server.until_ended(), doing)
 
     async def _fail_when_stopped(self, server: ServerProcess) -> None:
         pid = await until_stopped(server.pid)
@@ -397,10 +384,6 @@ class LaunchedSglang(SglangEngine):
     def memory_pids(self) -> tuple[int, ...]:
         """The server and everything that it started."""
         return tuple(one.pid for one in _family(self._server.pid)) if self._server is not None else ()
-
-
-class _PortTaken(EngineError):
-    """Another process listens on the port that was meant for the server."""
 
 
 def server_values(
@@ -456,3 +439,36 @@ def _write_keys(key: str, place: Path) -> Path:
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(orjson.dumps({"api-key": key, "admin-api-key": key}))
     return path
+
+
+SAVER_FIELDS: Mapping[str, Any] = {"enable_memory_saver": True}
+"""ServerArgs of servers whose memory can be taken back."""
+SAVER_ENV: Mapping[str, str] = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1", "NCCL_GRAPH_REGISTER": "0"}
+"""Without the first, captured graphs keep their memory. Without the second, NCCL may register what captured collectives
+of a server over several GPUs work on, and that memory leaves."""
+
+
+def saver_env(env: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a server whose memory is to be taken back. torch-memory-saver is preloaded and needs CUDA's
+    runtime before Python can say where torch's own lies; if the loader does not find it, nothing is pausable."""
+    folders = os.pathsep.join(filter(None, [env.get("LD_LIBRARY_PATH", ""), *_cuda_runtimes()]))
+    return {**env, **SAVER_ENV, **({"LD_LIBRARY_PATH": folders} if folders else {})}
+
+
+def hide_megatron(env: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """The environment of a server that cannot import megatron-core; `folder` must last until it serves.
+
+    SGLang's dumper looks for megatron.core in whatever environment it is in, and importing that turns
+    torch-memory-saver, in the whole process, to a mode in which captured graphs are not pausable: the server would end
+    while it captures. Where both are installed in one environment this is the way around that patches neither.
+    """
+    text = 'raise ImportError("hidden from SGLang: megatron.core switches the mode of torch-memory-saver")\n'
+    (folder / "megatron.py").write_text(text, encoding="ascii")
+    return {**env, "PYTHONPATH": os.pathsep.join(filter(None, [str(folder), env.get("PYTHONPATH", "")]))}
+
+
+def _cuda_runtimes() -> list[str]:
+    """Folders of pip's CUDA runtime in this interpreter's installation."""
+    spec = find_spec("nvidia")
+    roots = [Path(place) for place in (spec.submodule_search_locations or ())] if spec is not None else []
+    return sorted({str(file.parent) for root in roots for file in root.glob("*/lib/libcudart.so.*")})

@@ -1,7 +1,7 @@
 """`python -m sglang.launch_server` for tests that launch servers: SGLang's name, flags, config file and routes.
 
 STAND_IN_FAULT, words between spaces: "crash" (while loading), "child" (leaves a process of its own behind that knows
-nothing of its parent's end), "port:FILE" (the port is taken, as long as FILE exists; FILE is removed).
+nothing of its parent's end).
 STAND_IN_LIGHT=1: no engine inside, see tests/harness/fake_sglang.py.
 STAND_IN_ACCESS_LOG=1: every answered request is noted, as by the real one.
 """
@@ -21,17 +21,11 @@ from sglang.srt.server_args import prepare_server_args
 ROOT = Path(__file__).parents[4]
 
 
-def misbehave(faults: str, port: int) -> None:
-    for fault in faults.split():
-        kind, _, detail = fault.partition(":")
+def misbehave(faults: str) -> None:
+    for kind in faults.split():
         if kind == "crash":
             print("loading the model")
             sys.exit("RuntimeError: CUDA out of memory (stand-in)")
-        if kind == "port" and Path(detail).exists():
-            Path(detail).unlink()
-            sys.exit(
-                f"[Errno 98] error while attempting to bind on address ('127.0.0.1', {port}): address already in use"
-            )
         if kind == "child":
             child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
             print(f"helper {child.pid}", flush=True)
@@ -56,7 +50,7 @@ async def run(argv: list[str]) -> None:
     args = prepare_server_args(argv)
     if not (args.skip_tokenizer_init and args.incremental_streaming_output and args.api_key == args.admin_api_key):
         sys.exit("the stand-in wants what myxa always says")
-    misbehave(os.environ.get("STAND_IN_FAULT", ""), args.port)
+    misbehave(os.environ.get("STAND_IN_FAULT", ""))
     sys.path.append(str(ROOT))
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
