@@ -223,7 +223,7 @@ async def test_weights_the_server_cannot_read_are_refused_at_prepare(tmp_path: P
         for wrong, says in (
             (manifest_of(1, "/proc/1/fd/3", "shm"), r"came by channel 'shm', this server takes \['disk'\]"),
             (manifest_of(1, "relative/path"), "no absolute path"),
-            (manifest_of(1, tmp_path), "with safetensors"),
+            (manifest_of(1, tmp_path), "config.json is missing"),
         ):
             with pytest.raises(EngineError, match=says):
                 await engine.prepare_weights(wrong)

@@ -15,9 +15,10 @@ import asyncio
 import json
 import logging
 import math
+import sys
 import threading
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -29,6 +30,9 @@ import torch
 from aiohttp import web
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # as a program it begins without
+from tests.harness.fake_sglang import SglangRoutes, serving
 
 from myxa.actors.daemon_thread import in_daemon_thread
 from myxa.actors.engines.embedded.core import EmbeddedOptions, EngineCore
@@ -151,8 +155,8 @@ class Reply:
         return {"text": "".join(map(self._text_of, ids)), "output_ids": ids, "meta_info": meta}
 
 
-class EngineServer:
-    """Routes of one engine. `key`: must be sent as bearer, but for `/health`; empty: everybody may do everything."""
+class EngineServer(SglangRoutes):
+    """Routes of one engine."""
 
     def __init__(
         self, engine: EmbeddedEngine, tokenizer: FolderTokenizer, folder: Path, *, is_incremental: bool, key: str
@@ -161,48 +165,27 @@ class EngineServer:
         self._tokenizer = tokenizer
         self._folder = folder
         self._is_incremental = is_incremental
-        self._key = key
+        self.key = key
         self._is_paused = False
-        self._groups = WeightGroups(engine)
+        self.groups = WeightGroups(engine)
+        self._init_weights_update_group = self.groups.join
+        self._destroy_weights_update_group = self.groups.leave
+        self._update_weights_from_distributed = self.groups.update
         self._live: list[str] = []
 
-    def app(self) -> web.Application:
-        app = web.Application(client_max_size=64 << 20, middlewares=[self._answered])
-        app.router.add_get("/health", self._health)
-        app.router.add_post("/generate", self._generate)
-        answers: dict[str, Callable[[Body], Awaitable[object]]] = {
-            "/model_info": self._model_info,
-            "/server_info": self._server_info,
-            "/flush_cache": self._flush_cache,
-            "/abort_request": self._abort,
-            "/pause_generation": self._pause,
-            "/continue_generation": self._continue,
-            "/update_weights_from_disk": self._update,
-            "/update_weight_version": self._relabel,
-            "/get_weights_by_name": self._by_name,
-            "/init_weights_update_group": self._groups.join,
-            "/destroy_weights_update_group": self._groups.leave,
-            "/update_weights_from_distributed": self._groups.update,
-        }
-        for path, work in answers.items():
-            app.router.add_route("*", path, _json_of(work))
-        app.on_cleanup.append(self._groups.close)
-        return app
-
-    @web.middleware
-    async def _answered(self, request: web.Request, handler: Callable[..., Awaitable[Any]]) -> web.StreamResponse:
-        if self._key and request.path != "/health" and request.headers.get("Authorization") != f"Bearer {self._key}":
-            return web.json_response({"error": {"message": "Unauthorized"}}, status=401)
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """A refusal of weights is SGLang's `{"success", "message"}`."""
         try:
-            return await handler(request)
+            return await super().handle(request)
         except MyxaError as err:
+            if "weight" in request.path and not isinstance(err, RequestRefused):
+                return web.json_response({"success": False, "message": str(err)}, status=400)
             status = 400 if isinstance(err, RequestRefused) else 503
             return web.json_response({"error": {"message": str(err), "code": status}}, status=status)
 
     # -- generation
 
-    async def _generate(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
+    async def _generate(self, request: web.Request, body: Body) -> web.StreamResponse:
         asks = asked(body)
         is_stream, version = body.get("stream", False), (await self._engine.info()).version
         grows = not (is_stream and self._is_incremental)
@@ -251,7 +234,7 @@ class EngineServer:
 
     # -- questions
 
-    async def _health(self, request: web.Request) -> web.Response:
+    async def _health(self, body: Body) -> web.Response:
         await self._engine.info()
         return web.Response()
 
@@ -283,7 +266,7 @@ class EngineServer:
 
     # -- control
 
-    async def _abort(self, body: Body) -> None:
+    async def _abort_request(self, body: Body) -> None:
         """As in SGLang an unknown `rid` aborts nothing; a known one is a prefix too."""
         if body.get("abort_all"):
             await self._engine.abort()
@@ -291,29 +274,29 @@ class EngineServer:
             for rid in [rid for rid in self._live if rid.startswith(body["rid"])]:
                 await self._engine.abort(rid)
 
-    async def _pause(self, body: Body) -> None:
+    async def _pause_generation(self, body: Body) -> None:
         await self._engine.pause(body.get("mode", "abort"))
         self._is_paused = True
 
-    async def _continue(self, body: Body) -> None:
+    async def _continue_generation(self, body: Body) -> None:
         await self._engine.resume()
         self._is_paused = False
 
-    async def _update(self, body: Body) -> Body:
+    async def _update_weights_from_disk(self, body: Body) -> Body:
         version = int(body["weight_version"])
         await self._engine.prepare_folder(body["model_path"], version)
         await self._engine.commit_weights(version)
         return {"success": True, "message": f"Succeeded to update model weights. Weight version updated to {version}."}
 
-    async def _relabel(self, body: Body) -> Body:
+    async def _update_weight_version(self, body: Body) -> Body:
         version = int(body["new_version"])
-        if self._groups.has_news:
-            await self._groups.serve(version)
+        if self.groups.has_news:
+            await self.groups.serve(version)
         else:
             await self._engine.call(lambda core: setattr(core, "version", version))
         return {"success": True, "message": f"Weight version updated to {version}"}
 
-    async def _by_name(self, body: Body) -> list[float]:
+    async def _get_weights_by_name(self, body: Body) -> list[float]:
         """Of a norm weight; others are fused or reordered."""
 
         def first_values(core: Any) -> list[float]:
@@ -327,28 +310,13 @@ class EngineServer:
         return await self._engine.call(first_values)
 
 
-def _json_of(work: Callable[[Body], Awaitable[object]]) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """A refusal of weights is SGLang's `{"success", "message"}`."""
-
-    async def handle(request: web.Request) -> web.Response:
-        body = await request.json() if request.can_read_body else {}
-        try:
-            return web.json_response(await work(body))
-        except RequestRefused:
-            raise
-        except MyxaError as err:
-            return web.json_response({"success": False, "message": str(err)}, status=400)
-
-    return handle
-
-
 class WeightGroups:
     """The groups that a server has joined, and what has come through them. Blocking work is done in daemon threads: a
     sender that hangs costs a thread until GROUP_S."""
 
     def __init__(self, engine: EmbeddedEngine) -> None:
         self._engine = engine
-        self._groups: dict[str, ChannelGroup] = {}
+        self.groups: dict[str, ChannelGroup] = {}
         self._cancel_events: dict[str, threading.Event] = {}
         self._arrived: dict[str, NamedArray] = {}
         self._turn = asyncio.Lock()
@@ -377,7 +345,7 @@ class WeightGroups:
             raise EngineError(f"group {name!r} did not meet: {err}", remedy="is the sender alive?") from err
         if cancel.is_set():
             raise EngineError(f"group {name!r} was left while it met", remedy="join under another name")
-        self._groups[name] = group
+        self.groups[name] = group
         return {"success": True, "message": "Succeeded to initialize custom process group."}
 
     async def leave(self, body: Body) -> Body:
@@ -388,7 +356,7 @@ class WeightGroups:
 
     def _drop(self, name: str) -> bool:
         """End it, and whatever is under way in it; whether it was there."""
-        cancel, group = self._cancel_events.pop(name, None), self._groups.pop(name, None)
+        cancel, group = self._cancel_events.pop(name, None), self.groups.pop(name, None)
         if cancel is not None:
             cancel.set()
         if group is not None:
@@ -398,9 +366,9 @@ class WeightGroups:
     async def update(self, body: Body) -> Body:
         """One request at a time, in the order in which they come, as SGLang's scheduler does."""
         name = body["group_name"]
-        if name not in self._groups:
-            raise EngineError(f"group {name!r} is not among {sorted(self._groups)}", remedy="join it first")
-        group, cancel, specs = self._groups[name], self._cancel_events[name], specs_of(body)
+        if name not in self.groups:
+            raise EngineError(f"group {name!r} is not among {sorted(self.groups)}", remedy="join it first")
+        group, cancel, specs = self.groups[name], self._cancel_events[name], specs_of(body)
         num_bytes = specs[-1].offset + specs[-1].num_bytes
         async with self._turn:
             buffer = torch.zeros(padded_bytes(num_bytes), dtype=torch.uint8)
@@ -436,7 +404,7 @@ class WeightGroups:
             await self._engine.prepare(version, lambda weights: weights.load(arrived, f"weight version {version}"))
             await self._engine.commit_weights(version)
 
-    async def close(self, app: web.Application) -> None:
+    def close(self) -> None:
         for name in list(self._cancel_events):
             self._drop(name)
 
@@ -457,11 +425,7 @@ class ServedEngine:
     """A server that listens."""
 
     engine: EmbeddedEngine
-    port: int
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+    url: str
 
 
 @asynccontextmanager
@@ -479,15 +443,13 @@ async def serve(
     engine = EmbeddedEngine(folder, options)
     await engine.start()
     server = kind(engine, load_tokenizer(Path(folder)), Path(folder), is_incremental=is_incremental, key=key)
-    # A client that goes away cancels its handler, which frees its rows.
-    runner = web.AppRunner(server.app(), access_log=access_log, handler_cancellation=True, shutdown_timeout=2.0)
     try:
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", port).start()
-        yield ServedEngine(engine, int(runner.addresses[0][1]))
+        async with serving(server.handle, port, access_log) as url:
+            yield ServedEngine(engine, url)
+            await engine.close()  # before the connections: whoever waits in a stream gets an error
     finally:
         await engine.close()
-        await runner.cleanup()
+        server.groups.close()
 
 
 async def main() -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -36,17 +37,48 @@ def stand_in_environment(fault: str = "", *, light: bool = False, **more: str) -
 
 
 @asynccontextmanager
-async def serving(handle: Callable[[web.Request], Awaitable[web.StreamResponse]], port: int = 0) -> AsyncIterator[str]:
-    """The address of a server on this loop whose every request goes to `handle`."""
+async def serving(
+    handle: Callable[[web.Request], Awaitable[web.StreamResponse]], port: int = 0, log: logging.Logger | None = None
+) -> AsyncIterator[str]:
+    """The address of a server on this loop whose every request goes to `handle`. A client that leaves cancels it."""
     app = web.Application(client_max_size=64 << 20)
     app.router.add_route("*", "/{anything:.*}", handle)
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+    runner = web.AppRunner(app, access_log=log, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", port).start()
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
+
+
+class SglangRoutes:
+    """SGLang's routes: `/some_route` is the method `_some_route(body)`, which returns JSON, or a whole answer."""
+
+    key = ""
+    """Must be sent as bearer, but for `/health`; empty: everybody may do everything."""
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        body = json.loads(await request.read() or b"{}")
+        if early := await self._before(request.path, body):
+            return early
+        if self.key and request.path != "/health" and request.headers.get("Authorization") != f"Bearer {self.key}":
+            return web.json_response({"error": {"message": "Unauthorized"}}, status=401)
+        if request.path == "/generate":
+            return await self._generate(request, body)
+        answer: Callable[[Any], Any] = getattr(self, f"_{request.path[1:]}", self._other)
+        found = answer(body)
+        found = await found if asyncio.iscoroutine(found) else found
+        return found if isinstance(found, web.Response) else web.json_response(found)
+
+    async def _before(self, path: str, body: Any) -> web.Response | None:
+        """What is answered whatever is asked."""
+
+    async def _generate(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        raise NotImplementedError
+
+    def _other(self, body: Any) -> Any:
+        return web.Response(status=404, text="Not Found")
 
 
 def token(position: int) -> int:
@@ -60,13 +92,12 @@ def chunk(ids: list[int], total: int, finish: Any = None, **meta: Any) -> bytes:
     return b"data: " + json.dumps({"output_ids": ids, "meta_info": told | meta}).encode() + b"\n\n"
 
 
-class FakeSglang:
+class FakeSglang(SglangRoutes):
     """A server whose every answer the test decides."""
 
     def __init__(self, **habits: Any) -> None:
         """`habits`: attributes that begin otherwise."""
         self.url = ""
-        self.key = ""
         self.version = "default"
         self.facts: dict[str, Any] = {"context_length": None, "max_running_requests": None}
         self.calls: list[tuple[str, Any]] = []
@@ -118,28 +149,20 @@ class FakeSglang:
     def paths(self, since: int = 0) -> list[str]:
         return [path for path, _ in self.calls[since:]]
 
-    async def handle(self, request: web.Request) -> web.StreamResponse:
-        body = json.loads(await request.read() or b"{}")
-        self.calls.append((request.path, body))
+    async def _before(self, path: str, body: Any) -> web.Response | None:
+        self.calls.append((path, body))
         if self.is_deaf:
             await asyncio.sleep(FOREVER_S)
         if self.died:
             return web.Response(status=503, text=self.died)
-        if self.key and request.path != "/health" and request.headers.get("Authorization") != f"Bearer {self.key}":
-            return web.json_response({"error": "Unauthorized"}, status=401)
-        if request.path in self.absent:
+        if path in self.absent:
             return web.Response(status=404, text="Not Found")
-        if self.fails_next == request.path:
+        if self.fails_next == path:
             self.fails_next = ""
             return web.Response(status=500, text="Internal Server Error")
-        if request.path == "/generate":
-            return await self._generate(request, body)
-        answer: Callable[[Any], Any] = getattr(self, f"_{request.path[1:]}", self._facts)
-        found = answer(body)
-        found = await found if asyncio.iscoroutine(found) else found
-        return found if isinstance(found, web.Response) else web.json_response(found)
+        return None
 
-    def _facts(self, body: Any) -> Any:
+    def _other(self, body: Any) -> Any:
         return self.facts | {"weight_version": self.version}
 
     async def _health(self, body: Any) -> Any:

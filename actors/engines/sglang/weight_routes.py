@@ -6,7 +6,7 @@ The engine (`engine.py`) does what is the same for all routes: it asks the route
 
 and a server whose weights may be torn stays paused.
 
-`check_folder` reads the headers of a weight folder before the server loads it, at the same cost for any model. SGLang
+The headers of a weight folder are read before the server loads it, at the same cost for any model. SGLang
 0.5.17 loads whatever tensors it finds: it calls an update from a folder that lacks half of the layers a success, and
 ends with all its requests when a file is torn.
 
@@ -35,14 +35,14 @@ import logging
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 from urllib.parse import urlsplit
 
-from ....core.errors import CallError, EngineError, ModelError, MyxaError, RequestRefused, WeightsRefused
-from ....core.messages import TensorSpec, WeightManifest
+from ....core.errors import CallError, EngineError, MyxaError, RequestRefused, WeightsRefused
+from ....core.messages import WeightManifest
 from ....core.protocols import WeightSenders
 from ....core.weight_channel import (
     Bucket,
@@ -54,30 +54,9 @@ from ....core.weight_channel import (
     SendOrder,
     ShareRequest,
 )
-from ...models.safetensors_file import open_safetensors
 from ...weights.beacon import Beacon
 from ...weights.channels.disk import DiskWeightReader
 from .wire import version_number
-
-
-def check_folder(folder: Path, manifest: WeightManifest) -> None:
-    """Raises ModelError naming the file or the tensor that is torn, missing or of another dtype or shape."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ModelError(f"{folder} is no folder with safetensors", remedy="publish the version again")
-    with ExitStack() as stack:
-        found: dict[str, TensorSpec] = {}
-        for file in files:
-            found.update({name: tensor.spec for name, tensor in stack.enter_context(open_safetensors(file)).items()})
-    for wanted in manifest.tensors:
-        spec = found.get(wanted.name)
-        if spec is None or (spec.dtype, spec.shape) != (wanted.dtype, wanted.shape):
-            has = "is missing" if spec is None else f"is {spec.dtype}{list(spec.shape)}"
-            raise ModelError(
-                f"{folder}: tensor {wanted.name} {has}, published was {wanted.dtype}{list(wanted.shape)}",
-                remedy="do not write into the run's weight folders",
-            )
-
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
@@ -171,14 +150,12 @@ class FolderRoute:
                 f"{place}: {folder} is no absolute path", remedy="the run directory must lie where the server reads it"
             )
         if urlsplit(self._server.url).hostname in LOCAL_HOSTS:  # else the path means something on another host
+            self.beacon.step(f"checks {folder}", is_counted=False)
             try:
-                self.beacon.step(f"checks {folder}", is_counted=False)
-                await asyncio.to_thread(check_folder, folder, manifest)
-                if manifest.digest and self._is_due:
-                    await asyncio.to_thread(_check_bytes, manifest)
-                self._num_prepared += 1
-            except (ModelError, EngineError) as err:
+                await asyncio.to_thread(_check_folder, manifest, reads_all=bool(manifest.digest) and self._is_due)
+            except EngineError as err:
                 raise EngineError(f"{place}: {err.message}", remedy=err.remedy) from err
+            self._num_prepared += 1
 
     @property
     def _is_due(self) -> bool:
@@ -208,8 +185,8 @@ class FolderRoute:
         """Nothing is held."""
 
 
-def _check_bytes(manifest: WeightManifest) -> None:
-    with DiskWeightReader().open(manifest):
+def _check_folder(manifest: WeightManifest, *, reads_all: bool) -> None:
+    with DiskWeightReader().open(manifest, reads_all=reads_all):
         return
 
 

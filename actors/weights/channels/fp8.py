@@ -14,23 +14,22 @@ considered (slime's): not faster here, and not on a CPU.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import safetensors
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from ....core.errors import ConfigError, ModelError
+from ...models.hf_folder import CONFIG, read_json
 
 LARGEST = 448.0
 """Of float8_e4m3fn."""
 SCALE_SUFFIX = "_scale_inv"
-HEADER_LIMIT = 1 << 28
-"""Bytes of a safetensors header; larger ones are no headers."""
 
 
 def quantise_blocks(weight: Tensor, block: tuple[int, int] = (128, 128)) -> tuple[Tensor, Tensor]:
@@ -69,7 +68,7 @@ class Fp8Rule:
 
         Raises ConfigError for a quantisation of another kind, ModelError for a folder that cannot be read.
         """
-        config = _config(folder)
+        config = read_json(folder / CONFIG, remedy="see weights.served_folder")
         quantisation = config.get("quantization_config")
         if not isinstance(quantisation, dict):
             return None
@@ -102,25 +101,14 @@ class Fp8Rule:
             yield name + SCALE_SUFFIX, scale
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    try:
-        return json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as err:
-        raise ModelError(f"cannot read {folder}/config.json: {err}", remedy="see weights.served_folder") from err
-
-
 def _tensor_names(folder: Path) -> Iterator[str]:
-    """Names of all tensors in the folder's safetensors files, from their headers."""
+    """Names of all tensors in the folder's safetensors files."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ModelError(f"{folder} holds no safetensors files", remedy="see weights.served_folder")
     for path in files:
         try:
-            with path.open("rb") as file:
-                size = int.from_bytes(file.read(8), "little")
-                if not 0 < size < HEADER_LIMIT:
-                    raise ValueError(f"a header of {size} bytes")
-                header: dict[str, Any] = json.loads(file.read(size))
-        except (OSError, ValueError) as err:
+            with cast(Any, safetensors).safe_open(path, framework="np") as file:
+                yield from file.keys()
+        except (OSError, safetensors.SafetensorError) as err:
             raise ModelError(f"cannot read {path}: {err}", remedy="the file is torn; copy it again") from err
-        yield from (name for name in header if name != "__metadata__")

@@ -8,6 +8,7 @@ import gzip
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 from tests.harness.engine_server import EngineServer, serve
@@ -18,26 +19,19 @@ from myxa.actors.engines.embedded.core import EmbeddedOptions
 class SilentWhilePaused(EngineServer):
     """The real one answers `/health` by generating a token, so it does not while it is paused. Its profiles are empty."""
 
-    def app(self) -> web.Application:
-        app = super().app()
-        app.router.add_post("/start_profile", self._start_profile)
-        app.router.add_post("/stop_profile", self._stop_profile)
-        return app
-
-    async def _start_profile(self, request: web.Request) -> web.Response:
-        asked = await request.json()
-        self._trace = Path(asked["output_dir"]) / f"{asked['profile_id']}-TP-0.trace.json.gz"
+    async def _start_profile(self, body: Any) -> web.Response:
+        self._trace = Path(body["output_dir"]) / f"{body['profile_id']}-TP-0.trace.json.gz"
         return web.Response(text="Start profiling.\n")
 
-    async def _stop_profile(self, request: web.Request) -> web.Response:
+    async def _stop_profile(self, body: Any) -> web.Response:
         self._trace.parent.mkdir(parents=True, exist_ok=True)
         self._trace.write_bytes(gzip.compress(b'{"traceEvents": []}'))
         return web.Response(text="Stop profiling. This will take some time.\n")
 
-    async def _health(self, request: web.Request) -> web.Response:
+    async def _health(self, body: Any) -> web.Response:
         while self._is_paused:
             await asyncio.sleep(0.05)
-        return await super()._health(request)
+        return await super()._health(body)
 
 
 async def run_computing(args: argparse.Namespace, stopped: asyncio.Event) -> None:

@@ -32,18 +32,12 @@ def misbehave(faults: str) -> None:
 
 
 async def run_light(args: argparse.Namespace, stopped: asyncio.Event) -> None:
-    from aiohttp import web
-    from tests.harness.fake_sglang import FakeSglang
+    from tests.harness.fake_sglang import FakeSglang, serving
 
     facts = {"context_length": args.context_length or 128, "max_running_requests": args.max_running_requests}
-    app = web.Application()
-    app.router.add_route("*", "/{anything:.*}", FakeSglang(key=args.admin_api_key or "", facts=facts).handle)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, args.host, args.port).start()
-    print("the server is fired up", flush=True)
-    await stopped.wait()
-    await runner.cleanup()
+    async with serving(FakeSglang(key=args.admin_api_key or "", facts=facts).handle, args.port):
+        print("the server is fired up", flush=True)
+        await stopped.wait()
 
 
 async def run(argv: list[str]) -> None:
