@@ -188,20 +188,17 @@ class Adoption:
 
     def adopted(self, engine: str, epoch: int, version: int) -> bool:
         """The engine serves `version`. The word of a dead or fenced incarnation has no effect: False."""
-        known = self._engines.get(engine)
-        if known is None or known.epoch != epoch or known.state is EngineState.FENCED:
-            return False
-        known.move(engine, EngineState.SERVING)
-        known.version = version
-        known.lineage = known.target_lineage
-        known.num_refusals = 0
-        return True
+        known = self._alive(engine, epoch)
+        if known is not None:
+            known.move(engine, EngineState.SERVING)
+            known.version, known.lineage, known.num_refusals = version, known.target_lineage, 0
+        return known is not None
 
     def put_off(self, engine: str, epoch: int) -> int:
         """The engine refused and keeps what it served; it gets nothing until `ask_again` or a newer version. Returns
         how often it refused since it adopted last; 0 for a dead or fenced incarnation."""
-        known = self._engines.get(engine)
-        if known is None or known.epoch != epoch or known.state is EngineState.FENCED:
+        known = self._alive(engine, epoch)
+        if known is None:
             return 0
         known.move(engine, EngineState.SERVING if known.version >= 0 else EngineState.JOINED)
         known.is_put_off = True
@@ -210,23 +207,20 @@ class Adoption:
 
     def ask_again(self, engine: str, epoch: int) -> None:
         """An engine that was put off may be given what it refused."""
-        known = self._engines.get(engine)
-        if known is not None and known.epoch == epoch:
+        if (known := self._alive(engine, epoch)) is not None:
             known.is_put_off = False
 
     def lost(self, engine: str, epoch: int) -> None:
         """The engine is well, but its weights are gone."""
-        known = self._engines.get(engine)
-        if known is not None and known.epoch == epoch and known.state is EngineState.SERVING:
+        known = self._alive(engine, epoch)
+        if known is not None and known.state is EngineState.SERVING:
             known.move(engine, EngineState.JOINED)
             known.version = -1
 
     def fenced(self, engine: str, epoch: int) -> None:
         """The engine missed a deadline or refused: it gets nothing more."""
-        known = self._engines.get(engine)
-        if known is None or known.epoch != epoch or known.state is EngineState.FENCED:
-            return
-        known.move(engine, EngineState.FENCED)
+        if (known := self._alive(engine, epoch)) is not None:
+            known.move(engine, EngineState.FENCED)
 
     def releasable(self) -> tuple[int, ...]:
         """Versions that no engine will read again, oldest first; they are forgotten by this call."""
@@ -238,6 +232,11 @@ class Adoption:
         for version in free:
             del self._manifests[version]
         return free
+
+    def _alive(self, engine: str, epoch: int) -> _Engine | None:
+        """That incarnation; None: it is dead or fenced."""
+        known = self._engines.get(engine)
+        return known if known and known.epoch == epoch and known.state is not EngineState.FENCED else None
 
     def _is_behind(self, engine: _Engine) -> bool:
         """Or ahead: a number that the trainer does not have is one of weights that were undone."""
@@ -317,6 +316,22 @@ class Adopter:
         self._to_ask: set[tuple[str, int]] = set()
         """Engines (name, epoch) that refused too often: asked once in every round, so that a round has an end."""
 
+    async def engines_at(self, version: int | None) -> list[str]:
+        """Engines that serve exactly that version (None: any). Raises EngineError when none comes to it in time."""
+        try:
+            async with asyncio.timeout(self._limits.prepare_s + max(self._limits.commit_s, self._limits.sent_commit_s)):
+                while not (ready := self._adoption.engines_at(version)):
+                    self._adopted.clear()
+                    await self._adopted.wait()
+        except TimeoutError as err:
+            what = "a version" if version is None else f"version {version}"
+            raise EngineError(f"no engine came to {what} in time", remedy="see the engines' logs") from err
+        return ready
+
+    def look_again(self) -> None:
+        """An engine reported in: it may already serve a version that `engines_at` waits for."""
+        self._adopted.set()
+
     async def adopt_pending(self) -> None:
         """Adopt, as many engines at once as allowed, until all serve the newest version or are fenced. Versions that
         no engine needs any more are released on the way."""
@@ -335,43 +350,6 @@ class Adopter:
                 if done:
                     self._release()
             self._release()
-
-    async def engines_at(self, version: int | None) -> list[str]:
-        """Engines that serve exactly that version (None: any). Raises EngineError when none comes to it in time."""
-        try:
-            async with asyncio.timeout(self._limits.prepare_s + max(self._limits.commit_s, self._limits.sent_commit_s)):
-                while not (ready := self._adoption.engines_at(version)):
-                    self._adopted.clear()
-                    await self._adopted.wait()
-        except TimeoutError as err:
-            what = "a version" if version is None else f"version {version}"
-            raise EngineError(f"no engine came to {what} in time", remedy="see the engines' logs") from err
-        return ready
-
-    def look_again(self) -> None:
-        """An engine reported in: it may already serve a version that `engines_at` waits for."""
-        self._adopted.set()
-
-    def fence(self, name: str, epoch: int, reason: str) -> None:
-        self._adoption.fenced(name, epoch)
-        self._telemetry.event("engine-fenced", f"{name}: {reason}")
-        self._ctx.log.error("%s (epoch %d) is fenced: %s", name, epoch, reason)
-        self._ctx.spawn(self._tell_fenced(name, epoch, reason), name=f"fence-{name}")
-
-    async def _tell_fenced(self, name: str, epoch: int, reason: str) -> None:
-        """Until it has heard, or is gone: an actor that never heard of it would wait for weights without end."""
-        engine = self._ctx.ref(RolloutContract, name)
-        while True:
-            try:
-                await engine.fence(epoch, reason)
-            except (Draining, NoSuchActor, PeerDied, RemoteError) as err:
-                self._ctx.log.info("%s (epoch %d) ends by itself, or is gone: %s", name, epoch, err)
-                return
-            except CallError as err:
-                self._ctx.log.warning("the fence did not reach %s: %s; it is repeated", name, err)
-                await asyncio.sleep(RETRY_S)
-            else:
-                return
 
     async def _bring(self, instruction: Adopt) -> None:
         """Prepare and commit one engine, and report the result to the bookkeeping."""
@@ -454,6 +432,27 @@ class Adopter:
             self.fence(name, epoch, f"{reason} ({num_refusals} refusals in a row)")
         else:
             self._ctx.spawn(self._ask_later(name, epoch, pause_s), name=f"ask-again-{name}")
+
+    def fence(self, name: str, epoch: int, reason: str) -> None:
+        self._adoption.fenced(name, epoch)
+        self._telemetry.event("engine-fenced", f"{name}: {reason}")
+        self._ctx.log.error("%s (epoch %d) is fenced: %s", name, epoch, reason)
+        self._ctx.spawn(self._tell_fenced(name, epoch, reason), name=f"fence-{name}")
+
+    async def _tell_fenced(self, name: str, epoch: int, reason: str) -> None:
+        """Until it has heard, or is gone: an actor that never heard of it would wait for weights without end."""
+        engine = self._ctx.ref(RolloutContract, name)
+        while True:
+            try:
+                await engine.fence(epoch, reason)
+            except (Draining, NoSuchActor, PeerDied, RemoteError) as err:
+                self._ctx.log.info("%s (epoch %d) ends by itself, or is gone: %s", name, epoch, err)
+                return
+            except CallError as err:
+                self._ctx.log.warning("the fence did not reach %s: %s; it is repeated", name, err)
+                await asyncio.sleep(RETRY_S)
+            else:
+                return
 
     def _doubt(self, version: int) -> None:
         """`version` was refused for good. If no engine has it, its publication may be at fault."""
