@@ -68,7 +68,7 @@ def manifest() -> WeightManifest:
 
 
 def route_of(server: Server, senders: Senders) -> GroupRoute:
-    return GroupRoute(server, senders, DeviceRouteOptions(host="here"))  # pyright: ignore[reportArgumentType]
+    return GroupRoute(server, senders, DeviceRouteOptions(host="here"))
 
 
 def destroyed(server: Server) -> list[str]:
