@@ -87,7 +87,6 @@ class _Outlet:
     def __init__(self, address: str) -> None:
         self.address = address
         self.connections: list[bytes | None] = [None, None]
-        self.sent_units = [0, 0]
         self.queues: tuple[deque[Parcel], deque[Parcel]] = (deque(), deque())
         self.timer: asyncio.TimerHandle | None = None
         self.lost_at: float | None = None
@@ -178,7 +177,7 @@ class InprocTransport:
         if outlet.connections[lane] is None:
             connection = outlet.connections[lane] = self._network.next_connection()
             target.accept(connection)
-            self._deliver(outlet, lane, self._sink.greeting(peer, lane, outlet.sent_units[lane]))
+            self._deliver(outlet, lane, self._sink.greeting(peer, lane))
             self._sink.connected(peer, lane)
         self._flush(outlet, lane)
 
@@ -188,7 +187,6 @@ class InprocTransport:
             parcel = queue.popleft()
             if not parcel.is_withdrawn:
                 parcel.is_sent = True
-                outlet.sent_units[lane] += parcel.cost
                 self._deliver(outlet, lane, parcel.data)
 
     def _deliver(self, outlet: _Outlet, lane: Lane, data: bytes | bytearray) -> None:

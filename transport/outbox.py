@@ -91,7 +91,6 @@ class Outbox:
         self._queue: deque[Parcel] = deque()
         self._chunked: tuple[Parcel, int] | None = None
         self._scratch = bytearray()
-        self._sent_units = 0
         self._is_turn_taken = False
         self._is_held = False
         """Nothing can leave before there is room for it; `_on_room` will be called then."""
@@ -183,7 +182,6 @@ class Outbox:
             return False
         for parcel in parcels:
             parcel.is_sent = True
-            self._sent_units += parcel.cost
         return True
 
     def _send_chunk(self) -> bool:
@@ -198,7 +196,6 @@ class Outbox:
             return False
         if offset == 0:
             parcel.is_sent = True
-            self._sent_units += parcel.cost
         offset += LIMITS.chunk
         self._chunked = (parcel, offset) if offset < len(parcel.data) else None
         return self._chunked is None
@@ -312,7 +309,7 @@ class Outbox:
         self._set_timer(None)
         self._state = _READY
         self._down_since = None
-        self._queue.appendleft(Parcel(self._sink_of().greeting(self._peer, self._lane, self._sent_units)))
+        self._queue.appendleft(Parcel(self._sink_of().greeting(self._peer, self._lane)))
         self._sink_of().connected(self._peer, self._lane)
         self._depart()
 

@@ -51,7 +51,6 @@ class Parcel(msgspec.Struct, eq=False, gc=False):
     """An envelope on its way, and how far it got."""
 
     data: bytes | bytearray
-    cost: int = 0
     is_sent: bool = False
     """Handed to the network: from now on the outcome may be unknown."""
     is_withdrawn: bool = False
@@ -61,8 +60,8 @@ class Parcel(msgspec.Struct, eq=False, gc=False):
 class InboundSink(Protocol):
     """What a transport reports to."""
 
-    def greeting(self, peer: PeerKey, lane: Lane, sent_units: int) -> bytearray:
-        """First envelope of a new connection. `sent_units`: credit spent on that lane before it."""
+    def greeting(self, peer: PeerKey, lane: Lane) -> bytes | bytearray:
+        """First envelope of a new connection."""
         ...
 
     def received(self, source: bytes, lane: Lane, data: memoryview) -> None:

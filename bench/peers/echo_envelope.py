@@ -29,8 +29,8 @@ class Echo:
     def __init__(self, transport: SocketTransport) -> None:
         self._transport = transport
 
-    def greeting(self, peer: PeerKey, lane: Lane, sent_units: int) -> bytearray:
-        del peer, lane, sent_units
+    def greeting(self, peer: PeerKey, lane: Lane) -> bytes | bytearray:
+        del peer, lane
         return encode(Envelope(kind=Kind.HELLO, body=msgspec.json.encode(self._transport.endpoints)))
 
     def received(self, source: bytes, lane: Lane, data: memoryview) -> None:

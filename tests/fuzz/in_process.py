@@ -82,7 +82,7 @@ class Rogue:
         envelope = decode(data)
         self.answers[envelope.kind.name if isinstance(envelope, Envelope) else "malformed"] += 1
 
-    def greeting(self, peer, lane, sent_units):
+    def greeting(self, peer, lane):
         raise AssertionError("the rogue calls nobody")
 
     def connected(self, peer, lane): ...

@@ -90,7 +90,7 @@ class Corpus:
 
     def hello(self, endpoints: Endpoints, attempt: int, name: str = "rogue") -> bytes:
         body = write_hello(Hello(
-            name=name, protocol=PROTOCOL, wire=1, to_node=self.to.node_id, to_epoch=self.to.epoch, endpoints=endpoints, sent_units=0,
+            name=name, protocol=PROTOCOL, wire=1, to_node=self.to.node_id, to_epoch=self.to.epoch, endpoints=endpoints,
             attempt=attempt,
         ))  # fmt: skip
         envelope = Envelope(

@@ -33,7 +33,7 @@ class Net:
     """How the network behaves all the time. Chances are per envelope."""
 
     drop: float = 0.0
-    """The envelope is lost, the connection stays, and neither side is notified."""
+    """The envelope is lost with its connection."""
     duplicate: float = 0.0
     """Arrives once more, perhaps later than what was sent after it."""
     delay_s: tuple[float, float] = (0.0001, 0.001)
@@ -199,6 +199,7 @@ class SimNetwork(InprocNetwork):
         is_exempt = data[_KIND_AT] == Kind.HELLO
         if not is_exempt and self._random.random() < self.net.drop:
             self._note("drop", flight)
+            self._break(flight.sender, self._hosts[target].name, "drop")
             return
         self._note("send", flight)
         lands_at = self._take_off(flight)

@@ -23,7 +23,7 @@ from myxa.core.actor import Actor
 from myxa.core.errors import CallError, NotExecuted, NotSent, OutcomeUnknown, RemoteError, WouldDeadlock
 from myxa.core.handlers import call, cast, durable_put
 from myxa.core.refs import with_deadline
-from myxa.transport.session import credit
+from myxa.transport.session import links
 
 SLACK_S = 0.25
 BULK = "x" * 300_000
@@ -302,13 +302,12 @@ _CHECKS = {
 
 @contextmanager
 def credit_of(num_units: int) -> Iterator[None]:
-    """Links made in this block have windows of that size."""
-    before = credit.WINDOW_UNITS, credit.DUE_UNITS
-    credit.WINDOW_UNITS, credit.DUE_UNITS = num_units, num_units // 2
+    """In this block links have windows of that size."""
+    before, links.WINDOW_UNITS = links.WINDOW_UNITS, num_units
     try:
         yield
     finally:
-        credit.WINDOW_UNITS, credit.DUE_UNITS = before
+        links.WINDOW_UNITS = before
 
 
 async def scenario(seed: int) -> Sim:

@@ -9,8 +9,8 @@
 node is never crashed. `Nemesis` draws a schedule of faults from a seed: a value that can be printed, shortened by hand
 and carried out again. Every fault of a schedule ends, so the system must work again afterwards.
 
-`Audit` checks every run. While it runs, neither side exceeds its credit, so memory is bounded. At the end no call or
-put is under way. After closing, no task and no timer of a process is left. A workload checks what only it can
+`Audit` checks every run. While it runs, no sender exceeds its credit, so memory is bounded. At the end no call or
+put is under way and all credit is back. After closing, no task and no timer of a process is left. A workload checks what only it can
 know (executed twice, lost, out of order) and reports it by `audit.find`.
 """
 
@@ -41,7 +41,7 @@ from tests.simulation.sim_network import Net, SimNetwork
 from myxa.core.errors import CallError, ConfigError, LaunchError, StaleEpoch
 from myxa.transport.node import Node
 from myxa.transport.registry.registry import REGISTRY
-from myxa.transport.session import credit
+from myxa.transport.session import links
 from myxa.transport.wire import Lane
 
 if TYPE_CHECKING:
@@ -65,11 +65,9 @@ class Audit:
                 continue
             for link in _links_of(node.current):
                 for lane in Lane:
-                    out, held = link.windows[lane].outstanding, link.grants[lane].held
-                    if out > credit.WINDOW_UNITS:
-                        self.find(f"{node.name} has {out} units under way to {link.key} on {lane.name}")
-                    if not 0 <= held <= credit.WINDOW_UNITS + self._sim.network.num_doubled:
-                        self.find(f"{node.name} holds {held} units of {link.key} on {lane.name}")
+                    units = link.windows[lane].num_units
+                    if not 0 <= units <= links.WINDOW_UNITS:
+                        self.find(f"{node.name} has {units} units under way to {link.key} on {lane.name}")
 
     def before_closing(self) -> None:
         """What must hold once everything that was asked for has ended."""
@@ -88,6 +86,11 @@ class Audit:
                 if call.order.target != REGISTRY
             ]
             for link in _links_of(node.current):
+                found += [
+                    f"{node.name}: {link.key} has not answered {sorted(lost)}"
+                    for window in link.windows
+                    if (lost := window.unanswered.keys() - link.pending.keys())
+                ]
                 callees = [getattr(arrival.handle, "callee", "?") for arrival in link.served.values()]
                 found += [
                     f"{node.name}: a call of {link.key} to {callee} is still open"

@@ -15,7 +15,7 @@ from tests.simulation.sim_training import training
 from tests.simulation.sim_workload import scenario
 from tests.simulation.simulator import Sim, run, seeds, sweep
 
-from myxa.transport.session import calls, credit, serving, session
+from myxa.transport.session import calls, links, serving
 
 REPRO = "python -m pytest tests/simulation -k"
 
@@ -93,12 +93,8 @@ def puts_not_remembered(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(serving.Serving, "_answer", serving.Serving._answer)
 
 
-def nothing_repaired(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(session.Repair, "tick", lambda self: None)
-
-
 def puts_not_sent_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(calls.Calls, "send_again", lambda self, link, call: None)
+    patch.setattr(calls.Calls, "on_blip", lambda self, link, lane=None: None)
 
 
 def deadlines_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -106,7 +102,7 @@ def deadlines_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def credit_not_returned(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(credit.Grant, "give", lambda self, cost: None)
+    patch.setattr(links.Window, "settle", lambda self, corr: False)
 
 
 def dead_peers_not_noticed(patch: pytest.MonkeyPatch) -> None:
@@ -114,7 +110,7 @@ def dead_peers_not_noticed(patch: pytest.MonkeyPatch) -> None:
 
 
 PLANTED = (
-    no_copies_noticed, puts_not_remembered, nothing_repaired, puts_not_sent_again, deadlines_forgotten,
+    no_copies_noticed, puts_not_remembered, puts_not_sent_again, deadlines_forgotten,
     credit_not_returned, dead_peers_not_noticed,
 )  # fmt: skip
 

@@ -56,8 +56,8 @@ class Events:
         self.said: list[str] = []
         self.why: list[str] = []
 
-    def greeting(self, peer: PeerKey, lane: Lane, sent_units: int) -> bytearray:
-        self.said.append(f"greeting {sent_units}")
+    def greeting(self, peer: PeerKey, lane: Lane) -> bytearray:
+        self.said.append("greeting")
         return bytearray(GREETING)
 
     def connected(self, peer: PeerKey, lane: Lane) -> None:
@@ -151,7 +151,7 @@ async def envelopes(listener: Socket, number: int) -> list[bytes]:
 
 def parcel(number: int, size: int = 0) -> Parcel:
     """An envelope that can be told apart."""
-    return Parcel(encode(Envelope(kind=Kind.CALL, corr=number, body=bytes(size))), cost=1)
+    return Parcel(encode(Envelope(kind=Kind.CALL, corr=number, body=bytes(size))))
 
 
 def number_of(envelope: bytes) -> int:

@@ -48,7 +48,6 @@ class End:
         self.endpoints = Endpoints(inproc=str(key))
         self.up = {}
         self.accepted = set()
-        self.sent_units = Counter()
         self.arrivals = []
         self.effects = Counter()
         self.abandoned = []
@@ -80,7 +79,7 @@ class End:
         if target is None:
             return
         target.accepted.add(connection)
-        greeting = self.session.greeting(peer, lane, self.sent_units[peer, lane])
+        greeting = self.session.greeting(peer, lane)
         self.net.flying.append((connection, str(peer), lane, greeting))
         self.net.coming_up.append((self, peer, lane))
 
@@ -89,7 +88,6 @@ class End:
         if connection is None or parcel.is_withdrawn:
             return
         parcel.is_sent = True
-        self.sent_units[peer, lane] += parcel.cost
         self.net.flying.append((connection, str(peer), lane, bytes(parcel.data)))
 
     def flush(self):
@@ -151,7 +149,7 @@ class End:
         """Execute what has arrived."""
         arrivals, self.arrivals = self.arrivals, []
         for arrival in arrivals:
-            self.session.serving.take_up(arrival)
+            self.session.serving.begin(arrival)
             self.effects[bytes(arrival.envelope.body)] += 1
             self.session.serving.reply(arrival, arrival.envelope.body, ())
 

@@ -55,14 +55,16 @@ class Raw:
             self.socket.curve_publickey, self.socket.curve_secretkey = pair.public.encode(), pair.secret.encode()
         self.socket.connect(endpoints.tcp[lane])
 
-    def hello(self, name: str, me: PeerKey, endpoints: Endpoints | None = None, attempt: int = ABOVE) -> bytearray:
+    def hello(
+        self, name: str, me: PeerKey, endpoints: Endpoints | None = None, attempt: int = ABOVE
+    ) -> bytes | bytearray:
         body = write_hello(Hello(
             protocol=PROTOCOL, name=name, wire=1, to_node=self.to.node_id, to_epoch=self.to.epoch, endpoints=endpoints or Endpoints(),
-            sent_units=0, attempt=attempt,
+            attempt=attempt,
         ))  # fmt: skip
         return encode(Envelope(kind=Kind.HELLO, src_node=me.node_id, src_epoch=me.epoch, dst_epoch=1, body=body))
 
-    def call(self, me: PeerKey, method: int) -> bytearray:
+    def call(self, me: PeerKey, method: int) -> bytes | bytearray:
         own, to = me, self.to
         return encode(Envelope(
             kind=Kind.CALL, corr=ABOVE, src_node=own.node_id, src_epoch=own.epoch, dst_epoch=to.epoch, method=method,

@@ -10,10 +10,13 @@ import textwrap
 import numpy as np
 import orjson
 import pytest
+from tests.transport.session_net import Net, Sink, link_of
 
+from myxa.core.clock import ManualClock
 from myxa.core.errors import BadRequest
 from myxa.transport.codec import UndecodableError, decode_value, encode_value
 from myxa.transport.descriptors import SPARE
+from myxa.transport.session import session
 from myxa.transport.session.frames import (
     LIMITS,
     Assemblies,
@@ -27,49 +30,35 @@ from myxa.transport.session.frames import (
     split,
 )
 from myxa.transport.session.handshake import MAX_HELLO_BYTES, Hello, read_hello, write_hello
-from myxa.transport.session.session import BAN_S, MAX_SOURCES, MAX_VIOLATIONS, WINDOW_S, ProtocolViolations
+from myxa.transport.session.session import MAX_VIOLATIONS
 from myxa.transport.wire import Endpoints, Lane
 from myxa.transport.zeromq import max_message
 
 # -- violations
 
 
-def test_a_hundred_and_one_strikes_in_a_minute_are_a_ban_that_ends():
-    violations = ProtocolViolations()
-    assert not any(violations.record(b"a", now=i * 0.1) for i in range(MAX_VIOLATIONS))
-    assert not violations.is_banned(b"a", 10.0)
-    assert violations.record(b"a", now=11.0)
-    assert violations.is_banned(b"a", 11.0 + BAN_S - 0.1)
-    assert not violations.is_banned(b"b", 12.0)
-    assert not violations.is_banned(b"a", 11.0 + BAN_S)
-    assert not violations.has_bans
-
-
-def test_a_ban_ends_though_its_connection_never_speaks_again():
-    violations = ProtocolViolations()
-    while not violations.record(b"gone", 0.0):
-        pass
-    assert violations.has_bans
-    assert not violations.is_banned(b"other", BAN_S - 1)
-    assert violations.has_bans
-    assert not violations.is_banned(b"other", BAN_S)
-    assert not violations.has_bans
-
-
-def test_strikes_that_come_slowly_are_no_ban():
-    violations = ProtocolViolations()
-    step = 1.01 * WINDOW_S / MAX_VIOLATIONS
-    assert not any(violations.record(b"a", now=i * step) for i in range(20 * MAX_VIOLATIONS))
-
-
-def test_connections_are_forgotten_when_there_are_too_many():
-    violations = ProtocolViolations()
-    for i in range(5 * MAX_SOURCES):
-        violations.record(str(i).encode(), now=0.0)
-    for i in range(2 * MAX_SOURCES // 100):
-        for _ in range(MAX_VIOLATIONS + 1):
-            violations.record(f"x{i}".encode(), now=0.0)
-    assert len(violations) <= 2 * MAX_SOURCES
+def test_a_hundred_and_one_violations_are_a_ban_of_that_connection_alone(monkeypatch):
+    monkeypatch.setattr(session, "MAX_SOURCES", 3)
+    net = Net(ManualClock())
+    one, two = net.end(2, 1), net.end(3, 1)
+    one.call(two, Sink())
+    net.run()
+    good = link_of(two, one).sources[0]
+    for source, number in ((b"bad", MAX_VIOLATIONS), (good, MAX_VIOLATIONS), (b"bad", 1)):
+        for _ in range(number):
+            two.session.received(source, Lane.CONTROL, memoryview(b"nonsense"))
+    assert two.session.counters == {"malformed": 2 * MAX_VIOLATIONS + 1, "banned": 1}
+    two.session.received(b"bad", Lane.CONTROL, memoryview(b"nonsense"))
+    assert two.session.counters["from_banned"] == 1
+    sink = Sink()
+    one.call(two, sink)
+    net.run()
+    two.serve()
+    net.run()
+    assert len(sink.outcomes) == 1
+    for number in range(100):
+        two.session.received(b"%d" % number, Lane.CONTROL, memoryview(b"nonsense"))
+    assert len(two.session._violations) == 3
 
 
 # -- half-received envelopes
@@ -159,7 +148,7 @@ def test_the_number_of_arrays_is_bounded_on_both_sides():
 
 def hello(**changes) -> Hello:
     fields = {"name": "a/0", "protocol": "1", "wire": 1, "to_node": 1, "to_epoch": 1}
-    fields |= {"endpoints": Endpoints(), "sent_units": 0}
+    fields |= {"endpoints": Endpoints()}
     return Hello(**{**fields, **changes})
 
 
@@ -167,7 +156,7 @@ def hello(**changes) -> Hello:
     "body",
     [
         b"", b"{", b"[]", b"\xff\xfe", b"[" * 5000, write_hello(hello(name="x" * 200)), write_hello(hello(name="A B\n")),
-        write_hello(hello(sent_units=70_000)), write_hello(hello(attempt=0)), write_hello(hello(attempt=1 << 63)),
+        write_hello(hello(attempt=0)), write_hello(hello(attempt=1 << 63)),
         write_hello(hello(endpoints=Endpoints(inproc="x" * MAX_HELLO_BYTES))),
         orjson.dumps({**orjson.loads(write_hello(hello())), "more": 1}),
         write_hello(hello(endpoints=Endpoints(curve="nonsense"))),

@@ -108,7 +108,7 @@ class Scene:
         """The callee's handlers start."""
         arrivals, self.two.arrivals = self.two.arrivals, []
         for arrival in arrivals:
-            self.two.session.serving.take_up(arrival)
+            self.two.session.serving.begin(arrival)
             self.two.effects[self.kind] += 1
             self.begun.append(arrival)
 
@@ -310,16 +310,6 @@ def test_what_waits_goes_to_the_next_incarnation(kind):
     assert scene.outcome == "done"
 
 
-def test_a_put_whose_answer_is_lost_on_a_living_connection_is_asked_for_again():
-    scene = Scene("put", "answered")
-    scene.net.flying.clear()  # the reply is gone, and no connection broke
-    for _ in range(9):
-        scene.pass_time(1.0)
-    assert scene.outcome == "done"
-    assert scene.two.effects["put"] == 1
-    assert scene.two.session.serving.num_replayed >= 1
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_version_is_found_out_when_the_two_meet(kind, monkeypatch):
     clock = ManualClock()
@@ -329,7 +319,7 @@ def test_another_version_is_found_out_when_the_two_meet(kind, monkeypatch):
     two = Party(net, PeerKey(3, 1))
     scene = Scene.__new__(Scene)
     scene.clock, scene.net, scene.one, scene.two, scene.kind, scene.sink = clock, net, one, two, kind, Sink()
-    greeting = two.session.greeting(one.key, Lane.CONTROL, 0)
+    greeting = two.session.greeting(one.key, Lane.CONTROL)
     monkeypatch.setattr(session, "PROTOCOL", handshake.PROTOCOL)
     one.held = []
     scene.submit()
@@ -347,7 +337,7 @@ def test_another_version_is_found_out_when_the_two_meet(kind, monkeypatch):
 def test_a_hello_that_comes_twice_has_no_effect_and_is_counted():
     scene = Scene("call", "running")
     before = scene.two.session.counters["hello_replayed"]
-    old = scene.one.session.greeting(scene.two.key, Lane.CONTROL, 0)
+    old = scene.one.session.greeting(scene.two.key, Lane.CONTROL)
     source = next(iter(scene.two.accepted))
     for _ in range(2):  # on its own connection, and recorded and played on another one
         scene.two.session.received(source, Lane.CONTROL, memoryview(bytearray(old)))

@@ -1,4 +1,4 @@
-"""The small sans-IO parts: credit, timer wheel, replay cache, errors as data, directory, registry rules."""
+"""The small sans-IO parts: credit, replay cache, errors as data, directory, registry rules."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from myxa.core.errors import (
 )
 from myxa.transport.registry.directory import Directory, HostedActor
 from myxa.transport.registry.registry import KEPT_UPDATES, RegistryState
-from myxa.transport.session.calls import TICK_S, Wheel
-from myxa.transport.session.credit import UNIT_BYTES, WINDOW_UNITS, Grant, SendWindow, cost_of
 from myxa.transport.session.faults import decode_fault, encode_fault, fault_of
+from myxa.transport.session.links import UNIT_BYTES, WINDOW_UNITS, cost_of
 from myxa.transport.session.serving import MAX_AGE_S, ReplayCache
 from myxa.transport.wire import Endpoints
 
@@ -30,89 +29,6 @@ def test_cost_counts_messages_and_bytes():
     assert cost_of(0) == cost_of(1) == cost_of(UNIT_BYTES) == 1
     assert cost_of(UNIT_BYTES + 1) == 2
     assert cost_of(1 << 40) == WINDOW_UNITS
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["send", "arrive", "lose", "handle", "tell", "blip", "old"]), st.integers(1, 600))
-    )
-)
-def test_credit_is_never_negative_and_always_comes_back(steps):
-    """Messages may be lost when a connection breaks, counters may come late or out of order."""
-    window, grant = SendWindow(), Grant()
-    sent_units = 0
-    flying: list[int] = []
-    held: list[int] = []
-    counters = [0]
-    for what, cost in steps:
-        if what == "send" and window.has_room(cost):
-            window.spend(cost)
-            sent_units += cost
-            flying.append(cost)
-        elif what == "arrive" and flying:
-            held.append(flying[0])
-            assert grant.take(flying.pop(0))
-        elif what == "handle" and held:
-            grant.give(held.pop())
-            counters.append(grant.announce())
-        elif what == "tell":
-            window.released(counters[-1])
-        elif what == "old":
-            window.released(counters[cost % len(counters)])
-        elif what in ("blip", "lose"):
-            flying.clear()
-            grant.resync(sent_units & 0xFFFF)
-            counters.append(grant.announce())
-        assert 0 <= window.outstanding <= WINDOW_UNITS
-    while flying:
-        held.append(flying[0])
-        grant.take(flying.pop(0))
-    while held:
-        grant.give(held.pop())
-    window.released(grant.announce())
-    assert window.outstanding == 0
-    assert grant.held == 0
-
-
-def test_a_sender_without_credit_is_noticed():
-    grant = Grant()
-    assert grant.take(WINDOW_UNITS)
-    assert not grant.take(1)
-
-
-# -- wheel
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(0, 20), st.floats(0, 10)), max_size=40), st.lists(st.floats(0.01, 3), max_size=20)
-)
-def test_the_wheel_gives_each_number_once_not_early_and_at_most_a_tick_late(sets, steps):
-    wheel = Wheel(0.0)
-    due_at: dict[int, float] = {}
-    for number, when in sets:
-        wheel.set(number, when)
-        due_at[number] = when
-    now = 0.0
-    for step in [*steps, 20.0]:
-        now += step
-        for number in wheel.due(now):
-            assert due_at.pop(number) <= now
-        assert all(when > now - TICK_S * 1.01 for when in due_at.values())
-    assert not due_at
-    assert len(wheel) == 0
-
-
-def test_a_cleared_number_leaves_nothing():
-    wheel = Wheel(5.0)
-    for i in range(1000):
-        wheel.set(i, 100.0 + i % 7)
-    for i in range(1000):
-        wheel.clear(i)
-    assert len(wheel) == 0
-    assert not wheel._slots
-    assert wheel.due(1000.0) == []
 
 
 # -- replay

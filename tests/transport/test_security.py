@@ -101,7 +101,7 @@ def raw_client(context, endpoint):
 
 def hello(name, node_id, epoch, to, endpoints=None):
     body = {
-        "name": name, "protocol": PROTOCOL, "wire": 1, "to_node": to.node_id, "to_epoch": to.epoch, "sent_units": 0,
+        "name": name, "protocol": PROTOCOL, "wire": 1, "to_node": to.node_id, "to_epoch": to.epoch,
         "endpoints": {"node_rank": 0, "inproc": "", "ipc": endpoints or ["", ""], "tcp": ["", ""]},
     }  # fmt: skip
     return Envelope(kind=Kind.HELLO, src_node=node_id, src_epoch=epoch, dst_epoch=to.epoch, body=orjson.dumps(body))

@@ -25,7 +25,6 @@ from itertools import accumulate, pairwise
 
 import msgspec
 
-from ...core.ids import PeerKey
 from ..wire import InboundSink, Lane
 
 Buffer = bytes | bytearray | memoryview
@@ -35,10 +34,7 @@ VERSION = 1
 NO_TTL = 0xFFFFFFFF
 
 _MAGIC = int.from_bytes(MAGIC, "little")  # a number costs less than two bytes, to make and to compare
-_HEADER = struct.Struct("<HBBHHIQIIIIIII")
-_TTL = struct.Struct("<I")
-_TTL_OFFSET = 32
-_CREDIT_OFFSET = 44
+_HEADER = struct.Struct("<HBBHHIQIIIIII4x")
 _BATCH = struct.Struct("<cBH")
 _SOLE = struct.Struct("<cBHI")
 SOLE_BYTES = _SOLE.size
@@ -46,10 +42,6 @@ _HUGE_FROM = 4 << 20
 _CHUNK = struct.Struct("<c3xIQQ")
 
 HEADER_BYTES = _HEADER.size
-_HEADS = struct.Struct("<IHHIQ12sIIII")  # the same bytes, with fewer words
-pack_head = _HEADS.pack
-"""First word (see `WORDS`), flags, method, actor, corr, address (see `address_of`), ttl_ms, number of frames, length of
-body, credit: with the body behind it an envelope without key, trace, chain and arrays."""
 CHUNK_HEADER_BYTES = _CHUNK.size
 
 
@@ -91,7 +83,7 @@ class Kind(IntEnum):
     """Refused before it ran."""
     CANCEL = 7
     CREDIT = 8
-    """Counters in the header; `method` may ask a question (see `session.Question`)."""
+    """Of a cancelled call: its units are free, no answer will come."""
     PING = 9
     PONG = 10
     GOODBYE = 11
@@ -111,14 +103,6 @@ IDEMPOTENT = 8
 _KNOWN_FLAGS = OPTIONS | IDEMPOTENT
 _UNKNOWN_FLAGS = 0xFFFF & ~_KNOWN_FLAGS
 _KINDS = {int(kind): kind for kind in Kind}
-WORDS = {kind: _MAGIC | VERSION << 16 | kind << 24 for kind in Kind}
-"""First word of an envelope of that kind."""
-_ADDRESS = struct.Struct("<III")
-
-
-def address_of(source: PeerKey, to: PeerKey) -> bytes:
-    """Source, and epoch of the destination, as they lie in a header: one comparison checks both."""
-    return _ADDRESS.pack(source.node_id, source.epoch, to.epoch)
 
 
 class Envelope(msgspec.Struct, frozen=True, gc=False):
@@ -135,8 +119,6 @@ class Envelope(msgspec.Struct, frozen=True, gc=False):
     method: int = 0
     ttl_ms: int = NO_TTL
     """Budget that was left at sending; relative, so clocks need not agree."""
-    credit: int = 0
-    """Units given back so far, modulo 2**16: control lane in the low half, bulk lane in the high half."""
     body: Buffer = b""
     is_idempotent: bool = False
     key: bytes = b""
@@ -166,51 +148,39 @@ class EnvelopeChunk(msgspec.Struct, frozen=True, kw_only=True):
 # -- envelope
 
 
-def encode(envelope: Envelope) -> bytearray:
-    """The bytes of an envelope, in its own memory: arrays may change as soon as this returns. See `pack_head` for the
-    many that have neither options nor arrays."""
+def encode(envelope: Envelope, ttl_ms: int | None = None) -> bytes | bytearray:
+    """The bytes of an envelope, in its own memory: arrays may change as soon as this returns. `ttl_ms`: what is known
+    only at the moment of sending."""
     body, frames = envelope.body, envelope.frames
     extras, flags = options(envelope.key, envelope.trace, envelope.chain)
     if envelope.is_idempotent:
         flags |= IDEMPOTENT
-    table = struct.pack(f"<{len(frames)}I", *map(len, frames)) if frames else b""
-    start = HEADER_BYTES + len(extras) + len(table)
-    end = start + len(body)
-    places: list[int] = []
-    for frame in frames:
-        end = aligned(end, len(frame))
-        places.append(end)
-        end += len(frame)
-    data = bytearray(end)
-    _HEADER.pack_into(
-        data, 0, _MAGIC, VERSION, envelope.kind, flags, envelope.method, envelope.actor, envelope.corr,
-        envelope.src_node, envelope.src_epoch, envelope.dst_epoch, envelope.ttl_ms,
-        len(frames), len(body), envelope.credit,
+    head = _HEADER.pack(
+        _MAGIC, VERSION, envelope.kind, flags, envelope.method, envelope.actor, envelope.corr,
+        envelope.src_node, envelope.src_epoch, envelope.dst_epoch, envelope.ttl_ms if ttl_ms is None else ttl_ms,
+        len(frames), len(body),
     )  # fmt: skip
-    data[HEADER_BYTES:start] = extras + table
-    data[start : start + len(body)] = body
-    for place, frame in zip(places, frames, strict=True):
-        data[place : place + len(frame)] = frame
+    if not frames:
+        return b"".join((head, extras, body))
+    table = struct.pack(f"<{len(frames)}I", *map(len, frames))
+    data = bytearray(encoded_bytes(envelope))
+    end = 0
+    for part in (head, extras, table, body):
+        data[end : end + len(part)] = part
+        end += len(part)
+    for frame in frames:
+        place = aligned(end, len(frame))
+        end = place + len(frame)
+        data[place:end] = frame
     return data
 
 
 def encoded_bytes(envelope: Envelope) -> int:
-    frames = envelope.frames
-    end = (
-        HEADER_BYTES
-        + len(options(envelope.key, envelope.trace, envelope.chain)[0])
-        + 4 * len(frames)
-        + len(envelope.body)
-    )
+    extras, frames = options(envelope.key, envelope.trace, envelope.chain)[0], envelope.frames
+    end = HEADER_BYTES + len(extras) + 4 * len(frames) + len(envelope.body)
     for frame in frames:
         end = aligned(end, len(frame)) + len(frame)
     return end
-
-
-def stamp(data: bytearray, ttl_ms: int, credit: int) -> None:
-    """Set what is known only at the moment of sending."""
-    _TTL.pack_into(data, _TTL_OFFSET, ttl_ms)
-    _TTL.pack_into(data, _CREDIT_OFFSET, credit)
 
 
 def decode(data: memoryview, limits: FrameLimits = LIMITS) -> Envelope | Malformed:
@@ -220,7 +190,6 @@ def decode(data: memoryview, limits: FrameLimits = LIMITS) -> Envelope | Malform
         return Malformed(reason=f"{size} bytes are no envelope")
     (
         magic, version, number, flags, method, actor, corr, src_node, src_epoch, dst_epoch, ttl, num_frames, body_len,
-        credit,
     ) = _HEADER.unpack_from(data)  # fmt: skip
     if magic != _MAGIC:
         return Malformed(reason="wrong magic")
@@ -229,7 +198,7 @@ def decode(data: memoryview, limits: FrameLimits = LIMITS) -> Envelope | Malform
         reason = _objection(version, kind is not None, flags, size, body_len)
         return Malformed(reason=reason, corr=corr, src_node=src_node, src_epoch=src_epoch)
     if size == HEADER_BYTES + body_len and not (num_frames or flags):
-        return Envelope(kind, src_node, src_epoch, dst_epoch, corr, actor, method, ttl, credit, data[HEADER_BYTES:])
+        return Envelope(kind, src_node, src_epoch, dst_epoch, corr, actor, method, ttl, data[HEADER_BYTES:])
     try:
         key, trace, chain, offset = read_options(data, HEADER_BYTES, flags)
         body, frames = read_parts(data, offset, num_frames, body_len, LIMITS.arrays)
@@ -237,7 +206,7 @@ def decode(data: memoryview, limits: FrameLimits = LIMITS) -> Envelope | Malform
         return Malformed(reason=str(error), corr=corr, src_node=src_node, src_epoch=src_epoch)
     return Envelope(
         kind=kind, src_node=src_node, src_epoch=src_epoch, dst_epoch=dst_epoch, corr=corr, actor=actor,
-        method=method, ttl_ms=ttl, credit=credit, is_idempotent=bool(flags & IDEMPOTENT),
+        method=method, ttl_ms=ttl, is_idempotent=bool(flags & IDEMPOTENT),
         key=key, trace=trace, chain=chain, body=body, frames=frames,
     )  # fmt: skip
 

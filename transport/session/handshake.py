@@ -23,11 +23,10 @@ from ..codec import Buffer
 from ..registry.registry import RegistryContract
 from ..wire import ConnectionGuard, Endpoints, Lane, is_public_key
 from .calls import Calls
-from .credit import UNIT_BYTES, WINDOW_UNITS
 from .faults import Fault, encode_fault
 from .frames import HEADER_BYTES, VERSION, Envelope, Kind, encode
 from .heartbeat import Vitals
-from .links import Links
+from .links import UNIT_BYTES, WINDOW_UNITS, Links
 
 MAX_HELLO_BYTES = 4096
 
@@ -43,8 +42,6 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     to_epoch: int
     endpoints: Endpoints
     """Where the sender listens, so that it can be answered without asking the registry."""
-    sent_units: int
-    """Credit spent on this lane before this connection."""
     attempt: int = 1
     """Grows with every connection that the sender makes: a HELLO that was recorded and comes again is an old one."""
 
@@ -63,7 +60,7 @@ def read_hello(body: Buffer) -> Hello:
         raise ValueError(str(error)) from error
     if len(hello.name) > MAX_NAME_LENGTH or NAME_PATTERN.fullmatch(hello.name) is None:
         raise ValueError("that is no node's name")
-    if not (0 <= hello.sent_units <= 0xFFFF and 0 < hello.attempt < 1 << 63):
+    if not 0 < hello.attempt < 1 << 63:
         raise ValueError("numbers out of range")
     _check_endpoints(hello.endpoints)
     return hello

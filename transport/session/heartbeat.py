@@ -253,4 +253,4 @@ class Heartbeat:
         return link.state is LinkState.UP and link is not self._links.itself
 
     def _send(self, link: Link, kind: Kind) -> None:
-        self._links.send_plain(link, kind, 0, msgspec.json.encode(self._vitals()))
+        self._links.send(link, kind, 0, msgspec.json.encode(self._vitals()))

@@ -1,5 +1,10 @@
 """Everything this process knows of one other incarnation, and the way envelopes leave for it. Sans-IO.
 
+Credit bounds what may be under way to a peer, per lane: ZeroMQ's high-water mark counts messages, not bytes, and the
+kernel hides more of them. One unit is one small message or `UNIT_BYTES` of a large one. A call holds its units until it
+is answered, also after its caller has stopped waiting; the callee answers a CANCEL with CREDIT. So the sender alone
+keeps the count, and nothing has to be repaired. Answers need no credit: each was allowed by the call that it answers.
+
 OPENING --connected--> UP --lost--> LOST --connected--> UP
    any --gone--> DOWN          (exit reported, replaced, said goodbye, unreachable, closed)
    DOWN --reopened--> OPENING  (it was only unreachable, and is wanted or heard of again)
@@ -17,16 +22,45 @@ import msgspec
 from ...core.errors import NotSent, StaleEpoch
 from ...core.ids import PeerKey
 from ..wire import Endpoints, Lane, Parcel, Transport
-from .credit import Grant, SendWindow
-from .frames import IDEMPOTENT, NO_TTL, WORDS, Buffer, Envelope, Kind, address_of, pack_head, stamp
+from .frames import NO_TTL, Buffer, Envelope, Kind, encode
 
 if TYPE_CHECKING:
     from .pending import PendingCall
 
 
 STRANGER_LINGER_S = 1.0
-_WORDS = WORDS
-_CONTROL, _BULK, _BOTH = (Lane.CONTROL,), (Lane.BULK,), (Lane.CONTROL, Lane.BULK)
+WINDOW_UNITS = 1024
+UNIT_BYTES = 64 * 1024
+"""1024 units: 1024 messages or 64 MiB."""
+
+
+def cost_of(num_bytes: int) -> int:
+    """Units of a message; one larger than the whole window costs the whole window."""
+    return 1 if num_bytes <= UNIT_BYTES else min(WINDOW_UNITS, -(-num_bytes // UNIT_BYTES))
+
+
+class Window:
+    """Units under way on one lane."""
+
+    __slots__ = ("num_units", "unanswered")
+
+    def __init__(self) -> None:
+        self.num_units = 0
+        self.unanswered: dict[int, int] = {}
+        """Number of a call -> its units; also of calls whose callers wait no more."""
+
+    def has_room(self, cost: int) -> bool:
+        return self.num_units + cost <= WINDOW_UNITS
+
+    def spend(self, corr: int, cost: int) -> None:
+        self.unanswered[corr] = cost
+        self.num_units += cost
+
+    def settle(self, corr: int) -> bool:
+        """It was answered, or never left; False: it holds nothing here."""
+        cost = self.unanswered.pop(corr, 0)
+        self.num_units -= cost
+        return cost > 0
 
 
 class LinkState(Enum):
@@ -55,21 +89,16 @@ _TRANSITIONS: dict[tuple[LinkState, str], LinkState] = {
 class Link:
     """One other incarnation."""
 
-    def __init__(self, key: PeerKey, endpoints: Endpoints, own: PeerKey) -> None:
+    def __init__(self, key: PeerKey, endpoints: Endpoints) -> None:
         self.key = key
-        self.address_out = address_of(own, key)
-        """In the header of what we send to it."""
         self.endpoints = endpoints
         self.state = LinkState.OPENING
         self.is_down = False
-        self.windows = (SendWindow(), SendWindow())
-        self.grants = (Grant(), Grant())
+        self.windows = (Window(), Window())
         self.waiting: tuple[deque[PendingCall], deque[PendingCall]] = (deque(), deque())
         """Calls without credit, per lane, oldest first."""
         self.pending: dict[int, PendingCall] = {}
         self.served: dict[int, Arrival] = {}
-        self.last_word = 0
-        """Of its counters, as it came last."""
         self.sources: list[bytes | None] = [None, None]
         """The connections on which it sends, per lane."""
         self.attempts = [0, 0]
@@ -89,8 +118,7 @@ class Link:
     def reopen(self) -> None:
         """It was given up and is tried again: what we send begins again, what it sends continues where it was."""
         self.on("reopened")
-        self.windows = (SendWindow(), SendWindow())
-        self.last_word = 0
+        self.windows = (Window(), Window())
         self.broken.clear()
         for queue in self.waiting:
             queue.clear()
@@ -99,21 +127,6 @@ class Link:
     def has_business(self) -> bool:
         """A call waits for an answer, here or there: whether the other side is alive is of interest."""
         return bool(self.pending or self.served)
-
-    def credit_word(self) -> int:
-        """Both counters as they travel in a header."""
-        control, bulk = self.grants
-        control.announced, bulk.announced = control.released, bulk.released
-        return control.released | bulk.released << 16
-
-    def take_credit(self, word: int) -> tuple[Lane, ...]:
-        """Apply the other side's counters; the lanes that gained room and have a use for it."""
-        changed = word ^ self.last_word
-        self.last_word = word
-        has_gained = self.windows[0].released(word & 0xFFFF)
-        if changed > 0xFFFF and self.windows[1].released(word >> 16):
-            return _BOTH if has_gained else _BULK
-        return _CONTROL if has_gained else ()
 
 
 class Links:
@@ -133,7 +146,7 @@ class Links:
         """Not to be reached when last tried. They may live and still send: what they said of themselves holds."""
         self.is_closed = False
         """This process is going: no link is opened any more."""
-        self.itself = Link(own, transport.endpoints, own)
+        self.itself = Link(own, transport.endpoints)
         """The way to ourselves: always up, no transport between."""
         self.itself.on("connected")
         self._links[own] = self.itself
@@ -163,7 +176,7 @@ class Links:
                 raise StaleEpoch(f"{key} has ended", remedy="look its name up again")
             self._transport.connect(key, endpoints)
             given_up = self._given_up.pop(key, None)
-            link = self._links[key] = given_up or Link(key, endpoints, self.own)
+            link = self._links[key] = given_up or Link(key, endpoints)
             if given_up is not None:
                 link.endpoints = endpoints
                 link.reopen()
@@ -209,37 +222,19 @@ class Links:
         """What was sent before leaves this process now, not in the next turn of the loop."""
         self._transport.flush()
 
-    def tell_stranger(self, key: PeerKey, endpoints: Endpoints, data: bytearray) -> None:
+    def tell_stranger(self, key: PeerKey, endpoints: Endpoints, data: bytes | bytearray) -> None:
         """Send one envelope to an incarnation that we will not link with."""
         self._transport.connect(key, endpoints)
         self._transport.send(key, Lane.CONTROL, Parcel(data))
         self._transport.disconnect(key, STRANGER_LINGER_S)
 
-    def send(self, link: Link, lane: Lane, data: bytearray, cost: int = 0, ttl_ms: int = NO_TTL) -> Parcel:
-        stamp(data, ttl_ms, link.credit_word())
-        return self._hand_over(link, lane, Parcel(data, cost))
+    def send(self, link: Link, kind: Kind, corr: int = 0, body: Buffer = b"") -> None:
+        """A small envelope with nothing else in it, on the control lane."""
+        own = self.own
+        self.hand_over(link, Lane.CONTROL, Envelope(kind, own.node_id, own.epoch, link.key.epoch, corr, body=body))
 
-    def send_plain(  # noqa: PLR0913  # the fields of a header, and nearly all have a default
-        self,
-        link: Link,
-        kind: Kind,
-        corr: int,
-        body: Buffer = b"",
-        actor: int = 0,
-        method: int = 0,
-        is_idempotent: bool = False,
-        cost: int = 0,
-        ttl_ms: int = NO_TTL,
-        lane: Lane = Lane.CONTROL,
-    ) -> Parcel:
-        """The same for an envelope without options and arrays, which is made here and now."""
-        header = pack_head(
-            _WORDS[kind], IDEMPOTENT if is_idempotent else 0, method, actor, corr, link.address_out, ttl_ms,
-            0, len(body), link.credit_word(),
-        )  # fmt: skip
-        return self._hand_over(link, lane, Parcel(header + body, cost))
-
-    def _hand_over(self, link: Link, lane: Lane, parcel: Parcel) -> Parcel:
+    def hand_over(self, link: Link, lane: Lane, envelope: Envelope, ttl_ms: int = NO_TTL) -> Parcel:
+        parcel = Parcel(encode(envelope, ttl_ms))
         if link is self.itself:
             parcel.is_sent = True
             self._loop_back(lane, parcel.data)
@@ -252,14 +247,12 @@ class Arrival(msgspec.Struct, eq=False):
     """One call that came in."""
 
     link: Link
-    """On which it came; the answer goes by the one that its caller has then."""
     lane: Lane
     envelope: Envelope
-    cost: int
     deadline_at: float | None
     """On this process's monotonic clock."""
     is_cast: bool
-    is_taken_up: bool = False
+    has_begun: bool = False
     is_answered: bool = False
     handle: Any = None
     """For the host's use, until it is answered: it refers back to this, and a cycle for every call would be left to the

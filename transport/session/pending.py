@@ -12,8 +12,8 @@ from ...core.errors import CallError, MessageTooLarge, MyxaError
 from ...core.handlers import HandlerKind
 from ...core.ids import PeerKey
 from ..wire import Endpoints, Lane, Parcel
-from .credit import cost_of
-from .frames import HEADER_BYTES, NO_TTL, Buffer, Envelope, FrameLimits, Kind, encoded_bytes
+from .frames import NO_TTL, Buffer, Envelope, FrameLimits, Kind, encoded_bytes
+from .links import cost_of
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,30 +70,31 @@ class PendingCall(msgspec.Struct, eq=False):
     sink: CallSink
     state: CallState = CallState.WAITING
     peer: PeerKey = NO_PEER
-    route: Route | None = None
-    """Where it goes; what is said of the call at sending comes from here and from the order ..."""
     cost: int = 0
     num_sent: int = 0
     """How often it was handed to the transport."""
     parcel: Parcel | None = None
-    whole: Envelope | None = None
-    """... unless it has options or arrays: then this is encoded when there is credit for it."""
+    envelope: Envelope | None = None
+    """As it is sent; encoded when there is credit for it, not before."""
     lane: Lane = Lane.CONTROL
-    is_timed: bool = False
+    due_at: float | None = None
+    """When it ends without an answer: at its deadline, or sooner."""
+    is_told: bool = False
+    """Its caller has been told the end: a cast that is on its way."""
     doom: str = ""
     """Why there will be no answer, if it is not on its way already."""
 
     def address(self, route: Route, own: PeerKey, limits: FrameLimits) -> None:
         """It goes there. Raises MessageTooLarge."""
         order = self.order
-        self.peer, self.route = route.peer, route
-        num_bytes = HEADER_BYTES + len(order.body)
-        if order.chain or order.frames or order.key or order.trace or num_bytes > limits.bulk_from:
-            self.whole = envelope_of(self, order, route, own)  # copied when there is credit, not before
-            num_bytes = encoded_bytes(self.whole)
-            self.lane = Lane.BULK if num_bytes > limits.bulk_from else Lane.CONTROL
-        else:
-            self.whole, self.lane = None, Lane.CONTROL
+        envelope = self.envelope = Envelope(
+            kind=Kind.CAST if order.kind == "cast" else Kind.CALL, corr=self.corr,
+            src_node=own.node_id, src_epoch=own.epoch, dst_epoch=route.peer.epoch,
+            actor=route.actor, method=route.method, is_idempotent=order.is_resendable,
+            key=order.key, trace=order.trace, chain=order.chain, body=order.body, frames=order.frames,
+        )  # fmt: skip
+        self.peer, num_bytes = route.peer, encoded_bytes(envelope)
+        self.lane = Lane.BULK if num_bytes > limits.bulk_from else Lane.CONTROL
         self.cost = cost_of(num_bytes)
         if num_bytes > limits.message or len(order.body) > limits.body:
             raise MessageTooLarge(
@@ -116,15 +117,6 @@ class PendingCall(msgspec.Struct, eq=False):
 
 
 RouteOf = Callable[[CallOrder], Route | CallError | None]
-
-
-def envelope_of(call: PendingCall, order: CallOrder, route: Route, own: PeerKey) -> Envelope:
-    return Envelope(
-        kind=Kind.CAST if order.kind == "cast" else Kind.CALL, corr=call.corr,
-        src_node=own.node_id, src_epoch=own.epoch, dst_epoch=route.peer.epoch, actor=route.actor, method=route.method,
-        is_idempotent=order.is_resendable, key=order.key, trace=order.trace, chain=order.chain,
-        body=order.body, frames=order.frames,
-    )  # fmt: skip
 
 
 def ttl_ms_of(order: CallOrder, now: float) -> int:

@@ -1,7 +1,7 @@
 """The callee's side of the session: calls of others that this process answers. Sans-IO.
 
-Every call that arrives is answered exactly once (a cast: at most once, if it is refused), unless its caller is gone or
-has cancelled it.
+Every call and cast that arrives is answered exactly once, unless its caller is gone or has cancelled it (then only its
+credit goes back).
 
 `ReplayCache` remembers keyed puts of this incarnation, so that one sent twice is executed once. Bounded by number,
 bytes and age. Survives reconnects, not a restart: over a restart the actor's own ledger decides. A failed put is
@@ -25,13 +25,12 @@ from ...core.errors import (
     NotPermitted,
 )
 from ..wire import Lane
-from .credit import cost_of
 from .faults import encode_fault
-from .frames import HEADER_BYTES, LIMITS, NO_TTL, Buffer, Envelope, FrameLimits, Kind, encode
+from .frames import LIMITS, NO_TTL, Buffer, Envelope, FrameLimits, Kind, encoded_bytes
 from .links import Arrival, Link, Links
 
 _WRONG = (BadRequest, NoSuchActor, NoSuchMethod, NotPermitted)
-_CAST, _REPLY, _CREDIT = Kind.CAST, Kind.REPLY, Kind.CREDIT  # members of an Enum are looked up in Python
+_CAST, _REPLY = Kind.CAST, Kind.REPLY  # members of an Enum are looked up in Python
 
 
 class Host(Protocol):
@@ -55,7 +54,6 @@ class Serving:
         self._clock = clock
         self._now = clock.monotonic
         self._limits = limits
-        self._small_body = limits.bulk_from - HEADER_BYTES
         self._replay: ReplayCache[Arrival] = ReplayCache()
         self.num_wrong = 0
         """Calls to actors and handlers that are not here, with wrong types, or beyond the caller's role."""
@@ -65,7 +63,7 @@ class Serving:
     def num_replayed(self) -> int:
         return self._replay.num_replayed
 
-    def on_call(self, link: Link, lane: Lane, envelope: Envelope, num_bytes: int) -> None:
+    def on_call(self, link: Link, lane: Lane, envelope: Envelope, _num_bytes: int) -> None:
         corr = envelope.corr
         if not envelope.is_idempotent:
             # Numbers grow along a lane, and what may run only once is never sent again: this is a copy of it.
@@ -76,10 +74,8 @@ class Serving:
             newest[lane] = corr
         now, ttl_ms = self._now(), envelope.ttl_ms
         deadline_at = None if ttl_ms == NO_TTL else now + ttl_ms / 1000
-        is_cast, cost = envelope.kind is _CAST, cost_of(num_bytes)
-        arrival = Arrival(link, lane, envelope, cost, deadline_at, is_cast)
-        link.grants[lane].take(cost)
-        if not is_cast:
+        arrival = Arrival(link, lane, envelope, deadline_at, envelope.kind is _CAST)
+        if not arrival.is_cast:  # one of a process that has ended is executed all the same
             link.served[corr] = arrival
         if envelope.key and not self._is_first(arrival, now):
             return
@@ -90,8 +86,6 @@ class Serving:
 
     def _is_first(self, arrival: Arrival, now: float) -> bool:
         is_first, answer = self._replay.begin(arrival.envelope.key, arrival, now)
-        if not is_first:
-            self.take_up(arrival)
         if answer is not None:
             self._answer(arrival, Kind.REPLY, *answer)
         return is_first
@@ -100,6 +94,7 @@ class Serving:
         arrival = link.served.pop(envelope.corr, None)
         if arrival is not None:
             self._drop(arrival)
+        self._links.send(link, Kind.CREDIT, envelope.corr)
 
     def on_gone(self, link: Link) -> None:
         for arrival in list(link.served.values()):
@@ -107,34 +102,18 @@ class Serving:
         link.served.clear()
 
     def _drop(self, arrival: Arrival) -> None:
-        if not arrival.envelope.key:
-            arrival.is_answered = True
+        arrival.is_answered = True
         self._host.abandon(arrival)
-        self.take_up(arrival)
-
-    def take_up(self, arrival: Arrival) -> None:
-        """It left the mailbox: its credit goes back to the sender."""
-        if arrival.is_taken_up:
-            return
-        arrival.is_taken_up = True
-        link = self._link_to(arrival) if arrival.link.is_down else arrival.link
-        if link is not None and link.grants[arrival.lane].give(arrival.cost):
-            self._links.send_plain(link, Kind.CREDIT, 0)
 
     def begin(self, arrival: Arrival) -> None:
         """Its handler begins. Raises DeadlineExceeded if its time was over before: then it is not executed."""
         if arrival.deadline_at is not None and self._now() > arrival.deadline_at:
             raise DeadlineExceeded("its deadline passed before it was executed", remedy="it was not executed")
-        self.take_up(arrival)
-
-    def left_s(self, arrival: Arrival) -> float | None:
-        """Of its caller's patience; None: no limit."""
-        return None if arrival.deadline_at is None else max(0.0, arrival.deadline_at - self._clock.monotonic())
+        arrival.has_begun = True
 
     def reply(self, arrival: Arrival, body: Buffer, frames: tuple[Buffer, ...]) -> None:
         """The handler's result. Raises MessageTooLarge: then it is still unanswered."""
-        if arrival.is_answered or arrival.is_cast:
-            self._settle(arrival)
+        if arrival.is_answered and not arrival.envelope.key:
             return
         if frames or len(body) > self._limits.bulk_from:
             num_bytes = len(body) + sum(map(len, frames))
@@ -147,50 +126,40 @@ class Serving:
             self._answer(arrival, _REPLY, body, frames)
 
     def fail(self, arrival: Arrival, error: BaseException) -> None:
-        """It was refused, or the handler raised. Casts: only a refusal is sent."""
-        is_refusal = isinstance(error, CallError) and not error.callee and not arrival.is_taken_up
+        """It was refused, or the handler raised."""
+        is_refusal = isinstance(error, CallError) and not error.callee and not arrival.has_begun
         self.num_wrong += isinstance(error, _WRONG) and not error.callee
-        self.take_up(arrival)
         body = encode_fault(error)
         kind = Kind.NACK if is_refusal else Kind.ERROR
         waiting = self._replay.failed(arrival.envelope.key) if arrival.envelope.key else [arrival]
         for waiter in waiting:
-            if not waiter.is_cast or is_refusal:
-                self._answer(waiter, kind, body)
+            self._answer(waiter, kind, body)
         self._settle(arrival)
 
     def refuse_unread(self, link: Link, corr: int, error: CallError) -> None:
         """Refuse a message that could not even be taken as a call."""
-        self._links.send_plain(link, Kind.NACK, corr, encode_fault(error))
+        self._links.send(link, Kind.NACK, corr, encode_fault(error))
 
     def _answer(self, arrival: Arrival, kind: Kind, body: Buffer = b"", frames: tuple[Buffer, ...] = ()) -> None:
-        if not arrival.is_answered and (link := self._link_to(arrival)) is not None:
-            self._send(link, arrival, kind, body, frames)
+        if not arrival.is_answered and not arrival.link.is_down:
+            self._send(arrival, kind, body, frames)
         self._settle(arrival)
-
-    def _link_to(self, arrival: Arrival) -> Link | None:
-        """The way to its caller; not the one on which it came, if that was given up and there is another."""
-        return self._links.find(arrival.peer) if arrival.link.is_down else arrival.link
 
     def _settle(self, arrival: Arrival) -> None:
         arrival.is_answered = True
         arrival.handle = None
-        link = self._link_to(arrival)
-        if link is not None and link.served.get(arrival.envelope.corr) is arrival:
-            del link.served[arrival.envelope.corr]
+        served, corr = arrival.link.served, arrival.envelope.corr
+        if served.get(corr) is arrival:
+            del served[corr]
 
-    def _send(self, link: Link, arrival: Arrival, kind: Kind, body: Buffer, frames: tuple[Buffer, ...]) -> None:
-        corr = arrival.envelope.corr
-        if not frames and len(body) <= self._small_body:
-            self._links.send_plain(link, kind, corr, body)
-            return
-        own = self._links.own
+    def _send(self, arrival: Arrival, kind: Kind, body: Buffer, frames: tuple[Buffer, ...]) -> None:
+        own, link = self._links.own, arrival.link
         envelope = Envelope(
-            kind=kind, src_node=own.node_id, src_epoch=own.epoch, dst_epoch=arrival.peer.epoch, corr=corr,
-            body=body, frames=frames,
+            kind=kind, src_node=own.node_id, src_epoch=own.epoch, dst_epoch=link.key.epoch,
+            corr=arrival.envelope.corr, body=body, frames=frames,
         )  # fmt: skip
-        data = encode(envelope)
-        self._links.send(link, Lane.BULK if len(data) > self._limits.bulk_from else Lane.CONTROL, data)
+        lane = Lane.BULK if encoded_bytes(envelope) > self._limits.bulk_from else Lane.CONTROL
+        self._links.hand_over(link, lane, envelope)
 
 
 W = TypeVar("W")

@@ -1,42 +1,27 @@
 """The session layer of one process: who the peers are, and where each envelope goes. Sans-IO.
 
 It runs unchanged over sockets, over the in-process transport, or in a test.
-The first envelope of a connection is HELLO; everything before it is dropped. An envelope for another incarnation, or
-from one that is over, has no effect.
-
-`Repair` recovers messages that were lost on a living connection:
-
-    a put, or the answer to it  the put is sent again; the callee answers from its memory
-    a CANCEL                    the callee asks whether the caller still waits
-    a call, with its credit     a sender without credit says what it has sent; what did not arrive is given back
-
-Other lost calls and answers end by their deadline. Repair runs every `EVERY_S`, only on calls that make no progress,
-and is not on the path of a call. All its questions are CREDIT envelopes, distinguished by `method`.
-
-`InboundRouter`: what comes from a known peer for this incarnation goes to the handler of its kind, all else is counted,
-and refused or dropped. `ProtocolViolations` bans a connection with too many violations within a minute, for a while.
+The first envelope of a connection is HELLO; everything before it is dropped. What comes from a known peer for this
+incarnation goes to the handler of its kind. All else is counted, and refused or dropped: an envelope for another
+incarnation, or from one that is over, has no effect. A connection that sends nonsense too often is banned.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Hashable, Mapping
-from enum import IntEnum
+from collections import Counter, OrderedDict
+from collections.abc import Callable
 from typing import Protocol
 
 from ...core.clock import Clock
 from ...core.errors import BadRequest, LaunchError, MyxaError, Overloaded, StaleEpoch
 from ...core.ids import PeerKey
 from ..wire import ConnectionGuard, Lane, Transport
-from . import credit
 from .calls import Calls
-from .credit import cost_of
 from .faults import decode_fault, encode_fault
 from .frames import LIMITS, VERSION, Buffer, Envelope, FrameLimits, Kind, Malformed, decode, encode, peek
 from .handshake import PROTOCOL, Handshake, Hello, read_goodbye, read_hello, write_goodbye, write_hello
 from .heartbeat import Heartbeat, HeartbeatHost
-from .links import Link, Links, LinkState
-from .pending import CallState, PendingCall
+from .links import Link, Links
 from .serving import Host, Serving
 
 LOOPBACK = b"self"
@@ -45,266 +30,10 @@ _HELLO = Kind.HELLO  # members of an Enum are looked up in Python
 Handler = Callable[[Link, Lane, Envelope, int], None]
 """Of one kind of envelope; the number is its length in bytes."""
 
-
-class InboundRouter:
-    """Routes envelopes to their handlers. The part of `wire.InboundSink` that takes bytes."""
-
-    def __init__(
-        self,
-        links: Links,
-        calls: Calls,
-        serving: Serving,
-        clock: Clock,
-        limits: FrameLimits,
-        door: ConnectionGuard | None,
-        counters: Counter[str],
-        session: Session,
-        handlers: Mapping[Kind, Handler],
-    ) -> None:
-        self._links = links
-        self._calls = calls
-        self._serving = serving
-        self._clock = clock
-        self._limits = (limits.of_control(), limits)
-        self._door = door
-        self._counters = counters
-        self._session = session
-        self._handlers = handlers
-        self._epoch = links.own.epoch
-        self._violations = ProtocolViolations()
-        self._sources: tuple[dict[bytes, Link], dict[bytes, Link]] = ({}, {})
-        for sources in self._sources:
-            sources[LOOPBACK] = links.itself
-
-    # -- who is who
-
-    def link_of(self, source: bytes, lane: Lane) -> Link | None:
-        """Who sends on that connection; None: it has not said so."""
-        return self._sources[lane].get(source)
-
-    def is_known(self, source: bytes, lane: Lane) -> bool:
-        return source in self._sources[lane]
-
-    def adopt(self, link: Link, source: bytes, lane: Lane) -> bytes | None:
-        """From now on that peer sends on that connection; the one before it, which is over, is returned."""
-        previous = link.sources[lane]
-        link.sources[lane] = source
-        self._sources[lane][source] = link
-        if previous is not None and previous != source:
-            self._sources[lane].pop(previous, None)
-            self._violations.forgive(previous)
-        return previous
-
-    def drop(self, link: Link) -> None:
-        """Envelopes on that peer's connections have no sender from now on."""
-        for lane in Lane:
-            source = link.sources[lane]
-            if source is not None:
-                self._sources[lane].pop(source, None)
-                self._violations.forgive(source)
-
-    # -- what comes
-
-    def received(self, source: bytes, lane: Lane, data: memoryview) -> None:
-        if self._links.is_closed or (self._violations.has_bans and self._is_banned(source)):
-            return
-        envelope = decode(data, self._limits[lane])
-        link = self._sources[lane].get(source)
-        if (
-            link is None
-            or type(envelope) is not Envelope
-            or envelope.kind is _HELLO
-            or envelope.dst_epoch != self._epoch
-            or (envelope.src_node, envelope.src_epoch) != link.key
-            or (link.is_down and not self._session.is_back(link, envelope))
-        ):
-            self._on_irregular(source, lane, link, envelope)
-            return
-        if envelope.credit != link.last_word:
-            for room in link.take_credit(envelope.credit):
-                if link.waiting[room]:
-                    self._calls.on_room(link, room)
-        self._handlers[envelope.kind](link, lane, envelope, len(data))
-
-    def _on_irregular(self, source: bytes, lane: Lane, link: Link | None, envelope: Envelope | Malformed) -> None:
-        """Something else than an envelope for this incarnation from one that has said who it is."""
-        if isinstance(envelope, Malformed):
-            self.malformed(source, lane, envelope.reason)
-            if link is not None and envelope.corr and PeerKey(envelope.src_node, envelope.src_epoch) == link.key:
-                self._serving.refuse_unread(link, envelope.corr, BadRequest(f"malformed: {envelope.reason}"))
-            return
-        if envelope.kind is _HELLO:
-            self._session.on_hello(source, lane, envelope)
-        elif link is None or link.is_down:
-            self._counters["before_hello"] += 1
-        elif (envelope.src_node, envelope.src_epoch) != link.key:
-            self.malformed(source, lane, "sender is not who it said it was")
-        else:
-            self._session.on_stale(link, envelope)
-
-    def malformed(self, source: bytes, lane: Lane, reason: str) -> None:
-        if self._violations.has_bans and self._is_banned(source):
-            return
-        self._counters["malformed"] += 1
-        if source != LOOPBACK and self._violations.record(source, self._clock.monotonic()):
-            self._counters["banned"] += 1
-            self._sources[lane].pop(source, None)
-            if self._door is not None:
-                self._door.ban(source, lane)
-
-    def overflowed(self, source: bytes, lane: Lane, head: bytes, total: int) -> None:
-        self._counters["overflowed"] += 1
-        link, known = self._sources[lane].get(source), peek(head)
-        if link is not None and known is not None and known[0] in (Kind.CALL, Kind.CAST):
-            link.grants[lane].take(cost := cost_of(total))
-            link.grants[lane].give(cost)
-            error = Overloaded("so much is being received that there is no memory for it", retry_after_s=1.0)
-            self._serving.refuse_unread(link, known[1], error)
-
-    def _is_banned(self, source: bytes) -> bool:
-        if not self._violations.is_banned(source, self._clock.monotonic()):
-            return False
-        self._counters["from_banned"] += 1
-        return True
-
-
 MAX_VIOLATIONS = 100
-WINDOW_S = 60.0
-BAN_S = 60.0
+"""Of the protocol; a connection with more of them is not listened to any more."""
 MAX_SOURCES = 4096
-
-
-class ProtocolViolations:
-    """Of all connections of one process."""
-
-    def __init__(self) -> None:
-        self._violations: OrderedDict[bytes, deque[float]] = OrderedDict()
-        self._banned: OrderedDict[bytes, float] = OrderedDict()
-        self.has_bans = False
-        """Whether asking for a ban is worth it."""
-        self.num_bans = 0
-
-    def __len__(self) -> int:
-        return len(self._violations) + len(self._banned)
-
-    def record(self, source: bytes, now: float) -> bool:
-        """One more; True if this one was too many: the source is banned from now on."""
-        times = self._violations.get(source)
-        if times is None:
-            times = self._violations[source] = deque(maxlen=MAX_VIOLATIONS + 1)
-            if len(self._violations) > MAX_SOURCES:
-                self._violations.popitem(last=False)
-        times.append(now)
-        if len(times) <= MAX_VIOLATIONS or now - times[0] > WINDOW_S:
-            return False
-        del self._violations[source]
-        self._banned[source] = now + BAN_S
-        self._banned.move_to_end(source)
-        if len(self._banned) > MAX_SOURCES:
-            self._banned.popitem(last=False)
-        self.num_bans += 1
-        self.has_bans = True
-        return True
-
-    def is_banned(self, source: bytes, now: float) -> bool:
-        while self._banned and next(iter(self._banned.values())) <= now:  # the oldest ban ends first
-            self._banned.popitem(last=False)
-        self.has_bans = bool(self._banned)
-        return source in self._banned
-
-    def forgive(self, source: bytes) -> None:
-        self._violations.pop(source, None)
-
-
-EVERY_S = 1.0
-PATIENCE_S = 5.0
-"""A put without an answer is sent again after so long, then twice as long, ..."""
-MAX_PATIENCE_S = 60.0
-SLOW_BYTES_PER_S = 10e6
-"""A large put is given the time that it takes at this rate."""
-STILL_WANTED_S = 20.0
-"""How often a callee asks whether the caller of a long call still waits."""
-
-
-class Question(IntEnum):
-    """`method` of a CREDIT envelope."""
-
-    NONE = 0
-    """Only the counters in the header."""
-    STILL_WANTED = 1
-    """To the caller: does anybody still wait for that call?"""
-    SENT = 2
-    """`actor` units were sent on this lane before this."""
-
-
-class Repair:
-    """One session's."""
-
-    def __init__(self, links: Links, calls: Calls, serving: Serving, clock: Clock) -> None:
-        self._links = links
-        self._calls = calls
-        self._serving = serving
-        self._clock = clock
-        self._next_at = clock.monotonic() + EVERY_S
-        self._since: dict[Hashable, tuple[object, float]] = {}
-        self._seen: dict[Hashable, tuple[object, float]] = {}
-        self.num_sent_again = 0
-
-    def tick(self) -> None:
-        now = self._clock.monotonic()
-        if now < self._next_at:
-            return
-        self._next_at = now + EVERY_S
-        self._since, self._seen = self._seen, {}
-        for link in self._links.all():
-            if link.state is LinkState.UP and link is not self._links.itself:
-                for call in list(link.pending.values()):
-                    self._look_at_put(link, call, now)
-                self._look_at_served(link, now)
-                self._look_at_credit(link, now)
-
-    def on_credit(self, link: Link, lane: Lane, envelope: Envelope, _num_bytes: int) -> None:
-        if envelope.method == Question.STILL_WANTED and envelope.corr not in link.pending:
-            self._links.send_plain(link, Kind.CANCEL, envelope.corr)  # it has not heard the first
-        elif envelope.method == Question.SENT:
-            link.grants[lane].resync(envelope.actor)
-            self._links.send_plain(link, Kind.CREDIT, 0)
-
-    # -- looking
-
-    def _look_at_put(self, link: Link, call: PendingCall, now: float) -> None:
-        if call.order.kind != "put" or call.state is not CallState.SENT or not call.was_sent:
-            return
-        under_way_s = call.cost * credit.UNIT_BYTES / SLOW_BYTES_PER_S
-        patience_s = min(MAX_PATIENCE_S, (PATIENCE_S + under_way_s) * 2 ** (call.num_sent - 1))
-        if self._stood_still_s(("put", call.corr), call.num_sent, now) >= patience_s:
-            self.num_sent_again += 1
-            self._calls.send_again(link, call)
-
-    def _look_at_served(self, link: Link, now: float) -> None:
-        for corr, arrival in link.served.items():
-            key = ("served", link.key, corr)
-            if self._stood_still_s(key, arrival, now) >= STILL_WANTED_S:
-                self._seen[key] = (arrival, now)
-                self._links.send_plain(link, Kind.CREDIT, corr, method=Question.STILL_WANTED)
-
-    def _look_at_credit(self, link: Link, now: float) -> None:
-        for lane in Lane:
-            window = link.windows[lane]
-            key = ("credit", link.key, lane)
-            is_short = link.waiting[lane] or not window.has_room(credit.WINDOW_UNITS // 2)
-            if is_short and self._stood_still_s(key, window.counters, now) >= PATIENCE_S:
-                self._seen[key] = (window.counters, now)
-                self._links.send_plain(link, Kind.CREDIT, 0, actor=window.num_sent, method=Question.SENT, lane=lane)
-
-    def _stood_still_s(self, key: Hashable, mark: object, now: float) -> float:
-        known = self._since.get(key)
-        if known is None or known[0] != mark:
-            known = (mark, now)
-        self._seen[key] = known
-        return now - known[1]
-
-
+"""Connections whose violations are remembered."""
 ANOTHER = "asked for another incarnation than"
 REPLACED = "was replaced, or was reported dead"
 GOODBYE_LINGER_S = 2.0
@@ -333,17 +62,16 @@ class Session:
         self._links = Links(own, transport, host.loop_back)
         self.calls = Calls(self._links, clock, limits)
         self.serving = Serving(self._links, host, clock, limits)
-        self.repair = Repair(self._links, self.calls, self.serving, clock)
         self.heartbeat = Heartbeat(self._links, host, clock, self.counters)
         self._clock = clock
         self._door = door
         self._handshake = Handshake(self._links, self.calls, self.counters, door, self.peer_over)
         self._num_greetings = 0
-        handlers: dict[Kind, Handler] = {
+        self._handlers: dict[Kind, Handler] = {
             Kind.CALL: self.serving.on_call,
             Kind.CAST: self.serving.on_call,
             Kind.CANCEL: self.serving.on_cancel,
-            Kind.CREDIT: self.repair.on_credit,
+            Kind.CREDIT: self.calls.on_credit,
             Kind.REPLY: self.calls.on_answer,
             Kind.ERROR: self.calls.on_answer,
             Kind.NACK: self._on_nack,
@@ -351,23 +79,87 @@ class Session:
             Kind.PONG: self.heartbeat.on_pong,
             Kind.GOODBYE: self._on_goodbye,
         }
-        self._router = InboundRouter(
-            self._links, self.calls, self.serving, clock, limits, door, self.counters, self, handlers
-        )
-        self.received = self._router.received
-        self.malformed = self._router.malformed
-        self.is_known = self._router.is_known
-        self.overflowed = self._router.overflowed
+        self._limits = (limits.of_control(), limits)
+        self._violations: OrderedDict[bytes, int] = OrderedDict()
+        self._sources: tuple[dict[bytes, Link], dict[bytes, Link]] = ({}, {})
+        for sources in self._sources:
+            sources[LOOPBACK] = self._links.itself
 
     # -- from the transport
 
-    def greeting(self, peer: PeerKey, lane: Lane, sent_units: int) -> bytearray:
+    def is_known(self, source: bytes, lane: Lane) -> bool:
+        return source in self._sources[lane]
+
+    def received(self, source: bytes, lane: Lane, data: memoryview) -> None:
+        if self._links.is_closed or (self._violations and self._is_banned(source)):
+            return
+        envelope = decode(data, self._limits[lane])
+        link = self._sources[lane].get(source)
+        if (
+            link is None
+            or type(envelope) is not Envelope
+            or envelope.kind is _HELLO
+            or envelope.dst_epoch != self._epoch
+            or (envelope.src_node, envelope.src_epoch) != link.key
+            or (link.is_down and not self._is_back(link, envelope))
+        ):
+            self._on_irregular(source, lane, link, envelope)
+            return
+        self._handlers[envelope.kind](link, lane, envelope, len(data))
+
+    def _on_irregular(self, source: bytes, lane: Lane, link: Link | None, envelope: Envelope | Malformed) -> None:
+        """Something else than an envelope for this incarnation from one that has said who it is."""
+        if isinstance(envelope, Malformed):
+            self.malformed(source, lane, envelope.reason)
+            if link is not None and envelope.corr and PeerKey(envelope.src_node, envelope.src_epoch) == link.key:
+                self.serving.refuse_unread(link, envelope.corr, BadRequest(f"malformed: {envelope.reason}"))
+            return
+        if envelope.kind is _HELLO:
+            self._on_hello(source, lane, envelope)
+        elif link is None or link.is_down:
+            self.counters["before_hello"] += 1
+        elif (envelope.src_node, envelope.src_epoch) != link.key:
+            self.malformed(source, lane, "sender is not who it said it was")
+        else:
+            self._on_stale(link, envelope)
+
+    def malformed(self, source: bytes, lane: Lane, reason: str) -> None:
+        del reason
+        if self._is_banned(source):
+            return
+        self.counters["malformed"] += 1
+        if source == LOOPBACK:
+            return
+        self._violations[source] = self._violations.get(source, 0) + 1
+        self._violations.move_to_end(source)
+        if len(self._violations) > MAX_SOURCES:
+            self._violations.popitem(last=False)
+        if self._violations[source] > MAX_VIOLATIONS:
+            self.counters["banned"] += 1
+            self._sources[lane].pop(source, None)
+            if self._door is not None:
+                self._door.ban(source, lane)
+
+    def _is_banned(self, source: bytes) -> bool:
+        if self._violations.get(source, 0) <= MAX_VIOLATIONS:
+            return False
+        self.counters["from_banned"] += 1
+        return True
+
+    def overflowed(self, source: bytes, lane: Lane, head: bytes, total: int) -> None:
+        del total
+        self.counters["overflowed"] += 1
+        link, known = self._sources[lane].get(source), peek(head)
+        if link is not None and known is not None and known[0] in (Kind.CALL, Kind.CAST):
+            error = Overloaded("so much is being received that there is no memory for it", retry_after_s=1.0)
+            self.serving.refuse_unread(link, known[1], error)
+
+    def greeting(self, peer: PeerKey, lane: Lane) -> bytes | bytearray:
         del lane
         self._num_greetings += 1
         hello = Hello(
             name=self._name, protocol=PROTOCOL, wire=VERSION, to_node=peer.node_id, to_epoch=peer.epoch,
-            endpoints=self._transport.endpoints, sent_units=sent_units & 0xFFFF,
-            attempt=self._num_greetings,
+            endpoints=self._transport.endpoints, attempt=self._num_greetings,
         )  # fmt: skip
         return encode(self._envelope(Kind.HELLO, peer, body=write_hello(hello)))
 
@@ -414,7 +206,6 @@ class Session:
     def tick(self) -> None:
         """Time has passed."""
         self.calls.expire()
-        self.repair.tick()
         self.heartbeat.tick()
 
     def peer_over(self, key: PeerKey, why: str) -> None:
@@ -424,7 +215,7 @@ class Session:
         if link is not None and key != self.own:
             self._down(link, why)
         for given_up in self._links.take_ended(key):
-            self._router.drop(given_up)
+            self._drop_sources(given_up)
             self._links.forget_sources(given_up)
 
     def peers(self) -> tuple[PeerKey, ...]:
@@ -435,7 +226,7 @@ class Session:
         """Tell everybody that new calls are not taken any more; those under way are finished."""
         for link in self._links.all():
             if link.key != self.own:
-                self._links.send_plain(link, Kind.GOODBYE, 0, write_goodbye(retry_after_s))
+                self._links.send(link, Kind.GOODBYE, 0, write_goodbye(retry_after_s))
 
     def close(self) -> None:
         """Say goodbye to everybody; calls that are still pending end now."""
@@ -443,12 +234,12 @@ class Session:
         self._links.is_closed = True
         for link in self._links.all():
             if link.key != self.own:
-                self._links.send_plain(link, Kind.GOODBYE, 0)
+                self._links.send(link, Kind.GOODBYE)
                 self._down(link, "this process is closing", GOODBYE_LINGER_S)
 
     # -- peers
 
-    def on_hello(self, source: bytes, lane: Lane, envelope: Envelope) -> None:
+    def _on_hello(self, source: bytes, lane: Lane, envelope: Envelope) -> None:
         key = PeerKey(envelope.src_node, envelope.src_epoch)
         if objection := self._objection(source, lane, key, envelope.body):
             self.malformed(source, lane, f"HELLO: {objection}")
@@ -481,20 +272,29 @@ class Session:
         except LaunchError:
             self.counters["cannot_answer"] += 1
             return
-        self._adopt(link, source, lane, hello.sent_units)
+        self._adopt(link, source, lane)
 
     def _objection(self, source: bytes, lane: Lane, key: PeerKey, body: Buffer) -> str:
-        known = self._router.link_of(source, lane)
+        known = self._sources[lane].get(source)
         if known is not None and known.key != key:
             return f"this connection is that of {known.key}"
         return self._handshake.objection(source, lane, key, body)
 
-    def _adopt(self, link: Link, source: bytes, lane: Lane, sent_units: int) -> None:
-        link.grants[lane].resync(sent_units)
-        previous = self._router.adopt(link, source, lane)
+    def _adopt(self, link: Link, source: bytes, lane: Lane) -> None:
+        """From now on that peer sends on that connection; the one before it is over."""
+        previous = link.sources[lane]
+        link.sources[lane] = source
+        self._sources[lane][source] = link
         if previous is not None and previous != source:
+            self._sources[lane].pop(previous, None)
             self._transport.forget(previous, lane)
             self.calls.on_blip(link)
+
+    def _drop_sources(self, link: Link) -> None:
+        """Envelopes on that peer's connections have no sender from now on."""
+        for lane in Lane:
+            if (source := link.sources[lane]) is not None:
+                self._sources[lane].pop(source, None)
 
     def _refuse(self, key: PeerKey, hello: Hello, error: StaleEpoch) -> None:
         self.counters["hello_stale"] += 1
@@ -506,7 +306,7 @@ class Session:
         except LaunchError:
             self.counters["cannot_answer"] += 1
 
-    def on_stale(self, link: Link, envelope: Envelope) -> None:
+    def _on_stale(self, link: Link, envelope: Envelope) -> None:
         self.counters["stale"] += 1
         if envelope.kind in (Kind.CALL, Kind.CAST):
             error = StaleEpoch(f"meant for epoch {envelope.dst_epoch}, this is epoch {self.own.epoch}")
@@ -533,9 +333,10 @@ class Session:
         else:
             link.drains_until = self._clock.monotonic() + farewell.retry_after_s
 
-    def is_back(self, link: Link, envelope: Envelope) -> bool:
-        """A peer that we had given up calls us: only the way to it was broken. It is tried again."""
-        if envelope.kind not in (Kind.CALL, Kind.CAST):
+    def _is_back(self, link: Link, envelope: Envelope) -> bool:
+        """A peer that we had given up calls us, or waits for our answer: only the way to it was broken. It is tried
+        again, and what it waits for is sent again on the new connection."""
+        if envelope.kind not in (Kind.CALL, Kind.CAST, Kind.PING):
             return False
         try:
             self._links.open(link.key, link.endpoints)
@@ -546,7 +347,7 @@ class Session:
     def _down(self, link: Link, why: str, linger_s: float = 0.0) -> None:
         if link.is_down:
             return
-        self._router.drop(link)
+        self._drop_sources(link)
         self._links.forget(link, linger_s)
         self._end_business(link, why)
 
