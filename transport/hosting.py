@@ -7,10 +7,10 @@ from typing import Protocol
 
 from ..core.actor import PeerEvent
 from ..core.errors import BadRequest, ConfigError, Draining, MyxaError, NoSuchActor, NoSuchMethod
-from ..core.failure_detector import Verdict
 from ..core.ids import PeerKey
 from .actor_runner import ActorRunner, Delivery
 from .registry.directory import HostedActor
+from .session.heartbeat import Verdict
 from .session.links import Arrival
 from .session.session import LOOPBACK, Session
 from .wire import Lane

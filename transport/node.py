@@ -24,7 +24,6 @@ from typing import Any, NoReturn, TypeVar
 from ..core.actor import CLOSED, FAILED, Actor, PeerEvent
 from ..core.clock import Clock, SystemClock
 from ..core.errors import CallError, ConfigError, LaunchError, MyxaError, NoSuchActor, StaleEpoch
-from ..core.failure_detector import Verdict
 from ..core.handlers import remaining_s
 from ..core.ids import PeerKey, check_name
 from ..core.refs import ActorGroup, RequestSender, make_ref, with_deadline
@@ -37,6 +36,7 @@ from .registry.bootstrap import Mirror, host_registry, join
 from .registry.registry import REGISTRY, RegistryActor, RegistryContract
 from .security import JobKey, KeyPair
 from .session.calls import TICK_S
+from .session.heartbeat import Verdict
 from .session.session import Session
 from .socket_transport import Opened, open_transport
 from .zeromq import TURN_S, TurnBudget

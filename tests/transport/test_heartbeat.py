@@ -178,11 +178,11 @@ def test_vitals_tell_progress_and_lag(both):
     heard = []
     for _ in range(10):
         both.live(0.25)
-        heard.append(both.one.session.heartbeat.vitals_of(both.two.key))
+        heard.append(both.one.session.heartbeat._hearts[both.two.key].vitals)
     assert max(vitals.lag_s for vitals in heard) == pytest.approx(0.35, abs=0.06)
     assert (heard[-1].num_done, heard[-1].num_waiting) == (41, 3)
     both.live(5)
-    assert both.one.session.heartbeat.vitals_of(both.two.key).lag_s < 0.01, "a lag that is over is forgotten"
+    assert both.one.session.heartbeat._hearts[both.two.key].vitals.lag_s < 0.01, "a lag that is over is forgotten"
     both.live(15, frozen=[both.two])
     assert "3 messages were waiting" in both.one.verdicts[-1][2]
 
@@ -192,7 +192,6 @@ def test_who_is_gone_is_not_judged(both):
     both.one.session.peer_over(both.two.key, "its process exited")
     both.live(30, frozen=[both.two])
     assert both.told(both.one) == []
-    assert both.one.session.heartbeat.vitals_of(both.two.key) is None
 
 
 def test_a_broken_connection_is_no_recovery(both):

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from ...core.actor import PeerEvent
 from ...core.clock import Clock
 from ...core.errors import CallError, LaunchError, MyxaError, NoSuchActor, NotExecuted, NotSent, PeerDied, StaleEpoch
-from ...core.failure_detector import Verdict
 from ...core.handlers import HandlerSpec, handlers_of
 from ...core.ids import PeerKey
 from ...core.refs import RequestSender, make_ref, with_deadline
@@ -24,6 +23,7 @@ from ..address import Rendezvous
 from ..call_client import CallClient
 from ..session.calls import TICK_S
 from ..session.guard import PROVISIONAL
+from ..session.heartbeat import Verdict
 from ..session.links import Arrival
 from ..session.pending import CallOrder, Route
 from ..session.session import Session

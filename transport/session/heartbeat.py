@@ -2,8 +2,13 @@
 
 A PING is asked of the loop by the loop, so an answer proves what no heartbeat of ZeroMQ can: that the other process's
 actors can act. Both carry the sender's vitals, and either counts as a sign of life, so that of two that watch each
-other one asks and the other is satisfied. What silence means is `core/failure_detector.py`'s to say; what to do about
-it, the host's.
+other one asks and the other is satisfied.
+
+    ok ──SUSPECT_S of silence──> suspect ──HUNG_S──> hung          suspect, hung ──heard──> ok
+
+A peer that said beforehand that it would be busy is not judged until then, and a pause of this process itself does not
+count as silence. Suspicion informs; it never decides that a peer is dead: that is the host's to say. The phi accrual
+detector was tried: its bounds moved by a second, which no decision needed.
 """
 
 from __future__ import annotations
@@ -12,19 +17,24 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Generator
-from typing import Annotated, Protocol
+from typing import Annotated, Literal, Protocol
 
 import msgspec
 
 from ...core.clock import Clock
 from ...core.errors import ConfigError
-from ...core.failure_detector import DEFAULT_POLICY, DetectorPolicy, FailureDetector, Verdict
 from ...core.ids import PeerKey
 from ..wire import Lane
 from .calls import TICK_S
 from .frames import Envelope, Kind
 from .links import Link, Links, LinkState
 
+Verdict = Literal["suspect", "hung", "recovered"]
+"""What is reported of a peer."""
+
+INTERVAL_S = 1.0
+"""How often a living peer is expected to be heard."""
+SUSPECT_S, HUNG_S = 5.0, 13.0
 LOOK_S = 0.25
 """How often the silence of peers is judged."""
 MAX_BUSY_S = 24 * 3600.0
@@ -62,14 +72,40 @@ class HeartbeatHost(Protocol):
 
 
 class _Heart:
-    def __init__(self, now: float, policy: DetectorPolicy) -> None:
-        self.detector = FailureDetector(now, policy)
+    def __init__(self, now: float) -> None:
+        self.state: Literal["ok", "suspect", "hung"] = "ok"
         self.vitals = Vitals()
         self.is_watched = False
-        self.heard_at = now
-        self.asked_at = now - policy.interval_s
+        self.heard_at = self.silent_from = now
+        self.asked_at = now - INTERVAL_S
         self.num_unanswered = 0
         self.num_pongs = 0
+
+    def silence_s(self, now: float) -> float:
+        """How long it should have been heard and was not."""
+        return max(0.0, now - self.silent_from)
+
+    def excuse(self, until: float) -> None:
+        """Its silence up to that moment means nothing."""
+        self.silent_from = max(self.silent_from, until)
+
+    def check(self, now: float) -> list[Verdict]:
+        """The states entered by its silence, in order."""
+        silence_s, entered = self.silence_s(now), list[Verdict]()
+        if self.state == "ok" and silence_s >= SUSPECT_S:
+            self.state = "suspect"
+            entered.append(self.state)
+        if self.state == "suspect" and silence_s >= HUNG_S:
+            self.state = "hung"
+            entered.append(self.state)
+        return entered
+
+    def heard(self, now: float, vitals: Vitals) -> bool:
+        """True if it was suspect or hung until now."""
+        was_ok, self.state = self.state == "ok", "ok"
+        self.vitals, self.heard_at, self.num_unanswered = vitals, now, 0
+        self.silent_from = now + min(MAX_BUSY_S, vitals.busy_s)
+        return not was_ok
 
 
 class Heartbeat:
@@ -81,13 +117,11 @@ class Heartbeat:
         host: HeartbeatHost,
         clock: Clock,
         counters: Counter[str],
-        policy: DetectorPolicy = DEFAULT_POLICY,
     ) -> None:
         self._links = links
         self._host = host
         self._clock = clock
         self._counters = counters
-        self._policy = policy
         self._hearts: dict[PeerKey, _Heart] = {}
         self.watches_all = False
         """Whether all peers are watched, as the registry's process does; else those that owe or await an answer."""
@@ -152,12 +186,12 @@ class Heartbeat:
         now = self._clock.monotonic()
         self._lag_s = max(self._lag_s, now - self._ticked_at - TICK_S)
         self._ticked_at = now
-        if now - self._lag_since >= self._policy.interval_s:
+        if now - self._lag_since >= INTERVAL_S:
             self._lag_before_s, self._lag_s, self._lag_since = self._lag_s, 0.0, now
         if now - self._looked_at >= LOOK_S:
             pause_s = now - self._looked_at - LOOK_S
             self._looked_at = now
-            self._look(now, pause_s if pause_s > self._policy.interval_s else 0.0)
+            self._look(now, pause_s if pause_s > INTERVAL_S else 0.0)
 
     def _look(self, now: float, pause_s: float) -> None:
         for link in self._links.all():
@@ -170,18 +204,18 @@ class Heartbeat:
                     continue
                 heart = self._heart_of(link.key, now)
             if is_watched and not heart.is_watched:
-                heart.detector.resume(now)
+                heart.excuse(now)
             heart.is_watched = is_watched
             if pause_s:
-                heart.detector.forgive(now, pause_s)
+                heart.excuse(min(now, heart.silent_from + pause_s))
             if heart.is_watched:
-                for state in heart.detector.check(now):
+                for state in heart.check(now):
                     self._counters[state] += 1
                     self._host.judged(link.key, state, self._silence(heart, now))
                 self._ask(link, heart, now)
 
     def _ask(self, link: Link, heart: _Heart, now: float) -> None:
-        pause_s = self._policy.interval_s * (RARER if heart.num_unanswered >= MAX_UNANSWERED else 1)
+        pause_s = INTERVAL_S * (RARER if heart.num_unanswered >= MAX_UNANSWERED else 1)
         if self._links.own > link.key:
             pause_s += LOOK_S  # of two that would ask in the same moment, one waits and need not ask
         if self._can_hear(link) and now - max(heart.asked_at, heart.heard_at) >= pause_s - TICK_S:
@@ -192,7 +226,7 @@ class Heartbeat:
     @staticmethod
     def _silence(heart: _Heart, now: float) -> str:
         last = heart.vitals
-        text = f"its event loop gave no sign of life for {heart.detector.silence_s(now):.1f} s"
+        text = f"its event loop gave no sign of life for {heart.silence_s(now):.1f} s"
         details = [f"{last.num_waiting} messages were waiting"] if last.num_waiting else []
         if last.busy_s:
             details.append(f'{last.who} had declared "{last.why}"')
@@ -214,11 +248,8 @@ class Heartbeat:
             return False
         now = self._clock.monotonic()
         heart = self._heart_of(link.key, now)
-        silent_s = heart.detector.silence_s(now)
-        heart.vitals = vitals
-        heart.heard_at = now
-        heart.num_unanswered = 0
-        if heart.detector.heard(now, min(MAX_BUSY_S, vitals.busy_s)):
+        silent_s = heart.silence_s(now)
+        if heart.heard(now, vitals):
             self._counters["recovered"] += 1
             self._host.judged(link.key, "recovered", f"it answers again after {silent_s:.1f} s")
         return True
@@ -233,20 +264,15 @@ class Heartbeat:
         """That incarnation is over, or nothing to us any more."""
         self._hearts.pop(key, None)
 
-    def vitals_of(self, key: PeerKey) -> Vitals | None:
-        """What the peer said last; None: nothing yet."""
-        heart = self._hearts.get(key)
-        return heart.vitals if heart is not None else None
-
     def silence_s(self, key: PeerKey) -> float:
         """How long a peer that is watched should have been heard and was not; 0 for one that is not watched."""
         heart = self._hearts.get(key)
-        return heart.detector.silence_s(self._clock.monotonic()) if heart is not None and heart.is_watched else 0.0
+        return heart.silence_s(self._clock.monotonic()) if heart is not None and heart.is_watched else 0.0
 
     def _heart_of(self, key: PeerKey, now: float) -> _Heart:
         heart = self._hearts.get(key)
         if heart is None:
-            heart = self._hearts[key] = _Heart(now, self._policy)
+            heart = self._hearts[key] = _Heart(now)
         return heart
 
     def _can_hear(self, link: Link) -> bool:
