@@ -59,20 +59,6 @@ class UndecodableError(ValueError):
     """Bytes that do not make a value of the wanted type."""
 
 
-def encode_value(value: Any) -> tuple[bytes, list[memoryview]]:
-    """Body and array frames of `value`. Frames are views of the caller's arrays: copy them before returning to it.
-    Raises BadRequest naming what cannot travel."""
-    lifted: list[memoryview] = []
-    try:
-        tree = msgspec.to_builtins(value, enc_hook=lambda item: lift(item, lifted), str_keys=True)
-        body = orjson.dumps([tree])
-        if b"null" in body and (odd := _nonfinite(tree)):
-            body = orjson.dumps([tree, odd])
-    except (TypeError, ValueError, RecursionError) as error:
-        raise cannot_travel(value, error) from error
-    return body, lifted
-
-
 def cannot_travel(value: Any, why: Exception) -> BadRequest:
     return BadRequest(
         f"a {type(value).__name__} cannot travel: {why}",

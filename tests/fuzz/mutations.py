@@ -14,7 +14,7 @@ from tests.fuzz.typed_values import random_json, random_value
 from myxa.core.errors import EngineError, Overloaded
 from myxa.core.handlers import HandlerTable
 from myxa.core.ids import PeerKey
-from myxa.transport.codec import encode_value
+from myxa.transport.codec import codecs_of
 from myxa.transport.session.faults import encode_fault
 from myxa.transport.session.frames import (
     HEADER_BYTES,
@@ -63,7 +63,7 @@ class Corpus:
         actor = rng.randrange(len(self._tables))
         spec = rng.choice(self._tables[actor].specs)
         tree = {f: random_value(t, rng) for f, t in spec.request.__annotations__.items()}
-        body, views = encode_value(tree)
+        body, views = codecs_of(spec).request.encode(spec.request(**tree))
         kind = Kind.CAST if spec.declaration.kind == "cast" else Kind.CALL
         key = rng.randbytes(1).rjust(KEY_BYTES) if spec.declaration.kind == "put" else b""
         chain = tuple(f"a{i}@1" for i in range(rng.randrange(3)))

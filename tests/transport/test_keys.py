@@ -71,7 +71,7 @@ class Raw:
             body=b"[{}]",
         ))  # fmt: skip
 
-    async def send(self, *envelopes: bytearray) -> bool:
+    async def send(self, *envelopes: bytes | bytearray) -> bool:
         """False if the connection was refused."""
         try:
             await asyncio.to_thread(self.socket.send, batch(list(envelopes)))
