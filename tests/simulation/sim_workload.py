@@ -23,7 +23,7 @@ from myxa.core.actor import Actor
 from myxa.core.errors import CallError, NotExecuted, NotSent, OutcomeUnknown, RemoteError, WouldDeadlock
 from myxa.core.handlers import call, cast, durable_put
 from myxa.core.refs import with_deadline
-from myxa.transport.session import links
+from myxa.transport.session import pending
 
 SLACK_S = 0.25
 BULK = "x" * 300_000
@@ -303,11 +303,11 @@ _CHECKS = {
 @contextmanager
 def credit_of(num_units: int) -> Iterator[None]:
     """In this block links have windows of that size."""
-    before, links.WINDOW_UNITS = links.WINDOW_UNITS, num_units
+    before, pending.WINDOW_UNITS = pending.WINDOW_UNITS, num_units
     try:
         yield
     finally:
-        links.WINDOW_UNITS = before
+        pending.WINDOW_UNITS = before
 
 
 async def scenario(seed: int) -> Sim:

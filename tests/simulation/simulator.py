@@ -41,7 +41,7 @@ from tests.simulation.sim_network import Net, SimNetwork
 from myxa.core.errors import CallError, ConfigError, LaunchError, StaleEpoch
 from myxa.transport.node import Node
 from myxa.transport.registry.registry import REGISTRY
-from myxa.transport.session import links
+from myxa.transport.session import pending
 from myxa.transport.wire import Lane
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Audit:
             for link in _links_of(node.current):
                 for lane in Lane:
                     units = link.windows[lane].num_units
-                    if not 0 <= units <= links.WINDOW_UNITS:
+                    if not 0 <= units <= pending.WINDOW_UNITS:
                         self.find(f"{node.name} has {units} units under way to {link.key} on {lane.name}")
 
     def before_closing(self) -> None:

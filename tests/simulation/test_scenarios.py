@@ -15,7 +15,7 @@ from tests.simulation.sim_training import training
 from tests.simulation.sim_workload import scenario
 from tests.simulation.simulator import Sim, run, seeds, sweep
 
-from myxa.transport.session import calls, links, serving
+from myxa.transport.session import calls, pending, serving
 
 REPRO = "python -m pytest tests/simulation -k"
 
@@ -102,7 +102,7 @@ def deadlines_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def credit_not_returned(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(links.Window, "settle", lambda self, corr: False)
+    patch.setattr(pending.Window, "settle", lambda self, corr: False)
 
 
 def dead_peers_not_noticed(patch: pytest.MonkeyPatch) -> None:

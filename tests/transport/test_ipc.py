@@ -30,7 +30,7 @@ from myxa.core.refs import with_deadline
 from myxa.transport import outbox as outbox_module
 from myxa.transport.address import check_owner
 from myxa.transport.session.frames import LIMITS, Envelope, Kind, batch, chunk_header, encode, sole
-from myxa.transport.session.links import UNIT_BYTES, WINDOW_UNITS
+from myxa.transport.session.pending import UNIT_BYTES, WINDOW_UNITS
 from myxa.transport.zeromq import TurnBudget
 
 pytestmark = [pytest.mark.timeout(60)]

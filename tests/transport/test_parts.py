@@ -18,7 +18,7 @@ from myxa.core.errors import (
 from myxa.transport.registry.directory import Directory, HostedActor
 from myxa.transport.registry.registry import KEPT_UPDATES, RegistryState
 from myxa.transport.session.faults import decode_fault, encode_fault, fault_of
-from myxa.transport.session.links import UNIT_BYTES, WINDOW_UNITS, cost_of
+from myxa.transport.session.pending import UNIT_BYTES, WINDOW_UNITS, cost_of
 from myxa.transport.session.serving import MAX_AGE_S, ReplayCache
 from myxa.transport.wire import Endpoints
 

@@ -26,7 +26,8 @@ from .calls import Calls
 from .faults import Fault, encode_fault
 from .frames import HEADER_BYTES, VERSION, Envelope, Kind, encode
 from .heartbeat import Vitals
-from .links import UNIT_BYTES, WINDOW_UNITS, Links
+from .links import Links
+from .pending import UNIT_BYTES, WINDOW_UNITS
 
 MAX_HELLO_BYTES = 4096
 

@@ -1,11 +1,6 @@
 """Everything this process knows of one other incarnation, and the way envelopes leave for it. Sans-IO.
 
-Credit bounds what may be under way to a peer, per lane: ZeroMQ's high-water mark counts messages, not bytes, and the
-kernel hides more of them. One unit is one small message or `UNIT_BYTES` of a large one. A call holds its units until it
-is answered, also after its caller has stopped waiting; the callee answers a CANCEL with CREDIT. So the sender alone
-keeps the count, and nothing has to be repaired. Answers need no credit: each was allowed by the call that it answers.
-
-OPENING --connected--> UP --lost--> LOST --connected--> UP
+    OPENING --connected--> UP --lost--> LOST --connected--> UP
    any --gone--> DOWN          (exit reported, replaced, said goodbye, unreachable, closed)
    DOWN --reopened--> OPENING  (it was only unreachable, and is wanted or heard of again)
 """
@@ -15,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -23,44 +18,9 @@ from ...core.errors import NotSent, StaleEpoch
 from ...core.ids import PeerKey
 from ..wire import Endpoints, Lane, Parcel, Transport
 from .frames import NO_TTL, Buffer, Envelope, Kind, encode
-
-if TYPE_CHECKING:
-    from .pending import PendingCall
-
+from .pending import PendingCall, Window
 
 STRANGER_LINGER_S = 1.0
-WINDOW_UNITS = 1024
-UNIT_BYTES = 64 * 1024
-"""1024 units: 1024 messages or 64 MiB."""
-
-
-def cost_of(num_bytes: int) -> int:
-    """Units of a message; one larger than the whole window costs the whole window."""
-    return 1 if num_bytes <= UNIT_BYTES else min(WINDOW_UNITS, -(-num_bytes // UNIT_BYTES))
-
-
-class Window:
-    """Units under way on one lane."""
-
-    __slots__ = ("num_units", "unanswered")
-
-    def __init__(self) -> None:
-        self.num_units = 0
-        self.unanswered: dict[int, int] = {}
-        """Number of a call -> its units; also of calls whose callers wait no more."""
-
-    def has_room(self, cost: int) -> bool:
-        return self.num_units + cost <= WINDOW_UNITS
-
-    def spend(self, corr: int, cost: int) -> None:
-        self.unanswered[corr] = cost
-        self.num_units += cost
-
-    def settle(self, corr: int) -> bool:
-        """It was answered, or never left; False: it holds nothing here."""
-        cost = self.unanswered.pop(corr, 0)
-        self.num_units -= cost
-        return cost > 0
 
 
 class LinkState(Enum):

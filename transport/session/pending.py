@@ -1,4 +1,10 @@
-"""One call under way: what it asks for, where it goes, who waits for it, how far it has come."""
+"""One call under way: what it asks for, where it goes, who waits for it, how far it has come; and its credit.
+
+Credit bounds what may be under way to a peer, per lane: ZeroMQ's high-water mark counts messages, not bytes, and the
+kernel hides more of them. One unit is one small message or `UNIT_BYTES` of a large one. A call holds its units until it
+is answered, also after its caller has stopped waiting; the callee answers a CANCEL with CREDIT. So the sender alone
+keeps the count, and nothing has to be repaired. Answers need no credit: each was allowed by the call that it answers.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +19,39 @@ from ...core.handlers import HandlerKind
 from ...core.ids import PeerKey
 from ..wire import Endpoints, Lane, Parcel
 from .frames import NO_TTL, Buffer, Envelope, FrameLimits, Kind, encoded_bytes
-from .links import cost_of
+
+WINDOW_UNITS = 1024
+UNIT_BYTES = 64 * 1024
+"""1024 units: 1024 messages or 64 MiB."""
+
+
+def cost_of(num_bytes: int) -> int:
+    """Units of a message; one larger than the whole window costs the whole window."""
+    return 1 if num_bytes <= UNIT_BYTES else min(WINDOW_UNITS, -(-num_bytes // UNIT_BYTES))
+
+
+class Window:
+    """Units under way on one lane."""
+
+    __slots__ = ("num_units", "unanswered")
+
+    def __init__(self) -> None:
+        self.num_units = 0
+        self.unanswered: dict[int, int] = {}
+        """Number of a call -> its units; also of calls whose callers wait no more."""
+
+    def has_room(self, cost: int) -> bool:
+        return self.num_units + cost <= WINDOW_UNITS
+
+    def spend(self, corr: int, cost: int) -> None:
+        self.unanswered[corr] = cost
+        self.num_units += cost
+
+    def settle(self, corr: int) -> bool:
+        """It was answered, or never left; False: it holds nothing here."""
+        cost = self.unanswered.pop(corr, 0)
+        self.num_units -= cost
+        return cost > 0
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
