@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import stat
 from pathlib import Path
 
@@ -16,11 +15,10 @@ from tests.transport.cast_of_actors import Echo, EchoContract
 
 from myxa.core.errors import LaunchError
 from myxa.transport import address
-from myxa.transport import zeromq as zmq_sockets
 from myxa.transport.node import JobKey, Node
-from myxa.transport.session.frames import Envelope, Kind, batch, chunk_header, encode
+from myxa.transport.session.frames import Envelope, Kind, batch, encode
 from myxa.transport.session.handshake import PROTOCOL
-from myxa.transport.wire import Endpoints, Lane
+from myxa.transport.wire import Endpoints
 
 pytestmark = [pytest.mark.timeout(60)]
 
@@ -40,33 +38,6 @@ async def test_another_key_is_not_admitted(world):
         await Node.attach(
             name="stranger", rdzv=world.host.rendezvous, key=JobKey.generate(), node_rank=1, timeout_s=1.0
         )  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", ["tcp"], indirect=True)
-async def test_the_right_server_key_alone_does_not_help(world):
-    """A client that knows the job's public key but has a pair of its own is turned away by the zap_handler."""
-    context = zmq.Context()
-    client = context.socket(zmq.DEALER)
-    monitor = client.get_monitor_socket(zmq_sockets.MONITORED)
-    own = JobKey.generate()
-    client.curve_serverkey = world.key.public.encode()
-    client.curve_publickey, client.curve_secretkey = own.public.encode(), own.secret.encode()
-    client.setsockopt(zmq.LINGER, 0)
-    client.connect(world.host.rendezvous.endpoints.tcp[0])
-    from zmq.utils.monitor import recv_monitor_message
-
-    events = []
-    async with asyncio.timeout(10):
-        while zmq.EVENT_HANDSHAKE_FAILED_AUTH not in events:
-            if monitor.poll(0):
-                events.append(recv_monitor_message(monitor)["event"])
-            await asyncio.sleep(0.01)
-    assert zmq.EVENT_HANDSHAKE_SUCCEEDED not in events
-    assert world.host.counters()["key_unknown"] == 1
-    client.disable_monitor()
-    monitor.close()
-    client.close()
-    context.term()
 
 
 async def test_without_a_key_nobody_listens_on_tcp():
@@ -105,43 +76,6 @@ def hello(name, node_id, epoch, to, endpoints=None):
         "endpoints": {"node_rank": 0, "inproc": "", "ipc": endpoints or ["", ""], "tcp": ["", ""]},
     }  # fmt: skip
     return Envelope(kind=Kind.HELLO, src_node=node_id, src_epoch=epoch, dst_epoch=to.epoch, body=orjson.dumps(body))
-
-
-async def test_garbage_from_the_network_changes_nothing(world, seed):
-    """Bytes of all kinds at both lanes of a bound node: counted, dropped; calls go on, nothing grows."""
-    rng = random.Random(seed)
-    near, far = await world.pair(Echo())
-    ref = near.ref(EchoContract, "callee")
-    context = zmq.Context()
-    clients = [raw_client(context, far._opened.transport.endpoints.ipc[lane]) for lane in Lane]
-    call = encode(Envelope(kind=Kind.CALL, src_node=9, src_epoch=9, dst_epoch=1, corr=1, body=b"[{}]"))
-    for i in range(1500):
-        shape = rng.randrange(6)
-        if shape == 0:
-            data = rng.randbytes(rng.randrange(200))
-        elif shape == 1:
-            data = b"B" + rng.randbytes(rng.randrange(60))
-        elif shape == 2:
-            data = chunk_header(rng.randrange(3), rng.randrange(1 << 20), rng.randrange(1 << 40)) + rng.randbytes(40)
-        elif shape == 3:
-            broken = bytearray(call)
-            broken[rng.randrange(len(broken))] = rng.randrange(256)
-            data = batch([broken])
-        elif shape == 4:
-            data = batch([bytearray(encode(hello("x", 9, 9, far._key)))[: rng.randrange(100)]])
-        else:
-            data = batch([call])  # without a HELLO before it
-        await asyncio.to_thread(lambda: None) if i % 500 == 0 else None
-        clients[i % 2].send_multipart([data] * rng.choice([1, 1, 1, 2, 5]))
-        if i % 100 == 0:
-            assert await ref.ping() > 0
-    await until(lambda: not (far.counters().get("malformed", 0) < 50 or not far.counters().get("before_hello")))
-    assert await ref.ping() > 0
-    assert not far.failed.done()
-    assert len(far._session.peers()) == 2  # the registry's node and near
-    for client in clients:
-        client.close()
-    context.term()
 
 
 async def test_a_peer_that_talks_nonsense_is_answered_then_ignored(world):

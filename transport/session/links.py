@@ -1,8 +1,8 @@
 """Everything this process knows of one other incarnation, and the way envelopes leave for it. Sans-IO.
 
-    OPENING --connected--> UP --lost--> LOST --connected--> UP
-   any --gone--> DOWN          (exit reported, replaced, said goodbye, unreachable, closed)
-   DOWN --reopened--> OPENING  (it was only unreachable, and is wanted or heard of again)
+ OPENING --connected--> UP --lost--> LOST --connected--> UP
+any --gone--> DOWN          (exit reported, replaced, said goodbye, unreachable, closed)
+DOWN --reopened--> OPENING  (it was only unreachable, and is wanted or heard of again)
 """
 
 from __future__ import annotations
