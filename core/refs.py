@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 
 import msgspec
@@ -90,18 +89,6 @@ def _method(spec: HandlerSpec) -> Callable[..., Any]:
     return request
 
 
-@dataclass(frozen=True, slots=True)
-class GatherOptions:
-    """How a fan-out ends."""
-
-    deadline_s: float | None = None
-    """For all of it, instead of the handler's declared one; None: the declared one."""
-    fails_fast: bool = False
-    """End with the first error instead of waiting for every member."""
-    cancels_rest: bool = True
-    """Calls that are not needed any more are cancelled, their handlers too; else they run to their ends unheard."""
-
-
 class ActorGroup(Generic[C]):
     """Several actors of one contract. Made by `ctx.group` and `node.group`; takes methods of the contract's class:
     `await group.all(TrainerContract.publish, version)`."""
@@ -112,24 +99,24 @@ class ActorGroup(Generic[C]):
         contract: type[C],
         members: str | Sequence[str],
         peers: Callable[[str], tuple[str, ...]],
-        options: GatherOptions | None = None,
+        deadline_s: float | None = None,
+        fails_fast: bool = False,
     ) -> None:
         self._caller = caller
         self._contract = contract
         self._members = members if isinstance(members, str) else tuple(members)
         self._peers = peers
-        self._options = options or GatherOptions()
+        self._deadline_s = deadline_s
+        self._fails_fast = fails_fast
         self._unheard: set[asyncio.Task[Any]] = set()
 
     def __repr__(self) -> str:
         return f"<group of {self._contract.__name__} {self._members!r}>"
 
-    def options(
-        self, *, deadline_s: float | None = None, fails_fast: bool = False, cancels_rest: bool = True
-    ) -> ActorGroup[C]:
-        """The same members, waited for in another way; see `GatherOptions`."""
-        chosen = GatherOptions(deadline_s, fails_fast, cancels_rest)
-        return ActorGroup(self._caller, self._contract, self._members, self._peers, chosen)
+    def options(self, *, deadline_s: float | None = None, fails_fast: bool = False) -> ActorGroup[C]:
+        """The same members, with one deadline for all instead of the declared one. `fails_fast`: a call ends with the
+        first error; the others run to their ends unheard."""
+        return ActorGroup(self._caller, self._contract, self._members, self._peers, deadline_s, fails_fast)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -169,11 +156,18 @@ class ActorGroup(Generic[C]):
             for place, name in enumerate(names)
         }
         try:
-            when = asyncio.FIRST_EXCEPTION if self._options.fails_fast else asyncio.ALL_COMPLETED
+            when = asyncio.FIRST_EXCEPTION if self._fails_fast else asyncio.ALL_COMPLETED
             await asyncio.wait(tasks.values(), return_when=when)
         finally:
             unheard = tuple(name for name, task in tasks.items() if not task.done())
-            await self._drop([tasks[name] for name in unheard])
+            rest = [tasks[name] for name in unheard]
+            for task in rest:
+                self._unheard.add(task)
+                task.add_done_callback(self._forget)
+                if not self._fails_fast:  # the waiter was cancelled
+                    task.cancel()
+            if rest and not self._fails_fast:
+                await asyncio.wait(rest)
         answers = {name: _outcome(task) for name, task in tasks.items() if name not in unheard}
         errors = {name: answer for name, answer in answers.items() if isinstance(answer, Exception)}
         if errors:
@@ -182,19 +176,7 @@ class ActorGroup(Generic[C]):
 
     async def _one(self, send: Callable[[C, int], Awaitable[T]], name: str, place: int) -> T:
         member = make_ref(self._caller, self._contract, name)
-        deadline_s = self._options.deadline_s
-        return await send(member if deadline_s is None else with_deadline(member, deadline_s), place)
-
-    async def _drop(self, tasks: Sequence[asyncio.Task[Any]]) -> None:
-        """End the tasks that are not needed, or let them finish without a listener."""
-        for task in tasks:
-            if self._options.cancels_rest:
-                task.cancel()
-            else:
-                self._unheard.add(task)
-            task.add_done_callback(self._forget)
-        if tasks and self._options.cancels_rest:
-            await asyncio.wait(tasks)
+        return await send(member if self._deadline_s is None else with_deadline(member, self._deadline_s), place)
 
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self._unheard.discard(task)

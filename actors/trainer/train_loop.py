@@ -464,9 +464,7 @@ class TrainerGang:
         self._telemetry = telemetry
         self._clock = clock
         members = ctx.group(TrainerContract, [f"trainer/{rank}" for rank in range(world_size)])
-        self.together: ActorGroup[TrainerContract] = members.options(
-            deadline_s=step_timeout_s, fails_fast=True, cancels_rest=False
-        )
+        self.together: ActorGroup[TrainerContract] = members.options(deadline_s=step_timeout_s, fails_fast=True)
         """For collectives: with one rank gone the others may hang in them, and cannot be cancelled there."""
 
     @property
