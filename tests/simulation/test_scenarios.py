@@ -102,7 +102,7 @@ def deadlines_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def credit_not_returned(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(pending.Window, "settle", lambda self, corr: False)
+    patch.setattr(pending.CreditWindow, "settle", lambda self, corr: False)
 
 
 def dead_peers_not_noticed(patch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from ...core.errors import NotSent, StaleEpoch
 from ...core.ids import PeerKey
 from ..wire import Endpoints, Lane, Parcel, Transport
 from .frames import NO_TTL, Buffer, Envelope, Kind, encode
-from .pending import PendingCall, Window
+from .pending import CreditWindow, PendingCall
 
 STRANGER_LINGER_S = 1.0
 
@@ -54,7 +54,7 @@ class Link:
         self.endpoints = endpoints
         self.state = LinkState.OPENING
         self.is_down = False
-        self.windows = (Window(), Window())
+        self.windows = (CreditWindow(), CreditWindow())
         self.waiting: tuple[deque[PendingCall], deque[PendingCall]] = (deque(), deque())
         """Calls without credit, per lane, oldest first."""
         self.pending: dict[int, PendingCall] = {}
@@ -78,7 +78,7 @@ class Link:
     def reopen(self) -> None:
         """It was given up and is tried again: what we send begins again, what it sends continues where it was."""
         self.on("reopened")
-        self.windows = (Window(), Window())
+        self.windows = (CreditWindow(), CreditWindow())
         self.broken.clear()
         for queue in self.waiting:
             queue.clear()

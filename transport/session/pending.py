@@ -30,7 +30,7 @@ def cost_of(num_bytes: int) -> int:
     return 1 if num_bytes <= UNIT_BYTES else min(WINDOW_UNITS, -(-num_bytes // UNIT_BYTES))
 
 
-class Window:
+class CreditWindow:
     """Units under way on one lane."""
 
     __slots__ = ("num_units", "unanswered")
