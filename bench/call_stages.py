@@ -33,7 +33,7 @@ STAGES = {
     "caller: arguments, order, route": ("core/refs.py", "transport/call_client.py", "transport/registry/"),
     "caller: number, credit, pending call, its end": ("transport/session/calls.py", "transport/session/pending.py"),
     "both: types to bytes and back": ("transport/codec.py",),
-    "both: header, credit word": ("transport/session/links.py", "transport/session/credit.py"),
+    "both: header": ("transport/session/links.py",),
     "both: sockets, on its way out and taken in": (
         "transport/socket_transport.py",
         "transport/outbox.py",
