@@ -151,8 +151,9 @@ class EnvelopeChunk(msgspec.Struct, frozen=True, kw_only=True):
 def encode(envelope: Envelope, ttl_ms: int | None = None) -> bytes | bytearray:
     """The bytes of an envelope, in its own memory: arrays may change as soon as this returns. `ttl_ms`: what is known
     only at the moment of sending."""
-    body, frames = envelope.body, envelope.frames
-    extras, flags = options(envelope.key, envelope.trace, envelope.chain)
+    body, frames, extras, flags = envelope.body, envelope.frames, b"", 0
+    if envelope.key or envelope.trace or envelope.chain:  # most have none
+        extras, flags = options(envelope.key, envelope.trace, envelope.chain)
     if envelope.is_idempotent:
         flags |= IDEMPOTENT
     head = _HEADER.pack(
@@ -176,9 +177,10 @@ def encode(envelope: Envelope, ttl_ms: int | None = None) -> bytes | bytearray:
 
 
 def encoded_bytes(envelope: Envelope) -> int:
-    extras, frames = options(envelope.key, envelope.trace, envelope.chain)[0], envelope.frames
-    end = HEADER_BYTES + len(extras) + 4 * len(frames) + len(envelope.body)
-    for frame in frames:
+    end = HEADER_BYTES + 4 * len(envelope.frames) + len(envelope.body)
+    if envelope.key or envelope.trace or envelope.chain:
+        end += len(options(envelope.key, envelope.trace, envelope.chain)[0])
+    for frame in envelope.frames:
         end = aligned(end, len(frame)) + len(frame)
     return end
 
