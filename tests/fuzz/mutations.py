@@ -29,11 +29,9 @@ from myxa.transport.session.frames import (
 from myxa.transport.session.handshake import PROTOCOL, Hello, write_hello
 from myxa.transport.wire import Endpoints
 
-HEADER = struct.Struct("<2sBBHHIQIIIIIII")
+HEADER = struct.Struct("<2sBBHHIQIIIIII4x")
 """Written down once more on purpose: the oracle must not use the code under test."""
-MAGIC, VERSION, KIND, FLAGS, METHOD, ACTOR, CORR, SRC_NODE, SRC_EPOCH, DST_EPOCH, TTL, NUM_FRAMES, BODY_LEN, CREDIT = (
-    range(14)
-)
+MAGIC, VERSION, KIND, FLAGS, METHOD, ACTOR, CORR, SRC_NODE, SRC_EPOCH, DST_EPOCH, TTL, NUM_FRAMES, BODY_LEN = range(13)
 CORRS = 2000
 CHUNK = 300
 
@@ -54,7 +52,7 @@ class Corpus:
         fields: dict[str, Any] = {
             "kind": kind, "src_node": self.me.node_id, "src_epoch": self.me.epoch, "dst_epoch": self.to.epoch,
             "corr": rng.randrange(1, CORRS), "trace": rng.randbytes(TRACE_BYTES) if rng.random() < 0.2 else b"",
-            "ttl_ms": rng.choice((0xFFFFFFFF, 0, 5, 1000)), "credit": rng.getrandbits(32),
+            "ttl_ms": rng.choice((0xFFFFFFFF, 0, 5, 1000)),
         }  # fmt: skip
         return Envelope(**{**fields, **more})
 

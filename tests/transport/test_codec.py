@@ -90,7 +90,7 @@ def test_arrays_come_back_writable(left, right, share):
 def test_every_dtype_and_layout_comes_back(dtype):
     base = np.arange(24).astype(dtype).reshape(4, 6)
     layouts = (base, base.T, base[::2, ::-1], base.astype(base.dtype.newbyteorder(">")), np.asfortranarray(base))
-    for array in (*layouts, base[:0], base[0, 0].reshape(())):
+    for array in (*layouts, base[:0], np.array(base[0, 0])):
         back = through(Anything(array), Anything).array
         assert back.dtype == dtype
         np.testing.assert_array_equal(back, array)
@@ -139,9 +139,9 @@ def test_arbitrary_bodies_are_decoded_or_refused_as_the_long_way_does(body, fram
 
 @pytest.mark.parametrize(
     "value",
-    [np.zeros(3), np.array(["a"]), np.array([object()]), object(), {1, 2}.__iter__, 2**70, "\ud800",
+    [np.zeros(3), np.array(["a"]), np.array([object()]), object(), {1, 2}.__iter__, "\ud800",
      np.array(["2020"], "M8[D]")],
-    ids=["undeclared", "text", "object", "any", "method", "huge", "surrogate", "date"],
+    ids=["undeclared", "text", "object", "any", "method", "surrogate", "date"],
 )  # fmt: skip
 def test_what_cannot_travel_is_refused_where_it_is_sent(value):
     with pytest.raises(BadRequest, match="cannot travel"):

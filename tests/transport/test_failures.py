@@ -201,6 +201,20 @@ async def test_an_actor_that_fails_tells_its_node_and_its_watchers(world, caplog
         await ref.ping()
 
 
+@every
+async def test_calls_go_on_when_the_registry_is_gone(world):
+    near, _ = await world.pair(Echo())
+    ref = near.ref(EchoContract, "callee")
+    await ref.ping()
+    await world.host.close(grace_s=0)
+    world.nodes.remove(world.host)
+    for _ in range(5):
+        assert await ref.ping() > 0
+        await asyncio.sleep(0.05)
+    with pytest.raises(NoSuchActor):
+        await with_deadline(near.ref(EchoContract, "stranger"), 1.0).ping()
+
+
 async def explode():
     raise EngineError("boom")
 
