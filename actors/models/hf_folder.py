@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -92,7 +93,8 @@ def _hub_name(root: Path) -> str:
 
 
 def read_config(folder: str | Path) -> ModelConfig:
-    """The folder's `config.json`. Raises ModelError when the folder or the file is missing or not understood."""
+    """The folder's `config.json`; of a foreign model the shapes of its weights too. Raises ModelError when the folder
+    or the file is missing or not understood."""
     root = Path(folder)
     if not root.is_dir() and (name := _hub_name(root)):
         raise ModelError(
@@ -106,7 +108,18 @@ def read_config(folder: str | Path) -> ModelConfig:
             "python -m myxa.actors.models.tiny FOLDER",
         )
     path = root / CONFIG
-    return parse_model_config(read_json(path, remedy="the folder must be a HuggingFace model folder"), str(path))
+    config = parse_model_config(read_json(path, remedy="the folder must be a HuggingFace model folder"), str(path))
+    return replace(config, folder_shapes=_shapes(root)) if config.foreign else config
+
+
+def _shapes(root: Path) -> dict[str, tuple[int, ...]]:
+    """Of every weight, from the headers of the folder's files; empty for a folder without weights."""
+    found: dict[str, tuple[int, ...]] = {}
+    with ExitStack() as stack:
+        for name in _weight_files(root) if any(root.glob("*.safetensors")) else ():
+            tensors = stack.enter_context(open_safetensors(root / name))
+            found |= {key: tuple(tensor.spec.shape) for key, tensor in tensors.items()}
+    return found
 
 
 def find_tokenizer(folder: str | Path) -> Path:

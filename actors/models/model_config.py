@@ -1,7 +1,8 @@
 """What myxa needs to know of a model's `config.json`, which tensors such a model has, and which of them are trained.
 
 Covers the decoder families Qwen3 (dense and with experts), Qwen2, Llama and GLM-4. Anything in the file that would
-change the mathematics and is not implemented is refused by name, never ignored.
+change the mathematics and is not implemented is never ignored: `ModelConfig.foreign` names it, and only transformers'
+own code computes the model (`trainer.impl = "hf"`); ours refuses it.
 
 Library considered: transformers' AutoConfig. Not used: seconds of import, and it accepts what our engine cannot run.
 """
@@ -96,6 +97,13 @@ class ModelConfig:
     """Whether the weights of a token's chosen experts are made to sum to one."""
     dense_layers: tuple[int, ...] = ()
     """In a model with experts: layers that have an ordinary MLP all the same."""
+    foreign: str = ""
+    """What our own code does not compute of this model; empty: it computes all. A foreign model's sizes serve
+    estimates, and a part of them may be unknown."""
+    folder_shapes: Mapping[str, tuple[int, ...]] = field(
+        default_factory=dict[str, tuple[int, ...]], repr=False, hash=False
+    )
+    """Of a foreign model: HuggingFace name -> shape of every weight, from the headers of its files."""
     eos_token_ids: tuple[int, ...] = ()
     """End-of-sequence ids of `config.json` alone; see `hf_folder.read_eos_token_ids` for all of them."""
     source: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False, repr=False)
@@ -103,6 +111,9 @@ class ModelConfig:
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """HuggingFace name -> shape of every weight, in the order of the forward pass."""
+        return dict(self.folder_shapes) if self.foreign else self._own_shapes()
+
+    def _own_shapes(self) -> dict[str, tuple[int, ...]]:
         hidden = self.hidden_size
         num_q, num_kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
@@ -145,8 +156,17 @@ class ModelConfig:
         """Whether layer number `layer`, from 0, has experts."""
         return self.num_experts > 0 and layer not in self.dense_layers
 
+    def require_own(self, who: str) -> None:
+        """Raise ModelError if our own code, which `who` runs, does not compute this model."""
+        if self.foreign:
+            raise ModelError(
+                f"{who} does not run this model: {self.foreign}",
+                remedy=f'use a model of type {", ".join(MODEL_TYPES)}; or trainer.impl = "hf", for the torch trainer',
+            )
+
     def require_plain(self, who: str) -> None:
         """Raise ModelError unless this is a dense decoder of Qwen3's kind, all that `who` runs."""
+        self.require_own(who)
         if self.model_type not in PLAIN_TYPES:
             raise ModelError(
                 f"{who} does not run models of type {self.model_type}",
@@ -175,6 +195,10 @@ class _Fields:
     def fail(self, why: str, remedy: str = "mend the file, or use another model") -> ModelError:
         text = why if len(why) <= MAX_TOLD else f"{why[:MAX_TOLD]}..."
         return ModelError(f"{self._place}: {text}", remedy=remedy)
+
+    @property
+    def whole(self) -> Mapping[str, Any]:
+        return self._source
 
     def get(self, key: str) -> Any:
         return self._source.get(key)
@@ -216,22 +240,20 @@ def token_ids(value: Any, place: str) -> tuple[int, ...]:
 
 
 def parse_model_config(source: Mapping[str, Any], place: str) -> ModelConfig:
-    """Read a `config.json` that was loaded from `place`. Raises ModelError naming the key that is wrong or unknown."""
+    """Read a `config.json` that was loaded from `place`. Raises ModelError naming the key that is wrong."""
     fields = _Fields(source, place)
     model_type = fields.get("model_type")
-    if model_type not in MODEL_TYPES:
-        raise fields.fail(
-            f"model_type {model_type!r} is not known", remedy=f"use a model of type {', '.join(MODEL_TYPES)}"
-        )
+    if not isinstance(model_type, str) or not model_type:
+        raise fields.fail(f"model_type must be a name, it is {model_type!r}")
     if fields.get("auto_map"):
         raise fields.fail(
             "auto_map names code of the folder's own, which is not run",
             remedy=f"take auto_map out if the model computes what others of type {model_type} do; use another if not",
         )
-    for refuses in _REFUSALS:
-        why = refuses(fields, str(model_type))
-        if why:
-            raise fields.fail(why, remedy="this part of the architecture is not implemented; use another model")
+    if fields.get("quantization_config"):
+        raise fields.fail("the weights are quantised (quantization_config)", remedy="use the model as it was before")
+    if why := _obstacle(fields, model_type):
+        return _foreign(fields, f"{place}: {why}")
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     head_dim = fields.size("head_dim", max(hidden // heads, 1))
     is_glm = model_type == "glm4"
@@ -415,19 +437,55 @@ def _partial_rotation(fields: _Fields, model_type: str) -> str:
     return "" if whole else f"partial_rotary_factor {_rotary_share(fields, default=1.0)}"
 
 
-def _quantised(fields: _Fields, model_type: str) -> str:
-    return "the weights are quantised (quantization_config)" if fields.get("quantization_config") else ""
-
-
 _REFUSALS: tuple[Callable[[_Fields, str], str], ...] = (
     _strange_rope,
     _strange_activation,
     _sliding_window,
     _strange_bias,
     _partial_rotation,
-    _quantised,
 )
 """Each answers with what it cannot run, or with nothing."""
+
+
+def _obstacle(fields: _Fields, model_type: str) -> str:
+    if model_type not in MODEL_TYPES:
+        return f"model_type {model_type!r}"
+    return next((why for refuses in _REFUSALS if (why := refuses(fields, model_type))), "")
+
+
+def _foreign(fields: _Fields, why: str) -> ModelConfig:
+    """Sizes by any of the names that families give them; what a family does not say is 0, or follows from the rest."""
+
+    def size(*names: str, default: int | None = None) -> int:
+        name = next((name for name in names if fields.get(name) is not None), names[0])
+        return fields.size(name, default)
+
+    hidden, heads = size("hidden_size", "n_embd", "d_model"), size("num_attention_heads", "n_head", default=1)
+    layers = size("num_hidden_layers", "n_layer", "num_layers")
+    if layers > MAX_LAYERS:
+        raise fields.fail(f"num_hidden_layers is {layers}, more than {MAX_LAYERS}")
+    head_dim = size("head_dim", default=max(hidden // heads, 1))
+    return ModelConfig(
+        model_type=str(fields.get("model_type")),
+        vocab_size=size("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=size("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=size("num_key_value_heads", default=heads),
+        head_dim=head_dim,
+        rms_norm_eps=1e-6,
+        rope_theta=10_000.0,
+        context_length=size("max_position_embeddings", "n_positions", "max_sequence_length"),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", default=True),
+        attention_bias=False,
+        has_qk_norm=False,
+        dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "float32"),
+        rotary_dim=head_dim,
+        foreign=why if len(why) <= MAX_TOLD else f"{why[:MAX_TOLD]}...",
+        eos_token_ids=fields.ids("eos_token_id"),
+        source=dict(fields.whole),
+    )
 
 
 SHOWN = 3

@@ -21,7 +21,8 @@ def read_second_model(key: str, path: str, model: ModelConfig, reader: str) -> M
     ConfigError unless it is a plain decoder over the vocabulary of `model`."""
     try:
         found = read_config(path)
-        found.require_plain(reader)
+        if not model.foreign:
+            found.require_plain(reader)
     except ModelError as error:
         raise ConfigError(f"{key}: {error.message}", remedy=error.remedy) from error
     if found.vocab_size != model.vocab_size:

@@ -417,6 +417,9 @@ class TrainerConfig(Section, frozen=True):
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number type of forward and backward; master weights are float32."""
+    impl: Literal["own", "hf"] = "own"
+    """Who computes the model in the torch trainer: own (packed tokens, shared prompts; dense Qwen3, Qwen2 and Llama) or
+    hf (transformers, padded rows; any causal language model that it reads)."""
     strategy: Literal["ddp", "fsdp"] = "ddp"
     """How ranks share the model: ddp (each has all of it) or fsdp (sharded)."""
     freeze: Annotated[tuple[Pattern, ...], Strict(False)] = ()

@@ -314,11 +314,12 @@ def fit(run: CheckedRun) -> Iterator[Finding]:
     are_numbers = all(isinstance(config.sglang.get(f"{size}_size", 1), int) for size in ("tp", "pp", "dp"))
     if are_numbers and ("rollout", "sglang") in kinds and not (run.is_sft or config.engine.attach):
         yield from looked("sglang", check_sizes, config.sglang, len(run.of("rollout")[0].devices))
-    if ("trainer", "torch") in kinds:
+    if ("trainer", "torch") in kinds and config.trainer.impl == "own":
         yield from looked("model.path", model.require_plain, "the torch trainer")
     if ("rollout", "embedded") in kinds and not run.is_sft:
         yield from looked("model.path", model.require_plain, "the embedded engine")
     if ("trainer", "megatron") in kinds:
+        yield from looked("model.path", model.require_own, "the Megatron trainer")
         layout = ParallelLayout.of(config.megatron)
         yield from looked("megatron", layout.check_model, model, config.megatron.model)
         if config.megatron.routing_replay:

@@ -236,7 +236,7 @@ def test_a_config_that_is_wrong_or_not_implemented_is_refused_by_key(changes, na
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     edit(tmp_path / "config.json", **changes)
     with pytest.raises(ModelError) as caught:
-        read_config(tmp_path)
+        read_config(tmp_path).require_own("the trainer")
     assert named in str(caught.value) and str(tmp_path / "config.json") in str(caught.value)
     assert len(str(caught.value)) < 1000, "in few words"
     assert caught.value.remedy

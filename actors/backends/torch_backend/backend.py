@@ -52,7 +52,8 @@ class TorchBackend(RankBackend[RankSettings]):
         functions = load_functions(config.algo)
         settings = config.step_settings(functions)
         model_config = read_config(config.model_path)
-        model_config.require_plain("the torch trainer")
+        if config.trainer.impl == "own":
+            model_config.require_plain("the torch trainer")
         reference_config = check_reference(config.algo, model_config, is_any_shape=True)
         layers = critic_config(config.critic, model_config) if config.critic.enabled else None
         device = self._device()
@@ -70,7 +71,8 @@ class TorchBackend(RankBackend[RankSettings]):
                 trained = replica.parameters() + (values.parameters() if values else [])
                 self._offload.house("params", [p for _, p in trained])
                 self._offload.house("frozen", [p for _, p in reference.parameters()] if reference else [])
-            cutting = Cutting(linear_cost(model_config, device), device, model_config.vocab_size, skips_neutral=False)
+            cost = linear_cost(model_config, device) if config.trainer.impl == "own" else None
+            cutting = Cutting(cost, device, model_config.vocab_size, skips_neutral=False)
             policy = TorchModel(replica, self._adamw(replica), cutting)
             critic = (
                 Critic(TorchModel(values, self._adamw(values), cutting), config.critic, layers)
@@ -79,9 +81,7 @@ class TorchBackend(RankBackend[RankSettings]):
             )
 
         def whole_tensors(to_all: bool) -> Iterator[tuple[str, Tensor]]:
-            parameters = dict(replica.parameters())
-            for name in model_config.tensor_shapes():
-                whole = whole_tensor(parameters[name])
+            for name, whole in replica.module.for_folder(whole_tensor):
                 if to_all or world.rank == 0:
                     yield name, whole
 
@@ -119,11 +119,16 @@ class TorchBackend(RankBackend[RankSettings]):
         return device
 
     def _replica(self, model_config: ModelConfig, world: World, *, is_trained: bool) -> Replica:
-        trainer = self._config.trainer
-        module = CausalLM(
-            model_config, dtype=DTYPE_OF[trainer.dtype], recomputes=is_trained and trainer.activation_checkpointing
-        )
-        load_weights(module, self._config.model_path if is_trained else self._config.reference_path, model_config)
+        trainer, dtype = self._config.trainer, DTYPE_OF[self._config.trainer.dtype]
+        folder = self._config.model_path if is_trained else self._config.reference_path
+        recomputes = is_trained and trainer.activation_checkpointing
+        if trainer.impl == "hf":
+            from .hf_model import TransformersModel  # seconds of import
+
+            module = TransformersModel(folder, model_config, dtype=dtype, recomputes=recomputes)
+        else:
+            module = CausalLM(model_config, dtype=dtype, recomputes=recomputes)
+            load_weights(module, folder, model_config)
         freeze = trainer.freeze if is_trained else ()
         return Replica(module.to(world.device), world, trainer.strategy, is_trained=is_trained, freeze=freeze)
 

@@ -91,12 +91,16 @@ class _Bundle:
 
 
 def plan_layout(
-    samples: Sequence[TrainSample], members: Sequence[int], *, linear_cost: float, device: torch.device | str = "cpu"
+    samples: Sequence[TrainSample],
+    members: Sequence[int],
+    *,
+    linear_cost: float | None,
+    device: torch.device | str = "cpu",
 ) -> Layout:
     """Lay out `samples[i] for i in members`.
 
     linear_cost: number of attended tokens whose attention costs as much as a token's matrix products; decides when
-    sharing a prompt (fewer tokens, but a longer and half-empty attention row) pays.
+    sharing a prompt (fewer tokens, but a longer and half-empty attention row) pays. None: never.
     Members without loss tokens are left out; a micro-batch without any loss token gives a layout of one token and
     M = 0, so that a rank with nothing to do can still take part in collective forwards.
     """
@@ -118,7 +122,7 @@ def _answer_inputs(sample: TrainSample) -> int:
 
 
 def _bundle(
-    samples: Sequence[TrainSample], active: Sequence[int], lengths: dict[int, int], linear_cost: float
+    samples: Sequence[TrainSample], active: Sequence[int], lengths: dict[int, int], linear_cost: float | None
 ) -> list[_Bundle]:
     """Put samples with equal prompts together as long as a joint row is cheaper than separate ones."""
     open_bundles: dict[bytes, _Bundle] = {}
@@ -128,7 +132,11 @@ def _bundle(
         prompt = sample.token_ids[: sample.prompt_len].tobytes()
         total = sample.prompt_len + lengths[i]
         bundle = open_bundles.get(prompt)
-        if bundle is not None and _sharing_pays(bundle.num_tokens, lengths[i], total, linear_cost):
+        if (
+            bundle is not None
+            and linear_cost is not None
+            and _sharing_pays(bundle.num_tokens, lengths[i], total, linear_cost)
+        ):
             bundle.members.append(i)
             bundle.num_tokens += lengths[i]
             continue
@@ -138,10 +146,10 @@ def _bundle(
     return bundles
 
 
-def _sharing_pays(row_len: int, more: int, alone: int, linear_cost: float) -> bool:
+def _sharing_pays(row_len: int, more: int, alone: int, linear_cost: float | None) -> bool:
     """Compare costs in attended tokens: a masked row computes its whole square, a causal row half of it."""
     joined = row_len + more
-    if joined > MAX_SHARED_ROW:
+    if linear_cost is None or joined > MAX_SHARED_ROW:
         return False
     extra = joined * (linear_cost + joined) - row_len * (linear_cost + row_len)
     return extra <= alone * (linear_cost + alone / 2)

@@ -72,7 +72,7 @@ class MicroBatch(Generic[L]):
 class Cutting:
     """How samples become micro-batches."""
 
-    linear_cost: float
+    linear_cost: float | None
     device: torch.device
     vocab_size: int
     skips_neutral: bool

@@ -13,6 +13,7 @@ judges this file in the tests.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -226,12 +227,34 @@ class DecoderStack(nn.Module):
         return self.norm(x)
 
 
-class PackedModel(nn.Module):
+class PolicyModel(nn.Module):
+    """What a replica needs of a model. `forward` gives the `TokenScores` of a layout's loss tokens."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        """`dtype`: of matrix products; parameters are float32 masters."""
+        super().__init__()
+        self.dtype = dtype
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """What FSDP shards one by one."""
+        raise NotImplementedError
+
+    def exact_parts(self) -> tuple[nn.Module, ...]:
+        """Modules that compute in float32 whatever the rest computes in."""
+        return ()
+
+    def for_folder(self, whole: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """HuggingFace name and detached tensor of every weight, in the order of `ModelConfig.tensor_shapes`. `whole`
+        makes one of a parameter, which may be a shard."""
+        raise NotImplementedError
+
+
+class PackedModel(PolicyModel):
     """A decoder over packed tokens; what is read off its hidden states is for subclasses to say."""
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype = torch.float32, recomputes: bool = False) -> None:
-        super().__init__()
-        self.dtype = dtype
+        super().__init__(dtype)
         self.model = DecoderStack(config, recomputes=recomputes)
         self._config = config
 
@@ -240,9 +263,14 @@ class PackedModel(nn.Module):
         hidden_Nh = self.model(layout, self._rope(layout.positions_T), self.dtype)
         return hidden_Nh.index_select(0, layout.row_of_M)
 
-    def exact_parts(self) -> tuple[nn.Module, ...]:
-        """Modules that compute in float32 whatever the rest computes in."""
-        return ()
+    @property
+    def layers(self) -> nn.ModuleList:
+        return self.model.layers
+
+    def for_folder(self, whole: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        parameters = dict(self.named_parameters())
+        for name in self._config.tensor_shapes():
+            yield name, whole(parameters[name].detach())
 
     def _rope(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines, and sines with the sign of the first half turned: [T, 1, head_dim] each."""

@@ -29,7 +29,7 @@ from ..trained_model import LossOf, TrainedModel
 from .adamw import AdamW
 from .layout import Layout, plan_layout
 from .microbatch import Cutting, MicroBatch, cut_shard
-from .model import PackedModel
+from .model import PolicyModel
 from .tensors import backward, floats, local_part, whole_tensor
 from .world import World
 
@@ -44,7 +44,7 @@ class Replica:
 
     def __init__(
         self,
-        module: PackedModel,
+        module: PolicyModel,
         world: World,
         strategy: Strategy,
         *,
@@ -178,7 +178,7 @@ class TorchModel(TrainedModel):
         self.replica.reshard()
 
 
-def _check_same_weights(module: PackedModel, world: World) -> None:
+def _check_same_weights(module: PolicyModel, world: World) -> None:
     """Raise TrainError on every rank if their model folders hold other weights: they would train a mixture."""
     sums = [torch.stack([p.detach().double().sum(), p.detach().double().square().sum()]) for p in module.parameters()]
     marks = [floats(mark) for mark in world.gather(torch.stack(sums).sum(dim=0))]
@@ -192,7 +192,7 @@ def _check_same_weights(module: PackedModel, world: World) -> None:
         )
 
 
-def _shard(module: PackedModel, world: World) -> None:
+def _shard(module: PolicyModel, world: World) -> None:
     """Shard each layer, then the rest. Computation in the module's type, reduction in float32."""
     # Imported here: half a second and 70 MB, which only sharded runs need.
     from torch.distributed.device_mesh import init_device_mesh
@@ -200,7 +200,7 @@ def _shard(module: PackedModel, world: World) -> None:
 
     mesh = init_device_mesh(world.device.type, (world.size,))
     policy = MixedPrecisionPolicy(param_dtype=module.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for layer in module.model.layers:
+    for layer in module.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     for part in module.exact_parts():
         exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False)

@@ -1,0 +1,169 @@
+"""Families that transformers computes (`trainer.impl = "hf"`): scores, steps, folders; what own code refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from myxa.actors.backends.torch_backend.backend import TorchBackend
+from myxa.actors.engines.embedded.engine import EmbeddedEngine
+from myxa.actors.models.hf_folder import read_config
+from myxa.actors.models.tiny import tiny_config, write_tokenizer
+from myxa.core.errors import ConfigError, ModelError, TrainError
+from myxa.core.samples import TrainSample, TrainShard
+
+Backends = Callable[..., TorchBackend]
+Shards = Callable[..., tuple[TrainShard, ...]]
+Weights = Callable[[TorchBackend], dict[str, np.ndarray]]
+HF = {"impl": "hf"}
+SIZES: dict[str, Any] = {
+    "vocab_size": 262, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 257,
+}  # fmt: skip
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "gemma": lambda: transformers.GemmaConfig(**SIZES, head_dim=8),
+    "gemma2": lambda: transformers.Gemma2Config(**SIZES, head_dim=8, sliding_window=4, final_logit_softcapping=3.0),
+    "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=4, attention_dropout=0.5),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
+        **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16
+    ),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=262, n_positions=256, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=257
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A small random model of a family, written by transformers itself, with a tokenizer."""
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            folder = made[family] = tmp_path_factory.mktemp(family)
+            torch.manual_seed(6)
+            model: Any = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]())
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+            model.save_pretrained(folder)
+            write_tokenizer(folder, tiny_config("0p5m", 262, 256))
+        return made[family]
+
+    return make
+
+
+def judged(judge: Any, sample: TrainSample) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probs and entropies of a sample's loss tokens: one sequence, no padding."""
+    ids = torch.from_numpy(sample.token_ids.astype(np.int64))[None]
+    with torch.no_grad():
+        table = judge(ids).logits[0].float().log_softmax(-1)
+    places = torch.from_numpy(sample.prompt_len + np.flatnonzero(sample.loss_mask))
+    rows = table[places - 1]
+    return rows.gather(-1, ids[0, places][:, None]).squeeze(-1).numpy(), -(rows.exp() * rows).sum(-1).numpy()
+
+
+@pytest.mark.parametrize(("family", "recomputes"), [*((family, False) for family in FAMILIES), ("mistral", True)])
+def test_a_family_is_scored_trained_and_written_as_transformers_does_it(
+    backends: Backends,
+    make_shards: Shards,
+    weights_of: Weights,
+    folders: Callable[[str], Path],
+    tmp_path: Path,
+    family: str,
+    recomputes: bool,
+) -> None:
+    (shard,) = make_shards(31)
+    trainer = {**HF, "activation_checkpointing": recomputes}
+    backend = backends(folder=folders(family), trainer=trainer, optimizer={"lr": 1e-2})
+    judge = transformers.AutoModelForCausalLM.from_pretrained(folders(family), dtype=torch.float32).eval()
+    for sample, scores in zip(shard.samples, backend.score(shard.samples), strict=True):
+        np.testing.assert_allclose(scores[sample.loss_mask == 1], judged(judge, sample)[0], rtol=0, atol=2e-5)
+    before = weights_of(backend)
+    metrics = backend.train(shard, {}).metrics
+    assert metrics["train/grad_norm"] > 0
+    after = weights_of(backend)
+    assert any(not np.array_equal(before[name], after[name]) for name in before)
+    assert before.keys() == after.keys() == read_config(folders(family)).tensor_shapes().keys()
+    backend.export_hf(str(tmp_path / "out"))
+    again = backends(folder=tmp_path / "out", trainer=trainer)
+    for one, other in zip(backend.score(shard.samples), again.score(shard.samples), strict=True):
+        np.testing.assert_array_equal(one, other)
+    judge = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    for sample, scores in zip(shard.samples, backend.score(shard.samples), strict=True):
+        np.testing.assert_allclose(scores[sample.loss_mask == 1], judged(judge, sample)[0], rtol=0, atol=2e-5)
+
+
+def test_both_implementations_of_a_family_take_the_same_step(
+    backends: Backends, make_shards: Shards, weights_of: Weights, tmp_path: Path
+) -> None:
+    shards = [make_shards(seed, temperatures=(1.0, 0.7))[0] for seed in (41, 42)]
+    algo = {"kl_coef": 0.1, "entropy_coef": 0.01, "minibatches": 2, "batch_size": 6}
+    optimizer = {"lr": 1e-3, "eps": 1e-4}
+    own, other = (backends(algo=algo, trainer={"impl": impl}, optimizer=optimizer) for impl in ("own", "hf"))
+    for shard in shards:
+        metrics = [backend.train(shard, {}).metrics for backend in (own, other)]
+        for name in ("train/loss", "train/entropy", "train/kl", "train/grad_norm", "train/logprob_diff_abs"):
+            assert metrics[1][name] == pytest.approx(metrics[0][name], rel=1e-3, abs=1e-5), name
+    ours, theirs = weights_of(own), weights_of(other)
+    assert list(ours) == list(theirs)
+    for name, weight in ours.items():
+        np.testing.assert_allclose(theirs[name], weight, rtol=0, atol=2e-5, err_msg=name)
+    other.save(str(tmp_path / "kept"), {"version": 2})
+    other.train(shards[0], {})
+    other.load(str(tmp_path / "kept"))
+    back = weights_of(other)
+    assert all(np.array_equal(back[name], theirs[name]) for name in theirs)
+
+
+async def test_own_code_says_what_it_does_not_compute(
+    backends: Backends, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    for family, cause in (("gemma", "model_type 'gemma'"), ("gpt2", "model_type 'gpt2'")):
+        with pytest.raises(ModelError, match=cause) as caught:
+            backends(folder=folders(family))
+        assert 'trainer.impl = "hf"' in caught.value.remedy
+        with pytest.raises(ModelError, match=f"embedded engine.*{cause}"):
+            await EmbeddedEngine(folders(family)).start()
+    shutil.copytree(folders("gemma"), tmp_path / "own_code")
+    path = tmp_path / "own_code" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "auto_map": {"AutoModelForCausalLM": "own.Own"}}))
+    with pytest.raises(ModelError, match="auto_map names code of the folder's own"):
+        backends(folder=tmp_path / "own_code", trainer=HF)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "cause"),
+    [
+        (lambda tensors: tensors.pop("model.norm.weight"), "1 weights are missing, model.norm.weight among them"),
+        (lambda tensors: tensors.update({"model.norm.weight": torch.ones(7)}), "1 weights are mismatched"),
+    ],
+)
+def test_a_folder_whose_weights_do_not_fit_is_refused(
+    backends: Backends, folders: Callable[[str], Path], tmp_path: Path, spoil: Callable[[Any], Any], cause: str
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folders("mistral"), tmp_path / "spoilt")
+    path = tmp_path / "spoilt" / "model.safetensors"
+    tensors = load_file(path)
+    spoil(tensors)
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises((ModelError, TrainError), match=cause):
+        backends(folder=tmp_path / "spoilt", trainer=HF)
+
+
+def test_a_critic_needs_our_own_code() -> None:
+    from myxa.core.config import RunConfig
+
+    tables = {"model": {"path": "m"}, "data": {"train": "t"}, "trainer": HF}
+    with pytest.raises((ConfigError, ValueError), match="does not go with a critic"):
+        RunConfig.model_validate({**tables, "algo": {"kind": "ppo"}, "critic": {"enabled": True}})
