@@ -236,13 +236,6 @@ def check_reply(options: argparse.Namespace, reply: dict[str, Any]) -> int:
     return 0
 
 
-def change_words(reason: dict[str, Any]) -> str:
-    """The command to type, or the line of the run file; empty: there is neither."""
-    if reason["command"]:
-        return str(reason["command"])
-    return f"in the run file: {reason['key']} = {reason['new']}" if reason["key"] else ""
-
-
 def _add_history(parser: Parser) -> None:
     parser.add_argument("--verify", action="store_true", help="check the chain of digests of the whole log")
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.errors import ConfigError, LaunchError
 from ..control import verbs
-from .knobs import change_words
 from .parser import (
     Command,
     Parser,
@@ -150,10 +149,10 @@ def _why_page(reason: dict[str, Any]) -> RenderableType:
     from ...core.activity import ACTIVITY_KINDS
 
     parts: list[RenderableType] = [Text(reason["sentence"])]
-    if reason["remedy"]:
-        parts.append(Text(f"because: {reason['remedy']}" if change_words(reason) else f"try: {reason['remedy']}"))
-    if words := change_words(reason):
-        parts.append(Text(f"try: {words}", style="bold"))
+    if reason["target"]:
+        parts.append(Text(reason["remedy"]))
+    if reason["to_try"]:
+        parts.append(Text(f"to try: {reason['to_try']}", style="bold"))
     rows = [
         (name, *(_percent(kinds, kind) for kind in ACTIVITY_KINDS)) for name, kinds in sorted(reason["shares"].items())
     ]

@@ -18,12 +18,11 @@ from ...core.messages import BufferStats
 from ...core.refs import with_deadline
 from ..host import look_at_gpus
 from ..supervisor.placement import Present, staff
-from ..views.advice import Facts, most_on_cores, num_cores
-from ..views.bottleneck import Filtered, engines_look_full
-from ..views.why import Reason, actors_of, explain, explain_actors
+from ..views.why import Facts, Reason, actors_of, explain, explain_actors, most_on_cores, num_cores
 from . import verbs
 from .server import Handler, VerbContext, answer_or_none
 
+Gauges = Mapping[str, Mapping[str, float]]
 ASK_S = 5.0
 _LOOK_UP_TO = 4
 """No move makes a number more than so many times what it was."""
@@ -43,31 +42,31 @@ async def _why(context: VerbContext, arguments: verbs.WhyArguments, who: Operato
     )
     if shares is None or snapshot is None:
         raise LaunchError("the monitor does not answer: the time shares are not known", remedy="`myxa ps`")
-    facts = facts_of(context, table, stats, num_rollouts=sum(name.startswith("rollout/") for name in shares))
-    seen: dict[str, Any] = {
-        "window_s": window_s,
-        "engines_are_full": are_full(snapshot, facts),
-        "filtered": Filtered.of(snapshot),
-        "disk": stats.disk if stats is not None else "",
-    }
+    facts = facts_of(context, shares, snapshot, table, stats)
     if not arguments.target:
-        return explain(shares, facts, **seen)
-    return explain_actors(actors_of(arguments.target, shares), shares, facts, **seen)
+        return explain(shares, facts, window_s=window_s)
+    return explain_actors(actors_of(arguments.target, shares), shares, facts, window_s=window_s)
 
 
-def facts_of(context: VerbContext, table: KnobTable | None, stats: BufferStats | None, *, num_rollouts: int) -> Facts:
+def facts_of(
+    context: VerbContext, shares: Gauges, snapshot: Gauges, table: KnobTable | None, stats: BufferStats | None
+) -> Facts:
     """Numbers of the run as they are now; where an answer is missing, as the run file has them."""
-    config = context.config
-    knobs = first_states(table) if table is not None else {}
+    config, cores = context.config, num_cores()
+    knobs: dict[str, KnobState] = {}
+    for state in (state for sheet in (table.sheets if table is not None else ()) for state in sheet.knobs):
+        knobs.setdefault(state.tunable.name, state)
     samples = knobs.get("num_samples")
-    cores = num_cores()
-    most, devices = room_for_rollouts(config, context.supervisor.present(), max(num_rollouts, 1), cores)
+    num_rollouts = max(sum(name.startswith("rollout/") for name in shares), 1)
+    most, devices = room_for_rollouts(config, context.supervisor.present(), num_rollouts, cores)
     return Facts(
+        gauges=snapshot,
+        disk=stats.disk if stats is not None else "",
         cores=cores,
         most_rollouts=most,
         more_devices=devices,
         knobs=knobs,
-        num_rollouts=max(num_rollouts, 1),
+        num_rollouts=num_rollouts,
         num_samples=int(samples.value) if samples is not None else config.rollout.num_samples,
         max_running=config.engine.max_running,
         slots_total=stats.slots_total if stats is not None else 0,
@@ -103,29 +102,6 @@ def _is_possible(config: RunConfig, present: Present, count: int, devices: str) 
 def _idle_gpus(config: RunConfig) -> str:
     named = {device for role in get_args(RoleName) for device in config.roles[role].device_ids}
     return ",".join(str(number) for number in range(len(look_at_gpus().found)) if number not in named)
-
-
-def first_states(table: KnobTable) -> dict[str, KnobState]:
-    states: dict[str, KnobState] = {}
-    for sheet in table.sheets:
-        for state in sheet.knobs:
-            states.setdefault(state.tunable.name, state)
-    return states
-
-
-def are_full(snapshot: Mapping[str, Mapping[str, float]], facts: Facts) -> bool:
-    """Whether engines have all the requests they can compute at once: by their gauges, or because what concurrency
-    allows would fill them."""
-    if engines_look_full(snapshot):
-        return True
-    limits = [
-        values.get("rollout/max_running", 0.0) for name, values in snapshot.items() if name.startswith("rollout/")
-    ]
-    context = min((value for value in limits if value > 0), default=float(facts.max_running))
-    concurrency = facts.knobs.get("concurrency")
-    if concurrency is None or context <= 0:
-        return False
-    return int(concurrency.value) * facts.num_samples >= context
 
 
 WHY_HANDLERS: dict[verbs.Verb[Any], Handler] = {verbs.WHY: _why}

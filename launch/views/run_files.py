@@ -24,13 +24,14 @@ from ...actors.sinks.jsonl import EVENTS_FILE, METRICS_FILE, OLDER_SAMPLES_FILE,
 from ...core.activity import ACTIVITY_KINDS
 from ...core.errors import ConfigError
 from ...core.knobs import AuditRecord
-from .bottleneck import NEWEST
 from .changes import KNOB_EVENT, RunChange, changes_of, changes_of_events, placed
 
 CONFIG_FILE = "config.toml"
 AUDIT_FILE = "audit.jsonl"
 SUMMED = ("rollout/tokens_per_s", "rollout/running", "rollout/waiting", "rollout/num_groups", "rollout/num_errors")
 """Gauges whose sum over the actors means something."""
+NEWEST = "buffer/newest/"
+"""Prefix of the metrics about the newest finished groups."""
 _LOAD = ("rollout/running", "rollout/waiting", "rollout/max_running")
 _MAX_SERIES = 2048
 _MAX_POINTS = 400

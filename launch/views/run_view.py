@@ -17,11 +17,9 @@ import msgspec
 
 from ...core.knobs import AuditRecord, KnobTable
 from ...core.messages import BufferStats, RunPhase, RunStatus
-from .advice import Facts, what_to_try
-from .bottleneck import Filtered, bottleneck, engines_look_full, judge
 from .numbers import clean, duration, name_order, percent, short, training_reward
 from .run_files import RunFiles
-from .why import explain_run
+from .why import Facts, explain, explain_run, judge
 
 T = TypeVar("T")
 
@@ -123,8 +121,7 @@ class RunView:
         return {key.removeprefix(prefix): value for key, value in self.snapshot.items() if key.startswith(prefix)}
 
     def held_back(self) -> str:
-        full, filtered = engines_look_full(self.snapshot), Filtered.of(self.snapshot)
-        return self.why or bottleneck(self.shares(), engines_are_full=full, filtered=filtered)
+        return self.why or judge(self.shares(), Facts(gauges=self.snapshot)).sentence
 
     def curve(self, name: str) -> dict[int, float]:
         return {int(step): value for step, value in self.snapshot.get(f"curve/{name}", {}).items()}
@@ -263,10 +260,10 @@ def _verdict(answer: Mapping[str, Any], snapshot: Mapping[str, Mapping[str, floa
     if isinstance(sentence, str) and sentence:
         return sentence, str(answer.get("to_try") or answer.get("remedy") or "")
     shares = {key.removeprefix("time/"): value for key, value in snapshot.items() if key.startswith("time/")}
-    own = judge(shares, engines_are_full=engines_look_full(snapshot), filtered=Filtered.of(snapshot))
     num_rollouts = sum(name.startswith("rollout/") for name in shares)
     # The largest possible number is not known: the present one is assumed.
-    return own.sentence, what_to_try(own, Facts(num_rollouts=num_rollouts, most_rollouts=num_rollouts))
+    own = explain(shares, Facts(gauges=snapshot, num_rollouts=num_rollouts, most_rollouts=num_rollouts))
+    return own.sentence, own.to_try
 
 
 def _mapping(raw: object) -> dict[str, Any]:

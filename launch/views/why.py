@@ -1,29 +1,566 @@
-"""Why a run is not faster and what to do about it: bottleneck, advice, and a sentence about each actor's time.
+"""Why a run is not faster and what to do about it: what holds it back, from the time shares of its actors; one move; a
+sentence about each actor's time. Pure, except `explain_files`.
 
-Pure, except `explain_files`.
+Shares are by kind (`ActivityKind`) and part ("wait-data/reward"). A run is as fast as its trainer is busy. If the
+trainer computes nearly all the time, training is the bottleneck. If it waits, the bottleneck is what its rollout actors
+do meanwhile. Start-up is left out. A rule makes one careful move, a live knob with a value or a line of the run file;
+the next verdict shows whether it helped. Where no rule has a move, the text of `REMEDIES` is shown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import msgspec
 
 from ...core.activity import ACTIVITY_KINDS
 from ...core.errors import ConfigError
+from ...core.files import WAITS
+from ...core.knobs import KnobState, KnobValue
 from ...core.messages import Record
 from ...core.suggestion import suggest
-from .advice import Facts, advise, facts_of_file, num_cores, what_to_try
-from .bottleneck import AT_LIMIT, Filtered, engines_look_full, judge, without_start
-from .run_files import RunFiles, load_run
+from .knob_table import declared
+from .numbers import percent, short
+from .run_files import NEWEST, RunFiles, load_run
+
+Bound = Literal[
+    "unknown", "starting", "disk", "paused", "filter", "generation", "concurrency", "reward", "environment", "data",
+    "training", "weights", "guard", "capacity", "memory", "none",
+]  # fmt: skip
+Shares = Mapping[str, Mapping[str, float]]
+"""Actor -> kind, or "kind/part" -> share of its time (0..1)."""
+
+NOTABLE = 0.25
+AT_LIMIT = "compute/generate at limit"
+"""Rollout actors generate, and may not take more groups at once."""
+START = "other/start"
+"""Prefix of the parts that are start-up and say nothing about the run."""
+FOR_DISK = "/".join(WAITS)
+"""Part of an actor's time."""
+NEARLY_ALL = 0.8
+"""From this share of the finished groups on, what the filter leaves out is the cause of the trainer's waiting."""
+_LEAST_GROUPS = 16
+_LARGEST_FACTOR = 4
+"""No move makes a number larger than so many times what it was: shares say the direction well, the distance badly."""
+_WORKERS_BY_ITSELF = 4
+"""Reward workers that a rollout actor starts at most when the run file names no number."""
+
+REMEDIES: Mapping[Bound, str] = {
+    "disk": "make that file system writable again (`RUN/events.jsonl` names file, cause and remedy): the run then "
+    "continues by itself",
+    "paused": "`myxa resume`",
+    "filter": "`myxa samples` shows answers with their rewards: mend the reward if right answers are worth nothing, "
+    "else take easier prompts, or harder ones where all are right",
+    "generation": "`myxa scale rollout=N` where cores or GPUs are left, shorter answers (`myxa set max_new_tokens=N`), "
+    "or a faster engine",
+    "concurrency": "`myxa set concurrency=N`: the engines have room for more groups at once (rollout.max_groups)",
+    "reward": "reward.workers spreads the function over processes (`myxa resume RUN --set reward.workers=N`); or make "
+    "it cheaper",
+    "environment": "a faster environment or more of it; `myxa set concurrency=N` has the engine generate for other "
+    "groups meanwhile",
+    "data": "more data, or `myxa resume RUN --set data.max_passes=0`; if the data is there, `myxa logs buffer`",
+    "training": "`myxa set max_tokens_per_microbatch=N` where memory allows; more trainer ranks, fewer mini-batches, "
+    "or rollout devices for the trainer",
+    "weights": "`myxa set weights_every=N`, a faster weights.channel, or fewer and larger steps (algo.batch_size)",
+    "guard": "`myxa set guard_every=N`, or fewer guard.prompts",
+    "capacity": "`myxa set max_staleness=N` or `window=N`, or a smaller algo.batch_size",
+    "memory": "larger steps (algo.batch_size); `myxa mem` shows what is moved each time",
+}
+"""What may be changed when only the bottleneck is known; the rules give values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a verdict and a rule need to know of the run beside its shares. 0: not known."""
+
+    gauges: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, dict[str, float]])
+    """Actor -> metric -> value."""
+    disk: str = ""
+    """Why the ledger cannot be written just now, and what to do."""
+    knobs: Mapping[str, KnobState] = field(default_factory=dict[str, KnobState])
+    num_rollouts: int = 1
+    num_samples: int = 1
+    max_running: int = 0
+    slots_total: int = 0
+    reward_workers: int = 0
+    """As the run file says; 0: up to four, if the function needs any."""
+    is_data_endless: bool = False
+    cores: int = 0
+    """Of the machine that asks."""
+    most_rollouts: int = 0
+    """Rollout actors that the cores or GPUs of the run have room for."""
+    more_devices: str = ""
+    """Unused GPUs that more rollout actors would need."""
+    is_over: bool = False
+    """No knob can be turned any more: the next run can."""
+
+    def number(self, knob: str) -> int | None:
+        """Its newest value; None: there is no such knob, or it is no number."""
+        state = self.knobs.get(knob)
+        if state is None:
+            return None
+        value = state.value if state.pending is None else state.pending
+        return int(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+    @property
+    def engines_are_full(self) -> bool:
+        """Whether engines have all the requests they can compute at once, so that more would only queue up: by their
+        gauges, or because what concurrency allows would fill them."""
+        engines = [values for name, values in self.gauges.items() if _role(name) == "rollout"]
+        limits = [most for values in engines if (most := values.get("rollout/max_running", 0.0)) > 0]
+        busy = [v.get("rollout/running", 0.0) >= v["rollout/max_running"] for v in engines
+                if v.get("rollout/max_running", 0.0) > 0]  # fmt: skip
+        if any(values.get("rollout/waiting", 0.0) > 0 for values in engines) or (busy and all(busy)):
+            return True
+        allowed, room = self.number("concurrency"), min(limits, default=float(self.max_running))
+        return allowed is not None and 0 < room <= allowed * self.num_samples
+
+
+class Reason(Record, frozen=True):
+    """The answer of `myxa why`: what holds the run back, and one move."""
+
+    bound: Bound
+    sentence: str
+    remedy: str = ""
+    """Of a move: why it may help."""
+    share: float = 0.0
+    """Of the waiting actor's time that is lost by it (0..1)."""
+    target: str = ""
+    """Actor that was asked about; empty: the run."""
+    to_try: str = ""
+    """The move, or the remedy, on one line, as all views show it."""
+    knob: str = ""
+    """Live knob to turn; empty: there is none."""
+    old: KnobValue = ""
+    new: KnobValue = ""
+    key: str = ""
+    """Key of the run file that says the same."""
+    command: str = ""
+    """What to type; empty: change the run file."""
+    window_s: float = 0.0
+    shares: dict[str, dict[str, float]] = {}
+    """Actor -> kind -> share of its time in the window, start-up left out."""
+    details: tuple[str, ...] = ()
+    """A sentence about each actor that was asked about."""
+
+
+def explain(shares: Shares, facts: Facts, *, window_s: float = 0.0) -> Reason:
+    """Over whatever window the shares are of."""
+    verdict = judge(shares, facts)
+    advised = advise(verdict, facts)
+    return msgspec.structs.replace(
+        advised or verdict,
+        to_try=_move_text(advised, facts) if advised else _no_move_text(verdict, facts),
+        window_s=window_s,
+        shares=_kinds(shares),
+        details=tuple(idleness(name, shares[name])[0] for name in sorted(shares)),
+    )
+
+
+def explain_actors(names: list[str], shares: Shares, facts: Facts, *, window_s: float = 0.0) -> Reason:
+    whole = explain(shares, facts, window_s=window_s)
+    idle = [idleness(name, shares.get(name, {})) for name in names]
+    return msgspec.structs.replace(
+        whole,
+        target=", ".join(names),
+        sentence="; ".join(sentence for sentence, _ in idle),
+        share=max((share for _, share in idle), default=0.0),
+        remedy=f"the run as a whole: {whole.sentence}",
+        shares=_kinds({name: shares.get(name, {}) for name in names}),
+        details=(),
+    )
+
+
+def explain_files(run_dir: Path, target: str = "") -> Reason:
+    """Of a run that has ended or does not answer: over all of it. Raises ConfigError for a folder of no run, or an
+    actor that was not in it."""
+    return explain_run(load_run(run_dir), target)
+
+
+def explain_run(run: RunFiles, target: str = "") -> Reason:
+    shares = run.shares()
+    facts = facts_of_file(run.config, shares, run.gauges(), num_cores())
+    window_s = run.wall_range_s[1] - run.wall_range_s[0] if run.wall_range_s else 0.0
+    if not target:
+        return explain(shares, facts, window_s=window_s)
+    return explain_actors(actors_of(target, shares), shares, facts, window_s=window_s)
+
+
+def actors_of(target: str, shares: Mapping[str, object]) -> list[str]:
+    """Measured actors that a target names. Raises ConfigError for one that names none."""
+    role = target.removesuffix("/*")
+    found = sorted(name for name in shares if name == role or (name.startswith(f"{role}/") and "/" not in role))
+    if not found:
+        raise ConfigError(f"no actor of this run is called {target!r}", remedy=suggest(target, shares))
+    return found
+
+
+def _kinds(shares: Shares) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
+    for name, kinds in shares.items():
+        left = without_start(kinds)
+        found[name] = {kind: round(left.get(kind, 0.0), 4) for kind in ACTIVITY_KINDS} if left else {}
+    return found
+
+
+# -- facts of a run that is over ---------------------------------------------------------------------------------------
+
+
+def facts_of_file(
+    config: Mapping[str, Any], shares: Shares, gauges: Mapping[str, Mapping[str, float]], cores: int
+) -> Facts:
+    """The knobs as the run's resolved file has them."""
+    knobs: dict[str, KnobState] = {}
+    for tunable in declared():
+        value = _value(config, tunable.key)
+        if value is not None:
+            knobs[tunable.name] = KnobState(tunable=tunable, value=value, first=value)
+    samples, workers, running = (
+        _value(config, key) for key in ("rollout.num_samples", "reward.workers", "engine.max_running")
+    )
+    is_on_gpus = _value(config, "roles.rollout.devices") not in (None, "cpu")
+    return Facts(
+        gauges=gauges,
+        knobs=knobs,
+        num_rollouts=max(sum(_role(name) == "rollout" for name in shares), 1),
+        num_samples=int(samples or 1),
+        max_running=int(running or 0),
+        reward_workers=int(workers or 0),
+        is_data_endless=not _value(config, "data.max_passes"),
+        cores=cores,
+        most_rollouts=0 if is_on_gpus else most_on_cores(cores, int(_value(config, "roles.rollout.threads") or 1)),
+        is_over=True,
+    )
+
+
+def num_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def most_on_cores(cores: int, threads: int) -> int:
+    """Engines of so many threads that compute at the same time."""
+    return max(1, cores // max(threads, 1)) if cores else 0
+
+
+def _value(config: Mapping[str, Any], key: str) -> Any:
+    """Of a dotted key; None where it is not there, or no plain value."""
+    found: Any = config
+    for part in key.split(".") if key else ():
+        found = cast("Mapping[str, Any]", found).get(part) if isinstance(found, Mapping) else None
+    return found if isinstance(found, bool | int | float | str) else None
+
+
+# -- what holds the run back -------------------------------------------------------------------------------------------
+
+
+def judge(shares: Shares, facts: Facts) -> Reason:
+    """The verdict with its general remedy, no move yet."""
+    if facts.disk:
+        what, _, remedy = facts.disk.partition(" -- ")
+        return Reason(bound="disk", sentence=f"the run waits for a disk: {what}", remedy=remedy, share=1.0)
+    leader = leader_of(shares)
+    rollouts = {name: left for name, kinds in shares.items() if _role(name) == "rollout"
+                and (left := without_start(kinds))}  # fmt: skip
+    trainer = without_start(shares.get(leader, {}))
+    if leader and not trainer:
+        return Reason(bound="starting", sentence=f"{leader} is starting: no verdict yet")
+    if not leader or not rollouts:
+        sentence = "nothing can be said yet: no time was measured for the trainer or the rollout actors"
+        return Reason(bound="unknown", sentence=sentence)
+    kinds = {kind for actor in rollouts.values() for kind in actor}
+    team = {kind: sum(actor.get(kind, 0.0) for actor in rollouts.values()) / len(rollouts) for kind in kinds}
+    who = next(iter(rollouts)) if len(rollouts) == 1 else f"{len(rollouts)} rollout actors"
+    if (share := max(trainer.get("paused", 0.0), team.get("paused", 0.0))) >= 0.5:
+        is_disk = max(trainer.get(FOR_DISK, 0.0), team.get(FOR_DISK, 0.0)) >= share / 2
+        kind, what = (FOR_DISK, "waits for a disk") if is_disk else ("paused", "is paused")
+        text = f"the run {what} ({leader} {_pct(trainer, kind)}, {who} {_pct(team, kind)})"
+        return _verdict("disk" if is_disk else "paused", text, share)
+    if trainer.get("other", 0.0) >= 0.5:
+        sentence = f"{leader} spends {_pct(trainer, 'other')} of the time on start-up and other chores: no verdict yet"
+        return Reason(bound="starting", sentence=sentence)
+    wait = max(_TRAINER_WAITS, key=lambda kind: trainer.get(kind, 0.0))
+    if trainer.get(wait, 0.0) < NOTABLE:
+        return _busy_trainer(leader, trainer, who, team)
+    if wait != "wait-data":
+        return _waits(leader, trainer, wait)
+    return _thrown_away(leader, trainer, facts) or _starved_trainer(leader, trainer, who, team, facts)
+
+
+def without_start(kinds: Mapping[str, float]) -> dict[str, float]:
+    """Shares of the time after start-up; empty while there is none worth speaking of."""
+    start = sum(share for name, share in kinds.items() if name.startswith(START))
+    total = sum(share for name, share in kinds.items() if "/" not in name)
+    left = total - start
+    if left <= 0.02 * total:
+        return {}
+    kept = {name: share / left for name, share in kinds.items() if not name.startswith(START)}
+    if "other" in kept:
+        kept["other"] = max(0.0, kinds["other"] - start) / left
+    return kept
+
+
+def leader_of(shares: Shares) -> str:
+    """The lowest trainer rank that was measured: other ranks wait for it and would blame the wrong one."""
+    ranks = [name for name, kinds in shares.items() if _role(name) == "trainer" and kinds]
+    return min(ranks, key=lambda name: (len(name), name), default="")
+
+
+def _busy_trainer(leader: str, trainer: Mapping[str, float], who: str, team: Mapping[str, float]) -> Reason:
+    works = f"{leader} computes {_pct(trainer, 'compute')} of the time"
+    idle = max(_REASONS, key=lambda kind: team.get(kind, 0.0))
+    if team.get(idle, 0.0) < NOTABLE:
+        sentence = f"well balanced: {works}, {_verb(who, 'compute')} {_pct(team, 'compute')}"
+        return Reason(bound="none", sentence=sentence)
+    waits = f"{_verb(who, 'wait')} {_REASONS[idle]} {_pct(team, idle)} of the time"
+    return _verdict("training", f"{works}: training is the bottleneck ({waits})", team.get(idle, 0.0))
+
+
+def _thrown_away(leader: str, trainer: Mapping[str, float], facts: Facts) -> Reason | None:
+    """None: the group filter leaves enough of the newest finished groups."""
+    newest = {n.removeprefix(NEWEST): value for n, value in facts.gauges.get("buffer", {}).items()}
+    left_out, low, high = newest.get("left_out", 0.0), newest.get("reward_min"), newest.get("reward_max")
+    if newest.get("groups", 0.0) < _LEAST_GROUPS or left_out < NEARLY_ALL:
+        return None
+    if low is not None and low == high:
+        why = f"the reward is always {short(low)}"
+    elif newest.get("flat", 0.0) >= NEARLY_ALL:
+        shares = f"all wrong {_pct(newest, 'all_wrong')}, all right {_pct(newest, 'all_right')}"
+        why = f"the answers of a group all get the same reward ({shares})"
+    else:
+        why = "see algo.group_filter"
+    sentence = (
+        f"{leader} waits for data {_pct(trainer, 'wait-data')} of the time: the filter leaves out "
+        f"{percent(left_out)} of the newest {newest['groups']:.0f} groups: {why}"
+    )
+    return _verdict("filter", sentence, trainer.get("wait-data", 0.0))
+
+
+def _starved_trainer(
+    leader: str, trainer: Mapping[str, float], who: str, team: Mapping[str, float], facts: Facts
+) -> Reason:
+    """The trainer waits for data: what the rollout actors do most meanwhile is the cause."""
+    rewards = sum(share for kind, share in team.items() if "/" in kind and "reward" in kind)
+    at_limit = 0.0 if facts.engines_are_full else team.get(AT_LIMIT, 0.0)
+    causes: dict[Bound, float] = {
+        "generation": max(0.0, team.get("compute", 0.0) - at_limit),
+        "concurrency": at_limit,
+        "reward": rewards,
+        "environment": team.get("wait-env", 0.0),
+        "capacity": team.get("wait-capacity", 0.0),
+        "weights": team.get("wait-weights", 0.0),
+        "data": max(0.0, team.get("wait-data", 0.0) - rewards),
+    }
+    cause = max(causes, key=lambda bound: causes[bound])
+    waits = f"{leader} waits for data {_pct(trainer, 'wait-data')} of the time"
+    if causes[cause] <= 0.0:
+        sentence = f"{waits}, and {_verb(who, 'show')} nothing that explains it: see the logs"
+        return Reason(bound="unknown", sentence=sentence)
+    parts = {name: lost for name, lost in team.items() if name.startswith("wait-env/")}
+    environment = max(parts, key=lambda name: parts[name]).partition("/")[2] if parts else "it"  # function and file
+    words = {"do": _verb(who, "compute"), "wait": _verb(who, "wait"), "share": percent(causes[cause])}
+    sentence = f"{waits}: {_CAUSES[cause].format(**words, environment=environment)}"
+    return _verdict(cause, sentence, trainer.get("wait-data", 0.0))
+
+
+_CAUSES: dict[Bound, str] = {
+    "generation": "generation is the bottleneck ({do} {share})",
+    "concurrency": "concurrency is the bottleneck ({do} {share} of the time with as many groups as they may have at "
+    "once)",
+    "reward": "the reward function is the bottleneck ({wait} for rewards {share})",
+    "environment": "the environment is the bottleneck ({wait} for {environment} {share})",
+    "capacity": "the staleness bound holds both back ({wait} for capacity {share})",
+    "weights": "weight adoption is the bottleneck ({wait} for weights {share})",
+    "data": "the rollout actors have nothing to do ({wait} for prompts {share})",
+}
+_TRAINER_WAITS = ("wait-data", "wait-weights", "wait-capacity", "wait-memory")
+
+
+def _waits(leader: str, trainer: Mapping[str, float], wait: str) -> Reason:
+    """For weights, for the device, or for room."""
+    share, waits = trainer[wait], f"{leader} waits {_pct(trainer, wait)} of the time"
+    if wait == "wait-weights":
+        canary = trainer.get("wait-weights/canary", 0.0)
+        if canary > share / 2:
+            sentence = (
+                f"{leader} waits {percent(canary)} of the time while an engine answers the canary prompts: "
+                "the comparison of trainer and engines is the bottleneck"
+            )
+            return _verdict("guard", sentence, canary)
+        return _verdict("weights", f"{waits} until its weights are taken: publishing weights is the bottleneck", share)
+    if wait == "wait-memory":
+        sentence = f"{waits} until the device has changed hands: switching memory is the bottleneck"
+        return _verdict("memory", sentence, share)
+    remedy = "`myxa mem` shows which actor holds the memory that is missing"
+    sentence = f"{waits} for capacity: room (memory) is the bottleneck"
+    return Reason(bound="capacity", sentence=sentence, remedy=remedy, share=share)
+
+
+_REASONS = {
+    "wait-capacity": "for the trainer to catch up",
+    "wait-data": "for work",
+    "wait-weights": "for weights",
+    "wait-memory": "for the device",
+    "wait-env": "for the environment",
+}
+"""What a rollout actor that does not generate waits for."""
+
+
+def _verdict(bound: Bound, sentence: str, share: float) -> Reason:
+    return Reason(bound=bound, sentence=sentence, remedy=REMEDIES.get(bound, ""), share=share)
+
+
+def _role(name: str) -> str:
+    return name.partition("/")[0]
+
+
+def _pct(shares: Mapping[str, float], kind: str) -> str:
+    return percent(shares.get(kind, 0.0))
+
+
+def _verb(who: str, verb: str) -> str:
+    return f"{who} {verb}" if who.endswith("actors") else f"{who} {verb}s"
+
+
+# -- one move ----------------------------------------------------------------------------------------------------------
+
+
+def advise(verdict: Reason, facts: Facts) -> Reason | None:
+    """The verdict with the first move that a rule has."""
+    found = (rule(verdict, facts) for rule in _RULES.get(verdict.bound, ()))
+    return next((move for move in found if move is not None), None)
+
+
+def _move_text(move: Reason, facts: Facts) -> str:
+    in_file = f"in the run file: {move.key} = {move.new}" if move.key else ""
+    live = f"`{move.command}`" if move.command else ""
+    return f"{(in_file or move.command) if facts.is_over else (live or in_file)}: {move.remedy}"
+
+
+def _no_move_text(verdict: Reason, facts: Facts) -> str:
+    if verdict.bound == "generation" and facts.most_rollouts:
+        cores = f" ({facts.cores} cores)" if facts.cores else ""
+        return (
+            f"this machine has no room for more than {facts.most_rollouts} rollout actors{cores}: shorter answers "
+            "(`myxa set max_new_tokens=N`), a faster engine, or one more machine (`myxa launch --join HOST:PORT`)"
+        )
+    return verdict.remedy
+
+
+def _move(verdict: Reason, why: str, **fields: Any) -> Reason:
+    return msgspec.structs.replace(verdict, remedy=why, **fields)
+
+
+def _turn(verdict: Reason, facts: Facts, knob: str, new: int, why: str) -> Reason | None:
+    """To `new`, or as far as the knob goes; None when it has that value, or there is no such knob."""
+    old = facts.number(knob)
+    if old is None:
+        return None
+    tunable = facts.knobs[knob].tunable
+    new = min(new, math.floor(tunable.high)) if tunable.high is not None else new
+    new = max(new, math.ceil(tunable.low)) if tunable.low is not None else new
+    if new == old:
+        return None
+    return _move(verdict, why, knob=knob, old=old, new=new, key=tunable.key, command=f"myxa set {knob}={new}")
+
+
+def _more_concurrency(verdict: Reason, facts: Facts) -> Reason | None:
+    """As much more as the trainer misses, within what engines and slots have room for."""
+    old = facts.number("concurrency") or 0
+    rooms = [math.ceil(old / max(0.05, 1.0 - verdict.share)), _LARGEST_FACTOR * max(old, 1)]
+    if facts.max_running:
+        rooms.append(math.ceil(facts.max_running / max(facts.num_samples, 1)))
+    if facts.slots_total:
+        rooms.append(math.ceil(facts.slots_total / max(facts.num_rollouts, 1)))
+    new = max(min(rooms), 1)
+    why = f"the trainer waits {percent(verdict.share)} for data and the engines have room for more groups at once"
+    return _turn(verdict, facts, "concurrency", new, why) if new > old else None
+
+
+def _more_staleness(verdict: Reason, facts: Facts) -> Reason | None:
+    reasons: dict[Bound, str] = {
+        "weights": "engines may keep generating with their version while the next one travels",
+        "capacity": "the rollout actors may run one version further ahead of the trainer",
+        "concurrency": "more groups may be under way at once",
+    }
+    new = (facts.number("max_staleness") or 0) + 1
+    return _turn(verdict, facts, "max_staleness", new, reasons.get(verdict.bound, "generation may run further ahead"))
+
+
+def _more_reward_workers(verdict: Reason, facts: Facts) -> Reason | None:
+    old = facts.reward_workers or _WORKERS_BY_ITSELF
+    new = min(2 * old, facts.cores // facts.num_rollouts) if facts.cores else 2 * old
+    if new <= facts.reward_workers:
+        return None
+    why = "answers wait for their rewards; worker processes compute them side by side"
+    return _move(verdict, why, old=facts.reward_workers, new=new, key="reward.workers")
+
+
+def _more_rollouts(verdict: Reason, facts: Facts) -> Reason | None:
+    old = facts.num_rollouts
+    new = max(min(math.ceil(old / max(0.05, 1.0 - verdict.share)), _LARGEST_FACTOR * old), old + 1)
+    new = min(new, facts.most_rollouts) if facts.most_rollouts else new
+    if new <= old:
+        return None
+    why = f"the trainer waits {percent(verdict.share)} for data, and no knob makes the engines compute faster"
+    devices = f" --devices {facts.more_devices}" if facts.more_devices else ""
+    command = f"myxa scale rollout={new}{devices}"
+    return _move(verdict, why, old=old, new=new, key="roles.rollout.count", command=command)
+
+
+def _more_data(verdict: Reason, facts: Facts) -> Reason | None:
+    if facts.is_data_endless:
+        return None
+    return _move(verdict, "the rollout actors get no prompts; 0 goes through the data without end", new=0,
+                 key="data.max_passes")  # fmt: skip
+
+
+def _larger_microbatches(verdict: Reason, facts: Facts) -> Reason | None:
+    why = "the trainer computes all the time; larger micro-batches use the device better, where memory allows"
+    knob = "max_tokens_per_microbatch"
+    return _turn(verdict, facts, knob, 2 * (facts.number(knob) or 0), why)
+
+
+def _rarer_weights(verdict: Reason, facts: Facts) -> Reason | None:
+    """Only as far as the staleness bound has room for: samples grow older by it."""
+    every, bound = facts.number("weights_every"), facts.number("max_staleness")
+    if every is None or bound is None or 2 * every > bound:
+        return None
+    why = "fewer versions travel; max_staleness has room for older samples"
+    return _turn(verdict, facts, "weights_every", 2 * every, why)
+
+
+def _rarer_checks(verdict: Reason, facts: Facts) -> Reason | None:
+    every = facts.number("guard_every")
+    why = f"comparing trainer and engines takes {percent(verdict.share)} of the trainer's time"
+    return _turn(verdict, facts, "guard_every", _LARGEST_FACTOR * every, why) if every else None
+
+
+def _resume(verdict: Reason, facts: Facts) -> Reason | None:
+    return _move(verdict, "an operator or the guard paused the run", command="myxa resume")
+
+
+_RULES: Mapping[Bound, tuple[Callable[[Reason, Facts], Reason | None], ...]] = {
+    "concurrency": (_more_concurrency, _more_staleness),
+    "capacity": (_more_staleness,),
+    "weights": (_rarer_weights, _more_staleness),
+    "guard": (_rarer_checks,),
+    "reward": (_more_reward_workers,),
+    "generation": (_more_rollouts,),
+    "data": (_more_data,),
+    "training": (_larger_microbatches,),
+    "paused": (_resume,),
+}
+
+# -- one actor's time --------------------------------------------------------------------------------------------------
 
 _NUM_PARTS = 2
 _LEAST = 0.02
 """Parts below this share of the time are not worth a word."""
-
 _WORDS: dict[str, str] = {
     "compute": "computes",
     "wait-data": "waits for data",
@@ -57,151 +594,21 @@ _PART_WORDS: dict[str, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Idleness:
-    """How an actor spends its time."""
-
-    sentence: str
-    largest: str
-    share: float
-    """Of the largest kind that is not work; 0..1."""
-
-
-def idleness(name: str, kinds: Mapping[str, float]) -> Idleness:
-    """`kinds`: kind, or "kind/name" -> share of the actor's time, start-up included."""
+def idleness(name: str, kinds: Mapping[str, float]) -> tuple[str, float]:
+    """A sentence about an actor's time, and the share of the largest kind that is not work. `kinds`: start-up
+    included."""
     shares = without_start(kinds)
     if not shares:
-        return Idleness(f"{name} is starting", "other", 0.0)
+        return f"{name} is starting", 0.0
     order = sorted(ACTIVITY_KINDS, key=lambda kind: -shares.get(kind, 0.0))
     said = [_phrase(name, kind, shares) for kind in order if shares.get(kind, 0.0) >= _LEAST]
     idle = max(shares.get(kind, 0.0) for kind in ACTIVITY_KINDS if kind != "compute")
-    return Idleness(f"{name} " + ", ".join(said or ["does nothing that was measured"]), order[0], idle)
-
-
-def unattributed(kinds: Mapping[str, float]) -> float:
-    """Share of an actor's time after start-up that is booked as "other"."""
-    return without_start(kinds).get("other", 0.0)
+    return f"{name} " + ", ".join(said or ["does nothing that was measured"]), idle
 
 
 def _phrase(name: str, kind: str, shares: Mapping[str, float]) -> str:
-    words = _ROLE_WORDS.get((name.partition("/")[0], kind), _WORDS[kind])
+    words = _ROLE_WORDS.get((_role(name), kind), _WORDS[kind])
     named = [(share, part) for part, share in shares.items() if part.startswith(f"{kind}/") and share >= _LEAST]
-    parts = sorted(named, reverse=True)
-    named_parts = [_PART_WORDS.get(part, part.partition("/")[2]) for _, part in parts[:_NUM_PARTS]]
-    detail = f" ({', '.join(named_parts)})" if named_parts else ""
-    return f"{words} {shares[kind] * 100:.0f} %{detail}"
-
-
-class Reason(Record, frozen=True):
-    """The answer of `myxa why`."""
-
-    target: str
-    """Actor that was asked about; empty: the run."""
-    bound: str
-    sentence: str
-    share: float
-    """Of the time that is lost by it (0..1)."""
-    remedy: str
-    to_try: str = ""
-    """The same with its command, on one line, as all views show it."""
-    knob: str = ""
-    """Live knob to turn; empty: there is none."""
-    old: bool | int | float | str = ""
-    new: bool | int | float | str = ""
-    key: str = ""
-    command: str = ""
-    """What to type; empty: change the run file."""
-    window_s: float = 0.0
-    shares: dict[str, dict[str, float]] = {}
-    """Actor -> kind -> share of its time in the window, start-up left out."""
-    details: tuple[str, ...] = ()
-    """A sentence about each actor that was asked about."""
-
-
-def explain(
-    shares: Mapping[str, Mapping[str, float]],
-    facts: Facts,
-    *,
-    window_s: float,
-    engines_are_full: bool = False,
-    filtered: Filtered | None = None,
-    disk: str = "",
-) -> Reason:
-    verdict = judge(shares, engines_are_full=engines_are_full, filtered=filtered, disk=disk)
-    advice, to_try = advise(verdict, facts), what_to_try(verdict, facts)
-    return Reason(
-        target="",
-        bound=verdict.bound,
-        sentence=verdict.sentence,
-        share=verdict.share,
-        remedy=advice.why if advice else to_try,
-        to_try=to_try,
-        knob=advice.knob if advice else "",
-        old=advice.old if advice else "",
-        new=advice.new if advice else "",
-        key=advice.key if advice else "",
-        command=advice.command if advice else "",
-        window_s=window_s,
-        shares=_kinds(shares),
-        details=tuple(idleness(name, shares[name]).sentence for name in sorted(shares)),
-    )
-
-
-def explain_actors(
-    names: list[str], shares: Mapping[str, Mapping[str, float]], facts: Facts, *, window_s: float, **known: Any
-) -> Reason:
-    whole = explain(shares, facts, window_s=window_s, **known)
-    idle = [idleness(name, shares.get(name, {})) for name in names]
-    return msgspec.structs.replace(
-        whole,
-        target=", ".join(names),
-        sentence="; ".join(each.sentence for each in idle),
-        share=max((each.share for each in idle), default=0.0),
-        remedy=f"the run as a whole: {whole.sentence}",
-        shares=_kinds({name: shares.get(name, {}) for name in names}),
-        details=(),
-    )
-
-
-def explain_files(run_dir: Path, target: str = "") -> Reason:
-    """Of a run that has ended or does not answer: over all of it. Raises ConfigError for a folder of no run, or an
-    actor that was not in it."""
-    return explain_run(load_run(run_dir), target)
-
-
-def explain_run(run: RunFiles, target: str = "") -> Reason:
-    shares, gauges = run.shares(), run.gauges()
-    facts = facts_of_file(run.config, sum(name.startswith("rollout/") for name in shares), num_cores())
-    span = run.wall_range_s
-    window_s = span[1] - span[0] if span else 0.0
-    full, filtered = engines_look_full(gauges), Filtered.of(gauges)
-    if not target:
-        return explain(shares, facts, window_s=window_s, engines_are_full=full, filtered=filtered)
-    names = actors_of(target, shares)
-    return explain_actors(names, shares, facts, window_s=window_s, engines_are_full=full, filtered=filtered)
-
-
-def actors_of(target: str, shares: Mapping[str, object]) -> list[str]:
-    """Measured actors that a target names. Raises ConfigError for one that names none."""
-    role = target.removesuffix("/*")
-    found = sorted(name for name in shares if name == role or (name.startswith(f"{role}/") and "/" not in role))
-    if not found:
-        raise ConfigError(f"no actor of this run is called {target!r}", remedy=suggest(target, shares))
-    return found
-
-
-def change_text(reason: Reason) -> str:
-    """What to do, on one line: a command, or a line of the run file; empty where nothing can be named."""
-    if reason.command:
-        return reason.command
-    if reason.key:
-        return f"in the run file: {reason.key} = {reason.new}"
-    return ""
-
-
-def _kinds(shares: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = {}
-    for name, kinds in shares.items():
-        left = without_start(kinds)
-        found[name] = {kind: round(left.get(kind, 0.0), 4) for kind in ACTIVITY_KINDS} if left else {}
-    return found
+    parts = sorted(named, reverse=True)[:_NUM_PARTS]
+    detail = ", ".join(_PART_WORDS.get(part, part.partition("/")[2]) for _, part in parts)
+    return f"{words} {percent(shares[kind])}{f' ({detail})' if detail else ''}"

@@ -1,0 +1,340 @@
+"""What holds a run back, on planted time shares; from the verdict to one knob and a value, or a line of the run file."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from myxa.core.config import RunConfig
+from myxa.core.knobs import KnobState, KnobValue, Tunable
+from myxa.launch.control.why_verbs import room_for_rollouts
+from myxa.launch.supervisor.placement import Present, place
+from myxa.launch.views.run_view import VerbAnswer, run_view_of
+from myxa.launch.views.why import (
+    Bound,
+    Facts,
+    Reason,
+    advise,
+    explain,
+    explain_actors,
+    facts_of_file,
+    idleness,
+    judge,
+    without_start,
+)
+
+Shares = dict[str, dict[str, float]]
+
+CASES: list[tuple[Bound, Shares]] = [
+    ("memory", {"trainer/0": {"compute": 0.4, "wait-data": 0.2, "wait-memory": 0.4}, "rollout/0": {"compute": 0.2}}),
+    (
+        "generation",
+        {"trainer/0": {"compute": 0.38, "wait-data": 0.62}, "rollout/0": {"compute": 0.97, "wait-data": 0.03}},
+    ),
+    (
+        "generation",
+        {
+            "trainer/0": {"compute": 0.5, "wait-data": 0.5},
+            "trainer/1": {"compute": 0.0, "wait-data": 1.0},
+            "rollout/0": {"compute": 0.8, "wait-weights": 0.2},
+            "rollout/1": {"compute": 1.0},
+            "buffer": {"other": 1.0},
+        },
+    ),
+    (
+        "reward",
+        {
+            "trainer/0": {"compute": 0.3, "wait-data": 0.7},
+            "rollout/0": {"compute": 0.1, "wait-data": 0.9, "wait-data/reward": 0.8, "wait-data/draw": 0.1},
+        },
+    ),
+    (
+        "data",
+        {
+            "trainer/0": {"compute": 0.3, "wait-data": 0.7},
+            "rollout/0": {"compute": 0.1, "wait-data": 0.9, "wait-data/draw": 0.9},
+        },
+    ),
+    (
+        "training",
+        {"trainer/0": {"compute": 0.95, "wait-data": 0.05}, "rollout/0": {"compute": 0.4, "wait-capacity": 0.6}},
+    ),
+    (
+        "capacity",
+        {"trainer/0": {"compute": 0.5, "wait-data": 0.5}, "rollout/0": {"compute": 0.45, "wait-capacity": 0.55}},
+    ),
+    ("weights", {"trainer/0": {"compute": 0.5, "wait-data": 0.5}, "rollout/0": {"compute": 0.4, "wait-weights": 0.6}}),
+    ("weights", {"trainer/0": {"compute": 0.5, "wait-data": 0.1, "wait-weights": 0.4}, "rollout/0": {"compute": 1.0}}),
+    ("capacity", {"trainer/0": {"compute": 0.4, "wait-capacity": 0.6}, "rollout/0": {"compute": 1.0}}),
+    (
+        "concurrency",
+        {
+            "trainer/0": {"compute": 0.3, "wait-data": 0.7},
+            "rollout/0": {"compute": 0.9, "compute/generate at limit": 0.8, "compute/generate": 0.1, "wait-data": 0.1},
+        },
+    ),
+    (
+        "guard",
+        {
+            "trainer/0": {"compute": 0.5, "wait-data": 0.1, "wait-weights": 0.4, "wait-weights/canary": 0.35},
+            "rollout/0": {"compute": 1.0},
+        },
+    ),
+    (
+        "generation",
+        {
+            "trainer/0": {"compute": 0.1, "wait-data": 0.3, "other": 0.6, "other/start": 0.6},
+            "rollout/0": {"compute": 0.4, "other": 0.6, "other/start": 0.4, "other/start, engine": 0.2},
+        },
+    ),
+    ("starting", {"trainer/0": {"other": 1.0, "other/start": 0.99}, "rollout/0": {"other": 1.0, "other/start": 1.0}}),
+    ("none", {"trainer/0": {"compute": 0.9, "wait-data": 0.1}, "rollout/0": {"compute": 0.88, "wait-data": 0.12}}),
+    ("paused", {"trainer/0": {"wait-data": 0.8, "paused": 0.2}, "rollout/0": {"paused": 0.95, "compute": 0.05}}),
+    ("starting", {"trainer/0": {"other": 0.8, "compute": 0.2}, "rollout/0": {"compute": 1.0}}),
+    ("unknown", {"trainer/0": {"compute": 1.0}}),
+    ("unknown", {"rollout/0": {"compute": 1.0}, "trainer/0": {}}),
+    ("unknown", {}),
+    ("unknown", {"trainer/0": {"wait-data": 1.0}, "rollout/0": {"other": 1.0}}),
+]  # start-up is left out of the shares that are judged
+
+
+@pytest.mark.parametrize(("bound", "shares"), CASES)
+def test_planted_cases(bound: Bound, shares: Shares) -> None:
+    verdict = judge(shares, Facts())
+    assert verdict.bound == bound
+    if bound in {"generation", "concurrency", "reward", "data", "training", "weights", "guard", "capacity"}:
+        assert verdict.remedy
+        assert verdict.share >= 0.25
+
+
+def test_the_sentence_names_who_waits_how_long_and_for_what() -> None:
+    shares = {
+        "trainer/0": {"compute": 0.3, "wait-data": 0.7},
+        "rollout/0": {"compute": 0.1, "wait-data": 0.9, "wait-data/reward": 0.8, "wait-data/draw": 0.1},
+    }
+    sentence = judge(shares, Facts()).sentence
+    for word in ("trainer/0", "70 %", "reward", "rollout/0", "80 %"):
+        assert word in sentence
+
+
+def test_the_leader_is_asked_and_not_the_ranks_that_wait_for_it() -> None:
+    ranks: Shares = {f"trainer/{rank}": {"wait-data": 1.0} for rank in range(1, 12)}
+    shares = {**ranks, "trainer/0": {"compute": 1.0}, "rollout/0": {"wait-capacity": 1.0}}
+    assert judge(shares, Facts()).bound == "training"
+
+
+def test_more_requests_are_no_remedy_for_engines_that_are_full() -> None:
+    shares = {
+        "trainer/0": {"compute": 0.3, "wait-data": 0.7},
+        "rollout/0": {"compute": 0.9, "compute/generate at limit": 0.9, "wait-data": 0.1},
+    }
+    assert judge(shares, Facts()).bound == "concurrency"
+    assert judge(shares, Facts(gauges={"rollout/0": {"rollout/waiting": 1.0}})).bound == "generation"
+    allowed = Facts(knobs={"concurrency": knob("concurrency", 16)}, num_samples=4, max_running=64)
+    assert judge(shares, allowed).bound == "generation", "what concurrency allows fills them"
+
+
+@pytest.mark.parametrize(
+    ("gauges", "is_full"),
+    [
+        ({"rollout/0": {"rollout/running": 4, "rollout/waiting": 0, "rollout/max_running": 64}}, False),
+        ({"rollout/0": {"rollout/running": 64, "rollout/waiting": 0, "rollout/max_running": 64}}, True),
+        ({"rollout/0": {"rollout/running": 4, "rollout/waiting": 2}}, True),
+        ({"rollout/0": {"rollout/running": 4, "rollout/max_running": 0}}, False),
+        ({"rollout/0": {"rollout/running": 8, "rollout/max_running": 8}, "rollout/1": {"rollout/max_running": 8}},
+         False),
+        ({"buffer": {"rollout/waiting": 5}}, False),
+        ({}, False),
+    ],
+)  # fmt: skip
+def test_engines_are_full_when_requests_wait_or_none_has_a_place_left(gauges: Shares, is_full: bool) -> None:
+    assert Facts(gauges=gauges).engines_are_full is is_full
+
+
+THROWN_AWAY: Shares = {
+    "trainer/0": {"compute": 0.05, "wait-data": 0.95},
+    "rollout/0": {"compute": 0.97, "wait-data": 0.03},
+}
+
+
+def newest(**told: float) -> Shares:
+    return {"buffer": {f"buffer/newest/{name}": value for name, value in told.items()}}
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        ({"groups": 256, "left_out": 1, "flat": 1, "all_wrong": 1, "reward_min": 0, "reward_max": 0},
+         "the filter leaves out 100 % of the newest 256 groups: the reward is always 0"),
+        ({"groups": 64, "left_out": 1, "flat": 1, "all_right": 1, "reward_min": 1, "reward_max": 1}, "always 1"),
+        (
+            {"groups": 100, "left_out": 0.9, "flat": 0.9, "all_wrong": 0.8, "all_right": 0.1, "reward_max": 1},
+            "90 % of the newest 100 groups: the answers of a group all get the same reward (all wrong 80 %, all right 10 %)",
+        ),
+        ({"groups": 100, "left_out": 0.9, "flat": 0.1, "reward_max": 1}, "see algo.group_filter"),
+    ],
+)  # fmt: skip
+def test_f2_a_filter_that_leaves_nothing_is_named_and_not_generation(told: dict[str, float], says: str) -> None:
+    """F2."""
+    verdict = judge(THROWN_AWAY, Facts(gauges=newest(**told)))
+    assert verdict.bound == "filter"
+    assert says in verdict.sentence
+    assert "generation" not in verdict.sentence
+    assert "`myxa samples`" in verdict.remedy
+
+
+@pytest.mark.parametrize("told", [{}, {"groups": 8, "left_out": 1}, {"groups": 256, "left_out": 0.5, "flat": 0.5}])
+def test_a_filter_that_leaves_enough_is_not_to_blame(told: dict[str, float]) -> None:
+    assert judge(THROWN_AWAY, Facts(gauges=newest(**told))).bound == "generation"
+
+
+def knob(
+    name: str, value: KnobValue, *, low: float = 1, high: float = 1000, pending: KnobValue | None = None
+) -> KnobState:
+    tunable = Tunable(name=name, kind="int", boundary="now", owner="x", help="", key=f"some.{name}", low=low, high=high)
+    return KnobState(tunable=tunable, value=value, first=value, pending=pending)
+
+
+def facts(**values: KnobValue) -> Facts:
+    return Facts(knobs={name: knob(name, value) for name, value in values.items()}, num_samples=4)
+
+
+def verdict(bound: Bound, share: float = 0.6) -> Reason:
+    return Reason(bound=bound, sentence="sentence", remedy="remedy", share=share)
+
+
+@pytest.mark.parametrize(
+    ("bound", "share", "known", "command"),
+    [
+        ("concurrency", 0.5, facts(concurrency=48), "myxa set concurrency=96"),
+        ("concurrency", 0.95, facts(concurrency=2), "myxa set concurrency=8"),  # never more than four times as much
+        ("capacity", 0.6, facts(max_staleness=1), "myxa set max_staleness=2"),
+        ("weights", 0.6, facts(max_staleness=1, weights_every=1), "myxa set max_staleness=2"),
+        ("weights", 0.6, facts(max_staleness=2, weights_every=1), "myxa set weights_every=2"),
+        ("guard", 0.6, facts(guard_every=2), "myxa set guard_every=8"),
+        ("training", 0.6, facts(max_tokens_per_microbatch=500), "myxa set max_tokens_per_microbatch=1000"),
+        ("generation", 0.5, Facts(num_rollouts=2), "myxa scale rollout=4"),
+        ("paused", 1.0, Facts(), "myxa resume"),
+    ],
+)
+def test_one_knob_with_a_value(bound: Bound, share: float, known: Facts, command: str) -> None:
+    advice = advise(verdict(bound, share), known)
+    assert advice is not None
+    assert advice.command == command
+    assert advice.remedy
+
+
+@pytest.mark.parametrize(
+    ("bound", "known", "key", "new"),
+    [
+        ("reward", Facts(), "reward.workers", 8),
+        ("reward", Facts(reward_workers=3), "reward.workers", 6),
+        ("data", Facts(), "data.max_passes", 0),
+    ],
+)
+def test_what_no_knob_does_is_a_line_of_the_run_file(bound: Bound, known: Facts, key: str, new: int) -> None:
+    advice = advise(verdict(bound), known)
+    assert advice is not None
+    assert (advice.knob, advice.key, advice.new, advice.command) == ("", key, new, "")
+    assert advise(verdict("data"), Facts(is_data_endless=True)) is None, "it is so already"
+
+
+def test_concurrency_goes_as_far_as_engines_and_slots_have_room() -> None:
+    known = facts(concurrency=4)
+    roomy = Facts(knobs=known.knobs, num_samples=4, max_running=40, slots_total=100)
+    assert advise(verdict("concurrency", 0.9), roomy).new == 10  # type: ignore[union-attr]
+    few_slots = Facts(knobs=known.knobs, num_samples=4, max_running=400, slots_total=12, num_rollouts=2)
+    assert advise(verdict("concurrency", 0.9), few_slots).new == 6  # type: ignore[union-attr]
+    none_left = Facts(knobs={**known.knobs, "max_staleness": knob("max_staleness", 1)}, slots_total=4)
+    assert advise(verdict("concurrency", 0.9), none_left).knob == "max_staleness"  # type: ignore[union-attr]
+
+
+def test_a_knob_at_its_end_or_not_there_is_not_proposed() -> None:
+    assert advise(verdict("capacity"), Facts(knobs={"max_staleness": knob("max_staleness", 5, high=5)})) is None
+    assert advise(verdict("capacity"), Facts()) is None
+    assert advise(verdict("none"), facts(concurrency=4)) is None
+    pending = Facts(knobs={"max_staleness": knob("max_staleness", 1, pending=2)})
+    assert advise(verdict("capacity"), pending).new == 3  # type: ignore[union-attr]
+
+
+STARVED: Shares = {
+    "trainer/0": {"compute": 0.2, "wait-data": 0.5, "wait-data/claim": 0.5, "other": 0.3, "other/start": 0.3},
+    "rollout/0": {"compute": 0.9, "compute/generate at limit": 0.9, "wait-data": 0.1, "wait-data/reward": 0.06},
+    "rollout/1": {"compute": 0.9, "compute/generate at limit": 0.9, "wait-data": 0.1},
+    "buffer": {"wait-data": 0.99, "compute": 0.01},
+}
+
+
+def test_why_is_one_record_for_people_and_programs() -> None:
+    reason = explain(STARVED, facts(concurrency=48), window_s=60)
+    assert reason.bound == judge(STARVED, Facts()).bound == "concurrency"
+    assert "trainer/0 waits for data 71 % of the time" in reason.sentence
+    assert (reason.knob, reason.old, reason.new) == ("concurrency", 48, 168)
+    assert reason.to_try.startswith("`myxa set concurrency=168`: ")
+    assert reason.shares["trainer/0"]["compute"] == pytest.approx(0.2857)
+    assert reason.shares["trainer/0"]["other"] == 0.0
+    assert len(reason.details) == 4
+    other = explain(
+        {**STARVED, **{f"rollout/{i}": {"wait-data": 1, "wait-data/reward": 1} for i in range(2)}}, Facts(), window_s=60
+    )
+    assert other.to_try.startswith("in the run file: reward.workers = 8: ")
+
+
+def test_why_of_one_actor_says_what_it_does() -> None:
+    reason = explain_actors(["rollout/0"], STARVED, facts(concurrency=48), window_s=60)
+    assert reason.target == "rollout/0"
+    assert reason.sentence == (
+        "rollout/0 generates 90 % (with as many groups as its concurrency allows), waits for prompts 10 % (for rewards)"
+    )
+    assert set(reason.shares) == {"rollout/0"}
+    assert "concurrency is the bottleneck" in reason.remedy
+
+
+def test_start_up_is_left_out_of_an_actors_time() -> None:
+    for kinds, other in (
+        ({"other": 0.5, "other/start": 0.5, "compute": 0.5}, 0.0),
+        ({"other": 0.5, "other/start": 0.4, "compute": 0.5}, 1 / 6),
+        ({"other": 0.5, "other/lead": 0.5, "compute": 0.5}, 0.5),
+    ):
+        assert without_start(kinds)["other"] == pytest.approx(other, abs=1e-9)
+    assert idleness("rollout/2", {"other": 1.0, "other/start": 1.0})[0] == "rollout/2 is starting"
+    assert "does what is not accounted for 10 %" in idleness("x", {"compute": 0.9, "other": 0.1})[0]
+
+
+def test_f2_no_more_rollout_actors_than_the_machine_has_room_for() -> None:
+    """F2."""
+    roomy = Facts(num_rollouts=2, cores=3, most_rollouts=3)
+    assert advise(verdict("generation", 0.9), roomy).command == "myxa scale rollout=3"  # type: ignore[union-attr]
+    full = Facts(num_rollouts=2, cores=2, most_rollouts=2)
+    assert advise(verdict("generation", 0.9), full) is None
+    starved = {"trainer/0": {"wait-data": 0.9, "compute": 0.1}, "rollout/0": {"compute": 1.0}}
+    told = explain(starved, full).to_try
+    assert "no room for more than 2 rollout actors (2 cores)" in told
+    assert "scale" not in told
+    spare = Facts(num_rollouts=1, most_rollouts=3, more_devices="4,5")
+    assert advise(verdict("generation"), spare).command == "myxa scale rollout=3 --devices 4,5"  # type: ignore[union-attr]
+    assert advise(verdict("reward"), Facts(cores=2, num_rollouts=2)).new == 1  # type: ignore[union-attr]
+    assert advise(verdict("reward"), Facts(cores=2, num_rollouts=1, reward_workers=2)) is None
+
+
+def test_f2_gpus_are_counted_as_scale_counts_them() -> None:
+    one = {"rollout": {"kind": "sglang", "devices": "0-3", "count": 2}, "trainer": {"devices": "4-5"}}
+    config = RunConfig.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "roles": one})
+    specs = place(config, 1)
+    assert room_for_rollouts(config, Present(specs, (0,)), 2, 64) == (2, ""), "both have their GPUs, none is left"
+    fewer = tuple(spec for spec in specs if spec.name != "rollout/1")
+    assert room_for_rollouts(config, Present(fewer, (0,)), 1, 64) == (2, "")
+    on_cores = RunConfig.model_validate({"model": {"path": "m"}, "data": {"train": "t"}})
+    assert room_for_rollouts(on_cores, Present(place(on_cores, 1), (0,)), 1, 6) == (6, "")
+    assert room_for_rollouts(on_cores, Present(place(on_cores, 2), (0, 1)), 2, 6) == (0, ""), "others have cores too"
+
+
+def test_f2_all_views_show_the_same_line() -> None:
+    known = facts(concurrency=48)
+    reason = explain(STARVED, known, window_s=60)
+    assert reason.to_try == f"`myxa set concurrency=168`: {reason.remedy}"
+    answers = {"why": VerbAnswer(msgspec.to_builtins(reason))}
+    assert run_view_of(answers, 0.0).remedy == reason.to_try
+    config = {"rollout": {"max_groups": 48, "num_samples": 4}, "engine": {"max_running": 0}}
+    over = explain(STARVED, facts_of_file(config, STARVED, {}, 2)).to_try
+    assert over.startswith("in the run file: rollout.max_groups = 168: ")
