@@ -80,9 +80,11 @@ def _tell(error: MyxaError, *, is_json: bool) -> int:
 
 
 def _write_all_letters(file: TextIO) -> None:
-    """A terminal that lacks a letter is no reason to end."""
+    """A terminal that lacks a letter is no reason to end: it gets a plainer one."""
     if isinstance(file, io.TextIOWrapper) and not file.encoding.lower().startswith("utf"):
-        file.reconfigure(errors="backslashreplace")
+        from .views.textplot import PLAIN
+
+        file.reconfigure(errors=PLAIN)
 
 
 def _of_a_file(error: OSError) -> ConfigError:

@@ -71,11 +71,10 @@ def _compare_page(names: list[str], found: list[ComparedMetric]) -> RenderableTy
     from ..views.numbers import clean, short
 
     console = Console()
-    is_ascii = not console.encoding.lower().startswith("utf")
     width = max(6, min(24, (console.width - 36) // len(names) - 12))
     rows: list[tuple[str, ...]] = []
     for each in found:
-        lines = each.lines(width, is_ascii=is_ascii)
+        lines = each.lines(width)
         cells = (f"{short(last):>8}  {line}" for last, line in zip(each.last, lines, strict=True))
         rows.append((clean(each.metric), *cells))
     return table(("metric", *(clean(name) for name in names)), rows)

@@ -79,19 +79,16 @@ def _top(options: argparse.Namespace) -> int:
         raise ConfigError("myxa top needs textual, which is not installed", remedy="pip install 'myxa[tui]'")
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError("myxa top needs a terminal", remedy="`myxa ps`, `myxa get` and `myxa why` print to a pipe")
-    _make_lossy()
     from ..tui.app import TopApp  # textual is needed here only
     from ..tui.feed import Feed
+    from ..views.textplot import PLAIN_COLUMNS
+
+    for stream in (sys.__stdout__, sys.__stderr__):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=PLAIN_COLUMNS)
 
     TopApp(Feed.of(options.run_path, only_view=options.read_only)).run()
     return 0
-
-
-def _make_lossy() -> None:
-    """In a terminal without Unicode each odd letter becomes one question mark, which keeps columns in place."""
-    for stream in (sys.__stdout__, sys.__stderr__):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
 
 
 def _add_dashboard(parser: Parser) -> None:

@@ -5,7 +5,6 @@ Everything that may block runs in threads, which send messages to the applicatio
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -132,7 +131,6 @@ class TopApp(App[None]):
         self._follows = True
         self._log_of = ""
         self._shows_tree: bool | None = None
-        self._is_ascii = not (sys.__stdout__ and (sys.__stdout__.encoding or "").lower().startswith("utf"))
 
     def compose(self) -> ComposeResult:
         yield Static(id="title")
@@ -200,7 +198,7 @@ class TopApp(App[None]):
         if self._run_view is None or not self.is_running:
             return
         width = max(40, self._page.query_one("#tabs").size.width - 5)
-        page = pages.run_page(self._run_view, self._pace, width, is_ascii=self._is_ascii)
+        page = pages.run_page(self._run_view, self._pace, width)
         self._page.query_one("#run-text", Static).update(page)
         self._page.query_one("#actor-text", Static).update(pages.actor_page(self._run_view, self._actor, width))
 
@@ -215,7 +213,7 @@ class TopApp(App[None]):
         for node in tree.root.children:
             for leaf in node.children:
                 if leaf.data in facts:
-                    leaf.set_label(pages.actor_label(facts[leaf.data], view, width, is_ascii=self._is_ascii))
+                    leaf.set_label(pages.actor_label(facts[leaf.data], view, width))
 
     def _build_tree(self, tree: Tree[str], view: RunView) -> None:
         tree.clear()

@@ -24,7 +24,7 @@ from ..views.run_view import (
     lag_text,
     queue_rows,
 )
-from ..views.textplot import COLOURS, LETTERS, LETTERS_ASCII, bar, gauge, sparkline
+from ..views.textplot import COLOURS, LETTERS, bar, gauge, sparkline
 
 _RUN_FACTS = frozenset({"step", "reward", "learning", "speed"})
 _LABEL = 12
@@ -40,7 +40,7 @@ _STATE_SIGNS = {
 """Of an actor's process; ?: not known."""
 
 
-def run_page(view: RunView, pace: StepPace, width: int, *, is_ascii: bool = False) -> Text:
+def run_page(view: RunView, pace: StepPace, width: int) -> Text:
     page = Text()
     for label, text in fact_lines(view, pace):
         if label in _RUN_FACTS:
@@ -48,15 +48,13 @@ def run_page(view: RunView, pace: StepPace, width: int, *, is_ascii: bool = Fals
     if view.remedy:
         _fact(page, "to try", clean(view.remedy), width)
     if curve := view.training_curve():
-        _fact(
-            page, "", sparkline([curve[step] for step in sorted(curve)], min(60, width - _LABEL - 2), is_ascii=is_ascii)
-        )
-    _queues(page, view, width, is_ascii=is_ascii)
-    _staleness(page, view, width, is_ascii=is_ascii)
+        _fact(page, "", sparkline([curve[step] for step in sorted(curve)], min(60, width - _LABEL - 2)))
+    _queues(page, view, width)
+    _staleness(page, view, width)
     if engines := engine_rows(view):
         _heading(page, "engines")
         page.append(_grid((ENGINE_COLUMNS, *engines)))
-    _time(page, view, width, is_ascii=is_ascii)
+    _time(page, view, width)
     return page
 
 
@@ -67,7 +65,7 @@ def actor_page(view: RunView, name: str, width: int = 0) -> Text:
     return page
 
 
-def actor_label(actor: ActorFacts, view: RunView, width: int, *, is_ascii: bool = False) -> Text:
+def actor_label(actor: ActorFacts, view: RunView, width: int) -> Text:
     """`+ trainer/0    ███▓▓▓▓▓  wait-data 62 %`, as much of it as fits."""
     kinds = view.shares().get(actor.name, {})
     sign = _STATE_SIGNS.get(actor.state, "?")
@@ -75,17 +73,16 @@ def actor_label(actor: ActorFacts, view: RunView, width: int, *, is_ascii: bool 
     text.append(f"{clean(actor.name):<12}")
     room = width - len(text)
     if room >= 8 and kinds:
-        _bar(text, kinds, 8, is_ascii=is_ascii)
+        _bar(text, kinds, 8)
     if room >= 26:
         text.append(f"  {main_kind(kinds) if actor.is_well else actor.state}")
     return text
 
 
-def legend(*, is_ascii: bool = False) -> Text:
-    letters = LETTERS_ASCII if is_ascii else LETTERS
+def legend() -> Text:
     text = Text()
     for kind in ACTIVITY_KINDS:
-        text.append(letters[kind], style=COLOURS[kind])
+        text.append(LETTERS[kind], style=COLOURS[kind])
         text.append(f" {kind}  ")
     return text
 
@@ -104,19 +101,19 @@ def _fact(page: Text, label: str, text: str, width: int = 0) -> None:
         page.append(f"{line}\n")
 
 
-def _queues(page: Text, view: RunView, width: int, *, is_ascii: bool) -> None:
+def _queues(page: Text, view: RunView, width: int) -> None:
     queues = queue_rows(view)
     if not queues:
         return
     _heading(page, "queues", "groups in the buffer")
     for label, count, total in queues:
         page.append(f"{label:<{_LABEL}}")
-        page.append(gauge(count, total, min(30, width - 28), is_ascii=is_ascii), style="cyan")
+        page.append(gauge(count, total, min(30, width - 28)), style="cyan")
         page.append(f"  {count}" + (f" of {total}\n" if label == "slots" else "\n"))
     _fact(page, "since start", done_text(view), width)
 
 
-def _staleness(page: Text, view: RunView, width: int, *, is_ascii: bool) -> None:
+def _staleness(page: Text, view: RunView, width: int) -> None:
     lags = lag_rows(view)
     if not lags:
         return
@@ -126,9 +123,7 @@ def _staleness(page: Text, view: RunView, width: int, *, is_ascii: bool) -> None
     bound = max((lag for lag, _, is_allowed in lags if is_allowed), default=-1)
     for lag, count, is_allowed in lags:
         page.append(f"{f'lag {lag}':<{_LABEL}}", style="" if is_allowed else "bold red")
-        page.append(
-            gauge(count, largest, min(30, width - 28), is_ascii=is_ascii), style="green" if is_allowed else "red"
-        )
+        page.append(gauge(count, largest, min(30, width - 28)), style="green" if is_allowed else "red")
         page.append(f"  {count}{'  <- bound' if lag == bound else ''}\n")
 
 
@@ -144,7 +139,7 @@ def _grid(lines: Sequence[Sequence[str]]) -> Text:
     return text
 
 
-def _time(page: Text, view: RunView, width: int, *, is_ascii: bool) -> None:
+def _time(page: Text, view: RunView, width: int) -> None:
     shares = view.shares()
     names = [actor.name for actor in view.actors if shares.get(actor.name)]
     if not names:
@@ -152,19 +147,19 @@ def _time(page: Text, view: RunView, width: int, *, is_ascii: bool) -> None:
     _heading(page, "time", "of each actor over the last minute")
     for name in names:
         page.append(f"{clean(name):<{_LABEL + 1}}")
-        _bar(page, shares[name], min(30, max(8, width - 50)), is_ascii=is_ascii)
+        _bar(page, shares[name], min(30, max(8, width - 50)))
         parts = sorted(((shares[name].get(kind, 0.0), kind) for kind in ACTIVITY_KINDS), reverse=True)
         page.append(
             "  "
             + "  ".join(f"{kind} {percent(share)}" for share, kind in parts[: 1 + (width >= 54)] if share >= 0.005)
             + "\n"
         )
-    page.append(legend(is_ascii=is_ascii))
+    page.append(legend())
     page.append("\n")
 
 
-def _bar(text: Text, kinds: Mapping[str, float], width: int, *, is_ascii: bool) -> None:
-    for letters, kind in bar(kinds, width, is_ascii=is_ascii):
+def _bar(text: Text, kinds: Mapping[str, float], width: int) -> None:
+    for letters, kind in bar(kinds, width):
         text.append(letters, style=COLOURS.get(kind, ""))
 
 

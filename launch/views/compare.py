@@ -75,8 +75,8 @@ class ComparedMetric:
     def facts(self) -> dict[str, Any]:
         return {"metric": self.metric, "last": self.last}
 
-    def lines(self, width: int, *, is_ascii: bool = False) -> tuple[str, ...]:
-        return tuple(sparkline([c[step] for step in sorted(c)], width, is_ascii=is_ascii) for c in self.curves)
+    def lines(self, width: int) -> tuple[str, ...]:
+        return tuple(sparkline([c[step] for step in sorted(c)], width) for c in self.curves)
 
 
 def load_runs(folders: Sequence[Path]) -> list[RunFiles]:

@@ -26,7 +26,7 @@ from ...core.activity import ACTIVITY_KINDS
 from ...core.messages import RunStatus
 from .numbers import clean, duration, name_order, percent, short
 from .run_view import RunView, StepPace, dropped_text, fact_lines, plain_line
-from .textplot import COLOURS, LETTERS, LETTERS_ASCII, bar, plot, sparkline
+from .textplot import COLOURS, LETTERS, bar, plot, sparkline
 
 _MAX_WIDTH = 72
 
@@ -76,8 +76,7 @@ def final_summary(
 
 def _print_curve(console: Console, name: str, curve: Mapping[int, float], evaluations: Mapping[int, float]) -> None:
     width = min(_MAX_WIDTH, console.width - 12)
-    is_ascii = not console.encoding.lower().startswith("utf")
-    lines = plot(curve, evaluations, width=width, height=10, is_ascii=is_ascii)
+    lines = plot(curve, evaluations, width=width, height=10)
     if not lines:
         return
     label = f"{name}: {_change(curve)}" if curve else name
@@ -137,8 +136,7 @@ class LiveView:
         if view.status is not None:  # without the coordinator's answer the version is unknown
             self._pace.put(view.now_wall_s, view.version)
         if self._live is not None:
-            is_ascii = not self._console.encoding.lower().startswith("utf")
-            self._live.update(render(view, self._pace, is_ascii=is_ascii), refresh=True)
+            self._live.update(render(view, self._pace), refresh=True)
             return
         warns = bool(view.buffer and view.buffer.complaint)
         key, silent_s = (view.phase, warns, view.version), view.now_wall_s - self._line_s
@@ -151,16 +149,16 @@ class LiveView:
         self._console.print(Text(clean(text)), soft_wrap=True)
 
 
-def render(view: RunView, pace: StepPace, *, is_ascii: bool = False) -> RenderableType:
+def render(view: RunView, pace: StepPace) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for label, line in fact_lines(view, pace):
         text = Text(line)
         if label == "reward" and (curve := view.training_curve()):
-            text.append("  " + sparkline([curve[step] for step in sorted(curve)], 30, is_ascii=is_ascii), style="green")
+            text.append("  " + sparkline([curve[step] for step in sorted(curve)], 30), style="green")
         table.add_row(label, text)
-    for index, line in enumerate(_time_lines(view, is_ascii=is_ascii)):
+    for index, line in enumerate(_time_lines(view)):
         table.add_row("" if index else "time", line)
     table.add_row("held back", Text(view.held_back(), style="italic"))
     name = view.name or "starting"
@@ -172,23 +170,23 @@ def render(view: RunView, pace: StepPace, *, is_ascii: bool = False) -> Renderab
     return Panel(Group(*parts), title=Text(f"myxa  {name}"), subtitle=Text(elapsed), border_style=colour)
 
 
-def _time_lines(view: RunView, *, is_ascii: bool) -> list[Text]:
+def _time_lines(view: RunView) -> list[Text]:
     shares = {name: kinds for name, kinds in view.shares().items() if kinds}
     workers = [name for name in sorted(shares, key=name_order) if name.startswith(("trainer/", "rollout/"))]
-    lines = [time_bar(name, shares[name], is_ascii=is_ascii) for name in workers[:_MAX_ACTORS]]
+    lines = [time_bar(name, shares[name]) for name in workers[:_MAX_ACTORS]]
     if len(workers) > _MAX_ACTORS:
         lines.append(Text(f"... and {len(workers) - _MAX_ACTORS} more", style="bright_black"))
     return lines
 
 
-def time_bar(name: str, kinds: Mapping[str, float], *, is_ascii: bool = False) -> Text:
+def time_bar(name: str, kinds: Mapping[str, float]) -> Text:
     """`trainer/0  ████▓▓▓▓  compute 40 %  wait-data 60 %`; the letters distinguish the kinds without colours too."""
     text = Text(f"{clean(name):<11}")
-    for letters, kind in bar(kinds, _BAR, is_ascii=is_ascii):
+    for letters, kind in bar(kinds, _BAR):
         text.append(letters, style=COLOURS.get(kind, ""))
     for kind in ACTIVITY_KINDS:
         if kinds.get(kind, 0.0) >= 0.01:
-            text.append(f"  {(LETTERS_ASCII if is_ascii else LETTERS)[kind]}", style=COLOURS[kind])
+            text.append(f"  {LETTERS[kind]}", style=COLOURS[kind])
             text.append(f" {kind} {percent(kinds[kind])}")
     return text
 

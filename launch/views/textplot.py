@@ -1,12 +1,15 @@
-"""Curves and bars drawn with letters. Pure: numbers in, lines of text out.
+"""Curves and bars drawn with letters. Pure: numbers in, lines of text out. A terminal that lacks the letters gets plain
+ones by the error handler of its encoding (`PLAIN`).
 
 plotext and asciichartpy were considered: each is one person's package, and the two shapes needed here are short.
 """
 
 from __future__ import annotations
 
+import codecs
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 
 from ...core.activity import ACTIVITY_KINDS
@@ -18,27 +21,38 @@ COLOURS: Mapping[str, str] = dict(zip(
     strict=True,
 ))  # fmt: skip
 LETTERS: Mapping[str, str] = dict(zip(ACTIVITY_KINDS, "█▓▒░◇▫▪·", strict=True))
-LETTERS_ASCII: Mapping[str, str] = dict(zip(ACTIVITY_KINDS, "#dwcmep.", strict=True))
 """One letter a kind of time, so that bars can be read without colours."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_BLOCKS_ASCII = "_.-~=+*#"
+_PLAIN = dict(zip("█▓▒░◇▫▪·▁▂▃▄▅▆▇±", "#dwcmep._.-~=+*~", strict=True))
 
 # Braille dots of a cell two wide and four high, from the top left: the bit of each dot.
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
-def sparkline(values: Sequence[float], width: int = 30, *, is_ascii: bool = False) -> str:
+def _plain(error: UnicodeError, spelt: Callable[[str], str]) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    missing = error.object[error.start : error.end]
+    return "".join("*" if "\u2800" < c <= "\u28ff" else _PLAIN.get(c) or spelt(c) for c in missing), error.end
+
+
+PLAIN, PLAIN_COLUMNS = "myxa-plain", "myxa-plain-columns"
+"""For `errors` of a stream; other letters are spelt out, or (columns stay in their places) become one question mark."""
+codecs.register_error(PLAIN, partial(_plain, spelt=lambda c: c.encode("ascii", "backslashreplace").decode()))
+codecs.register_error(PLAIN_COLUMNS, partial(_plain, spelt=lambda c: "?"))
+
+
+def sparkline(values: Sequence[float], width: int = 30) -> str:
     """One line of at most `width` letters; more values than that are averaged. NaN is left out."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite or width < 1:
         return ""
     bins = _averaged(finite, width)
     low, high = min(bins), max(bins)
-    blocks = _BLOCKS_ASCII if is_ascii else _BLOCKS
     if high - low <= 1e-12 * max(1.0, abs(high)):
-        return blocks[len(blocks) // 2] * len(bins)
-    scale = (len(blocks) - 1) / (high - low)
-    return "".join(blocks[round((value - low) * scale)] for value in bins)
+        return _BLOCKS[len(_BLOCKS) // 2] * len(bins)
+    scale = (len(_BLOCKS) - 1) / (high - low)
+    return "".join(_BLOCKS[round((value - low) * scale)] for value in bins)
 
 
 def _averaged(values: Sequence[float], width: int) -> list[float]:
@@ -54,7 +68,6 @@ def plot(
     *,
     width: int = 60,
     height: int = 10,
-    is_ascii: bool = False,
 ) -> list[str]:
     """Lines of a curve over steps with its axes; `marks` are drawn as "o" on top (evaluations). Empty without data."""
     points = {step: value for step, value in curve.items() if math.isfinite(value)}
@@ -62,7 +75,7 @@ def plot(
     if not points and not marked:
         return []
     frame = _Frame(points, marked, max(width, 16), max(height, 3))
-    cells = _draw_ascii(frame, points) if is_ascii else _draw_braille(frame, points)
+    cells = _draw(frame, points)
     for step, value in marked.items():
         cells[frame.row(value)][frame.column(step)] = "o"
     return frame.with_axes(["".join(row) for row in cells])
@@ -102,11 +115,11 @@ class _Frame:
         return lines
 
 
-def _walk(frame: _Frame, points: Mapping[int, float], scale_x: int, scale_y: int) -> list[tuple[int, int]]:
+def _walk(frame: _Frame, points: Mapping[int, float]) -> list[tuple[int, int]]:
     """Dots of the line through all points, gaps between columns closed."""
     dots: list[tuple[int, int]] = []
     for step in sorted(points):
-        x, y = frame.column(step, scale_x), frame.row(points[step], scale_y)
+        x, y = frame.column(step, 2), frame.row(points[step], 4)
         if dots:
             before_x, before_y = dots[-1]
             num = max(abs(x - before_x), abs(y - before_y))
@@ -118,23 +131,15 @@ def _walk(frame: _Frame, points: Mapping[int, float], scale_x: int, scale_y: int
     return dots
 
 
-def _draw_braille(frame: _Frame, points: Mapping[int, float]) -> list[list[str]]:
+def _draw(frame: _Frame, points: Mapping[int, float]) -> list[list[str]]:
     bits = [[0] * frame.width for _ in range(frame.height)]
-    for x, y in _walk(frame, points, 2, 4):
+    for x, y in _walk(frame, points):
         bits[y // 4][x // 2] |= _DOTS[y % 4][x % 2]
     return [[chr(0x2800 + cell) if cell else " " for cell in row] for row in bits]
 
 
-def _draw_ascii(frame: _Frame, points: Mapping[int, float]) -> list[list[str]]:
-    cells = [[" "] * frame.width for _ in range(frame.height)]
-    for x, y in _walk(frame, points, 1, 1):
-        cells[y][x] = "*"
-    return cells
-
-
-def bar(kinds: Mapping[str, float], width: int, *, is_ascii: bool = False) -> list[tuple[str, str]]:
+def bar(kinds: Mapping[str, float], width: int) -> list[tuple[str, str]]:
     """[(letters, kind)] of a stacked bar of exactly `width` letters, blanks at its end included."""
-    letters = LETTERS_ASCII if is_ascii else LETTERS
     filled, exact = 0, 0.0
     parts: list[tuple[str, str]] = []
     for kind in ACTIVITY_KINDS:
@@ -142,11 +147,11 @@ def bar(kinds: Mapping[str, float], width: int, *, is_ascii: bool = False) -> li
         num = max(0, min(round(exact), width) - filled)
         filled += num
         if num:
-            parts.append((letters[kind] * num, kind))
+            parts.append((LETTERS[kind] * num, kind))
     return [*parts, (" " * (width - filled), "")]
 
 
-def gauge(count: int, total: int, width: int, *, is_ascii: bool = False) -> str:
+def gauge(count: int, total: int, width: int) -> str:
     """A bar of `width` letters; anything above 0 shows at least one."""
     num = 0 if count <= 0 or total <= 0 else max(1, min(width, round(count / total * width)))
-    return ("#" if is_ascii else "█") * num + ("." if is_ascii else "·") * (width - num)
+    return "█" * num + "·" * (width - num)
