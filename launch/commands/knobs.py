@@ -1,20 +1,23 @@
-"""Knobs of a run: `get`, `set`, `explain`, `undo`, `history`; how knobs are written and shown."""
+"""Knobs of a run: `get`, `set`, `explain`, `undo`, `history`; how a change is written and shown."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
-import tomllib
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from ...core.errors import ConfigError, LedgerError
+from ...core.knobs import AuditRecord, ChangeReply, KnobTable, Tunable
 from ..control import verbs
+from ..views.changes import asked_text, moves_text, value_text
+from ..views.knob_table import KNOB_COLUMNS, knob_rows, read_value, reply_text
 from .parser import Parser, ask, folder_of, show, table, verb_command
 
 if TYPE_CHECKING:
@@ -64,39 +67,11 @@ def _get_page(found: dict[str, Any], *, every: bool = False) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    rows = [row for row in _rows(found) if every or row[0] != QUIET]
-    columns = ("knob", "value", "unit", "range", "at", "owner", "note")
-    notes = [f"epoch {found['epoch']}"] if found["epoch"] else []
-    notes += [f"no answer from {', '.join(found['silent'])}"] if found["silent"] else []
-    return Group(table(columns, [row[1:] for row in rows], right=("value",)), Text("   ".join(notes)))
-
-
-def _rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Role, then a row's cells. Owners that agree about a knob share a row."""
-    merged: dict[tuple[str, ...], list[str]] = {}
-    roles: dict[tuple[str, ...], str] = {}
-    for sheet in found["sheets"]:
-        for state in sheet["knobs"]:
-            cells = _cells(state, found["reverts"].get(state["tunable"]["name"], ""))
-            merged.setdefault(cells, []).append(sheet["owner"])
-            roles[cells] = state["tunable"]["owner"]
-    return [(roles[cells], *cells[:-1], ", ".join(owners), cells[-1]) for cells, owners in merged.items()]
-
-
-def _cells(state: dict[str, Any], reverts: str) -> tuple[str, ...]:
-    knob = state["tunable"]
-    notes = [f"file: {shown(state['first'])}"] if state["value"] != state["first"] else []
-    notes += [f"will be {shown(state['pending'])}"] if state["pending"] is not None else []
-    notes += [f"back {reverts}"] if reverts else []
-    return knob["name"], shown(state["value"]), knob["unit"], range_text(knob), knob["boundary"], "; ".join(notes)
-
-
-def range_text(knob: dict[str, Any]) -> str:
-    import msgspec
-
-    from ...core.knobs import Tunable
-
-    return msgspec.convert(knob, Tunable).range_text()
+    known = msgspec.convert(found, KnobTable)
+    rows = [row.cells() for row in knob_rows(known) if every or row.tunable.owner != QUIET]
+    notes = [f"epoch {known.epoch}"] if known.epoch else []
+    notes += [f"no answer from {', '.join(known.silent)}"] if known.silent else []
+    return Group(table(KNOB_COLUMNS, rows, right=("value",)), Text("   ".join(notes)))
 
 
 def _add_set(parser: Parser) -> None:
@@ -119,47 +94,40 @@ BOUNDARIES = {
 
 
 def _explain_lines(found: dict[str, Any]) -> Iterator[str]:
-    knob = found["knob"]["tunable"]
-    yield f"{knob['name']}: {knob['help']}"
-    yield f"  type      {knob['kind']}{', in ' + knob['unit'] if knob['unit'] else ''}"
-    yield f"  range     {range_text(knob)}"
-    if knob["guard_factor"]:
-        yield f"  guard     more than {knob['guard_factor']:g} times the file's value needs --force"
-    yield f"  boundary  {knob['boundary']}: used {BOUNDARIES[knob['boundary']]}"
+    knob = msgspec.convert(found["knob"]["tunable"], Tunable)
+    yield f"{knob.name}: {knob.help}"
+    yield f"  type      {knob.kind}{', in ' + knob.unit if knob.unit else ''}"
+    yield f"  range     {knob.range_text()}"
+    if knob.guard_factor:
+        yield f"  guard     more than {knob.guard_factor:g} times the file's value needs --force"
+    yield f"  boundary  {knob.boundary}: used {BOUNDARIES[knob.boundary]}"
     yield (
-        f"  {'default ' if found['is_default'] else 'file    '}  {knob['key']} = {shown(found['file_value'])}"
-        if knob["key"]
+        f"  {'default ' if found['is_default'] else 'file    '}  {knob.key} = {value_text(found['file_value'])}"
+        if knob.key
         else "  file      it has no key there"
     )
     for owner, state in found["owners"].items():
-        pending = f", will be {shown(state['pending'])}" if state["pending"] is not None else ""
-        yield f"  live      {shown(state['value'])}{pending}  ({owner})"
+        pending = f", will be {value_text(state['pending'])}" if state["pending"] is not None else ""
+        yield f"  live      {value_text(state['value'])}{pending}  ({owner})"
     if found["reverts"]:
         yield f"  reverts   {found['reverts']}"
     yield "  history" if found["history"] else "  history   it was not changed"
     for record in found["history"]:
-        yield f"    {change_line(record, knob['name'])}"
+        yield f"    {change_line(record, knob.name)}"
 
 
-def change_line(record: dict[str, Any], only: str = "") -> str:
-    when = datetime.fromtimestamp(record["wall_s"]).strftime("%m-%d %H:%M:%S")
-    moves = [
-        f"{move['name']} {shown(move['old'])} -> {shown(move['new'])}"
-        for move in record["moves"]
-        if only in ("", move["name"])
-    ]
-    facts = [f"epoch {record['epoch']}"] if record["epoch"] else []
-    facts += [f"at {record['at']}"] if record["at"] else []
-    facts += [] if record["result"] == "done" else [f"{record['result']}: {record['detail']}"]
-    facts += [f'"{record["reason"]}"'] if record["reason"] else []
-    who = record["who"]["user"] or record["who"]["via"]
-    asked = (f"{name}={found}" for name, found in record["arguments"].items() if found and name != "reason")
-    what = ", ".join(dict.fromkeys(moves)) or ", ".join(asked)
-    return "  ".join(filter(None, (f"#{record['number']}", when, who, record["verb"], what, ", ".join(facts))))
+def change_line(raw: dict[str, Any], only: str = "") -> str:
+    record = msgspec.convert(raw, AuditRecord)
+    when = datetime.fromtimestamp(record.wall_s).strftime("%m-%d %H:%M:%S")
+    what = moves_text([move for move in record.moves if only in ("", move.name)]) or asked_text(record.arguments)
+    facts = [f"epoch {record.epoch}"] if record.epoch else []
+    facts += [f"at {record.at}"] if record.at else []
+    facts += [] if record.result == "done" else [f"{record.result}: {record.detail}"]
+    facts += [f'"{record.reason}"'] if record.reason else []
+    who = record.who.user or record.who.via
+    return "  ".join(filter(None, (f"#{record.number}", when, who, record.verb, what, ", ".join(facts))))
 
 
-_BARE = re.compile(r"[A-Za-z_][A-Za-z0-9_.:/*,-]*|\d+,(\d+,)*\d*")
-_WORDS = {"True": "true", "False": "false"}
 _LASTING = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>steps?|s|min|h)")
 _LASTING_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
@@ -173,23 +141,8 @@ def assignments(words: Sequence[str], what: str) -> dict[str, Any]:
             raise ConfigError(f"{what} {word!r}: must look like NAME=VALUE", remedy='for example "lr=1e-4"')
         if name.strip() in table:
             raise ConfigError(f"{what} {word!r}: {name.strip()} is given twice", remedy="say it once")
-        table[name.strip()] = value(name.strip(), text.strip())
+        table[name.strip()] = read_value(name.strip(), text.strip())
     return table
-
-
-def value(name: str, text: str) -> Any:
-    """A TOML value; a bare word is text, for shells eat quotes."""
-    try:
-        found = tomllib.loads(f"value = {_WORDS.get(text, text)}")["value"]
-    except tomllib.TOMLDecodeError as error:
-        if _BARE.fullmatch(text):
-            return text
-        raise ConfigError(f"{name} = {text}: is no TOML value: {error}", remedy='write 1e-4, true or "text"') from None
-    if isinstance(found, float) and not math.isfinite(found):
-        raise ConfigError(f"{name} = {text}: must be finite", remedy=f"`myxa explain {name}` shows its range")
-    if not isinstance(found, bool | int | float | str):
-        raise ConfigError(f"{name} = {text}: knobs are numbers, text, true or false", remedy=f"`myxa explain {name}`")
-    return found
 
 
 def lasting(text: str) -> dict[str, Any]:
@@ -203,29 +156,8 @@ def lasting(text: str) -> dict[str, Any]:
     return {"for_s": float(found["number"]) * _LASTING_SECONDS[found["unit"]]}
 
 
-def shown(found: Any) -> str:
-    if isinstance(found, bool):
-        return "true" if found else "false"
-    if isinstance(found, float):
-        return f"{found:.10g}"
-    return f'"{found}"' if isinstance(found, str) else str(found)
-
-
-def change_text(reply: dict[str, Any]) -> str:
-    if reply["refused"]:
-        return ""  # reported as an error
-    lines = [
-        f"{m['name']}  {shown(m['old'])} -> {shown(m['new'])}  {m['owner']}, {_boundary(m, reply['at'])}"
-        for m in reply["moves"]
-    ]
-    lines += [f"warning: {text}" for text in reply["warnings"]]
-    lines.append(f"epoch {reply['epoch']}" if reply["epoch"] else "nothing was changed")
-    return "\n".join(lines)
-
-
-def _boundary(move: dict[str, Any], at: int) -> str:
-    kind = move["boundary"]
-    return {"now": "at once", "request": "from the next request on"}.get(kind, f"at {kind} {at}")
+def _reply_page(reply: dict[str, Any]) -> str:
+    return reply_text(msgspec.convert(reply, ChangeReply))
 
 
 def check_reply(options: argparse.Namespace, reply: dict[str, Any]) -> int:
@@ -242,8 +174,6 @@ def _add_history(parser: Parser) -> None:
 
 def _history(options: argparse.Namespace) -> int:
     """From the audit log itself, so it works after the run, too."""
-    import msgspec
-
     from ...actors.coordinator.audit import AUDIT_FILE, read_audit
 
     run: Path | None = options.run_path
@@ -282,8 +212,8 @@ SET_WORDS = (
 )
 COMMANDS = (
     verb_command(verbs.GET, _get_page, add=_add_get, run=_get),
-    verb_command(verbs.SET, change_text, add=_add_set, more=_changes, check=check_reply, description=SET_WORDS),
+    verb_command(verbs.SET, _reply_page, add=_add_set, more=_changes, check=check_reply, description=SET_WORDS),
     verb_command(verbs.EXPLAIN, lambda facts: "\n".join(_explain_lines(facts))),
-    verb_command(verbs.UNDO, change_text, check=check_reply),
+    verb_command(verbs.UNDO, _reply_page, check=check_reply),
     verb_command(verbs.HISTORY, change_line, add=_add_history, run=_history),
 )

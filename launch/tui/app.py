@@ -149,7 +149,7 @@ class TopApp(App[None]):
 
     def on_mount(self) -> None:
         self._page.query_one("#title", Static).update("myxa top: asking the run ...")
-        self._table("knob-table").add_columns(*KNOB_COLUMNS)
+        self._table("knob-table").add_columns(*KNOB_COLUMNS, "what it does")
         self._table("history-table").add_columns(*pages.HISTORY_COLUMNS)
         self._page.query_one("#tree").focus()
         _start(self._look_forever)
@@ -184,7 +184,7 @@ class TopApp(App[None]):
         self._show_page()
         fill(self._table("history-table"), pages.history_rows(view.history))
         self._knob_rows = {row.name: row for row in knob_rows(view.knobs)}
-        fill(self._table("knob-table"), [row.cells() for row in self._knob_rows.values()])
+        fill(self._table("knob-table"), [(*row.cells(), clean(row.tunable.help)) for row in self._knob_rows.values()])
 
     @property
     def _page(self) -> Screen[object]:

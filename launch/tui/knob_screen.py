@@ -21,7 +21,7 @@ from textual.widgets import Input, Label, Static
 from ...core.errors import MyxaError
 from ...core.knobs import ChangeReply, ChangeRequest, KnobValue
 from ..views.changes import value_text
-from ..views.knob_table import KnobRow, parsed_value, reply_text
+from ..views.knob_table import KnobRow, reply_text, typed_value
 
 
 class KnobAnswered(Message):
@@ -113,9 +113,9 @@ class KnobScreen(ModalScreen[str]):
         threading.Thread(target=self._ask, args=(asked,), daemon=True, name="set").start()
 
     def _value(self) -> KnobValue | None:
-        """The typed value; None if it has the wrong type, and the error is shown."""
+        """The typed value; None if the knob does not take it, and the error is shown."""
         try:
-            return parsed_value(self._row.tunable, self.query_one("#value", Input).value)
+            return typed_value(self._row.tunable, self.query_one("#value", Input).value)
         except MyxaError as error:
             self._say(str(error), is_bad=True)
             return None

@@ -240,7 +240,7 @@ def help_text(page: str) -> str:
 HELP = """\
 Before an actor: + its process is up, ~ on its way, ! in trouble, x gone, ? unknown.
 Bars: where its last minute went (the letters are explained below the bars of page 1).
-Before a knob: * it differs from the run file. Enter on a knob turns it.
+Enter on a knob turns it.
 1 run  2 actor  3 knobs  4 history  5 log  6 stack
 r refresh  t tree  p pause or resume the run  q quit"""
 

@@ -5,17 +5,14 @@ The reference table is made from the declarations, so that page and code agree.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+import re
+import tomllib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ...actors.buffer.knobs import BufferLimits, buffer_tunables
-from ...actors.coordinator.knobs import COORDINATOR_TUNABLES
-from ...actors.knobs import process as process_knobs
-from ...actors.rollout import knobs as rollout_knobs
-from ...actors.trainer import knobs as trainer_knobs
-from ...algos.filters import GROUP_FILTERS
 from ...core.errors import ConfigError
-from ...core.knobs import NUMBERED, ChangeReply, KnobState, KnobTable, KnobValue, Tunable
+from ...core.knobs import ChangeReply, KnobMove, KnobState, KnobTable, KnobValue, Tunable
 from .changes import value_text
 from .numbers import clean, name_order
 
@@ -25,6 +22,13 @@ HEAD = ("| knob | unit | range | boundary | owner | run file | what it does |", 
 
 def declared() -> tuple[Tunable, ...]:
     """All knobs that the product has: trainer, buffer, rollout actors, coordinator, every process."""
+    from ...actors.buffer.knobs import BufferLimits, buffer_tunables  # roles are slow to import
+    from ...actors.coordinator.knobs import COORDINATOR_TUNABLES
+    from ...actors.knobs import process as process_knobs
+    from ...actors.rollout import knobs as rollout_knobs
+    from ...actors.trainer import knobs as trainer_knobs
+    from ...algos.filters import GROUP_FILTERS
+
     return (
         *trainer_knobs.TUNABLES,
         *buffer_tunables(tuple(GROUP_FILTERS), BufferLimits(), sources=("math", "code")),
@@ -94,21 +98,16 @@ class KnobRow:
         return any(value != self.first for value in self.values)
 
     def cells(self) -> tuple[str, ...]:
-        waiting = f" -> {value_text(self.pending)}" if self.pending is not None else ""
-        unit = f" {self.tunable.unit}" if self.tunable.unit else ""
-        back = f" (goes back {self.reverts})" if self.reverts else ""
-        return (
-            f"{'*' if self.is_changed else ' '}{self.name}",
-            clean(self.value + unit + waiting + back),
-            self.tunable.range_text(),
-            self.tunable.boundary,
-            owners_text(self.owners),
-            value_text(self.first),
-            clean(self.tunable.help),
-        )
+        """For `KNOB_COLUMNS`."""
+        notes = [f"file: {value_text(self.first)}"] if self.is_changed else []
+        notes += [f"will be {value_text(self.pending)}"] if self.pending is not None else []
+        notes += [f"back {self.reverts}"] if self.reverts else []
+        knob = self.tunable
+        return (self.name, clean(self.value), knob.unit, knob.range_text(), knob.boundary, owners_text(self.owners),
+                clean("; ".join(notes)))  # fmt: skip
 
 
-KNOB_COLUMNS = (" knob", "value", "takes", "at next", "owner", "run file", "what it does")
+KNOB_COLUMNS = ("knob", "value", "unit", "range", "at", "owner", "note")
 
 
 def knob_rows(table: KnobTable | None) -> list[KnobRow]:
@@ -138,31 +137,42 @@ def owners_text(owners: Sequence[str]) -> str:
     return f"{roles.pop()}/* ({len(owners)})" if len(roles) == 1 else f"{len(owners)} actors"
 
 
-def parsed_value(tunable: Tunable, text: str) -> KnobValue:
-    """What a person typed, in the knob's own type; limits are the server's to check. Raises ConfigError."""
-    text = text.strip()
-    if tunable.kind in ("text", "choice"):
-        return text
-    words: Mapping[str, KnobValue] = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
-    if tunable.kind == "bool":
-        if text.lower() not in words:
-            raise ConfigError(f"{tunable.name} = {text!r}: must be true or false")
-        return words[text.lower()]
+_BARE = re.compile(r"[A-Za-z_][A-Za-z0-9_.:/*,-]*|\d+,(\d+,)*\d*")
+_WORDS = {"True": "true", "False": "false"}
+
+
+def read_value(name: str, text: str) -> KnobValue:
+    """A TOML value as a person typed it; a bare word is text, for shells eat quotes. Raises ConfigError."""
     try:
-        return int(text) if tunable.kind == "int" else float(text)
-    except ValueError:
-        wanted = "a whole number" if tunable.kind == "int" else "a number"
-        raise ConfigError(f"{tunable.name} = {text!r}: must be {wanted}", remedy=tunable.range_text()) from None
+        found = tomllib.loads(f"value = {_WORDS.get(text, text)}")["value"]
+    except tomllib.TOMLDecodeError as error:
+        if _BARE.fullmatch(text):
+            return text
+        raise ConfigError(f"{name} = {text}: is no TOML value: {error}", remedy='write 1e-4, true or "text"') from None
+    if isinstance(found, float) and not math.isfinite(found):
+        raise ConfigError(f"{name} = {text}: must be finite", remedy=f"`myxa explain {name}` shows its range")
+    if not isinstance(found, bool | int | float | str):
+        raise ConfigError(f"{name} = {text}: knobs are numbers, text, true or false", remedy=f"`myxa explain {name}`")
+    return found
+
+
+def typed_value(knob: Tunable, text: str) -> KnobValue:
+    """The same of a knob that is known, within its range. Raises ConfigError."""
+    text = text.strip()
+    return knob.check(text if knob.kind in ("text", "choice") else read_value(knob.name, text))
 
 
 def reply_text(reply: ChangeReply) -> str:
     if reply.refused:
         return f"refused: {clean(reply.refused)}"
-    moves = ", ".join(
-        f"{move.name} {value_text(move.old)} -> {value_text(move.new)} ({move.owner})" for move in reply.moves[:3]
-    )
-    more = f" and {len(reply.moves) - 3} more" if len(reply.moves) > 3 else ""
-    numbered = any(move.boundary in NUMBERED for move in reply.moves)
-    place = f", in force from step {reply.at} on" if numbered else ", in force"
-    warned = "".join(f"; {clean(warning)}" for warning in reply.warnings)
-    return f"change {reply.epoch}: {clean(moves)}{more}{place}{warned}" if reply.moves else f"nothing to change{warned}"
+    lines = [
+        f"{m.name}  {value_text(m.old)} -> {value_text(m.new)}  {m.owner}, {_when(m, reply.at)}" for m in reply.moves
+    ]
+    lines += [f"warning: {warning}" for warning in reply.warnings]
+    lines.append(f"epoch {reply.epoch}" if reply.epoch else "nothing was changed")
+    return "\n".join(map(clean, lines))
+
+
+def _when(move: KnobMove, at: int) -> str:
+    words = {"now": "at once", "request": "from the next request on"}
+    return words.get(move.boundary, f"at {move.boundary} {at}")

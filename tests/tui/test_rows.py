@@ -59,9 +59,9 @@ def test_actors_are_listed_by_node_and_role(view: RunView) -> None:
 
 def test_a_knob_of_many_owners_is_one_row(view: RunView) -> None:
     table = {row.name: row for row in knob_table.knob_rows(view.knobs)}
-    assert table["concurrency"].cells()[4] == "rollout/* (3)"
-    assert table["log_level"].cells()[4] == "8 actors"
-    assert table["temperature"].cells()[1] == "1 (goes back at step 160)"
+    assert table["concurrency"].cells()[5] == "rollout/* (3)"
+    assert table["log_level"].cells()[5] == "8 actors"
+    assert table["temperature"].cells()[-1] == "back at step 160"
     assert next(iter(table)) in ("clip_low", "lr"), "the trainer's knobs come first"
     assert list(table)[-1] == "log_level", "what every process has comes last"
 
@@ -75,33 +75,32 @@ def test_owners_that_differ_are_told_apart() -> None:
         for n in range(2)
     )
     (row,) = knob_table.knob_rows(KnobTable(sheets=sheets, epoch=1))
-    assert row.cells()[:2] == ("*n", "1 (rollout/0), 2 (rollout/1) groups -> 5")
+    assert row.cells()[1:3] == ("1 (rollout/0), 2 (rollout/1)", "groups")
+    assert row.cells()[-1] == "file: 1; will be 5"
 
 
-TYPED = [
-    ("float", " 1e-4 ", 1e-4),
-    ("int", "7", 7),
-    ("bool", "on", True),
-    ("bool", "False", False),
-    ("choice", "a", "a"),
-]
-MISTYPED = [("float", "fast"), ("int", "1.5"), ("int", ""), ("bool", "maybe")]
+TYPED = [("float", " 1e-4 ", 1e-4), ("int", "7", 7), ("bool", "True", True), ("choice", "a", "a"), ("text", "13", "13")]
+MISTYPED = [("float", "fast"), ("int", "1.5"), ("int", ""), ("bool", "maybe"), ("choice", "b"), ("int", "9")]
 
 
 def test_what_is_typed_becomes_the_knobs_own_type_or_is_refused() -> None:
-    def parsed(kind: Any, text: str) -> object:
-        return knob_table.parsed_value(Tunable(name="k", kind=kind, boundary="now", owner="buffer", help=""), text)
+    def typed(kind: Any, text: str) -> object:
+        choices = ("a",) if kind == "choice" else ()
+        knob = Tunable(name="k", kind=kind, boundary="now", owner="buffer", help="", choices=choices, high=8)
+        return knob_table.typed_value(knob, text)
 
-    assert [parsed(kind, text) for kind, text, _ in TYPED] == [value for _, _, value in TYPED]
+    assert [typed(kind, text) for kind, text, _ in TYPED] == [value for _, _, value in TYPED]
     for kind, text in MISTYPED:
-        with pytest.raises(ConfigError, match=r"k = .*: must be"):
-            parsed(kind, text)
+        with pytest.raises(ConfigError, match=r"k = .*: "):
+            typed(kind, text)
 
 
 def test_a_reply_says_where_it_is_in_force() -> None:
     move = KnobMove(name="lr", owner="trainer/0", old=1e-4, new=2e-4, boundary="step")
     said = knob_table.reply_text(ChangeReply(epoch=3, at=41, moves=(move,), warnings=("below the current lag",)))
-    assert said == "change 3: lr 0.0001 -> 0.0002 (trainer/0), in force from step 41 on; below the current lag"
+    assert said.splitlines() == [
+        "lr  0.0001 -> 0.0002  trainer/0, at step 41", "warning: below the current lag", "epoch 3",
+    ]  # fmt: skip
     assert (
         knob_table.reply_text(ChangeReply(epoch=0, at=0, moves=(), refused="trainer/0: no")) == "refused: trainer/0: no"
     )

@@ -117,10 +117,10 @@ async def test_a_knob_is_turned_with_a_reason(planting, seat) -> None:
         await sees(pilot, "Step size of the optimizer.", "new value", "reason")
         await replace_text(pilot, "#value", "5e-5")
         await pilot.press("enter", *"noisy", "enter")
-        await told(pilot, "change 6: lr 0.0001 -> 5e-05 (trainer/0)")
+        await told(pilot, "lr  0.0001 -> 5e-05  trainer/0, at step")
         record = seat.records[-1]
         assert (record.reason, record.moves[0].new, seat.values["lr"]) == ("noisy", 5e-5, 5e-5)
-        await sees(pilot, "*lr 5e-05")
+        await sees(pilot, "lr 5e-05")
         await pilot.press("4")
         await sees(pilot, "lr 0.0001 -> 5e-05")
 
