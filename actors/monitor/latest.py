@@ -56,15 +56,10 @@ class _TimeShares:
         self._keep_s = keep_s
         self._spacing_s = spacing_s
         self._recent: deque[tuple[float, Mapping[str, float]]] = deque()
-        self._before: dict[str, float] = {}
-        """Totals of earlier incarnations."""
 
     def put(self, wall_s: float, totals: Mapping[str, float]) -> None:
         if self._recent and _sum(totals) < _sum(self._recent[-1][1]):
-            last = self._recent[-1][1]  # the meter began again at 0: a new incarnation
-            for key, seconds in last.items():
-                self._before[key] = self._before.get(key, 0.0) + seconds
-            self._recent.clear()
+            self._recent.clear()  # the meter began again at 0: a new incarnation
         if len(self._recent) > 1 and self._recent[-1][0] < self._recent[-2][0] + self._spacing_s:
             self._recent.pop()
         self._recent.append((wall_s, totals))
@@ -79,14 +74,6 @@ class _TimeShares:
         older = [totals for wall_s, totals in self._recent if wall_s <= newest_s - window_s]
         first = older[-1] if older else self._recent[0][1]
         return _normalised({key: seconds - first.get(key, 0.0) for key, seconds in last.items()})
-
-    def total(self) -> dict[str, float]:
-        """Shares over the whole run, earlier incarnations included."""
-        seconds = dict(self._before)
-        for _, totals in list(self._recent)[-1:]:
-            for key, value in totals.items():
-                seconds[key] = seconds.get(key, 0.0) + value
-        return _normalised(seconds)
 
 
 def _sum(totals: Mapping[str, float]) -> float:
@@ -153,13 +140,12 @@ class Latest:
 
     def snapshot(self, now_wall_s: float) -> dict[str, dict[str, float]]:
         """`metrics`: newest value by name over all sources; `<source>`: its own latest values; `time/<source>`: shares
-        over the last window, with parts such as "wait-data/reward"; `time_total/<source>`: the same over the run;
+        over the last window, with parts such as "wait-data/reward";
         `curve/<metric>`: step (as text) -> value; `age_s`: seconds since each source was heard; `monitor`: counts."""
         view: dict[str, dict[str, float]] = {source: dict(values) for source, values in self._values.items() if values}
         view["metrics"] = {name: value for name, (_, value) in self._merged.items()}
         for source, time in self._time.items():
             view[f"time/{source}"] = time.recent(self._window_s)
-            view[f"time_total/{source}"] = time.total()
         for name, curve in self._curves.items():
             if points := curve.points():
                 view[f"curve/{name}"] = points

@@ -1,7 +1,5 @@
-"""What operators and rules changed in a run: text and the step at which each change took effect. Pure.
-
-Changes come from audit records (`audit.jsonl`) or, without an audit log, from events of kind "knob".
-"""
+"""What operators and rules changed in a run, by its audit log: text, and the step at which each change took effect.
+Pure."""
 
 from __future__ import annotations
 
@@ -10,12 +8,10 @@ import time
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from ...core.knobs import AuditRecord, KnobMove, KnobValue
 
-KNOB_EVENT = "knob"
-"""Kind of the event of a committed change."""
 _MAX_MOVES = 4
 _MAX_TEXT = 300
 
@@ -42,13 +38,6 @@ class RunChange:
     @property
     def is_done(self) -> bool:
         return self.result == "done"
-
-    @property
-    def legend(self) -> str:
-        """All of it on one line, without the number."""
-        return " ".join(
-            filter(None, (self.what, f"by {self.who}" if self.who else "", f"({self.reason})" * bool(self.reason)))
-        )
 
 
 def changes_of(records: Sequence[AuditRecord]) -> list[RunChange]:
@@ -86,21 +75,18 @@ def _actors(record: AuditRecord) -> tuple[str, ...] | None:
         return None
 
 
-class TimedEvent(Protocol):
-    """The part of an event that `placed` needs."""
+@dataclass(frozen=True, slots=True)
+class EventRow:
+    """One line of events.jsonl."""
 
-    @property
-    def wall_s(self) -> float: ...
-    @property
-    def source(self) -> str: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def text(self) -> str: ...
+    wall_s: float
+    source: str
+    kind: str
+    text: str
 
 
 def placed(
-    changes: Iterable[RunChange], steps: Sequence[tuple[float, int]], events: Sequence[TimedEvent]
+    changes: Iterable[RunChange], steps: Sequence[tuple[float, int]], events: Sequence[EventRow]
 ) -> list[RunChange]:
     """The changes, those of unknown step at the step when they took effect: for actors that join or leave, when the
     last of them has. `steps`: (when it was reported, step), by time."""
@@ -116,7 +102,7 @@ def placed(
     return found
 
 
-def _effect_s(change: RunChange, events: Sequence[TimedEvent]) -> float:
+def _effect_s(change: RunChange, events: Sequence[EventRow]) -> float:
     moments = [change.wall_s]
     for name in change.actors:
         own = (
@@ -130,30 +116,6 @@ def _effect_s(change: RunChange, events: Sequence[TimedEvent]) -> float:
         )
         moments += [moment for moment in [next(own, None)] if moment is not None]
     return max(moments)
-
-
-def changes_of_events(events: Iterable[tuple[float, str, dict[str, Any]]]) -> list[RunChange]:
-    """The same from (wall_s, text, data) of knob events, of a run without an audit log. Odd data are shown as text."""
-    found: list[RunChange] = []
-    for wall_s, text, data in events:
-        name, at = data.get("name"), data.get("at")
-        new: Any = data.get("new")
-        has_move = isinstance(name, str) and "old" in data and isinstance(new, bool | int | float | str)
-        what = f"{name} {value_text(data['old'])} -> {value_text(new)}" if has_move else text
-        found.append(
-            RunChange(
-                number=len(found) + 1,
-                wall_s=wall_s,
-                step=at if isinstance(at, int) else -1,
-                what=_cut(what),
-                who=_cut(data.get("user", "")),
-                reason=_cut(data.get("reason", "")),
-                result="done",
-                detail="",
-                values={str(name): new} if has_move else {},
-            )
-        )
-    return found
 
 
 def moves_text(moves: Sequence[KnobMove]) -> str:

@@ -16,11 +16,11 @@ from typing import Any
 from ...core.activity import ACTIVITY_KINDS
 from ...core.errors import LaunchError
 from ..run_lineage.origin import RunOrigin
-from .changes import stairs, value_text
+from .changes import EventRow, stairs, value_text
 from .findings import findings
 from .knob_table import knob_rows, owners_text
 from .numbers import clean, duration, name_order, percent, short, training_reward
-from .run_files import SUMMED, EventRow, RunFiles
+from .run_files import SUMMED, RunFiles
 from .run_view import (
     ENGINE_COLUMNS,
     ActorFacts,
@@ -35,7 +35,6 @@ from .run_view import (
     outcome,
     queue_rows,
     tiles,
-    title_text,
 )
 
 _MAX_ACTORS = 32
@@ -50,10 +49,8 @@ _BADGES = {"running": "good", "finished": "good", "failed": "bad"}
 def state_table(view: RunView, run: RunFiles, *, may_operate: bool = False) -> dict[str, Any]:
     return {
         "name": view.name,
-        "runDir": view.run_dir,
         "phase": view.phase,
         "badge": _BADGES.get(view.phase, "open"),
-        "title": title_text(view),
         "notice": outcome(run).text if view.is_of_files else notice_text(replace(view, reader_only=False)),
         "origin": _origin(run),
         "hasEnded": view.has_ended,
@@ -61,8 +58,8 @@ def state_table(view: RunView, run: RunFiles, *, may_operate: bool = False) -> d
         "mayOperate": may_operate and not view.has_ended,
         "why": clean(view.why),
         "remedy": clean(view.remedy),
-        "tiles": [{"label": tile.label, "value": tile.value, "note": tile.note} for tile in tiles(view, run)],
-        "findings": [{"level": found.level, "text": found.text} for found in findings(run)],
+        "tiles": [_picked(tile, "label value note") for tile in tiles(view, run)],
+        "findings": [_picked(found, "level text") for found in findings(run)],
         "notes": run.notes,
         "kinds": ACTIVITY_KINDS,
         "actors": [_actor(actor, dict(view.shares().get(actor.name, {}))) for actor in view.actors],
@@ -85,13 +82,8 @@ def _origin(run: RunFiles) -> str:
 def _actor(actor: ActorFacts, shares: dict[str, float]) -> dict[str, Any]:
     parts = sorted(((share, kind) for kind, share in shares.items() if share >= 0.01), reverse=True)
     return {
-        "name": actor.name,
-        "node": actor.node,
-        "host": actor.host,
-        "state": actor.state,
+        **_picked(actor, "name node host state pid devices"),
         "isWell": actor.is_well,
-        "pid": actor.pid,
-        "devices": actor.devices,
         "shares": [round(shares.get(kind, 0.0), 4) for kind in ACTIVITY_KINDS],
         "parts": [f"{kind} {percent(share)}" for share, kind in parts][:8],
     }
@@ -118,22 +110,21 @@ def _lags(view: RunView, run: RunFiles) -> list[dict[str, Any]]:
     ]
 
 
+def _picked(thing: object, names: str) -> dict[str, Any]:
+    return {name: getattr(thing, name) for name in names.split()}
+
+
 def _knobs(view: RunView) -> list[dict[str, Any]]:
     return [
         {
-            "name": row.name,
-            "kind": row.tunable.kind,
-            "value": row.value,
+            **_picked(row, "name value reverts"),
+            **_picked(row.tunable, "kind unit boundary help"),
             "raw": value_text(row.values[0]),
-            "unit": row.tunable.unit,
             "pending": "" if row.pending is None else value_text(row.pending),
-            "reverts": row.reverts,
             "takes": row.tunable.range_text(),
-            "boundary": row.tunable.boundary,
             "owner": owners_text(row.owners),
             "first": value_text(row.first),
             "isChanged": row.is_changed,
-            "help": row.tunable.help,
         }
         for row in knob_rows(view.knobs)
     ]
@@ -282,14 +273,8 @@ def _close_up(run: RunFiles, start_s: float) -> dict[str, Any] | None:
 def _changes(run: RunFiles, start_s: float) -> list[dict[str, Any]]:
     return [
         {
-            "number": change.number,
+            **_picked(change, "number step what who reason result detail"),
             "after": round(change.wall_s - start_s, 2),
-            "step": change.step,
-            "what": change.what,
-            "who": change.who,
-            "reason": change.reason,
-            "result": change.result,
-            "detail": change.detail,
             "isDone": change.is_done,
         }
         for change in run.changes
@@ -306,10 +291,8 @@ def _events(run: RunFiles, start_s: float) -> list[dict[str, Any]]:
             chosen.append(event)
     return [
         {
+            **_picked(event, "source kind text"),
             "after": round(event.wall_s - start_s, 2),
-            "source": event.source,
-            "kind": event.kind,
-            "text": event.text,
             "isAlarming": is_alarming(event.kind) or (event.kind == "phase" and "failed" in event.text),
         }
         for event in reversed(chosen[:_MAX_EVENTS])

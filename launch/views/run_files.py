@@ -24,7 +24,7 @@ from ...actors.sinks.jsonl import EVENTS_FILE, METRICS_FILE, OLDER_SAMPLES_FILE,
 from ...core.activity import ACTIVITY_KINDS
 from ...core.errors import ConfigError
 from ...core.knobs import AuditRecord
-from .changes import KNOB_EVENT, RunChange, changes_of, changes_of_events, placed
+from .changes import EventRow, RunChange, changes_of, placed
 
 CONFIG_FILE = "config.toml"
 AUDIT_FILE = "audit.jsonl"
@@ -48,18 +48,6 @@ _MAX_SHOWN_SPANS = 1500
 _CLOSE_UP_STEPS = 6
 _CHUNK_BYTES = 4 << 20
 _MAX_LINE_BYTES = 8 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class EventRow:
-    """One line of events.jsonl."""
-
-    wall_s: float
-    source: str
-    kind: str
-    text: str
-    data: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Of knob events; others are read as words only."""
 
 
 @dataclass(slots=True)
@@ -398,9 +386,7 @@ class RunFiles:
         self._saw(wall_s)
         if kind not in self._events and len(self._events) >= _MAX_KINDS:
             return True
-        data: Any = record.get("data") if kind == KNOB_EVENT else None
-        facts = cast("dict[str, Any]", data) if isinstance(data, dict) else {}
-        self._events.setdefault(kind, deque(maxlen=_MAX_OF_A_KIND)).append(EventRow(wall_s, source, kind, text, facts))
+        self._events.setdefault(kind, deque(maxlen=_MAX_OF_A_KIND)).append(EventRow(wall_s, source, kind, text))
         self.event_counts[kind] += 1
         if kind == "member-failed":
             self.failures[text.partition(":")[0][:40]] += 1
@@ -452,8 +438,6 @@ class RunFiles:
     @property
     def changes(self) -> list[RunChange]:
         """What was changed while it ran, in order; refused and failed attempts too."""
-        if not self._records:
-            return changes_of_events((row.wall_s, row.text, row.data) for row in self.of_kind(KNOB_EVENT))
         return placed(changes_of(list(self._records)), sorted(self.reported), self.events)
 
     def main(self, metric: str) -> Series | None:

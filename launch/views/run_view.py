@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, TypeVar, cast, get_args
@@ -41,12 +42,10 @@ class VerbAnswer:
     error: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class ActorFacts:
-    """One actor of the run."""
+class ActorFacts(msgspec.Struct, frozen=True):
+    """One actor of the run, as `ps` tells it."""
 
     name: str
-    role: str
     node: int = 0
     host: str = ""
     pid: int = 0
@@ -198,7 +197,7 @@ def run_view_of(answers: Mapping[str, VerbAnswer], now_wall_s: float) -> RunView
         run_dir=str(told.get("run_dir", "")),
         actors=_actors(results.get("ps"), snapshot),
         knobs=read("get", results.get("get"), KnobTable),
-        history=tuple(_records(results.get("history"))),
+        history=tuple(_read_rows(results.get("history"), "records", AuditRecord)),
         why=sentence,
         remedy=remedy,
         troubles=tuple(troubles),
@@ -227,7 +226,7 @@ def run_view_of_files(run: RunFiles) -> RunView:
         ),
         snapshot={"metrics": metrics, **{f"time/{name}": kinds for name, kinds in shares.items()}},
         run_dir=str(run.run_dir),
-        actors=tuple(ActorFacts(name, name.partition("/")[0]) for name in sorted(shares, key=name_order)),
+        actors=tuple(ActorFacts(name) for name in sorted(shares, key=name_order)),
         why=reason.sentence,
         remedy=reason.to_try,
         has_ended=True,
@@ -276,37 +275,19 @@ def _rows(raw: object, key: str) -> Sequence[object]:
     return cast("Sequence[object]", found) if isinstance(found, list | tuple) else ()
 
 
-def _records(raw: object) -> list[AuditRecord]:
-    found: list[AuditRecord] = []
-    for row in _rows(raw, "records"):
-        try:
-            found.append(msgspec.convert(row, AuditRecord))
-        except msgspec.ValidationError:
-            continue
+def _read_rows(raw: object, key: str, kind: type[T]) -> list[T]:
+    """Those that are what they should be."""
+    found: list[T] = []
+    for row in _rows(raw, key):
+        with suppress(msgspec.ValidationError):
+            found.append(msgspec.convert(row, kind))
     return found
 
 
 def _actors(raw: object, snapshot: Mapping[str, Mapping[str, float]]) -> tuple[ActorFacts, ...]:
     """What `ps` lists; without it, the actors that the monitor knows."""
-    listed = [_actor(cast("dict[str, Any]", row)) for row in _rows(raw, "actors") if isinstance(row, dict)]
-    if not listed:
-        listed = [ActorFacts(name, name.partition("/")[0]) for name in snapshot.get("age_s", {})]
+    listed = _read_rows(raw, "actors", ActorFacts) or [ActorFacts(name) for name in snapshot.get("age_s", {})]
     return tuple(sorted((actor for actor in listed if actor.name), key=lambda a: (a.node, name_order(a.name))))
-
-
-def _actor(row: Mapping[str, Any]) -> ActorFacts:
-    name = str(row.get("name", ""))
-    node, pid, attempt = (value if isinstance(value := row.get(key), int) else 0 for key in ("node", "pid", "attempt"))
-    return ActorFacts(
-        name=name,
-        role=str(row.get("role") or name.partition("/")[0]),
-        node=node,
-        host=str(row.get("host") or ""),
-        pid=pid,
-        state=str(row.get("state") or ""),
-        attempt=attempt,
-        devices=tuple(device for device in _rows(row.get("devices"), "") if isinstance(device, int)),
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import socket
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,17 +55,12 @@ SECURITY_HEADERS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class PageRequest:
-    """What is judged of a request."""
+class PageRequest(Head):
+    """What is judged of a request to the dashboard."""
 
-    method: str
-    host: str
     query_token: str = ""
     cookie: str = ""
     header_token: str = ""
-    origin: str = ""
-    fetch_site: str = ""
-    fetch_mode: str = ""
 
 
 class DashboardGuard:
@@ -79,9 +74,7 @@ class DashboardGuard:
 
     def refusal(self, ask: PageRequest) -> Refusal | None:
         """Why this request is not served; None: it is."""
-        is_visit = ask.method == "GET" and ask.fetch_mode == "navigate"
-        head = Head(ask.method, ask.host, ask.origin, ask.fetch_site, ask.fetch_mode)
-        if refused := elsewhere(head, is_visit=is_visit):
+        if refused := elsewhere(ask, is_visit=ask.method == "GET" and ask.fetch_mode == "navigate"):
             return refused
         if ask.method in ("GET", "HEAD"):
             is_known = same(ask.query_token, self.token) or same(ask.cookie, self.cookie)
@@ -372,16 +365,12 @@ class Dashboard:
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        head = request.headers
+        head = Head.of(request.method, request.headers)
         ask = PageRequest(
-            method=request.method,
-            host=head.get("Host", ""),
+            **asdict(head),
             query_token=request.query.get("token", ""),
             cookie=request.cookies.get(self._cookie, ""),
-            header_token=head.get(TOKEN_HEADER, ""),
-            origin=head.get("Origin", ""),
-            fetch_site=head.get("Sec-Fetch-Site", ""),
-            fetch_mode=head.get("Sec-Fetch-Mode", ""),
+            header_token=request.headers.get(TOKEN_HEADER, ""),
         )
         refusal = self._guard.refusal(ask)
         if refusal is not None:

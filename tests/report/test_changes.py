@@ -1,8 +1,7 @@
-"""Changes made while running: from the audit log or from knob events, on the report's plots and in its table."""
+"""Changes made while running: from the audit log, on the report's plots and in its table."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from types import ModuleType
@@ -10,9 +9,9 @@ from types import ModuleType
 import pytest
 
 from myxa.core.knobs import AuditRecord, KnobMove, Operator
-from myxa.launch.views.changes import changes_of, changes_of_events, moves_text, placed
+from myxa.launch.views.changes import EventRow, changes_of, moves_text, placed
 from myxa.launch.views.page_data import past_table
-from myxa.launch.views.run_files import EventRow, load_run
+from myxa.launch.views.run_files import load_run
 
 
 @pytest.fixture
@@ -37,22 +36,6 @@ def test_every_change_is_marked_at_its_step(changed: Path, planted: Path) -> Non
     assert past_table(load_run(planted))["changes"] == []
 
 
-def test_without_an_audit_log_the_knob_events_tell(planted: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "sort"
-    shutil.copytree(planted, run_dir)
-    told = {"old": 1e-4, "new": 2e-4, "epoch": 1, "at": 7, "reason": "why", "user": "ada"}
-    data = {"name": "lr", "owner": "trainer/0", **told}
-    event = {"source": "coordinator", "wall_s": 1_700_000_020.0, "kind": "knob", "text": "lr", "data": data}
-    with (run_dir / "events.jsonl").open("a") as file:
-        file.write(json.dumps(event) + "\n")
-        file.write(json.dumps(event | {"data": ["odd"], "text": "something"}) + "\n")
-    changes = load_run(run_dir).changes
-    assert [(change.what, change.step, change.who) for change in changes] == [
-        ("lr 0.0001 -> 0.0002", 7, "ada"),
-        ("something", -1, ""),
-    ]
-
-
 def test_a_damaged_audit_log_is_named_and_its_good_lines_are_shown(changed: Path) -> None:
     with (changed / "audit.jsonl").open("a") as file:
         file.write('{"number": 6, "verb": 3}\n{"num')
@@ -75,7 +58,7 @@ def test_a_verb_without_knobs_is_told_by_what_was_asked() -> None:
     )  # fmt: skip
     (change,) = changes_of([record])
     assert (change.what, change.step, change.number) == ("scale target=rollout count=4", 12, 3)
-    assert change.legend == "scale target=rollout count=4 by ada (more)"
+    assert (change.who, change.reason) == ("ada", "more")
 
 
 def scaled(number: int, wall_s: float, detail: str, verb: str = "scale", version: int = 0) -> AuditRecord:
@@ -103,10 +86,3 @@ def test_f3_a_scale_that_changes_nothing_is_not_drawn_as_a_change() -> None:
     """F3."""
     (change,) = changes_of([scaled(1, 5.0, '{"joining": [], "leaving": [], "is_done": true}')])
     assert (change.is_done, change.result) == (False, "nothing to do")
-
-
-def test_events_with_odd_values_do_no_harm() -> None:
-    events = [(1.0, "text", {"name": "x", "old": [1] * 100, "new": None, "at": "soon", "user": 3})]
-    (change,) = changes_of_events(events)
-    assert change.step == -1
-    assert len(change.what) < 200
