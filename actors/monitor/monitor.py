@@ -1,7 +1,6 @@
 """The monitor: takes telemetry from every actor, keeps a picture of the run, feeds the sinks.
 
-
-Nothing here is needed for training: actors send lossy casts, sinks run in their own thread, and a monitor that
+Nothing here is needed for training: actors send lossy casts, sinks run in their own threads, and a monitor that
 is slow or dead costs telemetry only.
 """
 
@@ -10,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
@@ -25,7 +23,7 @@ from ..knobs.owner import KnobOwner, OwnsKnobs, catch_up
 from ..knobs.process import process_knobs
 from ..telemetry import ReportPace
 from .latest import TIME_PREFIX, Latest
-from .sink_thread import SinkThread
+from .sink_thread import Sinks
 
 _CLOSE_S = 8.0
 """Below the time that a node gives an actor's `on_stop`."""
@@ -70,12 +68,11 @@ class Monitor(OwnsKnobs, MonitorContract):
         self._pace = ReportPace()
         self._written_until_wall_s = written_until_wall_s
         self.knob_owner = KnobOwner(_NAME, process_knobs(self._pace), self._own)
-        self._sinks = SinkThread(sinks, run_dir=run_dir, run_name=self._run_name, clock=self._clock, settings=settings)
+        self._sinks = Sinks(sinks, run_dir=run_dir, run_name=self._run_name, clock=self._clock, settings=settings)
 
     async def on_start(self) -> None:
         """Open the sinks. Raises LaunchError or ConfigError when one refuses, e.g. a port in use."""
-        async with asyncio.timeout(60.0):
-            await asyncio.wrap_future(self._sinks.start())
+        await self._sinks.start()
         self._mark_gap()
         try:
             async with asyncio.timeout(_JOIN_S):
@@ -101,8 +98,7 @@ class Monitor(OwnsKnobs, MonitorContract):
     async def on_stop(self, why: str) -> None:
         self._tell_own()
         self._write_held()
-        await self._until(self._sinks.stop())
-        self._sinks.join()
+        await self._sinks.stop(_CLOSE_S)
 
     async def telemetry(self, bundle: Telemetry) -> None:
         with self._meter.working("fold"):
@@ -135,20 +131,13 @@ class Monitor(OwnsKnobs, MonitorContract):
         """All that was received is in the files, and they are whole; returns the run directory. The sinks stay open:
         the last words of actors that stop after this call are still written, and `on_stop` closes."""
         self._write_held()
-        await self._until(self._sinks.flush())
+        await self._sinks.flush(_CLOSE_S)
         return str(self._run_dir)
 
     def _write_held(self) -> None:
         if self._held_times:
             self._sinks.put(Telemetry(metrics=tuple(self._held_times.values())))
             self._held_times.clear()
-
-    async def _until(self, written: Future[None]) -> None:
-        try:
-            async with asyncio.timeout(_CLOSE_S):
-                await asyncio.wrap_future(written)
-        except TimeoutError:
-            _log.warning("the sinks %s did not write within %.0f s", ", ".join(self._sinks.active), _CLOSE_S)
 
     def _thinned(self, bundle: Telemetry) -> Telemetry:
         """Hold time totals back that come more often than `time_every_s`; the last ones are written by `finish`."""

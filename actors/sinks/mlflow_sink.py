@@ -19,15 +19,15 @@ from typing import Any
 
 from ...core.messages import MetricPoint, Telemetry
 from ...core.sink import SinkContext
-from .names import curve_name
 from .public_address import public_address, public_errors
+from .registry import curves_of
 
 FOLDER = "mlruns"
 RUN_ID_FILE = "mlflow.run_id"
 
-_SKIPPED = ("time/",)
 _FORBIDDEN = re.compile(r"[^A-Za-z0-9_\-. :/]")
 _MAX_BATCH = 1000
+_SEND_S = 2.0
 _MAX_PARAMS = 100
 """What the server takes in one call."""
 _MAX_VALUE = 500
@@ -47,9 +47,12 @@ class MlflowSink:
         self._run_id = ""
         self._pending: list[Any] = []
         self._step = 0
+        self._context: SinkContext | None = None
+        self._sent_s = 0.0
 
     def open(self, context: SinkContext) -> None:
         """Raises ImportError saying what to install when mlflow is missing (the run continues without this sink)."""
+        self._context = context
         try:
             with public_errors(self._tracking_uri):
                 self._client = self._make_client(context.run_dir)
@@ -103,12 +106,14 @@ class MlflowSink:
         step = point.step if point.step >= 0 else self._step
         at_ms = round(point.wall_s * 1000)
         return [
-            self._make_metric(_FORBIDDEN.sub("_", curve_name(point.source, name)), value, at_ms, step)
-            for name, value in point.values.items()
-            if not name.startswith(_SKIPPED)
+            self._make_metric(_FORBIDDEN.sub("_", name), value, at_ms, step) for name, value in curves_of(point).items()
         ]
 
     def flush(self) -> None:
+        """At most every two seconds: each batch is a request."""
+        if self._context is None or self._context.clock.monotonic() < self._sent_s + _SEND_S:
+            return
+        self._sent_s = self._context.clock.monotonic()
         with public_errors(self._tracking_uri):
             self._send(self._client)
 

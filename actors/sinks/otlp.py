@@ -28,7 +28,7 @@ _MAX_FAILURES = 12
 
 
 class OtlpSink:
-    """Exports every few seconds, from its own thread (see `monitor/sink_thread.py`)."""
+    """Exports every few seconds."""
 
     name = "opentelemetry"
 

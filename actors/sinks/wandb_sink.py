@@ -18,12 +18,11 @@ from typing import Any
 from ...core.errors import ConfigError
 from ...core.messages import Telemetry
 from ...core.sink import SinkContext
-from .names import curve_name
+from .registry import curves_of
 
 RUN_ID_FILE = "wandb.run_id"
 """In the run directory: a restarted monitor continues the same W&B run."""
 
-_SKIPPED = ("time/",)
 _STEP, _WALL = "step", "wall_s"
 _MODES = ("", "online", "offline", "disabled")
 
@@ -81,12 +80,7 @@ class WandbSink:
         if self._run is None:
             return
         for point in bundle.metrics:
-            values = {
-                curve_name(point.source, name): value
-                for name, value in point.values.items()
-                if not name.startswith(_SKIPPED)
-            }
-            if values:
+            if values := curves_of(point):
                 self._step = max(self._step, point.step)
                 step = point.step if point.step >= 0 else self._step
                 self._run.log({**values, _STEP: step, _WALL: point.wall_s})

@@ -33,7 +33,7 @@ from ...actors.data.data_files import needs_pyarrow
 from ...actors.engines.sglang.wire import FACTS_ROUTE, MODEL_ROUTE, ServerAnswer, attach_fault
 from ...actors.models.hf_folder import export_dtype
 from ...actors.models.second_model import critic_parameters
-from ...actors.sinks.names import SHIPPED, check_name
+from ...actors.sinks.registry import SHIPPED, check_name, make_sink
 from ...core.config import RunConfig
 from ...core.config.data import parse_sources
 from ...core.errors import ConfigError, LaunchError, MyxaError
@@ -355,8 +355,6 @@ def sinks(run: CheckedRun) -> Iterator[Finding]:
     monitor = run.config.monitor
     for name in monitor.sinks:
         if name in SHIPPED:
-            from ...actors.sinks.registry import make_sink  # which takes longer than to look at a run file
-
             yield from looked("monitor.sinks", make_sink, name, monitor.options.get(name, {}))
         else:
             yield from looked("monitor.sinks", check_name, name)

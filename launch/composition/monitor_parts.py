@@ -77,16 +77,8 @@ def make_monitor(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock
     settings = config.monitor
     if "mlflow" in settings.sinks:
         os.environ.setdefault(MLFLOW_VARIABLE, "true")
-    sinks = choose_sinks(
-        tensorboard=settings.tensorboard,
-        prometheus_port=settings.prometheus_port,
-        prometheus_key=os.environ.get(METRICS_KEY_VARIABLE, ""),
-        trace=settings.trace,
-        extra=settings.sinks,
-        options=settings.options,
-        samples_bytes=settings.samples_mb << 20 if settings.samples_per_step else 0,
-        otlp_endpoint=os.environ.get(OTLP_VARIABLE, ""),
-    )
+    key, endpoint = os.environ.get(METRICS_KEY_VARIABLE, ""), os.environ.get(OTLP_VARIABLE, "")
+    sinks = choose_sinks(settings, prometheus_key=key, otlp_endpoint=endpoint)
     written_s = _written_until(run_dir)
     return Monitor(
         run_dir,

@@ -1,17 +1,19 @@
-"""One thread feeds all sinks; none of them can hold the monitor or the others up."""
+"""Each sink has a thread of its own; none of them can hold the monitor or the others up."""
 
 from __future__ import annotations
 
 import errno
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.harness.waiting import wait_until
+from tests.harness.waiting import until, wait_until
 
-from myxa.actors.monitor.sink_thread import SinkThread
+from myxa.actors.monitor.sink_thread import Sinks
 from myxa.core.clock import SystemClock
-from myxa.core.errors import LaunchError
+from myxa.core.errors import ConfigError, LaunchError
 from myxa.core.messages import Event, Telemetry
 from myxa.core.sink import Sink, SinkContext
 
@@ -47,67 +49,69 @@ class Recorder:
         self._did("close")
 
 
-def make(tmp_path: Path, *sinks: Sink, max_bundles: int = 100) -> SinkThread:
-    return SinkThread(sinks, run_dir=tmp_path, run_name="x", clock=SystemClock(), flush_s=0.02, max_bundles=max_bundles)
+def make(tmp_path: Path, *sinks: Sink, **options: Any) -> Sinks:
+    return Sinks(sinks, run_dir=tmp_path, run_name="x", clock=SystemClock(), flush_s=0.02, **options)
 
 
 def note(text: str) -> Telemetry:
     return Telemetry(events=(Event(source="x", wall_s=0.0, kind="note", text=text),))
 
 
-def test_bundles_reach_every_sink_in_order_and_are_flushed_without_more_bundles(tmp_path: Path) -> None:
-    sinks = Recorder("a"), Recorder("b")
-    thread = make(tmp_path, *sinks)
-    thread.start().result(10)
+def notes(sink: Recorder) -> list[str]:
+    return [event.text for event in sink.events if event.kind == "note"]
+
+
+async def test_bundles_reach_every_sink_in_order_and_are_flushed_without_more_bundles(tmp_path: Path) -> None:
+    recorders = Recorder("a"), Recorder("b")
+    sinks = make(tmp_path, *recorders)
+    await sinks.start()
     for index in range(20):
-        assert thread.put(note(str(index)))
-    wait_until(lambda: all("flush" in sink.calls for sink in sinks))
-    thread.stop().result(10)
-    for sink in sinks:
-        texts = [event.text for event in sink.events]
-        assert texts == ["a", "b", *[str(index) for index in range(20)]]
-        assert sink.calls[0] == "open"
-        assert sink.calls[-1] == "close"
-        assert sink.calls.count("close") == 1
+        sinks.put(note(str(index)))
+    await until(lambda: all(sink.calls[-1] == "flush" and len(notes(sink)) == 20 for sink in recorders))
+    await sinks.stop(10)
+    for sink in recorders:
+        assert notes(sink) == [str(index) for index in range(20)]
+        assert {event.text for event in sink.events if event.kind == "hello"} == {"a", "b"}, (
+            "what one emits goes to all"
+        )
+        assert (sink.calls[0], sink.calls[-1], sink.calls.count("close")) == ("open", "close", 1)
         assert len(sink.threads) == 1
-        assert threading.get_ident() not in sink.threads
-    assert not thread.put(note("too late"))
-    assert thread.num_dropped == 1
+    assert len({threading.get_ident(), *(ident for sink in recorders for ident in sink.threads)}) == 3
+    sinks.put(note("too late"))
+    assert sinks.num_dropped == 2
 
 
 @pytest.mark.parametrize("where", ["open", "write", "flush"])
-def test_a_sink_that_raises_is_off_with_one_event_and_the_rest_go_on(tmp_path: Path, where: str) -> None:
+async def test_a_sink_that_raises_is_off_with_one_event_and_the_rest_go_on(tmp_path: Path, where: str) -> None:
     bad, good = Recorder("bad", {where: RuntimeError("no space")}), Recorder("good")
-    thread = make(tmp_path, bad, good)
-    thread.start().result(10)
+    sinks = make(tmp_path, bad, good)
+    await sinks.start()
     for index in range(3):
-        thread.put(note(str(index)))
-        wait_until(lambda index=index: str(index) in [event.text for event in good.events])
-        wait_until(lambda: good.calls[-1] == "flush")
-    assert thread.active == ("good",)
-    thread.stop().result(10)
-    disabled = [event for event in good.events if event.kind == "sink-disabled"]
-    assert len(disabled) == 1
-    assert "bad" in disabled[0].text
-    assert "RuntimeError: no space" in disabled[0].text
+        sinks.put(note(str(index)))
+        await until(lambda index=index: str(index) in notes(good) and good.calls[-1] == "flush")
+    assert sinks.active == ("good",)
+    await sinks.stop(10)
+    (disabled,) = [event for event in good.events if event.kind == "sink-disabled"]
+    assert "bad" in disabled.text
+    assert "RuntimeError: no space" in disabled.text
     assert bad.calls.count(where) == 1
     assert bad.calls.count("close") == (0 if where == "open" else 1)
 
 
-def test_e08_a_sink_whose_disk_refuses_stays(tmp_path: Path) -> None:
+async def test_e08_a_sink_whose_disk_refuses_stays(tmp_path: Path) -> None:
     """E8: it was off for the life of the monitor."""
     full = OSError(errno.EDQUOT, "Disk quota exceeded")
     bad, good = Recorder("bad", {"write": full, "flush": full}), Recorder("good")
-    thread = make(tmp_path, bad, good)
-    thread.start().result(10)
-    thread.put(note("a"))
-    wait_until(lambda: bad.calls.count("flush") >= 3)
+    sinks = make(tmp_path, bad, good)
+    await sinks.start()
+    sinks.put(note("a"))
+    await until(lambda: bad.calls.count("flush") >= 3)
     bad.fails.clear()
-    wait_until(lambda: "disk-has-room" in [event.kind for event in good.events])
-    thread.put(note("b"))
-    thread.stop().result(10)
-    assert thread.active == ("bad", "good")
-    assert "b" in [event.text for event in bad.events]
+    await until(lambda: "disk-has-room" in [event.kind for event in good.events])
+    sinks.put(note("b"))
+    await sinks.stop(10)
+    assert sinks.active == ("bad", "good")
+    assert "b" in notes(bad)
     texts = {event.kind: event.text for event in good.events if event.kind not in ("note", "hello")}
     assert list(texts) == ["disk-full", "disk-has-room"]
     assert "sink bad: " in texts["disk-full"]
@@ -115,61 +119,72 @@ def test_e08_a_sink_whose_disk_refuses_stays(tmp_path: Path) -> None:
     assert "bundles are lost" in texts["disk-has-room"]
 
 
-def test_a_sink_that_refuses_the_start_stops_it_and_the_others_are_closed(tmp_path: Path) -> None:
-    first, refuses, third = Recorder("a"), Recorder("b", {"open": LaunchError("port 1 is in use")}), Recorder("c")
-    thread = make(tmp_path, first, refuses, third)
-    with pytest.raises(LaunchError, match="port 1 is in use"):
-        thread.start().result(10)
-    thread.stop().result(10)
-    assert first.calls == ["open", "close"]
-    assert third.calls == []
+@pytest.mark.parametrize("error", [LaunchError("port 1 is in use"), ConfigError("no such project")])
+async def test_a_sink_that_refuses_the_start_stops_it_and_the_others_are_closed(
+    tmp_path: Path, error: Exception
+) -> None:
+    first, refuses = Recorder("a"), Recorder("b", {"open": error})
+    with pytest.raises(type(error), match=str(error)):
+        await make(tmp_path, first, refuses).start()
+    assert (first.calls[0], first.calls[-1], refuses.calls) == ("open", "close", ["open"])
 
 
-def test_a_hanging_sink_costs_bundles_not_time(tmp_path: Path) -> None:
-    release = threading.Event()
+class Stuck(Recorder):
+    """Hangs where it is told to."""
 
-    class Hangs(Recorder):
-        def write(self, bundle: Telemetry) -> None:
-            release.wait(30)
+    def __init__(self, where: str) -> None:
+        super().__init__("stuck")
+        self._where = where
+        self.release = threading.Event()
 
-    thread = make(tmp_path, Hangs(), max_bundles=10)
-    thread.start().result(10)
-    results = [thread.put(note(str(index))) for index in range(50)]
-    assert results[0]
-    assert not results[-1]
-    assert thread.num_dropped >= 38
-    ending = thread.stop()
-    assert not ending.cancel()  # one who stops waiting must not break the thread
-    assert not ending.done()
-    release.set()
-    ending.result(10)
+    def _did(self, what: str) -> None:
+        if what == self._where:
+            self.release.wait(30)
+        super()._did(what)
 
 
-def test_a_failing_close_does_not_keep_the_others_open(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["open", "write", "close"])
+async def test_a_sink_that_hangs_holds_nobody_up(where: str, tmp_path: Path) -> None:
+    stuck, good = Stuck(where), Recorder("good")
+    sinks = make(tmp_path, stuck, good, max_bundles=10, open_s=0.3)
+    began_s = time.monotonic()
+    await sinks.start()
+    for index in range(50):
+        sinks.put(note(str(index)))
+        await until(lambda index=index: str(index) in notes(good))
+    assert (sinks.num_dropped >= 38) is (where != "close")
+    assert ("sink-slow" in [event.kind for event in good.events]) is (where == "open")
+    await sinks.stop(0.3)
+    assert good.calls[-1] == "close"
+    assert time.monotonic() - began_s < 5
+    stuck.release.set()
+    await sinks.stop(10)
+    wait_until(lambda: "myxa-sinks" not in [thread.name for thread in threading.enumerate()])
+
+
+async def test_a_failing_close_does_not_keep_the_others_open(tmp_path: Path) -> None:
     bad, good = Recorder("bad", {"close": OSError("gone")}), Recorder("good")
-    thread = make(tmp_path, bad, good)
-    thread.start().result(10)
-    thread.stop().result(10)
+    sinks = make(tmp_path, bad, good)
+    await sinks.start()
+    await sinks.stop(10)
     assert good.calls[-1] == "close"
 
 
-def test_a_flush_is_a_barrier_and_never_left_waiting(tmp_path: Path) -> None:
+async def test_a_flush_is_a_barrier_and_never_left_waiting(tmp_path: Path) -> None:
     sink = Recorder()
-    thread = make(tmp_path, sink)
-    thread.flush().result(10)  # before the start
-    thread.start().result(10)
+    sinks = make(tmp_path, sink)
+    await sinks.flush(10)  # before the start
+    await sinks.start()
     for index in range(50):
-        thread.put(note(str(index)))
-    thread.flush().result(10)
-    assert len(sink.events) == 51
+        sinks.put(note(str(index)))
+    await sinks.flush(10)
+    assert len(notes(sink)) == 50
     assert sink.calls[-1] == "flush"
-    thread.stop()
-    thread.flush().result(10)  # while or after it stops
-    thread.stop().result(10)
-    thread.flush().result(10)
+    await sinks.stop(10)
+    await sinks.flush(10)
+    await sinks.stop(10)
 
 
-def test_stopping_before_starting_and_twice_is_harmless(tmp_path: Path) -> None:
-    thread = make(tmp_path, Recorder())
-    thread.stop().result(10)
-    thread.stop().result(10)
+async def test_stopping_before_starting_is_harmless(tmp_path: Path) -> None:
+    await make(tmp_path, Recorder()).stop(10)
+    await make(tmp_path).stop(10)

@@ -149,7 +149,7 @@ async def test_escape_changes_nothing_and_a_refusal_is_shown_with_its_remedy(pla
         await sees(pilot, "more than 10 times", "here: Ctrl-F")
         assert seat.values["lr"] == 1e-4
         await pilot.press("ctrl+f")
-        await told(pilot, "lr 0.0001 -> 1 (trainer/0)")
+        await told(pilot, "lr  0.0001 -> 1  trainer/0")
         assert seat.values["lr"] == 1.0
 
 
