@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -23,15 +24,13 @@ from .nodes.lead import RunEnd
 from .views.live import Curves, LiveView, final_summary
 from .views.numbers import clean
 from .views.report import REPORT_FILE, write_page
-from .views.run_files import RunFiles, load_run
+from .views.run_files import JsonTail, RunFiles, load_run
 from .views.run_view import RunView
 
 _log = logging.getLogger("myxa.launcher")
 
 NEWS = frozenset({"reward-failed", "reward-paused", "reward-works-again", "reference-paused", "reference-works-again"})
 """Kinds of events that are shown."""
-MAX_NEWS_BYTES = 1 << 20
-"""That are read at one look."""
 
 
 class Screen:
@@ -141,41 +140,20 @@ class _News:
     """What rewards did wrong, as the run's events say: each kind of cause once for all actors, then its counts."""
 
     def __init__(self, events: Path) -> None:
-        self._events = events
-        self._offset = events.stat().st_size if events.exists() else 0
+        self._events = JsonTail(events, last_bytes=1)  # what is written from now on
         self._shown: set[str] = set()
 
     def read(self) -> list[str]:
-        try:
-            with self._events.open("rb") as file:
-                if file.seek(0, 2) < self._offset:
-                    self._offset = 0
-                file.seek(self._offset)
-                lines, whole, _ = file.read(MAX_NEWS_BYTES).rpartition(b"\n")
-        except OSError:
-            return []
-        self._offset += len(lines) + len(whole)
-        found = (self._words(line) for line in lines.splitlines() if line.find(b'"kind":"re') >= 0)
-        return [words for words in found if words]
+        return [words for event in self._events.read() if event.get("kind") in NEWS and (words := self._words(event))]
 
-    def _words(self, line: bytes) -> str:
-        try:
-            event = msgspec.json.decode(line, type=_EventLine)
-        except msgspec.DecodeError:
-            return ""
-        if event.kind not in NEWS:
-            return ""
-        cause, _, rest = event.text.partition(" (group ")
+    def _words(self, event: Mapping[str, Any]) -> str:
+        kind, text = str(event["kind"]), str(event.get("text"))
+        cause, _, rest = text.partition(" (group ")
         key = kind_of_cause(cause)
-        if event.kind.endswith("-failed") and key in self._shown and not rest.endswith("so far"):
+        if kind.endswith("-failed") and key in self._shown and not rest.endswith("so far"):
             return ""
         self._shown.add(key)
-        return f"{event.kind}: {event.text}"
-
-
-class _EventLine(msgspec.Struct):
-    kind: str
-    text: str
+        return f"{kind}: {text}"
 
 
 class _Shown(logging.Handler):

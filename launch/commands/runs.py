@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ def _add_ls(parser: Parser) -> None:
 def _ls(options: argparse.Namespace) -> int:
     from ..views.compare import runs_of
 
-    show(options, [run.facts() for run in runs_of(options.folder)], _ls_page)
+    show(options, [asdict(run) for run in runs_of(options.folder)], _ls_page)
     return 0
 
 
@@ -60,7 +61,10 @@ def _compare(options: argparse.Namespace) -> int:
         show(options, {"report": str(page)}, lambda facts: facts["report"])
         return 0
     names, found = [run.run_dir.name for run in runs], compared(runs, options.metrics)
-    facts = {"runs": [str(run.run_dir) for run in runs], "metrics": [each.facts() for each in found]}
+    facts = {
+        "runs": [str(run.run_dir) for run in runs],
+        "metrics": [{"metric": each.metric, "last": each.last} for each in found],
+    }
     show(options, facts, lambda _: _compare_page(names, found))
     return 0
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ...core.errors import ConfigError
 from ..run_dir import RunDir, is_run_folder
@@ -37,9 +36,6 @@ class RunRow:
     eval_reward: float | None
     started_wall_s: float
     run_dir: str
-
-    def facts(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def runs_of(folder: Path) -> list[RunRow]:
@@ -71,9 +67,6 @@ class ComparedMetric:
     metric: str
     last: tuple[float | None, ...]
     curves: tuple[dict[int, float], ...]
-
-    def facts(self) -> dict[str, Any]:
-        return {"metric": self.metric, "last": self.last}
 
     def lines(self, width: int) -> tuple[str, ...]:
         return tuple(sparkline([c[step] for step in sorted(c)], width) for c in self.curves)

@@ -1,23 +1,17 @@
-"""Live knobs as tables: the reference table of `docs/knobs.md`, and the rows that screens show of a run's knobs. Pure.
-
-The reference table is made from the declarations, so that page and code agree.
-"""
+"""The knobs of a run as screens show them, and what a person types as a value. Pure."""
 
 from __future__ import annotations
 
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...core.errors import ConfigError
 from ...core.knobs import ChangeReply, KnobMove, KnobState, KnobTable, KnobValue, Tunable
 from .changes import value_text
 from .numbers import clean, name_order
-
-BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
-HEAD = ("| knob | unit | range | boundary | owner | run file | what it does |", "|---|---|---|---|---|---|---|")
 
 
 def declared() -> tuple[Tunable, ...]:
@@ -36,36 +30,6 @@ def declared() -> tuple[Tunable, ...]:
         *COORDINATOR_TUNABLES,
         *process_knobs.TUNABLES,
     )
-
-
-def render_table(tunables: Iterable[Tunable] | None = None) -> str:
-    """The table as Markdown, one knob a row."""
-    rows = (_row(tunable) for tunable in (declared() if tunables is None else tunables))
-    return "\n".join([*HEAD, *rows]) + "\n"
-
-
-def renewed(page: str) -> str:
-    """The page with the table as it is now. Raises ConfigError for one without the two marks."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ConfigError("the page has no place for the table", remedy=f"write {BEGIN.strip()} and {END.strip()}")
-    return f"{before}{BEGIN}{render_table()}{END}{after}"
-
-
-def _row(tunable: Tunable) -> str:
-    guard = f"; above {tunable.guard_factor:g} times the file's only by `--force`" if tunable.guard_factor else ""
-    kind = "whole number " if tunable.kind == "int" else ""
-    cells = (
-        f"`{tunable.name}`",
-        tunable.unit,
-        f"{kind}{tunable.range_text()}{guard}",
-        f"`{tunable.boundary}`",
-        f"`{tunable.owner}`",
-        f"`{tunable.key}`" if tunable.key else "",
-        tunable.help,
-    )
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 @dataclass(frozen=True, slots=True)

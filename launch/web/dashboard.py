@@ -278,7 +278,7 @@ class Dashboard:
         return await self._read(lambda: {"groups": read(), "num_left_out": 0})
 
     async def _runs(self, request: web.Request) -> web.Response:
-        return await self._read(lambda: [run.facts() for run in runs_of(self._feed.run_dir.parent)])
+        return await self._read(lambda: [asdict(run) for run in runs_of(self._feed.run_dir.parent)])
 
     async def _run(self, request: web.Request) -> web.Response:
         name, folder = request.query.get("name", ""), self._feed.run_dir.parent
