@@ -38,8 +38,8 @@ from myxa.core.knobs import (
 from myxa.core.messages import BufferStats, EngineStatus, RunStatus
 from myxa.launch.control import verbs
 from myxa.launch.control.client import ControlNote
-from myxa.launch.control.look_verbs import StatusReply
 from myxa.launch.control.server import ControlServer, Handler, VerbContext
+from myxa.launch.views.run_view import RunView
 
 HOSTILE = "<script>window.hacked = true</script><img src=x onerror='window.hacked=true'> \u202egnirts"
 
@@ -101,7 +101,7 @@ class PlantedSeat:
 
         return run
 
-    def status(self, given: verbs.Arguments) -> StatusReply:
+    def status(self, given: verbs.Arguments) -> RunView:
         rng, names = self.rng, ("trainer/0", "trainer/1", "rollout/0", "rollout/1", "rollout/2")
         snapshot: dict[str, dict[str, float]] = {
             "metrics": {
@@ -141,7 +141,7 @@ class PlantedSeat:
             drawn=4221, trained=3776, dropped={"zero_variance": 354, "reward-error": 6}, slots_total=96, slots_used=85,
             max_staleness=int(self.values["max_staleness"]), policy=str(self.values["policy"]),
         )  # fmt: skip
-        return StatusReply(
+        return RunView(
             run_dir=str(self.run_dir), started_wall_s=self.started, now_wall_s=time.time(), status=status, buffer=stats,
             snapshot=snapshot,
         )  # fmt: skip

@@ -19,7 +19,6 @@ from ...actors.contracts import BufferContract, MonitorContract, RolloutContract
 from ...actors.sinks.chrome_trace import TRACE_FILE
 from ...core.errors import CallError, ConfigError, LaunchError, MyxaError
 from ...core.knobs import Operator
-from ...core.messages import BufferStats, Record, RunStatus
 from ...core.protocols import EngineTrace
 from ...core.refs import with_deadline
 from ..contracts import (
@@ -34,6 +33,7 @@ from ..contracts import (
 )
 from ..run_watch import RunWatch
 from ..supervisor.run_actors import ActorStatus
+from ..views.run_view import RunView
 from . import verbs
 from .server import Answer, Handler, VerbContext, answer_or_none
 from .targets import find_targets
@@ -255,29 +255,10 @@ def doing(shares: Mapping[str, float]) -> str:
     return f"{max(parts, key=lambda name: parts[name]) if parts else kind} {kinds[kind] * 100:.0f} %"
 
 
-class StatusReply(Record, frozen=True):
-    """One look at the run; an actor that did not answer in time is None or empty."""
-
-    run_dir: str
-    started_wall_s: float
-    now_wall_s: float
-    status: RunStatus | None
-    """Coordinator."""
-    buffer: BufferStats | None
-    snapshot: dict[str, dict[str, float]]
-
-
-async def _run_status(context: VerbContext, arguments: verbs.Arguments, who: Operator) -> StatusReply:
+async def _run_status(context: VerbContext, arguments: verbs.Arguments, who: Operator) -> RunView:
     del arguments, who
-    state = await RunWatch(context.node, context.node.clock).look()
-    return StatusReply(
-        run_dir=str(context.run_dir.path),
-        started_wall_s=context.started_wall_s,
-        now_wall_s=state.now_wall_s,
-        status=state.status,
-        buffer=state.buffer,
-        snapshot={source: dict(values) for source, values in state.snapshot.items()},
-    )
+    view = await RunWatch(context.node, context.node.clock).look()
+    return msgspec.structs.replace(view, run_dir=str(context.run_dir.path), started_wall_s=context.started_wall_s)
 
 
 async def _trace(context: VerbContext, arguments: verbs.Arguments, who: Operator) -> dict[str, Any]:

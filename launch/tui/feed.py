@@ -9,11 +9,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from ...core.errors import LaunchError, MyxaError
 from ...core.knobs import ChangeReply, ChangeRequest

@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
+
+from msgspec import structs
 
 from ...core.activity import ACTIVITY_KINDS
 from ...core.errors import LaunchError
@@ -51,7 +52,7 @@ def state_table(view: RunView, run: RunFiles, *, may_operate: bool = False) -> d
         "name": view.name,
         "phase": view.phase,
         "badge": _BADGES.get(view.phase, "open"),
-        "notice": outcome(run).text if view.is_of_files else notice_text(replace(view, reader_only=False)),
+        "notice": outcome(run).text if view.is_of_files else notice_text(structs.replace(view, reader_only=False)),
         "origin": _origin(run),
         "hasEnded": view.has_ended,
         "isSilent": view.silent_s > 0,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar, cast, get_args
 
@@ -61,15 +61,14 @@ class ActorFacts(msgspec.Struct, frozen=True):
         return self.state in ("up", "")
 
 
-@dataclass(frozen=True, slots=True)
-class RunView:
-    """One look at the run; a missing answer is None or empty."""
+class RunView(msgspec.Struct, frozen=True, kw_only=True):
+    """One look at the run, also the answer of `status`; what was not asked for or not answered is None or empty."""
 
     now_wall_s: float
     started_wall_s: float
     status: RunStatus | None = None
     buffer: BufferStats | None = None
-    snapshot: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, dict[str, float]])
+    snapshot: Mapping[str, Mapping[str, float]] = {}
     """What `MonitorContract.snapshot` answers."""
     note: str = ""
     run_dir: str = ""
@@ -176,32 +175,24 @@ def run_view_of(answers: Mapping[str, VerbAnswer], now_wall_s: float) -> RunView
     troubles = [f"{verb}: {answer.error}" for verb, answer in answers.items() if answer.error]
     results = {verb: answer.result for verb, answer in answers.items() if not answer.error}
 
-    def read(place: str, raw: object, kind: type[T]) -> T | None:
+    def read(verb: str, kind: type[T]) -> T | None:
         try:
-            return None if raw is None else msgspec.convert(raw, kind)
+            return msgspec.convert(results[verb], kind) if results.get(verb) is not None else None
         except msgspec.ValidationError as error:
-            troubles.append(f"{place}: an answer of another version: {error}")
+            troubles.append(f"{verb}: an answer of another version: {error}")
             return None
 
-    told = _mapping(results.get("status"))
-    status = read("status.status", told.get("status"), RunStatus)
-    snapshot = read("status.snapshot", told.get("snapshot"), dict[str, dict[str, float]]) or {}
-    sentence, remedy = _verdict(_mapping(results.get("why")), snapshot)
-    now_s, started_s = told.get("now_wall_s"), told.get("started_wall_s")
-    return RunView(
-        now_wall_s=float(now_s) if isinstance(now_s, float) else now_wall_s,
-        started_wall_s=float(started_s) if isinstance(started_s, float) else now_wall_s,
-        status=status,
-        buffer=read("status.buffer", told.get("buffer"), BufferStats),
-        snapshot=snapshot,
-        run_dir=str(told.get("run_dir", "")),
-        actors=_actors(results.get("ps"), snapshot),
-        knobs=read("get", results.get("get"), KnobTable),
+    view = read("status", RunView) or RunView(now_wall_s=now_wall_s, started_wall_s=now_wall_s)
+    sentence, remedy = _verdict(_mapping(results.get("why")), view.snapshot)
+    return msgspec.structs.replace(
+        view,
+        actors=_actors(results.get("ps"), view.snapshot),
+        knobs=read("get", KnobTable),
         history=tuple(_read_rows(results.get("history"), "records", AuditRecord)),
         why=sentence,
         remedy=remedy,
         troubles=tuple(troubles),
-        has_ended=status is not None and status.phase in ("finished", "failed"),
+        has_ended=view.status is not None and view.status.phase in ("finished", "failed"),
     )
 
 
@@ -250,7 +241,7 @@ def carried_over(new: RunView, old: RunView) -> RunView:
         "remedy": new.remedy if has_reported else old.remedy,
     }
     phase = kept["status"].phase if kept["status"] else ""
-    return replace(new, **kept, has_ended=new.has_ended or phase in ("finished", "failed"))
+    return msgspec.structs.replace(new, **kept, has_ended=new.has_ended or phase in ("finished", "failed"))
 
 
 def _verdict(answer: Mapping[str, Any], snapshot: Mapping[str, Mapping[str, float]]) -> tuple[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -135,7 +134,8 @@ def test_every_page_fits_its_width(view: RunView) -> None:
 def test_terminal_orders_in_names_and_logs_are_not_obeyed(view: RunView) -> None:
     evil = msgspec.structs.replace(view.status, name="run\x1b[2Jx\nx")  # type: ignore[type-var]
     live = msgspec.to_builtins(evil)
-    told = run_view_of({"status": VerbAnswer({"status": live}), "why": VerbAnswer({"sentence": "a\x1b]0;b\x07"})}, 0.0)
+    seen = {"now_wall_s": 1.0, "started_wall_s": 0.0, "status": live}
+    told = run_view_of({"status": VerbAnswer(seen), "why": VerbAnswer({"sentence": "a\x1b]0;b\x07"})}, 0.0)
     console = Console(width=80, file=None, record=True, quiet=True)
     console.print(pages.run_page(told, StepPace(), 80))
     assert "\x1b" not in title_text(told) + notice_text(told)
@@ -164,13 +164,12 @@ def test_nothing_answered_is_a_picture_too() -> None:
 
 def test_what_is_not_told_any_more_stays_as_it_was(view: RunView) -> None:
     nobody = run_view_of(
-        {"status": VerbAnswer({"run_dir": "/x", "status": None, "buffer": None, "snapshot": {}}), "ps": VerbAnswer([])},
-        9.0,
+        {"status": VerbAnswer({"now_wall_s": 9.0, "started_wall_s": 9.0, "run_dir": "/x"}), "ps": VerbAnswer([])}, 9.0
     )
     kept = carried_over(nobody, view)
     assert (kept.version, kept.phase, kept.buffer) == (120, "running", view.buffer)
     assert (kept.actors, kept.knobs, kept.why) == (view.actors, view.knobs, view.why)
-    assert title_text(replace(kept, has_ended=True)).startswith("sort  ended  step 120")
+    assert title_text(msgspec.structs.replace(kept, has_ended=True)).startswith("sort  ended  step 120")
     assert carried_over(view, nobody) == view
 
 
