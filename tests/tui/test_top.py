@@ -67,31 +67,6 @@ async def replace_text(pilot: Pilot[None], field: str, text: str) -> None:
     await pilot.press(*text)
 
 
-async def test_the_run_at_a_glance_in_a_small_terminal(planting, seat) -> None:
-    async with driven(planting, seat) as (pilot, _, _):
-        text = await sees(
-            pilot, "running step 120 of 400", "generation is the bottleneck", "node 1 worker-b", "85 of 96"
-        )
-        lines = text.splitlines()
-        assert len(lines) == 24
-        assert max(map(len, lines)) <= 80
-        assert lines[0].startswith(" sort  running")
-        assert re.search(r"\+ trainer/0 +[█▓]{7,8}", text)
-        assert "q quit" in lines[-1]
-
-
-@pytest.mark.parametrize("size", [(20, 6), (240, 70)])
-async def test_any_size_will_do(planting, seat, size: tuple[int, int]) -> None:
-    async with driven(planting, seat, size=size) as (pilot, _, _):
-        await until(pilot, lambda text: "running" in text, "the run")
-        for page in "123456":
-            await pilot.press(page)
-            await pilot.pause()
-        await pilot.resize_terminal(80, 24)
-        await pilot.press("1")
-        await sees(pilot, "85 of 96")
-
-
 class Leaving(Static):
     """Has the application look once more while its widgets are being taken away."""
 
@@ -102,10 +77,27 @@ class Leaving(Static):
         app.post_message(Read("log", app._actor, "the last line"))
 
 
-async def test_what_is_told_while_the_screen_goes_is_left_unsaid(planting, seat) -> None:
+async def test_the_run_at_a_glance_in_a_terminal_of_any_size(planting, seat) -> None:
     async with driven(planting, seat) as (pilot, _, _):
+        text = await sees(
+            pilot, "running step 120 of 400", "generation is the bottleneck", "node 1 worker-b", "85 of 96"
+        )
+        lines = text.splitlines()
+        assert len(lines) == 24
+        assert max(map(len, lines)) <= 80
+        assert lines[0].startswith(" sort  running")
+        assert re.search(r"\+ trainer/0 +[█▓]{7,8}", text)
+        assert "q quit" in lines[-1]
+        for size in ((20, 6), (240, 70)):
+            await pilot.resize_terminal(*size)
+            await until(pilot, lambda text: "running" in text, "the run")
+            for page in "123456":
+                await pilot.press(page)
+                await pilot.pause()
+        await pilot.resize_terminal(80, 24)
+        await pilot.press("1")
         await sees(pilot, "85 of 96")
-        await pilot.app.mount(Leaving("leaving"))
+        await pilot.app.mount(Leaving("leaving"))  # what is said while the screen goes is left unsaid
 
 
 async def test_a_knob_is_turned_with_a_reason(planting, seat) -> None:
@@ -164,19 +156,6 @@ async def test_through_the_read_only_socket_nothing_can_be_turned(planting, seat
         assert len(seat.records) == 5
 
 
-async def test_a_run_that_ends_says_so_and_stays_on_the_screen(planting, seat) -> None:
-    async with driven(planting, seat, size=(130, 40)) as (pilot, _, stack):
-        await sees(pilot, "running step 120", "85 of 96")
-        await stack.aclose()
-        await sees(pilot, "the run has ended", "step 120", "85 of 96")
-        await pilot.press("3")
-        await sees(pilot, "max_staleness")
-        await pilot.press("enter")
-        await told(pilot, "nothing can be set any more")
-        await pilot.press("5", "6", "r")
-        await sees(pilot, "the run has ended")
-
-
 async def test_a_run_that_falls_silent_keeps_its_last_picture_comes_back_and_finishes(planting, seat) -> None:
     async with driven(planting, seat, size=(130, 40)) as (pilot, _, _):
         await sees(pilot, "running step 120")
@@ -201,8 +180,8 @@ async def test_verbs_that_do_not_answer_are_named_and_the_rest_is_shown(planting
         await sees(pilot, "stack was not answered in time")
 
 
-async def test_a_wide_terminal_shows_lags_and_engines_and_the_log_and_stack_of_an_actor(planting, seat) -> None:
-    async with driven(planting, seat, size=(130, 50)) as (pilot, _, _):
+async def test_a_wide_terminal_shows_all_of_an_actor_and_keeps_it_when_the_run_ends(planting, seat) -> None:
+    async with driven(planting, seat, size=(130, 50)) as (pilot, _, stack):
         text = await sees(pilot, "node 0 worker-a", "<- bound", "v120", "v119", "compute 9", "drains")
         assert re.search(r"lag 0 +█+ +14", text)
         await pilot.press("5")
@@ -214,6 +193,15 @@ async def test_a_wide_terminal_shows_lags_and_engines_and_the_log_and_stack_of_a
         await sees(pilot, "-- rollout/0", "in step", "loss.backward()")
         await pilot.press("2")
         await sees(pilot, "pid 4004", "rollout/tokens_per_s")
+        await pilot.press("1")
+        await stack.aclose()
+        await sees(pilot, "the run has ended", "step 120", "85 of 96")
+        await pilot.press("3")
+        await sees(pilot, "max_staleness")
+        await pilot.press("enter")
+        await told(pilot, "nothing can be set any more")
+        await pilot.press("5", "6", "r")
+        await sees(pilot, "the run has ended")
 
 
 async def test_quitting_does_not_wait_for_a_run_that_hangs(planting, seat) -> None:
