@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -126,14 +126,12 @@ def default_at(key: str) -> Any:
     return None if info is None or info.is_required() else info.get_default(call_default_factory=True)
 
 
-def flat(table: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """("optimizer.lr", 1e-4) for every leaf of nested tables."""
-    for name, value in table.items():
-        key = f"{above}.{name}" if above else name
-        if isinstance(value, dict):
-            yield from flat(cast(dict[str, Any], value), key)
-        else:
-            yield key, value
+def in_file(config: RunConfig, key: str) -> Any:
+    """What the run's file says at "section.key"; None for no key."""
+    found: Any = config.model_dump(by_alias=True)
+    for part in key.split(".") if key else ():
+        found = found[part]
+    return found if key else None
 
 
 MAX_RECORDS = 10_000
@@ -161,7 +159,7 @@ def check_names(names: Sequence[str], table: KnobTable, context: VerbContext) ->
         if table.silent:  # it may be theirs
             text = f"{name[:128]!r} is no knob of any actor that answers"
             raise ConfigError(text, remedy=f"no answer from {', '.join(table.silent)}")
-        fixed = _keys_of_file(name, context.config)
+        fixed = _keys_of_file(name)
         if live := [keys[key] for key in fixed if key in keys]:
             raise ConfigError(f"{name!r} is a key of the run file", remedy=f"the knob is {live[0]!r}")
         if fixed:
@@ -172,9 +170,9 @@ def check_names(names: Sequence[str], table: KnobTable, context: VerbContext) ->
         raise ConfigError(f"{name[:128]!r} is no knob", remedy=_hint(name, table))
 
 
-def _keys_of_file(name: str, config: RunConfig) -> list[str]:
+def _keys_of_file(name: str) -> list[str]:
     """Keys of the run file that a person may mean: "batch_size", or "algo.batch_size"."""
-    keys = (key for key, _ in flat(config.model_dump(by_alias=True)))
+    keys = (".".join(path) for path, _ in walk(RunConfig))
     return [key for key in keys if name in (key, key.rpartition(".")[2])]
 
 
@@ -209,7 +207,7 @@ async def _explain(context: VerbContext, arguments: verbs.ExplainArguments, who:
     owners = {sheet.owner: state for sheet in table.sheets for state in sheet.knobs if state.tunable.name == name}
     knob = next(iter(owners.values()))
     key = knob.tunable.key
-    value = dict(flat(context.config.model_dump(by_alias=True))).get(key)
+    value = in_file(context.config, key)
     records = await asyncio.to_thread(read_audit, context.run_dir.path / AUDIT_FILE, MAX_RECORDS)
     return {
         "knob": knob,
