@@ -38,7 +38,10 @@ MAY_DIFFER = frozenset({"dtype", "context_length", "eos_token_ids", "source"})
 
 def check_reference(algo: AlgoConfig, model: ModelConfig, *, is_any_shape: bool) -> ModelConfig:
     """The reference's configuration, that of the model without an `algo.ref_path`. Raises ConfigError if that is not a
-    folder of a model of the same shape, or, if it may be of any, of the same vocabulary."""
+    folder of a model of the same shape, or, if it may be of any, of the same vocabulary. Shapes are compared for the
+    Megatron trainer: raises ModelError for a model that is foreign to it."""
+    if not is_any_shape:
+        model.require_own("the Megatron trainer")
     if not algo.ref_path:
         return model
     if is_any_shape:

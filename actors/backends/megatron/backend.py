@@ -57,7 +57,6 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
         check_settings(config)
         user = load_functions(config.algo)
         model = check_reference(config.algo, read_config(config.model_path), is_any_shape=False)
-        model.require_own("the Megatron trainer")
         if config.megatron.routing_replay:
             check_routing(model.num_experts, config.megatron.recompute)
         precision = Precision(DTYPE_OF[config.trainer.dtype], self._device())
