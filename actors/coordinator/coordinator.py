@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import ActorContext, MailboxPolicy, PeerEvent
@@ -38,7 +39,7 @@ from .engine_fleet import EngineFleet
 from .evaluator import Evaluator
 from .journal import CoordinatorJournal, Kept
 from .knob_conductor import KnobConductor, restore
-from .knobs import LiveOptions, coordinator_knobs
+from .knobs import coordinator_knobs
 from .options import CoordinatorOptions
 from .rejoin import OTHER_OWNERS, LeaderControl, Rejoin
 from .run_control import RunControl
@@ -54,9 +55,8 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
     mailbox = MailboxPolicy(size=4096)
 
     def __init__(self, *, options: CoordinatorOptions, clock: Clock) -> None:
-        self._options = options
+        self._options = replace(options)
         self._clock = clock
-        self._live = LiveOptions.of(options)
         self._state = RunState()
         self._journal = CoordinatorJournal(options.journal_path, options.launch)
         self._adoption = Adoption(keeps_newest=not options.takes_turns, at_once=options.adopt_at_once)
@@ -72,14 +72,14 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         kept, ignored = self._journal.load()
         if kept is not None:
             self._state = kept.run
-        self._wall = WallClock(self._state, self._live, self._clock)
+        self._wall = WallClock(self._state, self._options, self._clock)
         self._phases = PhaseMoves(self.ctx, self._state, self._journal, self._event, self._changed.set)
         self._make_parts()
         pace = ReportPace()
         self.knob_owner = KnobOwner(
             self.ctx.name,
             coordinator_knobs(
-                self._live, age_s=self._wall.age_s, on_wall_clock=self._wall.move, adoption=self._adoption
+                self._options, age_s=self._wall.age_s, on_wall_clock=self._wall.move, adoption=self._adoption
             ),
             self._telemetry,
         )
@@ -142,7 +142,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
             on_change=self._changed.set,
         )
         self.evaluator = Evaluator(
-            self.ctx, options, self._live, self._adoption, self._adopter, self.meter, self._telemetry, state, self._keep
+            self.ctx, options, self._adoption, self._adopter, self.meter, self._telemetry, state, self._keep
         )
         self.control = RunControl(
             self.ctx,
@@ -319,7 +319,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         if self.conductor.version_made(before, report.version):
             await self._keep()  # what is in force stays so when the trainer is thrown back
         self.control.version_made(report.version)
-        every = self._live.eval_every
+        every = self._options.eval_every
         if every and report.version % every == 0 and report.version != self._num_steps():
             self.ctx.spawn(self._evaluate(), name=f"evaluate-{report.version}")
 
@@ -359,7 +359,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         return result
 
     async def _mind_reward(self, reward: float) -> None:
-        target = self._live.stop_reward
+        target = self._options.stop_reward
         if target and reward >= target and self._state.phase == "running":
             await self.stop(f"held-out reward {reward:.3f} reached run.stop_reward = {target:g}")
 
@@ -510,9 +510,9 @@ async def keep_in_time(journal: CoordinatorJournal) -> None:
 class WallClock:
     """The end of a run by time. It counts from when training began, also while the coordinator is away."""
 
-    def __init__(self, state: RunState, live: LiveOptions, clock: Clock) -> None:
+    def __init__(self, state: RunState, options: CoordinatorOptions, clock: Clock) -> None:
         self._state = state
-        self._live = live
+        self._options = options
         self._clock = clock
         gone_s = max(clock.wall() - state.started_wall_s, 0.0) if state.started_wall_s else 0.0
         self._started_s = clock.monotonic() - gone_s
@@ -530,7 +530,7 @@ class WallClock:
     async def run(self, end: Callable[[str], Awaitable[None]]) -> None:
         """Calls `end` with the reason when `max_wall_s` is reached (0: never)."""
         while True:
-            seconds = self._live.max_wall_s
+            seconds = self._options.max_wall_s
             self._moved.clear()
             try:
                 async with asyncio.timeout(seconds - self.age_s() if seconds else None):

@@ -15,7 +15,6 @@ from ...core.retry import until_answered
 from ...core.suggestion import suggest
 from ..contracts import DataContract, RolloutContract
 from ..weights.rollout_update import Adopter, Adoption
-from .knobs import LiveOptions
 from .options import CoordinatorOptions, EvalSet
 from .run_state import RunState
 
@@ -27,7 +26,6 @@ class Evaluator:
         self,
         ctx: ActorContext,
         options: CoordinatorOptions,
-        live: LiveOptions,
         adoption: Adoption,
         adopter: Adopter,
         meter: ActivityMeter,
@@ -38,7 +36,6 @@ class Evaluator:
         """`keep`: puts `state` into the journal, where an evaluation that is cut off is found."""
         self._ctx = ctx
         self._options = options
-        self._live = live
         self._adoption = adoption
         self._adopter = adopter
         self._meter = meter
@@ -52,7 +49,7 @@ class Evaluator:
 
     async def attempt(self) -> EvalResult | None:
         """Evaluate if there are prompts and an engine. A failure is reported, not fatal."""
-        if not self._live.eval_prompts or not (self._options.takes_turns or self._adoption.serving):
+        if not self._options.eval_prompts or not (self._options.takes_turns or self._adoption.serving):
             return None
         try:
             return await self.evaluate()
@@ -92,7 +89,7 @@ class Evaluator:
         return whole
 
     def _chosen(self, name: str) -> Sequence[EvalSet]:
-        if not self._live.eval_prompts:
+        if not self._options.eval_prompts:
             raise ConfigError("this run has no held-out prompts", remedy="name them in the run file as eval.data")
         sets = {one.name: one for one in self._options.eval_sets}
         if not name:
@@ -120,7 +117,7 @@ class Evaluator:
         return results
 
     async def _ask(self, one: EvalSet) -> EvalResult:
-        live, buffer = self._live, self._ctx.ref(DataContract, "buffer")
+        live, buffer = self._options, self._ctx.ref(DataContract, "buffer")
         ready = await self._adopter.engines_at(None)
         name = max(ready, key=lambda n: self._adoption.serving.get(n, -1))
         num_prompts = one.num_prompts or live.eval_prompts

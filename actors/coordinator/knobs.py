@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-
-import msgspec
 
 from ...core.knobs import KnobValue, Tunable, knob_maker
-from ...core.messages import SamplingParams
 from ..knobs.owner import Knob
 from ..weights.rollout_update import Adoption
 from .options import CoordinatorOptions
@@ -36,43 +32,11 @@ COORDINATOR_TUNABLES: tuple[Tunable, ...] = (
 # fmt: on
 
 
-@dataclass(slots=True)
-class LiveOptions:
-    """What the coordinator uses now."""
-
-    eval_every: int
-    eval_prompts: int
-    """0: there is no evaluation set."""
-    eval_samples: int
-    eval_sampling: SamplingParams
-    stop_reward: float
-    max_wall_s: float
-
-    @classmethod
-    def of(cls, options: CoordinatorOptions) -> LiveOptions:
-        return cls(
-            eval_every=options.eval_every,
-            eval_prompts=options.eval_prompts,
-            eval_samples=options.eval_samples,
-            eval_sampling=options.eval_sampling,
-            stop_reward=options.stop_reward,
-            max_wall_s=options.max_wall_s,
-        )
-
-    @property
-    def eval_temperature(self) -> float:
-        return self.eval_sampling.temperature
-
-    @eval_temperature.setter
-    def eval_temperature(self, value: float) -> None:
-        self.eval_sampling = msgspec.structs.replace(self.eval_sampling, temperature=value)
-
-
 def coordinator_knobs(
-    live: LiveOptions, *, age_s: Callable[[], float], on_wall_clock: Callable[[], None], adoption: Adoption
+    live: CoordinatorOptions, *, age_s: Callable[[], float], on_wall_clock: Callable[[], None], adoption: Adoption
 ) -> tuple[Knob, ...]:
-    """`age_s`: for how long the run has trained. `on_wall_clock`: called when its end by time was moved. `adoption`
-    keeps the number of engines that adopt at once."""
+    """`live`: what the coordinator uses now. `age_s`: for how long the run has trained. `on_wall_clock`: called when
+    its end by time was moved. `adoption` keeps the number of engines that adopt at once."""
     has_eval = live.eval_prompts > 0
 
     def judge(name: str) -> Callable[[KnobValue], str] | None:

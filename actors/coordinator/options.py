@@ -37,9 +37,9 @@ class EvalSet:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CoordinatorOptions:
-    """See the module's head."""
+    """See the module's head. The coordinator has a copy, in which it changes what its knobs say."""
 
     name: str
     num_steps: int
@@ -74,3 +74,11 @@ class CoordinatorOptions:
     takes_turns: bool = False
     """Trainer and engines share devices in turns: a version is released as soon as every engine has it, and engines
     may lose their weights between two versions."""
+
+    @property
+    def eval_temperature(self) -> float:
+        return self.eval_sampling.temperature
+
+    @eval_temperature.setter
+    def eval_temperature(self, value: float) -> None:
+        self.eval_sampling = msgspec.structs.replace(self.eval_sampling, temperature=value)

@@ -7,51 +7,41 @@ conflicts of the others show too.
 `key_lines` finds the line of each key, because `tomllib` and tomlkit keep no positions. It cuts the text into
 statements (a header, or a key with its value) that `tomllib` parses one by one: a value over several lines never parses
 before its last line, because its bracket or quotes are still open. `dump_config` writes TOML; tomli-w was considered,
-but is one more dependency for forty lines. `docs/config.md` and the JSON Schema for editors are made of the sections.
+but is one more dependency for forty lines. The JSON Schema for editors is made of the sections.
 """
 
 from __future__ import annotations
 
 import copy
 import datetime as dt
-import inspect
 import json
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
+from typing import Any, cast
 
-from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from ..errors import ConfigError
 from ..suggestion import suggest
-from .learning import DEFAULTS_OF_KIND, AlgoConfig
 from .root import RunConfig
-from .run import RoleSettings, RolesSettings
 from .section import (
     ANY_NAME,
     CONFLICTS,
     Conflict,
     KeyPath,
     Meaning,
-    Means,
     OrElse,
-    Section,
     Table,
     as_array,
     as_table,
     find,
     keys_of,
-    named_section_of,
     paths_with_meaning,
-    section_of,
     table_at,
     table_made_at,
 )
@@ -555,51 +545,7 @@ def toml_value(value: object) -> str:
     raise TypeError(f"TOML cannot hold a value of type {type(value).__name__}: {value!r}")
 
 
-# -- the page and the schema -------------------------------------------------------------------------------------------
-
-HEAD = """# The run file
-
-One TOML file describes a run; `myxa up run.toml` starts it. The smallest one names `[model] path` and `[data] train`.
-`myxa.core.config.loading.render_reference` makes this page from the section classes in `core/config`.
-
-* Several files are merged key by key, later ones win; `--set section.key=value` wins over files (TOML values; a bare
-  word is text). A table given there replaces the files' table.
-* An unknown key, a wrong type or a value out of range is an error. All errors of a file are reported at once.
-* A relative path is relative to its file; in `--set`, to the current folder. `~` is the home folder.
-* Durations are in seconds, sizes in tokens, log-probs in nats, unless a key says otherwise.
-* `algo.kind = "sft"` makes `"demonstration"` and `1` the defaults of `rollout.workflow` and `rollout.num_samples`.
-* `myxa schema` prints the JSON Schema of these keys, for editors.
-
-A line is: key (values; default): meaning.
-"""
-
-ROLES = """What differs from `[roles.<role>]`. Coordinator, buffer, monitor and memory manager are one actor each. The
-memory manager runs on the first of `nodes`, with an agent on each other node; without `memory.share` it is absent."""
-EXPLAINED_BY = {
-    "data.sources.NAME": ("data",),
-    "eval.sets.NAME": ("data", "eval"),
-    "reward.functions.NAME": ("reward",),
-}
-"""Sections whose keys a named table shares: there they are explained, and there is their default."""
-OTHER_MEANING = frozenset({("reward.functions.NAME", "fn")})
-"""Shared keys that mean something else in the named table."""
-
-MEANING_TEXT = {"path": "path", "sources": "path, or array of paths", "code": "name", "program": "program"}
-SIMPLE_TEXT: Mapping[Any, str] = {int: "whole number", float: "number", str: "text", bool: "true or false"}
-BOUND_TEXT = ((Ge, "ge", "at least"), (Gt, "gt", "above"), (Le, "le", "at most"), (Lt, "lt", "below"))
-
-
-def render_reference() -> str:
-    """`docs/config.md`."""
-    parts = [HEAD]
-    for key, info in keys_of(RunConfig).items():
-        section = section_of(info)
-        if section is RolesSettings:
-            parts += _role_parts()
-        elif section is not None:
-            parts += [_section_part(f"[{key}]", section, keys_of(section)), *_named_parts(key, section)]
-    return "\n".join(parts)
-
+# -- the schema --------------------------------------------------------------------------------------------------------
 
 UNITS = {"_s": "seconds", "_mb": "MiB", "_gb": "GiB"}
 
@@ -613,91 +559,3 @@ def json_schema() -> dict[str, Any]:
             unit = next((unit for ending, unit in UNITS.items() if key.endswith(ending)), "")
             row |= {"x-unit": unit} if unit else {}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
-
-
-def _kind_table() -> list[str]:
-    """What keys that follow `algo.kind` are where they are left out."""
-    rows = [
-        f"| `{kind}` | {one.clip_low:g} | {one.clip_high:g} | `{one.reduction}` | `{one.group_filter}` | {one.source} |"
-        for kind, one in DEFAULTS_OF_KIND.items()
-    ]
-    head = "| kind | `clip_low` | `clip_high` | `reduction` | `group_filter` | source |"
-    return ["\nDefaults that follow `kind`:\n", head, "|---|---|---|---|---|---|", *rows]
-
-
-def _named_parts(key: str, section: type[Section]) -> Iterator[str]:
-    """Tables below a section whose names are the user's. Keys that another section explains are named only."""
-    for name, info in keys_of(section).items():
-        named, title = named_section_of(info), f"{key}.{name}.NAME"
-        if named is None:
-            continue
-        keys, notes = dict(keys_of(named)), list[str]()
-        for other in EXPLAINED_BY.get(title, ()):
-            explained = section_of(keys_of(RunConfig)[other])
-            shared = [one for one in keys if explained and one in keys_of(explained)]
-            shared = [one for one in shared if (title, one) not in OTHER_MEANING]
-            notes.append(f"As in `[{other}]`: {', '.join(f'`{one}`' for one in shared)}.")
-            keys = {one: info for one, info in keys.items() if one not in shared}
-        yield _section_part(f"[{title}]", named, keys, notes)
-
-
-def _role_parts() -> list[str]:
-    base, rows = keys_of(RoleSettings), list[str]()
-    for name, info in keys_of(RolesSettings).items():
-        role = section_of(info)
-        for key, own in keys_of(role).items() if role else ():
-            same = [info for info in (base.get(key),) if info and _meaning(info) == _meaning(own)]
-            rows += [] if same or _is_fixed(own) else [_row(f"{name}.{key}", own)]
-    return [_section_part("[roles.<role>]", RoleSettings, base), "\n".join(["## [roles] by role", ROLES, *rows, ""])]
-
-
-def _meaning(info: FieldInfo) -> tuple[object, ...]:
-    return info.annotation, info.default, info.description
-
-
-def _is_fixed(info: FieldInfo) -> bool:
-    """Whether there is nothing to choose: one word, or one number."""
-    bounds = {name: getattr(mark, name) for mark in info.metadata for name in ("ge", "le") if hasattr(mark, name)}
-    is_one_number = "ge" in bounds and bounds.get("ge") == bounds.get("le")
-    return is_one_number or (get_origin(info.annotation) is Literal and len(get_args(info.annotation)) == 1)
-
-
-def _section_part(title: str, section: type[Section], keys: Mapping[str, FieldInfo], notes: Sequence[str] = ()) -> str:
-    about = inspect.cleandoc(section.__doc__ or "")
-    table = _kind_table() if section is AlgoConfig else []
-    return "\n".join([f"## {title}", about, *notes, *(_row(key, info) for key, info in keys.items()), *table, ""])
-
-
-def _row(key: str, info: FieldInfo) -> str:
-    default = "**required**" if info.is_required() else f"`{value_text(info.default)}`"
-    return f"* `{key}` ({_kind_text(info)}; {default}): {' '.join((info.description or '').split())}"
-
-
-def _kind_text(info: FieldInfo) -> str:
-    meant = [MEANING_TEXT[mark.meaning] for mark in info.metadata if isinstance(mark, Means)]
-    bounds = [
-        f"{words} {getattr(mark, attr):g}"
-        for mark in info.metadata
-        for kind, attr, words in BOUND_TEXT
-        if isinstance(mark, kind)
-    ]
-    bounds += ["not empty" for mark in info.metadata if isinstance(mark, MinLen)]
-    return meant[0] if meant else ", ".join([_type_text(info.annotation), *bounds])
-
-
-def _type_text(kind: Any) -> str:
-    origin, args = get_origin(kind), get_args(kind)
-    if kind in SIMPLE_TEXT:
-        return SIMPLE_TEXT[kind]
-    if origin is Annotated:
-        return _type_text(args[0])
-    if origin is Literal:
-        return ", ".join(f"`{value_text(choice)}`" for choice in args)
-    if origin in (Union, UnionType):
-        return " or ".join(_type_text(one) for one in args)
-    if origin is tuple:
-        items = [one for one in args if one is not Ellipsis]
-        return f"array of {'' if Ellipsis in args else f'{len(items)} '}{_type_text(items[0])}s"
-    if origin is dict:
-        return "tables" if isinstance(args[-1], type) and issubclass(args[-1], Section) else "table"
-    return str(kind)

@@ -1,7 +1,7 @@
 """The pool of one node's fork servers (fork_server.py), one per preload set, from which its agent forks actors.
 
-Forking only saves time: if anything is wrong with a server, the pool logs it and the agent starts the actor with an
-interpreter of its own. A running actor does not need the server that it was forked from.
+Forking only saves time: if anything is wrong with a server, the pool logs it once, makes no other for that set, and the
+agent starts actors with interpreters of their own. A running actor does not need the server that it was forked from.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import socket
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from ...core.errors import LaunchError
+from ...core.errors import LaunchError, MyxaError
 from ..first_failure import read_tail
 from ..worker_spec import SPEC_VARIABLE, server_env
 from .child import Adopted, Child, OnExit, start_child
@@ -27,12 +28,11 @@ from .fork_server import GO, MAX_BYTES, ForkReply, ForkRequest, pack, unpack_rep
 from .preloads import PRELOAD_SETS
 
 SERVER_MODULE = "myxa.launch.nodes.fork_server"
-IMPORT_S = 300.0
-"""A server whose imports take longer is killed: a file system hangs."""
+IMPORT_S = 45.0
+"""How long starts wait for a server's imports, those of its base included; a slower one is killed. An order to start an
+actor has a deadline of 60 s."""
 FORK_S = 5.0
 """A server that takes longer to fork hangs, and is killed."""
-MAX_ENDS = 3
-"""After so many servers of one set have ended or failed by themselves, the pool makes no other."""
 END_S = 5.0
 
 
@@ -44,6 +44,10 @@ class ForkServer:
     child: Child
     link: socket.socket
 
+    def end(self) -> None:
+        self.link.close()
+        self.child.kill()
+
 
 class ForkServerPool:
     """`folder`: for the servers' logs. The pool belongs to one event loop, in a process that adopts orphans."""
@@ -51,9 +55,7 @@ class ForkServerPool:
     def __init__(self, folder: Path, log: logging.Logger) -> None:
         self._folder = folder
         self._log = log
-        self._tasks: dict[str, asyncio.Task[ForkServer]] = {}
-        self._begun_s: dict[str, float] = {}
-        self._ends: dict[str, int] = {}
+        self._servers: dict[str, asyncio.Task[ForkServer | None]] = {}
         self._children: set[Child] = set()
         self._refused: dict[str, str] = {}
         """Preload set -> why actors cannot be forked from its server."""
@@ -71,8 +73,7 @@ class ForkServerPool:
 
     def warm(self, sets: Iterable[str]) -> None:
         for set_name in sets:
-            with contextlib.suppress(LaunchError):
-                self._server(set_name)
+            self._server(set_name)
 
     async def start(
         self, set_name: str, name: str, attempt: int, *, env: Mapping[str, str], log_path: Path, on_exit: OnExit
@@ -96,9 +97,9 @@ class ForkServerPool:
 
     async def close(self) -> None:
         self._is_closed = True
-        for task in self._tasks.values():
+        for task in self._servers.values():
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*self._servers.values(), return_exceptions=True)
         children = tuple(self._children)
         for child in children:
             child.kill()
@@ -106,70 +107,43 @@ class ForkServerPool:
 
     # -- servers
 
-    def _server(self, set_name: str) -> asyncio.Task[ForkServer]:
-        """The set's server, made if there is none. Raises LaunchError if there may be none."""
-        if self._is_closed:
-            raise LaunchError("this node's fork servers have ended")
-        if set_name in self._refused:
-            raise LaunchError(self._refused[set_name])
-        if set_name not in self._tasks:
-            loop = asyncio.get_running_loop()
-            self._begun_s[set_name] = loop.time()
-            self._tasks[set_name] = loop.create_task(self._make(set_name), name=f"fork server {set_name}")
-            self._tasks[set_name].add_done_callback(lambda task: self._on_made(set_name, task))
-        return self._tasks[set_name]
+    def _server(self, set_name: str) -> asyncio.Task[ForkServer | None]:
+        """The set's server, which is made when it is first wanted, and once; None: it is refused."""
+        if set_name not in self._servers:
+            task = asyncio.get_running_loop().create_task(self._make(set_name), name=f"fork server {set_name}")
+            self._servers[set_name] = task
+        return self._servers[set_name]
 
     async def _ready(self, set_name: str) -> ForkServer:
-        task = self._server(set_name)
-        patience_s = PRELOAD_SETS[set_name].patience_s
-        left_s = self._begun_s[set_name] + patience_s - asyncio.get_running_loop().time()
-        await asyncio.wait({task}, timeout=max(0.0, left_s))
-        if not task.done():
-            raise LaunchError(f"the fork server {set_name} still imports after {patience_s:g} s")
-        if task.cancelled():
-            raise LaunchError("this node's fork servers have ended")
-        return task.result()
-
-    def _on_made(self, set_name: str, task: asyncio.Task[ForkServer]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._forget(set_name, str(error))
-
-    def _forget(self, set_name: str, why: str) -> None:
-        """The set's server is gone; the next start makes another, up to `MAX_ENDS`."""
-        if self._is_closed or self._tasks.pop(set_name, None) is None:
-            return
-        if set_name in self._refused:
-            return
-        self._ends[set_name] = self._ends.get(set_name, 0) + 1
-        self._log.warning("fork server %s: %s", set_name, why)
-        if self._ends[set_name] >= MAX_ENDS:
-            self._refuse(set_name, f"its fork server ended {MAX_ENDS} times")
+        """Raises LaunchError if actors cannot be forked from it."""
+        if not self._is_closed:
+            await asyncio.wait({task := self._server(set_name)})
+            server = None if task.cancelled() else task.result()
+            if server is not None and set_name not in self._refused:
+                return server
+        raise LaunchError(self._refused.get(set_name, "this node's fork servers have ended"))
 
     def _refuse(self, set_name: str, why: str) -> None:
-        self._refused[set_name] = why
-        self._log.warning("actors with preload set %s are not forked any more: %s", set_name, why)
+        if not self._is_closed and set_name not in self._refused:
+            self._refused[set_name] = why
+            self._log.warning("actors with preload set %s are not forked any more: %s", set_name, why)
 
-    async def _make(self, set_name: str) -> ForkServer:
+    async def _make(self, set_name: str) -> ForkServer | None:
         base = PRELOAD_SETS[set_name].base
         try:
-            server = (
-                await self._another(set_name, await asyncio.shield(self._server(base)))
-                if base
-                else self._first(set_name)
-            )
-        except LaunchError:
-            if base in self._refused:
-                self._refuse(set_name, self._refused[base])
-            raise
-        try:
-            reply = await _receive(server.link, IMPORT_S, f"the fork server {set_name}")
-        except BaseException:
-            _end(server)
-            raise
-        if reply.problem:  # another one would fail the same way
-            _end(server)
-            self._refuse(set_name, reply.problem)
-            raise LaunchError(reply.problem)
+            async with asyncio.timeout(IMPORT_S):
+                server = await self._another(set_name, await self._ready(base)) if base else self._first(set_name)
+                try:
+                    reply = await _receive(server.link, f"the fork server {set_name}")
+                    if reply.problem:
+                        raise LaunchError(reply.problem)
+                except BaseException:
+                    server.end()
+                    raise
+        except TimeoutError:
+            return self._refuse(set_name, f"its fork server still imports after {IMPORT_S:g} s")
+        except MyxaError as error:
+            return self._refuse(set_name, str(error))
         return server
 
     def _first(self, set_name: str) -> ForkServer:
@@ -183,23 +157,22 @@ class ForkServerPool:
                     command,
                     env=server_env(os.environ),
                     log_path=self._log_path(set_name),
-                    on_exit=lambda child, status: self._on_end(set_name, child, status),
+                    on_exit=partial(self._on_end, set_name),
                     pass_fds=(theirs.fileno(),),
                 )
-        except OSError as error:
+        except BaseException as error:
             ours.close()
-            raise LaunchError(f"no fork server can be started: {error}") from error
-        except BaseException:
-            ours.close()
+            if isinstance(error, OSError):
+                raise LaunchError(f"no fork server can be started: {error}") from error
             raise
-        self._children.add(child)
-        return ForkServer(set_name, child, ours)
+        return self._made(set_name, child, ours)
 
     async def _another(self, set_name: str, base: ForkServer) -> ForkServer:
         wanted = ForkRequest(name=f"fork server {set_name}", launcher_pid=os.getpid(), preload_set=set_name)
-        child, link = await self._fork(
-            base, wanted, self._log_path(set_name), 0, lambda child, status: self._on_end(set_name, child, status)
-        )
+        on_exit = partial(self._on_end, set_name)
+        return self._made(set_name, *await self._fork(base, wanted, self._log_path(set_name), 0, on_exit))
+
+    def _made(self, set_name: str, child: Child, link: socket.socket) -> ForkServer:
         self._children.add(child)
         return ForkServer(set_name, child, link)
 
@@ -208,12 +181,11 @@ class ForkServerPool:
 
     def _on_end(self, set_name: str, child: Child, status: int) -> None:
         self._children.discard(child)
-        task = self._tasks.get(set_name)
-        if task is not None and task.done() and not task.cancelled() and task.exception() is None:
-            server = task.result()
-            if server.child is child:
-                _end(server)
-                self._forget(set_name, f"process {child.pid} ended with status {status}: {_last_line(child.log_path)}")
+        task = self._servers[set_name]
+        if task.done() and not task.cancelled() and (server := task.result()) is not None:  # else `_make` says why
+            server.link.close()
+            last = next(iter(read_tail(child.log_path)[-1:]), "it wrote nothing")
+            self._refuse(set_name, f"its fork server (process {child.pid}) ended with status {status}: {last}")
 
     # -- forking
 
@@ -222,13 +194,20 @@ class ForkServerPool:
     ) -> tuple[Child, socket.socket]:
         """The new process and the link to it. Raises LaunchError: there is none, and none will come later. OSError if
         the log cannot be written."""
+        who = f"the fork server {server.preload_set}"
         with log_path.open("wb") as log:
             ours, theirs = _pair()
             self._num_forks += 1
             try:
                 with theirs:
                     socket.send_fds(server.link, [pack(wanted)], [theirs.fileno(), log.fileno()])
-                reply = await _receive(ours, FORK_S, f"the fork server {server.preload_set}")
+                try:
+                    async with asyncio.timeout(FORK_S):
+                        reply = await _receive(ours, who)
+                except TimeoutError:
+                    self._refuse(server.preload_set, why := f"{who} did not answer within {FORK_S:g} s")
+                    server.end()
+                    raise LaunchError(why) from None
                 if reply.problem:
                     raise LaunchError(reply.problem)
                 child = _adopt(wanted.name, attempt, reply.pid, log_path, on_exit)
@@ -236,32 +215,18 @@ class ForkServerPool:
                     ours.send(GO)
             except BaseException as error:
                 ours.close()
-                if isinstance(error, NoAnswer):
-                    _end(server)
-                    self._forget(server.preload_set, str(error))
                 if isinstance(error, OSError):
-                    raise LaunchError(f"the fork server {server.preload_set} cannot be reached: {error}") from error
+                    raise LaunchError(f"{who} cannot be reached: {error}") from error
                 raise
             finally:
                 self._num_forks -= 1
         return child, ours
 
 
-class NoAnswer(LaunchError):
-    """A fork server hangs or sends invalid data."""
-
-
-def _end(server: ForkServer) -> None:
-    server.link.close()
-    server.child.kill()
-
-
-async def _receive(link: socket.socket, timeout_s: float, who: str) -> ForkReply:
+async def _receive(link: socket.socket, who: str) -> ForkReply:
+    """Raises LaunchError if the other side ended or cannot be understood."""
     try:
-        async with asyncio.timeout(timeout_s):
-            data = await asyncio.get_running_loop().sock_recv(link, MAX_BYTES)
-    except TimeoutError:
-        raise NoAnswer(f"{who} did not answer within {timeout_s:g} s") from None
+        data = await asyncio.get_running_loop().sock_recv(link, MAX_BYTES)
     except OSError as error:
         raise LaunchError(f"{who} cannot be read: {error}") from error
     if not data:
@@ -269,7 +234,7 @@ async def _receive(link: socket.socket, timeout_s: float, who: str) -> ForkReply
     try:
         return unpack_reply(data)
     except msgspec.DecodeError as error:
-        raise NoAnswer(f"{who} sent invalid data: {error}") from error
+        raise LaunchError(f"{who} sent invalid data: {error}") from error
 
 
 def _pair() -> tuple[socket.socket, socket.socket]:
@@ -289,8 +254,3 @@ def _adopt(name: str, attempt: int, pid: int, log_path: Path, on_exit: OnExit) -
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)  # orphans are reaped by the agent
         raise LaunchError(f"{name} cannot be watched: {error.strerror}") from error
-
-
-def _last_line(path: Path) -> str:
-    tail = read_tail(path)
-    return tail[-1] if tail else "it wrote nothing"

@@ -19,14 +19,11 @@ class PreloadSet:
     """Modules that one fork server imports."""
 
     modules: tuple[str, ...]
-    patience_s: float
-    """How long starts wait for a new server's imports, those of its base included. Afterwards actors start without it
-    until it is ready. Such a start repeats the imports, so this is longer than they take on a slow disk."""
     base: str = ""
     """Set whose server is forked to make this one's server: its modules are imported already."""
 
 
-LIGHT, SERVED, TORCH, MEGATRON = "light", "served", "torch", "megatron"
+LIGHT, TORCH, MEGATRON = "light", "torch", "megatron"
 
 PRELOAD_SETS: Mapping[str, PreloadSet] = {
     LIGHT: PreloadSet(
@@ -37,19 +34,16 @@ PRELOAD_SETS: Mapping[str, PreloadSet] = {
             *("myxa.actors.rollout.rollout", "myxa.actors.rewards.rewarder", "myxa.actors.models.hf_folder"),
             *("myxa.actors.workflows.named", "numpy.random"),
         ),
-        patience_s=10.0,
     ),
-    SERVED: PreloadSet(("myxa.actors.engines.sglang.launch",), patience_s=20.0, base=LIGHT),
     TORCH: PreloadSet(
         (
             *("myxa.launch.composition.trainer_parts", "myxa.actors.trainer.trainer"),
             "myxa.actors.backends.torch_backend.backend",
             *("myxa.actors.engines.embedded.engine", "myxa.actors.weights.channels.reader"),
         ),
-        patience_s=30.0,
         base=LIGHT,
     ),
-    MEGATRON: PreloadSet(("myxa.actors.backends.megatron.backend",), patience_s=45.0, base=TORCH),
+    MEGATRON: PreloadSet(("myxa.actors.backends.megatron.backend",), base=TORCH),
 }
 """Roles that need no torch have a set without it and do not wait for it."""
 
@@ -80,9 +74,7 @@ class Preloads:
         if actor.role == "trainer":
             # Importing megatron-core asks CUDA for devices where there are some, which no fork survives.
             return MEGATRON if actor.kind == "megatron" and not actor.devices else TORCH
-        if actor.role != "rollout" or not self.has_engines or actor.kind == "recorded":
-            return LIGHT
-        return SERVED if actor.kind == "sglang" else TORCH
+        return TORCH if actor.role == "rollout" and self.has_engines and actor.kind == "embedded" else LIGHT
 
 
 def preloads_of(

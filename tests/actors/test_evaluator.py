@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from myxa.actors.coordinator.evaluator import Evaluator
-from myxa.actors.coordinator.knobs import LiveOptions
 from myxa.actors.coordinator.options import CoordinatorOptions, EvalSet
 from myxa.actors.coordinator.run_state import RunState
 from myxa.core.activity import ActivityMeter
@@ -41,9 +40,7 @@ class World:
         )  # fmt: skip
         every: Any = self
         meter = ActivityMeter("c", self.clock)
-        self.evaluator = Evaluator(
-            every, options, LiveOptions.of(options), every, every, meter, every, self.state, self.keep
-        )
+        self.evaluator = Evaluator(every, options, every, every, meter, every, self.state, self.keep)
 
     async def keep(self) -> None: ...
 

@@ -48,8 +48,7 @@ def begin() -> None:
         child = fork_server_pool._adopt(
             f"fork server {set_name}", 0, pid, log_path, lambda child, status: self._on_end(set_name, child, status)
         )
-        self._children.add(child)
-        return fork_server_pool.ForkServer(set_name, child, link)
+        return self._made(set_name, child, link)
 
     fork_server_pool.ForkServerPool._first = first
 

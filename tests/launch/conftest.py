@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -35,7 +36,10 @@ restart = "gang"
 class Run:
     """One launcher process with its output."""
 
-    def __init__(self, folder: Path, arguments: Sequence[str], *, toy: str = "", site: Path | None = None) -> None:
+    def __init__(
+        self, folder: Path, arguments: Sequence[str], *, toy: str = "", site: Path | None = None, is_plain: bool = False
+    ) -> None:
+        """`is_plain`: its fork servers are interpreters of their own, as with `site` (a folder on their path)."""
         self.folder = folder
         self.runs = folder / "runs"
         folder.mkdir(parents=True, exist_ok=True)
@@ -49,7 +53,8 @@ class Run:
         if "--program" not in rest:
             words += ["--program", "toy_program:build"]
         self._output = (folder / "output").open("w+")
-        self.process = Command(words, folder, env=env, log=self._output, has_stand_by=False)
+        is_plain = is_plain or site is not None
+        self.process = Command(words, folder, env=env, log=self._output, has_stand_by=not is_plain)
 
     @property
     def output(self) -> str:
@@ -129,8 +134,8 @@ class Run:
 
 
 @contextlib.contextmanager
-def launched(folder: Path, *arguments: str, toy: str = "", site: Path | None = None) -> Iterator[Run]:
-    one = Run(folder, arguments, toy=toy, site=site)
+def launched(folder: Path, *arguments: str, **how: Any) -> Iterator[Run]:
+    one = Run(folder, arguments, **how)
     try:
         yield one
     finally:

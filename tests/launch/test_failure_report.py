@@ -45,22 +45,6 @@ def test_a_rank_that_segfaults_is_named_at_once_with_its_stack_and_what_followed
         assert lines[-1].startswith("first failure: trainer/1")
 
 
-@pytest.mark.timeout(120)
-def test_a_worker_that_hangs_is_killed_if_wanted_and_its_log_says_where_it_hung(tmp_path: Path, run):
-    flags = ("--set", "roles.rollout.max_restarts=1", "--set", 'roles.rollout.when_hung="kill"')
-    with run(tmp_path, "up", *flags) as one:
-        one.until_serving(*FIRST)
-        one.switch("rollout.0.hang")
-        one.until(lambda: "killed" in one.output, "the kill")
-        (one.dir / "rollout.0.hang").unlink()
-        one.until_serving("rollout/0", attempt=1)
-        assert "rollout/0 hangs (" in one.output
-        log = one.log("rollout.0.0.log")
-        assert "_misbehave" in log.rpartition("most recent call first")[2], "the stack of the hang"
-        one.switch("finish")
-        assert one.ended() == 0, one.evidence()
-
-
 # -- the text --------------------------------------------------------------------------------------------------------
 
 

@@ -82,15 +82,6 @@ def test_wrong_data_ends_the_run_at_once_with_its_own_status(tmp_path: Path, run
         assert one.log("buffer.1.log") == ""
 
 
-def test_a_run_that_the_coordinator_gives_up_names_who_failed(tmp_path: Path, run):
-    with run(tmp_path, "up") as one:
-        one.until_serving(*FIRST)
-        one.switch("fail")
-        assert one.ended() == 1, one.evidence()
-        assert one.output.rstrip().splitlines()[-1] == "first failure: rollout/0: it told the coordinator so"
-        assert "rollout.0.0.log" in one.output
-
-
 SLOW_SERVER = """
 import sys, time
 if "myxa.launch.nodes.fork_server" in sys.orig_argv:
@@ -112,19 +103,6 @@ def test_ctrl_c_while_actors_wait_for_imports_ends_the_run(tmp_path: Path, run):
         one.signal(signal.SIGINT)
         assert one.ended() == 130, one.evidence()
         assert time.monotonic() - begun_s < 15, "it waited for the imports, or for nobody"
-
-
-def test_the_second_signal_ends_everything_at_once(tmp_path: Path, run):
-    with run(tmp_path, "up", toy="coordinator.deaf rollout.0.hang-at-stop") as one:
-        one.until_serving(*FIRST)
-        children = one.children()
-        one.signal(signal.SIGINT)
-        one.until(lambda: (one.dir / "coordinator.asked").exists(), "the coordinator to be asked")
-        one.signal(signal.SIGINT)
-        assert one.ended() == 130, one.evidence()
-        one.until_gone(children)
-        assert not (one.dir / "monitor.stopped").exists(), "nobody was waited for"
-        assert runtime_folders() == []
 
 
 def test_neither_a_coordinator_nor_a_worker_that_hangs_at_the_end_is_waited_for_for_ever(tmp_path: Path, run):

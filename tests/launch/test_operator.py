@@ -42,14 +42,6 @@ def attempt_of(client: ControlClient, name: str) -> int:
     return roster(client)[name]["attempt"]
 
 
-def finish(one) -> None:
-    """The run ends well, and leaves no process."""
-    children = one.children()
-    one.switch("finish")
-    assert one.ended() == 0, one.evidence()
-    one.until_gone(children)
-
-
 def test_engines_come_and_go_and_neither_is_a_failure(lively):
     one = lively
     client = client_of(one)
@@ -75,24 +67,43 @@ def test_engines_come_and_go_and_neither_is_a_failure(lively):
     assert one.log("rollout.3.1.log") == one.log("rollout.2.1.log") == "", "who left was not started again"
 
 
+@contextlib.contextmanager
 def started(folder: Path, *flags: str, toy: str = "") -> Iterator[Any]:
-    """A run that several tests look at, one after the other; it ends well after them."""
+    """A run that several tests look at, one after the other; it leaves no process."""
     with launched(folder, "up", *TWO, *flags, toy=toy) as one:
         one.until_serving(*FIRST)
         yield one
-        finish(one)
+        one.until_gone(one.family)
 
 
 @pytest.fixture(scope="module")
 def lively(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    yield from started(tmp_path_factory.mktemp("lively"))
+    """It ends by a second signal, which ends everything at once."""
+    with started(tmp_path_factory.mktemp("lively")) as one:
+        yield one
+        one.family = one.children()
+        runtime = Path(json.loads((one.dir / "control.json").read_text())["control"]).parent
+        for switch in ("coordinator.deaf", "rollout.1.hang-at-stop"):
+            one.switch(switch)
+        one.signal(signal.SIGINT)
+        one.until(lambda: (one.dir / "coordinator.asked").exists(), "the coordinator to be asked")
+        one.signal(signal.SIGINT)
+        assert one.ended() == 130, one.evidence()
+        assert not (one.dir / "monitor.stopped").exists(), "nobody was waited for"
+        assert not runtime.exists()
 
 
 @pytest.fixture(scope="module")
 def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Few restarts, a short patience at the end, and a third engine that cannot start."""
+    """Few restarts, a short patience at the end, and a third engine that cannot start. Its coordinator gives it up."""
     sets = ("--set", "roles.rollout.max_restarts=1", "--set", 'roles.trainer.restart="never"', "--stop-timeout", "2")
-    yield from started(tmp_path_factory.mktemp("strict"), *sets, toy="rollout.2.bad-data")
+    with started(tmp_path_factory.mktemp("strict"), *sets, toy="rollout.2.bad-data") as one:
+        yield one
+        one.family = one.children()
+        one.switch("fail")
+        assert one.ended() == 1, one.evidence()
+        assert one.output.rstrip().splitlines()[-1] == "first failure: rollout/0: it told the coordinator so"
+        assert "rollout.0.3.log" in one.output, "who failed is named"
 
 
 def workers(one) -> list[psutil.Process]:
@@ -253,6 +264,15 @@ def test_one_that_hangs_is_ended_too(strict):
     assert client.ask("drain", 200, target="rollout/1", wait_s=100)["is_done"], one.evidence()
     assert "rollout/1 did not end within 2 s and is killed" in one.log("launcher.0.log")
     assert "rollout/1" not in roster(client), "it does not come again"
+
+
+def test_one_that_hangs_is_killed_where_its_role_says_so_and_its_log_says_where_it_hung(lively):
+    one = lively
+    one.switch("buffer.hang")
+    one.until(lambda: "buffer hangs (" in one.output and "killed" in one.output, "the kill")
+    (one.dir / "buffer.hang").unlink()
+    one.until_serving("buffer", attempt=1)
+    assert "_misbehave" in one.log("buffer.0.log").rpartition("most recent call first")[2], "the stack of the hang"
 
 
 def test_logs_are_read_and_followed_over_attempts(lively):
