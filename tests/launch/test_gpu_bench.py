@@ -5,7 +5,6 @@ arguments, its figures are read and told correctly, and what it starts is ended.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import runpy
@@ -16,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import psutil
 import pytest
 
@@ -180,93 +178,3 @@ def test_goals_decide_the_status_and_everything_is_written_down(
     assert found["other"]["goals"][0][3] == "missed by 50%"
     assert [goal[3] for goal in found["none"]["goals"]] == ["missed by 3.00", "met"], "of 0 there are no shares"
     assert found["third"]["missing"] == "no server"
-
-
-def test_flops_are_counted_as_the_formula_says(bench: Callable[[str], ModuleType]) -> None:
-    flops, config = bench("flops"), bench("make_model").shape_config("0.6b")
-    weights = 28 * (1024 * 128 * 32 + 16 * 128 * 1024 + 3 * 1024 * 3072) + 151_936 * 1024
-    assert flops.matrix_weights(config) == weights
-    counted = flops.train_flops(config, [1024] * 3)
-    assert counted == pytest.approx(3 * (6 * weights * 1024 + 6 * 28 * 16 * 128 * 1024**2))
-    assert flops.mfu(989e12, 2.0) == pytest.approx(0.5)
-
-
-# -- reading runs ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path, bench: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run of simulated actors with the real sinks."""
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    return importlib.import_module("planted_run").plant_run(tmp_path / "run", num_steps=30)
-
-
-def test_a_runs_figures_are_read_from_its_files(
-    bench: Callable[[str], ModuleType], run_dir: Path, out: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    reader, figures = bench("run_figures"), bench("figures")
-    run = reader.read_run(run_dir)
-    assert len(run.steps) == 30
-    assert [step for step, _ in run.evals] == [10, 20, 30]
-    assert 0.4 < np.median(run.column("train/step_s")) < 0.9
-    assert len(run.adopt_s) > 20
-    assert 0.3 < sum(run.idle["trainer/0"].values()) < 0.9  # it waits for about 0.5 to 1.6 s before 0.6 s of work
-    reader.tell_run(figures.Report("part"), "run", run, bench("make_model").shape_config("0.6b"))
-    told = capsys.readouterr().out
-    assert "| idle share of trainer/0 | " in told
-    assert "| 30 | 0." in told
-
-
-def test_a_run_that_left_nothing_is_an_error(bench: Callable[[str], ModuleType], tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="did not get that far"):
-        bench("run_figures").read_run(tmp_path)
-
-
-def test_the_stall_is_the_longest_silence_around_a_commit(
-    bench: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    latency = bench("weights_latency")
-    notes = tmp_path / "notes.txt"
-    lines: list[str] = []
-    now = 100.0
-    for number in range(400):
-        now += 0.03 if number and number % 100 == 0 else 0.01  # a silence of 30 ms instead of 10 every second
-        lines.append(f"{now:.6f},{number // 100},1")
-    notes.write_text("\n".join(lines) + "\n")
-    tokens = latency.read_tokens(notes)
-    commits = [100.0 + 1.02 * k for k in range(1, 4)]
-    spans = {
-        "train": [(k - 1, c - 0.08, c - 0.06) for k, c in enumerate(commits, 1)],
-        "publish": [(k, c - 0.06, c - 0.04) for k, c in enumerate(commits, 1)],
-        "adopt": [(k, c - 0.01, c + 0.01) for k, c in enumerate(commits, 1)],
-    }
-    monkeypatch.setattr(latency, "spans", lambda run_dir, word: iter(spans[word]))
-    monkeypatch.setattr(latency, "SKIPPED_UPDATES", 0)
-    monkeypatch.setattr(latency, "LAST_UPDATES", 0)
-    updates = latency.find_updates(tmp_path, tokens)
-    assert [update.version for update in updates] == [1, 2, 3]
-    for update in updates:
-        assert update.stall_s == pytest.approx(0.02, abs=1e-6)
-        assert 0.0 < update.first_token_s < 0.1
-        assert (update.publish_s, update.announce_s, update.commit_s) == pytest.approx((0.02, 0.03, 0.02), abs=1e-6)
-        parts = update.publish_s + update.announce_s + update.commit_s + update.resume_s
-        assert parts == pytest.approx(update.first_token_s)
-    usual = latency.usual_gaps(tokens, [(start_s, end_s) for _, start_s, end_s in spans["adopt"]])
-    assert usual == pytest.approx((0.01, 0.01, 0.01), abs=1e-6)
-
-
-@pytest.mark.parametrize("how", ["distributed", "tensor"])
-def test_the_server_log_tells_how_far_a_broadcast_was(bench: Callable[[str], ModuleType], how: str) -> None:
-    kill = bench("kill_in_broadcast")
-    received = f'"POST /update_weights_from_{how} HTTP/1.1" 200'
-    lines = {"pause": kill.PAUSED, "bucket": received, "resume": kill.RESUMED, "other": '"GET /model_info'}
-
-    def log(*words: str) -> str:
-        return "\n".join(f"INFO:     127.0.0.1:1 - {lines[word]}" for word in words)
-
-    version = ("pause", "bucket", "bucket", "other", "bucket", "resume")
-    assert kill.buckets_of_a_version(log("other", *version)) == 3
-    torn = ("pause", "bucket", "bucket")
-    assert kill._torn(log(*version, *torn)) == 2
-    assert kill._torn(log(*version, *torn, *version, *version)) == 2
-    assert kill._torn(log(*version, *version)) == 0

@@ -68,9 +68,9 @@ def test_engines_come_and_go_and_neither_is_a_failure(lively):
 
 
 @contextlib.contextmanager
-def started(folder: Path, *flags: str, toy: str = "") -> Iterator[Any]:
+def started(folder: Path, *flags: str, **how: Any) -> Iterator[Any]:
     """A run that several tests look at, one after the other; it leaves no process."""
-    with launched(folder, "up", *TWO, *flags, toy=toy) as one:
+    with launched(folder, "up", *TWO, *flags, **how) as one:
         one.until_serving(*FIRST)
         yield one
         one.until_gone(one.family)
@@ -79,7 +79,7 @@ def started(folder: Path, *flags: str, toy: str = "") -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def lively(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """It ends by a second signal, which ends everything at once."""
-    with started(tmp_path_factory.mktemp("lively")) as one:
+    with started(tmp_path_factory.mktemp("lively"), is_plain=True) as one:  # its actors have no torch
         yield one
         one.family = one.children()
         runtime = Path(json.loads((one.dir / "control.json").read_text())["control"]).parent

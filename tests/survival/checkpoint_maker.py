@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import shutil
 import sqlite3
 import time
 from pathlib import Path
@@ -32,12 +34,12 @@ def make_checkpoint(folder: Path, version: int, *, extra: dict[str, Any] | None 
 
 def add_run_part(folder: Path, ledger: Path, version: int, *, is_kept: bool = False, run: str = "small") -> None:
     """The run's part, as the leader adds it."""
-    copy = folder.with_name(f".partial-{folder.name}-{LEDGER}")
-    entry = copy_ledger(ledger, copy)
+    draft = folder.with_name(f".partial-{folder.name}-{LEDGER}")
+    entry = copy_ledger(ledger, draft)
     files = tuple(describe_file(folder / rank_file(rank)) for rank in range(2))
     named = type(entry)(name=LEDGER, num_bytes=entry.num_bytes, sha256=entry.sha256)
     part = RunPart(run=run, version=version, files=(named,), knobs=LiveKnobs(), is_kept=is_kept)
-    write_run_part(folder, part, copy, files)
+    write_run_part(folder, part, draft, files)
 
 
 class RunOnDisk:
@@ -61,6 +63,13 @@ class RunOnDisk:
         self.half_done = self.draw(ledger)
         ledger.requeue([(self.half_done, b"some tokens", steps)], "its engine died")
         ledger.close()
+
+    def copied(self, folder: Path) -> RunOnDisk:
+        """The same in another folder."""
+        made = copy.copy(self)
+        made.path = folder / self.path.name
+        shutil.copytree(self.path, made.path, symlinks=True)
+        return made
 
     def open(self) -> Ledger:
         """Its ledger, for writing."""

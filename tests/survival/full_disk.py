@@ -1,4 +1,4 @@
-"""A run on a file system of its own that is filled up in mid-run: a program for the tests.
+"""The coordinator's journal, and a run, on a file system of its own that is filled up and emptied: a program for the tests.
 
     python full_disk.py FOLDER
 
@@ -8,6 +8,7 @@ else what was wrong is on its standard error.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import sys
@@ -16,13 +17,18 @@ from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import pytest
 from tests.harness.commands import run as run_command
 from tests.harness.ledger_audit import audit_ledger
 from tests.harness.run_job import events, metrics
 from tests.harness.waiting import wait_until
 from tests.survival.lives import BATCH, NUM_PROMPTS, Lives, make_lives
 
+from myxa.actors.coordinator.journal import CoordinatorJournal, Kept
+from myxa.actors.coordinator.run_state import RunState
 from myxa.actors.ledger.states import REDRAWN
+from myxa.core.errors import LedgerError
+from myxa.core.files import refusal
 
 MIB = 1 << 20
 
@@ -111,5 +117,35 @@ def play(folder: Path) -> None:
             print((folder / "runs" / "latest" / "logs" / "launcher.0.log").read_text()[-3000:])
 
 
+LONG = "x" * 8192
+"""More than a full file system takes into the last page of a file."""
+
+
+async def journal_waits(folder: Path) -> None:
+    journal, version, told = CoordinatorJournal(folder / "coordinator.journal", "here"), 1, list[tuple[str, str]]()
+    journal.make = lambda: Kept(launch="here", run=RunState(version=version, reason=LONG * version))
+    journal.tell = lambda kind, text: told.append((kind, text))
+    await journal.keep()
+    ballast, version = Ballast(folder), 2
+    ballast.fill()
+    with pytest.raises(LedgerError) as caught:  # what can be refused is
+        await journal.keep()
+    assert refusal(caught.value) is not None, caught.value
+    waiting = [asyncio.create_task(journal.until_kept()) for _ in range(2)]
+    await asyncio.sleep(0.7)
+    assert not any(task.done() for task in waiting)
+    assert [kind for kind, _ in told] == ["disk-full"] * 2
+    assert "make room there" in told[0][1]
+    kept, _ = journal.load()
+    assert kept is not None and kept.run.version == 1, "as it was"
+    ballast.empty()
+    version = 3
+    await asyncio.wait_for(asyncio.gather(*waiting), 20)
+    kept, _ = journal.load()
+    assert kept is not None and kept.run.version == 3, "what is so now, not what was so then"
+    assert told[-1][0] == "disk-has-room"
+
+
 if __name__ == "__main__":
+    asyncio.run(journal_waits(Path(sys.argv[1]) / "runs"))
     play(Path(sys.argv[1]))

@@ -36,21 +36,13 @@ def way_in() -> tuple[tuple[str, ...], str]:
     return (), why
 
 
-def play(program: Path, folder: Path) -> None:
+def test_e08_journals_wait_for_a_full_disk_and_a_run_on_one_pauses_and_continues_once_there_is_room(tmp_path: Path):
     way, why = way_in()
     if not way:
         pytest.skip(f"nothing can be mounted here: {why}")
-    (folder / "runs").mkdir()
+    (tmp_path / "runs").mkdir()
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [*way, "sh", "-c", MOUNT, str(folder / "runs"), sys.executable, str(program), str(folder)]
+    command = [*way, "sh", "-c", MOUNT, str(tmp_path / "runs"), sys.executable, str(SCENE), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, env=env)
     print(done.stdout)
     assert done.returncode == 0, done.stderr[-4000:]
-
-
-def test_e08_a_run_on_a_disk_that_is_full_for_a_while_pauses_and_continues(tmp_path: Path):
-    play(SCENE, tmp_path)
-
-
-def test_e08_journals_wait_for_a_full_disk_and_are_written_once_there_is_room(tmp_path: Path):
-    play(SCENE.with_name("journals_on_a_full_disk.py"), tmp_path)

@@ -35,9 +35,14 @@ NOW = datetime(2030, 1, 1)
 COPY = "the checkpoint's copy of the ledger"
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> RunOnDisk:
+    return RunOnDisk(tmp_path_factory.mktemp("whole"), steps=4)
+
+
 @pytest.fixture
-def run(tmp_path: Path) -> RunOnDisk:
-    return RunOnDisk(tmp_path, steps=4)
+def run(whole: RunOnDisk, tmp_path: Path) -> RunOnDisk:
+    return whole.copied(tmp_path)
 
 
 def flip(path: Path, at: float = 0.5) -> None:
@@ -77,13 +82,6 @@ def test_no_byte_of_a_checkpoint_is_read_before_the_nodes_meet(run: RunOnDisk, m
     assert read
 
 
-@pytest.mark.parametrize("hurt", [flip, remove])
-@pytest.mark.parametrize("name", [LEDGER, RUN_FILE])
-def test_the_copy_is_not_needed_where_the_own_ledger_is_well(run: RunOnDisk, name: str, hurt: Callable[[Path], None]):
-    hurt(run.place(4) / name)
-    assert choose_point(run.path, None).version == 4
-
-
 @pytest.mark.parametrize("hurt", HURTS)
 def test_a_ledger_that_is_hurt_is_replaced_by_the_copy(run: RunOnDisk, hurt: Callable[[Path], None]):
     hurt(run.ledger)
@@ -95,9 +93,12 @@ def test_a_ledger_that_is_hurt_is_replaced_by_the_copy(run: RunOnDisk, hurt: Cal
 
 @pytest.mark.parametrize("hurt", [flip, remove])
 @pytest.mark.parametrize("name", [LEDGER, RUN_FILE])
-def test_with_both_hurt_the_next_older_one_is_taken(run: RunOnDisk, name: str, hurt: Callable[[Path], None]):
-    halve(run.ledger)
+def test_a_copy_that_is_hurt_is_not_needed_and_with_both_hurt_the_next_older_one_is_taken(
+    run: RunOnDisk, name: str, hurt: Callable[[Path], None]
+):
     hurt(run.place(4) / name)
+    assert choose_point(run.path, None).version == 4
+    halve(run.ledger)
     point = choose_point(run.path, None)
     assert (point.version, point.is_own_ledger) == (3, False)
     (text,) = point.passed_over
@@ -205,10 +206,10 @@ class Crash(BaseException):
 
 @pytest.mark.parametrize("version", [1, 4])
 def test_an_attempt_that_is_killed_at_any_moment_is_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int
+    whole: RunOnDisk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int
 ):
     for moment in range(60):
-        run = RunOnDisk(tmp_path / str(moment), steps=4)
+        run = whole.copied(tmp_path / str(moment))
         for name in ("coordinator.journal", "logs"):
             (run.path / name).mkdir()
         calls = 0
@@ -301,24 +302,23 @@ def bytes_of(folder: Path) -> dict[str, str]:
     }
 
 
-def forkable(tmp_path: Path) -> RunOnDisk:
-    run = RunOnDisk(tmp_path, steps=4)
+@pytest.fixture
+def parent(run: RunOnDisk, tmp_path: Path) -> RunOnDisk:
     (run.path / "config.toml").write_text(CONFIG.format(folder=tmp_path / "runs"))
     return run
 
 
-def test_a_fork_of_a_run_that_lives_changes_nothing_there(tmp_path: Path):
-    run = forkable(tmp_path)
-    with lock_ledger(run.ledger), RunDir(run.path).held():
-        before = bytes_of(run.path)
-        made = fork_run(run.path, 2, "other", ["run.num_steps=9"], NOW)
-        assert bytes_of(run.path) == before
+def test_a_fork_of_a_run_that_lives_changes_nothing_there(parent: RunOnDisk):
+    with lock_ledger(parent.ledger), RunDir(parent.path).held():
+        before = bytes_of(parent.path)
+        made = fork_run(parent.path, 2, "other", ["run.num_steps=9"], NOW)
+        assert bytes_of(parent.path) == before
     text = (made / "config.toml").read_text()
     assert 'name = "other"' in text
     assert "num_steps = 9" in text
     assert made.name.startswith("other-")
     child = RunOrigin.load(made)
-    assert (child.parent, child.parent_version) == (str(run.path.resolve()), 2)
+    assert (child.parent, child.parent_version) == (str(parent.path.resolve()), 2)
     point = choose_point(made, None)
     assert (point.version, point.is_own_ledger) == (2, False)
     begin_next_life(RunDir(made), point)
@@ -328,44 +328,43 @@ def test_a_fork_of_a_run_that_lives_changes_nothing_there(tmp_path: Path):
     ledger.rewind(2)
     assert ledger.newest_version == 2
     ledger.close()
-    assert bytes_of(run.path) == before
+    assert bytes_of(parent.path) == before
 
 
-def test_a_fork_outlives_the_checkpoint_that_it_came_from(tmp_path: Path):
-    run = forkable(tmp_path)
-    made = fork_run(run.path, 2, "", [], NOW)
-    shutil.rmtree(run.path)
+def test_a_fork_outlives_the_checkpoint_that_it_came_from(parent: RunOnDisk):
+    made = fork_run(parent.path, 2, "", [], NOW)
+    shutil.rmtree(parent.path)
     newest, _ = newest_whole(made / "checkpoints")
     assert newest is not None
     assert newest.version == 2
     assert choose_point(made, None).version == 2
 
 
-def test_readers_of_a_fork_keep_nothing_of_its_parent(tmp_path: Path):
+def test_readers_of_a_fork_keep_nothing_of_its_parent(parent: RunOnDisk):
     """All files but the manifest, which they lock, are the same."""
-    run = forkable(tmp_path)
-    made = fork_run(run.path, 4, "", [], NOW) / "checkpoints" / run.place(4).name
-    same = {file.name for file in made.iterdir() if file.samefile(run.place(4) / file.name)}
-    assert same == {file.name for file in run.place(4).iterdir()} - {"manifest.json"}
+    made = fork_run(parent.path, 4, "", [], NOW) / "checkpoints" / parent.place(4).name
+    same = {file.name for file in made.iterdir() if file.samefile(parent.place(4) / file.name)}
+    assert same == {file.name for file in parent.place(4).iterdir()} - {"manifest.json"}
     with being_read(made):
-        assert take_away_unread(run.place(4))
+        assert take_away_unread(parent.place(4))
     assert look_at(made).is_complete
 
 
-def test_a_fork_of_a_checkpoint_without_a_copy_needs_a_run_that_is_over(tmp_path: Path):
-    run = forkable(tmp_path)
-    make_checkpoint(run.place(4), 4, extra={"version": 4, "life": 3, "attempt": 2})
+def test_a_fork_of_a_checkpoint_without_a_copy_needs_a_run_that_is_over(parent: RunOnDisk):
+    make_checkpoint(parent.place(4), 4, extra={"version": 4, "life": 3, "attempt": 2})
     for version in range(1, 4):
-        (run.place(version) / RUN_FILE).unlink()
-        (run.place(version) / LEDGER).unlink()
-    with lock_ledger(run.ledger), pytest.raises(LaunchError, match="has no run.json"):
-        fork_run(run.path, None, "", [], NOW)
-    made = fork_run(run.path, None, "", [], NOW)
+        (parent.place(version) / RUN_FILE).unlink()
+        (parent.place(version) / LEDGER).unlink()
+    with lock_ledger(parent.ledger), pytest.raises(LaunchError, match="has no run.json"):
+        fork_run(parent.path, None, "", [], NOW)
+    made = fork_run(parent.path, None, "", [], NOW)
     assert choose_point(made, None).is_own_ledger
-    assert states(made / LEDGER) == states(run.ledger)
-    again = make_checkpoint(made / "checkpoints" / run.place(4).name, 4, extra={"version": 4, "life": 1, "attempt": 0})
+    assert states(made / LEDGER) == states(parent.ledger)
+    again = make_checkpoint(
+        made / "checkpoints" / parent.place(4).name, 4, extra={"version": 4, "life": 1, "attempt": 0}
+    )
     assert look_at(again).writer == (1, 0), "its first life may write that version again"
-    assert look_at(run.place(4)).writer == (3, 2)
+    assert look_at(parent.place(4)).writer == (3, 2)
 
 
 def test_a_fork_of_what_is_no_run_is_told(tmp_path: Path):
@@ -375,21 +374,20 @@ def test_a_fork_of_what_is_no_run_is_told(tmp_path: Path):
 
 @pytest.mark.parametrize("earlier", [False, True])
 def test_a_fork_that_fails_leaves_nothing_and_the_latest_run_is_who_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: bool
+    parent: RunOnDisk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: bool
 ):
-    run = forkable(tmp_path)
     runs = tmp_path / "runs"
-    before = fork_run(run.path, 2, "", [], NOW).name if earlier else ""
+    before = fork_run(parent.path, 2, "", [], NOW).name if earlier else ""
     for version in range(1, 5):
-        (run.place(version) / RUN_FILE).unlink()
-        (run.place(version) / LEDGER).unlink()
+        (parent.place(version) / RUN_FILE).unlink()
+        (parent.place(version) / LEDGER).unlink()
 
     def fails(*_: Any) -> None:
         raise LedgerError("the disk is full")
 
     monkeypatch.setattr(fork_run_module, "continue_ledger", fails)
     with pytest.raises(LaunchError, match="could not be taken over: the disk is full"):
-        fork_run(run.path, None, "", [], NOW)
+        fork_run(parent.path, None, "", [], NOW)
     assert [path.name for path in runs.iterdir() if not path.is_symlink()] == ([before] if earlier else [])
     assert (runs / "latest").is_symlink() == earlier
     assert not earlier or (runs / "latest").resolve().name == before

@@ -64,9 +64,9 @@ def pipe(path: Path) -> None:
 HURTS: tuple[Callable[[Path], None], ...] = (empty, cut, garbage, zeros, other_text, missing, folder, pipe)
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunOnDisk:
-    made = RunOnDisk(tmp_path, steps=3)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> RunOnDisk:
+    made = RunOnDisk(tmp_path_factory.mktemp("torn"), steps=3)
     (made.path / "config.toml").write_text(TEXT)
     RunOrigin(program="mine:build", lives=(Life(), Life(version=1))).save(made.path)
     for version in (1, 2, 3):
@@ -74,53 +74,55 @@ def run(tmp_path: Path) -> RunOnDisk:
     return made
 
 
-@pytest.mark.parametrize("hurt", [*HURTS, cut_within_a_number])
-def test_e11_a_torn_configuration_is_replaced_by_its_copy_and_kept_aside(run: RunOnDisk, hurt: Callable[[Path], None]):
-    config = run.path / "config.toml"
-    hurt(config)
-    text, why = config_of(run.path)
-    assert text == TEXT
-    assert str(config) in why
-    assert "its copy in version_00000003 is taken" in why
-    assert is_run_folder(run.path)
-    begin_next_life(RunDir(run.path), choose_point(run.path, None), text)
-    assert config.read_text() == TEXT
-    assert config_of(run.path) == (None, "")
-    if hurt is not missing:
-        assert (run.path / "lives" / "2" / "damaged" / "config.toml").exists()
+@pytest.fixture
+def run(whole: RunOnDisk, tmp_path: Path) -> RunOnDisk:
+    return whole.copied(tmp_path)
 
 
-@pytest.mark.parametrize("hurt", HURTS)
-def test_e11_a_torn_origin_is_replaced_by_its_copy_and_kept_aside(run: RunOnDisk, hurt: Callable[[Path], None]):
-    before = RunOrigin.load(run.path)
-    hurt(run.path / "origin.json")
-    origin, why = RunOrigin.found(run.path)
-    assert origin == before
-    assert "its copy in version_00000003 is taken" in why
-    begun = begin_next_life(RunDir(run.path), choose_point(run.path, None))
-    assert (begun.program, len(begun.lives)) == ("mine:build", 3)
-    assert RunOrigin.found(run.path) == (begun, "")
+def test_e11_torn_files_are_replaced_by_their_copies_and_kept_aside(whole: RunOnDisk, tmp_path: Path):
+    before = RunOrigin.load(whole.path)
+    for hurt in (*HURTS, cut_within_a_number):
+        run = whole.copied(tmp_path / hurt.__name__)
+        config = run.path / "config.toml"
+        hurt(config)
+        if hurt is not cut_within_a_number:
+            hurt(run.path / "origin.json")
+        text, why = config_of(run.path)
+        assert text == TEXT, hurt
+        assert str(config) in why and "its copy in version_00000003 is taken" in why
+        origin, lost = RunOrigin.found(run.path)
+        assert origin == before and ("its copy in version_00000003 is taken" in lost) is (hurt in HURTS)
+        assert is_run_folder(run.path)
+        begun = begin_next_life(RunDir(run.path), choose_point(run.path, None), text)
+        assert config.read_text() == TEXT and config_of(run.path) == (None, "")
+        assert (begun.program, len(begun.lives)) == ("mine:build", 3)
+        assert RunOrigin.found(run.path) == (begun, "")
+        kept = {path.name for path in (run.path / "lives" / "2" / "damaged").glob("*")}
+        assert kept == (
+            set() if hurt is missing else {"config.toml", "origin.json"} if hurt in HURTS else {config.name}
+        )
 
 
-@pytest.mark.parametrize("hurt", [empty, cut, garbage, missing, folder])
-def test_a_torn_copy_is_passed_over_for_an_older_one(run: RunOnDisk, hurt: Callable[[Path], None]):
-    hurt(run.place(3) / START_FILE)
-    empty(run.path / "config.toml")
-    assert "its copy in version_00000002 is taken" in config_of(run.path)[1]
+def test_a_torn_copy_is_passed_over_for_an_older_one(whole: RunOnDisk, tmp_path: Path):
+    for hurt in (empty, cut, garbage, missing, folder):
+        run = whole.copied(tmp_path / hurt.__name__)
+        hurt(run.place(3) / START_FILE)
+        empty(run.path / "config.toml")
+        assert "its copy in version_00000002 is taken" in config_of(run.path)[1], hurt
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b'{"program": 3}', b"\xff\xfe"])
-def test_without_any_copy_the_files_say_what_is_wrong_themselves(run: RunOnDisk, damage: bytes):
+def test_without_any_copy_the_files_say_what_is_wrong_themselves(run: RunOnDisk):
     """A guess could start another composition root."""
     for version in (1, 2, 3):
         missing(run.place(version) / START_FILE)
-    (run.path / "origin.json").write_bytes(damage)
     empty(run.path / "config.toml")
     assert config_of(run.path) == (None, "")
-    for ask in (lambda: RunOrigin.load(run.path), lambda: choose_point(run.path, None)):
-        with pytest.raises(LaunchError, match="origin.json.*cannot be read") as caught:
-            ask()
-        assert caught.value.remedy
+    for damage in (b"", b"{", b'{"program": 3}', b"\xff\xfe"):
+        (run.path / "origin.json").write_bytes(damage)
+        for ask in (lambda: RunOrigin.load(run.path), lambda: choose_point(run.path, None)):
+            with pytest.raises(LaunchError, match="origin.json.*cannot be read") as caught:
+                ask()
+            assert caught.value.remedy
     missing(run.path / "origin.json")
     assert len(RunOrigin.load(run.path).lives) == 1, "started once, by an older version"
 
