@@ -17,7 +17,7 @@ from dataclasses import replace
 from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import ActorContext, MailboxPolicy, PeerEvent
 from ...core.clock import Clock
-from ...core.errors import LedgerError, MyxaError
+from ...core.errors import LaunchError, LedgerError, MyxaError
 from ...core.knobs import (
     AuditRecord,
     ChangeReply,
@@ -43,7 +43,7 @@ from .knobs import coordinator_knobs
 from .options import CoordinatorOptions
 from .rejoin import OTHER_OWNERS, LeaderControl, Rejoin
 from .run_control import RunControl
-from .run_state import NextPhase, RunState
+from .run_state import NEXT_PHASES, RunState
 
 KEEP_S = 10.0
 """Limit for a journal write that the run does not depend on."""
@@ -459,13 +459,14 @@ class PhaseMoves:
         """`tell`: an event, its kind and text. `on_change`: the run is in another phase now."""
         self._ctx = ctx
         self._state = state
-        self._next = NextPhase(state)
+        self._coming: RunPhase | None = None
         self._journal = journal
         self._tell = tell
         self._on_change = on_change
 
     def kept(self) -> RunState:
-        return self._next.kept()
+        state = self._state
+        return replace(state, phase=self._coming or state.phase, engines=set(state.engines))
 
     async def to(self, phase: RunPhase) -> bool:
         """Enter a phase: the journal has it before it is reported and before its work begins. False: another phase came
@@ -473,8 +474,12 @@ class PhaseMoves:
         incarnation would begin the run again: it waits for a disk that refuses, and raises LedgerError for any other
         reason. All other phases proceed without the journal, and without a disk that hangs: the actor that reported the
         end reports it again."""
-        if not self._next.propose(phase):
+        if phase not in NEXT_PHASES[self._state.phase]:
+            why = f"the run cannot go from {self._state.phase} to {phase}"
+            raise LaunchError(why, remedy="this is a bug; report it")
+        if self._coming is not None and phase not in NEXT_PHASES[self._coming]:
             return False
+        self._coming = phase
         return await asyncio.shield(self._ctx.spawn(self._move(phase), name=f"to-{phase}"))
 
     async def _move(self, phase: RunPhase) -> bool:
@@ -483,11 +488,12 @@ class PhaseMoves:
             await (self._journal.until_kept() if phase == "running" else keep_in_time(self._journal))
         except MyxaError as error:
             if phase == "running":
-                self._next.withdraw(phase)
+                self._coming = None if self._coming == phase else self._coming
                 raise
             self._tell("journal-not-written", str(error))
-        if not self._next.arrive(phase):
+        if self._coming != phase:
             return False
+        self._state.phase, self._coming = phase, None
         self._tell("phase", f"{before} -> {phase}")
         if phase == "finished":
             self._tell("run-ended", self._state.reason)

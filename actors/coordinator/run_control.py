@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -36,26 +35,13 @@ TELL_S = 20.0
 TELL_AGAIN_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Deed:
-    """Something that is asked for, as the audit log has it."""
+def _deed(verb: str, who: Operator, reason: str, **arguments: object) -> AuditRecord:
+    """Something that is asked for, as the audit log has it but for the outcome."""
+    return AuditRecord(number=0, wall_s=0.0, verb=verb, who=who, arguments=arguments, result="", reason=reason)
 
-    verb: str
-    who: Operator
-    reason: str
-    arguments: dict[str, Any]
 
-    def record(self, result: str, detail: str = "") -> AuditRecord:
-        return AuditRecord(
-            number=0,
-            wall_s=0.0,
-            verb=self.verb,
-            who=self.who,
-            arguments=self.arguments,
-            result=result,
-            detail=detail,
-            reason=self.reason,
-        )
+def _ended(deed: AuditRecord, result: str, detail: str = "") -> AuditRecord:
+    return msgspec.structs.replace(deed, result=result, detail=detail)
 
 
 class RunControl:
@@ -116,32 +102,24 @@ class RunControl:
                 return
 
     @property
-    def is_paused(self) -> bool:
-        """Whether the buffer hands nothing out, or nothing after `until_step`."""
-        return self._now.is_paused
-
-    @property
     def must_tell(self) -> bool:
         """Whether a buffer that comes up may hold back something else than this one says."""
-        return self.is_paused or self._is_unsent
-
-    @property
-    def until_step(self) -> int | None:
-        return self._now.until_step
+        return self._now.is_paused or self._is_unsent
 
     @property
     def paused(self) -> str:
         """Why the run is paused; empty while it trains, also while it trains up to a version at which it will pause."""
-        is_going = not self.is_paused or (self.until_step is not None and self._version() < self.until_step)
+        until = self._now.until_step
+        is_going = not self._now.is_paused or (until is not None and self._version() < until)
         return "" if is_going else self._now.reason
 
     def version_made(self, version: int) -> None:
-        if self.is_paused and version == self.until_step:
+        if self._now.is_paused and version == self._now.until_step:
             self._rests(f"at version {version}: {self._now.reason}")
 
     async def pause(self, who: Operator, reason: str) -> int:
         """Returns the version that the trainer will rest at."""
-        deed = _Deed("pause", who, reason, {})
+        deed = _deed("pause", who, reason)
 
         async def work() -> int:
             async with self._turn:
@@ -153,7 +131,7 @@ class RunControl:
 
     async def resume(self, who: Operator, reason: str) -> None:
         """Nothing happens to a run that is not paused."""
-        deed = _Deed("resume", who, reason, {})
+        deed = _deed("resume", who, reason)
 
         async def work() -> None:
             async with self._turn:
@@ -167,7 +145,7 @@ class RunControl:
         """So many more steps; returns the version at which the run will pause. Raises ConfigError for no number."""
         if not 0 < num_steps <= MAX_STEPS:
             raise ConfigError(f"{num_steps} steps", remedy=f"a number from 1 to {MAX_STEPS}")
-        deed = _Deed("step", who, reason, {"num_steps": num_steps})
+        deed = _deed("step", who, reason, num_steps=num_steps)
 
         async def work() -> int:
             wanted = PauseKept(is_paused=True, reason=reason or _by(who))
@@ -185,7 +163,7 @@ class RunControl:
         async def work() -> str:
             return await self._leader.checkpoint_at_boundary(export)
 
-        return await self._carried_out(_Deed("ckpt", who, reason, {"export": export}), work, is_recorded=False)
+        return await self._carried_out(_deed("ckpt", who, reason, export=export), work, is_recorded=False)
 
     async def evaluate(self, who: Operator, reason: str, name: str) -> EvalResult:
         """On held-out prompts, beside training; `name`: of one set, else all."""
@@ -193,13 +171,13 @@ class RunControl:
         async def work() -> EvalResult:
             return await self._evaluate(name)
 
-        deed = _Deed("eval", who, reason, {"set": name} if name else {})
+        deed = _deed("eval", who, reason, **({"set": name} if name else {}))
         return await self._carried_out(deed, work, is_recorded=False)
 
     async def history(self, limit: int) -> tuple[AuditRecord, ...]:
         return await self._audit.newest(min(limit, 1000))
 
-    async def _change(self, deed: _Deed, wanted: PauseKept, num_steps: int = 0) -> int:
+    async def _change(self, deed: AuditRecord, wanted: PauseKept, num_steps: int = 0) -> int:
         """Durable, recorded, sent; returns where the trainer rests, `num_steps` later. As before if any of it fails."""
         before = self._now
         try:
@@ -209,7 +187,7 @@ class RunControl:
                 wanted = msgspec.structs.replace(wanted, until_step=await self._tell_buffer() + num_steps)
             self._now = wanted
             await self._journal.keep()
-            await self._audit.write(deed.record("done", str(wanted.until_step or "")))
+            await self._audit.write(_ended(deed, "done", str(wanted.until_step or "")))
             return await self._tell_buffer()
         except MyxaError:
             self._now, self._is_unsent = before, True
@@ -239,7 +217,7 @@ class RunControl:
         self._ctx.log.info("%s: %s", kind, text)
         self._telemetry.event(kind, text)
 
-    async def _carried_out(self, deed: _Deed, work: Callable[[], Awaitable[T]], *, is_recorded: bool = True) -> T:
+    async def _carried_out(self, deed: AuditRecord, work: Callable[[], Awaitable[T]], *, is_recorded: bool = True) -> T:
         """Completes even if the caller is gone. `is_recorded`: `work` writes the record before it acts."""
         task = self._ctx.spawn(self._attempt(deed, work, is_recorded=is_recorded), name=f"control-{deed.verb}")
         outcome = await asyncio.shield(task)
@@ -247,19 +225,21 @@ class RunControl:
             raise outcome
         return outcome
 
-    async def _attempt(self, deed: _Deed, work: Callable[[], Awaitable[T]], *, is_recorded: bool) -> T | MyxaError:
+    async def _attempt(
+        self, deed: AuditRecord, work: Callable[[], Awaitable[T]], *, is_recorded: bool
+    ) -> T | MyxaError:
         """Its result, or its error: a failed deed does not end the actor."""
         try:
             done = await work()
         except MyxaError as error:
             try:
-                await self._audit.write(deed.record("failed", str(error)))
+                await self._audit.write(_ended(deed, "failed", str(error)))
             except MyxaError as another:
                 self._tell("audit-incomplete", f"that {deed.verb} failed was not recorded: {another}")
             return error
         if not is_recorded:
             try:
-                await self._audit.write(deed.record("done", str(done)))
+                await self._audit.write(_ended(deed, "done", str(done)))
             except MyxaError as error:
                 return LedgerError(f"{deed.verb} was done ({done}), but could not be recorded: {error}")
         return done

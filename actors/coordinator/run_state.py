@@ -8,12 +8,11 @@ finished / failed
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from ...core.errors import LaunchError
 from ...core.messages import EngineStatus, RunPhase, RunStatus
 
-_ALLOWED: dict[RunPhase, frozenset[RunPhase]] = {
+NEXT_PHASES: dict[RunPhase, frozenset[RunPhase]] = {
     "starting": frozenset({"running", "draining", "failed"}),
     "running": frozenset({"draining", "failed"}),
     "draining": frozenset({"finished", "failed"}),
@@ -52,7 +51,7 @@ class RunState:
 
     @property
     def is_over(self) -> bool:
-        return not _ALLOWED[self.phase]
+        return not NEXT_PHASES[self.phase]
 
     @property
     def known_version(self) -> int:
@@ -71,38 +70,3 @@ class RunState:
             eval_reward=self.eval_reward,
             paused=paused,
         )
-
-
-class NextPhase:
-    """A phase that a run is to enter: kept first, entered then."""
-
-    def __init__(self, state: RunState) -> None:
-        self._state = state
-        self._coming: RunPhase | None = None
-
-    def kept(self) -> RunState:
-        return replace(self._state, phase=self._coming or self._state.phase, engines=set(self._state.engines))
-
-    def propose(self, phase: RunPhase) -> bool:
-        """The journal says so from now on; once it does, `arrive`. False: another proposal, under way, goes before it.
-        Raises LaunchError for a step that no run takes."""
-        if phase not in _ALLOWED[self._state.phase]:
-            raise LaunchError(
-                f"the run cannot go from {self._state.phase} to {phase}", remedy="this is a bug; report it"
-            )
-        if self._coming is not None and phase not in _ALLOWED[self._coming]:
-            return False
-        self._coming = phase
-        return True
-
-    def arrive(self, phase: RunPhase) -> bool:
-        """What was proposed is so; False: something else was proposed since."""
-        if self._coming != phase:
-            return False
-        self._state.phase, self._coming = phase, None
-        return True
-
-    def withdraw(self, phase: RunPhase) -> None:
-        """What was proposed will not be, unless something else was since."""
-        if self._coming == phase:
-            self._coming = None

@@ -28,22 +28,15 @@ if TYPE_CHECKING:
     from ...actors.rollout.judging import Reference
 
 
+SAMPLED = (
+    *("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "min_new_tokens", "repetition_penalty"),
+    *("frequency_penalty", "presence_penalty", "stop_token_ids", "stop"),
+)
+"""Keys of `[rollout]` that each request has."""
+
+
 def train_sampling(config: RunConfig) -> SamplingParams:
-    rollout = config.rollout
-    return SamplingParams(
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-        max_new_tokens=rollout.max_new_tokens,
-        min_new_tokens=rollout.min_new_tokens,
-        repetition_penalty=rollout.repetition_penalty,
-        frequency_penalty=rollout.frequency_penalty,
-        presence_penalty=rollout.presence_penalty,
-        stop_token_ids=rollout.stop_token_ids,
-        stop=rollout.stop,
-        seed=_seed(config),
-    )
+    return SamplingParams(seed=_seed(config), **{name: getattr(config.rollout, name) for name in SAMPLED})
 
 
 def eval_sampling(config: RunConfig) -> SamplingParams:
@@ -80,6 +73,9 @@ def sglang_needs(config: RunConfig) -> SglangNeeds:
     )
 
 
+EVAL_KEYS = ("num_prompts", "num_samples", "top_p", "top_k", "max_new_tokens", "pass_reward")
+
+
 def eval_sets(config: RunConfig) -> tuple[EvalSet, ...]:
     """In the order of names; the only one, of `eval.data`, is called ""."""
     if not config.eval.sets:
@@ -87,13 +83,8 @@ def eval_sets(config: RunConfig) -> tuple[EvalSet, ...]:
     return tuple(
         EvalSet(
             name=name,
-            num_prompts=one.num_prompts,
-            num_samples=one.num_samples,
             temperature=None if one.temperature < 0 else one.temperature,
-            top_p=one.top_p,
-            top_k=one.top_k,
-            max_new_tokens=one.max_new_tokens,
-            pass_reward=one.pass_reward,
+            **{key: getattr(one, key) for key in EVAL_KEYS},
         )
         for name, one in sorted(config.eval.sets.items())
     )

@@ -103,7 +103,7 @@ class Place:
 
     def agree(self) -> bool:
         """All say the same of whether the run is held back."""
-        return self.kept == self.buffer.holds[0] == self.control.is_paused
+        return self.kept == self.buffer.holds[0] == self.control.kept().is_paused
 
 
 async def test_who_asked_may_go_and_it_is_done_and_recorded(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ async def test_who_asked_may_go_and_it_is_done_and_recorded(tmp_path: Path) -> N
         await asked
     place.buffer.may_answer.set()
     await place.settled()
-    assert place.agree() and place.control.is_paused
+    assert place.agree() and place.control.kept().is_paused
     assert place.audit == [("pause", "done")]
     assert "run-paused" in place.told
 
@@ -166,7 +166,7 @@ async def test_a_step_that_fails_half_way_does_not_leave_a_running_run_paused(tm
     with pytest.raises(LedgerError, match="the disk is full"):
         await place.control.step(WHO, "", 3)
     await place.settled()
-    assert place.agree() and not place.control.is_paused
+    assert place.agree() and not place.control.kept().is_paused
 
 
 async def test_a_journal_that_refuses_leaves_all_as_it_was(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ async def test_a_journal_that_refuses_leaves_all_as_it_was(tmp_path: Path) -> No
     with pytest.raises(LedgerError, match="check disk and rights"):
         await place.control.pause(WHO, "look")
     await place.settled()
-    assert place.agree() and not place.control.is_paused
+    assert place.agree() and not place.control.kept().is_paused
     assert place.audit == [("pause", "failed")]
 
 
@@ -193,4 +193,4 @@ async def test_steps_are_counted_from_where_the_run_stands(tmp_path: Path) -> No
     assert place.buffer.holds == (True, STANDS_AT + 3)
     assert place.audit == [("step", "done")]
     await place.control.resume(WHO, "")
-    assert place.agree() and not place.control.is_paused
+    assert place.agree() and not place.control.kept().is_paused

@@ -21,7 +21,7 @@ from myxa.actors.contracts import CoordinatorContract, TrainerContract
 from myxa.actors.coordinator.coordinator import Coordinator, PhaseMoves
 from myxa.actors.coordinator.options import CoordinatorOptions
 from myxa.actors.coordinator.rejoin import LeaderControl
-from myxa.actors.coordinator.run_state import NextPhase, RunState
+from myxa.actors.coordinator.run_state import RunState
 from myxa.actors.monitor.monitor import Monitor
 from myxa.core.clock import ManualClock, SystemClock
 from myxa.core.errors import LaunchError, LedgerError, NoSuchActor, NotReady, NotSent
@@ -235,26 +235,35 @@ async def test_a_leader_that_is_to_end_learns_it_before_it_continues(monkeypatch
 # -- phases --------------------------------------------------------------------------------------------------------
 
 
-async def test_of_two_moves_at_once_the_one_that_may_follow_wins() -> None:
-    state = RunState()
-    moving = NextPhase(state)
-    assert moving.propose("running")
-    assert moving.kept().phase == "running" and state.phase == "starting", "kept before it is so"
-    assert moving.propose("draining"), "somebody stops the run at that moment"
-    assert not moving.arrive("running")
-    assert moving.arrive("draining") and state.phase == "draining"
-    assert moving.propose("failed")
-    assert not moving.propose("finished"), "what failed does not end well"
-    assert moving.arrive("failed")
-    with pytest.raises(LaunchError, match="cannot go from failed"):
-        moving.propose("running")
-
-
 def moves_of(state: RunState, journal: Any) -> tuple[PhaseMoves, list[str]]:
     """And the events that they tell."""
     told: list[str] = []
     ctx: Any = Surroundings(None)
     return PhaseMoves(ctx, state, journal, lambda kind, text: told.append(kind), lambda: None), told
+
+
+async def test_of_two_moves_at_once_the_one_that_may_follow_wins() -> None:
+    state, disk = RunState(), asyncio.Event()
+    moves, _ = moves_of(state, SimpleNamespace(keep=disk.wait, until_kept=disk.wait, path=Path("journal")))
+
+    async def begun(phase: Any) -> asyncio.Task[bool]:
+        move = asyncio.create_task(moves.to(phase))
+        await asyncio.sleep(0.01)
+        return move
+
+    running = await begun("running")
+    assert moves.kept().phase == "running" and state.phase == "starting", "kept before it is so"
+    draining = await begun("draining")  # somebody stops the run at that moment
+    disk.set()
+    assert not await running
+    assert await draining and state.phase == "draining"
+    disk.clear()
+    failed = await begun("failed")
+    assert not await moves.to("finished"), "what failed does not end well"
+    disk.set()
+    assert await failed
+    with pytest.raises(LaunchError, match="cannot go from failed"):
+        await moves.to("running")
 
 
 def hanging(end: asyncio.Event, monkeypatch: pytest.MonkeyPatch) -> Any:
