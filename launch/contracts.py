@@ -103,14 +103,6 @@ class StartReply(_Record, frozen=True, kw_only=True):
     """With a problem: the exit status that it counts as. 2: another attempt would end the same way."""
 
 
-class NameReply(_Record, frozen=True, kw_only=True):
-    """Answer to a program that wants to host a rollout actor."""
-
-    name: str = ""
-    refused: Literal["", "own", "taken"] = ""
-    """own: that name belongs to the run; taken: another actor has it, or it names no rollout actor."""
-
-
 class LogRequest(_Record, frozen=True, kw_only=True):
     """A request for a part of an actor's log: the last lines, or what follows an earlier position."""
 
@@ -314,12 +306,6 @@ class SupervisorContract(Actor):
     @call(deadline=30)
     async def child_ended(self, end: ChildEnd) -> None:
         """A node's process ended."""
-        raise NotImplementedError
-
-    @call(deadline=10, reentrant=True)
-    async def reserve_name(self, wanted: str) -> NameReply:
-        """A program that will host a rollout actor of its own: the name it may use, which no actor of the run gets.
-        `wanted`: that one and no other; empty: any."""
         raise NotImplementedError
 
     @call(deadline=30, reentrant=True)

@@ -33,10 +33,9 @@ from ..transport.address import Rendezvous
 from ..transport.node import Node
 from .actor_spec import ActorSpec
 from .composition.memory_parts import takes_turns
-from .contracts import SUPERVISOR, SupervisorContract, agent_name
-from .program import build_actor, num_actors
+from .program import build_actor
 from .run_dir import RunDir
-from .supervisor.placement import number_of
+from .supervisor.placement import FIRST_EMBEDDED, number_of
 
 
 async def attach_to(place: RunDir, prefix: str, timeout_s: float) -> Node:
@@ -68,8 +67,8 @@ LOST_S = 20.0
 """How long the run may be silent before the actor leaves by itself."""
 DRAIN_S = 40.0
 CLOSE_S = 5.0
-MAX_TRIES = 5
-"""Names that are tried when other programs join in the same moment."""
+NUM_NAMES = 900_000
+"""That are drawn from."""
 
 _log = logging.getLogger("myxa.embed")
 
@@ -99,7 +98,7 @@ class EmbeddedRollout:
     def __init__(self, node: Node, name: str, run_dir: RunDir) -> None:
         loop = asyncio.get_running_loop()
         self.name = name
-        """In the run, e.g. "rollout/1"."""
+        """In the run, e.g. "rollout/271828"."""
         self.node = node
         """Makes references to every other actor of the run: `node.ref(BufferContract, "buffer")`."""
         self._ended: asyncio.Future[str] = loop.create_future()
@@ -207,8 +206,8 @@ async def rollout_in(
 ) -> AsyncGenerator[EmbeddedRollout]:
     """Host a rollout actor of the run in `run_dir` on the running loop, until the block is left.
 
-    `run_dir`: as `myxa up` printed it, on the same host and of the same user. `name`: "rollout/<number>", not one of
-    the run's own; empty: the next free one. `timeout_s`: for the run's processes to answer; a run that is just being
+    `run_dir`: as `myxa up` printed it, on the same host and of the same user. `name`: "rollout/<number>", from 100000
+    on; empty: one is drawn. `timeout_s`: for the run's processes to answer; a run that is just being
     started is waited for. Building the actor (importing torch, reading the tokenizer) happens in a thread, and the
     engine continues to load after this returned: see `status().phase`.
 
@@ -277,35 +276,22 @@ def _other_version(place: RunDir, error: MyxaError) -> LaunchError:
 
 
 async def _start(node: Node, place: RunDir, config: RunConfig, wanted: str) -> str:
-    """Build the actor and have it registered; returns its name. Another program may be faster: then the next one."""
-    name = wanted
-    for _ in range(MAX_TRIES):
-        name = await _choose_name(node, config, wanted)
-        actor = await _build(_spec(config, name), config, place)
-        try:
-            await node.start(actor, name)
-        except CallError as error:
-            if await node.registry.resolve(name, 0.0) is None:
-                raise LaunchError(f"{name} could not join the run: {error}", remedy="see the launcher's log") from error
-        else:
-            return name
-    raise _taken(name, node)
-
-
-async def _choose_name(node: Node, config: RunConfig, wanted: str) -> str:
-    """The run's supervisor gives names out: it may start more actors of its own meanwhile."""
-    if wanted and number_of(wanted) is None:
-        raise LaunchError(f"{wanted!r} names no rollout actor", remedy='write "rollout/<number>", or leave it out')
+    """Build the actor and have it registered; returns its name. Numbers are drawn, so programs need not agree."""
+    name = wanted or f"rollout/{FIRST_EMBEDDED + secrets.randbelow(NUM_NAMES)}"
+    number = number_of(name)
+    if number is None:
+        raise LaunchError(f"{name!r} names no rollout actor", remedy='write "rollout/<number>", or leave it out')
+    if number < FIRST_EMBEDDED:
+        raise LaunchError(f"{name} belongs to the run itself", remedy=f"use rollout/{FIRST_EMBEDDED} or above")
+    if name in node.peers("rollout/"):
+        raise _taken(name, node)
     try:
-        reply = await node.ref(SupervisorContract, SUPERVISOR).reserve_name(wanted)
+        await node.start(await _build(_spec(config, name), config, place), name)
     except CallError as error:
-        raise LaunchError(f"the run gives no name to its new rollout actor: {error}", remedy="see its log") from error
-    if reply.refused == "own":
-        num_own = num_actors(config, "rollout", len(node.peers(agent_name(0)[:-1])))
-        raise LaunchError(f"{wanted} belongs to the run itself", remedy=f"use rollout/{num_own} or above")
-    if reply.refused:
-        raise _taken(wanted, node)
-    return reply.name
+        if await node.registry.resolve(name, 0.0) is not None:
+            raise _taken(name, node) from error
+        raise LaunchError(f"{name} could not join the run: {error}", remedy="see the launcher's log") from error
+    return name
 
 
 def _taken(name: str, node: Node) -> LaunchError:

@@ -72,11 +72,6 @@ def build_actor(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock 
     return _BUILDERS[spec.role](spec, config, run_dir, clock or SystemClock())
 
 
-def num_actors(config: RunConfig, role: RoleName, num_nodes: int) -> int:
-    settings = config.roles[role]
-    return settings.count * (num_nodes if settings.nodes == "*" else len(settings.nodes))
-
-
 def is_supervised(config: RunConfig) -> bool:
     """Whether samples come from demonstrations: no engine takes part, no weights travel."""
     return config.algo.kind == "sft"

@@ -2,7 +2,7 @@
 
 Pure functions of the run's configuration and of who is there; what is impossible is refused with the reason. At the
 start the run file decides; later only rollout actors join and leave. Attached servers are divided among the rollout
-actors at the start; new actors name theirs. `ReservedNames` keeps names for rollout actors that other programs host.
+actors at the start; new actors name theirs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from ...core.config.section import HTTP_URL
 from ...core.errors import ConfigError
 from ..actor_spec import ActorSpec, RankSpec
 from ..composition.weight_channels import choose_channel
-from ..contracts import NameReply
 from .run_actors import ActorStatus
 
 START_ORDER: tuple[RoleName, ...] = ("monitor", "buffer", "coordinator", "memory", "trainer", "rollout")
@@ -28,8 +27,9 @@ NUMBERED: frozenset[RoleName] = frozenset({"memory", "trainer", "rollout"})
 """Roles whose actors have their index in the name even if there is only one."""
 
 
-HELD_S = 600.0
-"""How long a name is reserved for a program that has not joined yet: it loads torch and a model."""
+FIRST_EMBEDDED = 100_000
+"""Number from which on rollout actors are hosted by other programs (embed.py). The run's own take the lowest ones that
+are free."""
 
 _NAME = re.compile(r"rollout/(0|[1-9]\d{0,5})")
 
@@ -344,41 +344,6 @@ def _no_room(
     return ConfigError(
         f"a rollout actor of this run needs {share} GPU{'s' if share > 1 else ''}, free are {left}", remedy=remedy
     )
-
-
-# -- names of actors that other programs host -----------------------------------------------------------------------
-
-
-class ReservedNames:
-    """Names that no late actor of the run may get (embed.py). `num_own`: this many names, from rollout/0, are always
-    the run's own."""
-
-    def __init__(self, num_own: int) -> None:
-        self._num_own = num_own
-        self._held: dict[str, float] = {}
-
-    def ask(self, wanted: str, own: Iterable[str], there: Iterable[str], now: float) -> NameReply:
-        """The answer to a program that wants a name. `own`: the run's names; `there`: all registered names."""
-        taken = {*there, *self.held(now)}
-        if wanted:
-            number = number_of(wanted)
-            if wanted in own or (number is not None and number < self._num_own):
-                return NameReply(refused="own")
-            if wanted in taken or number is None:
-                return NameReply(refused="taken")
-            name = wanted
-        else:
-            numbers = [number_of(name) for name in {*own, *taken}]
-            name = f"rollout/{max(self._num_own - 1, *(n for n in numbers if n is not None), -1) + 1}"
-        self._held[name] = now
-        return NameReply(name=name)
-
-    def held(self, now: float) -> frozenset[str]:
-        self._held = {name: at for name, at in self._held.items() if now - at < HELD_S}
-        return frozenset(self._held)
-
-    def left(self, name: str) -> None:
-        self._held.pop(name, None)
 
 
 def number_of(name: str) -> int | None:

@@ -54,7 +54,6 @@ from ..contracts import (
     ChildEnd,
     EnlistReply,
     JoinReply,
-    NameReply,
     NodeFacts,
     RunDescription,
     StartOrder,
@@ -65,7 +64,7 @@ from ..contracts import (
 from ..first_failure import CAUSE, Failures, FirstFailure
 from ..run_dir import RunDir
 from .membership import Membership, SilenceCheck
-from .placement import Present, ReservedNames
+from .placement import Present
 from .run_actors import ActorStatus, RunActors, actor_statuses
 from .timeouts import RunTimeouts
 
@@ -130,7 +129,6 @@ class RunSupervisor(SupervisorContract):
         self._others = {agent_name(node): node for node in range(1, setup.num_nodes)}
         self._gone = asyncio.Event()
         self._work = WorkSeen()
-        self._reserved = ReservedNames(sum(actor.role == "rollout" for actor in setup.actors))
         self._has_started = False
         self._silent = SilenceCheck(self._actors, self._rules, timeouts)
         ranks = [(spec.rank.gang, spec.node) for spec in setup.actors if spec.rank is not None]
@@ -149,8 +147,6 @@ class RunSupervisor(SupervisorContract):
             self._on_actor(event)
         elif event.kind in ("down", "restarted") and event.name in self._others:
             self._lose_node(self._others[event.name], event.reason)
-        elif event.kind == "down":
-            self._reserved.left(event.name)
 
     def _on_actor(self, event: PeerEvent) -> None:
         if event.kind in ("suspect", "hung", "recovered"):
@@ -298,9 +294,8 @@ class RunSupervisor(SupervisorContract):
 
     @property
     def foreign_names(self) -> frozenset[str]:
-        """Names of rollout actors that other programs host, or have reserved."""
-        there = {*self.ctx.peers("rollout/"), *self._reserved.held(self._now())}
-        return frozenset(there - set(self._actors.names))
+        """Names of rollout actors that other programs host."""
+        return frozenset({*self.ctx.peers("rollout/")} - set(self._actors.names))
 
     def agent(self, node: int) -> AgentContract:
         return self.ctx.ref(AgentContract, agent_name(node))
@@ -376,10 +371,6 @@ class RunSupervisor(SupervisorContract):
 
     async def decline(self, node: int, host: str, reason: str) -> None:
         self._nodes.decline(node, host, reason)
-
-    async def reserve_name(self, wanted: str) -> NameReply:
-        own = [actor.name for actor in self._actors.specs if actor.role == "rollout"]
-        return self._reserved.ask(wanted, own, self.ctx.peers("rollout/"), self._now())
 
     async def child_ended(self, end: ChildEnd) -> None:
         if end.name not in self._actors or end.attempt != self._rules.attempt(end.name):

@@ -11,14 +11,12 @@ from myxa.core.config import RunConfig, load_config
 from myxa.core.errors import ConfigError, LaunchError
 from myxa.core.supervision import ChildState
 from myxa.launch.actor_spec import ActorSpec
-from myxa.launch.contracts import LateWish, NameReply, NodeFacts
+from myxa.launch.contracts import LateWish, NodeFacts
 from myxa.launch.node_place import NodePlace
 from myxa.launch.nodes.launch_options import facts_of
 from myxa.launch.supervisor.membership import Membership
 from myxa.launch.supervisor.placement import (
-    HELD_S,
     Present,
-    ReservedNames,
     check_distance,
     check_leaver,
     place,
@@ -209,23 +207,6 @@ def test_only_rollout_actors_can_be_drained(tmp_path: Path):
     run = config(tmp_path)
     with pytest.raises(ConfigError, match="buffer cannot leave a run"):
         check_leaver(run, "buffer", 0)
-
-
-def test_other_programs_get_names_that_the_run_never_uses():
-    names = ReservedNames(num_own=2)
-    own = ["rollout/0", "rollout/1"]
-    assert names.ask("", own, own, 0.0).name == "rollout/2"
-    assert names.ask("", own, own, 1.0).name == "rollout/3", "the first one is about to join"
-    assert names.ask("", [*own, "rollout/4"], own, 1.0).name == "rollout/5", "a late actor of the run has one too"
-    assert names.ask("rollout/1", own, own, 1.0).refused == "own"
-    assert names.ask("rollout/1", [], [], 1.0).refused == "own", "also when it has left: it may come again"
-    assert names.ask("rollout/2", own, own, 1.0).refused == "taken"
-    assert names.ask("rollout/9", own, [*own, "rollout/9"], 1.0).refused == "taken"
-    assert names.ask("rollout/x", own, own, 1.0).refused == "taken"
-    assert names.ask("rollout/7", own, own, 1.0) == NameReply(name="rollout/7")
-    names.left("rollout/7")
-    assert names.held(1.0) == {"rollout/2", "rollout/3", "rollout/5"}
-    assert names.held(HELD_S + 0.5) == {"rollout/3", "rollout/5"}, "who does not come loses the name"
 
 
 def test_a_late_launcher_that_asks_again_is_told_the_same_number_and_another_one_the_next(tmp_path: Path):
