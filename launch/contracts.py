@@ -11,7 +11,6 @@ from ..core.handlers import call
 from .actor_spec import ActorSpec, GangRendezvous
 
 SUPERVISOR = "supervisor"
-"""Actor name of the run supervisor."""
 
 
 def agent_name(node: int) -> str:
@@ -60,7 +59,6 @@ class EnlistReply(_Record, frozen=True, kw_only=True):
     is_early: bool = False
     """The run is being started: it may ask again."""
     config: str = ""
-    """The run's resolved configuration."""
     actors: tuple[ActorSpec, ...] = ()
     """What would be started on it now, for its own look at what they need."""
 
@@ -111,7 +109,6 @@ class LogRequest(_Record, frozen=True, kw_only=True):
     num_lines: int = 100
     """Without a place: so many of the last lines."""
     grep: str = ""
-    """Only lines that hold this text."""
     engine: bool = False
     """The log of the server that the actor launched, instead of its own."""
     file: str = ""
@@ -196,7 +193,6 @@ class ChildEnd(_Record, frozen=True, kw_only=True):
     pid: int = 0
     """Of the process; 0: it was never started."""
     tail: tuple[str, ...] = ()
-    """Last lines of its log."""
 
 
 class AgentContract(Actor):
@@ -253,7 +249,6 @@ class ProcessContract(Actor):
 
     @call(deadline=10, reentrant=True)
     async def stacks(self) -> StackReply:
-        """Stacks of all threads and all asyncio tasks."""
         raise NotImplementedError
 
     @call(deadline=10, reentrant=True)

@@ -85,11 +85,9 @@ class EmbeddedStatus:
     version: int = NO_VERSION
     """Weight version that the engine serves; -1: none yet, or not any more."""
     running: int = 0
-    """Requests in the engine."""
     waiting: int = 0
     """Requests that wait for room in it."""
     reason: str = ""
-    """Why it left."""
 
 
 class EmbeddedRollout:

@@ -41,7 +41,6 @@ class NodePlace:
     rank: int
     num_nodes: int
     endpoint: Endpoint | None
-    """Where node 0 is met; None: a file will say."""
     max_nodes: int = 0
     """So many may take part at the same time, those included that come later; 0: as many as come."""
 

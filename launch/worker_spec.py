@@ -27,7 +27,6 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     run_dir: str
     socket_dir: str
     rdzv_path: str
-    """File that says how to reach the registry."""
     key: str = ""
     """Key pair under which the process joins and speaks over tcp; the registry knows it. The job's key stays with the
     launchers."""

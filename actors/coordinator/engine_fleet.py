@@ -95,7 +95,6 @@ class EngineFleet:
         self._adoption.lost(rollout, epoch)
 
     def offered(self, manifest: WeightManifest) -> None:
-        """A version can be read (again)."""
         self._adoption.published(manifest)
         self._on_change()
 
@@ -110,7 +109,6 @@ class EngineFleet:
             self.present[name] = EngineStatus(rollout=name, version=version, running=0, waiting=0)
 
     async def adopt(self) -> None:
-        """Bring everybody to the newest version."""
         await self._adopter.adopt_pending()
         if self._state.has_stale_engines and set(self._adoption.serving) <= set(self._adoption.engines_at(None)):
             self._state.has_stale_engines = False

@@ -286,7 +286,6 @@ class Decisions:
                 self.add(record)
 
     def add(self, record: AuditRecord) -> None:
-        """It is in the audit log, so it is decided."""
         decision = record.decision
         assert decision is not None
         if record.verb == "rewind":

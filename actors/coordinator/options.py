@@ -12,19 +12,15 @@ from ...core.messages import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSet:
-    """One set of held-out prompts, and where it differs from the others."""
+    """One set of held-out prompts, and where it differs from the others: neither by 0 nor by None."""
 
     name: str = ""
     num_prompts: int = 0
-    """0: as the others."""
     num_samples: int = 0
-    """0: as the others."""
     temperature: float | None = None
-    """None: as the others."""
     top_p: float = 1.0
     top_k: int = -1
     max_new_tokens: int = 0
-    """0: as the others."""
     pass_reward: float = 1.0
 
     def sampling(self, others: SamplingParams) -> SamplingParams:

@@ -158,7 +158,6 @@ class RunControl:
         return await self._carried_out(deed, work)
 
     async def checkpoint(self, who: Operator, reason: str, *, export: bool) -> str:
-        """Returns the folder once it is written."""
 
         async def work() -> str:
             return await self._leader.checkpoint_at_boundary(export)

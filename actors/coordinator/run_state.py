@@ -33,11 +33,9 @@ class RunState:
     error: str = ""
     reason: str = ""
     leader_reason: str | None = None
-    """Why the leader's loop ended, once it has."""
     stop_reason: str = ""
     """Why the leader is to end; empty: it is not."""
     eval_reward: float | None = None
-    """Of the newest evaluation."""
     evaluating: int = -1
     """Version at which an evaluation began that is not through; -1: none."""
     engines: set[str] = field(default_factory=set[str])

@@ -58,7 +58,6 @@ class ManagerOptions:
     measure_s: float = 20.0
     """For all devices of one measurement."""
     node: int = 0
-    """Where the manager is."""
     agents: Mapping[int, str] = field(default_factory=dict[int, str])
     """Actor names of its agents on other nodes with shared devices, by node."""
 

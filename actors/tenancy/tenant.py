@@ -68,7 +68,6 @@ class TenantOptions:
     devices: tuple[str, ...]
     """UUIDs of the GPUs, or "host:<n>"; with several, each tag is on all of them or on none."""
     node: int = 0
-    """Where its devices are."""
     planned: dict[Tag, tuple[int, TagPolicy]] = field(default_factory=dict[Tag, tuple[int, TagPolicy]])
     """Bytes and policy of tags that are going to be loaded: estimates, until `loaded`."""
 

@@ -39,13 +39,10 @@ class TimeShareOptions:
     manager: str
     """Actor name of the memory manager."""
     trainers: tuple[str, ...]
-    """Trainer ranks on these devices."""
     rollouts: tuple[str, ...]
-    """Rollout actors on them."""
     switch_s: float
     """How long one lease may take."""
     start_s: float
-    """How long an engine may take to load."""
 
 
 class TimeShare:

@@ -36,7 +36,6 @@ class Finding:
     key: str
     """Dotted path in the run file, of a machine the check's name; empty: about no key."""
     error: MyxaError
-    """Cause and remedy."""
     severity: Severity = "error"
 
 
@@ -88,7 +87,6 @@ class CheckedRun:
         return cast("T", self._known[ask])
 
     def of(self, *roles: str) -> tuple[ActorSpec, ...]:
-        """The actors of these roles."""
         return tuple(actor for actor in self.actors if actor.role in roles)
 
     @property

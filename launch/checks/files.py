@@ -421,7 +421,6 @@ class Named(NamedTuple):
     args: Iterable[str] = ()
     """Named arguments that the function gets besides."""
     role: str = "rollout"
-    """Who calls it."""
 
 
 def function_findings(

@@ -317,18 +317,15 @@ class MachineFacts:
     torch_cuda: str | None = _ask(_torch_cuda)
     """CUDA that torch was built for; "" = none; None: no torch."""
     compiler: str = _ask(lambda: find_compiler(CPP_COMPILERS))
-    """Path of a C++ compiler."""
     gpus: Gpus = field(default_factory=look_at_gpus)
     preload: Preload = field(default_factory=preload_facts)
     total_bytes: int = _ask(lambda: int(psutil.virtual_memory().total))
     available_bytes: int = _ask(available_bytes)
     """What may still be taken, control group included."""
     cgroup_bytes: int | None = _ask(_cgroup_limit)
-    """The control group's limit."""
     shm_bytes: int | None = _ask(_shm_bytes)
     """Size of /dev/shm; None: there is none."""
     num_files: tuple[int, int] = _ask(lambda: resource.getrlimit(resource.RLIMIT_NOFILE))
-    """Soft and hard limit."""
     overcommit: int | None = _ask(lambda: _number("/proc/sys/vm/overcommit_memory"))
     hostname: str = _ask(socket.gethostname)
     addresses: tuple[str, ...] = _ask(lambda: () if _trouble(_addresses) else _addresses())

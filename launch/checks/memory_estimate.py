@@ -248,7 +248,6 @@ class EngineEstimate:
 
     parts: tuple[Part, ...]
     cache_tokens: int
-    """Tokens that the cache holds."""
     context_length: int
     max_running: int
     full_sequences: int
@@ -329,7 +328,6 @@ class DeviceLoad:
     capacity_bytes: int | None
     """None: not known."""
     num_bytes: int
-    """All parts."""
     fits: bool
     """Whether there is room, as far as is known."""
 

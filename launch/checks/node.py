@@ -324,7 +324,6 @@ def _ask(url: str, route: str, key: str) -> ServerAnswer:
 
 
 def gpus(_: CheckedRun) -> Gpus:
-    """Of this machine."""
     return look_at_gpus()
 
 

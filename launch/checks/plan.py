@@ -81,9 +81,7 @@ class PlannedRun:
     name: str = ""
     problems: tuple[PlanProblem, ...] = ()
     placement: tuple[PlannedNode, ...] = ()
-    """By node number."""
     objective: tuple[str, ...] = ()
-    """What the run optimises, a line per part."""
     batch: BatchPlan | None = None
     sources: tuple[PlannedSource, ...] = ()
     """Of prompts, where they have names."""

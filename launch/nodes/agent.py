@@ -55,7 +55,6 @@ LOOK_AGAIN_S = 1.0
 STACKS_S = 0.5
 """How long a process that hangs may take to write its stacks."""
 SIGNALS = frozenset({signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT})
-"""Signals that an operator may send."""
 KILL_S = 5.0
 """How long a process may take to vanish after SIGKILL (longer: it hangs in the kernel)."""
 

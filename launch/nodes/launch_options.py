@@ -49,7 +49,6 @@ class LaunchOptions:
     prepare: Callable[[], object] | None = None
     """Prepares the directory once it is clear that this node can take part."""
     next_steps: tuple[str, ...] = ()
-    """Commands to suggest after success."""
     late: LateWish | None = None
     """Set on a node that joins a live run."""
 

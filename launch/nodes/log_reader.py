@@ -13,7 +13,6 @@ from ..contracts import LogChunk, LogRequest
 from ..run_dir import RunDir
 
 CHUNK_BYTES = 128 * 1024
-"""Read by one request at most."""
 TAIL_BYTES = 4 * 1024 * 1024
 """Looked through from the end for the last lines that hold a text."""
 MAX_LINES = 10_000

@@ -108,7 +108,6 @@ class WentBack(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     """0: the first of the life: the chosen checkpoint turned out to be damaged when it was loaded."""
     version: int
-    """Version that training continued from."""
 
 
 class Life(msgspec.Struct, frozen=True, kw_only=True):

@@ -173,7 +173,6 @@ class Present:
     """Actors, nodes and devices of a live run."""
 
     actors: tuple[ActorSpec, ...]
-    """All actors of the run that do not leave."""
     nodes: tuple[int, ...]
     """Nodes that are members now."""
     taken: Collection[str] = ()

@@ -85,7 +85,6 @@ class ActorStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     restarts_left: int = 0
     """Restarts that its budget allows now."""
     devices: tuple[int, ...] = ()
-    """GPU numbers on its node."""
     is_leaving: bool = False
     """Whether it leaves for good, at an operator's request."""
 
