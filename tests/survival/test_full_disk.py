@@ -36,7 +36,7 @@ def way_in() -> tuple[tuple[str, ...], str]:
     return (), why
 
 
-def test_e08_journals_wait_for_a_full_disk_and_a_run_on_one_pauses_and_continues_once_there_is_room(tmp_path: Path):
+def test_e08_a_journal_waits_for_a_full_disk_and_a_run_on_one_pauses_and_continues_once_there_is_room(tmp_path: Path):
     way, why = way_in()
     if not way:
         pytest.skip(f"nothing can be mounted here: {why}")
