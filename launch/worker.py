@@ -132,15 +132,15 @@ Python's 700 the collector looks through them several times per turn of the loop
 
 
 def main() -> int:
+    path = os.environ.get(SPEC_VARIABLE, "")
+    if not path:
+        print(f"{SPEC_VARIABLE} is not set: workers are started by `myxa up`", file=sys.stderr)
+        return LaunchError.exit_code
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.set_threshold(GC_THRESHOLD, 10, 10)
     if not any(name in os.environ for name in CHOSEN_BY):
         keep_freed_memory()
     raise_limit()
-    path = os.environ.get(SPEC_VARIABLE, "")
-    if not path:
-        print(f"{SPEC_VARIABLE} is not set: workers are started by `myxa up`", file=sys.stderr)
-        return LaunchError.exit_code
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
     _write_stacks_when_lost()
     try:

@@ -36,6 +36,9 @@ restart = "gang"
 class Run:
     """One launcher process with its output."""
 
+    family: Sequence[psutil.Process] = ()
+    """Its processes, before it was told to end."""
+
     def __init__(
         self, folder: Path, arguments: Sequence[str], *, toy: str = "", site: Path | None = None, is_plain: bool = False
     ) -> None:

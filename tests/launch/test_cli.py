@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from myxa import __version__
+from myxa.launch import worker
 from myxa.launch.cli import main
 
 
@@ -118,8 +119,7 @@ def test_the_module_is_the_command():
     assert out.stdout == f"myxa {__version__}\n", out.stderr
 
 
-def test_a_worker_that_nobody_launched_says_so():
-    command = [sys.executable, "-m", "myxa.launch.worker"]
-    out = subprocess.run(command, capture_output=True, text=True, timeout=60, env={}, check=False)
-    assert out.returncode == 3
-    assert "workers are started by `myxa up`" in out.stderr
+def test_a_worker_that_nobody_launched_says_so(monkeypatch, capsys):
+    monkeypatch.delenv(worker.SPEC_VARIABLE, raising=False)
+    assert worker.main() == 3
+    assert "workers are started by `myxa up`" in capsys.readouterr().err

@@ -62,20 +62,11 @@ class Stage:
         return one
 
 
-def finish(node0, *others) -> None:
-    children = node0.children() + [child for one in others for child in one.children()]
-    node0.switch("finish")
-    assert node0.ended() == 0, node0.evidence()
-    for one in others:
-        assert one.ended() == 0, one.output
-    node0.until_gone(children)
-
-
 def names(client: ControlClient) -> set[str]:
     return {actor["name"] for actor in client.ask("ps") if actor["state"] == "up"}
 
 
-def test_late_nodes_get_their_actors_and_leave_at_a_signal_by_sigkill_and_by_drain(stage: Stage):
+def test_late_nodes_get_their_actors_and_leave_at_a_signal_by_sigkill_by_drain_and_with_node_0(stage: Stage):
     node0 = stage.first(nnodes="1:2")
     client = ControlClient.of(node0.dir)
     JobKey.generate().save(stage.folder / "other.key")
@@ -117,7 +108,14 @@ def test_late_nodes_get_their_actors_and_leave_at_a_signal_by_sigkill_and_by_dra
     assert other.ended() == 0, other.output
     other.until_gone(children)
     assert names(client) >= {"rollout/0", "rollout/1"}
-    finish(node0)
+    last = stage.late("last")
+    node0.until_serving("rollout/2", attempt=2)
+    children = node0.children() + last.children()
+    node0.signal(signal.SIGKILL)
+    node0.process.wait()
+    assert last.ended() == 3, last.output
+    assert "node 0 is gone" in last.output
+    node0.until_gone(children)
 
 
 def who_may_not_come_is_told_why(stage: Stage, stranger) -> None:

@@ -130,19 +130,6 @@ def check_actors_come_and_go(node0, node1) -> None:
     assert {actor["name"] for actor in client.ask("ps") if actor["node"] == 1} >= {"rollout/1", "rollout/3"}
 
 
-def test_nodes_end_when_node_0_is_lost(tmp_path: Path, run):
-    first, second = two(tmp_path, run)
-    with second as node1, first as node0:
-        see(node0, tmp_path)
-        node0.until_serving("coordinator", "rollout/0", "rollout/1", "trainer/1")
-        children = node0.children() + node1.children()
-        node0.signal(signal.SIGKILL)
-        node0.process.wait()
-        assert node1.ended() == 3, node1.evidence()
-        assert "node 0 is gone" in node1.output
-        node1.until_gone(children)
-
-
 @pytest.mark.parametrize(
     ("rank", "is_taken", "said"),
     [(0, True, "in use"), (1, False, ""), (0, False, "2 of 3 nodes did not join within 2 s: 1, 2")],

@@ -14,7 +14,7 @@ from tests.simulation.simulator import Sim, run
 
 from myxa.core.actor import FAILED, Actor, PeerEvent
 from myxa.core.config import RestartPolicy
-from myxa.core.errors import ConfigError, DeadlineExceeded, LaunchError
+from myxa.core.errors import ConfigError, DataError, DeadlineExceeded, LaunchError
 from myxa.core.messages import EngineStatus, RunPhase, RunStatus
 from myxa.core.supervision import ChildState
 from myxa.launch.actor_spec import ActorSpec, GangRendezvous, RankSpec
@@ -258,6 +258,14 @@ def test_a_missing_program_fails_the_run_at_once_and_a_full_machine_when_the_res
         assert failure is not None and "no memory" in failure.report()
 
     staged(body, rollout(0), at_once=False)
+
+
+@on_stage(rollout(0))
+async def test_wrong_data_fails_the_run_at_once_with_its_own_status(stage: Stage) -> None:
+    await stage.sim.spawn("launcher/0", stage.hands[0].die("rollout/0", DataError.exit_code))
+    await asyncio.sleep(3)
+    assert stage.supervisor.failed.result().exit_code == DataError.exit_code == 5
+    assert len(stage.hands[0].started) == 1
 
 
 @on_stage(rollout(0), *trainers(1, 2, max_restarts=20), num_nodes=3)

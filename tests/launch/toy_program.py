@@ -64,8 +64,6 @@ class Toy(Actor):
             raise EngineError("this engine is made of glass", remedy="do not drop it")
         if self.switches.has("bad-data"):
             raise DataError("line 7 of the data is rotten")
-        if self.switches.has("hang-at-start"):
-            await asyncio.sleep(1000)
         self.ctx.spawn(self._misbehave(), name="misbehave")
 
     async def _misbehave(self) -> None:
@@ -75,8 +73,6 @@ class Toy(Actor):
                 self._spin()
             if self.switches.has("segfault"):
                 ctypes.string_at(0)
-            if self.switches.has("vanish"):
-                os._exit(7)
             if self.switches.has("hang"):
                 self.switches.note("hangs", "")
                 time.sleep(1000)  # noqa: ASYNC251 - the loop gives no sign of life

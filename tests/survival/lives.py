@@ -19,8 +19,6 @@ from tests.harness.commands import Command
 from tests.harness.run_job import PATIENT, Job, make_job, metrics
 from tests.harness.waiting import wait_until
 
-from myxa.launch.run_lineage.origin import RunOrigin
-
 NUM_PROMPTS, BATCH = 64, 4
 
 
@@ -128,17 +126,6 @@ class Lives:
                 return False
             time.sleep(0.02)
         return self.launcher.poll() is None
-
-    def until_life(self, number: int) -> None:
-        """Wait until the life of that number, from 1, has begun."""
-        assert self.run_dir is not None
-        run_dir = self.run_dir
-        wait_until(lambda: len(RunOrigin.load(run_dir).lives) >= number, f"life {number}", timeout_s=60)
-
-    def has_checkpoint(self) -> bool:
-        """Whether it could go on."""
-        assert self.run_dir is not None
-        return any(self.run_dir.glob("checkpoints/version_*/manifest.json"))
 
     def end(self) -> None:
         """Leave nothing behind, whatever happened."""

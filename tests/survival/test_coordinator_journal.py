@@ -9,13 +9,12 @@ import asyncio
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
+from tests.harness.commands import Command
 
 from myxa.actors.coordinator import journal as journal_module
 from myxa.actors.coordinator.journal import CoordinatorJournal, Kept, PauseKept
@@ -121,9 +120,10 @@ def test_what_is_no_such_file_is_an_error_at_once(tmp_path: Path, kind: str) -> 
 def test_a_writer_that_is_killed_at_any_moment_leaves_a_whole_journal(tmp_path: Path) -> None:
     path, seed = tmp_path / "coordinator.journal", random.randrange(1 << 32)
     print("seed", seed)
-    lot = random.Random(seed)
+    lot, program = random.Random(seed), tmp_path / "writer.py"
+    program.write_text(WRITER)
     for _ in range(2):
-        with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True) as writer:
+        with Command([str(path)], tmp_path, program=program) as writer:
             assert writer.stdout is not None
             writer.stdout.readline()
             time.sleep(lot.random() * 0.2)

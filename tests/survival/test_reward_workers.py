@@ -7,7 +7,6 @@ import asyncio
 import os
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -25,7 +24,7 @@ from myxa.core.config import RewardSettings
 from myxa.core.errors import DeadlyReward, UserCodeError
 
 CODE = '''
-import os, re, signal, subprocess, sys, time
+import contextlib, os, signal, subprocess, sys, time
 from pathlib import Path
 
 SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
@@ -45,8 +44,6 @@ def act(completion):
         verb, rest = then, ""
     if verb == "hang":
         time.sleep(600)
-    if verb == "lock":
-        re.match(r"(a+)+$", "a" * 64 + "b")  # holds the interpreter lock for ages
     if verb == "exit":
         os._exit(7)
     if verb == "segfault":
@@ -55,18 +52,10 @@ def act(completion):
         if not Path(rest).exists():
             Path(rest).touch()
             os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does where memory runs out
-    if verb == "garbage":
+    if verb in ("garbage", "huge"):
         for number in range(3, 12):
-            try:
-                os.write(number, b"\\x05\\x00\\x00\\x00nonsense")
-            except OSError:
-                pass
-    if verb == "huge":
-        for number in range(3, 12):
-            try:
-                os.write(number, b"\\xff\\xff\\xff\\xff")
-            except OSError:
-                pass
+            with contextlib.suppress(OSError):
+                os.write(number, b"\\x05\\x00\\x00\\x00nonsense" if verb == "garbage" else b"\\xff" * 4)
     if verb == "oom":
         return float(Path("/proc/self/oom_score_adj").read_text())
     return 1.0
@@ -124,20 +113,13 @@ async def test_a_worker_that_ends_is_killed_or_writes_nonsense_costs_its_call_an
             assert (await made.score(answer("fine"))).value == 1.0
 
 
-async def test_a_call_that_hangs_or_holds_the_interpreter_lock_ends_by_its_deadline_with_its_tools(
-    code: str, tmp_path: Path
-) -> None:
+async def test_a_call_that_hangs_or_ends_its_worker_takes_its_tools_along(code: str, tmp_path: Path) -> None:
     async with rewarder(code, timeout_s=1.5) as made:
-        assert (await made.score(answer("fine"))).value == 1.0
-        started_s = time.monotonic()
-        error = await failure(made, "lock")
-        assert not isinstance(error, DeadlyReward)
-        assert "took longer than 1.5 s; its worker process was killed" in str(error)
-        assert time.monotonic() - started_s < 60
-        for then in ("hang", "exit", "segfault"):
+        for then in ("hang", "exit"):
             folder = tmp_path / then
             folder.mkdir()
-            await failure(made, f"tools {folder} {then}")
+            error = await failure(made, f"tools {folder} {then}")
+            assert isinstance(error, DeadlyReward) == (then == "exit")
             tools = [int(word) for word in (folder / "note").read_text().split()]
             assert len(tools) == 3
             await until_gone(*tools)
@@ -185,9 +167,12 @@ async def test_an_actor_that_is_killed_leaves_neither_worker_nor_tools(code: str
 
 
 async def test_a_pattern_that_backtracks_for_ever_does_not_block_the_actor() -> None:
-    async with rewarder("regex", pattern="(a+)+$", timeout_s=1.0) as made:
+    """Its worker holds the interpreter lock for ages."""
+    async with rewarder("regex", pattern="(a+)+$", timeout_s=0.5) as made:
         scoring = asyncio.ensure_future(made.score(answer("a" * 64 + "b")))
         for _ in range(20):
             await asyncio.sleep(0.01)  # the loop goes on
-        with pytest.raises(UserCodeError, match="took longer than 1 s; its worker process was killed"):
+        with pytest.raises(UserCodeError, match="took longer than 0.5 s; its worker process was killed") as caught:
             await scoring
+        assert not isinstance(caught.value, DeadlyReward)
+        assert (await made.score(answer("aaa"))).value == 1.0
