@@ -72,10 +72,6 @@ def score(completion):
     return 1.0
 
 
-async def solve(ctx, prompt):
-    return ctx.episode.sample()
-
-
 async def flow(ctx, prompt, *, mode=0):
     return None
 
@@ -90,10 +86,6 @@ class Flow:
 
     def run(self, ctx, prompt):
         return None
-
-
-def not_async(ctx, prompt):
-    return None
 
 
 def two_needed(completion, tolerance):
@@ -124,15 +116,12 @@ class Site:
 def make_site(folder: Path) -> Site:
     """Model, data, code."""
     make_tiny_model(folder / "model", preset="0p5m", seed=0)
-    for name in ("no_config", "no_tokenizer", "no_weights", "torn_weights", "other_type", "moe_type"):
+    for name in ("no_weights", "torn_weights", "moe_type"):
         shutil.copytree(folder / "model", folder / name)
-    (folder / "no_config/config.json").unlink()
-    (folder / "no_tokenizer/tokenizer.json").unlink()
     (folder / "no_weights/model.safetensors").unlink()
     weights = (folder / "model/model.safetensors").read_bytes()
     (folder / "torn_weights/model.safetensors").write_bytes(weights[: len(weights) // 2])
     config = json.loads((folder / "model/config.json").read_text())
-    (folder / "other_type/config.json").write_text(json.dumps({**config, "model_type": "mamba"}))
     experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     (folder / "moe_type/config.json").write_text(json.dumps({**config, **experts}))
     data = folder / "data"
@@ -142,7 +131,6 @@ def make_site(folder: Path) -> Site:
     (data / "heldout.jsonl").write_text("\n".join(rows[:16]) + "\n")
     (data / "torn.jsonl").write_text("\n".join([*rows[:3], '{"prompt": "sort 1"', *rows[3:]]) + "\n")
     (data / "other_column.jsonl").write_text('{"promt": "a", "label": "b"}\n')
-    (data / "empty.jsonl").write_text("")
     (data / "three.jsonl").write_text("\n".join(rows[:3]) + "\n")
     (data / "packed.jsonl").write_bytes(b"\x1f\x8b\x08 and so on")
     (folder / "mine.py").write_text(MINE)

@@ -48,8 +48,6 @@ share = "switch"
 """
 
 WRONG: dict[str, Wrong] = {
-    # names
-    # types and ranges
     "sink misspelt": add("monitor", 'sinks = ["wnadb"]', "did you mean 'wandb'", "monitor.sinks"),
     "option of a sink misspelt": Wrong(
         "[monitor]\n", '[monitor.options.wandb]\nprojct = "x"\n[monitor]\nsinks = ["wandb"]\n', "[monitor.options.wandb]", 'did you mean "project"'
