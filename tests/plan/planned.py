@@ -131,6 +131,7 @@ def make_site(folder: Path) -> Site:
     (data / "heldout.jsonl").write_text("\n".join(rows[:16]) + "\n")
     (data / "torn.jsonl").write_text("\n".join([*rows[:3], '{"prompt": "sort 1"', *rows[3:]]) + "\n")
     (data / "other_column.jsonl").write_text('{"promt": "a", "label": "b"}\n')
+    (data / "empty.jsonl").write_text("")
     (data / "three.jsonl").write_text("\n".join(rows[:3]) + "\n")
     (data / "packed.jsonl").write_bytes(b"\x1f\x8b\x08 and so on")
     (folder / "mine.py").write_text(MINE)
